@@ -39,7 +39,14 @@ class Line:
     """All stages of a job. `sent_bytes`: payload between them so far; `skipped`: steps in which a gradient overflowed."""
 
     def __init__(
-        self, graph: Graph, cuts: Sequence[int], read: Read, config: TrainConfig, train: Path, held_out: Path
+        self,
+        graph: Graph,
+        cuts: Sequence[int],
+        read: Read,
+        config: TrainConfig,
+        train: Path,
+        held_out: Path,
+        device: str = "cpu",
     ) -> None:
         self.sent_bytes = self.skipped = 0
         self._config = config
@@ -47,7 +54,9 @@ class Line:
         parts = split(graph, cuts)
         ties = tie_groups(parts)
         sizes = {"batch": config.microbatch_size, "sequence": config.sequence}
-        made = [TorchTrainingStage(part, read(part.graph.variables), config.optimizer) for part in parts]
+        made = [
+            TorchTrainingStage(part, read(part.graph.variables), config.optimizer, device) for part in parts
+        ]
         self._planes: list[TrainingStage] = [
             LossScaled(stage) if config.precision == "fp16" else stage for stage in made
         ]

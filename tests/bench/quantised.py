@@ -1,11 +1,13 @@
 """What int8 and int4 cost and give: perplexity on held-out text, bytes of weights, tokens a second, against float32.
 
-    python tests/bench/quantised.py [--folder DIR] [--steps 600] [--rounds 5] [--only perplexity,decode,matrices] [--json]
+    python tests/bench/quantised.py [--folder DIR] [--steps 600] [--rounds 5] [--only perplexity,decode,matrices] [--device cuda]
+        [--json]
 
 The model is the one that `fusion-peer demo` trains, trained here in one process as long as there (an hour of one busy
 core; it is kept in DIR and not trained again), and for speed also the Llama of `make bench ARGS="--only decode"`. Decoding is of one stage
 on one thread, for one session and for four together; the three take turns, and each has its best round. Perplexity is that
-of the graph that is served, on windows of the held-out files.
+of the graph that is served, on windows of the held-out files. On a GPU all of this runs there, the training too, and the
+Llama is the one of 1.1 billion parameters of `tests/bench/cuda.py`; `matrices` is of a CPU's products.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.convergence_run import Line
-from bench.decode import make_model
+from bench.cuda import LARGE
+from bench.decode import SMALL, make_model
 from bench.text_table import text_of
 
 from fusion.cli.demo import DEFAULT_STEPS, SEQUENCE, job_text
@@ -46,6 +49,7 @@ from fusion.runtime.launch.export_files import export_files
 from fusion.runtime.launch.pack import pack_data
 from fusion.runtime.launch.prepare import train_config
 from fusion.runtime.launch.shard import silent
+from fusion.runtime.peer.plane_choice import TORCH, choose
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.products.packed import Packed, in_blocks, linear, pack
 from fusion.runtime.planes.products.quantised import InBlocks
@@ -67,7 +71,7 @@ def name_of(kind: Kind | None) -> str:
 # --- the demo's model
 
 
-def trained(folder: Path, steps: int) -> tuple[LanguageModel, torch.Tensor]:
+def trained(folder: Path, steps: int, device: str) -> tuple[LanguageModel, torch.Tensor]:
     """The demo's model after so many steps, as it is exported, and windows of the held-out text (windows, sequence + 1)."""
     spec = parse(job_text(["peer"], steps), folder)
     assert isinstance(spec.model, GPTConfig)
@@ -77,12 +81,14 @@ def trained(folder: Path, steps: int) -> tuple[LanguageModel, torch.Tensor]:
     assert data.held_out is not None
     directory = folder / f"exported-{steps}"
     if not directory.is_dir():
-        values = _train(model, spec, data, store)
+        values = _train(model, spec, data, store, device)
         directory.mkdir(parents=True)
         for name, content in export_files(model).items():
             (directory / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
         named = {
-            n: values[v.name].clone() for v in clean(model.inference).variables for n in (v.name, *v.aliases)
+            n: values[v.name].to("cpu", copy=True)
+            for v in clean(model.inference).variables
+            for n in (v.name, *v.aliases)
         }
         snapshot.save(named, directory / "model.safetensors", {"format": "pt"})
     text = torch.frombuffer(bytearray(store.path(data.held_out).read_bytes()), dtype=torch.uint8).long()
@@ -90,13 +96,14 @@ def trained(folder: Path, steps: int) -> tuple[LanguageModel, torch.Tensor]:
     return sources.exported(directory), windows[:: max(1, len(windows) // WINDOWS)]
 
 
-def _train(model: LanguageModel, spec: Any, data: Any, store: BlobStore) -> dict[str, torch.Tensor]:
+def _train(
+    model: LanguageModel, spec: Any, data: Any, store: BlobStore, device: str
+) -> dict[str, torch.Tensor]:
     train = spec.train
     config = train_config(spec, data)
     assert model.training is not None
-    line = Line(
-        clean(model.training), (), model.read, config, store.path(data.train), store.path(data.held_out)
-    )
+    texts = store.path(data.train), store.path(data.held_out)
+    line = Line(clean(model.training), (), model.read, config, *texts, device=device)
 
     async def steps() -> None:
         for step in range(train.steps):
@@ -111,11 +118,14 @@ def _train(model: LanguageModel, spec: Any, data: Any, store: BlobStore) -> dict
 # --- what is measured
 
 
-def stage_of(graph: Graph, read: sources.Read, kind: Kind | None) -> tuple[TorchDecodingStage, int]:
+def stage_of(
+    graph: Graph, read: sources.Read, kind: Kind | None, device: str
+) -> tuple[TorchDecodingStage, int]:
     """The graph as one stage, and the bytes that its variables have by their types."""
     if kind is not None:
         graph, read = quantised_model(graph, read, kind)
-    stage = TorchDecodingStage(split(graph, ())[0], read(graph.variables))
+    stage = choose(TORCH, device, 1).decoding(split(graph, ())[0], read(graph.variables))
+    assert isinstance(stage, TorchDecodingStage)
     return stage, sum(type_bytes(v.type) for v in graph.variables)
 
 
@@ -127,7 +137,8 @@ def perplexity(stage: TorchDecodingStage, windows: torch.Tensor) -> float:
         inputs = {"input_ids": window[None, :-1], "position_ids": torch.arange(SEQUENCE)[None]}
         (made,) = stage.run([Piece(name, 0, inputs)])
         stage.close(name)
-        total += float(functional.cross_entropy(made["result/0"][0].double(), window[1:], reduction="sum"))
+        logits = made["result/0"][0].cpu().double()
+        total += float(functional.cross_entropy(logits, window[1:], reduction="sum"))
     return math.exp(total / windows[:, 1:].numel())
 
 
@@ -176,9 +187,9 @@ def held_bytes(value: torch.Tensor | Packed) -> int:
     return (value.blocks if isinstance(value, Packed) else value).nbytes
 
 
-def of_model(model: LanguageModel, windows: torch.Tensor | None, rounds: int) -> dict[str, Any]:
+def of_model(model: LanguageModel, windows: torch.Tensor | None, rounds: int, device: str) -> dict[str, Any]:
     graph = serving_graph(model.inference, maximum_sequence=model.about.max_sequence)
-    made = {name_of(kind): stage_of(graph, model.read, kind) for kind in KINDS}
+    made = {name_of(kind): stage_of(graph, model.read, kind, device) for kind in KINDS}
     results: dict[str, Any] = {
         "parameter_bytes": {name: bytes_ for name, (_, bytes_) in made.items()},
         "held_bytes": {
@@ -188,7 +199,7 @@ def of_model(model: LanguageModel, windows: torch.Tensor | None, rounds: int) ->
     if windows is not None:
         whole = clean(model.inference)
         results["perplexity"] = {
-            name_of(kind): perplexity(stage_of(whole, model.read, kind)[0], windows) for kind in KINDS
+            name_of(kind): perplexity(stage_of(whole, model.read, kind, device)[0], windows) for kind in KINDS
         }
     if rounds:
         stages = {name: stage for name, (stage, _) in made.items()}
@@ -228,22 +239,22 @@ def _per_second(way: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor
 # --- the command
 
 
-def llama(folder: Path) -> LanguageModel:
-    directory = folder / "llama"
+def llama(folder: Path, device: str) -> LanguageModel:
+    directory, shape = folder / f"llama-{device}", SMALL if device == "cpu" else LARGE
     if not directory.is_dir():
-        make_model(str(directory))
+        make_model(str(directory), shape=shape)
     return sources.huggingface(HuggingFaceConfig(path=directory), training=False)
 
 
-def measure(folder: Path, steps: int, rounds: int, only: set[str]) -> dict[str, Any]:
+def measure(folder: Path, steps: int, rounds: int, only: set[str], device: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     if only & {"perplexity", "decode"}:
-        model, windows = trained(folder, steps)
+        model, windows = trained(folder, steps, device)
         decoded = rounds if "decode" in only else 0
-        results["demo"] = of_model(model, windows if "perplexity" in only else None, decoded)
+        results["demo"] = of_model(model, windows if "perplexity" in only else None, decoded, device)
     if "decode" in only:
-        results["llama"] = of_model(llama(folder), None, rounds)
-    if "matrices" in only:
+        results["llama"] = of_model(llama(folder, device), None, rounds, device)
+    if "matrices" in only and device == "cpu":
         results["matrices"] = of_matrices(rounds)
     return results
 
@@ -288,13 +299,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="perplexity,decode,matrices")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="fusion-bench-") as made:
         folder = given.folder or Path(made)
         folder.mkdir(parents=True, exist_ok=True)
-        results = measure(folder, given.steps, given.rounds, set(given.only.split(",")))
+        results = measure(folder, given.steps, given.rounds, set(given.only.split(",")), given.device)
     print(json.dumps(results) if given.json else table(results))
 
 

@@ -170,9 +170,7 @@ class StoredMatrices:
                     self.products[node.name] = made.linear if node.op in _LINEAR else made.embedding
             if device.type == "cuda":
                 own, groups = kernels(), plain(scales.shape[1])
-                if own is not None and own.quantised.multiplies(
-                    _columns(weight), groups, packed=weight.dtype != "int8"
-                ):
+                if own is not None and own.quantised.multiplies(_columns(weight), groups):
                     linears = [node.name for node in nodes if node.op in _LINEAR]
                     self.products.update(dict.fromkeys(linears, own.quantised.linear))
             elif multiplies:

@@ -21,6 +21,10 @@ MATRICES = [
     (96, 256, 32, 4, False),
     (50, 192, 64, 4, True),
     (1000, 2048, 128, 4, False),
+    (64, 1056, 32, 4, True),
+    (64, 1040, 16, 8, False),
+    (40, 640, 16, 4, True),
+    (33000, 576, 64, 8, False),
 ]
 
 
@@ -40,7 +44,7 @@ def test_products_are_those_of_float32(
     given = torch.randn(2, rows, columns).to(dtype)
     parts = [None if part is None else part.cuda() for part in (weight, scales, minimums, bias)]
     there = kernels()
-    assert there is not None and there.quantised.multiplies(columns, columns // group, bits == 4)
+    assert there is not None and there.quantised.multiplies(columns, columns // group)
     found = there.quantised.linear(given.cuda(), *parts)
     exact = linear(given.double().float(), weight, scales, minimums, bias)
     assert found.dtype == dtype and found.shape == (2, rows, out)
@@ -54,7 +58,5 @@ def test_products_are_those_of_float32(
 def test_groups_that_tensor_cores_do_not_take_are_left_to_the_library() -> None:
     there = kernels()
     assert there is not None
-    assert not there.quantised.multiplies(256, 16, packed=True) and there.quantised.multiplies(
-        256, 16, packed=False
-    )
-    assert not there.quantised.multiplies(120, 5, packed=False)
+    assert there.quantised.multiplies(256, 16) and there.quantised.multiplies(96, 1)
+    assert not there.quantised.multiplies(256, 32) and not there.quantised.multiplies(120, 5)
