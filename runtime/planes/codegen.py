@@ -20,6 +20,7 @@ from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref
 from fusion.dag.ir.opset import spec
 from fusion.runtime.planes.batch_invariant import UNEVEN, even, in_rows
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES, InputSizes, polynomials
+from fusion.runtime.planes.kernels.in_range import in_range
 from fusion.runtime.planes.preemption import preemption_point
 from fusion.runtime.planes.sequences import last_position
 from fusion.runtime.planes.torch_ops import STATEFUL, evaluation, gives_several, spell
@@ -123,6 +124,8 @@ class _Writer:
                     target, given, named = spell(op, args, self.device)
                 except KeyError:
                     raise GraphError(f"unknown op {op!r:.100}") from None
+                if self.device.type == "cuda":
+                    target = in_range(op, target)
                 if self.even and op in UNEVEN:
                     target = even(target)
                 elif self.even and spec(op).family == "reduction":
