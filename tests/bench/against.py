@@ -1,10 +1,10 @@
-"""Decoding of this checkout against that of another, in turn: a machine drifts by more than two releases differ.
+"""Decoding and training of this checkout against those of another, in turn: a machine drifts by more than two releases differ.
 
-    python tests/bench/against.py CHECKOUT [--rounds 18] [--json]
+    python tests/bench/against.py CHECKOUT [--only decode,training] [--rounds 18] [--json]
 
-Each serves the Llama of `make bench` by three peers of its own over one, two and three stages, with the interpreter of its own
-`.venv`; both are asked for the same 128 tokens one after the other, and who is first changes. Printed are the ratio's mean and
-twice its standard error: new over old.
+Each has three peers of its own, started with the interpreter of its own `.venv`. They serve the Llama of `make bench` over one,
+two and three stages and are asked for the same 128 tokens, and two of them train its GPT for six steps; one checkout after the
+other, and who is first changes. Printed are the mean of the ratio of speeds and twice its standard error: new over old.
 """
 
 from __future__ import annotations
@@ -23,24 +23,36 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[2]
 STAGES = (1, 2, 3)
+PARTS = {"decode": tuple(f"decode over {stages}" for stages in STAGES), "training": ("training over 2",)}
 
 
 async def answer_requests() -> None:
-    """In a process of a checkout: a line with a number of stages is answered with tokens/s and the tokens."""
+    """In a process of a checkout: a line that names a measurement is answered with tokens or steps a second, and the tokens."""
     from bench.decode import PROMPT, TOKENS, served_llama
+    from bench.training import _swarm_step_seconds
 
     from fusion.cli.local.fleet import open_fleet
     from fusion.runtime.peer.client import ClientConfig, open_client
     from fusion.runtime.serving.requests.client import complete
     from fusion.runtime.serving.requests.request import GenerateRequest
 
-    loop = asyncio.get_running_loop()
+    loop, trained = asyncio.get_running_loop(), 0
     async with open_fleet("fusion-against-") as fleet:
         _, home, (first, *_) = await served_llama(fleet, 3, STAGES, "cpu")
         async with open_client(ClientConfig(home=home, peer=first.address)) as client:
             print("ready", flush=True)
             while line := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
-                request = GenerateRequest(model=f"llama-{line}", prompt_ids=tuple(PROMPT), max_tokens=TOKENS)
+                what, _, stages = line.split()
+                if what == "training":
+                    trained += 1
+                    print(
+                        json.dumps([1 / await _swarm_step_seconds(fleet, trained, first.address), []]),
+                        flush=True,
+                    )
+                    continue
+                request = GenerateRequest(
+                    model=f"llama-{stages}", prompt_ids=tuple(PROMPT), max_tokens=TOKENS
+                )
                 started = time.perf_counter()
                 answer = await complete(client.transport, first.peer_id, request)
                 seconds = time.perf_counter() - started
@@ -71,9 +83,9 @@ class Checkout:
         if self._process.stdout.readline().strip() != "ready":
             raise SystemExit(f"{self._process.args[0]}: its peers did not start")  # type: ignore[index]
 
-    def ask(self, stages: int) -> tuple[float, list[int]]:
+    def measure(self, what: str) -> tuple[float, list[int]]:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{stages}\n")
+        self._process.stdin.write(f"{what}\n")
         self._process.stdin.flush()
         rate, tokens = json.loads(self._process.stdout.readline())
         return rate, tokens
@@ -84,34 +96,36 @@ def main() -> None:
     parser.add_argument(
         "checkout", type=Path, help="of another commit, in which `make .venv/.installed-dev` was run"
     )
+    parser.add_argument("--only", default="decode,training", help="a comma between parts")
     parser.add_argument("--rounds", type=int, default=18)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if given.rounds < 2:
         parser.error("--rounds: at least 2")
+    parts = given.only.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"--only: {' or '.join(PARTS)}, not {unknown[0]!r}")
     if not (given.checkout / ".venv/bin/python").exists():
         parser.error(f"{given.checkout} has no .venv: make -C {given.checkout} .venv/.installed-dev")
-    ratios: dict[int, list[float]] = {stages: [] for stages in STAGES}
+    measured = [what for part in parts for what in PARTS[part]]
+    ratios: dict[str, list[float]] = {what: [] for what in measured}
     with ExitStack() as stack:
         old, new = (Checkout(stack, folder) for folder in (given.checkout.resolve(), HERE))
         for each in (old, new):
             each.until_ready()
         for number in range(-1, given.rounds):  # the first is for warming up
-            for stages in STAGES:
-                rates = {each: each.ask(stages) for each in ((old, new) if number % 2 else (new, old))}
+            for what in measured:
+                rates = {each: each.measure(what) for each in ((old, new) if number % 2 else (new, old))}
                 if rates[old][1] != rates[new][1]:
-                    raise SystemExit(f"over {stages} stages the two answer differently")
+                    raise SystemExit(f"{what} stages the two answer differently")
                 if number >= 0:
-                    ratios[stages].append(rates[new][0] / rates[old][0])
-    found = {
-        stages: (statistics.mean(each), 2 * statistics.stdev(each) / math.sqrt(len(each)))
-        for stages, each in ratios.items()
-    }
+                    ratios[what].append(rates[new][0] / rates[old][0])
     if given.json:
         print(json.dumps({"ratios": ratios}))
-    else:
-        for stages, (mean, error) in found.items():
-            print(f"{stages} stages: {mean:.3f} +- {error:.3f}")
+        return
+    for what, each in ratios.items():
+        error = 2 * statistics.stdev(each) / math.sqrt(len(each))
+        print(f"{what} stages: {statistics.mean(each):.3f} +- {error:.3f}")
 
 
 if __name__ == "__main__":
