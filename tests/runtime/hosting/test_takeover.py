@@ -16,6 +16,8 @@ from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.election import rank, winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.claims.tenure import Holding
+from fusion.swarm.claims.testimony import Testimony as Word
+from fusion.swarm.claims.testimony import seal_testimony
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Identity
@@ -340,6 +342,24 @@ def test_nobody_can_use_the_terms_up(tmp_path: Path) -> None:
             reply = await call(made.client(), first.id, HOLD.name, "suspect", header)
             claim = first.context.leases.holds(job, 0)
             assert reply.kind == "owner" and claim is not None and claim.term == 2
+
+    run(main())
+
+
+@pytest.mark.parametrize("kind", ["forged", "nonsense", "long"])
+def test_a_report_with_a_false_word_does_not_hold_a_takeover_up(tmp_path: Path, kind: str) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1, alone=False)
+            vanish(made, owner)
+            word = {"nonsense": b"nonsense", "long": bytes(4096)}.get(kind, b"")
+            if kind == "forged":
+                said = Word(voter=NEIGHBOURS[job].peer_id, holding=Holding(owner.id, 1), at=int(made.clock()))
+                word = seal_testimony(said, job, 0, first.id, Identity.generate().sign)
+            header = {"job": job, "stage": 0, "peer": owner.id, "term": 1, "word": word}
+            reply = await call(made.client(), first.id, HOLD.name, "suspect", header)
+            claim = first.context.leases.holds(job, 0)
+            assert reply.kind == "owner" and claim is not None and word not in claim.proof
 
     run(main())
 
