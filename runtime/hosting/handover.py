@@ -15,6 +15,7 @@ from fusion.runtime.hosting.claim_choice import one_to_hand_on
 from fusion.runtime.hosting.hosted_stages import Hosted, HostedStages
 from fusion.runtime.hosting.jobs.service import Service
 from fusion.runtime.job.context import Context, Takeover
+from fusion.runtime.job.cool_down import CoolDown
 from fusion.runtime.job.errors import JobError
 from fusion.swarm.claims.election import successors, winner
 from fusion.swarm.claims.leases import Leases
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 PASS_SECONDS = 6.0  # for a stage to come to a boundary where it can be handed over
 PATIENCE_SECONDS = 120.0  # for one of a peer that stays: nobody is in a hurry
 SPREAD_SECONDS = 10.0  # from one stage that such a peer hands on to the next
+LONGEST_SPREAD_SECONDS = 600.0  # doubling up to that, for a stage that nobody took: each time it stands still
+OFFERS = 2  # idle peers that a stage is offered to at once: one that does not answer takes seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,7 @@ class Handovers:
         self._clock = context.clock.monotonic
         self._handing: asyncio.Task[None] | None = None
         self._handed_at = -math.inf
+        self._untaken: CoolDown[Place] = CoolDown(SPREAD_SECONDS, LONGEST_SPREAD_SECONDS, self._clock)
 
     async def leave(self) -> None:
         """Hand over all that runs here, as far as anybody stands by for it."""
@@ -80,26 +84,28 @@ class Handovers:
         ]
         chosen = one_to_hand_on(
             {place: self._leases.recent(*place) for place in running},
-            [place for place in running if hosts[place].manifest.proposed[place[1]] == us],
+            [
+                place
+                for place in running
+                if hosts[place].manifest.proposed[place[1]] == us or self._untaken.lasts(place)
+            ],
         )
         if chosen is not None:
             job, stage, order = chosen
             self._handing = self._stages.spawn(self._hand_on((job, stage), hosts[job, stage], order))
 
     def give_away(self, place: Place, peer: PeerId) -> None:
-        """Begin to hand the stage to that peer, unless another one is on its way. It stays here if the peer does not take
-        it."""
+        """Begin to hand the stage to that peer, unless another one is on its way. It stays here if the peer does not take it."""
         hosted = self._stages.running.get(place)
         if hosted is None or not self._stages.accepting:
             return
         if self._handing is None or self._handing.done():
-            self._handing = self._stages.spawn(self._hand_on(place, hosted, (peer,), stays=True))
+            self._handing = self._stages.spawn(self._hand_on(place, hosted, (peer,)))
 
-    async def _hand_on(
-        self, place: Place, hosted: Hosted, order: Sequence[PeerId], *, stays: bool = False
-    ) -> None:
+    async def _hand_on(self, place: Place, hosted: Hosted, order: Sequence[PeerId]) -> None:
+        """To one of these peers; it stays here if none of them takes it."""
         there = await asyncio.gather(*(self._takeover.attends(peer, *place) for peer in order))
-        order = [peer for peer, attends in zip(order, there, strict=True) if attends]
+        order = [peer for peer, attends in zip(order, there, strict=True) if attends][:OFFERS]
         if not order:
             return
         log.info("stage %d of %s goes to an idle peer", place[1], hosted.manifest.name)
@@ -118,11 +124,12 @@ class Handovers:
         finally:
             self._handed_at = self._clock()
         if gone:
-            return
-        if stays and await self._is_ours(place):
+            self._untaken.forget(place)
+        elif await self._is_ours(place):
+            self._untaken.start(place)
             hosted.service.stay(*place)
         else:
-            hosted.task.cancel()  # it may stand still: whoever stands by takes it as if we had vanished
+            hosted.task.cancel()
 
     async def _is_ours(self, place: Place) -> bool:
         """Whether nobody has taken the stage whose answer was lost."""

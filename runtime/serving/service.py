@@ -165,7 +165,9 @@ class ServingService:
         return {}
 
     def stay(self, job: JobId, stage: int) -> None:
-        """Only stages of training jobs are given away by a peer that stays."""
+        hosted = self._hosted.get((job, stage))
+        if hosted is not None:
+            hosted.stage.stay()
 
     def progress(self, job: JobId) -> Progress | None:
         """How the job stands, as the owner of its first stage knows it; None on other peers."""

@@ -116,6 +116,10 @@ class RingStage:
         """When `run` is cancelled another peer will hold the stage already: serve the sessions until they moved."""
         self._leaving = True
 
+    def stay(self) -> None:
+        """Nobody took it."""
+        self._leaving = False
+
     async def _see_off(self) -> None:
         self._sessions.leaving = True
         self._gateways.leaving()

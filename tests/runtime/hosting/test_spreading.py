@@ -125,18 +125,35 @@ def test_what_was_proposed_to_a_peer_stays_there_and_so_does_what_nobody_is_read
     asyncio.run(main())
 
 
-def test_a_stage_that_nobody_took_in_the_end_does_not_stand_still(tmp_path: Path) -> None:
+def test_a_stage_that_nobody_took_in_the_end_stays(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
             job, only = await crowded(made, 2)
             comer = await idle(made, job, only)
             comer.hosting._stages.cooling.start((job, 1))  # and takes nothing
             await round_of(made, comer, only)
-            await until(lambda: only.service.passed_on == [(job, 1)])
-            await over(only, (job, 1))
-            made.clock.advance(6.0)
+            await until(lambda: only.service.stayed == [(job, 1)])
+            assert only.service.passed_on == [(job, 1)] and only.service.begun.count((job, 1)) == 1
+            assert (job, 1) in only.service.running and only.context.leases.holds(job, 1) is not None
+            made.clock.advance(10.0)
             await round_of(made, comer, only)
-            await until(lambda: (job, 1) in comer.service.running)
+            await over(only, (job, 1))
+            assert comer.hosting.hosted == ((job, 1),)
+
+    asyncio.run(main())
+
+
+def test_who_stands_by_and_takes_nothing_stops_a_stage_ever_more_rarely(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, only = await crowded(made, 2)
+            comer = await idle(made, job, only)
+            comer.hosting._stages.cooling.refuse((job, 1))
+            for _ in range(40):
+                await round_of(made, comer, only)
+                made.clock.advance(2.0)
+            assert only.service.begun.count((job, 1)) == 1
+            assert len(only.service.passed_on) == len(only.service.stayed) <= 4
 
     asyncio.run(main())
 
