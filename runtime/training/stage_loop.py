@@ -71,7 +71,7 @@ class StageLoop:
         if leader is None:
             return False
         law = self._context.access.law(self._job)
-        chosen = law is not None and leader in law.proposed
+        chosen = law is not None and leader in law.chosen
         return chosen or leader == self._led or before not in (None, leader)
 
     @property

@@ -90,10 +90,9 @@ class Access:
         law, known = self._laws.get(job), dict(self._revoked.get(job, {}))
         if law is None:
             return False
-        issuers = {law.author, *law.admission.roots}
 
         def matters(said: Revocation) -> bool:
-            return said.job == job and said.issuer in issuers and newer(said, known.get(said.issuer))
+            return said.job == job and said.issuer in law.issuers and newer(said, known.get(said.issuer))
 
         new = False
         for said, _ in sound(proof, told, matters, lambda data: open_revocation(data, self._verify)):

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 from fusion.swarm.authority.law import JobLaw
@@ -61,6 +62,11 @@ class Sight:
     )  # who followed, by the word of those proposed or of others of these
     us: PeerId | None = None  # our own word is not a stranger's
     reached: int = 0  # the step of the stages that we own: of several the lowest
+
+    @cached_property
+    def owned_one(self) -> frozenset[PeerId]:
+        """Who owns a stage, or owned one. Every word is held against it, and there may be thousands of both."""
+        return frozenset(peer for peer, _ in self.owners.values()) | {peer for _, _, peer in self.held}
 
     @property
     def last(self) -> dict[int, PeerId]:
@@ -138,7 +144,7 @@ def believe(records: Sequence[JobRecord], sight: Sight, verify: Verify = verify_
     found = _belief(best, standing[id(best)], words, sight, verify, known=not bare)
     floor = 0 if lead is None else lead[1]
     said = [
-        word for word in ends if owned and word.said.term >= floor and _owned_one(word.said.signer, sight)
+        word for word in ends if owned and word.said.term >= floor and word.said.signer in sight.owned_one
     ]
     return replace(found, doubted=bool(said))
 
@@ -201,7 +207,7 @@ def _majority(ends: Sequence[_Word], sight: Sight, stages: int) -> list[_Word]:
             floor = 0 if lead is None else lead[1]
             led = [word for word in agreed if (0, word.said.term, word.said.signer) in sight.held]
             if state == "failed" and sight.law is not None:
-                led = [word for word in led if word.said.signer in sight.law.proposed]
+                led = [word for word in led if word.said.signer in sight.law.chosen]
             by_lead = [word for word in led if word.said.term >= floor]
             if by_lead:
                 return by_lead
@@ -217,7 +223,7 @@ def _most_said(agreed: Sequence[_Word], voices: Mapping[int, PeerId], sight: Sig
 
     def votes(words: Sequence[_Word]) -> tuple[int, int]:
         signers = {word.said.signer for word in words}
-        vouched = {s for s in signers if s == sight.us or _owned_one(s, sight)}
+        vouched = {s for s in signers if s == sight.us or s in sight.owned_one}
         return sum(peer in signers for peer in voices.values()), len(vouched)
 
     most = max(map(votes, by_point.values()), default=(0, 0))
@@ -257,19 +263,13 @@ def _going_on(word: _Word) -> _Word:
 def _standing(said: Statement, sight: Sight) -> Standing:
     if _led(said, sight) and said.state not in ENDED:
         return Standing.PROVEN
-    if said.signer == sight.us or _owned_one(said.signer, sight):
+    if said.signer == sight.us or said.signer in sight.owned_one:
         return Standing.VOUCHED
-    if said.signer in sight.heirs or (sight.law is not None and said.signer in sight.law.proposed):
+    if said.signer in sight.heirs or (sight.law is not None and said.signer in sight.law.chosen):
         return Standing.VOUCHED
     if said.state == "launching" and sight.law is not None and said.signer == sight.law.author:
         return Standing.LAUNCHED
     return Standing.BARE
-
-
-def _owned_one(peer: PeerId, sight: Sight) -> bool:
-    return any(owner == peer for owner, _ in sight.owners.values()) or any(
-        owner == peer for _, _, owner in sight.held
-    )
 
 
 def _order(word: _Word) -> tuple[Any, ...]:

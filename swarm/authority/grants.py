@@ -111,9 +111,8 @@ def refusal(
     if admission.kind == "open" or peer == law.author:
         return None
     if admission.kind == "listed":
-        return None if peer in admission.peers else "the job is for listed peers"
-    roots = {law.author, *admission.roots}
-    if peer in roots:
+        return None if peer in admission.listed else "the job is for listed peers"
+    if peer in law.issuers:
         return None
     if not 1 <= len(chain) <= MAX_GRANTS:
         return "the job is for peers with a grant"
@@ -121,7 +120,7 @@ def refusal(
         links = [open_grant(data, verify) for data in chain]
     except RecordError as error:
         return str(error)
-    if links[0].issuer not in roots:
+    if links[0].issuer not in law.issuers:
         return "its grant is from somebody who may give none"
     for before, link in pairwise(links):
         if link.issuer != before.subject or not before.delegates:

@@ -4,6 +4,7 @@ nobody can change the law of a job."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from fusion.swarm.directory.records import JobId
@@ -20,6 +21,11 @@ class Admission:
     kind: Literal["open", "listed", "granted"] = "open"
     peers: tuple[PeerId, ...] = ()
     roots: tuple[PeerId, ...] = ()  # whose grants count, besides the author's
+
+    @cached_property
+    def listed(self) -> frozenset[PeerId]:
+        """`peers`: every claim is looked for among them."""
+        return frozenset(self.peers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,3 +47,13 @@ class JobLaw:
     steps: int = 0  # at which a training job is done; 0: it never is (serving)
     name: str = ""
     proposed: tuple[PeerId, ...] = ()  # to whom the author would give its stages; a hint, and no right
+
+    @cached_property
+    def chosen(self) -> frozenset[PeerId]:
+        """Those of `proposed`: of a job of thousands of stages every word and claim is looked for among them."""
+        return frozenset(self.proposed)
+
+    @cached_property
+    def issuers(self) -> frozenset[PeerId]:
+        """Whose grants count."""
+        return frozenset((self.author, *self.admission.roots))

@@ -59,6 +59,8 @@ class ClaimCache:
         self._read: FIFOCache[Slot, tuple[ClaimRecord, ...]] = FIFOCache(limit)
         self._shown: FIFOCache[Slot, dict[PeerId, bytes]] = FIFOCache(limit)  # sealed
         self._tenures: FIFOCache[Slot, Tenure] = FIFOCache(limit)
+        # The stages of a job that a peer held when they were last worked out: not looked for among thousands, for every claim.
+        self._held: FIFOCache[tuple[JobId, PeerId], set[int]] = FIFOCache(limit)
 
     def know(self, law: JobLaw) -> None:
         """What is known of the job's stages by now counts as far as its law allows."""
@@ -135,6 +137,7 @@ class ClaimCache:
         known = tenure.settle(self._tenures.get(slot), self.seen(slot, own), view)
         if known is not None:
             self._tenures[slot] = known
+            self._held.setdefault((slot[0], known.claim.peer), set()).add(slot[1])
         return known
 
     def seen(self, slot: Slot, own: ClaimRecord | None) -> tuple[ClaimRecord, ...]:
@@ -193,10 +196,14 @@ class ClaimCache:
         most, known = law.limits.stages_per_owner, self._tenures.get((claim.job, claim.stage))
         if most == 0 or (known is not None and known.claim.peer == claim.peer):
             return None
-        held = (self._tenures.get((claim.job, stage)) for stage in range(law.stages) if stage != claim.stage)
-        now = self._now()
-        count = sum(1 for each in held if each and each.claim.peer == claim.peer and each.lives(now))
-        return f"the job gives nobody more than {most} stages" if count >= most else None
+        of, now = (claim.job, claim.peer), self._now()
+        tenures = ((stage, self._tenures.get((claim.job, stage))) for stage in self._held.get(of, ()))
+        held = {
+            stage for stage, each in tenures if each and each.claim.peer == claim.peer and each.lives(now)
+        }
+        if of in self._held:
+            self._held[of] = held
+        return f"the job gives nobody more than {most} stages" if len(held - {claim.stage}) >= most else None
 
     # --- proofs
 
@@ -274,7 +281,7 @@ class ClaimCache:
             return False
         if stage < len(law.proposed) and law.proposed[stage] == claim.peer:
             return True
-        return any(True for _ in self._testimonies(claim, lambda said: said.voter in law.proposed))
+        return any(True for _ in self._testimonies(claim, lambda said: said.voter in law.chosen))
 
     def _ceiling(self, job: JobId) -> int:
         law = self._access.law(job)

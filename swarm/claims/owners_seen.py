@@ -79,8 +79,8 @@ class OwnersSeen:
         heirs, before = self._heirs.get(law.job, {}), -1
 
         def matters(one: Succession) -> bool:
-            right = one.voter in law.proposed or one.voter in heirs
-            fresh = one.heir not in law.proposed and one.heir not in heirs
+            right = one.voter in law.chosen or one.voter in heirs
+            fresh = one.heir not in law.chosen and one.heir not in heirs
             return right and fresh and len(heirs) < REMEMBERED_HEIRS
 
         def check(data: bytes) -> None:

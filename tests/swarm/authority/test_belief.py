@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.counted_checks import CountedChecks
+from support.counted_checks import CountedChecks, CountedId, counted_ids
 from support.directory_records import job_record
 
 from fusion.swarm.authority.belief import Belief, Sight, Standing, believe
@@ -311,3 +311,15 @@ def test_forged_statements_cost_one_check_for_each_that_carries_them_and_those_o
     assert judged(
         [TRUTH, with_statement(said(MALLORY), AUTHOR, said(AUTHOR, state="stopped"))], sight(*OWNERS)
     ).over
+
+
+def test_a_word_is_not_held_against_each_of_thousands_of_owners() -> None:
+    """A job of 4096 stages, of which two hundred strangers spoke, used to hold a reader up for seconds."""
+    peers = counted_ids(500)
+    held = frozenset((stage, 3, peer) for stage, peer in enumerate(peers))
+    owners = {stage: (peer, 3) for stage, peer in enumerate(peers[:250])}
+    seen = Sight(law=replace(LAW, stages=500, proposed=peers), owners=owners, held=held, us=IDLE.peer_id)
+    strangers = [Identity.generate() for _ in range(20)]
+    records = [with_statement(with_statement(said(one), one), MALLORY) for one in strangers]
+    assert judged(records, seen).standing is Standing.BARE
+    assert CountedId.compared <= 4 * len(peers)

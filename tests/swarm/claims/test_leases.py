@@ -5,10 +5,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from support.counted_checks import CountedChecks
+from support.counted_checks import CountedChecks, CountedId, counted_ids
 from support.directory_records import JOB, claim_record, provider_record
 
-from fusion.swarm.authority.law import JobLaw
+from fusion.swarm.authority.law import Admission, JobLaw, Limits
 from fusion.swarm.claims.claim_cache import ClaimCache
 from fusion.swarm.claims.election import rank, winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
@@ -595,6 +595,63 @@ def test_forged_testimonies_cost_one_check_for_each_claim_that_shows_them() -> N
         for _ in range(3):
             assert winner(await other.claims(JOB, 0)) == first
             assert checks.signers == [juror.peer_id] * len(strangers)  # of each once, and never again
+
+    asyncio.run(scenario())
+
+
+def test_a_claim_is_not_held_against_each_of_thousands_of_peers_and_stages() -> None:
+    """A job of 4096 stages, and a few hundred claims of each, used to hold a reader up for seconds at every look."""
+
+    async def scenario() -> None:
+        room = Room(1)
+        (reader,) = room.leases
+        peers = counted_ids(500)
+        law = JobLaw(
+            job=JOB, author=peers[0], stages=500, proposed=peers[1:], limits=Limits(stages_per_owner=1)
+        )
+        listed = replace(law, job=JobId("5" * 64), admission=Admission(kind="listed", peers=peers))
+        for each in (law, listed):
+            reader.know(each)
+            for stage, peer in enumerate(peers):
+                claim = ClaimRecord(
+                    job=each.job, stage=stage, peer=peer, role="owner", term=1, score=0.5, step=0, load=0.0,
+                    expires_at=room.clock() + 6,
+                )  # fmt: skip
+                reader._memory.read((each.job, stage), (claim,))
+                assert reader.tenure(each.job, stage) is not None
+        CountedId.compared, strangers = 0, [Identity.generate() for _ in range(20)]
+        for each in (law, listed):
+            claims = []
+            for one in strangers:
+                word = Word(voter=one.peer_id, holding=Holding(peers[0], 1), at=7)
+                proof = (seal_testimony(word, each.job, 0, one.peer_id, one.sign),)
+                made = claim_record(one, job=each.job, term=2, proof=proof)
+                claims.append(replace(made, expires_at=room.clock() + 6))
+            reader._memory.read((each.job, 0), tuple(claims))
+            reader.recent(each.job, 0)
+        assert CountedId.compared <= 8 * len(peers)
+
+    asyncio.run(scenario())
+
+
+def test_nobody_holds_more_stages_than_the_job_gives_it_and_another_one_once_it_has_left_one() -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        one, reader = room.leases
+        law = JobLaw(
+            job=JOB, author=one.peer_id, stages=3, limits=Limits(stages_per_owner=2),
+            launched_at=int(room.clock()),
+        )  # fmt: skip
+        for stage in (0, 1, 2):
+            assert await one.claim(JOB, stage, 1.0) is not None  # it does not know of the limit
+        reader.know(law)
+        holders = [winner(await reader.claims(JOB, stage)) for stage in (0, 1, 2)]
+        assert [None if each is None else each.peer for each in holders] == [one.peer_id, one.peer_id, None]
+        await one.release(JOB, 0)
+        assert winner(await reader.claims(JOB, 0)) is None
+        again = winner(await reader.claims(JOB, 2))
+        assert again is not None and again.peer == one.peer_id
+        assert winner(await reader.claims(JOB, 1)) is not None
 
     asyncio.run(scenario())
 
