@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from fusion.runtime.job.fields import build
-from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.directory.records import MAX_STEP, Digest, JobId, is_digest
 from fusion.swarm.printable import one_line
 
 State = Literal["launching", "running", "done", "stopped", "failed"]
@@ -43,6 +43,12 @@ class Progress:
     recoveries: int = 0  # times that work went on after an interruption
     message: str = ""  # one line: what it waits for
     error: str = ""  # one line: why it failed
+
+    def __post_init__(self) -> None:
+        # A lead may tell of the end, and what a job record cannot carry would keep us from speaking of any job.
+        steps = -1 <= self.step <= MAX_STEP and -1 <= self.snapshot_step <= MAX_STEP
+        if not steps or not (self.snapshot is None or is_digest(self.snapshot)):
+            raise ValueError("steps of at least -1, and the digest of a blob")
 
     @property
     def finished(self) -> bool:

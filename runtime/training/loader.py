@@ -157,7 +157,7 @@ class StageLoader:
 
 
 def _checkpoint(record: JobRecord | None) -> Checkpoint:
-    if record is None or record.snapshot is None:
+    if record is None or record.snapshot is None or record.snapshot_step < 0:
         return Checkpoint()
     return Checkpoint(step=record.snapshot_step, digest=record.snapshot)
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from fusion.swarm.authority.signed import MAX_TIME, VERSION, SignedForm, sound
 from fusion.swarm.directory.records import (
     MAX_PROOF_BYTES,
+    MAX_STEP,
     MAX_TERM,
     Digest,
     JobId,
@@ -49,7 +50,12 @@ class Statement:
             raise RecordError("a statement is about one job, and names its snapshot by a digest")
         if self.state not in STATES or not 0 < len(self.signer) <= 64:
             raise RecordError("a statement says how a job stands, and is signed by a peer")
-        whole = {"term": (0, MAX_TERM), "step": (0, 2**53), "snapshot_step": (-1, 2**53), "at": (0, MAX_TIME)}
+        whole = {
+            "term": (0, MAX_TERM),
+            "step": (0, MAX_STEP),
+            "snapshot_step": (-1, MAX_STEP),
+            "at": (0, MAX_TIME),
+        }
         for name, (least, most) in whole.items():
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:

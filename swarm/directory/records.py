@@ -21,6 +21,7 @@ Place = tuple[JobId, int]  # a stage of a job
 
 MAX_TERM = 2**31  # a hostile claim must not be able to use the terms up
 MAX_STAGES = 65_536
+MAX_STEP = 2**53
 MAX_PAIRS = 32  # of one peer's measured links
 MAX_MBPS = 1e7
 MAX_RTT_MS = 1e5
@@ -259,11 +260,11 @@ _CHECKS: dict[type, dict[str, Check]] = {
         "kind": _one_of("train", "serve"),
         "state": _one_of("launching", "running", "done", "stopped", "failed"),
         "term": _whole(MAX_TERM),
-        "step": _whole(2**53),
+        "step": _whole(MAX_STEP),
         "lead": _optional(is_peer_id),
         "stages": _whole(MAX_STAGES),
         "snapshot": _optional(is_digest),
-        "snapshot_step": _whole(2**53, least=-1),  # -1 while there is none
+        "snapshot_step": _whole(MAX_STEP, least=-1),  # -1 while there is none
         "message": _text(512),
         "author": is_peer_id,
         "proof": _byte_strings(MAX_STATEMENTS, MAX_PROOF_BYTES),
@@ -275,7 +276,7 @@ _CHECKS: dict[type, dict[str, Check]] = {
         "role": _one_of("owner", "replica", "standby", "released"),
         "term": _whole(MAX_TERM),
         "score": _number(1.0),
-        "step": _whole(2**53),
+        "step": _whole(MAX_STEP),
         "load": _number(1e9),
         "ready": _flag,
         "grants": _byte_strings(MAX_GRANTS, MAX_GRANT_BYTES),

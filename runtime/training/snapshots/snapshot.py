@@ -29,7 +29,7 @@ from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.history import UNKNOWN, Version
 from fusion.runtime.training.step.messages import NEXT_STAGE
-from fusion.swarm.directory.records import Digest, JobId, is_digest
+from fusion.swarm.directory.records import MAX_STEP, Digest, JobId, is_digest
 from fusion.swarm.transport import PeerId
 
 INDEX_VERSION = 2  # 1 had no ledger
@@ -78,7 +78,7 @@ def decode_index(data: bytes, job: JobId, stages: int) -> Index:
     if (
         index.job != job
         or len(index.shards) != stages
-        or index.step < 0
+        or not 0 <= index.step <= MAX_STEP
         or not all(map(is_digest, index.shards))
     ):
         raise JobError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fusion.runtime.training.data.ledger import UNTRAINED, Ledger
 from fusion.runtime.training.step.history import INITIAL, UNKNOWN, Version
-from fusion.swarm.directory.records import Digest
+from fusion.swarm.directory.records import MAX_STEP, Digest, is_digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,11 @@ class Checkpoint:
     digest: Digest | None = None
     ledger: Ledger = UNTRAINED  # of that step, where it is known: a job record has no room for it
     history: str = UNKNOWN  # of the state, where it is known
+
+    def __post_init__(self) -> None:
+        # A partner may tell of one, and what a job record cannot carry would keep us from speaking of the job.
+        if not 0 <= self.step <= MAX_STEP or not (self.digest is None or is_digest(self.digest)):
+            raise ValueError("a step of at least 0, and the digest of a blob")
 
     @property
     def sound(self) -> bool:

@@ -17,7 +17,7 @@ from fusion.runtime.training.data.ledger import UNTRAINED, Ledger
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.history import UNKNOWN, Version
 from fusion.runtime.training.step.run_statistics import CLEAN, RunStatistics
-from fusion.swarm.directory.records import Digest, is_digest
+from fusion.swarm.directory.records import MAX_STEP, Digest, is_digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,6 @@ class HandoverState:
             handover = build(cls, header, "handover", known_only=True)
         except ValueError as error:
             raise JobError(str(error)) from None
-        if handover.step < 0 or not is_digest(handover.shard):
+        if not 0 <= handover.step <= MAX_STEP or not is_digest(handover.shard):
             raise JobError("handover: a step of at least 0 and the digest of a blob")
         return replace(handover, statistics=CLEAN.merge(handover.statistics))

@@ -67,6 +67,22 @@ def test_what_is_no_message_is_refused_by_name() -> None:
         m.decode(Frame("leaving", {"term": 1, "join_id": [1, 2]}, memoryview(b"")))
 
 
+@pytest.mark.parametrize("wrong", [{"snapshot": "x"}, {"snapshot_step": 2**54}, {"step": 2**54}])
+def test_an_end_and_a_snapshot_that_no_record_can_carry_are_no_message(wrong: dict[str, object]) -> None:
+    """They reached the words on the job, and then no word on any job could be signed."""
+    finish = m.Finish("done", "", Progress(job=JobId("e" * 64), state="done"))
+    _, header = m.encode(finish, 7)
+    header["progress"] = {**header["progress"], **wrong}
+    with pytest.raises(ValueError, match=r"finish\.progress"):
+        m.decode(Frame("finish", over_the_wire(header), memoryview(b"")))
+    changes = {"digest": "x"} if "snapshot" in wrong else {"step": 2**54}
+    for message in (m.Saved(SNAPSHOT), m.Restore((2, 5), SNAPSHOT)):
+        kind, header = m.encode(message, 7)
+        header["checkpoint"] = {**header["checkpoint"], **changes}
+        with pytest.raises(ValueError, match=rf"{kind}\.checkpoint"):
+            m.decode(Frame(kind, over_the_wire(header), memoryview(b"")))
+
+
 def test_a_handover_arrives_as_it_was_given_and_anything_else_is_refused() -> None:
     handover = HandoverState(
         step=4,
@@ -78,6 +94,6 @@ def test_a_handover_arrives_as_it_was_given_and_anything_else_is_refused() -> No
     )
     assert HandoverState.read(over_the_wire(handover.to_header())) == handover
     assert len(msgpack.packb(handover.to_header())) < 16 << 10
-    for changes in ({"step": -1}, {"shard": "x"}, {"checkpoint": None}):
+    for changes in ({"step": -1}, {"step": 2**54}, {"shard": "x"}, {"checkpoint": None}):
         with pytest.raises(JobError):
             HandoverState.read({**handover.to_header(), **changes})
