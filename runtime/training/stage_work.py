@@ -125,7 +125,7 @@ class StageWork:
         """What the lead asks for beside the steps."""
         match message:
             case m.Replicate(step, index, away):
-                self._spawn(self.snapshots.replicate(step, index, away))
+                self.snapshots.hold(step, index, away)
             case m.Move(peer):
                 if self._context.succession is not None:
                     self._context.succession.give_away(self._here.job, self._here.stage, peer)

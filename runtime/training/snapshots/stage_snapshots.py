@@ -60,6 +60,8 @@ class StageSnapshots:
         self._saving: asyncio.Task[None] | None = None
         self._asked: Version | None = None  # the newest state that we were asked to save
         self._replica: Digest | None = None  # the newest index that we were asked to hold
+        self._replicating: asyncio.Task[None] | None = None
+        self._holding_again: asyncio.Task[None] | None = None
 
     async def take(self, version: Version) -> None:
         """Copy the state, which is that of `version`. It is saved, and the lead told of it, beside the steps that follow;
@@ -90,6 +92,13 @@ class StageSnapshots:
                 log.warning("the index of a snapshot could not be stored: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
 
+    def hold(self, step: int, index: Digest, away: int = m.NEXT_STAGE) -> None:
+        """`replicate`, beside everything else. What was asked for before is of no use any more, and a lead may ask for as many
+        as it likes."""
+        if self._replicating is not None:
+            self._replicating.cancel()
+        self._replicating = self._spawn(self.replicate(step, index, away))
+
     async def replicate(self, step: int, index: Digest, away: int = m.NEXT_STAGE) -> None:
         """Until it is done, or a newer snapshot is asked for: without the last one the job could not end."""
         self._replica = index
@@ -106,8 +115,10 @@ class StageSnapshots:
     def hold_again(self) -> None:
         """The owners have changed. The one that followed holds a shard of which nobody else may have a copy now, and the next
         snapshot may be far away: hold what is ours to hold of the newest one. Nobody waits for it."""
+        if self._holding_again is not None:
+            self._holding_again.cancel()
         if self.newest.digest is not None:
-            self._spawn(self._hold_again(self.newest.digest))
+            self._holding_again = self._spawn(self._hold_again(self.newest.digest))
 
     async def _hold_again(self, index: Digest) -> None:
         for _ in range(HOLD_ATTEMPTS):

@@ -55,7 +55,8 @@ class Files:
         self.lost: set[int | Digest] = set()
         self.saved: dict[int, dict[str, float]] = {}
         self.tried = asyncio.Event()
-        self.slow: asyncio.Event | None = None  # what every save waits for
+        self.slow: asyncio.Event | None = None  # what every save and every copy waits for
+        self.copying = 0  # just now
 
     async def save(self, version: Version, state: Mapping[str, torch.Tensor]) -> Digest:
         step = version.step
@@ -74,6 +75,12 @@ class Files:
         self, index: Digest, owners: Mapping[int, PeerId], away: int = 1, *, look: bool = False
     ) -> None:
         self._try(index)
+        if self.slow is not None:
+            self.copying += 1
+            try:
+                await self.slow.wait()
+            finally:
+                self.copying -= 1
 
     async def load(self, checkpoint: Checkpoint, owners: Mapping[int, PeerId]) -> dict[str, torch.Tensor]:
         return {"variable/w": torch.tensor(7.0), "codec/edge": torch.tensor(0.25)}
@@ -217,6 +224,26 @@ def test_a_copy_is_tried_again_until_a_newer_one_is_asked_for() -> None:
                 await stand.files.tried.wait()
                 await stand.snapshots.replicate(2, D[9])
             assert stand.heard == [(2, D[9])]
+
+    asyncio.run(main())
+
+
+def test_a_lead_that_asks_for_copies_without_end_has_one_made_at_a_time() -> None:
+    async def main() -> None:
+        async with Worker() as compute:
+            async with asyncio.TaskGroup() as group:
+                stand = Stand(compute, group)
+                stand.files.slow, known = asyncio.Event(), len(asyncio.all_tasks())
+                for step in range(200):
+                    stand.snapshots.hold(step, D[step % 2])
+                    stand.snapshots.newest = Checkpoint(step=step, digest=D[2 + step % 2])
+                    stand.snapshots.hold_again()
+                    await asyncio.sleep(0)
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                assert stand.files.copying <= 2 and len(asyncio.all_tasks()) - known <= 2
+                stand.files.slow.set()
+            assert stand.heard == [(199, D[1])]
 
     asyncio.run(main())
 
