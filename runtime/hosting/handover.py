@@ -31,6 +31,7 @@ PATIENCE_SECONDS = 120.0  # for one of a peer that stays: nobody is in a hurry
 SPREAD_SECONDS = 10.0  # from one stage that such a peer hands on to the next
 LONGEST_SPREAD_SECONDS = 600.0  # doubling up to that, for a stage that nobody took: each time it stands still
 OFFERS = 2  # idle peers that a stage is offered to at once: one that does not answer takes seconds
+ASKED = 16  # the best, whether they are there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,7 @@ class Handovers:
 
     async def _hand_on(self, place: Place, hosted: Hosted, order: Sequence[PeerId]) -> None:
         """To one of these peers; it stays here if none of them takes it."""
+        order = order[:ASKED]
         there = await asyncio.gather(*(self._takeover.attends(peer, *place) for peer in order))
         order = [peer for peer, attends in zip(order, there, strict=True) if attends][:OFFERS]
         if not order:

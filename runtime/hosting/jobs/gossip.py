@@ -228,7 +228,12 @@ class JobGossip:
         self._snapshotted(record)
         stages = range(min(record.stages, TOLD_PEERS))
         known = [claim for stage in stages for claim in self._context.leases.recent(record.job, stage)]
-        standbys = {claim.peer for claim in known if claim.role == "standby"} - {self._context.peer_id}
+        standbys = sorted(
+            {claim.peer for claim in known if claim.role == "standby"} - {self._context.peer_id}
+        )
+        if len(standbys) > TOLD_PEERS:
+            # Anybody may stand by, under any number of ids; whom we do not tell reads it in the directory.
+            standbys = self._context.random.sample(standbys, TOLD_PEERS)
         sealed = self._context.directory.sealed(self._signed(record), ttl_seconds=JOB_TTL_SECONDS)
         await asyncio.gather(*(self._tell(peer, "snapshot", {"record": sealed}) for peer in standbys))
 

@@ -11,7 +11,7 @@ import pytest
 from support.hosting import Peer, Swarm, over, swarm, until
 
 from fusion.runtime.hosting.jobs.files import JobFiles
-from fusion.runtime.hosting.jobs.gossip import RENEWED_SECONDS, JobGossip
+from fusion.runtime.hosting.jobs.gossip import RENEWED_SECONDS, TOLD_PEERS, JobGossip
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
@@ -24,7 +24,7 @@ from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
-from fusion.swarm.transport import call
+from fusion.swarm.transport import PeerId, call
 
 SNAPSHOT = Digest("5" * 64)
 
@@ -77,6 +77,31 @@ def test_a_new_snapshot_is_said_at_once_and_straight_to_the_standbys(tmp_path: P
             await gossip(lead).catch_up()
             await gossip(lead).catch_up()
             assert len(standby.service.prepared) == 2 and made.client().traffic() == before
+
+    asyncio.run(main())
+
+
+def test_a_new_snapshot_is_not_said_to_all_that_call_themselves_standbys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key of claims has room for two thousand of them: each was dialled for each snapshot."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, lead, _ = await standing_by(made)
+            (ours,) = [c for c in lead.context.leases.recent(job, 0) if c.role == "standby"]
+            strangers = [replace(ours, peer=PeerId(f"stranger {i}")) for i in range(2 * TOLD_PEERS)]
+            lead.context.leases._memory.read((job, 0), (ours, *strangers))
+            dialled, reach = list[PeerId](), lead.context.transport.open
+
+            async def noted(peer: PeerId, protocol: str, **options: Any) -> Any:
+                dialled.append(peer)
+                return await reach(peer, protocol, **options)
+
+            monkeypatch.setattr(lead.context.transport, "open", noted)
+            lead.service.figures[job] = lead_figures(job)
+            await gossip(lead).catch_up()
+            assert len(dialled) == len(set(dialled)) == TOLD_PEERS
 
     asyncio.run(main())
 
