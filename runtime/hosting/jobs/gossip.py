@@ -248,12 +248,12 @@ class JobGossip:
 
     def follow_lead(self, sender: PeerId, data: object) -> None:
         """A lead told us, its standby, of a new snapshot. Raises RecordError, ValueError. Others than the lead as we
-        know it may be right, but the directory will say so."""
+        know it may be right, but the directory will say so. That the job has ended is not for the lead alone to say."""
         record = self._context.directory.unsealed(data) if isinstance(data, bytes) else None
         if not isinstance(record, JobRecord) or record.author != sender:
             raise ValueError("snapshot needs the sealed job record of whoever sends it")
         lead = winner(self._context.leases.recent(record.job, 0))
-        if lead is None or (lead.peer, lead.term) != (sender, record.term):
+        if lead is None or (lead.peer, lead.term) != (sender, record.term) or record.state in ENDED:
             return
         if record.job in self._board.concerned and not self._board.leads(record.job):
             self._board.remember(record)

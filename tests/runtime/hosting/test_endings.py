@@ -16,12 +16,14 @@ from fusion.runtime.belief.reading import look
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.protocol import JOB
 from fusion.swarm.authority.statements import seal_statement, stated
 from fusion.swarm.claims.owners_seen import OwnersSeen
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
+from fusion.swarm.transport import call
 
 SNAPSHOT, LAST = Digest("5" * 64), Digest("6" * 64)
 
@@ -59,6 +61,29 @@ async def says(made: Swarm, peer: Peer, job: JobId) -> str | None:
     """How the job stands, as the peer says it."""
     words = await MemoryDirectory(made.network, made.trainer, made.clock).words(job)
     return next((word.state for word in words if word.author == peer.id), None)
+
+
+@pytest.mark.parametrize("state", ["done", "stopped", "failed"])
+def test_a_lead_that_tells_of_an_end_as_of_a_snapshot_is_not_repeated(tmp_path: Path, state: str) -> None:
+    """Whoever came to a vacant first stage could stop a job so: the other owners signed what it said."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, lead, other, standby = await two_stages(made)
+            word = replace(await made.record(job), state=state, author=lead.id, lead=lead.id)
+            sealed = lead.context.directory.sealed(word)
+            for peer in (other, standby):
+                await call(lead.context.transport, peer.id, JOB.name, "snapshot", {"record": sealed})
+            for _ in range(5):
+                made.clock.advance(1.0)
+                for peer in (other, standby, lead):
+                    await peer.context.leases.beat()
+                    await peer.look()
+                assert await says(made, other, job) in (None, "running")
+                assert await says(made, standby, job) in (None, "running")
+            assert (job, 1) in other.service.running and (job, 0) in lead.service.running
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("state", ["done", "stopped"])
