@@ -6,6 +6,8 @@ of the user's own; where the user's peer was invited and may pass its invite on,
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 from cachetools import TTLCache
 
 from fusion.swarm.authority import invites
-from fusion.swarm.authority.grants import ROLES, Grant, seal_grant
+from fusion.swarm.authority.grants import ROLES, Grant, refusal, seal_grant
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.directory.records import MAX_GRANTS, JobId
 from fusion.swarm.errors import RecordError
@@ -79,8 +81,11 @@ class Wallet:
         sent = [path for path in kept if path.name.startswith(SENT)]
         for path in sent[: max(0, len(sent) + 1 - MAX_SENT)] if not asked else ():
             path.unlink(missing_ok=True)  # anybody may send some
-        name = f"{'' if asked else SENT}{grant.job}-{grant.subject[-8:]}-{grant.valid_until}"
-        (self._folder / name).write_text(invites.to_text(chain) + "\n")
+        text = invites.to_text(chain)
+        name = f"{grant.job}-{grant.subject[-8:]}-{grant.valid_until}"
+        if not asked:  # nor may one take the place of another's
+            name = f"{SENT}{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        (self._folder / name).write_text(text + "\n")
         self._found.pop(grant.job, None)
 
     def _find(self, law: JobLaw) -> Chain:
@@ -92,14 +97,21 @@ class Wallet:
                     valid_from=max(0, since - CLOCK_SECONDS), valid_until=since + OWN_SECONDS,
                 )  # fmt: skip
                 return (seal_grant(given, self._keys[root]),)
-        best: tuple[int, Chain] = (0, ())
-        for chain in self._invites():
+        best: tuple[int, Chain, Path | None] = (0, (), None)
+        for path, chain in self._invites():
             grant = invites.last_of(chain)
             if grant.job == law.job and grant.valid_until > self._now():
                 ours = chain if grant.subject == self._peer_id else self._passed_on(chain, grant)
-                if ours:
-                    best = max(best, (grant.valid_until, ours))
+                if ours and grant.valid_until > best[0] and self._lets_us(law, ours):
+                    best = (grant.valid_until, ours, path)
+        if best[2] is not None:
+            with suppress(OSError):
+                os.utime(best[2])  # of those that were sent the ones go first that nobody uses
         return best[1]
+
+    def _lets_us(self, law: JobLaw, chain: Chain) -> bool:
+        """Whether it is from somebody who may give it: anybody may send an invite to any job."""
+        return any(refusal(law, chain, self._peer_id, role, None, self._now()) is None for role in ROLES)
 
     def _passed_on(self, chain: Chain, grant: Grant) -> Chain:
         """To this process, by the key that it was given to; empty where that cannot be."""
@@ -113,12 +125,12 @@ class Wallet:
         )  # fmt: skip
         return (*chain, seal_grant(given, key))
 
-    def _invites(self) -> list[Chain]:
+    def _invites(self) -> list[tuple[Path, Chain]]:
         """Those that were accepted; what is damaged is passed over."""
-        found: list[Chain] = []
+        found: list[tuple[Path, Chain]] = []
         if self._folder is None or not self._folder.is_dir():
             return found
         for path in sorted(self._folder.iterdir())[:MAX_INVITES]:
             with suppress(OSError, UnicodeDecodeError, RecordError):
-                found.append(invites.from_text(path.read_text()))
+                found.append((path, invites.from_text(path.read_text())))
         return found

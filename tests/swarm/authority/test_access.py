@@ -14,7 +14,7 @@ from fusion.swarm.authority.access import Access, chain_of
 from fusion.swarm.authority.grants import ROLES, Grant, seal_grant
 from fusion.swarm.authority.law import Admission, JobLaw
 from fusion.swarm.authority.revocation import MAX_REVOKED, mark, open_revocation, seal_revocation
-from fusion.swarm.authority.wallet import MAX_SENT, SENT_SECONDS, Wallet
+from fusion.swarm.authority.wallet import AFRESH_SECONDS, MAX_SENT, SENT_SECONDS, Wallet
 from fusion.swarm.directory.records import MAX_PROOF_BYTES, JobId
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Identity
@@ -37,12 +37,13 @@ class Clock:
 
 def granted(issuer: Identity, subject: Identity, **changes: Any) -> bytes:
     fields: dict[str, Any] = {
+        "job": JOB,
         "roles": ROLES,
         "valid_from": 999_000,
         "valid_until": 1_001_000,
         "delegates": True,
     }
-    made = Grant(job=JOB, issuer=issuer.peer_id, subject=subject.peer_id, **fields | changes)
+    made = Grant(issuer=issuer.peer_id, subject=subject.peer_id, **fields | changes)
     return seal_grant(made, issuer)
 
 
@@ -112,6 +113,29 @@ def test_what_strangers_send_is_bounded_and_pushes_out_nothing_that_the_user_acc
         with pytest.raises(RecordError, match="a moment ago"):
             alice.add((seal_grant(sent, MALLORY),), asked=False)
     assert len(list(tmp_path.iterdir())) == MAX_SENT + 1 and alice.chain(LAW)
+
+
+@pytest.mark.parametrize("until", [1_001_000, 1_500_000])
+def test_an_invite_from_whoever_may_give_none_takes_no_sound_ones_place(tmp_path: Path, until: int) -> None:
+    """One frame of a stranger used to cost a peer its part in a job."""
+    clock = Clock()
+    alice, chain = wallet(tmp_path, ALICE, ALICE, clock=clock), (granted(AUTHOR, ALICE),)
+    alice.add(chain, asked=False)
+    clock.now += 2 * SENT_SECONDS
+    alice.add((granted(MALLORY, ALICE, valid_until=until),), asked=False)
+    clock.now += 2 * AFRESH_SECONDS
+    assert alice.chain(LAW) == chain
+
+
+def test_an_invite_that_is_in_use_is_not_pushed_out_by_what_strangers_send(tmp_path: Path) -> None:
+    clock = Clock()
+    alice, chain = wallet(tmp_path, ALICE, ALICE, clock=clock), (granted(AUTHOR, ALICE),)
+    alice.add(chain, asked=False)
+    for i in range(2 * MAX_SENT):
+        clock.now += 1.1 * SENT_SECONDS
+        sent = granted(MALLORY, ALICE, job=JobId(f"{i:064x}"))
+        alice.add((sent,), asked=False)
+        assert alice.chain(LAW) == chain  # as at every heartbeat
 
 
 def test_a_grant_ends_when_it_says_so(tmp_path: Path) -> None:
