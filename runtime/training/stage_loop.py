@@ -76,5 +76,4 @@ class StageLoop:
 
     @property
     def _leader(self) -> PeerId | None:
-        held = self._context.leases.tenure(self._job, 0)
-        return None if held is None else held.claim.peer
+        return self._context.leases.known_holder(self._job, 0)

@@ -87,10 +87,9 @@ class ClaimCache:
         known = self._tenures.get(slot)
         return 0 if known is None else max(known.claim.term, known.used)
 
-    def holder(self, slot: Slot) -> PeerId | None:
+    def known(self, slot: Slot) -> Tenure | None:
         """Who held the stage when that was last worked out (`tenure`)."""
-        known = self._tenures.get(slot)
-        return None if known is None else known.claim.peer
+        return self._tenures.get(slot)
 
     def highest(self, slot: Slot) -> int:
         """The highest term of the stage that we believe, or that somebody spoke of."""

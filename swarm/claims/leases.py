@@ -157,7 +157,12 @@ class Leases:
 
     def known_holder(self, job: JobId, stage: int) -> PeerId | None:
         """Who held the stage last, as far as we knew when we last looked: costs nothing, however many claim it."""
-        return self._memory.holder((job, stage))
+        known = self.known_tenure(job, stage)
+        return None if known is None else known.claim.peer
+
+    def known_tenure(self, job: JobId, stage: int) -> Tenure | None:
+        """As `tenure`, as far as we knew when we last looked: for what strangers may ask for, and for every frame."""
+        return self._memory.known((job, stage))
 
     def tenure(self, job: JobId, stage: int) -> Tenure | None:
         """Who holds the stage, or held it last, as far as we know; nothing is asked."""

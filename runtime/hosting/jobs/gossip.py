@@ -252,8 +252,10 @@ class JobGossip:
         record = self._context.directory.unsealed(data) if isinstance(data, bytes) else None
         if not isinstance(record, JobRecord) or record.author != sender:
             raise ValueError("snapshot needs the sealed job record of whoever sends it")
-        lead = winner(self._context.leases.recent(record.job, 0))
-        if lead is None or (lead.peer, lead.term) != (sender, record.term) or record.state in ENDED:
+        lead = self._context.leases.known_tenure(record.job, 0)
+        if lead is None or lead.holding != (sender, record.term) or record.state in ENDED:
+            return
+        if not lead.lives(self._context.directory.now()):
             return
         if record.job in self._board.concerned and not self._board.leads(record.job):
             self._board.remember(record)

@@ -93,7 +93,7 @@ class Fence:
         law = self._leases.access.law(self._job)
         if law is None or law.admission.kind != "granted":
             return
-        held = self._leases.tenure(self._job, self._partner)
+        held = self._leases.known_tenure(self._job, self._partner)
         if held is not None and held.claim.peer == peer:
             refused = self._leases.access.refusal(self._job, peer, "own", self._partner, held.claim.grants)
             if refused is not None:

@@ -15,6 +15,7 @@ from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.training.step.messages import Hello
 from fusion.runtime.training.streams.fence import Overtaken
 from fusion.runtime.training.streams.partner import PASSED_OVER_SECONDS
+from fusion.swarm.authority.law import Admission, JobLaw
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.claims.tenure import CONTEST_SECONDS
 from fusion.swarm.errors import SwarmError
@@ -293,5 +294,31 @@ def test_a_proof_of_a_term_that_is_over_is_refused() -> None:
             assert await say_hello(old, one) == "stale: 2"
             assert await say_hello(new, one, term=2) == "welcome: 1"
             assert await say_hello(old, one) == "stale: 2"
+
+    run(main())
+
+
+def test_a_frame_in_a_job_for_some_costs_no_look_at_all_claims_of_its_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Anybody may leave some thousand claims there: they cost each frame ten milliseconds."""
+
+    async def main() -> None:
+        async with swarm(2) as made:
+            one, two = made.nodes
+            admission = Admission(kind="granted", roots=(two.peer,))
+            for node in made.nodes:
+                node.context.leases.know(JobLaw(job=JOB, author=one.peer, stages=2, admission=admission))
+            await one.host(0, [1])
+            term = await two.host(1, [0])
+            await linked(one, two)
+            looked = []
+            memory = one.context.leases._memory
+            monkeypatch.setattr(memory, "seen", lambda *slot: looked.append(slot) or ())
+            assert two.neighbours is not None
+            for _ in range(20):
+                two.neighbours.post(0, "activation", {})
+            await until(lambda: len(one.got) == 20)
+            assert not looked and term == 1
 
     run(main())
