@@ -13,7 +13,8 @@ from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
 from fusion.swarm.authority.statements import seal_statement, stop_statement
 from fusion.swarm.claims.election import HEAD_START_SECONDS
-from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.directory.job_order import JOB_TTL_SECONDS
+from fusion.swarm.directory.records import Digest, JobId, Record
 from fusion.swarm.errors import RemoteError
 from fusion.swarm.identity import Identity
 from fusion.swarm.transport import call, checked
@@ -226,6 +227,39 @@ def test_a_watcher_of_a_job_that_never_loaded_hears_why_it_failed(tmp_path: Path
             lead.service.end(job, 0, JobFailed("the graph makes no sense"))
             last = Progress.from_header(checked(await stream.receive()).header)
             assert (last.state, last.error) == ("failed", "the graph makes no sense")
+
+    asyncio.run(main())
+
+
+def test_the_end_is_published_once_for_all_that_ask_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may, as often as it likes: each time it was stored in the directory."""
+
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            lead, said = await made.join(), list[Record]()
+            job = await made.launch(made.manifest(lead))
+            await lead.look()
+            await until(lambda: (job, 0) in lead.service.running)
+            publish = lead.context.directory.publish
+
+            async def noted(record: Record, **options: Any) -> None:
+                said.append(record)
+                await publish(record, **options)
+
+            monkeypatch.setattr(lead.context.directory, "publish", noted)
+            lead.service.end(job, 0, JobFailed("the graph makes no sense"))
+            await over(lead, (job, 0))
+            said.clear()
+            for _ in range(20):
+                reply = await call(made.client(), lead.id, JOB.name, "watch", {"job": job})
+                assert reply.header["state"] == "failed" and (await made.record(job)).state == "failed"
+            assert len(said) <= 1  # or it was said when the stage was released
+            said.clear()
+            made.clock.advance(JOB_TTL_SECONDS + 1)
+            await call(made.client(), lead.id, JOB.name, "watch", {"job": job})
+            assert len(said) == 1
 
     asyncio.run(main())
 
