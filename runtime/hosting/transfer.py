@@ -74,13 +74,20 @@ class Transfer:
             return "nothing is taken over here"
         if len(msgpack.packb(handover)) > MAX_HANDOVER_BYTES:
             return f"a handover is at most {MAX_HANDOVER_BYTES} bytes"
-        for claims in (leases.recent(*place), await leases.claims_or_recent(*place)):
-            owner = winner(claims)
-            if owner is not None and (owner.peer, owner.term) == (remote, term):
-                break
-        else:
+        if leases.access.law(place[0]) is None:
+            return "nothing is known of that job here"
+        gives = Holding(remote, term)
+        if not _holds(gives, leases.recent(*place)) and not _holds(
+            gives, await leases.claims_or_recent(*place)
+        ):
             return f"{remote} does not own the stage under term {term}"
-        if not leases.jury.is_proof(*place, Holding(remote, term), leases.peer_id, (word,)):
+        if not leases.jury.is_proof(*place, gives, leases.peer_id, (word,)):
             return f"{remote} has not released the stage"
         await holder.take_over(*place, term, handover, (word,))
         return None
+
+
+def _holds(holding: Holding, claims: Sequence[ClaimRecord]) -> bool:
+    """Whether that is who owns the stage of these claims."""
+    owner = winner(claims)
+    return owner is not None and (owner.peer, owner.term) == holding

@@ -533,6 +533,32 @@ def test_an_owner_that_leaves_hands_over_what_it_says(tmp_path: Path) -> None:
     run(main())
 
 
+def test_a_stage_is_taken_without_the_directory_and_a_stranger_has_none_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1)
+            await first.context.leases.claims(job, 0)
+            directory, read = first.context.directory, list[Any]()
+            claims = directory.claims
+
+            async def noted(*place: Any) -> Any:
+                read.append(place)
+                return await claims(*place)
+
+            monkeypatch.setattr(directory, "claims", noted)
+            for unknown in ("4" * 64, "x"):
+                header = {"job": unknown, "stage": 0, "term": 1, "handover": {}}
+                assert (await call(made.client(), first.id, HOLD.name, "take", header)).kind == "no"
+            word = owner.context.leases.jury.testify(job, 0, Holding(owner.id, 1), first.id)
+            header = {"job": job, "stage": 0, "term": 1, "handover": {"step": 7}, "word": word}
+            reply = await call(owner.context.transport, first.id, HOLD.name, "take", header)
+            assert reply.kind == "taking" and read == []
+
+    run(main())
+
+
 def test_only_the_owner_can_hand_a_stage_over(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
