@@ -32,6 +32,7 @@ from fusion.runtime.job.manifest import Manifest
 from fusion.swarm.directory.job_order import newest_jobs
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord, Place
 from fusion.swarm.errors import SwarmError
+from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,11 @@ class StageClaims:
         same."""
         place, (record, manifest) = (vacancy.job, vacancy.stage), known
         vanished = self._vacancies.vanished(place, self._context.leases.recent(*place))
-        if vanished is not None and await self._takeover.holds(vanished, *place):
+        if (
+            vanished is not None
+            and self._may_own(vanished, place)
+            and await self._takeover.holds(vanished, *place)
+        ):
             return
         if self._board.get(vacancy.job) is None:
             return
@@ -125,6 +130,12 @@ class StageClaims:
                 log.warning("stage %d of %s not claimed: %s", vacancy.stage, manifest.name, error)
                 self._stages.cooling.start(place)
         await self.give_back()
+
+    def _may_own(self, peer: PeerId, place: Place) -> bool:
+        """Whether the job still lets its last owner have the stage: one that it does not may go on all the same."""
+        last, access = self._context.leases.known_tenure(*place), self._context.leases.access
+        grants = last.claim.grants if last is not None and last.claim.peer == peer else ()
+        return access.refusal(place[0], peer, "own", place[1], grants) is None
 
     def filled(self, place: Place) -> None:
         """The stage runs here."""

@@ -19,6 +19,10 @@ from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.manifest_shelf import FETCHES_PER_AUTHOR
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
+from fusion.swarm.authority.grants import ROLES, Grant, seal_grant
+from fusion.swarm.authority.law import Admission
+from fusion.swarm.authority.revocation import mark, seal_revocation
+from fusion.swarm.authority.wallet import Wallet
 from fusion.swarm.claims.election import HEAD_START_SECONDS
 from fusion.swarm.directory.api import GLANCE_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
@@ -796,3 +800,35 @@ def test_a_claim_that_cannot_be_made_keeps_nobody_from_the_others(tmp_path: Path
 def test_a_wrong_configuration_is_named() -> None:
     with pytest.raises(ValueError, match="seats"):
         HostingConfig(seats=0)
+
+
+# --- a job for some
+
+
+def test_a_revoked_owner_that_goes_on_does_not_keep_its_stage_vacant(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            owner, heir = await made.join(), await made.join()
+            admission = Admission(kind="granted", roots=(heir.id,))
+            job = await made.launch(made.manifest(owner, admission=admission))
+            grant = Grant(
+                job=job, issuer=made.trainer.peer_id, subject=owner.id, roles=ROLES, valid_from=0,
+                valid_until=int(made.clock()) + 1000,
+            )  # fmt: skip
+            wallet = owner.context.leases.access.wallet = Wallet(owner.id, tmp_path / "w", (), made.clock)
+            wallet.add((seal_grant(grant, made.trainer),))
+            await owner.look()
+            await until(lambda: (job, 0) in owner.service.running)
+            await owner.context.leases.beat()
+            await heir.look()
+            assert heir.service.begun == []
+            gone = seal_revocation(job, [mark(owner.id)], made.clock(), made.trainer)
+            assert heir.context.leases.access.revoke(job, gone)
+            for _ in range(10):  # it does not hear of it, or does not care
+                made.clock.advance(2.0)
+                await owner.context.leases.beat()
+                await made.announce(job)
+                await heir.look()
+            assert (job, 0) in heir.service.running and (job, 0) in owner.service.running
+
+    asyncio.run(main())
