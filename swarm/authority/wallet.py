@@ -65,7 +65,7 @@ class Wallet:
         """Keep an invite, which the user asked for or somebody sent. Raises RecordError where it is somebody else's or there
         are too many, OSError."""
         if not asked:  # by anybody, as often as they like: it costs signatures, and a file
-            if self._now() - self._sent_at < SENT_SECONDS:
+            if 0 <= self._now() - self._sent_at < SENT_SECONDS:  # a clock may be set back
                 raise RecordError("this peer was sent an invite a moment ago: send it again")
             self._sent_at = self._now()
         grant = invites.last_of(chain)

@@ -138,6 +138,16 @@ def test_an_invite_that_is_in_use_is_not_pushed_out_by_what_strangers_send(tmp_p
         assert alice.chain(LAW) == chain  # as at every heartbeat
 
 
+def test_a_clock_that_is_set_back_keeps_no_invite_out(tmp_path: Path) -> None:
+    clock = Clock()
+    clock.now += 500.0
+    alice, chain = wallet(tmp_path, ALICE, ALICE, clock=clock), (granted(AUTHOR, ALICE),)
+    alice.add((granted(MALLORY, ALICE),), asked=False)
+    clock.now -= 400.0
+    alice.add(chain, asked=False)
+    assert alice.chain(LAW) == chain
+
+
 def test_a_grant_ends_when_it_says_so(tmp_path: Path) -> None:
     clock = Clock()
     made, chain = access(clock), (granted(AUTHOR, ALICE),)
