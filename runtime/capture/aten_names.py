@@ -31,6 +31,11 @@ NORMS: Mapping[str, bool] = {
     "aten._native_batch_norm_legit_functional": True,
     "aten._native_batch_norm_legit_no_training": False,
 }
+# Their overloads are named otherwise: aten.pow.Scalar is a number to the power of a tensor.
+_POWERS: Mapping[str, str] = {
+    "aten.pow_.Scalar": "aten.pow.Tensor_Scalar",
+    "aten.pow_.Tensor": "aten.pow.Tensor_Tensor",
+}
 _DROPPED = ("aten._assert", "aten.sym_", "aten._local_scalar_dense")
 
 
@@ -44,6 +49,8 @@ def op_name(target: Any) -> str:
 
 def out_of_place(name: str) -> str:
     """aten.relu_ -> aten.relu, aten.add_.Tensor -> aten.add.Tensor; others unchanged."""
+    if name in _POWERS:
+        return _POWERS[name]
     parts = name.split(".")
     if parts[0] == "aten" and parts[1].endswith("_") and not parts[1].endswith("__"):
         parts[1] = parts[1][:-1]
@@ -106,7 +113,7 @@ def passed_on(name: str, node: fx.Node, values: Values) -> tuple[bool, bool | No
     if name in _CASTS:
         same = values["self"].meta["val"].dtype == node.meta["val"].dtype
         return same, not values.get("copy", name == "aten._to_copy")
-    if name == "aten.dropout":
+    if name in ("aten.dropout", "aten.dropout_"):
         return not (values["train"] and values["p"] > 0), True
     return False, None
 

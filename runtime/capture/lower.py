@@ -265,6 +265,7 @@ class _Lowering:
                 return
             self.require_unshared(name, first)
             name = out_of_place(name)
+            values[OPSET[name].parameters[0].name] = values["self"]  # as every operator in place calls it
         name, values = respell(name, node, values)
         if is_complex(node):
             self.env[node] = self.complex(node, name, values)
@@ -275,6 +276,10 @@ class _Lowering:
         value = node.meta["val"]
         several = isinstance(value, (tuple, list))
         types = tuple(self.type_of(v) for v in (value if several else (value,)))
+        if in_place and (made := infer(name, args, self.types)) != types:
+            # Written in the dtype of what was there: the value of a higher one is rounded to it.
+            whole = self.emit(node.name, name, args, made)
+            name, args = "aten.to.dtype", (whole[0], DType(types[0].dtype))
         refs = self.emit(node.name, name, args, types)
         if OPSET[name].family == "view":
             self.viewed.update(refs)

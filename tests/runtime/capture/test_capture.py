@@ -165,6 +165,19 @@ def test_writes_in_place_change_what_shares_the_memory_and_nothing_else() -> Non
     agree(Applied(in_part), torch.randn(3, 4), torch.randn(2, 4))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: functional.dropout(x * 3, 0.5, training=False, inplace=True) + 1,
+        lambda x: (x - 2).pow_(2),
+        lambda x: ((x * 4).bfloat16().mul_(torch.full((4,), 1.1)), (x + 0.5).gt_(0)),
+    ],
+    ids=["dropout", "power", "dtypes"],
+)
+def test_writes_in_place_that_torch_spells_in_another_way(function: Callable[..., Any]) -> None:
+    agree(Applied(function), torch.randn(3, 4), torch.randn(2, 4))
+
+
 def test_gradients_go_through_writes_to_a_part() -> None:
     torch.manual_seed(0)
     module = Applied(in_part)
@@ -337,6 +350,26 @@ def test_dropout_is_ours_in_training_and_gone_in_serving() -> None:
     serving = capture_language_model(module, training=False, maximum_sequence=24)
     assert not any("dropout" in n.op for n in serving.nodes)
     assert module.training
+
+
+class Named(nn.Module):
+    """A module that is called with x by name."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_dropout_in_place_is_ours_too() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Dropout(0.5, inplace=True), nn.Linear(3, 2))
+    x = torch.randn(2, 3)
+    training = capture_module(Named(module), {"x": x}, training=True)
+    assert [n.op for n in training.nodes] == ["aten.linear", "aten.relu", "fusion.dropout", "aten.linear"]
+    serving = agree(Named(module), x, torch.randn(5, 3))
+    assert not any("dropout" in n.op for n in serving.nodes)
 
 
 def test_what_runs_without_gradients_stays_without() -> None:
