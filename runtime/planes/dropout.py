@@ -76,11 +76,14 @@ def dropout_attention(
     if is_causal:
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~visible, -torch.inf)
+    blind = None  # queries that see no key: they get zeros, as the library has it, and not NaN
     if attn_mask is not None:
-        scores = (
-            scores.masked_fill(~attn_mask, -torch.inf)
-            if attn_mask.dtype == torch.bool
-            else scores + attn_mask
-        )
-    probabilities = functional.softmax(scores, -1)
+        boolean = attn_mask.dtype == torch.bool
+        hidden = ~attn_mask if boolean else attn_mask == -torch.inf
+        scores = scores.masked_fill(hidden, -torch.inf) if boolean else scores + attn_mask
+        blind = hidden.all(-1, keepdim=True)
+    if blind is not None and bool(blind.any()):
+        probabilities = functional.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+    else:
+        probabilities = functional.softmax(scores, -1)
     return dropout(probabilities, dropout_p, masks, index) @ value

@@ -62,3 +62,16 @@ def test_attention_with_nothing_dropped_is_plain_attention(kind: str, grouped: b
     found = dropout_attention(q, k, v, given, 0.0, causal, None, grouped, masks, 0)
     wanted = functional.scaled_dot_product_attention(q, k, v, given, is_causal=causal, enable_gqa=grouped)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("boolean", [True, False])
+def test_a_query_that_sees_nothing_gets_zeros(boolean: bool) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 6, 8, requires_grad=True)
+    visible = torch.ones(6, 6, dtype=torch.bool).tril(-1)
+    given = visible if boolean else torch.where(visible, 0.0, -torch.inf)
+    found = dropout_attention(q, q, q, given, 0.0, False, None, False, Masks(RngKey(0, 0, 0), ["a"]), 0)
+    wanted = functional.scaled_dot_product_attention(q, q, q, visible)
+    torch.testing.assert_close(found, wanted)
+    gradients = [torch.autograd.grad(out.square().sum(), q)[0] for out in (found, wanted)]
+    torch.testing.assert_close(*gradients)
