@@ -3,7 +3,7 @@ et al., arXiv 1710.03740; the sorts of operators are those of PyTorch's autocast
 
 Products and attention compute in half precision, and what they give stays in it, so that activations and gradients cross between
 stages in two bytes. Norms, reductions, losses, powers and exponentials compute in float32, as does what needs no gradient (rotary
-tables: positions are not exact in bfloat16). Anything else takes the dtype of what it reads, float32 where that differs. Variables stay
+tables: positions are not exact in bfloat16), and what is given a number that half precision does not hold. Anything else takes the dtype of what it reads, float32 where that differs. Variables stay
 float32: they are the master weights, and their gradients are summed in float32.
 
 The graph says all of it, so every owner and every plane rounds alike. A graph is a job's content: the precision needs no trust.
@@ -12,10 +12,11 @@ The graph says all of it, so every owner and every plane rounds alike. A graph i
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isfinite
 from typing import Literal
 
 from fusion.dag.cutting.costs import differentiable
-from fusion.dag.cutting.references import substitute
+from fusion.dag.cutting.references import constants, substitute
 from fusion.dag.ir.graph import Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer, spec
 from fusion.dag.ir.validation import MAX_NAME
@@ -33,6 +34,7 @@ _STEEP = frozenset(
     )
 )  # fmt: skip
 _FLOAT32 = "float32"
+_LARGEST: dict[Half, float] = {"bfloat16": (2 - 2**-7) * 2.0**127, "float16": 65504.0}
 
 
 def mixed_precision(graph: Graph, half: Half) -> Graph:
@@ -72,8 +74,14 @@ class _Casts:
             return self._half if any(ref in self._learned for ref in refs) else _FLOAT32
         if found.family in _FULL or found.kind == "loss" or node.op in _STEEP:
             return _FLOAT32
+        if found.family in ("pointwise", "move") and any(map(self._too_large, constants(node.args))):
+            return _FLOAT32
         dtypes = {self._types[renamed.get(ref, ref)].dtype for ref in refs}
         return _FLOAT32 if {_FLOAT32, self._half} <= dtypes else None
+
+    def _too_large(self, number: object) -> bool:
+        """Whether half precision has no such number: with it PyTorch fills nothing, or with infinity."""
+        return isinstance(number, float) and isfinite(number) and abs(number) > _LARGEST[self._half]
 
     def _as(self, ref: Ref, dtype: str | None) -> Ref:
         """The value in that dtype, if it is a number of one of our two."""

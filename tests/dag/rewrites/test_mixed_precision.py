@@ -54,3 +54,18 @@ def test_a_weight_is_cast_for_each_reader_and_counts_once_a_step():
     full, half = (measure_memory(g, (0, len(g.nodes)), SIZES, True, MemoryConfig()) for g in (model(), mixed))
     assert half.static_bytes[0, 1] == full.static_bytes[0, 1] + 2 * (8 * 8 + 16 * 8)
     assert half.kept_bytes[0, 1] < full.kept_bytes[0, 1] and bounds[1] > len(model().nodes)
+
+
+@pytest.mark.parametrize(("half", "number"), [("float16", -1e9), ("bfloat16", -3.4028234663852886e38)])
+def test_what_half_precision_does_not_hold_fills_float32(half, number):
+    b = Builder(table=(16, 8), weight=(8, 8))
+    x = b("aten.linear", b("aten.embedding", Ref("table"), Ref("input_ids"), -1, False), Ref("weight"), None)
+    hidden = b("aten.gt.Scalar", Ref("position_ids"), 3)
+    filled = [
+        b("aten.masked_fill.Scalar", x, b("aten.unsqueeze", hidden, -1), value, name=name)
+        for name, value in (("large", number), ("small", -1e4), ("endless", -float("inf")))
+    ]
+    mixed = mixed_precision(b.graph(*filled), half)
+    validate(mixed)
+    dtypes = {node.name: node.results[0].dtype for node in mixed.nodes}
+    assert [dtypes[name] for name in ("large", "small", "endless")] == ["float32", half, half]
