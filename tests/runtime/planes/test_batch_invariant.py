@@ -45,3 +45,12 @@ def test_counts_change_no_bit(op: str, dtype: torch.dtype, monkeypatch: pytest.M
         assert found.shape == (1, count) and torch.equal(found, whole[:, :count])
         strided = numbers.reshape(-1, 1).expand(-1, 3)[:count, 1][None]
         assert torch.equal(run(strided), found)
+
+
+@pytest.mark.parametrize("op", ["aten.pow.Tensor_Tensor", "aten.atan2"])
+def test_a_number_without_dimensions_decides_no_dtype(op: str) -> None:
+    numbers = torch.rand(3, 5, dtype=torch.float32)
+    function, positional, named = spell(
+        op, (numbers, torch.tensor(1.7, dtype=torch.float64)), torch.device("cpu")
+    )
+    torch.testing.assert_close(even(function)(*positional, **named), function(*positional, **named))
