@@ -17,6 +17,7 @@ from fusion.dag.ir.dims import bind
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import spec
 from fusion.dag.ir.opset_contract import leads
+from fusion.dag.ir.opset_shapes import broadcast
 from fusion.dag.ir.opset_spec import Call, Family, OpSpec, elements, plain
 
 # Views that change the order of elements in memory: a reshape of what they give has to copy.
@@ -184,6 +185,7 @@ def stashed(
     own, values = 0, set[Ref]()
     if node.op == "aten.scaled_dot_product_attention":
         own += _scores_bytes(found.call(node.args, types), types[Ref(node.name)])
+    spread = _spread_bytes(found.call(node.args, types)) if node.op == "aten.matmul" else {}
     for name in found.saves:
         if name == "copy":
             own += type_bytes(types[next(node.refs())])
@@ -196,6 +198,7 @@ def stashed(
         elif name == "result":
             values.update(storage[Ref(node.name, i)] for i in range(len(node.results)))
         elif not found.bilinear or (wanting & set(found.saves)) - {name}:
+            own += spread.get(name, 0)
             values.update(storage[ref] for ref in given.get(name, []))
     return own, frozenset(values)
 
@@ -211,7 +214,10 @@ def scratch_bytes(node: Node, types: Mapping[Ref, TensorType], storage: Mapping[
         for ref in refs
         if name != "attn_mask" and type_bytes(types[ref]) > type_bytes(types[storage[ref]])
     )
+    if node.op == "aten.matmul":
+        return copied + sum(_spread_bytes(found.call(node.args, types)).values())
     if node.op in _ATTENTION:
+        copied += sum(_spread_bytes(found.call(node.args, types)).values())
         return copied + _SCORES * _scores_bytes(found.call(node.args, types), types[Ref(node.name)])
     if node.op in _RECURRENCES:
         call = found.call(node.args, types)
@@ -229,6 +235,25 @@ def _scores_bytes(call: Call, result: TensorType) -> int:
             return 0
     rows = elements(TensorType(result.shape[:-1], result.dtype))
     return rows * plain(key[-2]) * max(_FLOAT32_BYTES, DTYPE_BYTES[result.dtype])
+
+
+def _spread_bytes(call: Call) -> dict[str, int]:
+    """By parameter, what a product copies of a factor whose matrices go with several of the other's each, where it has several: a
+    single one is read where it lies."""
+    if call.op == "aten.matmul":
+        names: tuple[str, ...] = ("self", "other")
+        lead = [call[name].shape[:-2] for name in names]
+    else:
+        names = ("query", "key", "value")
+        lead = leads(call, call.values.get("enable_gqa", True))
+    full = broadcast(call, *lead)
+    found = {}
+    for name, own in zip(names, lead, strict=True):
+        own = (1,) * (len(full) - len(own)) + own
+        if own != full and any(plain(d) > 1 for d in own):
+            matrix = TensorType((*full, *call[name].shape[-2:]), call[name].dtype)
+            found[name] = type_bytes(matrix)
+    return found
 
 
 def _given(found: OpSpec, node: Node) -> dict[str, list[Ref]]:

@@ -129,6 +129,26 @@ def test_what_an_operator_copies_to_its_whole_size_counts(reads: tuple[Any, ...]
     assert working(same) == 4 * (64 + 64 * 64)
 
 
+def test_a_product_copies_matrices_that_go_with_several_each() -> None:
+    def product(*lead: tuple[int, int], of: str = "aten.matmul") -> Graph:
+        a, b = (f(*each, 4, 4) for each in lead)
+        rest = (Ref("b"), None, 0.0, False, None, False) if "attention" in of else ()
+        return built({"a": a, "b": b}, {}, ("y", of, Ref("a"), Ref("b"), *rest))
+
+    every, some = 4 * 16 * 8 * 8, 4 * 16 * 8
+    assert working(product((8, 8), (8, 8))) == 3 * every
+    assert working(product((8, 8), (1, 1))) == 2 * every + 4 * 16
+    assert working(product((8, 8), (8, 1))) == 3 * every + some
+    assert working(product((8, 1), (1, 8))) == 3 * every + 2 * some
+    attention = product((8, 8), (8, 1), of="aten.scaled_dot_product_attention")
+    assert working(attention) >= 2 * every + some + 2 * every  # keys and values of one head for eight
+    graph = built(
+        {"x": f(8, 8, 4, 4)}, {"w": f(8, 1, 4, 4)}, ("h", "aten.mul.Tensor", Ref("x"), Ref("w")), ("y", "aten.matmul", Ref("h"), Ref("w")),
+    )  # fmt: skip
+    kept = tables(graph, (), training=True).kept_bytes[0, 1]
+    assert kept == 3 * every  # x and h, and w for each
+
+
 def test_scores_count_where_no_kernel_takes_attention_piece_by_piece() -> None:
     def attention(width: int, *lead: int) -> Graph:
         q, v = f(*lead, 512, 8), f(*lead, 512, width)
