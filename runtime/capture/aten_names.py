@@ -82,6 +82,42 @@ def writes_in_place(exported: ExportedProgram) -> bool:
     return any(node.target._schema.is_mutable for node in operators(exported))  # type: ignore[union-attr]
 
 
+def unseen_write(exported: ExportedProgram) -> fx.Node | None:
+    """The first call that writes, where no gradient is taken, to a value that has one: its gradient goes on as if nothing had been
+    written, which no value of a graph can say."""
+    trained = {
+        node
+        for node in exported.graph.nodes
+        if (name := exported.graph_signature.inputs_to_parameters.get(node.name)) is not None
+        and exported.state_dict[name].requires_grad
+    }
+    for node in exported.graph.nodes:
+        region = op_name(node.target) == "wrap_with_set_grad_enabled" and not node.args[0]
+        if region:
+            inner = exported.graph_module.get_submodule(str(node.args[1].target))
+            assert isinstance(inner, fx.GraphModule)
+            calls: list[fx.Node] = list(inner.graph.nodes)
+            given = [n for n in calls if n.op == "placeholder"]
+            known = {n for n, arg in zip(given, node.args[2:], strict=True) if arg in trained}
+            for call in calls:
+                writes = isinstance(call.target, torch._ops.OpOverload) and call.target._schema.is_mutable
+                if writes and _memory_of(call.args[0]) in known:
+                    return call
+        elif op_name(node.target) != "aten.detach" and not trained.isdisjoint(node.all_input_nodes):
+            trained.add(node)
+    return None
+
+
+def _memory_of(value: object) -> object:
+    """What a view, or a view of one, is of."""
+    while isinstance(value, fx.Node) and isinstance(value.target, torch._ops.OpOverload):
+        returns = value.target._schema.returns
+        if not returns or returns[0].alias_info is None:
+            break
+        value = value.args[0]
+    return value
+
+
 def supported(node: fx.Node) -> bool:
     """Whether there is a spelling for the operator that `node` calls."""
     name = op_name(node.target)

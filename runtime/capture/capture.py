@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from fusion.dag.cutting.source import SOURCE, SOURCE_FEATURES, SOURCE_IDS
 from fusion.dag.ir.graph import Graph
-from fusion.runtime.capture.aten_names import op_name, operators, supported, writes_in_place
+from fusion.runtime.capture.aten_names import op_name, operators, supported, unseen_write, writes_in_place
 from fusion.runtime.capture.lower import lower
 from fusion.runtime.capture.model_code import fixed_size, line_of_error, line_of_node
 from fusion.runtime.capture.ordered_sizes import ordered_sizes
@@ -279,6 +279,11 @@ def _capture(
     wrapped.train(training)
     tables = _triangles(module)
     exported = _export(wrapped, tuple(example.values()), dims)
+    if training and (call := unseen_write(exported)) is not None:
+        raise CaptureError(
+            f"the model writes under torch.no_grad, with {op_name(call.target)}, to a value that has a gradient"
+            f"{line_of_node(call)}: write to a copy of it"
+        )
     try:
         return _lowered(exported, tuple(example), dims, names, tables)
     except CaptureError:

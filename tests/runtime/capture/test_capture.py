@@ -387,6 +387,26 @@ def test_what_runs_without_gradients_stays_without() -> None:
     assert [n.op for n in graph.nodes].count("aten.detach") == 1
 
 
+def test_a_write_that_its_gradient_does_not_see_is_refused_for_training() -> None:
+    class Written(nn.Module):
+        def __init__(self, copies: bool) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+            self.copies = copies
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)
+            with torch.no_grad():
+                z = y * 1 if self.copies else y
+                z[:, 0].mul_(2) if self.copies else z.mul_(2)
+            return y * y + z
+
+    with pytest.raises(CaptureError, match=r"no_grad, with aten.mul_.Tensor, .* has a gradient, at \S*:\d+"):
+        capture_module(Written(False), {"x": torch.zeros(2, 3)}, training=True)
+    assert capture_module(Written(True), {"x": torch.zeros(2, 3)}, training=True).nodes
+    agree(Written(False), torch.randn(2, 3), torch.randn(4, 3))
+
+
 def branches(x: torch.Tensor) -> torch.Tensor:
     return x if x.sum() > 0 else -x
 
