@@ -30,6 +30,19 @@ def strictly_between(x: Array, low: Any, high: Any) -> Array:
     return jnp.where(x <= low, low, jnp.where(x >= high, high, x))
 
 
+def distance(x: Array) -> Array:
+    """|x|, whose gradient at zero is zero."""
+    return x * lax.stop_gradient(jnp.sign(x))
+
+
+def _atan2(x: Array, other: Array) -> Array:
+    """With the gradient zero where both are zero."""
+    x, other = _floats(x), _floats(other)
+    nowhere = (x == 0) & (other == 0)
+    found = jnp.arctan2(x, jnp.where(nowhere, 1, other))
+    return jnp.where(nowhere, lax.stop_gradient(jnp.arctan2(x, other)), found)
+
+
 def _add(x: Any, other: Any, alpha: Any) -> Any:
     return x + other if alpha == 1 else x + alpha * other
 
@@ -52,7 +65,7 @@ def _elu(x: Array, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Arra
 
 
 def _hardswish(x: Array) -> Array:
-    return jnp.where(x < -3, 0.0, jnp.where(x <= 3, x * (x + 3) / 6, x))
+    return jnp.where(x <= -3, 0.0, jnp.where(x < 3, x * (x + 3) / 6, x))
 
 
 def _prelu(x: Array, weight: Array) -> Array:
@@ -107,7 +120,7 @@ _OR = _bits(jnp.bitwise_or, jnp.logical_or)
 POINTWISE: Mapping[str, Function] = {
     "aten.neg": jnp.negative,
     "aten.sign": jnp.sign,
-    "aten.abs": jnp.abs,
+    "aten.abs": distance,
     "aten.relu": lambda x: jnp.where(x > 0, x, jnp.zeros_like(x)),
     "aten.exp": _of_floats(jnp.exp),
     "aten.sqrt": _of_floats(jnp.sqrt),
@@ -168,7 +181,7 @@ POINTWISE: Mapping[str, Function] = {
     "aten.pow.Scalar": lambda base, x: base**x,
     "aten.maximum": jnp.maximum,
     "aten.minimum": jnp.minimum,
-    "aten.atan2": lambda x, other: jnp.arctan2(_floats(x), _floats(other)),
+    "aten.atan2": _atan2,
     **_both("eq", jnp.equal),
     **_both("ne", jnp.not_equal),
     **_both("lt", jnp.less),

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from fusion.runtime.planes.jax_plane.contracting import wide
+from fusion.runtime.planes.jax_plane.pointwise import distance
 
 Function = Callable[..., Any]
 Dims = int | Sequence[int] | None
@@ -49,10 +50,16 @@ def _var(x: Array, dims: Dims, correction: Any, keepdim: bool) -> Array:
     return jnp.sum(far * far, axes, keepdims=keepdim) / np.float64(max(0.0, count - less)).astype(x.dtype)
 
 
+def _deviation(variance: Array) -> Array:
+    """Its root, whose gradient is zero where numbers do not differ."""
+    same = variance == 0
+    return jnp.where(same, 0, jnp.sqrt(jnp.where(same, 1, variance)))
+
+
 def _vector_norm(x: Array, order: Any, dims: Dims, keepdim: bool, dtype: Any) -> Array:
     x = wide(x if dtype is None else x.astype(dtype))
     axes = _axes(x, dims)
-    far = jnp.abs(x)
+    far = distance(x)
     if order == float("inf"):
         return jnp.max(far, axes, keepdims=keepdim)
     if order == -float("inf"):
@@ -171,14 +178,14 @@ def _cross_entropy(
 
 
 def _smooth_l1(x: Array, target: Array, reduction: int, beta: float) -> Array:
-    far = jnp.abs(x - target)
+    far = distance(x - target)
     if beta == 0:
         return _reduced(far, reduction)
     return _reduced(jnp.where(far < beta, 0.5 * far * far / beta, far - 0.5 * beta), reduction)
 
 
 def _huber(x: Array, target: Array, reduction: int, delta: float) -> Array:
-    far = jnp.abs(x - target)
+    far = distance(x - target)
     return _reduced(jnp.where(far <= delta, 0.5 * far * far, delta * (far - 0.5 * delta)), reduction)
 
 
@@ -190,7 +197,13 @@ def _kl(x: Array, target: Array, reduction: int, log_target: bool) -> Array:
 
 
 def _binary(x: Array, target: Array, weight: Array | None, reduction: int) -> Array:
-    losses = -(target * jnp.maximum(jnp.log(x), -100) + (1 - target) * jnp.maximum(jnp.log1p(-x), -100))
+    """With PyTorch's gradient, which is finite where a probability is 0 or 1 too."""
+    known = lax.stop_gradient(x)
+    slope = lax.stop_gradient((x - target) / jnp.maximum((1 - x) * x, 1e-12))
+    losses = -(
+        target * jnp.maximum(jnp.log(known), -100) + (1 - target) * jnp.maximum(jnp.log1p(-known), -100)
+    )
+    losses = losses + slope * (x - known)
     return _reduced(losses if weight is None else losses * weight, reduction)
 
 
@@ -212,9 +225,9 @@ REDUCING: Mapping[str, Function] = {
         _as(x, dtype), _axes(x, dim), keepdims=keepdim
     ),
     "aten.var.correction": _var,
-    "aten.std.correction": lambda *args: jnp.sqrt(_var(*args)),
+    "aten.std.correction": lambda *args: _deviation(_var(*args)),
     "aten.var.dim": lambda x, dims, unbiased, keepdim: _var(x, dims, int(unbiased), keepdim),
-    "aten.std.dim": lambda x, dims, unbiased, keepdim: jnp.sqrt(_var(x, dims, int(unbiased), keepdim)),
+    "aten.std.dim": lambda x, dims, unbiased, keepdim: _deviation(_var(x, dims, int(unbiased), keepdim)),
     "aten.linalg_vector_norm": _vector_norm,
     "aten.logsumexp": lambda x, dims, keepdim: jax.nn.logsumexp(
         x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32),
@@ -244,7 +257,7 @@ REDUCING: Mapping[str, Function] = {
     "aten.nll_loss_nd": _nll,
     "aten.nll_loss": _nll,
     "aten.mse_loss": lambda x, target, reduction: _reduced((x - target) ** 2, reduction),
-    "aten.l1_loss": lambda x, target, reduction: _reduced(jnp.abs(x - target), reduction),
+    "aten.l1_loss": lambda x, target, reduction: _reduced(distance(x - target), reduction),
     "aten.smooth_l1_loss": _smooth_l1,
     "aten.huber_loss": _huber,
     "aten.kl_div": _kl,

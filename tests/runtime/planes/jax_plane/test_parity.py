@@ -17,6 +17,7 @@ from fusion.runtime.planes.codegen import compile_graph
 from fusion.runtime.planes.jax_plane.lacking import LACKING
 from fusion.runtime.planes.jax_plane.library import load
 from fusion.runtime.planes.plane import RngKey
+from fusion.runtime.planes.torch_ops import spell
 
 pytest.importorskip("jax", reason="the extra jax is not installed")
 DEVICE = load("cpu", 1)
@@ -178,6 +179,31 @@ FIRST = list({sample[0]: sample for sample in reversed(RUN)}.values())
 def test_each_operator_is_run_or_known_not_to_be() -> None:
     assert TABLE.keys() | STATEFUL | LACKING == OPSET.keys()
     assert not LACKING & (TABLE.keys() | STATEFUL)
+
+
+@pytest.mark.parametrize(
+    "op, given, rest",
+    [
+        ("aten.abs", [-1.5, -0.0, 0.0, 2.0], ()),
+        ("aten.hardswish", [-4.0, -3.0, 0.0, 3.0, 4.0], ()),
+        ("aten.atan2", [0.0, -0.0, 1.0], (torch.tensor([0.0, 0.0, 2.0]),)),
+        ("aten.std.correction", [3.0, 3.0, 3.0], (None, 1, False)),
+        ("aten.std.dim", [3.0, 4.0, 3.0], ((0,), False, False)),
+        ("aten.linalg_vector_norm", [0.0, 0.0, 1.0], (1, None, False, None)),
+        ("aten.l1_loss", [1.0, 2.0, 3.0], (torch.tensor([1.0, 0.0, 4.0]), 2)),
+        ("aten.binary_cross_entropy", [0.0, 1.0, 1.0, 0.3], (torch.tensor([0.0, 1.0, 0.0, 1.0]), None, 1)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_corner_has_torchs_gradient(op: str, given: list[float], rest: tuple[Any, ...]) -> None:
+    own = torch.tensor(given, requires_grad=True)
+    function, args, named = spell(op, (own, *rest), torch.device("cpu"))
+    wanted = function(*args, **named).sum()
+    wanted.backward()
+    more = [array(each, DEVICE) if isinstance(each, torch.Tensor) else each for each in rest]
+    found, gradient = jax.value_and_grad(lambda x: TABLE[op](x, *more).sum())(array(own.detach(), DEVICE))
+    torch.testing.assert_close(tensor(found), wanted.detach())
+    torch.testing.assert_close(tensor(gradient), own.grad)
 
 
 @pytest.mark.heavy
