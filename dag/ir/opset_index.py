@@ -327,6 +327,13 @@ def _shuffle_mixes(call: Call) -> Mixed:
     return {"self": {rank - 3, rank - 2, rank - 1}}
 
 
+def _diff_flops(call: Call, _: Types) -> int:
+    """A difference of each element, n times over, until none is left."""
+    own = call["self"]
+    length = int(own.shape[axis(call, call["dim"], len(own.shape))])
+    return min(int(call["n"]), length) * sum(elements(t) for t in call.tensors())
+
+
 def _m(name: str, parameters: str, infer: Infer, mixes: Mixes, saves: str = "") -> OpSpec:
     return op(name, parameters, infer, "move", mixes=mixes, saves=tuple(saves.split()))
 
@@ -349,7 +356,8 @@ SPECS: list[OpSpec] = [
     _m("aten.roll", "self: tensor, shifts: dims, dims: ints = ()", roll, _roll_mixes),
     _m("aten.tril", "self: tensor, diagonal: dim = 0", triangle, _triangle_mixes),
     _m("aten.triu", "self: tensor, diagonal: dim = 0", triangle, _triangle_mixes),
-    _m("aten.diff", "self: tensor, n: int = 1, dim: int = -1, prepend: tensor? = None, append: tensor? = None", diff, along("dim", "prepend", "append")),
+    op("aten.diff", "self: tensor, n: int = 1, dim: int = -1, prepend: tensor? = None, append: tensor? = None", diff, "move",
+       mixes=along("dim", "prepend", "append"), flops=_diff_flops),
     _m("aten.constant_pad_nd", "self: tensor, pad: dims, value: number = 0", constant_pad, _pad_mixes),
     op("aten.one_hot", "self: tensor, num_classes: int = -1", one_hot, "move", differentiable=False),
     _m("aten.pixel_shuffle", "self: tensor, upscale_factor: int", pixel_shuffle, _shuffle_mixes),

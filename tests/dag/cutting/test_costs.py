@@ -132,6 +132,12 @@ def test_convolution_by_hand() -> None:
     assert node_costs(graph, SIZES)[0].forward_flops == 2 * (B * 8 * 100) * (2 * 9)
 
 
+def test_a_difference_of_high_order_is_as_many_differences() -> None:
+    for order, times in ((1, 1), (5, 5), (2**40, 10)):
+        graph = graph_of({"x": f(BATCH, 10)}, {}, ("y", "aten.diff", Ref("x"), order, 1, None, None))
+        assert node_costs(graph, SIZES)[0].forward_flops == B * 10 * times
+
+
 def test_attention_by_hand() -> None:
     q = f(BATCH, 4, 6, 8)
     graph = graph_of(
