@@ -239,6 +239,19 @@ def _names(module: nn.Module) -> dict[str, str]:
     return names
 
 
+def _tied_by_memory(module: nn.Module) -> tuple[str, str] | None:
+    """Two names of tensors that are not one, but lie in the same memory, and of which one at least is trained."""
+    first: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+    for name, tensor in _tensors(module):
+        if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.is_sparse or not tensor.numel():
+            continue
+        known, other = first.setdefault((tensor.data_ptr(), tensor.numel()), (name, tensor))
+        trained = any(isinstance(t, nn.Parameter) and t.requires_grad for t in (tensor, other))
+        if other is not tensor and trained:
+            return known, name
+    return None
+
+
 def _triangles(module: nn.Module) -> dict[str, torch.Tensor]:
     """By export name: the tables of which position sees which, among what no state_dict has, so that no file can say
     otherwise."""
@@ -276,6 +289,11 @@ def _capture(
     training: bool,
 ) -> Graph:
     names = {f"module.{original}": name for original, name in _names(module).items()}
+    if training and (tied := _tied_by_memory(module)) is not None:
+        raise CaptureError(
+            f"{tied[0]} and {tied[1]} are two tensors in the same memory, which are trained as one only if they are one: "
+            f"make them the same nn.Parameter, or copy one"
+        )
     wrapped.train(training)
     tables = _triangles(module)
     exported = _export(wrapped, tuple(example.values()), dims)

@@ -407,6 +407,22 @@ def test_a_write_that_its_gradient_does_not_see_is_refused_for_training() -> Non
     agree(Written(False), torch.randn(2, 3), torch.randn(4, 3))
 
 
+@pytest.mark.parametrize("tie", ["parameter", "data", "buffer"])
+def test_weights_that_only_share_their_memory_are_refused_for_training(tie: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    if tie == "parameter":
+        module[1].weight = nn.Parameter(module[0].weight)
+    elif tie == "data":
+        module[1].weight.data = module[0].weight.data.t()
+    else:
+        module[1].register_buffer("seen", module[0].weight.detach())
+    with pytest.raises(CaptureError, match="are two tensors in the same memory"):
+        capture_module(Named(module), {"x": torch.zeros(2, 4)}, training=True)
+    assert capture_module(Named(module).eval(), {"x": torch.zeros(2, 4)}).nodes
+    module[1] = module[0]
+    assert capture_module(Named(module), {"x": torch.zeros(2, 4)}, training=True).nodes
+
+
 def branches(x: torch.Tensor) -> torch.Tensor:
     return x if x.sum() > 0 else -x
 
