@@ -24,6 +24,7 @@ _OURS = str(Path(__file__).parent)
 _STANDARD = str(Path(logging.__file__).parents[1])
 _TRACED = re.compile(r'File "([^"]+)", line (\d+)')
 _SHAPES = "torch.fx.experimental.symbolic_shapes"
+_FAKES = "torch._subclasses.fake_tensor"  # writes a traceback of an operator that cannot be run, and raises it as well
 
 
 def line_of_node(node: fx.Node) -> str:
@@ -57,13 +58,15 @@ class FixedSize(logging.Filter):
 def fixed_size() -> Iterator[FixedSize]:
     """Watch torch while it exports a model."""
     log, watch = logging.getLogger(_SHAPES), FixedSize()
-    level = log.level
+    logs, level = (log, logging.getLogger(_FAKES)), log.level
     log.setLevel(logging.INFO)
-    log.addFilter(watch)
+    for each in logs:
+        each.addFilter(watch)
     try:
         yield watch
     finally:
-        log.removeFilter(watch)
+        for each in logs:
+            each.removeFilter(watch)
         log.setLevel(level)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.python.python_model import PythonGraphs, PythonModel
-from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.errors import CaptureError, JobError
 from fusion.runtime.job.spec import PythonConfig
 from fusion.runtime.planes.codegen import compile_graph
 
@@ -113,3 +114,17 @@ def test_a_file_that_cannot_work_is_refused_in_one_line(
     with pytest.raises(JobError) as error:
         made(tmp_path, TWO.replace(old, new))
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_torch_writes_nothing_beside_that_line(tmp_path: Path) -> None:
+    heard: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = heard.append  # type: ignore[method-assign]
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(handler)
+    try:
+        with pytest.raises(CaptureError, match=r"model\.py:14: a and b must have same reduction dim"):
+            made(tmp_path, TWO.replace("scale * self.head(h)", "self.head(x)"))
+    finally:
+        log.removeHandler(handler)
+    assert not heard
