@@ -144,7 +144,7 @@ def _is_whole(text: str) -> bool:
 def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Those with something in them, by number from 1."""
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeError) as error:
         raise JobError(f"{path} cannot be read: {error}") from None
     found = []

@@ -19,7 +19,7 @@ def read(path: Path, most_bytes: int) -> str:
     if len(data) > most_bytes:
         raise JobError(f"{path}: larger than {most_bytes} bytes")
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")  # editors of Windows write a mark first
     except UnicodeDecodeError as error:
         raise JobError(f"{path}: not UTF-8: {error}") from None
 

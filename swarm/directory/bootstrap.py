@@ -51,7 +51,7 @@ def load(path: Path) -> tuple[str, ...]:
             data = file.read(_MAX_FILE_BYTES + 1)
         if len(data) > _MAX_FILE_BYTES:
             raise ValueError(f"more than {_MAX_FILE_BYTES} bytes")
-        return parse(data.decode())
+        return parse(data.decode("utf-8-sig"))
     except OSError as error:
         raise ValueError(f"cannot read bootstrap file {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

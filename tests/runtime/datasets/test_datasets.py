@@ -225,6 +225,13 @@ def test_text_needs_a_length_and_json_a_syntax(tmp_path: Path) -> None:
         lines(path)
 
 
+def test_a_mark_before_the_first_line_is_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"x": 1}\r\n{"x": 2}\r\n')
+    source = JsonLines(path, (), encoder(None), 8)
+    assert source.read(["x"], LIMIT, silent)["x"].tolist() == [1, 2]
+
+
 def test_half_of_a_character_is_no_text(tmp_path: Path) -> None:
     """JSON can say it, and what cuts texts at a length writes it; UTF-8 cannot, and no tokenizer takes it."""
     path = tmp_path / "data.jsonl"

@@ -114,6 +114,11 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         spec.load(tmp_path / "job.toml")
 
 
+def test_a_file_may_begin_with_a_mark_and_end_lines_as_on_windows(base: Path) -> None:
+    (base / "job.toml").write_bytes(b"\xef\xbb\xbf" + SOUND.strip().replace("\n", "\r\n").encode())
+    assert spec.load(base / "job.toml").name == "small"
+
+
 def test_a_file_that_is_no_job_is_not_read_whole(tmp_path: Path) -> None:
     """A model, say, of more bytes than there is memory."""
     path = tmp_path / "model.gguf"

@@ -49,6 +49,8 @@ def test_a_user_gives_a_file_or_an_address(tmp_path: Path) -> None:
     for bad, reason in [(tmp_path / "no.txt", "cannot read"), (tmp_path, "cannot read")]:
         with pytest.raises(ValueError, match=reason):
             resolve(str(bad))
+    file.write_bytes(b"\xef\xbb\xbf" + ADDRESS.encode())  # as editors of Windows write it
+    assert load(file) == (ADDRESS,)
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="not text"):
         load(file)
