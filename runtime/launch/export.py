@@ -68,12 +68,13 @@ def _write(directory: Path, files: Mapping[str, Path], tensors: Mapping[str, tor
         for name, path in files.items():
             shutil.copyfile(path, directory / name)
         snapshot.save(tensors, directory / WEIGHTS_FILE, {"format": "pt"})
-    except OSError:
+    except OSError as error:
         for name in (*files, WEIGHTS_FILE):
             (directory / name).unlink(missing_ok=True)
         if not there:
             directory.rmdir()
-        raise
+        # By itself it names the file that was copied, or none.
+        raise OSError(error.errno, error.strerror, str(directory)) from error
 
 
 async def _tensors(

@@ -28,8 +28,9 @@ def test_a_full_disk_leaves_no_half_of_a_model(
     tensors = {"weight": torch.zeros(2)}
     with monkeypatch.context() as full:
         full.setattr(snapshot, "save", save)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="No space left") as error:
             export._write(out, {"config.json": config}, tensors)
+    assert error.value.filename == str(out)
     assert out.exists() == there and not (there and list(out.iterdir()))
     export._write(out, {"config.json": config}, tensors)
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
