@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgpack
@@ -133,5 +134,7 @@ def _written(key: Identity, path: Path) -> Identity:
             file.write(key.private_bytes())
         os.replace(scratch, path)
     except OSError as error:
+        with suppress(OSError):
+            scratch.unlink(missing_ok=True)
         raise SwarmKeyError(f"cannot write the swarm key {path}: {error.strerror or error}") from error
     return key

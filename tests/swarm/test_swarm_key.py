@@ -134,3 +134,13 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     file.chmod(0o644)
     with pytest.raises(SwarmKeyError, match="other users"):
         load_key(file)
+
+
+def test_a_full_disk_leaves_nothing_of_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(SwarmKeyError, match="No space left"):
+        new_key(tmp_path / "ours.key")
+    assert not list(tmp_path.iterdir())
