@@ -88,7 +88,7 @@ async def _ask(context: Any, gateway: Any, model: str, part: Mapping[str, Any]) 
             raise
         return await run_model(context.transport, gateway, model, given, shown)
     except RemoteError as error:
-        await job_client.find_model(context, model)  # is it the name?
+        await job_client.find_model(context, model, "NAME")  # is it the name?
         if str(error).startswith("input: "):
             raise ValueError(f"--{error}") from None
         raise

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fusion.cli import main
-from fusion.cli.run import _joined, _write
-from fusion.swarm.errors import FrameError
+from fusion.cli.run import _ask, _joined, _write
+from fusion.swarm.errors import FrameError, RemoteError
 
 
 def test_outputs_of_batches_are_put_together() -> None:
@@ -39,3 +42,19 @@ def test_a_full_disk_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_folder_is_no_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["run", "digits", "--input", "x.npz", "--output", str(tmp_path)]) == 2
     assert "is a folder" in capsys.readouterr().err
+
+
+def test_a_name_that_is_not_served_is_called_what_the_command_calls_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refused(*_: Any) -> None:
+        raise RemoteError("model: the swarm serves none now")
+
+    async def words() -> tuple[()]:
+        return ()
+
+    monkeypatch.setattr("fusion.runtime.serving.graphs.client.run_model", refused)
+    monkeypatch.setattr("fusion.cli.job_client.RETRY_SECONDS", 0.0)
+    context = SimpleNamespace(transport=None, directory=SimpleNamespace(words=words))
+    with pytest.raises(ValueError, match="^NAME: 'digits' is not served"):
+        asyncio.run(_ask(context, None, "digits", {}))
