@@ -124,7 +124,7 @@ async def find_model(context: Context, name: str, option: str = "--model") -> No
 
 
 async def find_served(context: Context, name: str, option: str) -> tuple[JobId, Manifest]:
-    """The served model of this name (`name`, `name@author` or an id), "" where there is only one. ValueError as
+    """The served model of this name (`name`, `name@author` or an id), "" where all have one name. ValueError as
     `find_model`, or where it is not clear which model is meant."""
     from fusion.runtime.belief.naming import candidates, find
 
@@ -132,6 +132,9 @@ async def find_served(context: Context, name: str, option: str) -> tuple[JobId, 
     words = await context.directory.words()
     serving = {job.job for job in words if job.kind == "serve" and job.state not in ENDED}
     told = [job for job in words if job.job in serving]
+    names = {job.name for job in told}
+    if not name and len(serving) > 1 and len(names) == 1:
+        (name,) = names  # a newer model in the place of another, say
     seen = await find(context, name, own_authors(context), told) if name else await candidates(context, told)
     going = [each for each in seen if not each.belief.over]
     if not going or (not name and len(going) > 1):
@@ -224,6 +227,8 @@ async def stop(context: Context, record: JobRecord, author: Identity) -> None:
     from fusion.swarm.authority.statements import seal_statement, stop_statement
     from fusion.swarm.transport import call
 
+    if record.lead is None and record.state in ENDED:
+        raise SwarmError(f"the job {record.name} is {record.state} already")
     if record.lead is None:
         raise SwarmError(f"the job {record.name} has no lead yet; try again in a moment")
     said = stop_statement(record.job, author.peer_id, time.time())

@@ -56,5 +56,5 @@ def test_a_name_that_is_not_served_is_called_what_the_command_calls_it(
     monkeypatch.setattr("fusion.runtime.serving.graphs.client.run_model", refused)
     monkeypatch.setattr("fusion.cli.job_client.RETRY_SECONDS", 0.0)
     context = SimpleNamespace(transport=None, directory=SimpleNamespace(words=words))
-    with pytest.raises(ValueError, match="^NAME: 'digits' is not served"):
+    with pytest.raises(ValueError, match=r"^NAME: 'digits' is not served"):
         asyncio.run(_ask(context, None, "digits", {}))

@@ -104,7 +104,7 @@ class Catalog:
         await asyncio.gather(*looking, self._judging.aclose(), self._loader.aclose(), return_exceptions=True)
 
     async def find(self, name: str) -> ServedModel:
-        """The model served under `name` (or `name@author`, or with that job id); "" where there is only one. A name means
+        """The model served under `name` (or `name@author`, or with that job id); "" where all that are served have one. A name means
         the model of the author that it meant first, as long as that is served: who uses the name later takes nobody over.
         A newer model that the author serves under the name is meant once all of its stages are held and loaded. As with routes, a
         name means what it did while we look again.
@@ -185,21 +185,22 @@ class Catalog:
     async def _named(self, served: Sequence[JobRecord], name: str, since: float = -math.inf) -> list[Known]:
         """The models that are meant, best first, as they were at `since` or later."""
         look = self._judging.since(since)
+        authors = {self._authors[name]} if name in self._authors else set()
         if not name:
-            jobs = {record.job for record in served}
-            known = self._authors.get(name)
-            if len(jobs) != 1 and known is None:
+            if len({record.name for record in served}) != 1 and not authors:
                 return []
             seen = await candidates(self._context, served, look)
-            found = [each for each in seen if known is None or each.named.author == known]
-        else:
-            authors = {self._authors[name]} if name in self._authors else ()
-            try:
-                found = list(await find(self._context, name, authors, served, look))
-            except ValueError as error:
-                raise JobError(f"model: {error}") from None
-        going = [each for each in found if not each.belief.over]
-        return going if name or len(going) == 1 else []
+            going = [each for each in seen if not each.belief.over]
+            going = [each for each in going if not authors or each.named.author in authors]
+            names = {each.named.name for each in going}
+            if len(going) < 2 or len(names) > 1:
+                return going if len(going) == 1 else []
+            (name,) = names  # a newer one in the place of another, say
+        try:
+            found = await find(self._context, name, authors, served, look)
+        except ValueError as error:
+            raise JobError(f"model: {error}") from None
+        return [each for each in found if not each.belief.over]
 
     async def route(self, model: ServedModel, errand: RemainingWork) -> tuple[Hop, ...]:
         """The best of the routes that there are, as far as is known. A stage may still be on its way into its owner's

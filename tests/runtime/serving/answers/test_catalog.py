@@ -418,3 +418,30 @@ def test_a_session_begins_by_what_was_known_of_links_and_a_move_does_not() -> No
         await catalog.aclose()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["n", ""])
+def test_a_model_in_the_place_of_another_needs_no_name_either(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        published = _Published(2, monkeypatch)
+
+        async def manifest(context: Any, job: JobId, said: Any) -> Any:
+            return SimpleNamespace(name="n", author=PeerId("a"), launched_at=published.jobs.index(job))
+
+        monkeypatch.setattr("fusion.runtime.belief.naming.manifest_of", manifest)
+        assert (await published.catalog.find(name)).job == published.jobs[1], "the newer one"
+        await published.catalog.aclose()
+
+    asyncio.run(main())
+
+
+def test_models_of_two_authors_need_to_be_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        published = _Published(2, monkeypatch)
+        with pytest.raises(JobError, match="names jobs of 2 authors; say which"):
+            await published.catalog.find("")
+        await published.catalog.aclose()
+
+    asyncio.run(main())

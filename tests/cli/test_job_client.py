@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusion.cli import job_client
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.identity import Identity
+from fusion.swarm.transport import PeerId
+
+JOBS = [JobId(f"{number:064x}") for number in range(2)]
+
+
+def test_a_model_in_the_place_of_another_needs_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def words() -> Any:
+        return tuple(SimpleNamespace(job=job, kind="serve", state="running", name="n") for job in JOBS)
+
+    async def manifest(context: Any, job: JobId, said: Any) -> Any:
+        return SimpleNamespace(name="n", author=PeerId("a"), launched_at=JOBS.index(job))
+
+    async def weigh(context: Any, job: JobId, said: Any, manifest: Any) -> Any:
+        return SimpleNamespace(record=said[0], owned=True, over=False)
+
+    monkeypatch.setattr("fusion.runtime.belief.naming.manifest_of", manifest)
+    monkeypatch.setattr("fusion.runtime.belief.naming.weigh", weigh)
+    context: Any = SimpleNamespace(home=tmp_path, directory=SimpleNamespace(words=words))
+    for name in ("n", ""):
+        found, _ = asyncio.run(job_client.find_served(context, name, "NAME"))
+        assert found == JOBS[1], "the newer one"
+
+
+@pytest.mark.parametrize(
+    ("state", "says"), [("stopped", "is stopped already"), ("launching", "has no lead yet")]
+)
+def test_a_job_that_has_ended_is_not_waited_for(state: str, says: str) -> None:
+    record: Any = SimpleNamespace(job=JOBS[0], name="n", state=state, lead=None)
+    context: Any = SimpleNamespace()
+    with pytest.raises(SwarmError, match=says):
+        asyncio.run(job_client.stop(context, record, Identity.generate()))
