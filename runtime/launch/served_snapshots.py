@@ -122,12 +122,17 @@ async def _fetch(context: Context, known: Known, folder: Path) -> int:
 
 async def _end(context: Context, before: Prepared, hands: Hands) -> None:
     hands.status(f"the model before answers for {DRAIN_SECONDS:.0f} s more")
-    await asyncio.sleep(DRAIN_SECONDS)
+    left = f"fusion-peer jobs stop {before.job[:12]} ends it"
+    try:
+        await asyncio.sleep(DRAIN_SECONDS)
+    except asyncio.CancelledError:
+        hands.note(f"the model before goes on as well; {left}")
+        raise
     try:
         belief = await look(context, before.job, manifest=before.manifest)
         if belief is not None and not belief.over:
             await hands.stop(belief.record)
     except SwarmError as error:
-        hands.note(f"the model before goes on: {error}; fusion-peer jobs stop {before.job[:12]} ends it")
+        hands.note(f"the model before goes on: {error}; {left}")
         return
     hands.replaced(before.job)

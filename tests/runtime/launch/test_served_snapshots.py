@@ -32,3 +32,19 @@ def test_a_snapshot_that_cannot_be_had_leaves_the_model_before(
     assert notes == ["the model before stays: a shard lacks a variable"]
     with pytest.raises(error):
         asyncio.run(served_snapshots._serve(context, KNOWN, hands, None))
+
+
+def test_who_is_interrupted_before_the_model_before_has_ended_is_told_how_to_end_it() -> None:
+    async def main() -> None:
+        ending = asyncio.create_task(served_snapshots._end(context, before, hands))
+        await asyncio.sleep(0)
+        ending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+
+    notes: list[str] = []
+    hands: Any = SimpleNamespace(status=lambda _: None, note=notes.append)
+    context: Any = None
+    before: Any = SimpleNamespace(job="0123456789abcdef")
+    asyncio.run(main())
+    assert notes == ["the model before goes on as well; fusion-peer jobs stop 0123456789ab ends it"]
