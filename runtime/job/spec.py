@@ -285,7 +285,7 @@ def _python(table: Mapping[str, Any], base: Path) -> PythonConfig:
     given = build(_PythonTable, {k: v for k, v in table.items() if k != "arguments"}, "model")
     path = base / _expanded(given.path, "model.path")
     if not path.is_file():
-        raise JobError(f"model.path must be a Python file: there is no {path}")
+        raise JobError(f"model.path must be a Python file: there is no file {path}")
     for name in (given.function, given.loss or "loss"):
         if not name.isidentifier():
             raise JobError(f"model.function and model.loss are names of functions, not {name!r:.80}")
@@ -338,9 +338,11 @@ def _dataset(kind: Literal["npz", "images", "jsonl"], table: Mapping[str, Any], 
 def _dataset_path(kind: str, text: str, base: Path, where: str) -> Path:
     path = base / _expanded(text, where)
     if kind == "images" and not path.is_dir():
-        raise JobError(f"{where} must be a folder with a folder of images for each class: there is no {path}")
+        raise JobError(
+            f"{where} must be a folder with a folder of images for each class: there is no folder {path}"
+        )
     if kind != "images" and not path.is_file():
-        raise JobError(f"{where} must be a file: there is no {path}")
+        raise JobError(f"{where} must be a file: there is no file {path}")
     return path
 
 
@@ -377,7 +379,7 @@ def _data(table: Any, base: Path) -> DataSpec | DatasetSpec:
 def _tokenizer(text: str, base: Path) -> Path | None:
     path = None if text == "bytes" else base / _expanded(text, "data.tokenizer")
     if path is not None and not path.is_file():
-        raise JobError(f'data.tokenizer must be "bytes" or a tokenizer.json: there is no {path}')
+        raise JobError(f'data.tokenizer must be "bytes" or a tokenizer.json: there is no file {path}')
     return path
 
 

@@ -187,7 +187,9 @@ def test_a_model_in_python_and_samples_with_names(own: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ('"model.py"', '"nowhere.py"', "model.path must be a Python file: there is no"),
+        ('"model.py"', '"nowhere.py"', "model.path must be a Python file: there is no file"),
+        ('"model.py"', '"photos"', "model.path must be a Python file: there is no file"),
+        ('path = "data.npz"', 'path = "photos"', "data.path must be a file: there is no file"),
         ('loss = "loss"', 'loss = "a b"', "model.function and model.loss are names of functions"),
         ('loss = "loss"', "loss = 3", "model.loss must be text"),
         ('loss = "loss"', "losses = 3", "model.losses is not known here"),
@@ -197,7 +199,7 @@ def test_a_model_in_python_and_samples_with_names(own: Path) -> None:
         (
             'kind = "npz"',
             'kind = "images"\nsize = [3, 3]',
-            "data.path must be a folder with a folder of images",
+            "data.path must be a folder with a folder of images for each class: there is no folder",
         ),
         ('"npz"\npath = "data.npz"', '"images"\npath = "photos"', "data.size must be the height and width"),
         ('path = "data.npz"', 'path = "data.npz"\nheld_out = "no.npz"', "data.held_out must be a file"),
