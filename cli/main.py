@@ -3,6 +3,7 @@ the one that was asked for is imported alone."""
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -118,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code (see `fusion.cli.terminal.errors`). Nothing a user does ends in a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = options.debug_asked(words)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # a character that its encoding has not is a question mark
     # SIGTERM ends a command as Ctrl-C does: whatever it opened is closed in order.
     signal.signal(signal.SIGTERM, _interrupt)
     # So does a terminal that is closed, unless `nohup` has that ignored. Windows has no such signal.

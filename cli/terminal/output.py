@@ -46,7 +46,7 @@ class Output:
         """One JSON object on a line of its own; nothing where text was asked for."""
         if self.as_json:
             line = json.dumps(record, ensure_ascii=False, default=str)
-            if self.stdout.isatty() and not line.isprintable():
+            if (self.stdout.isatty() and not line.isprintable()) or not _encodable(line, self.stdout):
                 line = json.dumps(record, default=str)
             print(line, file=self.stdout, flush=True)
 
@@ -109,6 +109,14 @@ class Output:
             self.stderr.write("\r\x1b[2K")
             self.stderr.flush()
         self._shown = ""
+
+
+def _encodable(text: str, stream: TextIO) -> bool:
+    try:
+        text.encode(stream.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def bytes_text(count: float) -> str:

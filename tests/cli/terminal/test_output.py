@@ -44,6 +44,13 @@ def test_json_is_all_there_is_on_stdout() -> None:
     assert text(out.stderr) == ""
 
 
+def test_json_holds_every_character_whatever_the_encoding_of_the_output() -> None:
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding="cp1252", errors="replace")
+    Output(as_json=True, stdout=stream).emit({"text": "é 語"})
+    assert json.loads(written.getvalue().decode("cp1252")) == {"text": "é 語"}
+
+
 def test_text_prints_no_json() -> None:
     out = output()
     out.emit({"a": 1})
