@@ -129,8 +129,10 @@ async def _generate(request: GenerateRequest, way: client.Way, output: Output, t
                     output.write(answer.text[len("".join(each.text for each in pieces)) :])
         except NotAdmitted:
             raise
-        except RemoteError:
+        except RemoteError as error:
             await job_client.find_model(context, request.model)  # is it the name?
+            if str(error).partition(":")[0] in settings.ASKED:
+                raise ValueError(str(error)) from None
             raise
     output.write("\n")
     assert answer is not None

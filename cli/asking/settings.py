@@ -50,6 +50,14 @@ JsonSchema = Annotated[
     typer.Option("--json-schema", metavar="FILE", help="The answer is JSON that follows the schema in it."),
 ]
 
+# What a gateway calls that which it was asked, where that is wrong.
+ASKED = frozenset(
+    {
+        *("model", "prompt", "prompt_ids", "features", "max_tokens"),
+        *("stop", "logit_bias", "top_logprobs", "json_schema"),
+    }
+)
+
 
 def schema(path: Path | None) -> str:
     """What the file holds, as it travels; "" without one. ValueError says in one line what is wrong with it."""

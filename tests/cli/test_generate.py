@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from fusion.cli import generate, main
+from fusion.cli import client, generate, main
 from fusion.cli.terminal.output import Output
 from fusion.runtime.serving.requests.request import GenerateRequest
+from fusion.swarm.errors import RemoteError
 
 
 @pytest.mark.parametrize(("options", "guesses"), [([], True), (["--no-guesses"], False)])
@@ -31,3 +38,34 @@ def test_what_the_encoding_of_the_output_has_not_is_a_question_mark(monkeypatch:
     monkeypatch.setattr(generate, "_generate", answer)
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
     assert main.main(["generate", "def "]) == 0 and written.getvalue() == b"h?\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("max_tokens: the model takes 32 positions", ValueError),
+        ("prompt: at least one token", ValueError),
+        ("stage 1 of m has no owner now", RemoteError),
+    ],
+)
+def test_what_a_gateway_finds_wrong_with_the_question_is_bad_input(
+    monkeypatch: pytest.MonkeyPatch, said: str, kind: type[Exception]
+) -> None:
+    async def refused(*_: object) -> AsyncIterator[None]:
+        raise RemoteError(said)
+        yield
+
+    @asynccontextmanager
+    async def connect(way: object) -> AsyncIterator[Any]:
+        yield SimpleNamespace(transport=None, directory=None)
+
+    async def nothing(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr("fusion.runtime.serving.requests.client.generate", refused)
+    monkeypatch.setattr(generate.client, "connect", connect)
+    monkeypatch.setattr(generate.client, "gateway", nothing)
+    monkeypatch.setattr(generate.job_client, "find_model", nothing)
+    way = client.Way(Path("home"))
+    with pytest.raises(kind, match=said):
+        asyncio.run(generate._generate(GenerateRequest(prompt="def "), way, Output(), False))
