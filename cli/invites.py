@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -56,6 +57,8 @@ def invite(
     chosen = checked_roles(role or ())
     span = None if stages is None else checked_stages(stages)
     checked_id(who)
+    if not math.isfinite(hours):
+        raise ValueError(f"--hours: a number of hours, not {hours}")
     way = client.Way(home, bootstrap, peer, swarm_key)
     run(_invite(job, who, chosen, span, hours, not final, way, Output(as_json=json)), debug=debug)
 

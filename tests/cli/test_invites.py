@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from support.instant_loop import run
 
-from fusion.cli import invites
+from fusion.cli import invites, main
 from fusion.runtime.job.protocol import JOB
 from fusion.swarm.directory.records import MAX_STAGES, JobId
+from fusion.swarm.identity import Identity
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import Handler, PeerId, Stream
@@ -42,6 +43,12 @@ def test_an_owner_that_says_nothing_keeps_no_other_from_hearing_of_a_revocation(
         return await invites.tell(context, OWNERS, JobId("ab" * 32), b"list")
 
     assert run(main()) == 2 and told == ["one", "two"]
+
+
+def test_hours_of_an_invite_are_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    who = Identity.generate().peer_id
+    assert main.main(["jobs", "invite", "job", who, "--hours", "nan"]) == 2
+    assert capsys.readouterr().err == "fusion-peer: --hours: a number of hours, not nan\n"
 
 
 def test_stages_of_an_invite() -> None:
