@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -151,7 +152,7 @@ async def _export(job: str, directory: Path, way: client.Way, output: Output) ->
     if (doubt := job_client.unproven(known)) is not None:
         output.note(doubt)
     output.say(f"{record.name} at step {step} is in {directory}; serve it with: "
-               f"fusion-peer serve {directory} --name {record.name}")  # fmt: skip
+               f"fusion-peer serve {shlex.quote(str(directory))} --name {record.name}")  # fmt: skip
 
 
 def shown(job: JobRecord) -> dict[str, Any]:
