@@ -169,7 +169,9 @@ def _config(directory: Path) -> Any:
 
 
 def _line(error: Exception) -> str:
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # One that ends in a colon has its reason below it.
+    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:200]
     return said if said and isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {said}"
 
 

@@ -356,6 +356,8 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
     (tmp_path / "model.safetensors").touch()
     refused("cannot be used")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": "two"}))
+    refused(r"cannot be used: .*'n_layer' expected int, got str")
     saved(tmp_path, gpt2())
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
     refused("not a safetensors file")
