@@ -72,6 +72,8 @@ class StageWork:
             loaded, inbox.codecs, compute, self._partners.holders, self._tell, spawn, clock
         )
         self.handover = StageHandover(outbox, self.snapshots)
+        self._copied = loaded.files.copied
+        self._ends = False  # no further step begins
         self._attempt: Attempt | None = None  # the last one that we had a part in
         self._running: asyncio.Task[None] | None = None
         self._applying: asyncio.Task[None] | None = None
@@ -125,7 +127,8 @@ class StageWork:
         """What the lead asks for beside the steps."""
         match message:
             case m.Replicate(step, index, away):
-                self.snapshots.hold(step, index, away)
+                # Where the job ends its launcher leaves, who alone may have what else we are to hold.
+                self.snapshots.hold(step, index, away, after=self._copied if self._ends else None)
             case m.Move(peer):
                 if self._context.succession is not None:
                     self._context.succession.give_away(self._here.job, self._here.stage, peer)
@@ -148,7 +151,7 @@ class StageWork:
         self._outbox.send(0, message)
 
     async def _run(self, attempt: Attempt, version: Version, after: m.After) -> None:
-        step = version.step
+        step, self._ends = version.step, after.finish
         if after.codecs is not None:
             self._codecs.use(after.codecs)
         try:

@@ -73,6 +73,7 @@ class StageFiles:
         tensors = STATE_COPIES * len(stage.graph.variables) + len(self._residuals)
         self._most = file_bytes(state, tensors)  # that our weights, or a shard of ours, may take
         self._scratch = scratch_folder(context)
+        self.copied = asyncio.Event()  # `hold_copies` has done what it could
         self._by_step: dict[int, set[Digest]] = {}  # blobs of snapshots that we wrote or fetched
         self._left: set[Digest] = set()  # of them what goes as soon as nobody else here needs it
 
@@ -196,6 +197,7 @@ class StageFiles:
                 await self._blobs.fetch(digest, max_bytes=self._context.blobs.store.quota_bytes // 4)
             except SwarmError as error:
                 log.warning("stage %d of %s holds no copy of a file: %s", stage, manifest.name, error)
+        self.copied.set()
 
     async def _shard_of(self, checkpoint: Checkpoint, owners: Mapping[int, PeerId]) -> tuple[Digest, Version]:
         """Our own shard of a snapshot, which is kept from now on, and the state that it is to be of."""

@@ -92,12 +92,21 @@ class StageSnapshots:
                 log.warning("the index of a snapshot could not be stored: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
 
-    def hold(self, step: int, index: Digest, away: int = m.NEXT_STAGE) -> None:
-        """`replicate`, beside everything else. What was asked for before is of no use any more, and a lead may ask for as many
-        as it likes."""
+    def hold(
+        self, step: int, index: Digest, away: int = m.NEXT_STAGE, *, after: asyncio.Event | None = None
+    ) -> None:
+        """`replicate`, beside everything else, `after` that. What was asked for before is of no use any more, and a lead may ask for
+        as many as it likes."""
         if self._replicating is not None:
             self._replicating.cancel()
-        self._replicating = self._spawn(self.replicate(step, index, away))
+        self._replicating = self._spawn(self._replicate_after(after, step, index, away))
+
+    async def _replicate_after(
+        self, after: asyncio.Event | None, step: int, index: Digest, away: int
+    ) -> None:
+        if after is not None:
+            await after.wait()
+        await self.replicate(step, index, away)
 
     async def replicate(self, step: int, index: Digest, away: int = m.NEXT_STAGE) -> None:
         """Until it is done, or a newer snapshot is asked for: without the last one the job could not end."""

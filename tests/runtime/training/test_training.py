@@ -67,6 +67,38 @@ def test_a_gpt_trains_as_in_one_process(tmp_path: Path, stages: int, tied: bool)
     asyncio.run(main())
 
 
+def test_a_job_ends_once_others_hold_what_its_launcher_takes_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few its steps are: who exports it later asks for that."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, 3) as made:
+            work = language_job(made.peers[0], GPT(TINY), config(), 2)
+            copied, slow = work.prepared.manifest.weights[1], asyncio.Event()
+            owner = made.peers[1]
+            fetch = owner.context.blobs.fetch
+
+            async def fetched(digest: Digest, *args: Any, **named: Any) -> Path:
+                if digest == copied:
+                    await slow.wait()
+                return await fetch(digest, *args, **named)
+
+            monkeypatch.setattr(owner.context.blobs, "fetch", fetched)
+            running = asyncio.create_task(run(made, work, (1, 2)))
+
+            def over() -> bool:
+                found = owner.service.progress(work.prepared.job)
+                return running.done() or (found is not None and found.step == 6)
+
+            await until(over)
+            await asyncio.sleep(0.2)
+            slow.set()
+            assert (await running).state == "done" and owner.context.blobs.has(copied)
+
+    asyncio.run(main())
+
+
 class Diamond(nn.Module):
     """Two branches of unlike depth that meet again, and the input once more at the end: skips over whole stages."""
 
