@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
@@ -126,20 +128,30 @@ def _write(path: Path, arrays: Mapping[str, Any]) -> None:
 
     import numpy as np
 
-    path = path.resolve()  # a link stays one
-    # Into a pipe or a device there is no other way than at once.
-    scratch = path.with_name(f".{path.name}.{os.getpid()}") if path.is_file() or not path.exists() else path
+    scratch = path  # into a pipe or a device there is no other way than at once
+    if path.is_file() or not path.exists():
+        path = path.resolve()  # a link stays one
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with zipfile.ZipFile(scratch, "w") as archive:
+        with scratch.open("wb") as made, zipfile.ZipFile(_target(made), "w") as archive:
             for name, value in arrays.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, np.ascontiguousarray(value), allow_pickle=False)
         if scratch != path:
             scratch.replace(path)
-    except BaseException:
+    except BaseException as error:
         if scratch != path:
             scratch.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def _target(file: BinaryIO) -> Any:
+    """For an archive: into what is no file it goes from the first byte to the last. /dev/null says that it can be gone back in."""
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    return SimpleNamespace(write=file.write, flush=file.flush)
 
 
 def _numbers(array: Any) -> Any:

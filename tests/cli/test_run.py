@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,3 +60,22 @@ def test_a_name_that_is_not_served_is_called_what_the_command_calls_it(
     context = SimpleNamespace(transport=None, directory=SimpleNamespace(words=words))
     with pytest.raises(ValueError, match=r"^NAME: 'digits' is not served"):
         asyncio.run(_ask(context, None, "digits", {}))
+
+
+def test_outputs_can_go_into_a_device_and_a_full_disk_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(Path(os.devnull), {"y": np.arange(3), "z": np.arange(2)})
+    reads, writes = os.pipe()
+    _write(Path(f"/dev/fd/{writes}"), {"y": np.arange(3)})
+    os.close(writes)
+    with open(reads, "rb") as pipe:
+        assert np.load(io.BytesIO(pipe.read()))["y"].tolist() == [0, 1, 2]
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np.lib.format, "write_array", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        _write(tmp_path / "y.npz", {"y": np.arange(4)})
+    assert error.value.filename == str(tmp_path / "y.npz")
