@@ -216,17 +216,20 @@ def _majority(ends: Sequence[_Word], sight: Sight, stages: int) -> list[_Word]:
 
 def _most_said(agreed: Sequence[_Word], voices: Mapping[int, PeerId], sight: Sight) -> list[_Word]:
     """Of the words of voices on an end those on what it came to that most voices say, and of several such the most of all who
-    own a stage or owned one: any of them may lie about that."""
+    own a stage or owned one: any of them may lie about that. Of as many on each side what we say ourselves, and else what most
+    of those say whom the author chose."""
     by_point: dict[Any, list[_Word]] = {}
     for word in agreed:
         by_point.setdefault((word.said.step, word.said.snapshot, word.said.snapshot_step), []).append(word)
+    chosen = frozenset[PeerId]() if sight.law is None else sight.law.chosen
 
-    def votes(words: Sequence[_Word]) -> tuple[int, int]:
+    def votes(words: Sequence[_Word]) -> tuple[int, int, bool, int]:
         signers = {word.said.signer for word in words}
         vouched = {s for s in signers if s == sight.us or s in sight.owned_one}
-        return sum(peer in signers for peer in voices.values()), len(vouched)
+        saying = sum(peer in signers for peer in voices.values())
+        return saying, len(vouched), sight.us in signers, len(signers & chosen)
 
-    most = max(map(votes, by_point.values()), default=(0, 0))
+    most = max(map(votes, by_point.values()), default=(0, 0, False, 0))
     return [
         word
         for words in by_point.values()

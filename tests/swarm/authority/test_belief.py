@@ -127,6 +127,19 @@ def test_of_two_voices_that_contradict_each_other_the_one_that_others_bear_out_i
     assert found.settled and (found.record.snapshot, found.record.step) == (TRUE, 90)
 
 
+@pytest.mark.parametrize("us", [LEAD, IDLE])
+@pytest.mark.parametrize("step", [90, 10**6])
+def test_one_that_took_a_stage_does_not_outvote_the_lead_that_ended_the_job(us: Identity, step: int) -> None:
+    """Each has one voice, and the third has not spoken yet: what we say ourselves counts, else what the author's choice says."""
+    seen = sight(None, SECOND, us=us)
+    seen = replace(
+        seen, held=frozenset((s, 3 + s, one.peer_id) for s, one in enumerate((LEAD, SECOND, MALLORY)))
+    )
+    forged = replace(ended(MALLORY, term=5, snapshot=FALSE), step=step)
+    found = judged([ended(LEAD), forged], seen)
+    assert found.record.snapshot == TRUE and found.record.step == 90
+
+
 def test_an_owner_that_is_gone_has_a_voice_only_if_it_spoke() -> None:
     assert judged([TRUTH, ended(SECOND)], sight(None, None, THIRD)).doubted
     assert judged([TRUTH, ended(SECOND), ended(LEAD)], sight(None, None, THIRD)).settled
