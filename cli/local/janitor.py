@@ -3,7 +3,9 @@
     python janitor.py DIRECTORY
 
 Its standard input carries a line "PID CREATED" for each process to look after, and ends when its holder closes it
-or is killed. Then the processes that are left are asked to end, killed if they do not, and DIRECTORY is removed.
+or is killed. Then the processes that are left are asked to end, killed if they do not, and DIRECTORY is removed. A holder that is
+killed between starting a process and its line is no reason to leave that one: our commands that were given a path in
+DIRECTORY are looked for as well.
 Run by path and imported by nothing; psutil is all it needs.
 """
 
@@ -18,16 +20,28 @@ from collections.abc import Iterable
 import psutil
 
 GRACE_SECONDS = 6.0  # a peer hands over within 5
+COMMAND = "fusion.cli.main"
 
 
 def main(directory: str) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     end(_read_processes(sys.stdin))
-    # A process that dies late may still write into the directory: once more, then.
+    # A process that dies late may still write into the directory, and one that was just forked becomes a command: once more, then.
     for _ in range(3):
+        end(_commands(directory))
         shutil.rmtree(directory, ignore_errors=True)
     return 0
+
+
+def _commands(directory: str) -> list[psutil.Process]:
+    """Those of ours that work in the directory."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []  # none where it is somebody else's
+        if COMMAND in words and any(word.startswith(directory) for word in words):
+            found.append(process)
+    return found
 
 
 def _read_processes(lines: Iterable[str]) -> list[psutil.Process]:

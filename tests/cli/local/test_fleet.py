@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from fusion.cli.local import fleet as fleets
+from fusion.cli.local import janitor
 from fusion.cli.local.fleet import Fleet, FleetError, open_fleet
 
 pytestmark = pytest.mark.process
@@ -82,6 +83,7 @@ def test_who_clears_up_has_the_packages_that_we_have(tmp_path: Path, monkeypatch
         f"import pathlib; pathlib.Path({str(tmp_path / 'found')!r}).touch()\n"
         "Error, STATUS_STOPPED, Process = OSError, 'stopped', object\n"
         "def wait_procs(processes, timeout): return [], []\n"
+        "def process_iter(attributes): return []\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -171,3 +173,20 @@ def test_nothing_outlives_a_holder_that_is_killed(stand_in: Path, tmp_path: Path
     process.send_signal(signal.SIGKILL)
     process.wait()
     until(lambda: not any(map(psutil.pid_exists, pids)) and not Path(root).exists())
+
+
+def test_a_command_that_its_holder_had_no_time_to_tell_of_is_ended_too(tmp_path: Path) -> None:
+    """The holder is killed between starting it and its line to the janitor."""
+    folder = tmp_path / "fleet"
+    folder.mkdir()
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)", janitor.COMMAND]
+    with (
+        subprocess.Popen([*sleeper, "train", str(folder / "job.toml")]) as ours,
+        subprocess.Popen([*sleeper, "train", str(tmp_path / "job.toml")]) as other,
+    ):
+        try:
+            subprocess.run([sys.executable, "-P", janitor.__file__, str(folder)], input=b"", check=True)
+            assert ours.poll() == -signal.SIGTERM and other.poll() is None and not folder.exists()
+        finally:
+            ours.kill()
+            other.kill()
