@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fusion.runtime.device.new_job_pace import NewJobPace
 from fusion.runtime.hosting.handover import HandoverConfig
 from fusion.runtime.hosting.hosting import Hosting, HostingConfig
@@ -26,7 +28,7 @@ from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.clock import Clock
-from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Place
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Place, Record
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
@@ -254,6 +256,18 @@ async def swarm(root: Path, **options: Any) -> AsyncIterator[Swarm]:
         for peer in made.peers:
             if peer.work is not None:
                 await peer.leave()
+
+
+def published_by(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> list[Record]:
+    """What the peer publishes from now on."""
+    said, publish = list[Record](), peer.context.directory.publish
+
+    async def noted(record: Record, **options: Any) -> None:
+        said.append(record)
+        await publish(record, **options)
+
+    monkeypatch.setattr(peer.context.directory, "publish", noted)
+    return said
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -158,14 +158,13 @@ class JobGossip:
         running = [record for record in changed if record.state not in ENDED]
         await asyncio.gather(self._keep(), self._say(*changed), *map(self._tell_standbys, running))
 
-    async def say(self, job: JobId, *, again: bool = True) -> None:
-        """What we have to say of one job; not `again`: unless it was said lately, for those who may ask for it as often as they
-        like."""
+    async def say(self, job: JobId) -> None:
+        """What we have to say of one job, where that was not said lately: anybody may ask for it, as often as they like."""
         record = self._board.word(job)
         if record is None:
             return
         signed = self._signed(record if self._board.leads(job) else self._repeat(record))
-        if again or self._is_due(signed):
+        if self._is_due(signed):
             await self._publish(signed)
 
     async def _keep(self) -> None:

@@ -109,7 +109,7 @@ class JobServer:
                 if progress is not None and progress != last:
                     if progress.finished:
                         # Whoever sees the end asks the directory next: it must know of it, and of the last snapshot.
-                        await self._gossip.say(job, again=False)
+                        await self._gossip.say(job)
                     await _tell(stream, progress)
                     self._watchers.told(place)
                     last = progress

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hosting import Peer, Swarm, over, swarm, until
+from support.hosting import Peer, Swarm, over, published_by, swarm, until
 
 from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.hosting.jobs.gossip import RENEWED_SECONDS, TOLD_PEERS, JobGossip
@@ -113,30 +113,29 @@ def test_what_has_not_changed_is_not_said_at_every_look(
 
     async def main() -> None:
         async with swarm(tmp_path) as made:
-            lead, said = await made.join(), list[JobRecord]()
+            lead = await made.join()
             job = await made.launch(made.manifest(lead))
             await lead.look()
             await until(lambda: (job, 0) in lead.service.running)
             await lead.hosting.beat()
-            publish = lead.context.directory.publish
+            published = published_by(lead, monkeypatch)
 
-            async def noted(record: Record, **options: Any) -> None:
-                said.extend([record] if isinstance(record, JobRecord) else [])
-                await publish(record, **options)
+            def said() -> list[JobRecord]:
+                return [record for record in published if isinstance(record, JobRecord)]
 
-            monkeypatch.setattr(lead.context.directory, "publish", noted)
             for _ in range(5):
                 made.clock.advance(0.2)
                 await lead.hosting.beat()
-            assert not said
+            assert not said()
             made.clock.advance(RENEWED_SECONDS)
             await lead.hosting.beat()
             made.clock.advance(RENEWED_SECONDS)
             await lead.hosting.beat()
-            assert len(said) == 2 and said[0] == said[1]  # with the same statement: it is checked once
+            first, again = said()
+            assert first == again  # with the same statement: it is checked once
             lead.service.figures[job] = lead_figures(job)
             await lead.hosting.beat()
-            assert [record.step for record in said] == [0, 0, 30]
+            assert [record.step for record in said()] == [0, 0, 30]
             assert RENEWED_SECONDS + HEARTBEAT_SECONDS < JOB_TTL_SECONDS / 2
 
     asyncio.run(main())

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hosting import over, swarm, until
+from support.hosting import over, published_by, swarm, until
 
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.progress import Progress
@@ -14,7 +14,7 @@ from fusion.runtime.job.protocol import JOB
 from fusion.swarm.authority.statements import seal_statement, stop_statement
 from fusion.swarm.claims.election import HEAD_START_SECONDS
 from fusion.swarm.directory.job_order import JOB_TTL_SECONDS
-from fusion.swarm.directory.records import Digest, JobId, Record
+from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import RemoteError
 from fusion.swarm.identity import Identity
 from fusion.swarm.transport import call, checked
@@ -238,17 +238,11 @@ def test_the_end_is_published_once_for_all_that_ask_for_it(
 
     async def main() -> None:
         async with swarm(tmp_path) as made:
-            lead, said = await made.join(), list[Record]()
+            lead = await made.join()
             job = await made.launch(made.manifest(lead))
             await lead.look()
             await until(lambda: (job, 0) in lead.service.running)
-            publish = lead.context.directory.publish
-
-            async def noted(record: Record, **options: Any) -> None:
-                said.append(record)
-                await publish(record, **options)
-
-            monkeypatch.setattr(lead.context.directory, "publish", noted)
+            said = published_by(lead, monkeypatch)
             lead.service.end(job, 0, JobFailed("the graph makes no sense"))
             await over(lead, (job, 0))
             said.clear()
