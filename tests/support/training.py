@@ -285,11 +285,14 @@ def _even(graph: Graph, stages: int) -> tuple[int, ...]:
     return tuple(legal[i * len(legal) // stages] for i in range(1, stages))
 
 
-def language_job(peer: Peer, module: nn.Module, train: TrainConfig, stages: int) -> Job:
+def language_job(
+    peer: Peer, module: nn.Module, train: TrainConfig, stages: int, files: Mapping[str, bytes] | None = None
+) -> Job:
     graph = captured(module)
     if train.precision in HALVES:
         graph = mixed_precision(graph, HALVES[train.precision])
-    return job(peer, graph, variables_from_module(module), train, stages, tokens(), tokens()[100:])
+    texts = tokens(), tokens()[100:]
+    return job(peer, graph, variables_from_module(module), train, stages, *texts, files=files)
 
 
 def job(
@@ -301,6 +304,7 @@ def job(
     data: bytes | Path,
     held_out: bytes | Path,
     cuts: Sequence[int] | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> Job:
     store = peer.context.blobs.store
     digests = store.put(data), store.put(held_out)
@@ -308,7 +312,7 @@ def job(
     key = hashlib.sha256(f"trainer at {peer.context.peer_id}".encode()).digest()
     author = Identity(Ed25519PrivateKey.from_private_bytes(key), None)
     placed = as_asked(graph, train, cuts or _even(graph, stages))
-    job = GraphJob(name="test", graph=graph, variables=variables, author=author)
+    job = GraphJob(name="test", graph=graph, variables=variables, files=files or {}, author=author)
     prepared = prepare_graph(job, placed, store, random=peer.context.random, now=peer.context.clock.unix)
     return Job(prepared, store.path(digests[0]), store.path(digests[1]))
 

@@ -73,7 +73,9 @@ class StageFiles:
         tensors = STATE_COPIES * len(stage.graph.variables) + len(self._residuals)
         self._most = file_bytes(state, tensors)  # that our weights, or a shard of ours, may take
         self._scratch = scratch_folder(context)
-        self.copied = asyncio.Event()  # `hold_copies` has done what it could
+        self.copied = (
+            asyncio.Event()
+        )  # what an export writes beside the weights is here, as far as it is to be
         self._by_step: dict[int, set[Digest]] = {}  # blobs of snapshots that we wrote or fetched
         self._left: set[Digest] = set()  # of them what goes as soon as nobody else here needs it
 
@@ -185,19 +187,23 @@ class StageFiles:
                 self._left.discard(digest)
 
     async def hold_copies(self) -> None:
-        """What somebody other than the launcher has to hold: the initial weights of the stage before us, for the time
-        before the first snapshot, and, on the first and the last stage, what an export writes beside the weights."""
+        """What somebody other than the launcher has to hold: on the first and the last stage what an export writes beside the
+        weights, and the initial weights of the stage before us, for the time before the first snapshot."""
         manifest, stage = self._manifest, self._stage.index
-        wanted = [manifest.weights[(stage - 1) % manifest.stages]]
         if stage in (0, manifest.stages - 1):
-            wanted += [digest for _, digest in manifest.files]
-            wanted += [] if manifest.tokenizer is None else [manifest.tokenizer]
-        for digest in wanted:
+            await self._fetched([digest for _, digest in manifest.files])
+            await self._fetched([] if manifest.tokenizer is None else [manifest.tokenizer])
+        self.copied.set()
+        await self._fetched([manifest.weights[(stage - 1) % manifest.stages]])
+
+    async def _fetched(self, digests: Sequence[Digest]) -> None:
+        """As far as somebody has them."""
+        manifest, stage = self._manifest, self._stage.index
+        for digest in digests:
             try:
                 await self._blobs.fetch(digest, max_bytes=self._context.blobs.store.quota_bytes // 4)
             except SwarmError as error:
                 log.warning("stage %d of %s holds no copy of a file: %s", stage, manifest.name, error)
-        self.copied.set()
 
     async def _shard_of(self, checkpoint: Checkpoint, owners: Mapping[int, PeerId]) -> tuple[Digest, Version]:
         """Our own shard of a snapshot, which is kept from now on, and the state that it is to be of."""

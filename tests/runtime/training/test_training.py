@@ -70,18 +70,21 @@ def test_a_gpt_trains_as_in_one_process(tmp_path: Path, stages: int, tied: bool)
 def test_a_job_ends_once_others_hold_what_its_launcher_takes_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However few its steps are: who exports it later asks for that."""
+    """However few its steps are: who exports it later asks for that. For what it began with nobody will ask any more."""
 
     async def main() -> None:
         async with swarm(tmp_path, 3) as made:
-            work = language_job(made.peers[0], GPT(TINY), config(), 2)
-            copied, slow = work.prepared.manifest.weights[1], asyncio.Event()
+            work = language_job(made.peers[0], GPT(TINY), config(), 2, files={"config.json": b"{}"})
+            manifest, slow, never = work.prepared.manifest, asyncio.Event(), asyncio.Event()
+            [(_, copied)] = manifest.files
             owner = made.peers[1]
             fetch = owner.context.blobs.fetch
 
             async def fetched(digest: Digest, *args: Any, **named: Any) -> Path:
                 if digest == copied:
                     await slow.wait()
+                if digest == manifest.weights[1]:
+                    await never.wait()
                 return await fetch(digest, *args, **named)
 
             monkeypatch.setattr(owner.context.blobs, "fetch", fetched)
