@@ -23,7 +23,7 @@ import psutil
 from fusion.cli.local import janitor
 from fusion.cli.terminal.loop import wait_until_orphaned
 
-COMMAND = (sys.executable, "-m", "fusion.cli.main")
+COMMAND = (sys.executable, "-m", janitor.MODULE)
 TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 LISTEN = "/ip4/127.0.0.1/tcp/0"
 READY_SECONDS = 300.0

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 import psutil
 
 GRACE_SECONDS = 6.0  # a peer hands over within 5
-COMMAND = "fusion.cli.main"
+MODULE = "fusion.cli.main"  # what runs our commands
 
 
 def main(directory: str) -> int:
@@ -39,7 +39,7 @@ def _commands(directory: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []  # none where it is somebody else's
-        if COMMAND in words and any(word.startswith(directory) for word in words):
+        if MODULE in words and any(word.startswith(directory) for word in words):
             found.append(process)
     return found
 

@@ -179,7 +179,7 @@ def test_a_command_that_its_holder_had_no_time_to_tell_of_is_ended_too(tmp_path:
     """The holder is killed between starting it and its line to the janitor."""
     folder = tmp_path / "fleet"
     folder.mkdir()
-    sleeper = [sys.executable, "-c", "import time; time.sleep(60)", janitor.COMMAND]
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)", janitor.MODULE]
     with (
         subprocess.Popen([*sleeper, "train", str(folder / "job.toml")]) as ours,
         subprocess.Popen([*sleeper, "train", str(tmp_path / "job.toml")]) as other,
