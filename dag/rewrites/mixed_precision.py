@@ -1,10 +1,11 @@
 """Training in half precision with float32 weights: casts where products begin, as automatic mixed precision has them (Micikevicius
 et al., arXiv 1710.03740; the sorts of operators are those of PyTorch's autocast).
 
-Products and attention compute in half precision, and what they give stays in it, so that activations and gradients cross between
-stages in two bytes. Norms, reductions, losses, powers and exponentials compute in float32, as does what needs no gradient (rotary
-tables: positions are not exact in bfloat16), and what is given a number that half precision does not hold. Anything else takes the dtype of what it reads, float32 where that differs. Variables stay
-float32: they are the master weights, and their gradients are summed in float32.
+Products and attention compute in half precision, and what they give stays in it, so that activations and gradients
+cross between stages in two bytes. Norms, reductions, losses, powers and exponentials compute in float32, as does what
+needs no gradient (rotary tables: positions are not exact in bfloat16), and what is given a number that half precision
+does not hold. Anything else takes the dtype of what it reads, float32 where that differs. Variables stay float32:
+they are the master weights, and their gradients are summed in float32.
 
 The graph says all of it, so every owner and every plane rounds alike. A graph is a job's content: the precision needs no trust.
 """

@@ -192,9 +192,11 @@ class Catalog:
             seen = await candidates(self._context, served, look)
             going = [each for each in seen if not each.belief.over]
             going = [each for each in going if not authors or each.named.author in authors]
+            if len(going) == 1:
+                return going
             names = {each.named.name for each in going}
-            if len(going) < 2 or len(names) > 1:
-                return going if len(going) == 1 else []
+            if len(names) != 1:
+                return []
             (name,) = names  # a newer one in the place of another, say
         try:
             found = await find(self._context, name, authors, served, look)

@@ -227,11 +227,17 @@ def test_a_stage_without_sessions_leaves_at_once() -> None:
     asyncio.run(main())
 
 
-def test_without_a_successor_sessions_end_with_the_host() -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_without_a_successor_sessions_end_with_the_host(asked: bool) -> None:
+    """Also where somebody was `asked` to take the stage, and did not."""
+
     async def main() -> None:
         async with ring_of(SHAPES["one"]) as ring:
             streams = await ring.connect()
             await ring.open(streams, ring.opening([1], 5, session="s"))
+            if asked:
+                ring.rings[0].leave()
+                ring.rings[0].stay()
             ring.tasks[0].cancel()
             with pytest.raises(Refused, match=r"failed: stage 0 of toy on .* is leaving"):
                 await ring.tokens(streams[0])
