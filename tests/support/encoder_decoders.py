@@ -102,5 +102,5 @@ def logits(model: Any, given: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     """(positions, vocabulary) over the whole sequence at once."""
     name = "input_features" if given.is_floating_point() else "input_ids"
     with torch.inference_mode():
-        found: torch.Tensor = model(**{name: given}, decoder_input_ids=torch.tensor([tokens]), use_cache=False).logits[0]  # fmt: skip
+        found: torch.Tensor = model(**{name: given}, decoder_input_ids=torch.tensor([tokens], device=given.device), use_cache=False).logits[0]  # fmt: skip
     return found
