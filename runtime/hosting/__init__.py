@@ -2,6 +2,7 @@
 
 hosting              the loop: looks for jobs, decides, publishes
 job_view             what it sees of jobs, and of who has their stages
+job_faults           jobs that failed here as nobody expected, and are left to others
 hosted_stages        the stages that run here, from our claim to its release
 stage_claims         how a stage comes here: claimed, or taken over
 runnable_stages      which stages its plane can run

@@ -93,7 +93,7 @@ class Handovers:
         )
         if chosen is not None:
             job, stage, order = chosen
-            self._handing = self._stages.spawn(self._hand_on((job, stage), hosts[job, stage], order))
+            self._handing = self._stages.spawn(job, self._hand_on((job, stage), hosts[job, stage], order))
 
     def give_away(self, place: Place, peer: PeerId) -> None:
         """Begin to hand the stage to that peer, unless another one is on its way. It stays here if the peer does not take it."""
@@ -101,7 +101,7 @@ class Handovers:
         if hosted is None or not self._stages.accepting:
             return
         if self._handing is None or self._handing.done():
-            self._handing = self._stages.spawn(self._hand_on(place, hosted, (peer,)))
+            self._handing = self._stages.spawn(place[0], self._hand_on(place, hosted, (peer,)))
 
     async def _hand_on(self, place: Place, hosted: Hosted, order: Sequence[PeerId]) -> None:
         """To one of these peers; it stays here if none of them takes it."""

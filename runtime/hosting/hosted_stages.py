@@ -12,6 +12,7 @@ from typing import Any
 from cachetools import FIFOCache
 
 from fusion.runtime.device.new_job_pace import STAGE_SECONDS
+from fusion.runtime.hosting.job_faults import JobFaults
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.hosting.jobs.gossip import JobGossip
 from fusion.runtime.hosting.jobs.service import Service
@@ -69,6 +70,8 @@ class HostedStages:
         self.running: dict[Place, Hosted] = {}
         self.tasks: asyncio.TaskGroup | None = None
         self.leaving = False  # nothing begins here any more
+        self.faults = JobFaults()
+        self.faults.leave = self._leave
         self.on_begin: Callable[[Place], object] = lambda place: None  # a stage runs here from now on
         self.on_release: Callable[[], object] = lambda: None  # one has ended here, and others may have it
         self.cooling: CoolDown[Place] = CoolDown(cool_down_seconds, LONGEST_COOL_DOWN_SECONDS, clock)
@@ -105,10 +108,14 @@ class HostedStages:
         hosted, claim = self.running.get(place), self._context.leases.holds(*place)
         return claim.term if hosted is not None and claim is not None and not hosted.task.done() else 0
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` beside the stages."""
+    def spawn(self, job: JobId, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` for the job beside the stages: it ends none but the job's own."""
         assert self.tasks is not None, "nothing is hosted"
-        return self.tasks.create_task(work)
+        task = self.tasks.create_task(self.faults.contain(job, work), name=repr(work))
+        task.add_done_callback(
+            lambda _: work.close()
+        )  # it was not awaited where the task is cancelled at once
+        return task
 
     def _run_beside(self, account: PeerId) -> bool:
         """Whether stages of others' jobs run here."""
@@ -158,7 +165,7 @@ class HostedStages:
         over = not self.accepting or self._board.get(place[0]) is None
         if over or place in self.running or claim is None:
             return
-        task = self.spawn(self._run(claim, record, manifest, handover))
+        task = self.spawn(claim.job, self._run(claim, record, manifest, handover))
         self.running[place] = Hosted(task, manifest, self._services[manifest.kind])
         account = self._context.accounts.of(place[0], manifest.author)
         self._context.pace.charge(place[0], account, STAGE_SECONDS)
@@ -218,7 +225,7 @@ class HostedStages:
     def _ended(self, place: Place) -> None:
         """A stage is over here, even one that was cancelled before it began: others may have it."""
         if self.tasks is not None:
-            self.spawn(self._release(place))
+            self.spawn(place[0], self._release(place))
 
     async def _release(self, place: Place) -> None:
         try:
@@ -242,6 +249,10 @@ class HostedStages:
     def end(self, job: JobId, record: JobRecord | None = None) -> None:
         """The job has ended, as `record` says where somebody has said it: nothing more begins of it."""
         self._board.end(job, self._context.leases.known_term(job, 0), record)
+
+    def _leave(self, job: JobId) -> None:
+        self.end(job)
+        self.cancel(job)
 
     def cancel(self, job: JobId) -> None:
         """Stop all stages of the job."""

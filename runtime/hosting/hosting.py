@@ -78,7 +78,7 @@ class Hosting:
         self._server = JobServer(context, board, self._gossip, self.nudge, self._stopped)
         self._stages = HostedStages(context, services, board, self._gossip, config.cool_down_seconds)
         self._pool = Pool(context, services, self._stages.spawn, fitness)
-        self._view = JobView(context, board, config.places, self._stages.spawn, self.nudge)
+        self._view = JobView(context, board, config.places, self._stages, self.nudge)
         self._claims = StageClaims(context, self._stages, board, takeover, fitness, config.seats, self.nudge)
         self._handovers = Handovers(self._stages, context, takeover, config.handover)
         self._nudged = asyncio.Event()
@@ -116,7 +116,7 @@ class Hosting:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             self._stages.tasks = tasks
-            self._stages.spawn(self._gossip.follow())
+            tasks.create_task(self._gossip.follow())
             try:
                 await self._gossip.publish()  # after a cold start nobody else may know of what was on disk
                 while True:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from random import Random
-from typing import Any
 
 from cachetools import FIFOCache
 
@@ -14,6 +13,7 @@ from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.runtime.belief.reading import Judgement, by_job, judgement
 from fusion.runtime.device.accounts import speaker
 from fusion.runtime.device.new_job_pace import Offer
+from fusion.runtime.hosting.hosted_stages import HostedStages
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest
@@ -40,7 +40,7 @@ StagesClaims = Mapping[Place, tuple[ClaimRecord, ...]]  # the live claims of eac
 
 
 class JobView:
-    """At most `places` stages that others have, or nobody, are looked at at once. `spawn` runs work beside everything else,
+    """At most `places` stages that others have, or nobody, are looked at at once. Work for a job runs beside `stages`;
     `arrived` is called when a manifest has come."""
 
     def __init__(
@@ -48,7 +48,7 @@ class JobView:
         context: Context,
         board: JobBoard,
         places: int,
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        stages: HostedStages,
         arrived: Callable[[], None],
     ) -> None:
         self._context = context
@@ -56,13 +56,15 @@ class JobView:
         self._doubted: dict[JobId, float] = {}  # since when
         self._places = places
         self._taken_up: set[JobId] = set()  # whose manifests were here
-        self._shelf = ManifestShelf(context, spawn, arrived)
+        self._faults = stages.faults
+        self._shelf = ManifestShelf(context, stages.spawn, arrived)
         self._newer: FIFOCache[JobId, None] = FIFOCache(NEWER_JOBS)
         self._judged: dict[JobId, Judgement] = {}  # by the last look
 
     async def words(self, max_age_seconds: float) -> Words:
-        """What the directory says of all jobs, whoever says it."""
-        words = by_job(await self._context.directory.words(max_age_seconds=max_age_seconds))
+        """What the directory says of all jobs that have not failed here, whoever says it."""
+        found = by_job(await self._context.directory.words(max_age_seconds=max_age_seconds))
+        words = {job: said for job, said in found.items() if job not in self._faults}
         self._shelf.keep_only(words)
         self._taken_up &= words.keys()
         return words
@@ -73,7 +75,6 @@ class JobView:
         part, and it goes on without us."""
         found: dict[JobId, Manifest] = {}
         offered: dict[JobId, list[JobRecord]] = {}
-        accounts, verify = self._context.accounts, self._context.directory.verify
         for job, said in words.items():
             going = self._going(said)
             if going or job in ours or self._board.buried(job):
@@ -84,13 +85,18 @@ class JobView:
                     else:
                         offered[job] = going or list(said)
                     continue
-                self._taken_up.add(job)
-                accounts.hear(job, manifest.author, said, verify)
-                self._context.leases.know(manifest.law(job))
-                if self._runs(job, manifest):
-                    found[job] = manifest
+                with self._faults.only(job):
+                    self._know(job, manifest, said)
+                    if self._runs(job, manifest):
+                        found[job] = manifest
         self._take_up(offered)
         return found
+
+    def _know(self, job: JobId, manifest: Manifest, said: Iterable[JobRecord]) -> None:
+        """From now on the job's law holds here, and it is charged to its author."""
+        self._taken_up.add(job)
+        self._context.accounts.hear(job, manifest.author, said, self._context.directory.verify)
+        self._context.leases.know(manifest.law(job))
 
     def _take_up(self, offered: Mapping[JobId, Sequence[JobRecord]]) -> None:
         """Fetch the manifests of those of these jobs whose turn it is, that of whoever had least of those who speak of one: a
@@ -146,11 +152,12 @@ class JobView:
         judged: dict[JobId, Judgement] = {}
         async for job, said in yielding(words.items(), JUDGED_AT_ONCE):
             before = self._judged.get(job)
-            judged[job] = judgement(self._context, job, said, known.get(job), read.get(job, {}), before)
-            belief = judged[job].belief
-            assert belief is not None, "somebody speaks of the job"
-            found[job] = belief
-            self._context.leases.observe(job, 0, belief.term)
+            with self._faults.only(job):
+                judged[job] = judgement(self._context, job, said, known.get(job), read.get(job, {}), before)
+                belief = judged[job].belief
+                assert belief is not None, "somebody speaks of the job"
+                found[job] = belief
+                self._context.leases.observe(job, 0, belief.term)
         self._judged = judged
         return found
 

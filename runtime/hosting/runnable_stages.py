@@ -31,12 +31,12 @@ COOL_DOWN_SECONDS, LONGEST_COOL_DOWN_SECONDS = 5.0, 300.0  # after a graph could
 
 
 class RunnableStages:
-    """`spawn` runs work beside everything else, `arrived` is called when a graph has been read."""
+    """`spawn` runs work for a job beside everything else, `arrived` is called when a graph has been read."""
 
     def __init__(
         self,
         context: Context,
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        spawn: Callable[[JobId, Coroutine[Any, Any, None]], object],
         arrived: Callable[[], None],
     ) -> None:
         self._context = context
@@ -57,7 +57,7 @@ class RunnableStages:
             return stage not in lacking
         if job not in self._reading and not self._cooling.lasts(job):
             self._reading.add(job)
-            self._spawn(self._read(job, manifest))
+            self._spawn(job, self._read(job, manifest))
         return False
 
     async def _read(self, job: JobId, manifest: Manifest) -> None:

@@ -79,21 +79,31 @@ class StageClaims:
         """The stages that we may claim now. `step_here`: the step whose state of a stage is on this peer, or -1."""
         found = []
         for place, held in claims.items():
-            if place in self._stages.running:
-                continue
-            record, manifest = jobs[place[0]]
-            # After a cold start whoever has the state of a stage need not fetch it.
-            stocked = record.snapshot is not None and step_here(place) >= record.snapshot_step
-            early = stocked and not self._stages.running
-            if self._context.leases.refusal(*place, "own") is not None:
-                continue  # the job does not admit us
-            account = self._context.accounts.of(place[0], manifest.author)
-            behind = partial(self._is_behind, place)
-            vacancy = self._vacancies.look(place, manifest, held, account=account, early=early, behind=behind)
-            fits = vacancy is not None and vacancy.memory_bytes <= self._context.memory.free_bytes
-            if vacancy is not None and fits and not self._stages.cooling.lasts(place):
-                found.append(vacancy)
+            if place not in self._stages.running:
+                with self._stages.faults.only(place[0]):
+                    vacancy = self._vacancy(place, jobs[place[0]], held, step_here)
+                    if vacancy is not None:
+                        found.append(vacancy)
         return one_early(found, self._context.peer_id)
+
+    def _vacancy(
+        self,
+        place: Place,
+        known: OpenJob,
+        held: tuple[ClaimRecord, ...],
+        step_here: Callable[[Place], int],
+    ) -> VacantStage | None:
+        record, manifest = known
+        # After a cold start whoever has the state of a stage need not fetch it.
+        stocked = record.snapshot is not None and step_here(place) >= record.snapshot_step
+        early = stocked and not self._stages.running
+        if self._context.leases.refusal(*place, "own") is not None:
+            return None  # the job does not admit us
+        account = self._context.accounts.of(place[0], manifest.author)
+        behind = partial(self._is_behind, place)
+        vacancy = self._vacancies.look(place, manifest, held, account=account, early=early, behind=behind)
+        fits = vacancy is not None and vacancy.memory_bytes <= self._context.memory.free_bytes
+        return vacancy if fits and not self._stages.cooling.lasts(place) else None
 
     def _is_behind(self, place: Place) -> bool:
         return self._context.leases.behind(*place) is not None
@@ -110,6 +120,10 @@ class StageClaims:
     async def claim(self, vacancy: VacantStage, known: OpenJob) -> None:
         """Claim a vacant stage and begin it, unless its last owner, of whom the directory knows no more, is there all the
         same."""
+        with self._stages.faults.only(vacancy.job):
+            await self._claim(vacancy, known)
+
+    async def _claim(self, vacancy: VacantStage, known: OpenJob) -> None:
         place, (record, manifest) = (vacancy.job, vacancy.stage), known
         vanished = self._vacancies.vanished(place, self._context.leases.recent(*place))
         if (
@@ -193,5 +207,5 @@ class StageClaims:
     async def give_back(self) -> None:
         """Release what we own and nothing runs of."""
         for place in self._stages.unused():
-            with suppress(SwarmError):
+            with self._stages.faults.only(place[0]), suppress(SwarmError):
                 await self._context.leases.release(*place)

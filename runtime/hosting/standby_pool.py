@@ -69,14 +69,14 @@ class _Covered:
 
 
 class Pool:
-    """`spawn` runs work beside everything else (it ends when the peer leaves); `fitness` is the score of our claims,
+    """`spawn` runs work for a job beside everything else (it ends when the peer leaves); `fitness` is the score of our claims,
     from 0 to below 1."""
 
     def __init__(
         self,
         context: Context,
         services: Mapping[str, Service],
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        spawn: Callable[[JobId, Coroutine[Any, Any, None]], asyncio.Task[None]],
         fitness: float = 0.0,
     ) -> None:
         self.on_stop: Callable[[], object] = lambda: (
@@ -325,7 +325,7 @@ class Pool:
         covered = self._covered[place]
         idle = covered.task is None or covered.task.done()
         if idle and covered.done != _version(covered.record) and not self._cooling.lasts(place):
-            covered.task = self._spawn(self._prepare(place, covered))
+            covered.task = self._spawn(place[0], self._prepare(place, covered))
 
     async def _prepare(self, place: Place, covered: _Covered) -> None:
         service = self._services[covered.manifest.kind]

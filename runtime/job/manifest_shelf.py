@@ -34,12 +34,12 @@ REFUSED_JOBS = 4096  # whose blob is known to be no manifest
 
 
 class ManifestShelf:
-    """`spawn` runs a fetch beside everything else; `arrived` is called when it brought a manifest."""
+    """`spawn` runs a job's fetch beside everything else; `arrived` is called when it brought a manifest."""
 
     def __init__(
         self,
         context: Context,
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        spawn: Callable[[JobId, Coroutine[Any, Any, None]], object],
         arrived: Callable[[], None],
     ) -> None:
         self._context = context
@@ -66,7 +66,7 @@ class ManifestShelf:
         if busy.total() >= FETCHES or busy[record.author] >= FETCHES_PER_AUTHOR:
             return False
         self._fetching[job] = record.author
-        self._spawn(self._fetch(record))
+        self._spawn(job, self._fetch(record))
         return True
 
     def keep_only(self, jobs: Container[JobId]) -> None:

@@ -277,7 +277,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def manifests_read() -> None:
     def reading() -> bool:
-        return any("ManifestShelf" in repr(task.get_coro()) for task in asyncio.all_tasks())
+        return any("ManifestShelf" in task.get_name() for task in asyncio.all_tasks())
 
     await until(lambda: not reading())
 

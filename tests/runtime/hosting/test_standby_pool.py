@@ -141,7 +141,7 @@ class Swarm:
         )  # fmt: skip
         stock = Stock()
         pool = Pool(
-            context, {"serve": stock, "train": stock}, self.tasks.create_task, 0.5
+            context, {"serve": stock, "train": stock}, lambda job, work: self.tasks.create_task(work), 0.5
         )  # fmt: skip
         peer = Peer(context, stock, pool, self)
         self.peers.append(peer)
