@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from threading import Condition, Lock, Thread, local
 from types import TracebackType
@@ -21,7 +21,9 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 
+from fusion.runtime.device.lost_device import DeviceLost, is_device_error
 from fusion.runtime.device.share import NOBODY, DeviceShare, Waiting, Whose
+from fusion.swarm.printable import error_line
 
 SLICE_SECONDS = 0.01  # for which a call runs before it may rest
 IDLE_THREADS = 4  # kept for calls that overtake others
@@ -59,6 +61,7 @@ class Worker:
         self.threads = threads
         self._whose = NOBODY
         self._queue = _Queue(f"fusion-{device}", lambda: _prepare(threads, torch.device(device)))
+        self._loss = _Loss()
 
     def of(self, whose: Whose) -> Self:
         """The same thread, for the calls of one job."""
@@ -74,8 +77,38 @@ class Worker:
         self._queue.submit(self._whose, _Call(partial(function, *args, **kwargs), loop, outcome))
         try:
             return await outcome
+        except RuntimeError as error:
+            self.doubt(error)
+            raise
         finally:
             del outcome  # an error that it holds would hold it
+
+    def doubt(self, error: BaseException) -> None:
+        """Find out whether the device still computes, if `error`, of a call on it, may say that it does not. `run` does so with
+        what it raises."""
+        loss = self._loss
+        if is_device_error(error) and not self.is_lost and (loss.looking is None or loss.looking.done()):
+            loss.looking = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        try:
+            await self.of(NOBODY).run(probe, torch.device(self.device))
+        except RuntimeError as error:
+            if is_device_error(error):
+                said = f'the device "{self.device}" computes no more ({error_line(error)}); start this peer again'
+                self._loss.error = DeviceLost(said)
+                self._loss.known.set()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the device computes no more, for as long as this process lives."""
+        return self._loss.error is not None
+
+    async def lost(self) -> DeviceLost:
+        """Wait until it computes no more; why."""
+        await self._loss.known.wait()
+        assert self._loss.error is not None, "it was set before"
+        return self._loss.error
 
     def between_parts(self, look: Callable[[], None]) -> None:
         """From now on `look()` is called in the thread that computes, after each part of a call that was long enough to rest."""
@@ -84,6 +117,9 @@ class Worker:
     async def aclose(self) -> None:
         """Drop what has not begun and wait for what has. Idempotent."""
         await self._queue.aclose()
+        if self._loss.looking is not None:
+            self._loss.looking.cancel()
+            await asyncio.wait([self._loss.looking])
 
     async def __aenter__(self) -> Self:
         return self
@@ -95,6 +131,15 @@ class Worker:
         traceback: TracebackType | None,
     ) -> None:
         await self.aclose()
+
+
+@dataclass(eq=False)
+class _Loss:
+    """What is known of the end of a device, by all who have its worker."""
+
+    known: asyncio.Event = field(default_factory=asyncio.Event)
+    error: DeviceLost | None = None
+    looking: asyncio.Task[None] | None = None
 
 
 @dataclass(eq=False)
@@ -254,6 +299,13 @@ def _prepare(threads: int, device: torch.device) -> None:
         torch.backends.cudnn.allow_tf32 = False
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def probe(device: torch.device) -> None:
+    """In the worker's thread: a moment's work, which raises what every other one would."""
+    float(torch.ones(2, device=device).sum())
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def checked_device(name: str) -> str:

@@ -42,21 +42,24 @@ class Peer:
     unused_gpu: bool  # there is one, and a CPU computes
 
     async def failed(self) -> BaseException:
-        """Wait until p2pd or the hosting ends by itself, or the bootstrap peers turn out to be of another swarm; why it
-        did."""
+        """Wait until p2pd, the device or the hosting ends by itself, or the bootstrap peers turn out to be of another swarm; why
+        it did."""
         daemon = asyncio.ensure_future(self.network.transport.failed())
         refused = asyncio.ensure_future(self.announcement.refused.wait())
+        lost = asyncio.ensure_future(self.context.compute.lost())
         try:
-            await asyncio.wait([daemon, refused, self.parts.work], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([daemon, refused, lost, self.parts.work], return_when=asyncio.FIRST_COMPLETED)
             if refused.done():
                 return ClosedSwarm(NO_MEMBER)
+            if lost.done():
+                return lost.result()
             # What p2pd's end broke may be noticed before the end itself.
             await asyncio.wait([daemon], timeout=BLAME_SECONDS)
             if daemon.done():
                 return daemon.result()
             return self.parts.work.exception() or RuntimeError("the hosting ended")
         finally:
-            daemon.cancel(), refused.cancel()
+            daemon.cancel(), refused.cancel(), lost.cancel()
 
 
 @asynccontextmanager
@@ -77,7 +80,8 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
                 services,
                 _fitness(capability()),
                 files=files,
-                reachable=lambda: network.transport.alive,
+                # Without its device a stage has nothing to hand over.
+                reachable=lambda: network.transport.alive and not context.compute.is_lost,
             ) as parts,
             collected() as garbage,
         ):

@@ -347,6 +347,7 @@ class RingStage:
             if work.session.closed:
                 continue
             if isinstance(outcome, Exception):
+                self._worker.doubt(outcome)
                 failed.append((work, outcome))
             else:
                 self._pass_on(work, outcome, tokens, chunks)
