@@ -26,7 +26,7 @@ from fusion.runtime.hosting.hosted_stages import HostedStages, workload_of
 from fusion.runtime.hosting.job_view import OpenJob, OpenJobs, StagesClaims
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.hosting.runnable_stages import RunnableStages
-from fusion.runtime.hosting.vacant_stages import VacantStages
+from fusion.runtime.hosting.vacant_stages import WORD_ALONE_SECONDS, VacantStages
 from fusion.runtime.job.context import Context, Takeover
 from fusion.runtime.job.manifest import Manifest
 from fusion.swarm.directory.job_order import newest_jobs
@@ -119,7 +119,7 @@ class StageClaims:
 
     async def claim(self, vacancy: VacantStage, known: OpenJob) -> None:
         """Claim a vacant stage and begin it, unless its last owner, of whom the directory knows no more, is there all the
-        same."""
+        same: it gets WORD_ALONE_SECONDS to show a claim again."""
         with self._stages.faults.only(vacancy.job):
             await self._claim(vacancy, known)
 
@@ -128,6 +128,7 @@ class StageClaims:
         vanished = self._vacancies.vanished(place, self._context.leases.recent(*place))
         if (
             vanished is not None
+            and vacancy.empty_seconds < WORD_ALONE_SECONDS
             and self._may_own(vanished, place)
             and await self._takeover.holds(vanished, *place)
         ):

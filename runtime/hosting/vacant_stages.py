@@ -17,6 +17,9 @@ REMEMBERED_PLACES = 65_536
 # For an owner that knows no better than to go on under a term that was used before: its neighbours tell it for as long as a
 # lease lasts, and it claims the stage above that.
 BEHIND_SECONDS = 2 * RECORD_TTL_SECONDS
+# For an owner whose claim the directory has lost, and that says that it holds the stage: it renews that claim at every heartbeat, so
+# whoever has shown none for so long has only its word.
+WORD_ALONE_SECONDS = 5 * RECORD_TTL_SECONDS
 
 
 class VacantStages:

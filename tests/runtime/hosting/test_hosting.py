@@ -13,6 +13,7 @@ from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.dag.ir.serialise import encode
 from fusion.runtime.hosting import job_view
 from fusion.runtime.hosting.hosting import HostingConfig
+from fusion.runtime.hosting.vacant_stages import WORD_ALONE_SECONDS
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.errors import JobError, JobFailed, Understated, Unrunnable, Unsupported
 from fusion.runtime.job.manifest import ServeConfig
@@ -800,6 +801,32 @@ def test_a_claim_that_cannot_be_made_keeps_nobody_from_the_others(tmp_path: Path
 def test_a_wrong_configuration_is_named() -> None:
     with pytest.raises(ValueError, match="seats"):
         HostingConfig(seats=0)
+
+
+def test_an_owner_whose_lease_ran_out_keeps_its_stage_by_its_word_alone_only_for_a_while(
+    tmp_path: Path,
+) -> None:
+    """The directory may have lost its claim, but it renews that at every heartbeat, if it is honest."""
+
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            owner, heir = await made.join(), await made.join()
+            job = await made.launch(made.manifest(owner))
+            await owner.look()
+            await until(lambda: (job, 0) in owner.service.running)
+            await owner.context.leases.beat()
+            await heir.look()
+            begun = made.clock()
+            while not heir.service.begun and made.clock() < begun + 10 * WORD_ALONE_SECONDS:
+                made.clock.advance(2.0)  # it claims the stage no more, and says that it has it
+                await made.announce(job)
+                await heir.look()
+                assert owner.hosting.holds(job, 0)
+                await asyncio.sleep(0.01)
+            assert heir.service.begun == [(job, 0)]
+            assert made.clock() >= begun + WORD_ALONE_SECONDS
+
+    asyncio.run(main())
 
 
 # --- a job for some
