@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from fusion.runtime.belief.shared_work import SharedWork
 from fusion.runtime.hosting.hold_frames import claim_bytes
 from fusion.runtime.hosting.owner_probe import OwnerProbe
 from fusion.runtime.hosting.single_flight import SingleFlight
@@ -15,13 +17,14 @@ from fusion.runtime.job.protocol import HOLD
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.claims.tenure import NEVER, Holding
-from fusion.swarm.directory.records import MAX_PROOFS, Place
+from fusion.swarm.directory.records import MAX_PROOFS, ClaimRecord, Place
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId, Transport, call
 
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 0.3  # for the directory, where what it said a heartbeat ago may do
+READ_SECONDS = 0.2  # for which what was read of a stage does for all who ask for our word on it, with any term that they like
 OWN_WORD_SECONDS = 0.1  # for our own look at an owner, before we report it without our word
 
 
@@ -35,6 +38,7 @@ class Jurors:
         self._probe = probe
         self._ask_seconds = 2 * check_seconds
         self._flights = SingleFlight()
+        self._reads: SharedWork[Place, tuple[ClaimRecord, ...]] = SharedWork(time.monotonic, READ_SECONDS)
 
     async def testimonies(
         self, place: Place, holding: Holding, given: Sequence[bytes] = ()
@@ -69,7 +73,7 @@ class Jurors:
         held = leases.tenure(*place)
         if held is None or held.holding != holding:
             # It may be that we have not heard of it yet.
-            await leases.claims_or_recent(*place, PATIENCE_SECONDS)
+            await self._reads.get(place, lambda: leases.claims_or_recent(*place, PATIENCE_SECONDS))
             held = leases.tenure(*place)
         owner = winner(leases.recent(*place))
         if held is None:

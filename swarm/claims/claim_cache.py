@@ -146,8 +146,8 @@ class ClaimCache:
             shown = self._open(slot, peer)
             if shown is not None:
                 found[peer] = latest(found.get(peer), shown)
-        for claim in found.values():
-            self.observe(slot, claim.term)
+        highest = self._ceiling(slot[0]) - HINT_SPARE
+        self.observe(slot, max((claim.term for claim in found.values() if claim.term <= highest), default=0))
         before = found.pop(self._peer_id, None)
         if own is not None:
             found[own.peer] = own
@@ -208,11 +208,15 @@ class ClaimCache:
 
     def proves(self, claim: ClaimRecord, holding: Holding) -> bool:
         """Whether the claim's proof shows that whoever held its stage so does not any more."""
+        if not claim.proof:
+            return False
         voters = self._voters(claim, holding)
         return holding.peer in voters or self.is_majority((claim.job, claim.stage), holding.peer, voters)
 
     def words(self, claim: ClaimRecord, holding: Holding) -> int:
         """How many jurors say in the claim's proof that whoever held its stage so does not any more."""
+        if not claim.proof:
+            return 0
         found = self._seats((claim.job, claim.stage), holding.peer)
         return tenure.count(self._voters(claim, holding), found)
 

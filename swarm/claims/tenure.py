@@ -120,12 +120,13 @@ def settle(known: Tenure | None, claims: Iterable[ClaimRecord], view: View) -> T
             known = _restored(known, claims, view)
         known = _back_to_outbid(known, claims, view)
     owners = [claim for claim in claims if claim.role == "owner" and claim.expires_at > view.now]
-    owners.sort(key=view.order, reverse=True)
     for _ in owners:  # what follows the holder that we know of may have been followed itself
-        follower = next(filter(None, (_follower(known, claim, view) for claim in owners)), None)
-        if follower is None:
+        # Strangers make thousands of claims: to order them costs many times what it takes to see that most cannot follow.
+        able = (claim for claim in owners if _may_follow(known, claim, view))
+        followers = [found for claim in able if (found := _follower(known, claim, view)) is not None]
+        if not followers:
             break
-        known = follower
+        known = max(followers, key=lambda each: view.order(each.claim))
     return known
 
 
@@ -168,6 +169,22 @@ def _carried_on(known: Tenure, own: ClaimRecord, view: View) -> Tenure:
     if higher and (own.term > view.ceiling or not known.lives(view.now)):
         return known
     return replace(known, claim=own, until=max(known.until, own.expires_at))
+
+
+def _may_follow(known: Tenure | None, claim: ClaimRecord, view: View) -> bool:
+    """What `_follower` asks of a claim, as far as its term and its time tell."""
+    term = claim.term
+    if known is None:
+        return term <= view.ceiling
+    before = known.claim.term
+    if not known.lives(view.now):
+        return before < term <= view.ceiling
+    if claim.peer == known.claim.peer:
+        return False
+    if before < term <= before + ROUNDS:
+        return True
+    contested = not known.settled or view.now - known.since < CONTEST_SECONDS
+    return contested and known.floor < term <= known.floor + ROUNDS
 
 
 def _follower(known: Tenure | None, claim: ClaimRecord, view: View) -> Tenure | None:

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from fusion.runtime.belief.shared_work import SharedWork
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.hosting.jobs.gossip import JobGossip
 from fusion.runtime.hosting.jobs.watchers import BUSY, Place, Watchers
@@ -27,9 +28,11 @@ from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.job_order import ENDED
 from fusion.swarm.directory.records import JobId, JobRecord, is_digest
 from fusion.swarm.errors import StreamBroken
-from fusion.swarm.transport import Stream
+from fusion.swarm.transport import PeerId, Stream
 
 WATCH_SECONDS = 0.25
+READ_SECONDS = 0.5  # for which what was read of a job's lead does for all who ask for it
+READS = 8  # of leads, at once: strangers may ask for any number of jobs
 UNREAD_SECONDS = 30.0  # for a watcher to take what it is told
 
 
@@ -51,6 +54,8 @@ class JobServer:
         self._nudged = nudged
         self._stopped = stopped
         self._watchers = Watchers(context.clock.monotonic)
+        self._leads: SharedWork[JobId, PeerId | None] = SharedWork(context.clock.monotonic, READ_SECONDS)
+        self._reading = asyncio.Semaphore(READS)
 
     async def start(self) -> None:
         """Answer from now on."""
@@ -93,11 +98,16 @@ class JobServer:
 
     async def _watch(self, stream: Stream, job: JobId) -> None:
         if not (self._board.leads(job) or self._board.final(job)):
-            lead = winner(await self._context.leases.claims(job, 0)) if is_digest(job) else None
-            await stream.send("redirect", {"lead": None if lead is None else lead.peer})
+            lead = await self._leads.get(job, lambda: self._lead(job)) if is_digest(job) else None
+            await stream.send("redirect", {"lead": lead})
             return
         with self._watchers.place(stream.remote) as place:
             await self._follow(stream, job, place)
+
+    async def _lead(self, job: JobId) -> PeerId | None:
+        async with self._reading:
+            lead = winner(await self._context.leases.claims(job, 0))
+        return None if lead is None else lead.peer
 
     async def _follow(self, stream: Stream, job: JobId, place: Place) -> None:
         """Tell of the job until it ends, the watcher goes or another one needs its place."""

@@ -10,9 +10,11 @@ that term.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
+from fusion.runtime.belief.shared_work import SharedWork
 from fusion.runtime.training.step.messages import Hello
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.claims.tenure import Holding
@@ -58,6 +60,8 @@ class Fence:
         self._leases = leases
         self._job, self._stage, self._term = job, stage, term
         self._partner = partner
+        # Strangers say hello as often as they like: one read at a time, for all that came before it began.
+        self._reads: SharedWork[int, ClaimRecord | None] = SharedWork(_now, 0.0)
         self._holder: _Holder | None = None
 
     @property
@@ -115,7 +119,7 @@ class Fence:
         proof = self._proof(peer, hello)
         if proof is not None:
             return proof
-        owner = await self._leases.owner(self._job, self._partner)
+        owner = await self._reads.get(self._partner, self._owner, _now())
         self.check(peer, hello)  # somebody may have said hello under a higher term while we looked
         held = self._leases.tenure(self._job, self._partner)
         # A peer may have been killed, and have forgotten its own term: then nobody else would tell it.
@@ -126,6 +130,9 @@ class Fence:
             other = None if owner is None or owner.peer == peer else Holding(owner.peer, owner.term)
             raise Later(f"no claim of stage {self._partner} at term {hello.term} seen yet", other)
         return owner
+
+    async def _owner(self) -> ClaimRecord | None:
+        return await self._leases.owner(self._job, self._partner)
 
     def _proof(self, peer: PeerId, hello: Hello) -> ClaimRecord | None:
         """The claim that came with the hello, if it shows that `peer` owns its stage."""
@@ -138,3 +145,7 @@ class Fence:
             return None
         wanted = (self._job, self._partner, peer, hello.term, "owner")
         return claim if (claim.job, claim.stage, claim.peer, claim.term, claim.role) == wanted else None
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -533,6 +533,44 @@ def test_an_owner_that_leaves_hands_over_what_it_says(tmp_path: Path) -> None:
     run(main())
 
 
+def reads_of(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The stages whose claims it reads in the directory from now on."""
+    directory, read = peer.context.directory, list[Any]()
+    claims = directory.claims
+
+    async def noted(*place: Any) -> Any:
+        read.append(place)
+        return await claims(*place)
+
+    monkeypatch.setattr(directory, "claims", noted)
+    return read
+
+
+def test_whoever_asks_for_our_word_on_many_terms_has_the_stage_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            owner, ours = await made.join(), await made.join()
+            job = await made.launch(made.manifest(owner, ours), stages=2)
+            for peer in (owner, ours):
+                await peer.look()
+                await until(lambda peer=peer: bool(peer.service.running))  # type: ignore[misc]
+            await ours.look()
+            assert ours.id in ours.context.leases.jury.jurors(job, 0, owner.id)
+            read = reads_of(ours, monkeypatch)
+            stranger = made.client()
+            asked = [{"job": job, "stage": 0, "peer": owner.id, "term": term} for term in range(2, 42)]
+            for header in asked[:20]:
+                assert (await call(stranger, ours.id, HOLD.name, "gone", header)).header["word"] == b""
+            await asyncio.gather(
+                *(call(stranger, ours.id, HOLD.name, "gone", header) for header in asked[20:])
+            )
+            assert len(read) <= 2
+
+    run(main())
+
+
 def test_a_stage_is_taken_without_the_directory_and_a_stranger_has_none_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -540,14 +578,7 @@ def test_a_stage_is_taken_without_the_directory_and_a_stranger_has_none_read(
         async with swarm(tmp_path, pooled=True) as made:
             job, owner, (first,) = await one_job(made, 1)
             await first.context.leases.claims(job, 0)
-            directory, read = first.context.directory, list[Any]()
-            claims = directory.claims
-
-            async def noted(*place: Any) -> Any:
-                read.append(place)
-                return await claims(*place)
-
-            monkeypatch.setattr(directory, "claims", noted)
+            read = reads_of(first, monkeypatch)
             for unknown in ("4" * 64, "x"):
                 header = {"job": unknown, "stage": 0, "term": 1, "handover": {}}
                 assert (await call(made.client(), first.id, HOLD.name, "take", header)).kind == "no"

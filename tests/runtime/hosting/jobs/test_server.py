@@ -193,6 +193,32 @@ def test_a_watcher_is_sent_on_to_the_lead(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_who_asks_who_leads_a_job_again_and_again_has_that_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            lead, other = await made.join(), await made.join()
+            job = await made.launch(made.manifest(lead))
+            await lead.look()
+            await until(lambda: (job, 0) in lead.service.running)
+            leases, read = other.context.leases, list[Any]()
+            claims = leases.claims
+
+            async def noted(*place: Any) -> Any:
+                read.append(place)
+                return await claims(*place)
+
+            monkeypatch.setattr(leases, "claims", noted)
+            stranger = made.client()
+            for _ in range(10):
+                reply = await call(stranger, other.id, JOB.name, "watch", {"job": job})
+                assert (reply.kind, reply.header["lead"]) == ("redirect", lead.id)
+            assert read == [(job, 0)]
+
+    asyncio.run(main())
+
+
 def test_a_watcher_hears_every_change_and_the_end(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:
