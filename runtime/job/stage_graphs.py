@@ -19,11 +19,11 @@ from fusion.dag.ir import serialise
 from fusion.dag.ir.dims import bind, size
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import Ref
-from fusion.dag.ir.opset_spec import elements
 from fusion.dag.placement.misfit import size_text
 from fusion.dag.placement.pipeline import held
+from fusion.runtime.device.overrun import LONGEST_SECONDS, call_seconds
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.errors import Understated, Unsupported
+from fusion.runtime.job.errors import Refused, Understated, Unsupported
 from fusion.runtime.job.manifest import CompressionConfig, Manifest, OptimizerConfig, ServeConfig, TrainConfig
 from fusion.swarm.directory.records import Digest, JobId
 
@@ -95,7 +95,8 @@ class StageGraphs:
 
     async def check(self, job: JobId, manifest: Manifest, stage: int, beside_bytes: int = 0) -> None:
         """Understated where the stage, and `beside_bytes`, needs clearly more memory than the manifest says (nothing is set aside
-        for one that says nothing), Unsupported where the job could not be trained wherever it ran. Raises as `of`."""
+        for one that says nothing), Refused where a call of it would take longer here than LONGEST_SECONDS, Unsupported where the
+        job could not be trained wherever it ran. Raises as `of`."""
         stages, _ = await self.of(job, manifest)
         _check_loss(stages, manifest)
         work_for = self._context.work_for
@@ -106,6 +107,14 @@ class StageGraphs:
             raise Understated(
                 f"stage {stage} of {manifest.name} needs {size_text(needed)}: its manifest says {size_text(declared)}"
             )
+        rate = self._context.flops_per_second
+        if rate > 0:
+            promised = await work_for(job, manifest.author, longest_call, stages[stage], manifest, rate)
+            if promised > LONGEST_SECONDS:
+                raise Refused(
+                    f"stage {stage} of {manifest.name}: one call of it would take this device about "
+                    f"{promised:.3g} s; at most {LONGEST_SECONDS:.0f} s"
+                )
 
 
 def _check_loss(stages: Sequence[Stage], manifest: Manifest) -> None:
@@ -138,8 +147,19 @@ def needed_bytes(stage: Stage, manifest: Manifest) -> int:
     needed = measure_memory(stage.graph, bounds, sizes, training, memory, needing).bytes(0, 1, in_flight)
     if training and memory.error_feedback:
         types = bound_types(stage.graph, sizes)
-        needed += sum(FLOAT32_BYTES * elements(types[ref]) for ref in needing)
+        needed += sum(FLOAT32_BYTES * bind(size(types[ref].shape), sizes) for ref in needing)
     return int(needed)
+
+
+def longest_call(stage: Stage, manifest: Manifest, flops_per_second: float) -> float:
+    """Seconds of one microbatch, of a piece of a session, or of a run of a model that generates nothing, as `call_seconds` has
+    them. Without a cache a long session takes longer, but whoever serves such a model means short ones as well."""
+    config = manifest.train or manifest.serve
+    assert config is not None, "a manifest without one is refused"
+    sizes = sizes_of(config)
+    if isinstance(config, ServeConfig) and not config.outputs:
+        sizes["sequence"] = min(config.prefill_chunk, config.max_sequence)
+    return call_seconds(stage, sizes, flops_per_second)
 
 
 def weights_bytes(stage: Stage) -> int:

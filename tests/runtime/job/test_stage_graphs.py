@@ -11,8 +11,9 @@ from support.served import swarm_of
 
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir import serialise
+from fusion.runtime.device.overrun import LONGEST_SECONDS
 from fusion.runtime.job import stage_graphs
-from fusion.runtime.job.errors import Understated, Unsupported
+from fusion.runtime.job.errors import Refused, Understated, Unsupported
 from fusion.runtime.job.manifest import (
     CompressionConfig,
     DataConfig,
@@ -21,7 +22,7 @@ from fusion.runtime.job.manifest import (
     ServeConfig,
     TrainConfig,
 )
-from fusion.runtime.job.stage_graphs import StageGraphs, needed_bytes
+from fusion.runtime.job.stage_graphs import StageGraphs, longest_call, needed_bytes
 from fusion.runtime.placing.stage_memory import fitted
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId
@@ -148,6 +149,41 @@ def test_a_stage_that_needs_more_than_its_manifest_says_is_refused_before_its_we
             assert not blobs.has(honest.weights[0])
 
     asyncio.run(main())
+
+
+def test_a_stage_of_which_one_call_would_take_too_long_here_is_refused_before_its_weights(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with swarm_of(3, tmp_path) as swarm:
+            job = await swarm.serve("gpt2", 2)
+            manifest, context = swarm.manifests[job], swarm.peers[2].context
+            stages = split(serialise.decode(await context.blobs.read(manifest.graph, 1 << 20)), manifest.cuts)
+            # Nothing moves, but what is computed: the seconds follow from the rate alone.
+            at_one = longest_call(stages[0], manifest, 1.0)
+            for times, refused in ((0.5, False), (2.0, True)):
+                slow = replace(context, flops_per_second=at_one / LONGEST_SECONDS / times)
+                checked = StageGraphs(slow).check(job, manifest, 0)
+                if refused:
+                    with pytest.raises(
+                        Refused, match=r"stage 0 of gpt2: one call .* 1.2e\+03 s; at most 600 s"
+                    ):
+                        await checked
+                else:
+                    await checked
+
+    asyncio.run(main())
+
+
+def test_a_single_operator_that_promises_too_much_is_seen_in_any_kind_of_job() -> None:
+    wide = Builder(1)
+    wide.block(1, 1)
+    (stage,) = split(wide.graph(), ())
+    train = replace(MANIFEST, train=replace(TRAIN, microbatch_size=10**15))
+    assert longest_call(stage, train, 1e10) > LONGEST_SECONDS
+    assert longest_call(stage, replace(MANIFEST, train=TRAIN), 1e10) < LONGEST_SECONDS
+    in_one_run = ServeConfig(cache="recompute", max_sequence=1, vocabulary=1, outputs=("y",), batch=10**15)
+    assert longest_call(stage, replace(MANIFEST, kind="serve", serve=in_one_run), 1e10) > LONGEST_SECONDS
 
 
 @pytest.mark.parametrize("of_numbers", [True, False])
