@@ -95,9 +95,25 @@ def _signed(peer: PeerId, until: int) -> bytes:
 
 def new_key(path: Path) -> Identity:
     """A new key in a file that only its owner can read. SwarmKeyError where there is a file already, or none can be."""
-    if path.exists():
-        raise SwarmKeyError(f"{path} exists already: a swarm's key is not overwritten")
-    return _written(Identity.generate(), path)
+    key = Identity.generate()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # two may be made at once
+    except FileExistsError:
+        raise SwarmKeyError(f"{path} exists already: a swarm's key is not overwritten") from None
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(key.private_bytes())
+    except OSError as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise _unwritable(path, error) from error
+    return key
 
 
 def load_key(path: Path) -> Identity:
@@ -136,5 +152,9 @@ def _written(key: Identity, path: Path) -> Identity:
     except OSError as error:
         with suppress(OSError):
             scratch.unlink(missing_ok=True)
-        raise SwarmKeyError(f"cannot write the swarm key {path}: {error.strerror or error}") from error
+        raise _unwritable(path, error) from error
     return key
+
+
+def _unwritable(path: Path, error: OSError) -> SwarmKeyError:
+    return SwarmKeyError(f"cannot write the swarm key {path}: {error.strerror or error}")

@@ -136,11 +136,35 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
         load_key(file)
 
 
-def test_a_full_disk_leaves_nothing_of_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def replace(source: object, target: object) -> None:
+def test_of_two_keys_that_are_made_at_once_in_one_file_the_first_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, generate = tmp_path / "ours.key", Identity.generate
+    first = list[Identity]()
+
+    def another_is_faster() -> Identity:
+        monkeypatch.setattr(Identity, "generate", generate)
+        first.append(new_key(file))
+        return generate()
+
+    monkeypatch.setattr(Identity, "generate", another_is_faster)
+    with pytest.raises(SwarmKeyError, match="exists already"):
+        new_key(file)
+    assert load_key(file).peer_id == first[0].peer_id
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_full_disk_leaves_nothing_of_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    def write(key: Identity) -> bytes:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", replace)
+    key = Identity.generate()
+    monkeypatch.setattr(Identity, "private_bytes", write)
     with pytest.raises(SwarmKeyError, match="No space left"):
-        new_key(tmp_path / "ours.key")
+        if kept:
+            keep_key(tmp_path, key)
+        else:
+            new_key(tmp_path / "ours.key")
     assert not list(tmp_path.iterdir())
