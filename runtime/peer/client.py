@@ -16,6 +16,7 @@ from fusion.runtime.peer.client_context import client_context, own_store
 from fusion.runtime.peer.keys import access_of, keys_of
 from fusion.runtime.peer.peer_file import running_peer
 from fusion.swarm.control.client import ControlDirectory, ControlTransport, Elsewhere
+from fusion.swarm.directory.bootstrap import load_cached
 from fusion.swarm.errors import ClosedSwarm, PeerUnreachable
 from fusion.swarm.identity import Identity
 from fusion.swarm.swarm_key import NO_MEMBER, find_key
@@ -28,7 +29,7 @@ NO_WAY = "no peer to join through; name one with --peer or --bootstrap, or run: 
 class ClientConfig:
     home: Path
     bootstrap: tuple[str, ...] = ()
-    # The only peer to join through; default: the one that runs with this home, and bootstrap.
+    # The only peer to join through; default: the one that runs with this home, those that it has met, and bootstrap.
     peer: str | None = None
     swarm_key: Path | None = None  # default: that in the home, where there is one
     join_seconds: float = 15.0
@@ -63,8 +64,7 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
     from fusion.swarm.directory.membership import Membership, MembershipConfig
 
     identity, key = Identity.generate(), find_key(config.home, config.swarm_key)
-    here = running_peer(config.home)
-    ways = (config.peer,) if config.peer else (*(here.addresses if here else ()), *config.bootstrap)
+    ways = await asyncio.to_thread(ways_in, config)
     if not ways:
         raise PeerUnreachable(NO_WAY)
     async with (
@@ -104,6 +104,18 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
             if not membership.joined.is_set():
                 raise ClosedSwarm(NO_MEMBER)
             yield context
+
+
+def ways_in(config: ClientConfig) -> tuple[str, ...]:
+    """The addresses to join through. Of a peer that was killed the home still says where it was: with it go those whom it had
+    met."""
+    if config.peer:
+        return (config.peer,)
+    here = running_peer(config.home)
+    if here is None:
+        return config.bootstrap
+    met = load_cached(config.home / CACHED_PEERS_FILE)
+    return tuple(dict.fromkeys((*here.addresses, *config.bootstrap, *met)))
 
 
 async def either(one: asyncio.Event, other: asyncio.Event) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
-from fusion.runtime.peer.client import ClientConfig, open_client
+from fusion.runtime.peer.client import CACHED_PEERS_FILE, ClientConfig, open_client, ways_in
+from fusion.runtime.peer.peer_file import RunningPeer, written_down
 from fusion.swarm.errors import PeerUnreachable
 from fusion.swarm.identity import Identity
 
-pytestmark = pytest.mark.process
 
-
+@pytest.mark.process
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("ways", [(), (f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}",)])
 def test_who_cannot_join_leaves_no_folder_that_was_not_there(
@@ -30,3 +31,16 @@ def test_who_cannot_join_leaves_no_folder_that_was_not_there(
     with pytest.raises(PeerUnreachable):
         asyncio.run(join())
     assert list(tmp_path.rglob("*")) == ([home.parent, home] if there else [])
+
+
+def test_where_the_peer_of_this_home_was_killed_those_that_it_had_met_are_tried_as_well(
+    tmp_path: Path,
+) -> None:
+    own, met, given = (f"/ip4/127.0.0.1/tcp/{n}/p2p/{Identity.generate().peer_id}" for n in (1, 2, 3))
+    (tmp_path / CACHED_PEERS_FILE).write_text(json.dumps([met, own]))
+    alone = ClientConfig(home=tmp_path, bootstrap=(given,))
+    assert ways_in(alone) == (given,)  # it ended in order: no peer of this home is to be asked
+    killed = RunningPeer(peer_id=Identity.generate().peer_id, addresses=(own,), pid=1, control="")
+    with written_down(tmp_path, killed):
+        assert ways_in(alone) == (own, given, met)
+        assert ways_in(ClientConfig(home=tmp_path, peer=given)) == (given,)
