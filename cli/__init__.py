@@ -23,3 +23,17 @@ asking/           what `generate` and `chat` share
 terminal/         what commands share: options, output, errors, the loop
 local/            peers as processes of this machine; `chaos`: all of it, with kills
 """
+
+from __future__ import annotations
+
+import sys
+
+
+def enter() -> int:
+    """The installed command `fusion-peer`: `main`, and the same line for a Ctrl-C that comes while that is still imported."""
+    try:
+        from fusion.cli.main import main
+    except KeyboardInterrupt:
+        print("fusion-peer: interrupted", file=sys.stderr)
+        return 130
+    return main()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.cli import main, status
+from fusion.cli import enter, main, status
 from fusion.cli.terminal import errors
+from fusion.cli.terminal.options import PACKAGE
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.swarm.errors import IdentityError, PeerUnreachable
 
@@ -314,6 +316,29 @@ def test_the_installed_command_and_interruption(interrupts: str, number: signal.
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "closed\n", "fusion-peer: interrupted\n")
+
+
+@pytest.mark.process
+def test_an_interruption_while_the_command_is_imported_is_a_line_as_well() -> None:
+    """Ctrl-C comes in the middle of an import, which is most of what a command does in its first moments."""
+    code = (
+        "import signal, sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer':\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from fusion.cli import enter\n"
+        "sys.exit(enter())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "fusion-peer: interrupted\n")
+
+
+def test_the_installed_command_enters_there() -> None:
+    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"fusion-peer": f"{enter.__module__}:{enter.__qualname__}"}
 
 
 @pytest.mark.process
