@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fusion.runtime.datasets.dataset import Array, Say, checked, require_room, t
 from fusion.runtime.job.errors import JobError
 
 MASK = "_mask"  # what the mask of a text adds to its name
+BLOCK_LINES = 4096  # whose numbers are Python's at once: they take several times the bytes of an array's
 PADDING = 0  # the id behind a text that is shorter than a sample
 
 Encode = Callable[[str], Sequence[int]]
@@ -21,7 +23,8 @@ Encode = Callable[[str], Sequence[int]]
 
 class JsonLines:
     """`classes`: fields whose texts are the names of classes; `encode`: a text as token ids, of which a sample has `sequence`;
-    `known`: what the labels of these fields are the places of, if that is known. Reads the file whole."""
+    `known`: what the labels of these fields are the places of, if that is known. The file is read a line at a time, once here and
+    once for each field."""
 
     def __init__(
         self,
@@ -36,10 +39,11 @@ class JsonLines:
         self.classes = dict(known or {})
         self._encode = encode
         self._sequence = sequence
-        self._lines = _lines(path)
-        if not self._lines:
+        first, self._count = None, 0
+        for _, line in _lines(path):
+            first, self._count = first or line, self._count + 1
+        if first is None:
             raise JobError(f"{path} holds no line")
-        _, first = self._lines[0]
         for name in self._classes:
             if name not in first:
                 raise JobError(f"data.classes: {path} has no field {name!r:.80} (it has: {', '.join(first)})")
@@ -47,12 +51,12 @@ class JsonLines:
         self.names = (*first, *(name + MASK for name in self._texts))
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return self._count
 
     def texts(self, field: str) -> Iterator[str]:
         """This field of each line. JobError where it is no text."""
-        for i in range(len(self._lines)):
-            yield self._text(i, field)
+        for number, value in self._values(field):
+            yield self._text(number, field, value)
 
     def read(self, names: Sequence[str], limit_bytes: int, say: Say) -> dict[str, Array]:
         """See `Source`."""
@@ -74,15 +78,18 @@ class JsonLines:
         return {name + MASK: name for name in self._texts}
 
     def _labels(self, field: str) -> Array:
-        texts = list(self.texts(field))
-        names = self.classes.setdefault(field, sorted(set(texts)))
-        places = {name: i for i, name in enumerate(names)}
-        for i, text in enumerate(texts):
+        if field not in self.classes:
+            self.classes[field] = sorted(set(self.texts(field)))
+        places = {name: i for i, name in enumerate(self.classes[field])}
+        made = np.empty(len(self), dtype=np.int64)
+        for i, (number, value) in enumerate(self._values(field)):
+            text = self._text(number, field, value)
             if text not in places:
                 raise JobError(
-                    f"{self._path}:{self._number(i)}: {field!r:.80} is {text!r:.80}, a class that is not trained on"
+                    f"{self._path}:{number}: {field!r:.80} is {text!r:.80}, a class that is not trained on"
                 )
-        return np.array([places[text] for text in texts], dtype=np.int64)
+            made[i] = places[text]
+        return made
 
     def _tokens(self, field: str, say: Say) -> tuple[Array, Array]:
         if self._sequence < 1:
@@ -98,38 +105,41 @@ class JsonLines:
         return ids, mask
 
     def _numbers(self, field: str) -> Array:
-        values = [self._field(i, field) for i in range(len(self))]
+        values, blocks = (value for _, value in self._values(field)), list[Array]()
         try:
-            made = np.array(values)
+            while block := list(islice(values, BLOCK_LINES)):
+                blocks.append(_floats(np.array(block)))
+                if blocks[-1].dtype.kind not in "bif":
+                    raise ValueError("no numbers")
+            return _floats(np.concatenate(blocks))
+        except JobError:
+            raise
         except (ValueError, OverflowError):
-            made = np.array(None, dtype=object)
-        if made.dtype.kind not in "bif":
             raise JobError(
                 f"{self._path}: {field!r:.80} must be numbers, or lists of them of one shape, in every line; or a text, "
                 "and a class if data.classes names it"
-            )
-        return made.astype(np.float32) if made.dtype.kind == "f" else made
+            ) from None
 
-    def _text(self, index: int, field: str) -> str:
-        value = self._field(index, field)
+    def _text(self, number: int, field: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise JobError(f"{self._path}:{self._number(index)}: {field!r:.80} is no text")
+            raise JobError(f"{self._path}:{number}: {field!r:.80} is no text")
         if not _is_whole(value):
             raise JobError(
-                f"{self._path}:{self._number(index)}: {field!r:.80} holds half of a character (\\ud800 to \\udfff)"
+                f"{self._path}:{number}: {field!r:.80} holds half of a character (\\ud800 to \\udfff)"
             )
         return value
 
-    def _field(self, index: int, field: str) -> Any:
-        _, found = self._lines[index]
-        if field not in found:
-            raise JobError(
-                f"{self._path}:{self._number(index)}: no field {field!r:.80} (it has: {', '.join(found)})"
-            )
-        return found[field]
+    def _values(self, field: str) -> Iterator[tuple[int, Any]]:
+        """This field of each line, with the line's number."""
+        for number, found in _lines(self._path):
+            if field not in found:
+                raise JobError(f"{self._path}:{number}: no field {field!r:.80} (it has: {', '.join(found)})")
+            yield number, found[field]
 
-    def _number(self, index: int) -> int:
-        return self._lines[index][0]
+
+def _floats(array: Array) -> Array:
+    """In single precision where it has fractions."""
+    return array.astype(np.float32) if array.dtype.kind == "f" else array
 
 
 def _is_whole(text: str) -> bool:
@@ -141,14 +151,9 @@ def _is_whole(text: str) -> bool:
     return True
 
 
-def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Those with something in them, by number from 1."""
-    try:
-        text = path.read_text("utf-8-sig")
-    except (OSError, UnicodeError) as error:
-        raise JobError(f"{path} cannot be read: {error}") from None
-    found = []
-    for number, line in enumerate(text.split("\n"), 1):  # a text may hold other ends of lines
+    for number, line in enumerate(_read(path), 1):
         if line.strip():
             try:
                 value = json.loads(line)
@@ -156,5 +161,12 @@ def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
                 raise JobError(f"{path}:{number}: not JSON: {error}") from None
             if not isinstance(value, dict):
                 raise JobError(f"{path}:{number}: a line must be an object, {{...}}")
-            found.append((number, value))
-    return found
+            yield number, value
+
+
+def _read(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="\n") as file:  # a text may hold other ends of lines
+            yield from file
+    except (OSError, UnicodeError) as error:
+        raise JobError(f"{path} cannot be read: {error}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,37 @@ def test_half_of_a_character_is_no_text(tmp_path: Path) -> None:
     path.write_text('{"text": "whole \\ud83d\\ude00"}\n{"text": "half \\ud83d"}\n')
     with pytest.raises(JobError, match=r"data\.jsonl:2: 'text' holds half of a character"):
         JsonLines(path, (), encoder(None), 8).read(["text"], LIMIT, silent)
+
+
+def test_json_lines_are_not_held_in_memory(tmp_path: Path) -> None:
+    rows, size = 6000, 2000
+    path = tmp_path / "data.jsonl"
+    with path.open("w") as file:
+        for i in range(rows):
+            text = chr(97 + i % 26) * size
+            file.write(json.dumps({"text": text, "label": f"c{i % 3}", "x": [i, i / 2]}) + "\n")
+    tracemalloc.start()
+    try:
+        source = JsonLines(path, ("label",), encoder(None), 4)
+        found = source.read(["text", "label", "x"], LIMIT, silent)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < path.stat().st_size / 4
+    assert found["label"].tolist() == [i % 3 for i in range(rows)]
+    assert found["x"].dtype == np.float32 and found["x"][5000].tolist() == [5000, 2500]
+    assert found["text"][27].tolist() == [98] * 4
+
+
+def test_numbers_that_differ_far_down_are_still_one_array_or_none(tmp_path: Path) -> None:
+    whole = [{"x": 1}] * 5000
+    found = JsonLines(jsonl(tmp_path, [*whole, {"x": 0.5}]), (), encoder(None), 0).read(["x"], LIMIT, silent)
+    assert found["x"].dtype == np.float32 and found["x"][-2:].tolist() == [1, 0.5]
+    for wrong in ([1], "one", None):
+        with pytest.raises(JobError, match="'x' must be numbers, or lists of them of one shape"):
+            JsonLines(jsonl(tmp_path, [*whole, {"x": wrong}]), (), encoder(None), 0).read(
+                ["x"], LIMIT, silent
+            )
 
 
 # --- held out
