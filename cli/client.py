@@ -48,6 +48,14 @@ class Way:
         return folder, options.bootstrap_addresses(self.bootstrap, closed=key is not None)
 
 
+def has_way(way: Way) -> bool:
+    """Whether there is any peer to join through. Loads nothing slow. ValueError as `Way.checked`."""
+    from fusion.runtime.peer.client import ClientConfig, ways_in
+
+    folder, addresses = way.checked()
+    return bool(ways_in(ClientConfig(home=folder, bootstrap=addresses, peer=way.peer)))
+
+
 @asynccontextmanager
 async def connect(way: Way) -> AsyncIterator[Context]:
     """Use the swarm through the peer that runs with this home, unless `way.peer` is another; else join it for as long as

@@ -112,7 +112,7 @@ def serve(
     need_peer_extra("serve")
     output = Output(as_json=json)
     path = Path(source)
-    job = source if not path.exists() and path.name == source else None
+    job = source if not path.exists() and path.name == source and _may_be_job(source) else None
     if job is None:
         if once:
             raise ValueError("--once: goes with a job, not with a model's files")
@@ -132,6 +132,11 @@ def serve(
         admitted = AdmissionSpec(kind=(admission or Who.open).value, peers=tuple(admit or ()))
     except ValueError as error:
         raise ValueError(f"--admission, --admit: {error}") from None
+    way = client.Way(home, bootstrap, peer, swarm_key)
+    if job is not None and not client.has_way(way):
+        raise ValueError(
+            f"{path} is not a directory or a GGUF file, and there is no peer to ask for a job of that name (--bootstrap)"
+        )
     output.status("loading the runtime ...")
     asked = Asked(
         name,
@@ -141,13 +146,19 @@ def serve(
         None if quantization is None else quantization.value,
         None if dtype is Dtype.auto else dtype.value,
     )
-    way = client.Way(home, bootstrap, peer, swarm_key)
     if plan:
         run(_plan(path, asked, way, output), debug=debug)
     elif job is None:
         run(_serve(path, asked, way, output), debug=debug)
     else:
         run(_follow(job, asked, way, output, once=once, said=admission is not None), debug=debug)
+
+
+def _may_be_job(source: str) -> bool:
+    """Whether it may be a job's name, or how its id starts, where no file is called so."""
+    from fusion.runtime.job.manifest_wire import is_name
+
+    return is_name(source) and not source.lower().endswith((".gguf", ".safetensors"))
 
 
 @dataclass(frozen=True)

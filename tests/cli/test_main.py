@@ -148,6 +148,11 @@ sequence = 8
         ("serve config --name x", "no *.safetensors"),
         ("serve broken --name x", "cannot be read"),
         ("serve ./no --name x", "not a directory"),
+        ("serve no.gguf --name x", "no.gguf is not a directory or a GGUF file"),
+        (
+            "serve emtpy --name x --bootstrap good.peers",
+            "emtpy is not a directory or a GGUF file, and there is no peer",
+        ),
         ("serve good.toml --name x", "not a GGUF file"),
         ("serve cut.gguf --name x", "it is not whole"),
         ("serve empty --name x --once", "--once"),
@@ -173,6 +178,7 @@ def test_bad_input_is_found_before_anything_slow_is_loaded(words: str, said: str
     (tmp_path / "good.toml").write_text(JOB.replace("blocs", "blocks"))
     (tmp_path / "hf.toml").write_text(JOB.replace('"gpt"\nblocs = 3', '"huggingface"\npath = "empty"'))
     (tmp_path / "swarm.toml").write_text("[[peers]]\n")
+    (tmp_path / "good.peers").write_text("# nobody yet\n")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF" + bytes([3, 0, 0, 0]) + bytes([9] + [0] * 7) * 2)
     for name, config in (("kept", None), ("empty", None), ("config", "{}"), ("broken", "{")):
         (tmp_path / name).mkdir()
