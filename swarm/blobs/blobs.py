@@ -23,7 +23,7 @@ from fusion.swarm.blobs.config import BlobConfig
 from fusion.swarm.blobs.fetch import Fetch, Fetched, ask_index
 from fusion.swarm.blobs.index import decode_index
 from fusion.swarm.blobs.serve import BlobServer
-from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.blobs.store import BlobStore, PartialBlob
 from fusion.swarm.blobs.upload_budget import UploadBudget
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import Digest, JobId, is_digest
@@ -248,8 +248,19 @@ class Blobs:
         size = decode_index(data, digest).size_bytes
         if max_bytes is not None and size > max_bytes:
             raise TooLarge(f"blob {digest[:8]} has {size} bytes; at most {max_bytes} allowed")
-        partial = await asyncio.to_thread(self.store.begin, data, digest, job)
+        partial = await self._begun(data, digest, job)
         return Fetch(self._transport, partial, self._config.chunk_seconds, request, giver)
+
+    async def _begun(self, index: bytes, digest: Digest, job: JobId | None) -> PartialBlob:
+        beginning = asyncio.create_task(asyncio.to_thread(self.store.begin, index, digest, job))
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            # Its thread goes on, and has a file and a part of the quota in the end: nobody else would give these back.
+            await asyncio.wait([beginning])
+            if not beginning.cancelled() and beginning.exception() is None:
+                await asyncio.shield(asyncio.to_thread(beginning.result().close))
+            raise
 
     def _look_up(self, digest: Digest, hints: Sequence[PeerId]) -> asyncio.Task[list[PeerId]]:
         return asyncio.create_task(self._holders(digest, hints), name=f"holders of {digest[:8]}")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from fusion.swarm.blobs.index import (
     digest_of_index,
     index_of,
 )
-from fusion.swarm.blobs.store import BadChunk, BlobStore
+from fusion.swarm.blobs.store import BadChunk, BlobStore, PartialBlob
 from fusion.swarm.blobs.upload_budget import BURST_SECONDS, UploadBudget
 from fusion.swarm.directory.records import Digest, ProviderRecord
 from fusion.swarm.errors import BlobError, QuotaExceeded, RemoteError, SwarmError
@@ -517,6 +518,40 @@ def test_who_asks_while_a_fetch_that_nobody_waits_for_stops_gets_the_blob(tmp_pa
             assert ours._fetches[digest].cancelling()
             assert await ours.read(digest, len(BIG)) == BIG
 
+    asyncio.run(scenario())
+
+
+def test_a_fetch_that_is_given_up_while_it_begins_keeps_neither_room_nor_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder, ours = await room.peer(), await room.peer(quota_bytes=len(BIG) + 10)
+            digest = await holder.put(BIG)
+            begun, go_on = threading.Event(), threading.Event()
+            real = ours.store.begin
+
+            def slow(
+                *arguments: Any,
+            ) -> PartialBlob:  # as where much of the blob is here, and is hashed first
+                begun.set()
+                go_on.wait()
+                partials.append(real(*arguments))
+                return partials[0]
+
+            monkeypatch.setattr(ours.store, "begin", slow)
+            fetching = asyncio.create_task(ours.fetch(digest))
+            await asyncio.to_thread(begun.wait)
+            fetching.cancel()
+            await asyncio.wait([fetching])
+            go_on.set()
+            while ours._fetches:
+                await asyncio.sleep(0)
+            await ours.put(BIG[::-1])
+            with pytest.raises(BlobError, match="no longer being fetched"):
+                partials[0].write(0, BIG[:CHUNK_BYTES])
+
+    partials: list[PartialBlob] = []
     asyncio.run(scenario())
 
 
