@@ -32,6 +32,7 @@ from fusion.swarm.directory.records import Record
 from fusion.swarm.directory.sealing import (
     CLOCK_TOLERANCE_SECONDS,
     Sealed,
+    latest_end,
     longest_ttl,
     seal,
     unseal,
@@ -183,7 +184,8 @@ class HivemindDirectory(DirectoryByKey):
     # The Directory protocol.
 
     async def publish(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
-        """As in `Directory`. A record never ends sooner than an earlier version of it would have.
+        """As in `Directory`. A record never ends sooner than an earlier version of it would have, unless
+        our clock was set back by more than anybody would take.
         Raises PeerUnreachable for a client when no node took the record."""
         key, subkey = key_of(record), subkey_of(record)
         data, expires_at = self._seal(record, ttl_seconds)
@@ -210,8 +212,11 @@ class HivemindDirectory(DirectoryByKey):
             raise RecordError(
                 f"ttl_seconds must lie between 0 and {longest_ttl(record):g}, not {ttl_seconds}"
             )
-        slot = key_of(record), subkey_of(record)
-        expires_at = max(self.now() + ttl_seconds, self._expiries.get(slot, 0.0) + 0.001)
+        slot, now = (key_of(record), subkey_of(record)), self.now()
+        rising = self._expiries.get(slot, 0.0) + 0.001
+        if rising > latest_end(record, now):
+            rising = 0.0  # our clock was ahead and has been set: nobody would take what ends so late
+        expires_at = max(now + ttl_seconds, rising)
         data = seal(record, self._identity, expires_at)
         self._remember_expiry(slot, expires_at)
         return data, expires_at
@@ -240,7 +245,7 @@ class HivemindDirectory(DirectoryByKey):
                     await self._search(sorted(wanted))
         now = self.now()
         seen = (sorted(self._seen.get(key, {}).items()) for key in keys)
-        return [[sealed for _, sealed in each if sealed.expires_at > now] for each in seen]
+        return [[sealed for _, sealed in each if sealed.is_good(now)] for each in seen]
 
     async def sealed_under(self, keys: Sequence[str]) -> list[list[bytes]]:
         """The live records under each of the keys, as their authors signed them, for clients that check them again. Of peers
@@ -316,7 +321,7 @@ class HivemindDirectory(DirectoryByKey):
         """The records among the values, and among what we hold and remember, that pass every check. Others run meanwhile:
         a stranger's answer can have thousands of signatures."""
         now = self.now()
-        newest = {s: sealed for s, sealed in self._seen.get(key, {}).items() if sealed.expires_at > now}
+        newest = {s: sealed for s, sealed in self._seen.get(key, {}).items() if sealed.is_good(now)}
         for n, (subkey, data) in enumerate([*_each(values), *self._stored(key_id(key))], start=1):
             if n % _CHECKED_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -329,7 +334,8 @@ class HivemindDirectory(DirectoryByKey):
                 newest[subkey] = sealed
         if key in GLANCED_KEYS:
             for subkey, sealed in self._seen.get(key, {}).items():  # another reader's, meanwhile
-                if sealed.expires_at > (newest[subkey].expires_at if subkey in newest else now):
+                before = newest[subkey].expires_at if subkey in newest else now
+                if sealed.expires_at > before and sealed.is_good(now):
                     newest[subkey] = sealed
             self._seen[key] = dict(list(newest.items())[:MAX_SUBKEYS])  # those known longest stay
             self._seen_at[key] = time.monotonic()

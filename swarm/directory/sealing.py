@@ -53,6 +53,10 @@ class Sealed:
     expires_at: float
     data: bytes = b""
 
+    def is_good(self, now: float) -> bool:
+        """Whether it may be believed at unix time `now`; what passed once does not where the clock was set back since."""
+        return now < self.expires_at <= latest_end(self.record, now)
+
 
 def seal(record: Record, identity: Signer, expires_at: float) -> bytes:
     """The signed bytes of our own record, good until `expires_at` (unix seconds).
@@ -102,7 +106,7 @@ def unseal_anywhere(data: bytes, now: float, *, grace_seconds: float = 0.0) -> S
     if not isinstance(data, bytes) or len(data) > MAX_RECORD_BYTES:
         raise RecordError(f"a record is at most {MAX_RECORD_BYTES} bytes")
     record, author, expires_at, signature, signed = _opened(data)
-    if not now - grace_seconds < expires_at <= now + longest_ttl(record) + CLOCK_TOLERANCE_SECONDS:
+    if not now - grace_seconds < expires_at <= latest_end(record, now):
         raise RecordError("the record has expired or ends too far in the future")
     if not _verified(author, signature, signed):
         raise RecordError("the record's signature is not its author's")
@@ -112,6 +116,11 @@ def unseal_anywhere(data: bytes, now: float, *, grace_seconds: float = 0.0) -> S
 def longest_ttl(record: Record) -> float:
     """How many seconds ahead a record may end."""
     return MAX_CLAIM_SECONDS if isinstance(record, ClaimRecord) else MAX_TTL_SECONDS
+
+
+def latest_end(record: Record, now: float) -> float:
+    """When a record may end that is believed at unix time `now`."""
+    return now + longest_ttl(record) + CLOCK_TOLERANCE_SECONDS
 
 
 def _signed(body: bytes, author: str, expires_at: float) -> bytes:

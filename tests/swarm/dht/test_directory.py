@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -25,8 +26,9 @@ from support.directory_records import (
 )
 from support.processes import below
 
+from fusion.swarm.dht import calls
 from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory
-from fusion.swarm.dht.guard import Offer
+from fusion.swarm.dht.guard import Offer, check_offer
 from fusion.swarm.dht.lookup import LookupConfig, Node, NodeReply
 from fusion.swarm.dht.record_store import Kept, RecordStore
 from fusion.swarm.dht.values import key_id, node_id
@@ -332,6 +334,29 @@ def test_a_node_that_does_not_tell_of_a_key_is_not_taken_at_its_word() -> None:
             short[:] = [liar]
             directory._seen.clear()
             assert await directory.jobs(max_age_seconds=1e-9) == (record,)
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_whose_clock_was_ahead_is_heard_again_once_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        identity, ahead = Identity.generate(), [3600.0]
+        clocks = SimpleNamespace(time=lambda: time.time() + ahead[0], monotonic=time.monotonic)
+        monkeypatch.setattr(calls, "time", clocks)
+        p2p: Any = None
+        directory = HivemindDirectory(p2p, identity, DhtConfig())
+        before, now = (peer_record(identity, free_memory_bytes=free) for free in (1, 2))
+        key, subkey = key_of(now), subkey_of(now)
+        await directory.publish(before)
+        assert await directory.peers() == (before,)
+        ahead[0] = 0.0
+        assert await directory.peers() == await directory.peers(max_age_seconds=60.0) == ()
+        await directory.publish(now)
+        (stored,) = directory._service.values(key_id(key)).values()
+        place = key_id(key).to_bytes(20, "big")
+        others = Offer(place, msgpack.packb(subkey), stored.data, stored.until)
+        assert check_offer(others, time.time()) == subkey  # as the nodes check it that keep it as well
+        assert await directory.peers() == (now,)
 
     asyncio.run(scenario())
 
