@@ -6,6 +6,7 @@ may be in use. The rest makes room for what is fetched, the longest unused first
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -25,17 +26,21 @@ class Held:
 
 
 class Needs:
-    """What is needed here, by whom. A holder that is gone needs nothing any more."""
+    """What is needed here, by whom. A holder that is gone needs nothing any more. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._needs: WeakKeyDictionary[object, frozenset[Digest]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
 
     def hold(self, holder: object, digests: Iterable[Digest]) -> None:
         """From now on `holder`, for as long as it exists, needs these blobs and none that it named before."""
-        self._needs[holder] = frozenset(digests)
+        needed = frozenset(digests)
+        with self._lock:
+            self._needs[holder] = needed
 
     def all(self) -> frozenset[Digest]:
-        return frozenset().union(*self._needs.values())
+        with self._lock:
+            return frozenset().union(*self._needs.values())
 
 
 def victims(

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -57,6 +57,9 @@ class BlobStore:
         self._spare_bytes = spare_bytes or _spare_bytes
         self._partial = root / "partial"
         self._lock = threading.Lock()
+        self._moving = (
+            threading.Lock()
+        )  # for whoever puts the files of a blob in their place, or deletes them
         self._held: dict[Digest, Held] = {}
         self._stamped: dict[Digest, float] = {}  # the use that the disk knows of
         self._jobs: dict[
@@ -179,6 +182,10 @@ class BlobStore:
 
     def delete(self, digest: Digest) -> None:
         """Forget a blob; one that is not here is ignored."""
+        with self._moving:
+            self._delete(digest)
+
+    def _delete(self, digest: Digest) -> None:
         with self._lock:
             self._held.pop(digest, None)
             self._stamped.pop(digest, None)
@@ -187,6 +194,14 @@ class BlobStore:
             (self.root / f"{digest}.index").unlink(missing_ok=True)
             (self.root / digest).unlink(missing_ok=True)
             (self.root / f"{digest}.jobs").unlink(missing_ok=True)
+
+    def _delete_unused(self, chosen: Iterable[Digest], held: Mapping[Digest, Held], needs: Needs) -> None:
+        """Delete what was chosen of what was `held` then. That takes a while, for large files: what has come into use since
+        stays."""
+        for digest in chosen:
+            with self._moving:
+                if self._held.get(digest) == held[digest] and digest not in needs.all():
+                    self._delete(digest)
 
     def to_announce(self, limit: int) -> list[Digest]:
         """The blobs that the swarm should hear of, at most `limit`."""
@@ -197,8 +212,8 @@ class BlobStore:
     def sweep(self) -> None:
         """Delete what nobody has needed or used for a day. Raises BlobError."""
         if self.needs is not None:
-            for digest in outdated(self.held(), self.needs.all(), self._now()):
-                self.delete(digest)
+            held = self.held()
+            self._delete_unused(outdated(held, self.needs.all(), self._now()), held, self.needs)
 
     def _use(self, digest: Digest, size: int) -> None:
         """Somebody here has it in use now. The disk learns of it too, so that a restart does not forget."""
@@ -238,12 +253,13 @@ class BlobStore:
             with scratch.open("wb") as file:
                 file.write(index.encode())
                 _settle(file.fileno())
-            self._label(digest, job)
-            os.replace(data, self.root / digest)
-            os.replace(scratch, self.root / f"{digest}.index")
+            with self._moving:
+                self._label(digest, job)
+                os.replace(data, self.root / digest)
+                os.replace(scratch, self.root / f"{digest}.index")
+                self._use(digest, index.size_bytes)
         finally:
             scratch.unlink(missing_ok=True)
-        self._use(digest, index.size_bytes)
         return digest
 
     def _label(self, digest: Digest, job: str | None) -> None:
@@ -274,14 +290,14 @@ class BlobStore:
             if half is not None:
                 self._forget_partial(half)
                 continue
-            chosen = [] if self.needs is None else victims(held, self.needs.all(), missing, self._now())
-            if not chosen:
+            needs = self.needs
+            chosen = [] if needs is None else victims(held, needs.all(), missing, self._now())
+            if needs is None or not chosen:
                 reason = f"{used} of {self.quota_bytes} bytes in {self.root} are used"
                 if self._reserved + size > spare:
                     reason = f"the disk is full, {self.root} may take {max(spare, 0)} bytes more of it"
                 raise QuotaExceeded(f"a blob of {size} bytes does not fit: {reason}")
-            for digest in chosen:
-                self.delete(digest)
+            self._delete_unused(chosen, held, needs)
 
     def _forget_partial(self, digest: Digest) -> None:
         with self._lock:

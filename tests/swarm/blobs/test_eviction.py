@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -87,6 +90,52 @@ def test_a_holder_that_is_gone_needs_nothing() -> None:
     del one
     gc.collect()
     assert needs.all() == {DIGESTS[1]}
+
+
+def test_needs_may_change_while_another_thread_reads_them() -> None:
+    needs, holders = Needs(), [Holder() for _ in range(2000)]
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            needs.all()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            for holder in holders[:1000]:
+                needs.hold(holder, DIGESTS[1:])
+            reading = pool.submit(read)
+            for holder in holders[1000:]:
+                needs.hold(holder, DIGESTS)
+            done.set()
+            reading.result()
+    finally:
+        sys.setswitchinterval(before)
+    assert needs.all() == set(DIGESTS)
+
+
+@pytest.mark.parametrize("how", ["used", "held"])
+def test_what_comes_into_use_while_others_are_swept_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    clock, needs, us = Clock(), Needs(), Holder()
+    store = BlobStore(tmp_path, 1000, needs, now=clock)
+    first, second = store.put(b"a"), store.put(b"b")
+    clock.now += KEPT_SECONDS  # as where a machine slept for a day, and wakes with its jobs
+    unlink = Path.unlink
+
+    def slow(path: Path, missing_ok: bool = False) -> None:
+        other = second if path.name.startswith(first) else first
+        if store.has(other):
+            _ = store.path(other) if how == "used" else needs.hold(us, [other])
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", slow)
+    store.sweep()
+    (left,) = store.held()
+    assert store.path(left).read_bytes() in (b"a", b"b")
 
 
 def test_a_full_store_makes_room_and_keeps_what_is_needed(tmp_path: Path) -> None:
