@@ -67,6 +67,7 @@ class BlobStore:
         ] = {}  # whose members may read a blob, as far as it was asked
         self._resumable: dict[Digest, int] = {}  # partial blobs that nobody is fetching now, oldest first
         self._reserved = 0  # of partial blobs being fetched and files being written
+        self._on_disk = 0  # of these, what the disk has already
         with _disk_errors(f"cannot use {root}"):
             self._partial.mkdir(parents=True, exist_ok=True)
             self._scan()
@@ -165,17 +166,19 @@ class BlobStore:
         with self._lock:
             self._resumable.pop(digest, None)
         try:
-            self._reserve(index.size_bytes)
+            there = min(_disk_bytes(self._partial / digest), index.size_bytes)
+            self._reserve(index.size_bytes, there)
         except QuotaExceeded:
             self._forget_partial(digest)
             raise
         try:
             with _disk_errors(f"cannot write blob {digest[:8]}"):
                 (self._partial / f"{digest}.index").write_bytes(index_bytes)
-                return PartialBlob(self, index, self._partial / digest, job)
+                return PartialBlob(self, index, self._partial / digest, job, there)
         except BaseException:
             with self._lock:
                 self._reserved -= index.size_bytes
+                self._on_disk -= there
             with contextlib.suppress(BlobError, QuotaExceeded):
                 self._forget_partial(digest)  # nobody counts it any more
             raise
@@ -230,6 +233,13 @@ class BlobStore:
         whole = sum(blob.size_bytes for blob in self._held.values())
         return whole + sum(self._resumable.values()) + self._reserved
 
+    def _written(self, partial: PartialBlob, size: int) -> None:
+        """A chunk of it was; perhaps in the place of bytes that were there before and false."""
+        with self._lock:
+            more = min(size, partial.index.size_bytes - partial.on_disk)
+            partial.on_disk += more
+            self._on_disk += more
+
     def _end_partial(self, partial: PartialBlob, complete: bool) -> None:
         digest, size = partial.index.digest, partial.index.size_bytes
         adopted = False
@@ -242,6 +252,7 @@ class BlobStore:
         finally:
             with self._lock:
                 self._reserved -= size
+                self._on_disk -= partial.on_disk
                 if not adopted:
                     self._resumable[digest] = size
 
@@ -272,18 +283,20 @@ class BlobStore:
             path.write_text("\n".join(sorted(jobs)))
             self._jobs[digest] = frozenset(jobs)
 
-    def _reserve(self, size: int) -> None:
-        """Count `size` bytes as used. Half-fetched blobs that nobody waits for make room first, then whole ones that
-        nobody needs."""
+    def _reserve(self, size: int, there: int = 0) -> None:
+        """Count `size` bytes as used, of which `there` are on the disk. Half-fetched blobs that nobody waits for make room
+        first, then whole ones that nobody needs."""
         while True:
             with _disk_errors(f"cannot use {self.root}"):
                 spare = self._spare_bytes(self.root)
             with self._lock:
                 used = self._used()
-                # What is reserved will be written: the disk does not know of it yet.
-                missing = max(used + size - self.quota_bytes, self._reserved + size - spare)
+                # What is reserved will be written: the disk does not know of the rest of it yet.
+                coming = self._reserved - self._on_disk + size - there
+                missing = max(used + size - self.quota_bytes, coming - spare)
                 if missing <= 0:
                     self._reserved += size
+                    self._on_disk += there
                     return
                 half = next(iter(self._resumable), None)
                 held = dict(self._held)
@@ -294,7 +307,7 @@ class BlobStore:
             chosen = [] if needs is None else victims(held, needs.all(), missing, self._now())
             if needs is None or not chosen:
                 reason = f"{used} of {self.quota_bytes} bytes in {self.root} are used"
-                if self._reserved + size > spare:
+                if coming > spare:
                     reason = f"the disk is full, {self.root} may take {max(spare, 0)} bytes more of it"
                 raise QuotaExceeded(f"a blob of {size} bytes does not fit: {reason}")
             self._delete_unused(chosen, held, needs)
@@ -342,10 +355,13 @@ class BlobStore:
 class PartialBlob:
     """A blob of which some chunks are here. Chunks may be written from several threads."""
 
-    def __init__(self, store: BlobStore, index: BlobIndex, path: Path, job: str | None) -> None:
+    def __init__(
+        self, store: BlobStore, index: BlobIndex, path: Path, job: str | None, on_disk: int = 0
+    ) -> None:
         self.index = index
         self.job = job
         self.path = path
+        self.on_disk = on_disk  # bytes, the store's to count
         self._store = store
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         self._closed = False
@@ -383,7 +399,9 @@ class PartialBlob:
             except OSError:
                 self._full = True
                 raise
-        self.missing.discard(chunk)
+            if chunk in self.missing:
+                self.missing.discard(chunk)
+                self._store._written(self, len(data))
 
     def close(self) -> None:
         """Into the store if every chunk is here, else kept for a later attempt; one that the disk did not take is
@@ -434,6 +452,12 @@ def _read_pieces(path: Path) -> Iterator[bytes]:
     with file:
         while piece := file.read(CHUNK_BYTES):
             yield piece
+
+
+def _disk_bytes(path: Path) -> int:
+    """What a file takes of the disk, without its holes."""
+    with _disk_errors(f"cannot use {path}"):
+        return 512 * path.stat().st_blocks if path.exists() else 0
 
 
 def _spare_bytes(folder: Path) -> int:

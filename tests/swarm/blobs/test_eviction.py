@@ -20,7 +20,8 @@ from fusion.swarm.blobs.eviction import (
     to_announce,
     victims,
 )
-from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.blobs.index import CHUNK_BYTES, index_of
+from fusion.swarm.blobs.store import BlobStore, PartialBlob
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import QuotaExceeded
 
@@ -165,6 +166,36 @@ def test_what_is_left_to_others_of_the_disk_is_not_used(tmp_path: Path) -> None:
     free[0] = 1000  # once it is gone; here the folder's disk is not really full
     store.put(b"b" * 500)
     assert store.has(first)
+
+
+def test_what_is_here_of_a_blob_on_its_way_needs_no_room_again(tmp_path: Path) -> None:
+    parts = [bytes([n + 1]) * CHUNK_BYTES for n in range(4)]
+    index = index_of(parts)
+    free = [5 * CHUNK_BYTES]  # of the disk
+
+    def store() -> BlobStore:
+        return BlobStore(tmp_path, 1 << 30, Needs(), spare_bytes=lambda _: free[0])
+
+    def write(partial: PartialBlob, chunk: int) -> None:
+        partial.write(chunk, parts[chunk])
+        free[0] -= CHUNK_BYTES
+
+    first = store()
+    partial = first.begin(index.encode(), index.digest)
+    for chunk in (0, 1, 2):
+        write(partial, chunk)
+    with pytest.raises(QuotaExceeded):
+        first.put(b"b" * (CHUNK_BYTES + 1))
+    other = first.put(b"b" * CHUNK_BYTES)
+    free[0] -= CHUNK_BYTES
+    partial.close()
+    again = store()  # the fourth chunk has room, and no other
+    partial = again.begin(index.encode(), index.digest)
+    assert partial.missing == {3}
+    write(partial, 3)
+    partial.close()
+    assert again.path(index.digest).read_bytes() == b"".join(parts) and again.has(other)
+    assert again.used_bytes == 5 * CHUNK_BYTES and (again._reserved, again._on_disk) == (0, 0)
 
 
 def test_a_restart_knows_what_was_used_when_and_sweeps_what_is_a_day_old(tmp_path: Path) -> None:
