@@ -120,12 +120,18 @@ class Blobs:
         """
         if not is_digest(digest):
             raise BlobError(f"not the digest of a blob: {str(digest)[:80]!r}")
-        if not self.store.usable(digest, self._closed(job)):
-            await self._joined(digest, hints, max_bytes, self._closed(job))
-        if max_bytes is not None and self.store.size(digest) > max_bytes:
-            raise BlobError(
-                f"blob {digest[:8]} has {self.store.size(digest)} bytes; at most {max_bytes} allowed"
-            )
+        fetched = self.store.usable(digest, self._closed(job))
+        while not fetched:
+            try:
+                await self._joined(digest, hints, max_bytes, self._closed(job))
+                fetched = True
+            except TooLarge as error:
+                # Else it is so by the limit of another, who asked for it first.
+                if max_bytes is not None and error.size_bytes > max_bytes:
+                    raise TooLarge(digest, error.size_bytes, max_bytes) from None
+        size = self.store.size(digest)
+        if max_bytes is not None and size > max_bytes:
+            raise TooLarge(digest, size, max_bytes)
         return self.store.path(digest)
 
     def progress(self, digest: Digest) -> Fetched:
@@ -247,7 +253,7 @@ class Blobs:
         giver, data = await ask_index(self._transport, holders, request, patience_seconds)
         size = decode_index(data, digest).size_bytes
         if max_bytes is not None and size > max_bytes:
-            raise TooLarge(f"blob {digest[:8]} has {size} bytes; at most {max_bytes} allowed")
+            raise TooLarge(digest, size, max_bytes)
         partial = await self._begun(data, digest, job)
         return Fetch(self._transport, partial, self._config.chunk_seconds, request, giver)
 
@@ -299,3 +305,7 @@ class JobBlobs:
 
 class TooLarge(BlobError):
     """The blob is larger than the caller allows: trying again cannot help."""
+
+    def __init__(self, digest: Digest, size_bytes: int, limit: int) -> None:
+        super().__init__(f"blob {digest[:8]} has {size_bytes} bytes; at most {limit} allowed")
+        self.size_bytes = size_bytes

@@ -505,6 +505,23 @@ def test_two_who_want_the_same_blob_share_one_fetch(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_who_allows_little_of_a_blob_does_not_decide_for_who_allows_more(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            holder, ours = await room.peer(), await room.peer()
+            digest = await holder.put(BIG)
+            # As where a stranger's job calls the weights of another its graph.
+            reads = [ours.read(digest, limit) for limit in (1000, len(BIG) - 1, len(BIG))]
+            *few, whole = await asyncio.gather(*reads, return_exceptions=True)
+            assert [str(error).partition("; ")[2] for error in few] == [
+                "at most 1000 allowed",
+                f"at most {len(BIG) - 1} allowed",
+            ]
+            assert whole == BIG
+
+    run(scenario())
+
+
 def test_who_asks_while_a_fetch_that_nobody_waits_for_stops_gets_the_blob(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with Room(tmp_path) as room:
