@@ -215,8 +215,19 @@ class BlobStore:
     def sweep(self) -> None:
         """Delete what nobody has needed or used for a day. Raises BlobError."""
         if self.needs is not None:
+            self._date_anew()
             held = self.held()
             self._delete_unused(outdated(held, self.needs.all(), self._now()), held, self.needs)
+
+    def _date_anew(self) -> None:
+        """What was used at a time that is yet to come was used by now: our clock has been set back since, and the blob
+        would be fresh until the clock came there again."""
+        now = self._now()
+        with self._lock:
+            for digest, blob in self._held.items():
+                if blob.used_at > now:
+                    self._held[digest] = Held(blob.size_bytes, now)
+                    self._stamped.pop(digest, None)
 
     def _use(self, digest: Digest, size: int) -> None:
         """Somebody here has it in use now. The disk learns of it too, so that a restart does not forget."""

@@ -198,6 +198,23 @@ def test_what_is_here_of_a_blob_on_its_way_needs_no_room_again(tmp_path: Path) -
     assert again.used_bytes == 5 * CHUNK_BYTES and (again._reserved, again._on_disk) == (0, 0)
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_clock_that_was_ahead_keeps_no_blob_for_as_long(tmp_path: Path, restarted: bool) -> None:
+    clock, needs = Clock(), Needs()
+    clock.now += 365 * KEPT_SECONDS
+    store = BlobStore(tmp_path, 1000, needs, now=clock)
+    old = store.put(b"a" * 600)
+    clock.now = NOW
+    if restarted:
+        store = BlobStore(tmp_path, 1000, needs, now=clock)
+    store.sweep()
+    with pytest.raises(QuotaExceeded):  # it may be in use
+        store.put(b"b" * 600)
+    clock.now += FRESH_SECONDS
+    store.put(b"b" * 600)
+    assert not store.has(old)
+
+
 def test_a_restart_knows_what_was_used_when_and_sweeps_what_is_a_day_old(tmp_path: Path) -> None:
     clock, needs = Clock(), Needs()
     store = BlobStore(tmp_path, 1000, needs, now=clock)
