@@ -58,8 +58,8 @@ class Ended:
 class QueuedStream:
     """Sends in order what is put in, and hands what arrives to `on_frame`, until the stream ends or `aclose`.
 
-    `on_end` is called once when the stream ends otherwise than by `aclose` or `abort`; also where `on_frame` raises
-    SwarmError or ValueError. Neither may block.
+    `on_end` is called once when the stream ends otherwise than by `aclose` or `abort`; also where `on_frame` raises.
+    Neither may block.
     """
 
     def __init__(
@@ -200,10 +200,16 @@ class QueuedStream:
                 if self._rest_seconds:
                     seconds, self._rest_seconds = self._rest_seconds, 0.0
                     await asyncio.sleep(seconds)
-        except (SwarmError, ValueError) as error:
+        except (
+            Exception
+        ) as error:  # whatever a frame does: a stream that nobody reads any more would never end
             if not isinstance(error, (StreamClosed, StreamBroken)):
                 log.warning("%s from %s: %s", self.stream.protocol, self.stream.remote, error_line(error))
+                log.debug("where it happened", exc_info=error)
             self._end_with(error)
 
     def _end_with(self, error: Exception) -> None:
-        self.end(str(error) or "ended", vanished=isinstance(error, StreamBroken))
+        told = isinstance(error, (SwarmError, ValueError))
+        self.end(
+            (str(error) if told else error_line(error)) or "ended", vanished=isinstance(error, StreamBroken)
+        )

@@ -142,7 +142,7 @@ class _Pieces:
             if SIZE not in frame.header:
                 return frame
             size = frame.header[SIZE]
-            if not isinstance(size, int) or size <= len(frame.payload):
+            if type(size) is not int or size <= len(frame.payload):
                 raise FrameError(f"the first piece of a payload of {size!r} bytes")
             if size > allowed:
                 raise FrameError(f"a payload of {size} bytes; at most {allowed} are allowed now")

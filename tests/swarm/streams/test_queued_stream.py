@@ -28,6 +28,8 @@ class Ends:
     def take(self, frame: Frame) -> None:
         if frame.kind == "surprise":
             raise FrameError("no surprise here")
+        if frame.kind == "fault":
+            raise TypeError("a fault of ours")
         self.frames.append(frame)
 
 
@@ -120,6 +122,15 @@ def test_a_frame_that_is_refused_ends_the_stream_and_says_why() -> None:
         await ends.far.send("surprise")
         assert await ends.near.wait() == Ended("no surprise here")
         assert [frame.kind for frame in ends.frames] == ["fine"] and ends.told == [Ended("no surprise here")]
+
+    run(test)
+
+
+def test_a_frame_that_runs_into_a_fault_of_ours_ends_the_stream_as_well() -> None:
+    async def test(ends: Ends) -> None:
+        await ends.far.send("fault")
+        ended = await ends.near.wait()
+        assert "a fault of ours" in ended.reason and ends.told == [ended]
 
     run(test)
 

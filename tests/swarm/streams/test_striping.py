@@ -244,6 +244,7 @@ Hostile = Sequence[tuple[str, dict[str, object], int]]
         ([("x", {"": 1 << 40}, 10)], "at most 1000000 are allowed"),
         ([("x", {"": "many"}, 10)], "'many'"),
         ([("x", {"": -1}, 10)], "-1"),
+        ([("x", {"": True}, 0)], "True"),
         ([("x", {"": 10}, 10)], "first piece of a payload of 10 bytes"),
         ([("x", {"": 100}, 10), ("x", {}, 10)], "'x' frame among the pieces"),
         ([("x", {"": 100}, 10), ("piece", {}, 91)], "91 bytes that does not fit"),
