@@ -209,22 +209,26 @@ class Gathering:
     async def attend(self, lane: Stream) -> None:
         """Until the whole stream has been handled. Raises ValueError for what is no lane, or stays alone."""
         assert isinstance(lane, FrameStream)
+        group: _Group | None = None
         try:
-            async with asyncio.timeout(GATHER_SECONDS):
-                frame = await lane.receive()
-                group = self._enter(lane, frame)
-                await group.complete.wait()
-        except TimeoutError:
-            raise ValueError(f"its other lanes did not come within {GATHER_SECONDS:g} s") from None
+            try:
+                async with asyncio.timeout(GATHER_SECONDS):
+                    frame = await lane.receive()
+                    group = self._enter(lane, frame)
+                    await group.complete.wait()
+            except TimeoutError:
+                raise ValueError(f"its other lanes did not come within {GATHER_SECONDS:g} s") from None
+            finally:
+                self._groups = {key: each for key, each in self._groups.items() if lane not in each.stripes}
+            if group.stripes[0] is lane:
+                stripes = [each for each in group.stripes if each is not None]
+                await run(self._handler, StripedStream(stripes))
+            else:
+                await group.over.wait()
         finally:
-            self._groups = {key: each for key, each in self._groups.items() if lane not in each.stripes}
-        if group.stripes[0] is not lane:
-            await group.over.wait()
-            return
-        try:
-            await run(self._handler, StripedStream([each for each in group.stripes if each is not None]))
-        finally:
-            group.over.set()
+            # Also where the last lane came in the moment in which this one gave up: it waits for nobody else.
+            if group is not None and group.stripes[0] is lane:
+                group.over.set()
 
     def _enter(self, lane: FrameStream, frame: Frame) -> _Group:
         match frame.kind, frame.header:

@@ -13,13 +13,16 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from support import instant_loop
 from support.p2p_pair import Ends, two
 
 from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed, UnknownProtocol
 from fusion.swarm.streams import striping
+from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.streams.frames import DEFAULT_LIMITS
 from fusion.swarm.streams.p2p import P2PTransport
-from fusion.swarm.transport import Handler, Stream
+from fusion.swarm.streams.traffic import TrafficCounter
+from fusion.swarm.transport import Frame, Handler, Stream
 
 pytestmark = pytest.mark.process
 
@@ -341,6 +344,31 @@ def test_lanes_that_make_no_stream_are_refused(
         assert (await good.receive()).header == {"n": 1}
 
     ends.with_handler(echo, main)
+
+
+def test_a_lane_that_comes_as_the_first_one_gives_up_waits_for_no_stream() -> None:
+    class Lane(FrameStream):
+        def __init__(self, number: int, comes: asyncio.Event) -> None:
+            super().__init__(DEFAULT_LIMITS, TrafficCounter(), lambda *_: None)
+            self.number, self.comes = number, comes
+
+        async def receive(self) -> Frame:
+            await self.comes.wait()
+            return Frame("lane", {"key": "k", "lane": self.number, "of": 2})
+
+    async def scenario() -> None:
+        first, last = asyncio.Event(), asyncio.Event()
+        first.set()
+        asyncio.get_running_loop().call_later(striping.GATHER_SECONDS, last.set)
+        gathering = striping.Gathering(echo)
+        attending = [asyncio.create_task(gathering.attend(Lane(0, first)))]
+        await asyncio.sleep(striping.GATHER_SECONDS / 2)
+        attending.append(asyncio.create_task(gathering.attend(Lane(1, last))))
+        given_up, other = await asyncio.gather(*attending, return_exceptions=True)
+        assert isinstance(given_up, ValueError) and other is None
+        assert not gathering._groups
+
+    instant_loop.run(scenario())
 
 
 def test_one_lane_twice_and_other_counts_do_not_mix(ends: Ends) -> None:
