@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, P2PContext
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.proto import auth_pb2, dht_pb2
+from hivemind.utils.multiaddr import Multiaddr
 
 from fusion.swarm.dht.guard import Offer
 from fusion.swarm.dht.lookup import Node
@@ -171,7 +172,7 @@ class Wire:
             except CALL_ERRORS as error:
                 logger.debug("p2pd does not say who is connected: %r", error)
                 return self._subnet_of
-            found = ((info.peer_id, subnet_of(str(address))) for info in connected for address in info.addrs)
+            found = ((info.peer_id, _subnet(address)) for info in connected for address in info.addrs)
             self._subnet_of = {from_bytes(peer.to_bytes()): subnet for peer, subnet in found if subnet}
         return self._subnet_of
 
@@ -223,6 +224,14 @@ class _Capped:
         if len(data) > self._most_bytes:
             raise ValueError(f"a message of {len(data)} bytes; at most {self._most_bytes}")
         return self._kind.FromString(data)
+
+
+def _subnet(address: Multiaddr) -> str | None:
+    """None as well for an address of a kind that hivemind does not know: p2pd dials more kinds."""
+    try:
+        return subnet_of(str(address))
+    except Exception:  # the parser of multiaddrs raises whatever its codecs do
+        return None
 
 
 def _sender(context: P2PContext) -> PeerId:

@@ -9,7 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerInfo
 from hivemind.proto import dht_pb2
+from hivemind.utils.multiaddr import Multiaddr
 
 from fusion.swarm.dht import calls
 from fusion.swarm.dht.calls import Calls
@@ -17,6 +20,7 @@ from fusion.swarm.dht.lookup import Node
 from fusion.swarm.dht.values import node_id
 from fusion.swarm.dht.wire import MAX_KEYS, FoundAt, Wire
 from fusion.swarm.identity import Identity
+from fusion.swarm.streams.peer_ids import to_bytes
 from fusion.swarm.transport import PeerId
 
 Find = Callable[[Sequence[int]], Awaitable[list[FoundAt]]]
@@ -96,6 +100,24 @@ def test_others_run_while_an_answer_full_of_made_up_nodes_is_read() -> None:
 
     def ids(count: int) -> list[bytes]:
         return [b"\x00\x24\x08\x01\x12\x20" + os.urandom(32) for _ in range(count)]
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_at_an_address_that_cannot_be_read_keeps_nobody_out() -> None:
+    async def scenario() -> None:
+        plain, odd = (Identity.generate().peer_id for _ in range(2))
+        webtransport = Multiaddr("/ip4/8.8.8.8/udp/4001/quic-v1").to_bytes() + b"\xd1\x03"
+        connected = [
+            PeerInfo(PeerID(to_bytes(odd)), [Multiaddr(webtransport)]),
+            PeerInfo(PeerID(to_bytes(plain)), [Multiaddr("/ip4/9.9.9.9/tcp/4001")]),
+        ]
+
+        async def list_peers() -> list[PeerInfo]:
+            return connected
+
+        p2p: Any = SimpleNamespace(list_peers=list_peers)
+        assert await Wire(p2p, plain, client=True).subnets() == {plain: "9.9.9.0/24"}
 
     asyncio.run(scenario())
 
