@@ -291,7 +291,15 @@ class BlobStore:
             self._jobs[digest] = None
         else:
             jobs = {*(self.jobs_of(digest) or ()), job}
-            path.write_text("\n".join(sorted(jobs)))
+            scratch = self._partial / f"tmp-{secrets.token_hex(8)}"
+            try:
+                with scratch.open("w") as file:  # half of it would keep the blob from those whose it is
+                    file.write("\n".join(sorted(jobs)))
+                    file.flush()
+                    _settle(file.fileno())
+                os.replace(scratch, path)
+            finally:
+                scratch.unlink(missing_ok=True)
             self._jobs[digest] = frozenset(jobs)
 
     def _reserve(self, size: int, there: int = 0) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -195,6 +196,24 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         store.put(b"x")
     assert "\n" not in str(caught.value)
     assert store.used_bytes == 0 and not list((tmp_path / "partial").iterdir())
+
+
+def test_a_full_disk_takes_no_blob_from_the_job_whose_it_is(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, QUOTA)
+    digest = store.put(b"abc", "1" * 64)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(BlobError):
+            store.keep_for("2" * 64, [digest])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    again = BlobStore(tmp_path, QUOTA)
+    assert again.jobs_of(digest) == {"1" * 64}
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["partial", digest, f"{digest}.index", f"{digest}.jobs"]
+    )
+    assert not list((tmp_path / "partial").iterdir())
 
 
 @pytest.mark.parametrize("fetched", [False, True])
