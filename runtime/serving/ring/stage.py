@@ -344,7 +344,7 @@ class RingStage:
         tokens, chunks = (TurnFrames(kind, self._sessions.taking) for kind in ("token", "chunk"))
         failed: list[tuple[Work[StageSession], Exception]] = []
         for work, outcome in zip(turn, outcomes, strict=True):
-            if work.session.closed:
+            if work.session.closed or work.session.ended:  # guesses may follow the last token of an answer
                 continue
             if isinstance(outcome, Exception):
                 self._worker.doubt(outcome)
@@ -390,7 +390,7 @@ class RingStage:
         ]
         ends = next((place for place, finish in enumerate(finishes) if finish), None)
         if ends is not None:
-            tokens = tokens[: ends + 1]
+            session.ended, tokens = True, tokens[: ends + 1]
         elif session.back is not None:
             header = {"session": session.id, "id": tokens[0].id, "position": tokens[0].position}
             more = {"more": [token.id for token in tokens[1:]]} if len(tokens) > 1 else {}

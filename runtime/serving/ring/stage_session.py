@@ -67,6 +67,7 @@ class StageSession:
     waiting_bytes: int = 0  # of these, and of what waits for the source
     early: list[Work[StageSession]] = field(default_factory=list)  # chunks that came before the source
     encoded: bool = False  # whether the source has come
+    ended: bool = False  # at the last stage: the answer has its last token
     ran: int = 0  # chunks
     heard_at: float = 0.0  # when its gateway last said anything about it, or a chunk of it ran
     freed: asyncio.Task[None] | None = None  # frees its memory, once it is closed

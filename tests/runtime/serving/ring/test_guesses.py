@@ -257,6 +257,30 @@ def test_a_ring_gives_the_same_tokens_with_guesses(shape: str, sampling: Samplin
     asyncio.run(main())
 
 
+def test_guesses_behind_the_last_token_of_an_answer_are_nobody_s_fault() -> None:
+    """A text of 97 tokens again and again, whose end token is guessed like all others, wherever in a chunk it comes."""
+
+    async def main() -> None:
+        stages = SHAPES["one"]
+        text = [12, 24, 28, 13, 1, 8, 30]
+        text += reference(stages, text, 330)
+        assert text[-97:] == text[-194:-97]
+        end = next(token for token in text[-97:] if text[-97:].count(token) == 1)
+        last = len(text) - 97 + text[-97:].index(end)
+        async with ring_of(stages, max_sequence=600, end_tokens=(end,)) as ring:
+            for length in range(28, 44):
+                prompt = text[: last + 1 - length]
+                streams, opening = await ring.connect(), ring.opening(prompt, 90)
+                await ring.open(streams, opening)
+                await ring.prompt(streams, opening, prompt, guesses=True)
+                assert await ring.tokens(streams[-1]) == text[last + 1 - length : last + 1]
+                assert await ring.generate([3], 5) == reference(stages, [3], 5)
+                await streams[0].send("close", {"session": opening.session})
+            await ring.freed()
+
+    asyncio.run(main())
+
+
 def test_sessions_with_guesses_and_without_share_a_ring() -> None:
     async def main() -> None:
         stages = SHAPES["skip"]
