@@ -66,7 +66,7 @@ class RingStage:
         self._schedule = self._sessions.schedule
         self._drafting = Drafting(worker, runner, self._schedule, clock)
         self._gateways = Gateways(plan, position, self._sessions, self._advance, doubt, self._drafting)
-        self._arrived, self._room = asyncio.Event(), asyncio.Event()  # work came; some was taken
+        self._arrived = asyncio.Event()  # work came
         self._leaving = False
         self._streams: set[Stream] = set()
         self._full = FullLinks(self._arrived.set)
@@ -172,8 +172,8 @@ class RingStage:
 
     async def _take_chunk(self, sender: int, remote: PeerId, frame: Frame) -> None:
         while not self._schedule.has_room:
-            self._room.clear()
-            await self._room.wait()
+            self._sessions.room.clear()
+            await self._sessions.room.wait()
         session = self._sessions.named(frame.header)
         if session is not None and session.ready:
             self._put_in(sender, remote, session, frame)
@@ -318,7 +318,7 @@ class RingStage:
         while True:
             now = self._clock()
             turn = self._schedule.next_turn(now, self._clear)
-            self._room.set()
+            self._sessions.room.set()
             if turn:
                 return turn
             self._arrived.clear()

@@ -83,6 +83,7 @@ class StageSessions:
         )
         self._tasks: asyncio.TaskGroup | None = None
         self._emptied = asyncio.Event()  # no session is left
+        self.room = asyncio.Event()  # what waited has been taken, or has gone with its session
 
     def __len__(self) -> int:
         return len(self.schedule.sessions)
@@ -352,6 +353,7 @@ class StageSessions:
         session.parts, session.early = {}, []
         self._parts.set(session, session.gateway_peer, 0)
         self.schedule.remove(session)
+        self.room.set()
         self._shares.release(session, completed=completed and session.ran > 0)
         if not self.schedule.sessions:
             self._emptied.set()

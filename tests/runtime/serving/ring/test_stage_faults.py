@@ -274,6 +274,43 @@ def test_a_next_stage_that_reads_nothing_holds_up_its_own_sessions_alone(
     asyncio.run(main())
 
 
+def test_whoever_waits_for_room_goes_on_once_the_session_that_took_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its next stage is frozen, so that nothing of it runs, and its gateway gives it up: the link from the stage before has others'
+    sessions."""
+    monkeypatch.setattr("fusion.swarm.streams.memory_stream.BUFFERED_BYTES", 1)
+    monkeypatch.setattr("fusion.runtime.serving.ring.schedule.WAITING_POSITIONS", 16)
+    prompt, kept = [1, 2, 3, 4] * 14, list[Stream]()
+
+    async def frozen(stream: Stream) -> None:
+        kept.append(stream)
+        await asyncio.sleep(60)
+
+    async def main() -> None:
+        async with ring_of(SHAPES["three"]) as ring:
+            other = MemoryTransport(ring.network, PeerId("frozen"))
+            await other.serve(RING.name, frozen)
+            streams = (await ring.connect())[:2]
+            opening = ring.opening(prompt, 5)
+            route = [["p0", 5], ["p1", 6], ["frozen", 7]]
+            for stream in streams:
+                await stream.send("open", {**opening.to_header(), "route": route})
+                assert (await stream.receive()).kind == "opened"
+            await ring.prompt(streams, opening, prompt)
+            while ring.rings[1]._schedule.has_room:
+                await asyncio.sleep(0.001)
+            others = asyncio.create_task(ring.generate([1], 20))
+            while ring.rings[0].sessions < 2:
+                await asyncio.sleep(0.001)
+            for stream in streams:
+                await stream.send("close", {"session": opening.session})
+            async with asyncio.timeout(5):
+                assert await others == reference(SHAPES["three"], [1], 20)
+
+    asyncio.run(main())
+
+
 def test_logits_wait_in_bounds_for_a_gateway_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusion.swarm.streams.memory_stream.BUFFERED_BYTES", 1)
     monkeypatch.setattr("fusion.runtime.serving.ring.stage.UNREAD_BYTES", 5 * 4 * VOCABULARY)
