@@ -96,6 +96,8 @@ def frames_of(frame: Frame, size_of: Callable[[Header], int] = lambda header: 0)
         raise FrameError(f"{frame.kind}: 1 to {MAX_FRAMES} in one frame")
     if not all(isinstance(header, dict) for header in headers):
         raise FrameError(f"{frame.kind}: a table for each")
+    if len(frame.payload) > MAX_BYTES:  # what waits of it, were it a single row, keeps all of it in memory
+        raise FrameError(f"{frame.kind}: at most {MAX_BYTES} bytes in one frame")
     kind, sizes = frame.kind[:-1], [size_of(header) for header in headers]
     if sum(sizes) != len(frame.payload):
         raise FrameError(f"{len(frame.payload)} bytes; {sum(sizes)} were to come")

@@ -101,6 +101,7 @@ NONSENSE: list[tuple[object, int, str]] = [
     ([{"length": 3}, {"length": -1}], 40, "a chunk of -1 positions"),
     ([{"length": 1}, {}], 20, "a chunk of 0 positions"),
     ([{"length": "1"}], 20, "length: a whole number"),
+    ([{"length": 1}, {"length": 2000}], 20 * 2001, "chunks: at most 32768 bytes in one frame"),
 ]
 
 
