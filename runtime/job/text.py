@@ -10,13 +10,15 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.errors import JobError, JobFailed
+from fusion.swarm.printable import one_line
 
 MAX_TOKENIZER_BYTES = 64 << 20
 REPLACEMENT = "\ufffd"  # what an unfinished or impossible byte sequence decodes to
@@ -105,14 +107,25 @@ def of_any_length(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
+@contextmanager
+def _failing_as(kind: type[JobError] | type[JobFailed], what: str) -> Iterator[None]:
+    """`kind` in one line for what the library raises: plain Exception, or where its Rust panics, which a file can bring about,
+    what is not even that."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise kind(f"{what}: {one_line(str(error), 200)}") from None
+
+
 class TokenizerText:
-    """A Hugging Face `tokenizers` JSON file. JobError for bytes that are not one."""
+    """A Hugging Face `tokenizers` JSON file. JobError for bytes that are not one, and for a text that it cannot read; JobFailed
+    for tokens that it cannot write."""
 
     def __init__(self, data: bytes) -> None:
-        try:
+        with _failing_as(JobError, "the model's tokenizer cannot be read"):
             self._tokenizer = of_any_length(Tokenizer.from_buffer(data))
-        except Exception as error:  # the library raises plain Exception for every kind of bad file
-            raise JobError(f"the model's tokenizer cannot be read: {str(error)[:200]}") from None
         self._steps = _decoder_steps(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {
@@ -122,7 +135,8 @@ class TokenizerText:
         self.special = frozenset(self._added)
 
     def encode(self, prompt: str, *, plain: bool = True) -> list[int]:
-        return list(self._tokenizer.encode(prompt, add_special_tokens=plain).ids)
+        with _failing_as(JobError, "prompt: the model's tokenizer cannot read it"):
+            return list(self._tokenizer.encode(prompt, add_special_tokens=plain).ids)
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
         return _WindowStream(self._decode, prompt)
@@ -142,7 +156,8 @@ class TokenizerText:
         return self._decode([token]).encode()
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        with _failing_as(JobFailed, "the model's tokenizer cannot write its tokens"):
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
 class _ByteStream:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.text import REPLACEMENT, ByteText, NoText, Text, TokenizerText
 
 SAMPLES = [
@@ -161,3 +164,29 @@ def test_a_text_is_neither_cut_nor_padded_to_what_a_batch_once_was() -> None:
     made.enable_truncation(2)
     made.enable_padding(length=6, pad_id=2, pad_token="<pad>")
     assert TokenizerText(made.to_str().encode()).encode("a b a b") == [0, 1, 0, 1]
+
+
+def made_of(**parts: Any) -> bytes:
+    """A tokenizer of the words "a" and "b", with these parts in its file."""
+    file = json.loads(Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="<unk>")).to_str())
+    return json.dumps(file | parts).encode()
+
+
+def test_a_text_with_a_word_that_the_tokenizer_does_not_have_is_one_line() -> None:
+    text = TokenizerText(made_of())
+    assert text.encode("a") == [0]
+    with pytest.raises(JobError, match=r"^prompt: the model's tokenizer cannot read it: WordLevel error"):
+        text.encode("c")
+
+
+def test_a_file_that_makes_the_library_panic_is_one_line() -> None:
+    """A panic of Rust is no Exception: nobody would catch it, and whoever waits would wait for ever."""
+    chopped = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
+    with pytest.raises(JobError, match=r"^the model's tokenizer cannot be read: range end index"):
+        TokenizerText(made_of(model={**chopped, "continuing_subword_prefix": "####"}))
+    empty = TokenizerText(made_of(pre_tokenizer={"type": "FixedLength", "length": 0}))
+    with pytest.raises(JobError, match=r"^prompt: the model's tokenizer cannot read it: chunk size"):
+        empty.encode("a")
+    short = TokenizerText(made_of(decoder={"type": "Strip", "content": "a", "start": 5, "stop": 5}))
+    with pytest.raises(JobFailed, match=r"^the model's tokenizer cannot write its tokens: index out of"):
+        streamed(short, [0], [1])

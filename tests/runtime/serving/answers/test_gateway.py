@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from contextlib import aclosing
 from pathlib import Path
@@ -264,6 +265,21 @@ def test_a_prompt_that_no_position_could_hold_never_reaches_the_tokenizer(
             with pytest.raises(RemoteError, match="prompt: the model takes"):
                 await swarm.ask(prompt="x" * (MAX_SEQUENCE * 16), max_tokens=1)
             assert read == [MAX_SEQUENCE * 16] and "MainThread" not in threads
+
+    asyncio.run(main())
+
+
+def test_a_tokenizer_that_fails_is_one_line(tmp_path: Path) -> None:
+    file = json.loads(tokenizer_json())
+    file["decoder"] = {"type": "Strip", "content": "f", "start": 5, "stop": 5}  # at "f" the library panics
+
+    async def main() -> None:
+        async with swarm_of(1, tmp_path) as swarm:
+            digest = await swarm.peers[0].context.blobs.put(json.dumps(file).encode())
+            await swarm.serve("gpt2", 1, tokenizer=digest)
+            with pytest.raises(RemoteError, match=r"^the model's tokenizer cannot write its tokens: index"):
+                await swarm.ask(prompt="if", max_tokens=20)
+            await swarm.freed()
 
     asyncio.run(main())
 
