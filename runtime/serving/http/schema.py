@@ -2,6 +2,9 @@
 
 Fields that are not named are ignored, as OpenAI ignores what it does not know. Those that would change an answer, and
 that nothing here can do, are refused (`_unsupported`) rather than ignored.
+
+Of a long list the first entry that is wrong is told of, and no other (`fail_fast`): pydantic makes a kilobyte of each error, and a
+body has room for millions of entries.
 """
 
 from __future__ import annotations
@@ -25,11 +28,19 @@ COMPLETION_TOKENS = 16  # where max_tokens is left out, as with OpenAI
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_BYTES)]
 
 
 def _as_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
+
+
+def _few(value: Any) -> Any:
+    """Of an object pydantic would look at every entry before it counts them."""
+    if isinstance(value, dict) and len(value) > MAX_BIASED:
+        raise ValueError(f"at most {MAX_BIASED} tokens, not {len(value)}")
+    return value
 
 
 def _unless_false(value: Any) -> Any:
@@ -81,12 +92,19 @@ class Settings(Body):
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     logit_bias: (
-        Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASED)] | None
+        Annotated[
+            dict[str, Annotated[Number, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_BIASED),
+            BeforeValidator(_few),
+        ]
+        | None
     ) = None
     seed: Annotated[int, Field(ge=-MAX_SEED, le=MAX_SEED)] | None = None
     stop: (
         Annotated[
-            tuple[Stop, ...], Field(max_length=MAX_STOPS), BeforeValidator(_as_tuple, Stop | list[Stop])
+            tuple[Stop, ...],
+            Field(max_length=MAX_STOPS, fail_fast=True),
+            BeforeValidator(_as_tuple, Stop | list[Stop]),
         ]
         | None
     ) = None
@@ -122,10 +140,8 @@ class CompletionRequest(Settings):
     prompt: (
         str
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[Id], Field(min_length=1)]
-        | Annotated[
-            list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)
-        ]
+        | Ids
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: Annotated[
@@ -175,7 +191,7 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
@@ -210,7 +226,7 @@ class ToolChoice(Body):
 
 
 class ChatRequest(Settings):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None

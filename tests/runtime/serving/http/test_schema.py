@@ -66,6 +66,26 @@ def test_chats_that_are_refused(said: dict[str, Any]) -> None:
     _refused(ChatRequest, said)
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        *((CompletionRequest, {"prompt": prompt}) for prompt in (
+            [""] * 5000, [-1] * 5000, [None] * 5000, [[""] * 5000], [[-1] * 5000] * 64,
+        )),
+        *((CompletionRequest, {"prompt": "a", name: value}) for name, value in (
+            ("stop", [0] * 5000), ("logit_bias", dict.fromkeys(map(str, range(5000)), "")),
+        )),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 5000}]}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [0] * 5000}] * 500}),
+        (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [{}] * 120}] * 500}),
+    ],
+)  # fmt: skip
+def test_errors_are_few_however_much_is_wrong(kind: type[BaseModel], said: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate(said)
+    assert found.value.error_count() <= 200
+
+
 def _refused(kind: type[BaseModel], said: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         kind.model_validate(said)
