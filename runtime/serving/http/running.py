@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -110,8 +111,14 @@ class _Connection(H11Protocol):
             self.loop.call_later(REFUSED_SECONDS, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        if not self._refused:
+        if self._refused:
+            return
+        try:
             super().data_received(data)
+        except (
+            h11.LocalProtocolError
+        ):  # the rest of a body is no HTTP, and its request is answered: no 400 can follow
+            self.transport.close()
 
     def waits_for(self) -> tuple[object, float]:
         """What it waits for, and for how many seconds it may."""

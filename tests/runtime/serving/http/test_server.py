@@ -669,6 +669,26 @@ def test_what_is_no_http_ends_a_connection_and_nothing_else(
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
+def test_a_body_that_goes_wrong_once_it_is_answered_ends_the_connection_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (_, http):
+            for host, status in ((b"evil.example", b"403"), (b"localhost", b"404")):
+                reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+                chunked = b" HTTP/1.1\r\nTransfer-Encoding: chunked\r\nHost: "
+                writer.write(b"POST /v1/nothing" + chunked + host + b"\r\n\r\n")
+                async with asyncio.timeout(30):
+                    assert (await reader.readuntil(b"}}"))[9:12] == status
+                    writer.write(b"no length of a chunk\r\n")
+                    assert await reader.read() == b""
+                writer.close()
+            assert (await ask(http, "GET", "/health"))[0] == 200
+
+    asyncio.run(main())
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
 def test_a_response_format_holds_for_completions_chats_and_streams(tmp_path: Path) -> None:
     schema = {
         "type": "object",
