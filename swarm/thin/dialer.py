@@ -50,7 +50,14 @@ class Dialer:
         if not targets:
             raise PeerUnreachable(f"cannot reach {peer}: nobody says where it listens")
         connection = await self.connect(*targets)
-        stream = await connection.open(protocol)
+        try:
+            stream = await connection.open(protocol)
+        except PeerUnreachable:
+            # It may be as good as gone, which TCP notices after a quarter of an hour: whoever comes next dials anew. Should it
+            # only be slow, what is under way there goes on.
+            if self._connections.get(peer) is connection:
+                del self._connections[peer]
+            raise
         near, far = socket.socketpair()
         local = trio.SocketStream(trio.socket.from_stdlib_socket(far))
         await local.send_all(delimited(b""))

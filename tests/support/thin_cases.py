@@ -176,6 +176,40 @@ async def a_listener_that_is_no_libp2p_host_is_given_up_on() -> None:
             await near.gateway()
 
 
+async def a_connection_on_which_nothing_comes_any_more_is_replaced() -> None:
+    """As when a laptop wakes up elsewhere: TCP would go on trying for a quarter of an hour."""
+    deaf, ways = asyncio.Event(), list[asyncio.Task[None]]()
+    async with peer() as far, asyncio.timeout(SECONDS):
+        port = int(far.address.split("/")[4])
+
+        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: bool) -> None:
+            while data := await reader.read(1 << 16):
+                if not (first and deaf.is_set()):
+                    writer.write(data)
+            writer.close()
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            first, (inward, outward) = not ways, await asyncio.open_connection("127.0.0.1", port)
+            ways.append(asyncio.create_task(pass_on(reader, outward, first)))
+            ways.append(asyncio.create_task(pass_on(inward, writer, first)))
+
+        server = await asyncio.start_server(relay, "127.0.0.1", 0)
+        way = f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}/p2p/{far.peer_id}"
+        async with server, client(way) as near:
+            stream = await near.open(await near.gateway(), ECHO)
+            assert (await asyncio.gather(stream.send("hi"), stream.receive()))[1].kind == "hi"
+            from fusion.swarm.thin import connection
+
+            connection.OPEN_SECONDS = 1.0
+            deaf.set()
+            with pytest.raises(PeerUnreachable, match="no answer"):
+                await near.open(far.peer_id, ECHO)
+            connection.OPEN_SECONDS = 8.0
+            assert (await call(near, far.peer_id, ECHO, "hi")).kind == "hi"
+            assert len(ways) == 4 and not stream.broke, "what is under way is not ended for it"
+        await asyncio.gather(*ways, return_exceptions=True)
+
+
 async def members_of_a_closed_swarm_are_answered_and_nobody_else() -> None:
     with tempfile.TemporaryDirectory() as folder:
         key, ours = new_key(Path(folder) / "swarm.key"), Identity.generate()
