@@ -31,7 +31,7 @@ async def parts(
     """All of them as they come, until each has its Answer. Raises Busy, and as `Gateway.generate` does, whichever answer
     fails first. Close it to stop: that frees every session."""
     places = _places(gateway, asked, holder)
-    queue: asyncio.Queue[Part | Exception] = asyncio.Queue(WAITING_PARTS)
+    queue = _Parts()
     tasks = [
         asyncio.create_task(_answer(gateway, choice, request, holder, place, queue, metrics))
         for choice, (request, place) in enumerate(zip(asked, places, strict=True))
@@ -42,8 +42,6 @@ async def parts(
     try:
         while left:
             part = await queue.get()
-            if isinstance(part, Exception):
-                raise part
             left -= isinstance(part.said, Answer)
             yield part
     finally:
@@ -73,7 +71,7 @@ async def _answer(
     request: GenerateRequest,
     holder: PeerId,
     place: Place,
-    queue: asyncio.Queue[Part | Exception],
+    queue: _Parts,
     metrics: Metrics,
 ) -> None:
     try:
@@ -89,6 +87,29 @@ async def _answer(
     except asyncio.CancelledError:
         if not place.done():
             raise
-        await queue.put(Busy())
+        queue.fail(Busy())
     except Exception as error:  # the one who reads the queue raises it
-        await queue.put(error)
+        queue.fail(error)
+
+
+class _Parts:
+    """What is to be read next. Parts wait for room; what went wrong does not, as nobody may be left to make some."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Part | Exception] = asyncio.Queue()
+        self._room = asyncio.Semaphore(WAITING_PARTS)
+
+    async def put(self, part: Part) -> None:
+        await self._room.acquire()
+        self._queue.put_nowait(part)
+
+    def fail(self, error: Exception) -> None:
+        self._queue.put_nowait(error)
+
+    async def get(self) -> Part:
+        """Raises what went wrong, in its turn."""
+        part = await self._queue.get()
+        if isinstance(part, Exception):
+            raise part
+        self._room.release()
+        return part
