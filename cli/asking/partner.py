@@ -88,10 +88,14 @@ class Partner:
         except TemplateFailed as error:
             raise ValueError(f"the chat template of {self.name} does not take this: {error}") from None
         context, request = self._context, replace(self._request, model=self._job, prompt=prompt)
-        asked = generate(
-            *(context.transport, self._gateway, request, another_peer(context.directory)),
-            self._grants,
-        )
+        find = another_peer(context.directory)
+
+        async def another(gone: frozenset[PeerId]) -> PeerId | None:
+            found = await find(gone)
+            self._gateway = found or self._gateway  # the next turn need not wait for the one that is gone
+            return found
+
+        asked = generate(context.transport, self._gateway, request, another, self._grants)
         turn.trace = AnswerTrace()
         async with aclosing(asked) as pieces:
             async for piece in pieces:

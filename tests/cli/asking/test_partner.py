@@ -17,9 +17,12 @@ from fusion.cli.asking.partner import Partner, Turn
 from fusion.cli.terminal.output import Output
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.model_files import CHAT_TEMPLATE_FILE
+from fusion.runtime.serving.requests import client
 from fusion.runtime.serving.requests.chat_template import ChatTemplates
 from fusion.runtime.serving.requests.request import GenerateRequest
+from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import JobId
+from fusion.swarm.transport import PeerId
 
 pytestmark = [pytest.mark.process, pytest.mark.heavy]
 
@@ -71,6 +74,33 @@ def test_a_turn_is_shown_as_it_comes_and_one_that_is_stopped_frees_its_session(t
             assert turn.answer is not None and turn.answer.text == turn.text
             assert said.getvalue().endswith(turn.text)
             assert await partner.trips(turn.answer.route) == [None]
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
+def test_the_peer_that_went_on_for_one_that_vanished_is_asked_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with partner_of(tmp_path, TEMPLATE) as (swarm, partner, _):
+            vanished: list[frozenset[PeerId]] = []
+
+            def another_peer(directory: Directory) -> client.Another:
+                async def find(gone: frozenset[PeerId]) -> PeerId:
+                    vanished.append(gone)
+                    return swarm.peers[0].id
+
+                return find
+
+            monkeypatch.setattr(client, "another_peer", another_peer)
+            await partner.choose("llama", "NAME")
+            nobody = partner._gateway = PeerId("nobody")
+            for _ in range(2):
+                turn = Turn()
+                await partner.answer(Conversation().with_question("Hi"), turn)
+                assert turn.answer is not None
+            assert vanished == [{nobody}]
             await swarm.freed()
 
     asyncio.run(main())
