@@ -32,7 +32,7 @@ from fusion.runtime.serving.http.schema import (
 )
 from fusion.runtime.serving.http.shapes import ChatShape, CompletionShape, Heading, Json, Shape, usage
 from fusion.runtime.serving.requests.chat_template import ChatTemplates, TemplateFailed, TemplatesBusy
-from fusion.runtime.serving.requests.request import CHAT_TOKENS, Answer, GenerateRequest, Piece
+from fusion.runtime.serving.requests.request import CHAT_TOKENS, Answer, GenerateRequest, Piece, check_length
 
 log = logging.getLogger(__name__)
 
@@ -83,14 +83,17 @@ class Api:
 
     async def _complete(self, request: Request, body: CompletionRequest) -> Response:
         model = await self._find(body.model)
-        prompts = [
-            await self._gateway.encode(model, prompt) if isinstance(prompt, str) else prompt
-            for prompt in body.prompts
-        ]
+        prompts = [await self._tokens(model, prompt) for prompt in body.prompts]
         most = [body.max_tokens or min(COMPLETION_TOKENS, _left(model, prompt)) for prompt in prompts]
         asked = asking.requests(body, model.job, prompts, most, body.logprobs, self._context.random)
         spelling: dict[int, bytes] = {}
         return await self._reply(request, body, model, CompletionShape(spelling), asked, spelling)
+
+    async def _tokens(self, model: ServedModel, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return await self._gateway.encode(model, prompt)
+        check_length(len(prompt), model.serve.longest_prompt)  # each of `n` answers looks at all of them
+        return prompt
 
     async def _chat(self, request: Request, body: ChatRequest) -> Response:
         model = await self._find(body.model)

@@ -330,6 +330,12 @@ def check_size(request: GenerateRequest, max_sequence: int) -> None:
             )
 
 
+def check_length(tokens: int, longest_prompt: int) -> None:
+    """JobError in one line where no prompt of a model has so many: before anything looks at each of them."""
+    if tokens > longest_prompt:
+        raise JobError(f"prompt: {tokens} tokens; the model takes {longest_prompt} positions")
+
+
 def check_prompt(prompt: Sequence[int], max_tokens: int, vocabulary: int, max_sequence: int) -> None:
     """JobError in one line where the model cannot take this prompt and answer with `max_tokens`."""
     if not prompt:

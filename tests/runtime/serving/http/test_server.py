@@ -390,6 +390,21 @@ def test_requests_are_bounded_in_bytes(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_ids_that_no_prompt_has_room_for_are_looked_at_once_and_not_for_every_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (_, http):
+            body = {**GREEDY, "prompt": [1] * 1000, "n": 16}
+            monkeypatch.setattr("fusion.runtime.serving.http.asking.requests", None)
+            status, _, data = await ask(http, "POST", "/v1/completions", body)
+            error = json.loads(data)["error"]
+            assert (status, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
+            assert "1000 tokens; the model takes 96 positions" in error["message"]
+
+    asyncio.run(main())
+
+
 def test_requests_are_bounded_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "SILENT_SECONDS", 0.1)
     monkeypatch.setattr(running, "LOOK_SECONDS", 0.02)
