@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from worlds.arithmetic import STATE
 
+from fusion.runtime.hosting.stage_claims import StageClaims
 from fusion.runtime.training.snapshots import stage_files
 from fusion.runtime.training.step import lead, messages
 from fusion.runtime.training.streams import fence, partners
@@ -96,6 +97,18 @@ def believe_anybody_of_a_job() -> None:
     belief._final = lambda said, sight: said.state in ("done", "stopped", "failed")  # type: ignore[assignment]
 
 
+def fail_as_nobody_expected() -> None:
+    """What looks for vacant stages raises for one whose owner has gone."""
+    real = StageClaims._vacancy
+
+    def failing(self: Any, place: Any, *more: Any) -> Any:
+        if self._context.leases.known_term(*place) > 1:
+            raise KeyError(place)
+        return real(self, place, *more)
+
+    StageClaims._vacancy = failing  # type: ignore[method-assign]
+
+
 PLANTS: dict[str, Callable[[], None]] = {
     "term": skip_the_term_check,
     "ready": commit_without_every_ready,
@@ -103,4 +116,5 @@ PLANTS: dict[str, Callable[[], None]] = {
     "proof": believe_any_proof,
     "words": count_forged_words,
     "belief": believe_anybody_of_a_job,
+    "mistake": fail_as_nobody_expected,
 }

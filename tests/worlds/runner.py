@@ -20,8 +20,6 @@ from worlds.scenario import scenario, with_liars
 from worlds.virtual_time import lane_now, wall_seconds
 from worlds.world import World
 
-from fusion.runtime.hosting.hosted_stages import HostedStages
-
 T = TypeVar("T")
 
 CHUNK = 25  # seeds that a process takes at once
@@ -117,16 +115,16 @@ def replay(seed: int, *, traces: bool = True) -> Outcome:
     fusion = logging.getLogger("fusion")
     before = fusion.level, fusion.propagate
     logging.disable(logging.NOTSET)
-    hosting = logging.getLogger(HostedStages.__module__)
-    fusion.addHandler(collector)
-    hosting.addHandler(collector)
+    logs = [fusion, *map(logging.getLogger, wiring.MISTAKES_LOGS)]
+    for log in logs:
+        log.addHandler(collector)
     fusion.setLevel(logging.DEBUG)
     fusion.propagate = False
     try:
         return run_one(seed, verbose=True)
     finally:
-        fusion.removeHandler(collector)
-        hosting.removeHandler(collector)
+        for log in logs:
+            log.removeHandler(collector)
         fusion.level, fusion.propagate = before
         logging.disable(logging.WARNING)
 

@@ -82,6 +82,7 @@ def test_everything_holds_in_many_worlds(worlds: Worlds, seed: int, count: int) 
         pytest.param("term", "fence", 201, marks=pytest.mark.slow),
         pytest.param("ready", "commit", 1, marks=pytest.mark.slow),
         ("promote", "history", 1),
+        ("mistake", "sound", 1),
     ],
 )
 def test_a_planted_bug_is_found(worlds: Worlds, plant: str, told: str, seed: int) -> None:

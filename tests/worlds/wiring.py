@@ -18,6 +18,7 @@ from worlds.virtual_time import lane_now
 
 from fusion.dag.cutting.stage import Stage
 from fusion.runtime.hosting.hosted_stages import HostedStages
+from fusion.runtime.hosting.job_faults import JobFaults
 from fusion.runtime.hosting.jobs import files
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest
@@ -91,22 +92,25 @@ def stage_source(context: Context) -> StageSource:
     return StageSource(context, WorldGraphs(), WorldBatches, WorldShards())
 
 
+# Where hosting says that something went wrong which nobody foresaw, with the name of the exception.
+MISTAKES_LOGS = (HostedStages.__module__, JobFaults.__module__)
+
+
 class Mistakes(logging.Handler):
-    """Errors of a hosted stage that nobody foresaw, which hosting survives and logs."""
+    """Errors that nobody foresaw, of a stage or of what is done for its job, which hosting survives and logs."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from worlds.world import World
 
-        kind = record.args[2] if isinstance(record.args, tuple) and len(record.args) == 4 else ""
-        if isinstance(getattr(builtins, str(kind), None), type) and kind not in (
-            "TimeoutError",
-            "MemoryError",
-        ):
+        args = record.args if isinstance(record.args, tuple) else ()
+        raised = {str(arg) for arg in args if isinstance(getattr(builtins, str(arg), None), type)}
+        if raised - {"TimeoutError", "MemoryError"}:
             World.current.oracle.broken(f"sound: {lane_now().name}: {record.getMessage()}")
 
 
 def install() -> None:
     """Once per process."""
-    hosts = logging.getLogger(HostedStages.__module__)
-    hosts.addHandler(Mistakes(logging.ERROR))
-    hosts.propagate = False
+    mistakes = Mistakes(logging.ERROR)
+    for name in MISTAKES_LOGS:
+        logging.getLogger(name).addHandler(mistakes)
+        logging.getLogger(name).propagate = False
