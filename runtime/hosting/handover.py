@@ -69,8 +69,12 @@ class Handovers:
             self._handing.cancel()
             await asyncio.wait([self._handing])
         await asyncio.gather(
-            *(self._pass_on(place, hosted) for place, hosted in list(self._stages.running.items()))
+            *(self._pass_last(place, hosted) for place, hosted in list(self._stages.running.items()))
         )
+
+    async def _pass_last(self, place: Place, hosted: Hosted) -> None:
+        with self._stages.faults.only(place[0]):
+            await self._pass_on(place, hosted)
 
     def spread(self) -> None:
         """Begin to hand a stage on if we have more of one job than we should: the copies of its state that lie here
