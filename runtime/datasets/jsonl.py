@@ -41,7 +41,7 @@ class JsonLines:
         self._sequence = sequence
         first, self._count = None, 0
         for _, line in _lines(path):
-            first, self._count = first or line, self._count + 1
+            first, self._count = line if first is None else first, self._count + 1
         if first is None:
             raise JobError(f"{path} holds no line")
         for name in self._classes:
@@ -131,10 +131,16 @@ class JsonLines:
 
     def _values(self, field: str) -> Iterator[tuple[int, Any]]:
         """This field of each line, with the line's number."""
+        count = 0
         for number, found in _lines(self._path):
+            count += 1
+            if count > self._count:
+                break
             if field not in found:
                 raise JobError(f"{self._path}:{number}: no field {field!r:.80} (it has: {', '.join(found)})")
             yield number, found[field]
+        if count != self._count:
+            raise JobError(f"{self._path} changed while it was read")
 
 
 def _floats(array: Array) -> Array:

@@ -261,6 +261,19 @@ def test_json_lines_are_not_held_in_memory(tmp_path: Path) -> None:
     assert found["text"][27].tolist() == [98] * 4
 
 
+@pytest.mark.parametrize("rows", [ROWS[:1], [*ROWS, ROWS[0]]])
+@pytest.mark.parametrize("field", ["text", "label", "n"])
+def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, rows: list[Any], field: str) -> None:
+    source = lines(jsonl(tmp_path, ROWS))
+    jsonl(tmp_path, rows)
+    with pytest.raises(JobError, match="changed while it was read"):
+        source.read([field], LIMIT, silent)
+
+
+def test_the_first_line_says_which_fields_there_are_even_none(tmp_path: Path) -> None:
+    assert JsonLines(jsonl(tmp_path, [{}, {"x": 1}]), (), encoder(None), 0).names == ()
+
+
 def test_numbers_that_differ_far_down_are_still_one_array_or_none(tmp_path: Path) -> None:
     whole = [{"x": 1}] * 5000
     found = JsonLines(jsonl(tmp_path, [*whole, {"x": 0.5}]), (), encoder(None), 0).read(["x"], LIMIT, silent)
