@@ -57,9 +57,12 @@ def _pack_files(data: DataSpec, tokenizer: Tokenizer | None, vocabulary: int) ->
 def _pack_lines(data: DatasetSpec, tokenizer: Tokenizer | None, vocabulary: int, say: Say) -> Rows:
     def read(path: Path) -> list[str]:
         lines = json_lines(data, path, tokenizer, 0)
-        texts = list(told(lines.texts(data.text), len(lines), "lines", say))
-        if (size := sum(map(len, texts))) > data.limit_bytes:
-            raise JobError(f"{path}: {size} characters of text; data.limit_bytes is {data.limit_bytes}")
+        texts, size = list[str](), 0
+        for text in told(lines.texts(data.text), len(lines), "lines", say):
+            texts.append(text)
+            size += len(text)
+            if size > data.limit_bytes:  # no more of it: a corpus may be larger than the memory
+                raise JobError(f"{path}: more than data.limit_bytes = {data.limit_bytes} characters of text")
         return texts
 
     texts = read(data.path)
