@@ -1,7 +1,8 @@
 """How many bytes a second of blobs a peer gives away, shared fairly between those who ask.
 
 A token bucket that may go into debt by one chunk: chunks are sent whole. Readers take turns, one chunk each, however
-many streams one of them has open. What is small (an index, a manifest) need not wait for its turn, but is counted.
+many streams one of them has open. What is small (a manifest) need not wait for its turn, but is counted, and has no more
+than a half of the rate so: who asks for it without end waits as others do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from fusion.swarm.transport import PeerId
 
 BURST_SECONDS = 0.5  # of the rate that may be given at once after a pause
 SMALL_BYTES = 64 << 10
+SMALL_SHARE = 0.5  # of the rate that may go out of turn
 
 
 class UploadBudget:
@@ -30,6 +32,7 @@ class UploadBudget:
         self._clock = clock
         self._sleep = sleep
         self._left = BURST_SECONDS * (bytes_per_second or 0.0)  # bytes that may be given now; below 0: debt
+        self._out_of_turn = SMALL_SHARE * self._left  # the same, of what is small
         self._filled_at = clock()
         self._waiting: dict[
             PeerId, deque[tuple[int, asyncio.Future[None]]]
@@ -45,8 +48,12 @@ class UploadBudget:
         if self._rate is None:
             return
         self._fill(self._rate)
-        if count <= SMALL_BYTES or (self._left > 0 and not self._waiting):
+        if self._left > 0 and not self._waiting:
             self._left -= count
+            return
+        if count <= SMALL_BYTES and self._out_of_turn > 0:
+            self._left -= count
+            self._out_of_turn -= count
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(reader, deque()).append((count, turn))
@@ -78,5 +85,7 @@ class UploadBudget:
 
     def _fill(self, rate: float) -> None:
         now = self._clock()
-        self._left = min(self._left + (now - self._filled_at) * rate, BURST_SECONDS * rate)
+        most, more = BURST_SECONDS * rate, (now - self._filled_at) * rate
+        self._left = min(self._left + more, most)
+        self._out_of_turn = min(self._out_of_turn + SMALL_SHARE * more, SMALL_SHARE * most)
         self._filled_at = now

@@ -85,11 +85,34 @@ def test_what_is_small_goes_at_once_and_is_counted() -> None:
     async def scenario(budget: UploadBudget, clock: ManualClock) -> None:
         await budget.spend(ONE, 4 * CHUNK)
         waiting = asyncio.create_task(budget.spend(ONE, CHUNK))
-        for _ in range(64):
-            await budget.spend(TWO, SMALL_BYTES)  # 4 MiB in all
+        for _ in range(8):
+            await budget.spend(TWO, SMALL_BYTES)  # half a MiB in all
         assert clock.now == 0.0
         await waiting
-        assert clock.now == pytest.approx(8 * CHUNK / RATE - BURST_SECONDS, abs=0.6)
+        assert clock.now == pytest.approx(4.5 * CHUNK / RATE - BURST_SECONDS, abs=0.1)
+
+    run(scenario)
+
+
+def test_small_ones_without_end_neither_pass_the_rate_nor_keep_others_waiting() -> None:
+    async def scenario(budget: UploadBudget, clock: ManualClock) -> None:
+        given = CHUNK
+
+        async def flood() -> None:
+            nonlocal given
+            while True:
+                await budget.spend(TWO, SMALL_BYTES)
+                given += SMALL_BYTES
+                await asyncio.sleep(0)
+
+        await budget.spend(ONE, CHUNK)
+        flooding = asyncio.create_task(flood())
+        for _ in range(10):
+            await budget.spend(ONE, CHUNK)
+            given += CHUNK
+        flooding.cancel()
+        assert clock.now < 2 * 10 * CHUNK / RATE + 1.0
+        assert given <= RATE * (clock.now + BURST_SECONDS) + CHUNK + SMALL_BYTES
 
     run(scenario)
 
