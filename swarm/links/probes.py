@@ -30,7 +30,7 @@ from fusion.swarm.links.packet_trains import MOST_BYTES, Train, train
 from fusion.swarm.protocol import PROBE
 from fusion.swarm.streams.link_estimate import Sample
 from fusion.swarm.streams.receive_log import ReceiveLog
-from fusion.swarm.transport import PeerId, Stream, Transport, checked
+from fusion.swarm.transport import UNASKED_BYTES, PeerId, Stream, Transport, checked
 
 STREAMS_PER_PEER = 2
 MAX_PEERS = 1024  # whose allowances are remembered
@@ -163,7 +163,6 @@ class ProbeHost:
             raise FrameError(f"probes: at most {STREAMS_PER_PEER} streams for each peer")
         self._open[stream.remote] += 1
         granted, began = 0, 0.0
-        stream.allow(MOST_BYTES)
         try:
             while True:
                 frame = await stream.receive()
@@ -178,10 +177,13 @@ class ProbeHost:
                         await stream.send("pong", {"coordinate": list(here.parts), "error": here.error})
                     case "want":
                         granted = self._grant(stream, frame.header)
+                        # Nothing large is read that was not granted: there are thousands of streams.
+                        stream.allow(max(granted, UNASKED_BYTES))
                         began = self._clock()
                         await stream.send("go" if granted else "busy")
                     case "train" if granted:
                         granted = 0
+                        stream.allow(UNASKED_BYTES)
                         self._testing = None
                         sample = self._receive_log.sample(stream.remote, began, None)
                         self._receive_log.forget(stream.remote)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fusion.swarm.errors import FrameError, RemoteError
+from fusion.swarm.errors import FrameError, RemoteError, StreamBroken
 from fusion.swarm.identity import Identity
 from fusion.swarm.links.monitor import LinkConfig, LinkMonitor
 from fusion.swarm.links.packet_trains import MOST_BYTES
@@ -25,7 +25,7 @@ from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.protocol import PROBE
-from fusion.swarm.transport import PeerId, checked
+from fusion.swarm.transport import UNASKED_BYTES, PeerId, checked
 
 MBPS = 1e6 / 8
 
@@ -259,6 +259,24 @@ def test_hostile_probes_are_refused_in_one_line() -> None:
                             ("bytes_per_second", "fast"), ("seconds", True)):  # fmt: skip
             assert "a" in await ask("report", {**good, name: value})
             assert swarm.rate("ab") is None
+
+    swarm(2, work)
+
+
+def test_nothing_large_is_read_that_was_not_granted() -> None:
+    async def work(swarm: Swarm) -> None:
+        large = bytes(UNASKED_BYTES + 1)
+        stream = await swarm.transports[1].open(swarm.ids[0], PROBE.name)
+        await stream.send("train", {}, [large])
+        with pytest.raises(StreamBroken):
+            await stream.receive()
+        stream = await swarm.transports[1].open(swarm.ids[0], PROBE.name)
+        for kind, header, payload in (("want", {"bytes": len(large)}, b""), ("train", {}, large)):
+            await stream.send(kind, header, [payload])
+            checked(await stream.receive())
+        await stream.send("train", {}, [large])
+        with pytest.raises(StreamBroken):
+            await stream.receive()
 
     swarm(2, work)
 
