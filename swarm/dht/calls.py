@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _KEYS_PER_ASK = 32
 _CLOCK_SAMPLES = 16
+_CLOCK_SECONDS = 60.0  # for which a clock is taken to be as it was told; it may be set as well
+_CLOCK_KEPT_SECONDS = 300.0  # of one who no longer answers
 _STEP_SECONDS = 1.0  # by which our clock has to be set for what others' told of it to be void
 _SUSPENDED = 1024  # peers remembered
 _FAILURES = 3  # in a row, after which a node is left out of the routing table
@@ -49,7 +51,7 @@ class Calls:
         # Until when, after how many failures in a row.
         self._suspended: FIFOCache[PeerId, tuple[float, int]] = FIFOCache(_SUSPENDED)
         # Others' clocks less ours. Who has been there longest stays: newcomers do not outvote them.
-        self._offsets: dict[PeerId, float] = {}
+        self._told: dict[PeerId, tuple[float, float]] = {}  # and when, by the clock that only rises
         self._since_start = _since_start()  # the machine's, as of when they were told
         self._batches = StoreBatches(self.store)
 
@@ -59,17 +61,20 @@ class Calls:
     def now(self) -> float:
         """Unix seconds, by our clock as the others' correct it."""
         self._forget_if_set()
-        return time.time() + correction(self._offsets.values())
+        return time.time() + correction(self._offsets())
 
     def knows_clock_of(self, peer: PeerId) -> bool:
         self._forget_if_set()
-        return peer in self._offsets
+        return peer in self._told
+
+    def _offsets(self) -> list[float]:
+        return [offset for offset, _ in self._told.values()]
 
     def _forget_if_set(self) -> None:
         """What others' clocks are ahead of ours is asked anew once ours was set, or the machine has slept."""
         since_start = _since_start()
         if abs(since_start - self._since_start) > _STEP_SECONDS:
-            self._offsets.clear()
+            self._told.clear()
             self._since_start = since_start
 
     async def ping(self, peer: PeerId) -> None:
@@ -80,12 +85,28 @@ class Calls:
         self._forget_if_set()
         await self._admit(Node(node_id(peer), peer))
         self._suspended.pop(peer, None)
-        room = peer in self._offsets or len(self._offsets) < _CLOCK_SAMPLES
+        room = peer in self._told or len(self._told) < _CLOCK_SAMPLES
         if theirs is not None and room and took < 1.0:
-            self._offsets[peer] = theirs - (answered_at - took / 2)
-            offset = middle(self._offsets.values())
+            self._told[peer] = theirs - (answered_at - took / 2), asked_at
+            offset = middle(self._offsets())
             if abs(offset) > CLOCK_TOLERANCE_SECONDS:
                 logger.warning("this machine's clock is %.0f s off the swarm's: set it", -offset)
+
+    async def ask_clocks(self) -> None:
+        """Ask those anew who told of their clocks a while ago: one that was wrong then may have been set since."""
+        await asyncio.gather(*map(self._ask_clock, self._told_before(_CLOCK_SECONDS)))
+        for peer in self._told_before(_CLOCK_KEPT_SECONDS):
+            del self._told[peer]
+
+    def _told_before(self, seconds: float) -> list[PeerId]:
+        now = time.monotonic()
+        return [peer for peer, (_, at) in self._told.items() if now - at >= seconds]
+
+    async def _ask_clock(self, peer: PeerId) -> None:
+        try:
+            await self.ping(peer)
+        except CALL_ERRORS as error:
+            logger.debug("%s does not tell of its clock: %r", peer, error)
 
     async def ask(self, node: Node, keys: tuple[int, ...]) -> NodeReply | None:
         """What a node says of the keys; None where it does not answer. It may tell of some of them at a time, for as long as one
@@ -140,7 +161,7 @@ class Calls:
             return  # it lives, and has had enough of us
         # One failure is no death: on a busy machine every neighbour may miss a deadline once.
         if self._failed(node.peer) >= _FAILURES:
-            self._offsets.pop(node.peer, None)
+            self._told.pop(node.peer, None)
             self._gone(node)
 
 

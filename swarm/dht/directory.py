@@ -162,6 +162,7 @@ class HivemindDirectory(DirectoryByKey):
                     await self._calls.ping(node.peer)
                 except CALL_ERRORS as error:
                     logger.debug("no DHT node at %s: %s", node.peer, error)
+        await self._calls.ask_clocks()
         return len(self.neighbours())
 
     def neighbours(self) -> tuple[PeerId, ...]:

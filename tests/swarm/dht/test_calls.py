@@ -156,3 +156,34 @@ def test_what_others_clocks_said_of_ours_ends_when_ours_is_set(monkeypatch: pyte
 
     true = clocks.wall + 300.0
     asyncio.run(scenario())
+
+
+def test_a_clock_that_is_set_after_it_was_told_counts_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks, ahead = Clocks(), [300.0]
+    monkeypatch.setattr(calls, "time", clocks)
+    peers = [Identity.generate().peer_id for _ in range(3)]
+
+    async def ping(peer: PeerId, seconds: float) -> float:
+        if peer in gone:
+            raise TimeoutError
+        return clocks.wall + ahead[0]
+
+    async def scenario() -> None:
+        ours = calls_to(ping=ping)
+        for peer in peers:
+            await ours.ping(peer)
+        assert ours.now() == clocks.wall + 300.0  # all of them agree
+        ahead[0] = 0.0  # as of machines that were woken together, once they have found a time server
+        for passed, gone_now, off, known in (
+            (30, (), 300.0, 3),
+            (40, peers[:1], 0.0, 3),
+            (300, peers[:1], 0.0, 2),
+        ):
+            gone[:] = gone_now
+            clocks.wall, clocks.steady = clocks.wall + passed, clocks.steady + passed
+            await ours.ask_clocks()
+            assert ours.now() == pytest.approx(clocks.wall + off)
+            assert sum(map(ours.knows_clock_of, peers)) == known
+
+    gone: list[PeerId] = []
+    asyncio.run(scenario())
