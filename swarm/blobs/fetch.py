@@ -22,6 +22,7 @@ CROWD_SECONDS = 3.0  # of silence before a holder is left, where not all can be 
 # Without a chunk from anybody: those who were asked keep no other from being asked then.
 SILENT_SECONDS = 10.0
 MOST_ASKED = 64  # holders at once, silent ones included
+ALONE_CHUNKS = 16
 WINDOW = 16  # chunks asked of one holder and not yet here
 PATIENCE = 100  # times that a holder may ask us to wait for one chunk
 
@@ -118,6 +119,9 @@ class Fetch:
         self._asked: dict[int, set[PeerId]] = {}  # chunk -> the holders that were asked for it in this round
         self._asked_at: dict[PeerId, float] = {}  # when each of them was first asked
         self._heard_at = float("-inf")  # when a chunk last came
+        self._late = 0  # holders that were too slow with a chunk in this round
+        # For so many chunks the giver is asked alone: our link may be too slow for several, none of whom is done in time.
+        self._alone = 0
         self._queue: deque[int] = deque()
         self._changed = asyncio.Event()
 
@@ -133,6 +137,15 @@ class Fetch:
         """Ask these holders, and `more` of them once they are known, at most `limit` at once that are not silent, until all chunks
         are here or all have failed: anybody may say that he holds a blob. A holder whose bytes do not match is added to `shunned`.
         Raises QuotaExceeded."""
+        left, alone = len(self.partial.missing), self._alone
+        await self._round(holders, shunned, more, limit)
+        if len(self.partial.missing) == left:
+            self._alone = ALONE_CHUNKS if self._late > 1 and not alone else 0
+
+    async def _round(
+        self, holders: Sequence[PeerId], shunned: set[PeerId], more: asyncio.Future[list[PeerId]], limit: int
+    ) -> None:
+        self._late = 0
         self._queue = deque(sorted(self.partial.missing))
         self._asked = {}
         workers: dict[PeerId, asyncio.Task[None]] = {}
@@ -143,7 +156,8 @@ class Fetch:
                 unasked = [peer for peer in known if peer not in workers and peer not in shunned]
                 running = [peer for peer, task in workers.items() if not task.done()]
                 busy = len(running) - sum(map(self._silent, running))
-                room = limit - busy if busy else max(limit, len(running))
+                at_once = 1 if self._alone else limit
+                room = at_once - busy if busy else max(at_once, len(running))
                 for peer in unasked[: max(0, min(room, MOST_ASKED - len(running)))]:
                     self._asked_at[peer] = asyncio.get_running_loop().time()
                     workers[peer] = asyncio.create_task(self._pull(peer, shunned))
@@ -162,6 +176,8 @@ class Fetch:
 
     def _silent(self, holder: PeerId) -> bool:
         """While chunks come it is not: of a slow link each holder has a part alone."""
+        if self._alone:
+            return False
         since = max(self._asked_at[holder], self._heard_at)
         return asyncio.get_running_loop().time() - since >= SILENT_SECONDS
 
@@ -174,7 +190,12 @@ class Fetch:
             while self.partial.missing:
                 await self._ask(holder, stream, outstanding)
                 if outstanding:
-                    await self._accept(await self._chunk(stream), outstanding, holder, shunned)
+                    try:
+                        frame = await self._chunk(stream)
+                    except TimeoutError:
+                        self._late, self._alone = self._late + 1, 0
+                        raise
+                    await self._accept(frame, outstanding, holder, shunned)
                 else:
                     self._changed.clear()
                     await self._changed.wait()
@@ -200,6 +221,7 @@ class Fetch:
                 frame = checked(await stream.receive())
             if frame.kind != "wait":
                 return frame
+            self._alone = 0  # it is not our link that holds it up
         raise FrameError(f"{stream.remote} keeps us waiting")
 
     async def _ask(self, holder: PeerId, stream: Stream, outstanding: deque[int]) -> None:
@@ -240,6 +262,7 @@ class Fetch:
             raise
         outstanding.popleft()
         self._heard_at = asyncio.get_running_loop().time()
+        self._alone = max(0, self._alone - 1)
         self._asked[chunk].discard(holder)
         if not self.partial.missing:
             self._changed.set()
