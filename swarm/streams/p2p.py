@@ -321,13 +321,18 @@ class P2PTransport:
             target = next(filter(None, map(tcp_target, addresses)), None)
             if "dial backoff" not in str(error) or target is None:
                 raise
-            async with detour(*target) as around:
-                await self._connect_to(peer, [f"{around}/p2p/{peer}"])
-                request = p2pd_pb2.DisconnectRequest(peer=to_bytes(peer))
-                await ask(
-                    self._daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request)
-                )
+            try:
+                await self._around(peer, *target)
+            except OSError as failure:  # no file left for it, say: whoever dials for ever must go on
+                raise PeerUnreachable(f"cannot reach {peer}: {failure.strerror or failure}") from failure
             await self._connect_to(peer, addresses)
+
+    async def _around(self, peer: PeerId, host: str, port: int) -> None:
+        """End libp2p's refusal to dial the peer by a connection that ends at once."""
+        async with detour(host, port) as around:
+            await self._connect_to(peer, [f"{around}/p2p/{peer}"])
+            request = p2pd_pb2.DisconnectRequest(peer=to_bytes(peer))
+            await ask(self._daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request))
 
     async def _connect_to(self, peer: PeerId, addresses: Sequence[str]) -> None:
         request = p2pd_pb2.ConnectRequest(peer=to_bytes(peer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from pathlib import Path
@@ -156,6 +157,24 @@ def test_an_address_that_is_none_is_a_peer_that_cannot_be_reached(ends: Ends) ->
         with pytest.raises(PeerUnreachable, match="address"):
             await one.open(NOBODY, protocol)
         await one._dial(ends.other.peer_id, [where + bad, address])  # beside a good one it does no harm
+
+    ends.with_handler(echo, main)
+
+
+def test_a_dial_that_finds_no_file_left_is_a_peer_that_cannot_be_reached(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuses(peer: PeerId, addresses: object) -> None:
+        raise PeerUnreachable("dial backoff")
+
+    def no_file(host: str, port: int) -> object:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def main(protocol: str) -> None:
+        monkeypatch.setattr(ends.one, "_connect_to", refuses)
+        monkeypatch.setattr("fusion.swarm.streams.p2p.detour", no_file)
+        with pytest.raises(PeerUnreachable, match="Too many open files"):
+            await ends.one._dial(ends.other.peer_id, ends.other.addresses)
 
     ends.with_handler(echo, main)
 
