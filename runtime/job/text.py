@@ -7,13 +7,15 @@ stream decodes a short window of tokens with and without the newest ones and emi
 
 from __future__ import annotations
 
+import base64
 import codecs
 import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
@@ -21,6 +23,9 @@ from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.swarm.printable import one_line
 
 MAX_TOKENIZER_BYTES = 64 << 20
+# What the steps of a tokenizer may make of a text, and of one token: a few lines of a file can make one a million times as
+# long, and a process that the library finds no memory in ends.
+MAX_GROWN_BYTES, MAX_TOKEN_BYTES = 32 << 20, 8 << 10
 REPLACEMENT = "\ufffd"  # what an unfinished or impossible byte sequence decodes to
 CONTEXT_TOKENS = 6  # tokens of the prompt that give the first piece its neighbours
 # A character has at most four bytes: text that is still broken after this many tokens will never be whole.
@@ -125,6 +130,7 @@ class TokenizerText:
 
     def __init__(self, data: bytes) -> None:
         with _failing_as(JobError, "the model's tokenizer cannot be read"):
+            self._grows = _checked_growth(json.loads(str(data, "utf-8")))
             self._tokenizer = of_any_length(Tokenizer.from_buffer(data))
         self._steps = _decoder_steps(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -135,6 +141,11 @@ class TokenizerText:
         self.special = frozenset(self._added)
 
     def encode(self, prompt: str, *, plain: bool = True) -> list[int]:
+        size = _size(prompt)
+        if size * self._grows > MAX_GROWN_BYTES:
+            raise JobError(
+                f"prompt: {size} bytes of text, which the model's tokenizer may make {self._grows:.0f} times as long"
+            )
         with _failing_as(JobError, "prompt: the model's tokenizer cannot read it"):
             return list(self._tokenizer.encode(prompt, add_special_tokens=plain).ids)
 
@@ -158,6 +169,67 @@ class TokenizerText:
     def _decode(self, ids: Sequence[int]) -> str:
         with _failing_as(JobFailed, "the model's tokenizer cannot write its tokens"):
             return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+# How many times as many bytes each kind of step makes of a text, at most.
+_GROWTH = {
+    **dict.fromkeys(("Sequence", "Replace", "Prepend", "Precompiled", "Strip", "StripAccents", "Nmt", "Fuse"), 1),
+    **dict.fromkeys(("ByteFallback", "Split", "Whitespace", "WhitespaceSplit", "Digits", "Punctuation"), 1),
+    **dict.fromkeys(("BertPreTokenizer", "CharDelimiterSplit", "UnicodeScripts", "FixedLength"), 1),
+    **dict.fromkeys(("Lowercase", "ByteLevel"), 2),
+    **dict.fromkeys(("NFC", "NFD"), 3),
+    **dict.fromkeys(("NFKC", "NFKD", "BertNormalizer"), 12),
+}  # fmt: skip
+_OTHER_GROWTH = 4  # a Metaspace's, and more than that of decoders
+
+
+def _checked_growth(file: Any) -> float:
+    """How many times as long a text becomes, at most. ValueError for a file whose tokens would be too long."""
+    file = file if isinstance(file, dict) else {}
+    written, decoded = _growth(file.get("normalizer")), _growth(file.get("decoder"))
+    added = [entry.get("content") for entry in file.get("added_tokens") or [] if isinstance(entry, dict)]
+    model = file.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    words = [each[0] if isinstance(each, list) and each else each for each in vocabulary or []]
+    longest = max((_size(word) for word in (*words, *added)), default=0)
+    if sum(map(_size, added)) * written > MAX_GROWN_BYTES or longest * decoded > MAX_TOKEN_BYTES:
+        raise ValueError("its steps make tokens too long")
+    return written * _growth(file.get("pre_tokenizer")) * _copies(file.get("post_processor"))
+
+
+def _growth(step: Any) -> float:
+    """Of a step, or several: by its fields, as a file need not say its kind."""
+    if not isinstance(step, dict):
+        return 1.0
+    times = float(_GROWTH.get(str(step.get("type")), _OTHER_GROWTH))
+    for several in ("normalizers", "pretokenizers", "decoders"):
+        times *= prod(map(_growth, step.get(several) or []))
+    if (pattern := step.get("pattern")) is not None:
+        replaced = _size(pattern.get("String") if isinstance(pattern, dict) else pattern)
+        new = _size(step.get("content"))
+        times *= max(1.0, new / replaced) if replaced else 1.0 + new  # what a regex finds may be nothing
+    times *= 2.0 if step.get("add_prefix_space") else 1.0  # a blank for each piece
+    times *= 1.0 + _size(step.get("prepend"))
+    if isinstance(charsmap := step.get("precompiled_charsmap"), str):
+        data = base64.b64decode(charsmap)  # the size of a table, the table, and texts that end in a zero
+        texts = data[4 + int.from_bytes(data[:4], "little") :]
+        times *= max(1, max(map(len, texts.split(b"\0"))))
+    return times
+
+
+def _copies(step: Any) -> float:
+    """How often the tokens of a text may come, those that are put beside them counted as a text each."""
+    if not isinstance(step, dict):
+        return 1.0
+    special = step.get("special_tokens")
+    ids = [len(each.get("ids") or []) for each in special.values()] if isinstance(special, dict) else []
+    times = float(max(1, len(step.get("single") or [])) * max(ids, default=1))
+    return times * prod(map(_copies, step.get("processors") or []))
+
+
+def _size(text: Any) -> int:
+    """In bytes; 0 for what is no text."""
+    return len(text.encode(errors="surrogatepass")) if isinstance(text, str) else 0
 
 
 class _ByteStream:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -10,7 +11,7 @@ from support.examples import examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from fusion.runtime.job.errors import JobError, JobFailed
-from fusion.runtime.job.text import REPLACEMENT, ByteText, NoText, Text, TokenizerText
+from fusion.runtime.job.text import MAX_GROWN_BYTES, REPLACEMENT, ByteText, NoText, Text, TokenizerText
 
 SAMPLES = [
     "def main():\n    return 'naïve café'\n",
@@ -190,3 +191,66 @@ def test_a_file_that_makes_the_library_panic_is_one_line() -> None:
     short = TokenizerText(made_of(decoder={"type": "Strip", "content": "a", "start": 5, "stop": 5}))
     with pytest.raises(JobFailed, match=r"^the model's tokenizer cannot write its tokens: index out of"):
         streamed(short, [0], [1])
+
+
+THOUSANDFOLD: dict[str, Any] = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+CHARSMAP = base64.b64encode(bytes(4) + b"x" * 10**6 + b"\0").decode()
+SELF = {"Sequence": {"id": "A", "type_id": 0}}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+COPIES = {"type": "TemplateProcessing", "single": [SELF] * 1000, "pair": [], "special_tokens": {}}
+GROWING: dict[str, dict[str, Any]] = {
+    "one step": {"normalizer": THOUSANDFOLD | {"content": "a" * 10**6}},
+    "several": {"normalizer": {"type": "Sequence", "normalizers": [THOUSANDFOLD, THOUSANDFOLD]}},
+    "without a kind": {"normalizer": {"pattern": {"String": "a"}, "content": "a" * 10**6}},
+    "what a regex finds": {"normalizer": THOUSANDFOLD | {"pattern": {"Regex": ""}, "content": "a" * 10**6}},
+    "before": {"normalizer": {"type": "Prepend", "prepend": "a" * 10**6}},
+    "a table": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}},
+    "bytes": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 20}},
+    "blanks": {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES | {"add_prefix_space": True}] * 10}
+    },
+    "itself": {"post_processor": {"type": "Sequence", "processors": [COPIES, COPIES]}},
+}
+
+
+@pytest.mark.parametrize("parts", GROWING.values(), ids=GROWING)
+def test_a_text_is_not_read_that_its_tokenizer_would_make_too_long(parts: dict[str, Any]) -> None:
+    """A process that the library finds no memory in ends."""
+    with pytest.raises(JobError, match=r"34 bytes of text, .* may make \d{7} times as long|cannot be read"):
+        TokenizerText(made_of(**parts)).encode("a" * 34)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"decoder": {"type": "Sequence", "decoders": [THOUSANDFOLD, THOUSANDFOLD]}},
+        {
+            "normalizer": {"type": "Sequence", "normalizers": [THOUSANDFOLD, THOUSANDFOLD]},
+            "added_tokens": [
+                {"id": 2, "content": "a" * 34, "normalized": True, "special": False}
+                | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+            ],
+        },
+    ],
+)
+def test_a_tokenizer_of_endless_tokens_is_refused(parts: dict[str, Any]) -> None:
+    with pytest.raises(JobError, match="its steps make tokens too long"):
+        TokenizerText(made_of(**parts))
+
+
+def test_usual_tokenizers_take_texts_of_hundreds_of_kibibytes() -> None:
+    replaced = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    words = {"type": "Prepend", "prepend": "\u2581"}
+    begun = {
+        "single": [{"SpecialToken": {"id": "a", "type_id": 0}}, SELF],
+        "pair": [],
+        "special_tokens": {"a": {"id": "a", "ids": [0], "tokens": ["a"]}},
+    }
+    text = TokenizerText(
+        made_of(
+            normalizer={"type": "Sequence", "normalizers": [words, replaced]},
+            post_processor={"type": "TemplateProcessing", **begun},
+        )
+    )
+    for each in (text, BYTE_FALLBACK, BYTE_LEVEL):
+        assert isinstance(each, TokenizerText) and 1 <= each._grows <= MAX_GROWN_BYTES >> 20
