@@ -26,6 +26,8 @@ MAX_TOKENIZER_BYTES = 64 << 20
 # What the steps of a tokenizer may make of a text, and of one token: a few lines of a file can make one a million times as
 # long, and a process that the library finds no memory in ends.
 MAX_GROWN_BYTES, MAX_TOKEN_BYTES = 32 << 20, 8 << 10
+# Characters of a word that WordPiece looks up, which takes time with their cube; 100 is usual.
+MAX_WORD_CHARACTERS = 256
 REPLACEMENT = "\ufffd"  # what an unfinished or impossible byte sequence decodes to
 CONTEXT_TOKENS = 6  # tokens of the prompt that give the first piece its neighbours
 # A character has at most four bytes: text that is still broken after this many tokens will never be whole.
@@ -184,11 +186,14 @@ _OTHER_GROWTH = 4  # a Metaspace's, and more than that of decoders
 
 
 def _checked_growth(file: Any) -> float:
-    """How many times as long a text becomes, at most. ValueError for a file whose tokens would be too long."""
+    """How many times as long a text becomes, at most. ValueError for a file whose tokens or words would be too long."""
     file = file if isinstance(file, dict) else {}
     written, decoded = _growth(file.get("normalizer")), _growth(file.get("decoder"))
     added = [entry.get("content") for entry in file.get("added_tokens") or [] if isinstance(entry, dict)]
     model = file.get("model")
+    word = model.get("max_input_chars_per_word") if isinstance(model, dict) else None
+    if isinstance(word, int) and word > MAX_WORD_CHARACTERS:
+        raise ValueError(f"words of {word} characters; at most {MAX_WORD_CHARACTERS}")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     words = [each[0] if isinstance(each, list) and each else each for each in vocabulary or []]
     longest = max((_size(word) for word in (*words, *added)), default=0)

@@ -254,3 +254,15 @@ def test_usual_tokenizers_take_texts_of_hundreds_of_kibibytes() -> None:
     )
     for each in (text, BYTE_FALLBACK, BYTE_LEVEL):
         assert isinstance(each, TokenizerText) and 1 <= each._grows <= MAX_GROWN_BYTES >> 20
+
+
+def test_words_that_would_take_hours_are_refused() -> None:
+    pieces = {
+        "type": "WordPiece",
+        "vocab": {"a": 0, "b": 1},
+        "unk_token": "a",
+        "continuing_subword_prefix": "##",
+    }
+    assert TokenizerText(made_of(model={**pieces, "max_input_chars_per_word": 100})).encode("c" * 150) == [0]
+    with pytest.raises(JobError, match="words of 1000000000 characters; at most 256"):
+        TokenizerText(made_of(model={**pieces, "max_input_chars_per_word": 10**9}))
