@@ -73,8 +73,11 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _arguments(given: str | dict[str, Any]) -> Any:
-    """As templates want them: an object, where OpenAI has its text. What a body may not hold stays text."""
+    """As templates want them: an object, where OpenAI has its text, which clients that put a stream together leave empty where a
+    call has none. What a body may not hold stays text."""
     if isinstance(given, str):
+        if not given.strip():
+            return {}
         try:
             return parse(given.encode())
         except ApiError:

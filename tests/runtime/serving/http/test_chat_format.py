@@ -25,6 +25,11 @@ def test_arguments_of_a_call_are_an_object() -> None:
     assert arguments("sunny") == "sunny"
 
 
+@pytest.mark.parametrize("text", ["", " ", "{}"])
+def test_a_call_without_arguments_has_an_empty_object_of_them(text: str) -> None:
+    assert arguments(text) == {}
+
+
 @pytest.mark.parametrize(
     "text", ['{"a":' * 80 + "1" + "}" * 80, "[" * 900 + "]" * 900, '{"a": NaN}', '{"a": "\\ud800"}']
 )
