@@ -34,6 +34,7 @@ from fusion.swarm.errors import (
     StreamClosed,
     UnknownProtocol,
 )
+from fusion.swarm.identity import friendly_name
 from fusion.swarm.transport import Frame, PeerId, Transport, checked
 
 GATEWAY_TRIES = 5  # peers that may vanish under one answer
@@ -129,6 +130,10 @@ async def _ask(
                     return
                 if frame.kind != "token":
                     raise FrameError(f"gateways send token and done, not {frame.kind!r:.40}")
+                if (
+                    len(tokens) >= request.max_tokens
+                ):  # what is kept of an answer is bounded by what was asked for
+                    raise FrameError(f"{friendly_name(peer)} sends more than {request.max_tokens} tokens")
                 piece = _piece(frame, len(tokens), request.top_logprobs)
                 tokens.append(piece.id)
                 yield piece

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from pathlib import Path
 
 import pytest
 from support.served import reference, seeded_reference, swarm_of
 
-from fusion.runtime.job.protocol import GENERATE_MORE
+from fusion.runtime.job.protocol import GENERATE, GENERATE_MORE
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.requests.client import another_peer, complete, generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, Sampling
 from fusion.swarm.directory.records import PeerRecord
-from fusion.swarm.errors import UnknownProtocol
-from fusion.swarm.transport import PeerId
+from fusion.swarm.errors import FrameError, UnknownProtocol
+from fusion.swarm.memory.network import MemoryNetwork
+from fusion.swarm.memory.transport import MemoryTransport
+from fusion.swarm.transport import PeerId, Stream
 
 PROMPT = (1, 2, 3, 4, 5, 6, 7)
 SEEDED = Sampling(temperature=1.1, top_k=30, top_p=0.95, seed=7)
@@ -109,5 +112,29 @@ def test_a_request_with_newer_settings_goes_to_a_gateway_that_knows_them(tmp_pat
                 assert list(answer.tokens) != reference("llama", PROMPT, 9)
                 with pytest.raises(UnknownProtocol):
                     await complete(transport, older.id, request)
+
+    asyncio.run(main())
+
+
+def test_a_gateway_that_never_ends_its_answer_is_left_after_as_many_tokens_as_were_asked_for() -> None:
+    async def endless(stream: Stream) -> None:
+        await stream.receive()
+        for i in count():
+            await stream.send("token", {"index": i, "id": 1, "text": "a"})
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with (
+            MemoryTransport(network, PeerId("gateway")) as there,
+            MemoryTransport(network, PeerId("client")) as here,
+            asyncio.timeout(20),
+        ):
+            await there.serve(GENERATE.name, endless)
+            found: list[Piece | Answer] = []
+            with pytest.raises(FrameError, match="sends more than 5 tokens"):
+                async for piece in generate(here, there.peer_id, GenerateRequest(prompt="a", max_tokens=5)):
+                    found.append(piece)
+                    assert len(found) < 100
+            assert len(found) == 5
 
     asyncio.run(main())
