@@ -61,9 +61,13 @@ class Connection:
                 nursery.start_soon(connection._refuse_streams)
                 await muxer.event_started.wait()
                 return connection
-        except Exception as error:  # py-libp2p raises whatever its parts do
+        except (
+            BaseException
+        ) as error:  # py-libp2p raises whatever its parts do; or another address has answered
             if tcp is not None:
                 await trio.aclose_forcefully(tcp)
+            if not isinstance(error, Exception):
+                raise
             raise PeerUnreachable(_reason(error, DIAL_SECONDS)) from error
 
     @property

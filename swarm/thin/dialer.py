@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import defaultdict
+from collections.abc import Sequence
 
 import trio
 
@@ -14,6 +15,8 @@ from fusion.swarm.thin.addresses import Target
 from fusion.swarm.thin.connection import Connection, splice
 from fusion.swarm.thin.trio_thread import TrioThread
 from fusion.swarm.transport import PeerId
+
+STAGGER_SECONDS = 0.25  # from dialling one address of a peer to dialling the next
 
 
 class Dialer:
@@ -30,19 +33,37 @@ class Dialer:
         peer = targets[0].peer
         async with self._dialling[peer]:
             connection = self._connections.get(peer)
-            if connection is not None and connection.alive:
-                return connection
-            failure: PeerUnreachable | None = None
+            if connection is None or not connection.alive:
+                connection = self._connections[peer] = await self._first_of(targets)
+            return connection
+
+    async def _first_of(self, targets: Sequence[Target]) -> Connection:
+        """Each is dialled a moment after the one before it, or once that has failed: those of a peer's own network come first,
+        and from elsewhere nobody answers there. Raises what was wrong with the first of them."""
+        found, failures = list[Connection](), dict[Target, PeerUnreachable]()
+
+        async def dial(target: Target, failed: trio.Event) -> None:
+            try:
+                connection = await Connection.dial(target, self._identity, self._thread.nursery)
+            except PeerUnreachable as error:
+                failures[target] = error
+                failed.set()
+                return
+            if found:
+                await connection.aclose()
+            else:
+                found.append(connection)
+                dialling.cancel_scope.cancel()
+
+        async with trio.open_nursery() as dialling:
             for target in targets:
-                try:
-                    connection = await Connection.dial(target, self._identity, self._thread.nursery)
-                except PeerUnreachable as error:
-                    failure = failure or error
-                else:
-                    self._connections[peer] = connection
-                    return connection
-            assert failure is not None
-            raise failure
+                failed = trio.Event()
+                dialling.start_soon(dial, target, failed)
+                with trio.move_on_after(STAGGER_SECONDS):
+                    await failed.wait()
+        if not found:
+            raise failures[targets[0]]
+        return found[0]
 
     async def open(self, peer: PeerId, targets: tuple[Target, ...], protocol: str) -> socket.socket:
         """A stream to the peer: one end of a pair of sockets, on which first comes an empty message, as p2pd's answer

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from fusion.swarm.errors import PeerUnreachable, StreamBroken, TransportError
@@ -82,10 +83,11 @@ class ThinTransport:
         """The same as before while it answers, else any that does."""
         async with self._moving:  # whoever comes meanwhile finds it done
             if self.through is None or self.through in self._failed:
-                known = (address for peer, found in self._known.items() for address in found[:1])
-                ways = dict.fromkeys((*self._config.ways, *known))
-                fresh = [way for way in ways if parse(way).peer not in self._failed]
-                self.through = await self._first_of(fresh or list(ways))
+                ways: dict[PeerId, dict[str, None]] = {}
+                for address in chain(self._config.ways, *self._known.values()):
+                    ways.setdefault(parse(address).peer, {})[address] = None
+                fresh = [found for peer, found in ways.items() if peer not in self._failed]
+                self.through = await self._first_of([tuple(found) for found in fresh or ways.values()])
             return self.through
 
     def doubt(self, peer: PeerId) -> None:
@@ -93,13 +95,18 @@ class ThinTransport:
         self._failed.add(peer)
 
     async def connect(self, address: str) -> PeerId:
-        target = parse(address)
-        self.learn(target.peer, (*self._known.get(target.peer, ()), address))
+        return await self._connect((address,))
+
+    async def _connect(self, addresses: tuple[str, ...]) -> PeerId:
+        """To the peer of all of them."""
+        targets = [parse(address) for address in addresses]
+        peer = targets[0].peer
+        self.learn(peer, dict.fromkeys((*self._known.get(peer, ()), *addresses)))
         try:
-            await (await self._started()).call(self._dialer.connect, target)
+            await (await self._started()).call(self._dialer.connect, *targets)
         except PeerUnreachable as error:
-            raise PeerUnreachable(f"no peer answers at {address}: {error}") from error
-        return target.peer
+            raise PeerUnreachable(f"no peer answers at {addresses[0]}: {error}") from error
+        return peer
 
     async def open(self, peer: PeerId, protocol: str, *, stripes: int = 1) -> Stream:
         trio = await self._started()
@@ -148,14 +155,14 @@ class ThinTransport:
                 await trio.start()
             return self._trio
 
-    async def _first_of(self, addresses: list[str]) -> PeerId:
-        """The first of the peers at these addresses that answers: each is dialled a moment after the one before it, or once
-        that has failed. Raises PeerUnreachable with what the first of them said."""
-        waiting, tasks = list(addresses), list[asyncio.Task[PeerId]]()
+    async def _first_of(self, peers: list[tuple[str, ...]]) -> PeerId:
+        """The first that answers of the peers that have these addresses: each is dialled a moment after the one before it, or
+        once that has failed. Raises PeerUnreachable with what the first of them said."""
+        waiting, tasks = list(peers), list[asyncio.Task[PeerId]]()
         try:
             while True:
                 if waiting:
-                    tasks.append(asyncio.create_task(self.connect(waiting.pop(0))))
+                    tasks.append(asyncio.create_task(self._connect(waiting.pop(0))))
                 pending = [task for task in tasks if not task.done()]
                 pause = STAGGER_SECONDS if waiting else None
                 if pending:

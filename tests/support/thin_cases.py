@@ -176,6 +176,26 @@ async def a_listener_that_is_no_libp2p_host_is_given_up_on() -> None:
             await near.gateway()
 
 
+async def a_peer_is_dialled_at_all_of_its_addresses() -> None:
+    """Those of its own network come first, and from elsewhere nobody answers there."""
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    gone = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}"
+    async with peer() as far, silent, client(gone) as near, asyncio.timeout(30):
+        await near._started()
+        from fusion.swarm.thin import connection
+
+        connection.DIAL_SECONDS = 3600.0
+        private = f"/ip4/127.0.0.1/tcp/{silent.sockets[0].getsockname()[1]}/p2p/{far.peer_id}"
+        near.learn(far.peer_id, (private, far.address))
+        assert await near.gateway() == far.peer_id
+        assert (await call(near, far.peer_id, ECHO, "hi")).kind == "hi"
+
+
 async def a_connection_on_which_nothing_comes_any_more_is_replaced() -> None:
     """As when a laptop wakes up elsewhere: TCP would go on trying for a quarter of an hour."""
     deaf, ways = asyncio.Event(), list[asyncio.Task[None]]()
