@@ -5,11 +5,13 @@ Where the peer that was asked vanishes or falls silent another one goes on: it i
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.protocol import GENERATE, GENERATE_MORE
@@ -23,7 +25,7 @@ from fusion.runtime.serving.requests.request import (
     number,
     whole,
 )
-from fusion.runtime.serving.requests.silence import listening
+from fusion.runtime.serving.requests.silence import SILENT_SECONDS, listening
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import (
@@ -35,9 +37,10 @@ from fusion.swarm.errors import (
     UnknownProtocol,
 )
 from fusion.swarm.identity import friendly_name
-from fusion.swarm.transport import Frame, PeerId, Transport, checked
+from fusion.swarm.transport import Frame, PeerId, Stream, Transport, checked
 
 GATEWAY_TRIES = 5  # peers that may vanish under one answer
+SLOWEST_BYTES_PER_SECOND = 16 << 10  # of a client's way to the swarm, on which a long prompt may take a while
 
 GrantsFor = Callable[[JobId], Awaitable[tuple[bytes, ...]]]
 
@@ -120,7 +123,7 @@ async def _ask(
     stream = await transport.open(peer, (GENERATE_MORE if request.newer else GENERATE).name)
     try:
         header, prompt = request.to_frame()
-        await stream.send("generate", header, [prompt])
+        await _send(stream, header, prompt)
         async with listening(transport, peer, stream) as heard:
             while True:
                 frame = checked(await stream.receive())
@@ -139,6 +142,15 @@ async def _ask(
                 yield piece
     finally:
         stream.abort()
+
+
+async def _send(stream: Stream, header: dict[str, Any], prompt: bytes) -> None:
+    """The question. StreamBroken where the peer does not read it: one that is frozen keeps its connections."""
+    try:
+        async with asyncio.timeout(SILENT_SECONDS + len(prompt) / SLOWEST_BYTES_PER_SECOND):
+            await stream.send("generate", header, [prompt])
+    except TimeoutError:
+        raise StreamBroken(f"{friendly_name(stream.remote)} does not read what it is asked") from None
 
 
 def _piece(frame: Frame, index: int, top_logprobs: int | None) -> Piece:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 from itertools import count
 from pathlib import Path
+from typing import cast
 
 import pytest
 from support.served import reference, seeded_reference, swarm_of
 
 from fusion.runtime.job.protocol import GENERATE, GENERATE_MORE
 from fusion.runtime.serving.answers.failover import FailoverConfig
+from fusion.runtime.serving.requests import client
 from fusion.runtime.serving.requests.client import another_peer, complete, generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, Sampling
 from fusion.swarm.directory.records import PeerRecord
-from fusion.swarm.errors import FrameError, UnknownProtocol
+from fusion.swarm.errors import FrameError, StreamBroken, UnknownProtocol
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
-from fusion.swarm.transport import PeerId, Stream
+from fusion.swarm.transport import PeerId, Stream, Transport
 
 PROMPT = (1, 2, 3, 4, 5, 6, 7)
 SEEDED = Sampling(temperature=1.1, top_k=30, top_p=0.95, seed=7)
@@ -136,5 +138,39 @@ def test_a_gateway_that_never_ends_its_answer_is_left_after_as_many_tokens_as_we
                     found.append(piece)
                     assert len(found) < 100
             assert len(found) == 5
+
+    asyncio.run(main())
+
+
+class _Unread:
+    """A transport, and a stream of it to a peer that is frozen, when nothing more fits between the two."""
+
+    remote, aborted = PeerId("gateway"), False
+
+    async def open(self, *_: object) -> _Unread:
+        return self
+
+    async def send(self, *_: object) -> None:
+        await asyncio.Event().wait()
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_a_gateway_that_does_not_read_the_prompt_is_left_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "SILENT_SECONDS", 0.05, raising=False)
+
+    async def main() -> None:
+        stream, asked = _Unread(), list[frozenset[PeerId]]()
+
+        async def another(gone: frozenset[PeerId]) -> None:
+            asked.append(gone)
+
+        async with asyncio.timeout(20):
+            with pytest.raises(StreamBroken, match="does not read"):
+                await complete(
+                    cast(Transport, stream), stream.remote, GenerateRequest(prompt="a" * 99), another
+                )
+        assert asked == [{stream.remote}] and stream.aborted
 
     asyncio.run(main())
