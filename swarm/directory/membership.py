@@ -225,8 +225,9 @@ class Membership:
                 "cannot remember peers in %s: %s", self._config.cache_path, error.strerror or error
             )
 
-    async def _try(self, seed: str, limit: asyncio.Semaphore) -> bool:
-        return await self._try_any((seed,), limit)
+    async def _try(self, seed: str, limit: asyncio.Semaphore) -> None:
+        if await self._try_any((seed,), limit):
+            self.joined.set()  # whoever has a way in need not wait for the other seeds, which may be gone
 
     async def _try_any(self, addresses: Sequence[str], limit: asyncio.Semaphore) -> bool:
         """Dial one peer at all of its addresses; whether it is our neighbour then. Raises ClosedSwarm."""

@@ -87,6 +87,25 @@ def test_a_peer_joins_and_announces_itself() -> None:
     asyncio.run(scenario())
 
 
+def test_a_seed_that_does_not_answer_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        room = Room()
+        first, _, _, seed = room.peer()
+        gone = address(Identity.generate())
+        second, _, neighbours, _ = room.peer(bootstrap=(gone, address(seed)))
+        connect = second._transport.connect
+
+        async def slow(to: str) -> PeerId:
+            return await (asyncio.Event().wait() if to == gone else connect(to))  # type: ignore[return-value]
+
+        monkeypatch.setattr(second._transport, "connect", slow)
+        async with asyncio.timeout(5), first, second:
+            await second.joined.wait()
+            assert neighbours.joins == [seed.peer_id]
+
+    asyncio.run(scenario())
+
+
 def test_a_dead_bootstrap_is_tried_again_until_it_lives(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         room = Room()
