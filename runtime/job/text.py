@@ -26,6 +26,7 @@ MAX_TOKENIZER_BYTES = 64 << 20
 # What the steps of a tokenizer may make of a text, and of one token: a few lines of a file can make one a million times as
 # long, and a process that the library finds no memory in ends.
 MAX_GROWN_BYTES, MAX_TOKEN_BYTES = 32 << 20, 8 << 10
+MAX_BESIDE = 1 << 16  # tokens that are put around each text
 # Characters of a word that WordPiece looks up, which takes time with their cube; 100 is usual.
 MAX_WORD_CHARACTERS = 256
 REPLACEMENT = "\ufffd"  # what an unfinished or impossible byte sequence decodes to
@@ -199,7 +200,10 @@ def _checked_growth(file: Any) -> float:
     longest = max((_size(word) for word in (*words, *added)), default=0)
     if sum(map(_size, added)) * written > MAX_GROWN_BYTES or longest * decoded > MAX_TOKEN_BYTES:
         raise ValueError("its steps make tokens too long")
-    return written * _growth(file.get("pre_tokenizer")) * _copies(file.get("post_processor"))
+    copies, beside = _copies(file.get("post_processor"))
+    if beside > MAX_BESIDE:
+        raise ValueError(f"it puts {beside:.0f} tokens beside each text; at most {MAX_BESIDE}")
+    return written * _growth(file.get("pre_tokenizer")) * copies
 
 
 def _growth(step: Any) -> float:
@@ -222,14 +226,17 @@ def _growth(step: Any) -> float:
     return times
 
 
-def _copies(step: Any) -> float:
-    """How often the tokens of a text may come, those that are put beside them counted as a text each."""
+def _copies(step: Any) -> tuple[float, float]:
+    """How often the tokens of a text come, and how many others are put beside them."""
     if not isinstance(step, dict):
-        return 1.0
-    special = step.get("special_tokens")
+        return 1.0, 0.0
+    single, special = step.get("single") or [], step.get("special_tokens")
     ids = [len(each.get("ids") or []) for each in special.values()] if isinstance(special, dict) else []
-    times = float(max(1, len(step.get("single") or [])) * max(ids, default=1))
-    return times * prod(map(_copies, step.get("processors") or []))
+    texts = sum("Sequence" in each for each in single)
+    times, added = float(max(1, texts)), float((len(single) - texts) * max(ids, default=1))
+    for again, more in map(_copies, step.get("processors") or []):
+        times, added = times * again, added * again + more
+    return times, added
 
 
 def _size(text: Any) -> int:

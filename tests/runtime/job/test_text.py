@@ -238,6 +238,16 @@ def test_a_tokenizer_of_endless_tokens_is_refused(parts: dict[str, Any]) -> None
         TokenizerText(made_of(**parts))
 
 
+def test_a_tokenizer_that_puts_a_million_tokens_around_a_text_is_refused() -> None:
+    special = {"a": {"id": "a", "ids": [0] * 1000, "tokens": ["a"] * 1000}}
+    template = {"single": [{"SpecialToken": {"id": "a", "type_id": 0}}] * 10 + [SELF, SELF]}
+    one = {"type": "TemplateProcessing", "pair": [], "special_tokens": special} | template
+    text = TokenizerText(made_of(post_processor=one))
+    assert text._grows == 2 and len(text.encode("a")) == 10_002
+    with pytest.raises(JobError, match=r"it puts 150000 tokens beside each text; at most \d+$"):
+        TokenizerText(made_of(post_processor={"type": "Sequence", "processors": [one] * 4}))
+
+
 def test_usual_tokenizers_take_texts_of_hundreds_of_kibibytes() -> None:
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     words = {"type": "Prepend", "prepend": "\u2581"}
