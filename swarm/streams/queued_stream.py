@@ -16,6 +16,7 @@ from fusion.swarm.errors import FrameError, StreamBroken, StreamClosed, SwarmErr
 from fusion.swarm.printable import error_line
 from fusion.swarm.protocol import WireProtocol
 from fusion.swarm.streams.frame_stream import FrameStream
+from fusion.swarm.streams.frames import CONTAINER_BYTES
 from fusion.swarm.transport import Buffer, Frame, PeerId, Stream, Transport
 
 log = logging.getLogger(__name__)
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 HELLO_SECONDS = 10.0  # for the first frame to come
 MAX_UNSENT = 1 << 14  # frames that may wait for a reader; more, and it is taken for dead
 LINGER_SECONDS = 1.0  # how long the last frames may take to go out
+VALUE_BYTES = 32  # of memory that we count for each value in a header that waits, beside the text of it
 
 
 async def dial(
@@ -79,9 +81,9 @@ class QueuedStream:
         self._on_end = on_end
         self._depth = depth
         self._direct = stream if isinstance(stream, FrameStream) else None
-        self._unsent: deque[tuple[str, Mapping[str, Any], Sequence[Buffer]]] = (
-            deque()
-        )  # the first is being sent
+        # With how many bytes each counts; the first is being sent.
+        self._unsent: deque[tuple[str, Mapping[str, Any], Sequence[Buffer], int]] = deque()
+        self._unsent_bytes = 0
         self._closing = False  # once nothing is left to be sent
         self._rest_seconds = 0.0  # before the next frame is read
         self._wake = asyncio.Event()
@@ -98,7 +100,9 @@ class QueuedStream:
             return
         if self._sends_now(kind, header, payload):
             return
-        self._unsent.append((kind, header, payload))
+        size_bytes = _memory_bytes(header) + _payload_bytes(payload)
+        self._unsent.append((kind, header, payload, size_bytes))
+        self._unsent_bytes += size_bytes
         self._wake.set()
 
     def _sends_now(self, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer]) -> bool:
@@ -110,7 +114,7 @@ class QueuedStream:
                 return False
         except (SwarmError, ValueError):
             return False  # the task that writes comes upon it as well, and ends the stream
-        self.sent_bytes += sum(memoryview(buffer).nbytes for buffer in payload)
+        self.sent_bytes += _payload_bytes(payload)
         return True
 
     def rest(self, seconds: float) -> None:
@@ -128,8 +132,8 @@ class QueuedStream:
 
     @property
     def unsent_bytes(self) -> int:
-        """Of payload, that has not gone out yet."""
-        return sum(memoryview(buffer).nbytes for *_, payload in self._unsent for buffer in payload)
+        """Of memory, of what has not gone out yet: payloads, and headers as they are counted."""
+        return self._unsent_bytes
 
     async def flush(self) -> None:
         """Wait until all that was put in has been handed to the transport, or the stream has ended."""
@@ -156,6 +160,7 @@ class QueuedStream:
         """Drop the stream, with what waits to be sent. Idempotent."""
         self.ended.set()
         self._unsent.clear()
+        self._unsent_bytes = 0
         self._gone.set()
         self.stream.abort()
         current = asyncio.current_task()
@@ -179,11 +184,12 @@ class QueuedStream:
         try:
             while True:
                 while self._unsent:
-                    kind, header, payload = self._unsent[0]
+                    kind, header, payload, size_bytes = self._unsent[0]
                     await self.stream.send(kind, header, payload)
                     self._unsent.popleft()
+                    self._unsent_bytes -= size_bytes
                     self._gone.set()
-                    self.sent_bytes += sum(memoryview(buffer).nbytes for buffer in payload)
+                    self.sent_bytes += _payload_bytes(payload)
                 if self._closing:
                     await self.stream.aclose()
                     return
@@ -213,3 +219,19 @@ class QueuedStream:
         self.end(
             (str(error) if told else error_line(error)) or "ended", vanished=isinstance(error, StreamBroken)
         )
+
+
+def _payload_bytes(payload: Sequence[Buffer]) -> int:
+    return sum(memoryview(buffer).nbytes for buffer in payload)
+
+
+def _memory_bytes(value: object) -> int:
+    """Of a header or a value in it, roughly."""
+    match value:
+        case Mapping():
+            return CONTAINER_BYTES + sum(_memory_bytes(each) for item in value.items() for each in item)
+        case list() | tuple():
+            return CONTAINER_BYTES + sum(map(_memory_bytes, value))
+        case str() | bytes() | bytearray():
+            return VALUE_BYTES + len(value)
+    return VALUE_BYTES

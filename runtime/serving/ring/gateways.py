@@ -47,11 +47,6 @@ class Gateways:
             "slow": self._slow,
         }
 
-    @property
-    def unsent_bytes(self) -> int:
-        """Of logits, that they have yet to read."""
-        return sum(stream.unsent_bytes for stream in self._streams)
-
     def leaving(self) -> None:
         """Tell all of them that we are about to go."""
         for stream in self._streams:

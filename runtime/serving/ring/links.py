@@ -31,7 +31,6 @@ GATEWAY = -1  # in place of a stage index: the sender is the gateway of some ses
 IDLE_SECONDS = 600.0
 MOST_IDLE = 256
 LOOK_SECONDS = 15.0  # between two looks for them
-UNSENT_BYTES = 128 << 20  # of chunks that may wait for far ends that do not read
 
 
 @dataclass(frozen=True)
@@ -201,10 +200,12 @@ class RingLinks:
 
 
 class FullLinks:
-    """Links over which a chunk would wait to go out: nothing that has to runs meanwhile. `room` is called when one has room again."""
+    """Links over which a chunk would wait to go out: nothing that has to runs meanwhile. `room` is called when one has room again;
+    `most_bytes`: that may wait for all far ends together."""
 
-    def __init__(self, room: Callable[[], None]) -> None:
+    def __init__(self, room: Callable[[], None], most_bytes: int) -> None:
         self._room = room
+        self._most_bytes = most_bytes
         # For room, those first that do for longest.
         self._waiting: dict[QueuedStream, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -221,12 +222,12 @@ class FullLinks:
         return not full
 
     def look(self, links: Iterable[QueuedStream]) -> None:
-        """Chunks were put out over these. Where too much waits for all far ends together, the links of those that have read
+        """Frames were put out over these. Where too much waits for all far ends together, the links of those that have read
         nothing for longest end."""
         self.clear(links)
         unsent = {link: link.unsent_bytes for link in self._waiting}
         for link in self._waiting:
-            if sum(unsent.values()) <= UNSENT_BYTES:
+            if sum(unsent.values()) <= self._most_bytes:
                 break
             unsent[link] = 0
             link.end(f"{link.stream.remote} does not read what it is sent")

@@ -33,7 +33,8 @@ from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport
 
 SEE_OFF_SECONDS = 3.0  # for sessions to move when we leave
-UNREAD_BYTES = 64 << 20  # of logits that may wait for gateways which read slowly
+UNSENT_BYTES = 128 << 20  # of chunks that may wait for far ends that do not read
+UNREAD_BYTES = 64 << 20  # of tokens, with their logits and log-probabilities, as well
 
 Turn = tuple[Work[StageSession], ...]
 
@@ -69,7 +70,8 @@ class RingStage:
         self._arrived = asyncio.Event()  # work came
         self._leaving = False
         self._streams: set[Stream] = set()
-        self._full = FullLinks(self._arrived.set)
+        self._full = FullLinks(self._arrived.set, UNSENT_BYTES)
+        self._unread = FullLinks(lambda: None, UNREAD_BYTES)
         self._tokens = 0
 
     @property
@@ -91,6 +93,7 @@ class RingStage:
         async with asyncio.TaskGroup() as tasks:
             self._sessions.start(tasks)
             self._full.start(tasks)
+            self._unread.start(tasks)
             turning = tasks.create_task(self._turn_for_ever(tasks))
             try:
                 await asyncio.wait([turning])
@@ -354,6 +357,7 @@ class RingStage:
         tokens.post()
         chunks.post()
         self._full.look(chunks.links)
+        self._unread.look(tokens.links)
         for work, error in failed:
             if work.session.closed:
                 continue
@@ -381,9 +385,6 @@ class RingStage:
     def _answer(self, session: StageSession, tokens: Sequence[Token], frames: TurnFrames) -> None:
         """The last stage chose these: to the first stage first, it is what the ring waits for."""
         opening, serve = session.opening, self._position.serve
-        if opening.logits and session.gateway.full and self._gateways.unsent_bytes > UNREAD_BYTES:
-            self._sessions.fail(session, f"{self._sessions.here}: its logits are read too slowly", "moved")
-            return
         finishes = [
             "stop" if token.complete else opening.finish(token.id, token.position, serve.end_tokens)
             for token in tokens

@@ -11,7 +11,6 @@ import pytest
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import RING
-from fusion.runtime.serving.ring import links
 from fusion.runtime.serving.ring.links import GATEWAY, IDLE_SECONDS, FullLinks, LinkEnds, RingLinks
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import PeerUnreachable, StreamClosed
@@ -201,15 +200,12 @@ class Slow:
         self.read.set()
 
 
-def test_of_links_that_are_full_those_that_are_for_longest_end_where_too_much_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(links, "UNSENT_BYTES", 100)
+def test_of_links_that_are_full_those_that_are_for_longest_end_where_too_much_waits() -> None:
     room: list[int] = []
 
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
-            full = FullLinks(lambda: room.append(1))
+            full = FullLinks(lambda: room.append(1), 100)
             full.start(tasks)
             stuck, reads, more = Slow(60), Slow(30), Slow(70)
             given: Any = (stuck, reads)
@@ -232,7 +228,7 @@ def test_whoever_asks_about_a_link_that_others_have_filled_is_called_once_it_has
 
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
-            full = FullLinks(lambda: room.append(1))
+            full = FullLinks(lambda: room.append(1), 100)
             full.start(tasks)
             filled, free = Slow(0), Slow(0)
             free.full = False

@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from support.toy_ring import JOB, SHAPES, VOCABULARY, Refused, reference, ring_of
+from support.toy_ring import JOB, SHAPES, Refused, reference, ring_of
 
 from fusion.runtime.job.protocol import RING
 from fusion.runtime.serving.ring.links import LinkEnds
-from fusion.swarm.errors import SwarmError
+from fusion.swarm.errors import StreamBroken, SwarmError
 from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import PeerId, Stream
 
@@ -311,19 +311,24 @@ def test_whoever_waits_for_room_goes_on_once_the_session_that_took_it_has_ended(
     asyncio.run(main())
 
 
-def test_logits_wait_in_bounds_for_a_gateway_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", [{"logits": True}, {"top_logprobs": 20}, {}])
+def test_tokens_wait_in_bounds_for_a_gateway_that_reads_nothing(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fusion.swarm.streams.memory_stream.BUFFERED_BYTES", 1)
-    monkeypatch.setattr("fusion.runtime.serving.ring.stage.UNREAD_BYTES", 5 * 4 * VOCABULARY)
+    monkeypatch.setattr("fusion.runtime.serving.ring.stage.UNREAD_BYTES", 10_000)
 
     async def main() -> None:
         async with ring_of(SHAPES["two"]) as ring:
             deaf = await ring.connect(MemoryTransport(ring.network, PeerId("deaf")))
-            opening = ring.opening([1], 40, session="s", logits=True)
+            opening = ring.opening([1], 55, session="s", **asked)
             await ring.open(deaf, opening)
             await ring.prompt(deaf, opening, [1])
             while ring.rings[1].sessions:
                 await asyncio.sleep(0.001)
-            assert 4 * VOCABULARY < ring.rings[1]._gateways.unsent_bytes <= 6 * 4 * VOCABULARY
+            with pytest.raises(StreamBroken):
+                for _ in range(55):
+                    await deaf[1].receive()
             assert await ring.generate([1], 5) == reference(SHAPES["two"], [1], 5)
 
     asyncio.run(main())
