@@ -41,6 +41,7 @@ KEPT_SECONDS = 60.0  # without an answer
 IDLE_SECONDS = 30.0
 LOAD_SECONDS = 120.0  # for a tokenizer, on a busy machine
 COMPILE_SECONDS = 20.0  # for a schema, which gets a tenth of it of a processor
+MAX_ANSWER_BYTES = 1 << 16  # of a worker, to a tokenizer or a schema
 BUSY = "this peer follows as many schemas as it can: ask again later"
 
 
@@ -357,14 +358,23 @@ async def _compile(model: socket.socket, ours: socket.socket, theirs: socket.soc
 
 
 async def _say(connection: socket.socket, text: bytes, data: bytes = b"") -> str | None:
-    """What is wrong with it, if anything. OSError where the other end is not there any more."""
+    """What is wrong with it, if anything. OSError where the other end is not there any more, or answers what no worker does: it
+    reads what strangers sent."""
     loop = asyncio.get_running_loop()
     with contextlib.suppress(BrokenPipeError):  # it may have answered and gone before we are done
         await loop.sock_sendall(connection, struct.pack("<I", len(text)) + text)
         await loop.sock_sendall(connection, data)
     head = await _exactly(connection, 4)
-    error = json.loads(await _exactly(connection, min(struct.unpack("<I", head)[0], 1 << 16))).get("error")
-    return None if error is None else one_line(str(error))
+    answer = await _exactly(connection, min(struct.unpack("<I", head)[0], MAX_ANSWER_BYTES))
+    try:
+        match json.loads(answer):
+            case {"error": error}:
+                return None if error is None else one_line(str(error))
+            case dict():
+                return None
+    except (ValueError, RecursionError):
+        pass
+    raise ConnectionError("the answer is no JSON object")
 
 
 async def _exactly(connection: socket.socket, count: int) -> bytes:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import random
 import socket
+import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
@@ -174,6 +175,19 @@ def test_a_process_that_has_answered_and_gone_is_heard() -> None:
             return await grammars._say(ours, b"{}")
 
     assert asyncio.run(main()) == "a pattern"
+
+
+@pytest.mark.parametrize("answer", [b"", b"{", b"\xff", b"[]", b"7", b"[" * 60_000, b'{"error": '])
+def test_an_answer_of_a_worker_that_is_no_answer_is_as_if_it_had_gone(answer: bytes) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with ours, theirs:
+            theirs.sendall(struct.pack("<I", len(answer)) + answer)
+            with pytest.raises(OSError):
+                await grammars._say(ours, b"{}")
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("name", GOOD)
