@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +57,8 @@ class JobGossip:
         snapshotted: Callable[[JobRecord], None] = lambda record: None,
         files: KeptWords | None = None,
     ) -> None:
+        # Within it, what a service does wrong concerns one job (`fusion.runtime.hosting.job_faults`).
+        self.only: Callable[[JobId], AbstractContextManager[None]] = lambda job: nullcontext()
         self._context = context
         self._services = services
         self._board = board
@@ -84,21 +86,23 @@ class JobGossip:
     def figures(self, job: JobId) -> Progress | None:
         """How a job stands of which we run a stage, or ran one to its end: what a watcher is told."""
         record = self._board.word(job)
-        progress = None if record is None else self._services[record.kind].progress(job)
+        progress = None if record is None else self._progress(record)
         self._board.update(job, progress)
         return self._board.final(job) or progress
 
     def _update(self) -> None:
         for record in self._board.led:
-            self._board.update(record.job, self._services[record.kind].progress(record.job))
+            self._board.update(record.job, self._progress(record))
+
+    def _progress(self, record: JobRecord) -> Progress | None:
+        """How the job stands, as our own stage says."""
+        with self.only(record.job):
+            return self._services[record.kind].progress(record.job)
+        return None
 
     def _newest(self, record: JobRecord) -> JobRecord:
         """What a word on a job that goes on says with what our own stage knows."""
-        return (
-            record
-            if record.state in ENDED
-            else advanced(record, self._services[record.kind].progress(record.job))
-        )
+        return record if record.state in ENDED else advanced(record, self._progress(record))
 
     async def conclude(self, record: JobRecord, progress: Progress | None = None) -> None:
         """A stage of the job ran here to the job's end, which `progress` tells of. If its lead vanishes now, nobody
@@ -114,7 +118,7 @@ class JobGossip:
     def concludes(self, record: JobRecord) -> bool:
         """Whether our own lead has ended the job, and may have last words to say. It has not where we took the lead
         while the one before us was ending the job, which another stage of ours heard of."""
-        progress = self._services[record.kind].progress(record.job)
+        progress = self._progress(record)
         ours = record.author == self._context.peer_id and self._board.leads(record.job)
         return ours and progress is not None and progress.finished
 

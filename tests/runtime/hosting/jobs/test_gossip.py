@@ -141,6 +141,33 @@ def test_what_has_not_changed_is_not_said_at_every_look(
     asyncio.run(main())
 
 
+def test_a_service_that_fails_to_say_how_a_job_stands_loses_that_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            lead = await made.join()
+            bad, good = [await made.launch(made.manifest(lead, name=name)) for name in ("bad", "good")]
+            await lead.look()
+            await until(lambda: {(bad, 0), (good, 0)} <= lead.service.running.keys())
+            known = lead.service.progress
+
+            def progress(job: JobId) -> Progress | None:
+                if job == bad:
+                    raise TypeError("a fault of ours")
+                return known(job)
+
+            monkeypatch.setattr(lead.service, "progress", progress)
+            lead.service.figures[good] = lead_figures(good)
+            await gossip(lead).catch_up()
+            assert (await made.record(good)).snapshot == SNAPSHOT
+            await until(lambda: (bad, 0) not in lead.service.running)
+            await lead.look()
+            assert list(lead.service.running) == [(good, 0)]
+
+    asyncio.run(main())
+
+
 def test_nobody_but_the_lead_speaks_of_new_snapshots(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
