@@ -112,7 +112,7 @@ class QueuedStream:
         try:
             if not self._direct.send_now(kind, header, payload):
                 return False
-        except (SwarmError, ValueError):
+        except Exception:
             return False  # the task that writes comes upon it as well, and ends the stream
         self.sent_bytes += _payload_bytes(payload)
         return True
@@ -195,7 +195,9 @@ class QueuedStream:
                     return
                 self._wake.clear()
                 await self._wake.wait()
-        except (SwarmError, ValueError) as error:
+        except Exception as error:  # whatever a frame of ours does: what is put in would never go out again
+            if not isinstance(error, (SwarmError, ValueError)):
+                self._warn(error)
             await asyncio.sleep(0)  # what the other end has said already tells more than that we cannot send
             self._end_with(error)
 
@@ -210,9 +212,12 @@ class QueuedStream:
             Exception
         ) as error:  # whatever a frame does: a stream that nobody reads any more would never end
             if not isinstance(error, (StreamClosed, StreamBroken)):
-                log.warning("%s from %s: %s", self.stream.protocol, self.stream.remote, error_line(error))
-                log.debug("where it happened", exc_info=error)
+                self._warn(error)
             self._end_with(error)
+
+    def _warn(self, error: Exception) -> None:
+        log.warning("%s with %s: %s", self.stream.protocol, self.stream.remote, error_line(error))
+        log.debug("where it happened", exc_info=error)
 
     def _end_with(self, error: Exception) -> None:
         told = isinstance(error, (SwarmError, ValueError))

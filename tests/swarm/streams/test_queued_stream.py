@@ -135,6 +135,19 @@ def test_a_frame_that_runs_into_a_fault_of_ours_ends_the_stream_as_well() -> Non
     run(test)
 
 
+def test_a_frame_that_cannot_be_written_ends_the_stream_as_well() -> None:
+    async def test(ends: Ends) -> None:
+        async def fault(*frame: object) -> None:
+            raise TypeError("a fault of ours")
+
+        ends.near.stream.send = fault  # type: ignore[method-assign]
+        ends.near.post("odd", {})
+        ended = await ends.near.wait()
+        assert "a fault of ours" in ended.reason and ends.told == [ended]
+
+    run(test)
+
+
 def test_what_the_other_end_said_last_tells_more_than_that_we_cannot_send() -> None:
     async def test(ends: Ends) -> None:
         await ends.far.send("surprise")
