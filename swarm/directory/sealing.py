@@ -138,6 +138,9 @@ def _opened(data: bytes) -> tuple[Record, str, float, bytes, bytes]:
         raise RecordError("the record speaks for another peer than its author")
     if isinstance(record, ClaimRecord):
         record = replace(record, expires_at=expires_at)
+    if isinstance(record, PeerRecord):  # where others are is for them to say
+        own = tuple(each for each in record.addresses if each.endswith(f"/p2p/{record.peer}"))
+        record = replace(record, addresses=own)
     return record, author, expires_at, signature, _signed(body, author, expires_at)
 
 

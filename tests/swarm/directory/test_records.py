@@ -209,6 +209,17 @@ def test_a_claim_is_a_lease() -> None:
         opened(seal(claim, ALICE, NOW + longest + 1), claim)
 
 
+def test_of_a_peers_addresses_those_that_are_anothers_are_ignored() -> None:
+    own = f"/ip4/192.0.2.1/tcp/1/p2p/{ALICE.peer_id}"
+    relayed = f"/ip4/192.0.2.2/tcp/1/p2p/{MALLORY.peer_id}/p2p-circuit/p2p/{ALICE.peer_id}"
+    others = (f"/ip4/192.0.2.3/tcp/1/p2p/{MALLORY.peer_id}", "/ip4/192.0.2.4/tcp/1", "")
+    record = peer_record(ALICE, addresses=(others[0], own, *others[1:], relayed))
+    data = seal(record, ALICE, NOW + 6)
+    assert open_record(data, key_of(record), subkey_of(record), NOW) == dataclasses.replace(
+        record, addresses=(own, relayed)
+    )
+
+
 def test_an_oversized_record_is_refused() -> None:
     addresses = tuple(f"/dns/{'x' * 240}{i}/tcp/1" for i in range(12))
     with pytest.raises(RecordError):
