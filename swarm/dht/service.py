@@ -31,6 +31,9 @@ ANSWER_BYTES = 1 << 20  # of values; more only where one key alone has more
 BUSY = "busy: ask less"
 SUBNET_PEERS = 4  # a network may use as much of us as so many peers
 _NEWCOMERS = 64  # waiting to be let in
+_ADMITTED_AT_ONCE = (
+    8  # of them; one that answers slowly takes as long as it likes to be asked and offered records
+)
 _HANDED_OVER = 512  # records to one newcomer
 _WALKED_KEYS = 4096  # looked through for it
 _WALKED_AT_ONCE = 32
@@ -91,13 +94,13 @@ class DhtService:
         self._of_subnets = RequestBudget(
             BudgetConfig(per_second=SUBNET_PEERS * budget.per_second, burst=SUBNET_PEERS * budget.burst)
         )
-        self._newcomers: dict[Node, None] = {}
-        self._admitting: asyncio.Task[None] | None = None
+        self._newcomers: dict[Node, bool] = {}  # whether it is being let in already
+        self._admitting: set[asyncio.Task[None] | None] = set()
         self._without: TTLCache[PeerId, None] = TTLCache(_WITHOUT, _WITHOUT_SECONDS)  # a public network
         self._looking: asyncio.Task[None] | None = None
 
     async def aclose(self) -> None:
-        tasks = [task for task in (self._admitting, self._looking) if task is not None]
+        tasks = [task for task in (*self._admitting, self._looking) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -181,9 +184,9 @@ class DhtService:
         elif node in self.table:
             self.table.seen(node)
         elif len(self._newcomers) < _NEWCOMERS and self._budget.spend(peer, _NEWCOMER):
-            self._newcomers[node] = None
-            if self._admitting is None or self._admitting.done():
-                self._admitting = asyncio.create_task(self._admit_all(), name="new DHT nodes")
+            self._newcomers[node] = False
+            if len(self._admitting) < _ADMITTED_AT_ONCE:
+                self._admitting.add(asyncio.create_task(self._admit_waiting(), name="new DHT nodes"))
 
     async def admit(self, node: Node) -> bool:
         """Take note of a node that answered us or asked; whether it is in our table now."""
@@ -191,19 +194,28 @@ class DhtService:
             self._subnet_of = await self._subnets()
         return self.table.seen(node, self._subnet_of.get(node.peer))
 
-    async def _admit_all(self) -> None:
-        while self._newcomers:
-            node = next(iter(self._newcomers))
-            try:
-                known = await self.admit(node)
-                oldest = self.table.oldest_beside(node)
-                if not known and oldest is not None and not await self._lives(oldest):
-                    self.table.remove(oldest)
-                    known = await self.admit(node)
-                if known:
-                    await self._hand_over(node)
-            finally:
-                self._newcomers.pop(node, None)
+    async def _admit_waiting(self) -> None:
+        try:
+            while (
+                node := next((each for each, begun in self._newcomers.items() if not begun), None)
+            ) is not None:
+                self._newcomers[node] = True
+                try:
+                    await self._let_in(node)
+                finally:
+                    del self._newcomers[node]
+        finally:
+            # At once: whoever comes from now on needs another task.
+            self._admitting.discard(asyncio.current_task())
+
+    async def _let_in(self, node: Node) -> None:
+        known = await self.admit(node)
+        oldest = self.table.oldest_beside(node)
+        if not known and oldest is not None and not await self._lives(oldest):
+            self.table.remove(oldest)
+            known = await self.admit(node)
+        if known:
+            await self._hand_over(node)
 
     async def _hand_over(self, newcomer: Node) -> None:
         handed: list[Offer] = []

@@ -98,10 +98,9 @@ def test_an_answer_has_room_for_what_it_carries() -> None:
 def meet(desk: Desk, met: Callable[[], None]) -> list[PeerId]:
     async def scenario() -> list[PeerId]:
         met()
-        while desk.service._admitting is not None and not desk.service._admitting.done():
+        while desk.service._admitting:
             await asyncio.sleep(0)
         await desk.service.aclose()
-        desk.service._admitting = None  # the next one has a loop of its own
         return [node.peer for node in desk.service.table]
 
     return asyncio.run(scenario())
@@ -226,6 +225,32 @@ def test_a_new_node_that_does_not_answer_keeps_others_waiting_for_one_request() 
     desk.living = False
     meet(desk, lambda: desk.service.ping(newcomer, claimed(newcomer)))
     assert len(desk.sent) == 1
+
+
+def test_new_nodes_that_answer_slowly_hold_up_few_others() -> None:
+    desk, slow = Desk(), {Identity.generate().peer_id for _ in range(5)}
+    asked: list[PeerId] = []
+
+    async def hand_over(node: Node) -> None:
+        asked.append(node.peer)
+        if node.peer in slow:
+            await asyncio.sleep(60)
+
+    desk.service._hand_over = hand_over  # type: ignore[method-assign]
+    honest = [Identity.generate().peer_id for _ in range(20)]
+
+    async def main() -> None:
+        for peer in (*slow, *honest):
+            desk.service.ping(peer, claimed(peer))
+        async with asyncio.timeout(10):
+            while not set(honest) <= {node.peer for node in desk.service.table}:
+                await asyncio.sleep(0)
+        assert set(asked) == {*slow, *honest}
+        assert len(desk.service._admitting) == len(slow)
+        await desk.service.aclose()
+        assert not desk.service._newcomers
+
+    asyncio.run(main())
 
 
 def test_a_new_node_is_offered_what_it_should_keep_once_and_not_all_there_is() -> None:
