@@ -22,12 +22,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cachetools import FIFOCache
+from cachetools import FIFOCache, TTLCache
 
 from fusion.swarm.coordinates import Coordinate
 from fusion.swarm.errors import FrameError
 from fusion.swarm.links.packet_trains import MOST_BYTES, Train, train
 from fusion.swarm.protocol import PROBE
+from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.streams.link_estimate import Sample
 from fusion.swarm.streams.receive_log import ReceiveLog
 from fusion.swarm.transport import UNASKED_BYTES, PeerId, Stream, Transport, checked
@@ -35,6 +36,8 @@ from fusion.swarm.transport import UNASKED_BYTES, PeerId, Stream, Transport, che
 STREAMS_PER_PEER = 2
 MAX_PEERS = 1024  # whose allowances are remembered
 GRANT_SECONDS = 10.0  # for a granted train to arrive
+FIRST_BYTES_SECONDS = 1.0  # for it to begin, where another waits
+UNUSED_SECONDS = 60.0  # for which whoever was granted one and sent none, or its public network, gets no other
 BUSY_SECONDS = 0.3  # after another's payload
 _MESSAGE_BYTES = 512  # what a frame without a payload costs of an allowance
 _FRAME_BYTES = 80  # about what one takes
@@ -151,7 +154,8 @@ class ProbeHost:
         self._all = Allowance(limits.all_burst, limits.all_per_second, clock)
         self._each: FIFOCache[PeerId, Allowance] = FIFOCache(MAX_PEERS)
         self._open: Counter[PeerId] = Counter()
-        self._testing: tuple[Stream, float] | None = None  # whose train is granted, until when
+        self._testing: tuple[Stream, float] | None = None  # whose train is granted, and since when
+        self._unused: TTLCache[str, None] = TTLCache(MAX_PEERS, UNUSED_SECONDS, timer=clock)
 
     def testing(self, peer: PeerId) -> bool:
         """Whether what comes from `peer` now is a train."""
@@ -184,7 +188,7 @@ class ProbeHost:
                     case "train" if granted:
                         granted = 0
                         stream.allow(UNASKED_BYTES)
-                        self._testing = None
+                        self._end_grant(stream, used=True)
                         sample = self._receive_log.sample(stream.remote, began, None)
                         self._receive_log.forget(stream.remote)
                         if sample is not None:
@@ -197,8 +201,7 @@ class ProbeHost:
                     case _:
                         raise FrameError(f"probes are ping, want, train and report, not {frame.kind!r:.40}")
         finally:
-            if self._testing is not None and self._testing[0] is stream:
-                self._testing = None
+            self._end_grant(stream, used=False)
             self._open[stream.remote] -= 1
             if not self._open[stream.remote]:
                 del self._open[stream.remote]
@@ -209,7 +212,13 @@ class ProbeHost:
         if type(wanted) is not int or not 0 < wanted <= MOST_BYTES:
             raise FrameError(f"want: 1 to {MOST_BYTES} bytes")
         now = self._clock()
-        if self._testing is not None and self._testing[0] is not stream and now < self._testing[1]:
+        if self._testing is not None:
+            holder, since = self._testing
+            if holder is not stream and not self._overdue(holder, since, now):
+                return 0
+            self._end_grant(holder, used=False)
+        if any(each in self._unused for each in _names(stream)):
+            self._charge(stream.remote, wanted)
             return 0
         others = [peer for peer in self._receive_log.peers(now - BUSY_SECONDS) if peer != stream.remote]
         if others and header.get("pressed") is not True:
@@ -218,8 +227,21 @@ class ProbeHost:
             return 0
         self._charge(stream.remote, wanted)
         self._all.take(wanted)
-        self._testing = (stream, now + GRANT_SECONDS)
+        self._testing = (stream, now)
         return wanted
+
+    def _overdue(self, holder: Stream, since: float, now: float) -> bool:
+        """Whether a train that was granted then has to give way."""
+        begun = holder.remote in self._receive_log.peers(since)
+        return now - since >= (GRANT_SECONDS if begun else FIRST_BYTES_SECONDS)
+
+    def _end_grant(self, stream: Stream, *, used: bool) -> None:
+        """Others may have trains again, where this one had been granted one."""
+        if self._testing is None or self._testing[0] is not stream:
+            return
+        self._testing = None
+        if not used:
+            self._unused.update(dict.fromkeys(_names(stream)))
 
     def _charge(self, peer: PeerId, amount: int) -> None:
         allowance = self._each.get(peer)
@@ -229,6 +251,12 @@ class ProbeHost:
             )
         if not allowance.take(amount):
             raise FrameError("probes: too many or too large for one peer; ask less")
+
+
+def _names(stream: Stream) -> tuple[str, ...]:
+    """Who is at the far end, and its public network where that is known."""
+    subnet = stream.subnet if isinstance(stream, FrameStream) else None
+    return (stream.remote,) if subnet is None else (stream.remote, subnet)
 
 
 class ProbeLine:
