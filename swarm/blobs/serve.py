@@ -72,6 +72,8 @@ class BlobServer:
             match frame.kind, frame.header.get("chunks"):
                 case "index", _:
                     data = await asyncio.to_thread(self._store.index, digest)
+                    # Without a word while it waits: who asks for an index takes nothing else for an answer.
+                    await self._budget.spend(stream.remote, len(data), first=True)
                     await self._send(stream, "index", {}, [data])
                 case "get", list() as chunks if len(chunks) <= MAX_CHUNKS_ASKED:
                     await self._send_chunks(stream, digest, chunks)

@@ -1,8 +1,8 @@
 """How many bytes a second of blobs a peer gives away, shared fairly between those who ask.
 
 A token bucket that may go into debt by one chunk: chunks are sent whole. Readers take turns, one chunk each, however
-many streams one of them has open. What is small (a manifest) need not wait for its turn, but is counted, and has no more
-than a half of the rate so: who asks for it without end waits as others do.
+many streams one of them has open. What is small (a manifest), or first (an index), need not wait for its turn, but is counted,
+and has no more than a half of the rate so: who asks for it without end waits as others do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class UploadBudget:
         self._clock = clock
         self._sleep = sleep
         self._left = BURST_SECONDS * (bytes_per_second or 0.0)  # bytes that may be given now; below 0: debt
-        self._out_of_turn = SMALL_SHARE * self._left  # the same, of what is small
+        self._out_of_turn = SMALL_SHARE * self._left  # the same, of what need not wait
         self._filled_at = clock()
         self._waiting: dict[
             PeerId, deque[tuple[int, asyncio.Future[None]]]
@@ -43,15 +43,15 @@ class UploadBudget:
     def limited(self) -> bool:
         return self._rate is not None
 
-    async def spend(self, reader: PeerId, count: int) -> None:
-        """Wait until `reader` may be given `count` bytes."""
+    async def spend(self, reader: PeerId, count: int, *, first: bool = False) -> None:
+        """Wait until `reader` may be given `count` bytes. `first`: it can ask for nothing else without them."""
         if self._rate is None:
             return
         self._fill(self._rate)
         if self._left > 0 and not self._waiting:
             self._left -= count
             return
-        if count <= SMALL_BYTES and self._out_of_turn > 0:
+        if (first or count <= SMALL_BYTES) and self._out_of_turn > 0:
             self._left -= count
             self._out_of_turn -= count
             return

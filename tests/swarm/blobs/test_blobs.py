@@ -688,6 +688,19 @@ def test_the_upload_budget_paces_what_others_get(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_indexes_count_in_the_upload_budget(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Room(tmp_path) as room:
+            budget = UploadBudget(1e6, ManualClock(0.0))
+            holder, reader = await room.peer(budget=budget), await room.peer()
+            digest = await holder.put(BIG)
+            left = budget._left
+            frame = await call(reader._transport, id_of(holder), BLOB.name, "index", {"digest": digest})
+            assert budget._left == left - len(frame.payload)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(("times", "patient"), [(3, True), (PATIENCE, False)])
 def test_a_holder_may_ask_for_patience_but_not_for_ever(tmp_path: Path, times: int, patient: bool) -> None:
     async def scenario() -> None:

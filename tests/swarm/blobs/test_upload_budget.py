@@ -117,6 +117,19 @@ def test_small_ones_without_end_neither_pass_the_rate_nor_keep_others_waiting() 
     run(scenario)
 
 
+def test_what_is_first_goes_at_once_and_what_comes_then_waits_for_it() -> None:
+    async def scenario(budget: UploadBudget, clock: ManualClock) -> None:
+        await budget.spend(ONE, CHUNK)
+        await budget.spend(TWO, 8 * CHUNK, first=True)
+        assert clock.now == 0.0
+        await budget.spend(ONE, CHUNK)
+        assert clock.now == pytest.approx(9 * CHUNK / RATE - BURST_SECONDS, abs=0.1)
+        await budget.spend(TWO, 8 * CHUNK, first=True)  # no more than half of the rate
+        assert clock.now == pytest.approx(10 * CHUNK / RATE - BURST_SECONDS, abs=0.1)
+
+    run(scenario)
+
+
 def test_whoever_goes_while_waiting_costs_the_others_nothing() -> None:
     async def scenario(budget: UploadBudget, clock: ManualClock) -> None:
         await budget.spend(ONE, 2 * CHUNK)
