@@ -94,7 +94,7 @@ class Drafting:
         waiting = [each for each in self._schedule.sessions.values() if each.drafter is not None]
         first = self._runs % max(1, len(waiting))
         for session in (*waiting[first:], *waiting[:first]):
-            if session.drafter is None or session.feed is None or not room:
+            if session.drafter is None or session.feed is None or session.ended or not room:
                 continue
             most = session.feed.allowed(self._schedule.guesses(session))
             step = session.drafter.next_step(most, room, self._step_seconds.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 import pytest
 from support.toy_ring import GREEDY, SHAPES, VOCABULARY, Ring, WholeModel, make_stages, reference, ring_of
@@ -148,6 +149,28 @@ def test_without_guesses_the_draft_is_not_run() -> None:
         async with ring_of(stages, max_sequence=200, draft=draft_of(plane)) as ring:
             assert await ring.generate([3], 30) == reference(stages, [3], 30)
             assert not plane.runs
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_has_ended_is_drafted_no_further_though_its_gateway_keeps_it_open() -> None:
+    stages = SHAPES["one"]
+
+    async def main() -> None:
+        plane = WholeModel(stages)
+        async with ring_of(stages, max_sequence=POSITIONS, draft=draft_of(plane)) as ring:
+            streams, prompt = await ring.connect(), list(range(17))
+            opening = ring.opening(prompt, POSITIONS - len(prompt))
+            end = reference(stages, prompt, 10)[-1]
+            ring.rings[0]._position = replace(
+                ring.rings[0]._position, serve=replace(ring.serve, end_tokens=(end,))
+            )
+            await ring.open(streams, opening)
+            await ring.prompt(streams, opening, prompt, guesses=True)
+            assert (await ring.tokens(streams[-1]))[-1] == end
+            runs = plane.runs
+            await asyncio.sleep(0.1)
+            assert plane.runs <= runs + 1, "one was under way"
 
     asyncio.run(main())
 
