@@ -71,6 +71,10 @@ class Talk:
         except KeyboardInterrupt:
             self._output.write("\n")
             self._output.note("stopped")
+        except Exception:
+            if turn.text:  # what went wrong is said on a line of its own
+                self._output.write("\n")
+            raise
         else:
             self._output.write("\n")
         self._last = turn
