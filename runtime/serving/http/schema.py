@@ -29,11 +29,13 @@ COMPLETION_TOKENS = 16  # where max_tokens is left out, as with OpenAI
 Id = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_BYTES)]
+Stop = Annotated[str, Field(max_length=MAX_STOP_BYTES)]
 
 
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
+def _stops(value: Any) -> Any:
+    """A tuple of one or more. An empty text stops nothing, as with llama.cpp: forms that are left empty are sent so."""
+    texts = [value] if isinstance(value, str) else value
+    return tuple(text for text in texts if text != "") if isinstance(texts, list | tuple) else value
 
 
 def _few(value: Any) -> Any:
@@ -53,8 +55,8 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
-    include_route: bool = False  # ours: which peers run the stages
+    include_usage: bool | None = None
+    include_route: bool | None = None  # ours: which peers run the stages
 
 
 class NamedSchema(Body):
@@ -104,7 +106,7 @@ class Settings(Body):
         Annotated[
             tuple[Stop, ...],
             Field(max_length=MAX_STOPS, fail_fast=True),
-            BeforeValidator(_as_tuple, Stop | list[Stop]),
+            BeforeValidator(_stops, Stop | list[Stop]),
         ]
         | None
     ) = None
@@ -129,11 +131,11 @@ class Settings(Body):
 
     @property
     def usage_at_the_end(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and self.stream_options.include_usage is True
 
     @property
     def tells_route(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_route
+        return self.stream_options is not None and self.stream_options.include_route is True
 
 
 class CompletionRequest(Settings):

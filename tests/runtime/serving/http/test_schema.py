@@ -36,7 +36,7 @@ def test_the_four_kinds_of_prompt(prompt: Any, expected: Any) -> None:
         *({"prompt": ["a", 1]}, {"prompt": {"a": 1}}, {"prompt": None}, {"prompt": ["a"] * 65}, {"prompt": [1 << 40]}),
         *({"prompt": "a", name: value} for name, value in (
             ("n", 0), ("n", 17), ("max_tokens", 0), ("temperature", -1), ("temperature", "hot"), ("top_p", 2),
-            ("stop", []  + ["a"] * 5), ("stop", [""]), ("stop", "x" * 300), ("stop", 1), ("logit_bias", {"1": 101}),
+            ("stop", []  + ["a"] * 5), ("stop", [None]), ("stop", "x" * 300), ("stop", 1), ("logit_bias", {"1": 101}),
             ("seed", 1 << 64), ("stream", "perhaps"), ("logprobs", 21), ("echo", True), ("suffix", "b"), ("best_of", 3),
             ("frequency_penalty", 3), ("model", "x" * 300), ("temperature", float("nan")),
         )),
@@ -125,6 +125,21 @@ def test_the_tools_that_a_model_is_told_of(choice: Any, offered: list[str]) -> N
 
 def test_one_stop_is_a_list_of_one() -> None:
     assert CompletionRequest(prompt="a", stop="b").stop == ("b",)
+
+
+@pytest.mark.parametrize("stop", [None, "", [], [""], ["", ""] * 9])
+def test_stops_that_are_left_empty_stop_nothing(stop: Any) -> None:
+    assert not CompletionRequest(prompt="a", stop=stop).stop
+
+
+def test_of_several_stops_those_that_are_empty_are_left_out() -> None:
+    assert CompletionRequest(prompt="a", stop=["", "b", "", "c"]).stop == ("b", "c")
+
+
+def test_options_of_a_stream_that_are_null_are_off() -> None:
+    said = {**HI, "stream_options": {"include_usage": None, "include_route": None}}
+    asked = ChatRequest.model_validate(said)
+    assert asked.usage_at_the_end is False and asked.tells_route is False
 
 
 def test_a_response_format_is_the_schema_that_is_asked_for() -> None:
