@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fusion.runtime.job.protocol import RUN
 from fusion.runtime.serving.graphs.arrays import Array, described, read_arrays
+from fusion.runtime.serving.requests.request import number
 from fusion.swarm.errors import FrameError
 from fusion.swarm.transport import PeerId, Transport, call
 
@@ -26,9 +27,9 @@ async def run_model(
     answer = await call(transport, peer, RUN.name, "run", header, [a.data for a in arrays])
     if answer.kind != "done":
         raise FrameError(f"gateways send done, not {answer.kind!r:.40}")
-    route, seconds = answer.header.get("route"), answer.header.get("seconds")
+    route = answer.header.get("route")
     return Made(
         arrays=tuple(read_arrays(answer.header, answer.payload)),
         route=tuple(str(each)[:128] for each in route) if isinstance(route, list) else (),
-        seconds=float(seconds) if isinstance(seconds, int | float) else 0.0,
+        seconds=number(answer.header, "seconds", 0.0),
     )

@@ -6,6 +6,7 @@ Spoken over `/fusion/generate/1` and `/2` (`fusion.runtime.serving.answers.gatew
 from __future__ import annotations
 
 import array
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -436,8 +437,10 @@ def whole(header: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def number(header: Mapping[str, Any], name: str, default: float) -> float:
-    """A number field of a message from outside. JobError where it is something else."""
+    """A number field of a message from outside, finite. JobError where it is something else."""
     value = header.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise JobError(f"{name}: a number, not {type(value).__name__}")
+    if not math.isfinite(value):
+        raise JobError(f"{name}: a finite number, not {value}")
     return float(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from itertools import count
 from pathlib import Path
 from typing import cast
@@ -10,6 +11,7 @@ from typing import cast
 import pytest
 from support.served import reference, seeded_reference, swarm_of
 
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import GENERATE, GENERATE_MORE
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.requests import client
@@ -138,6 +140,29 @@ def test_a_gateway_that_never_ends_its_answer_is_left_after_as_many_tokens_as_we
                     found.append(piece)
                     assert len(found) < 100
             assert len(found) == 5
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf])
+def test_seconds_that_are_no_number_are_refused(seconds: float) -> None:
+    """They were printed as NaN, which no reader of JSON takes."""
+
+    async def hostile(stream: Stream) -> None:
+        await stream.receive()
+        await stream.send("done", {"text": "", "seconds": seconds})
+        await stream.receive()
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with (
+            MemoryTransport(network, PeerId("gateway")) as there,
+            MemoryTransport(network, PeerId("client")) as here,
+            asyncio.timeout(20),
+        ):
+            await there.serve(GENERATE.name, hostile)
+            with pytest.raises(JobError, match="seconds: a finite number"):
+                await complete(here, there.peer_id, GenerateRequest(prompt="a"))
 
     asyncio.run(main())
 
