@@ -109,7 +109,9 @@ class StageGraphs:
             )
         rate = self._context.flops_per_second
         if rate > 0:
-            promised = await work_for(job, manifest.author, longest_call, stages[stage], manifest, rate)
+            config = manifest.train or manifest.serve
+            assert config is not None, "a manifest without one is refused"
+            promised = await work_for(job, manifest.author, longest_call, stages[stage], config, rate)
             if promised > LONGEST_SECONDS:
                 raise Refused(
                     f"stage {stage} of {manifest.name}: one call of it would take this device about "
@@ -151,11 +153,9 @@ def needed_bytes(stage: Stage, manifest: Manifest) -> int:
     return int(needed)
 
 
-def longest_call(stage: Stage, manifest: Manifest, flops_per_second: float) -> float:
+def longest_call(stage: Stage, config: Config, flops_per_second: float) -> float:
     """Seconds of one microbatch, of a piece of a session, or of a run of a model that generates nothing, as `call_seconds` has
     them. Without a cache a long session takes longer, but whoever serves such a model means short ones as well."""
-    config = manifest.train or manifest.serve
-    assert config is not None, "a manifest without one is refused"
     sizes = sizes_of(config)
     if isinstance(config, ServeConfig) and not config.outputs:
         sizes["sequence"] = min(config.prefill_chunk, config.max_sequence)

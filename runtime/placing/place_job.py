@@ -7,10 +7,12 @@ from dataclasses import replace
 from math import inf
 
 from fusion.compression.codec_speed import measure_families
+from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.misfit import DoesNotFit
+from fusion.runtime.device.overrun import LONGEST_SECONDS
 from fusion.runtime.job.manifest import ServeConfig, TrainConfig
-from fusion.runtime.job.stage_graphs import Config, sizes_of, training_memory
+from fusion.runtime.job.stage_graphs import Config, longest_call, sizes_of, training_memory
 from fusion.runtime.placing.codec_placement import codec_families, place_with_codecs
 from fusion.runtime.placing.known_network import KnownNetwork, known_network
 from fusion.runtime.placing.place_serving import place_serving
@@ -29,15 +31,34 @@ def place_job(
     stages: int | None = None,
 ) -> Placed:
     """Placed on `peers`, of whose links `links` is known; a training job with codecs, for peers that are taken to encode
-    as fast as this machine. Raises PlacementError, in one line, where nobody can hold it, or knows its operators."""
+    as fast as this machine. Raises PlacementError, in one line, where nobody can hold it, knows its operators, or would take a
+    stage of it."""
     peers = able(graph, peers)
     swarm = known_network(peers, link_view(peers, links))
     try:
         if isinstance(config, TrainConfig):
-            return _training(graph, config, peers, swarm, stages)
-        return place_serving(graph, config, peers, swarm, stages)
+            placed = _training(graph, config, peers, swarm, stages)
+        else:
+            placed = place_serving(graph, config, peers, swarm, stages)
     except DoesNotFit as error:
         raise error.named({peer.peer: peer.name or peer.peer for peer in peers}) from None
+    _require_short_calls(placed, peers)
+    return placed
+
+
+def _require_short_calls(placed: Placed, peers: Sequence[PeerRecord]) -> None:
+    """PlacementError where one call of a stage is so long that all of these peers would refuse it (`StageGraphs.check`)."""
+    rates = [peer.flops_per_second for peer in peers]
+    if not rates or min(rates) <= 0:  # who measured nothing takes what it gets
+        return
+    for part in placed.parts:
+        seconds = longest_call(part, placed.config, max(rates))
+        if seconds > LONGEST_SECONDS:
+            less = "train.microbatch_size" if isinstance(placed.config, TrainConfig) else "its input"
+            raise PlacementError(
+                f"stage {part.index}: one call of it would take the fastest peer here about {seconds:.3g} s, and peers "
+                f"refuse more than {LONGEST_SECONDS:.0f} s: make {less} smaller, or give it more stages"
+            )
 
 
 def place_beside(

@@ -58,6 +58,19 @@ def test_a_job_goes_to_peers_whose_planes_run_its_operators(graph: Graph) -> Non
         placed_job.as_asked(graph, CONFIG, (), (lacking.peer,), [lacking, whole])
 
 
+def test_a_job_of_which_every_peer_would_refuse_a_stage_is_refused_at_once(graph: Graph) -> None:
+    slow, slower = peer("slow", 9, 1e-2), peer("slower", 9, 1e-3)
+    with pytest.raises(
+        PlacementError,
+        match=r"^stage \d: one call .* s: make train.microbatch_size smaller, or give it more stages$",
+    ):
+        placing.place_job(graph, CONFIG, [slow, slower], ())
+    assert placing.place_job(graph, CONFIG, [slow, slower, peer("fast", 9)], ()).parts
+    unmeasured = replace(slow, flops_per_second=0.0)
+    placed = placing.place_job(graph, CONFIG, [peer("fast", 9)], (), 1)
+    placing._require_short_calls(placed, [unmeasured, slow])
+
+
 def test_a_graph_needs_the_newest_of_its_operators(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     assert needed_version(graph) == 1
     used = graph.nodes[-1].op
