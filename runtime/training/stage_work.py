@@ -27,6 +27,8 @@ from fusion.runtime.training.streams.partner import Held
 log = logging.getLogger(__name__)
 
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+# What a plane raises for wrong data (a label that the model does not have is an IndexError of torch's) or without memory.
+FAILURES = (RuntimeError, ValueError, IndexError, KeyError, TypeError, MemoryError)
 
 
 class StageWork:
@@ -164,7 +166,7 @@ class StageWork:
             if after.finish:
                 return
             ready = await self._rad.step(attempt, step, look=after.look)
-        except (RuntimeError, ValueError, MemoryError) as error:
+        except FAILURES as error:
             await self._fail(attempt, error)
             raise
         traffic = self._partners

@@ -17,6 +17,7 @@ from support.training import (
     Job,
     Peer,
     assert_same,
+    captured,
     config,
     ended,
     exported_weights,
@@ -28,6 +29,7 @@ from support.training import (
     reference,
     run,
     swarm,
+    tokens,
     until,
 )
 from torch import nn
@@ -45,6 +47,7 @@ from fusion.runtime.job.spec import GPTConfig, load
 from fusion.runtime.launch.export import export
 from fusion.runtime.launch.launch import Held, launch, prepare_training, wait_until_held
 from fusion.runtime.training.data.batches import Batches
+from fusion.runtime.training.step.faults import PATIENCE
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.records import Digest
 
@@ -283,6 +286,27 @@ def test_a_run_that_diverges_fails_with_one_line(tmp_path: Path) -> None:
             assert all(isinstance(r, JobFailed) and "not finite" in str(r) for r in results)
             progress = lead.service.progress(work.prepared.job)
             assert progress is not None and progress.state == "failed" and "not finite" in progress.error
+
+    asyncio.run(main())
+
+
+def test_a_target_that_the_model_does_not_have_fails_the_job_with_one_line(tmp_path: Path) -> None:
+    async def main() -> None:
+        module, train = GPT(TINY), config(steps=100)
+        text = bytearray(tokens())
+        text[(len(text) - 1) // train.sequence * train.sequence] = 200  # a target alone, of the last sample
+        async with swarm(tmp_path, 2) as made:
+            lead, other = made.peers
+            variables = variables_from_module(module)
+            work = job(lead, captured(module), variables, train, 2, bytes(text), tokens())
+            await launch(lead.context, work.prepared)
+            await lead.host(work.prepared, 0)
+            for _ in range(PATIENCE):  # there is nobody else to give the stage to
+                await other.host(work.prepared, 1)
+                await asyncio.gather(other.tasks[1], return_exceptions=True)
+                await other.context.leases.release(work.prepared.job, 1)
+            with pytest.raises(JobFailed, match="at stage 1: IndexError: Target 200 is out of bounds"):
+                await lead.tasks[0]
 
     asyncio.run(main())
 
