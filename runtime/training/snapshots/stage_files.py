@@ -176,10 +176,14 @@ class StageFiles:
         owner = winner(claims)
         return PeerId("") if owner is None else owner.peer
 
-    async def forget_before(self, checkpoint: Checkpoint) -> None:
-        """Delete what belongs to snapshots older than the newest few."""
+    async def forget_before(self, checkpoint: Checkpoint, before: Checkpoint | None = None) -> None:
+        """Delete what belongs to snapshots older than the newest few: than `checkpoint` and the one `before` it where that is
+        known, and with it what was saved between the two and never became a snapshot, or is one no more."""
         steps = sorted((step for step in self._by_step if step <= checkpoint.step), reverse=True)
-        for step in steps[KEPT:]:
+        kept = steps[:KEPT]
+        if before is not None and before.step in self._by_step:
+            kept = [checkpoint.step, before.step]
+        for step in set(steps).difference(kept):
             self._left |= self._by_step.pop(step)
         self._hold()
         for digest in self._left.difference(*self._by_step.values()):

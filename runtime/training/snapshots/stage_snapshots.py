@@ -152,7 +152,8 @@ class StageSnapshots:
         """All stages hold that snapshot."""
         if checkpoint.rank > self.newest.rank:
             self.newest, self.before = checkpoint, self.newest
-        self._spawn(self._files.forget_before(checkpoint))
+        before = self.before if checkpoint == self.newest else None
+        self._spawn(self._files.forget_before(checkpoint, before))
 
     def go_back(self, checkpoint: Checkpoint) -> None:
         """Everybody is about to `restore` it."""

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph
@@ -13,6 +15,7 @@ from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.snapshots.snapshot import Index, encode_index
 from fusion.runtime.training.snapshots.stage_files import StageFiles
 from fusion.runtime.training.step.checkpoint import Checkpoint
+from fusion.runtime.training.step.history import Version
 from fusion.swarm.blobs.blobs import Blobs
 from fusion.swarm.blobs.eviction import Needs
 from fusion.swarm.blobs.store import BlobStore
@@ -78,5 +81,27 @@ def test_a_copy_of_a_neighbours_shard_is_no_larger_than_its_stage(tmp_path: Path
                     continue
                 with pytest.raises(BlobError, match="2001 bytes; at most 2000"):
                     await files.replicate(index, owners)
+
+    asyncio.run(main())
+
+
+def test_what_never_became_a_snapshot_is_not_kept_in_the_place_of_the_one_before(tmp_path: Path) -> None:
+    """A save that others did not hold in time, or a snapshot that was given up: nobody goes back there."""
+
+    async def main() -> None:
+        identity, network = Identity.generate(), MemoryNetwork()
+        store = BlobStore(tmp_path / "blobs", 1 << 20, Needs())
+        async with MemoryTransport(network, identity.peer_id) as transport:
+            blobs = Blobs(store, transport, MemoryDirectory(network, identity))
+            context: Any = SimpleNamespace(blobs=blobs, home=tmp_path, random=Random(0))
+            manifest: Any = SimpleNamespace(train=None, stages=2, memory_bytes=(100, 100))
+            files = StageFiles(context, JOB, manifest, Stage(1, Graph((), (), (), ()), (), (), ()))
+            shards = [
+                await files.save(Version(step), {"variable/w": torch.tensor(float(step))})
+                for step in (1, 2, 3)
+            ]
+            before = Checkpoint(step=1, digest=Digest("b" * 64))
+            await files.forget_before(Checkpoint(step=3, digest=Digest("c" * 64)), before)
+            assert [store.has(digest) for digest in shards] == [True, False, True]
 
     asyncio.run(main())

@@ -57,6 +57,7 @@ class Files:
         self.tried = asyncio.Event()
         self.slow: asyncio.Event | None = None  # what every save and every copy waits for
         self.copying = 0  # just now
+        self.kept: list[tuple[int, int | None]] = []  # the steps of the snapshots that stay, each time
 
     async def save(self, version: Version, state: Mapping[str, torch.Tensor]) -> Digest:
         step = version.step
@@ -84,6 +85,9 @@ class Files:
 
     async def load(self, checkpoint: Checkpoint, owners: Mapping[int, PeerId]) -> dict[str, torch.Tensor]:
         return {"variable/w": torch.tensor(7.0), "codec/edge": torch.tensor(0.25)}
+
+    async def forget_before(self, checkpoint: Checkpoint, before: Checkpoint | None = None) -> None:
+        self.kept.append((checkpoint.step, None if before is None else before.step))
 
     def _try(self, what: int | Digest) -> None:
         self.tried.set()
@@ -285,5 +289,17 @@ def test_a_restored_stage_has_its_parameters_and_what_its_codecs_left_out() -> N
             await stand.snapshots.restore(START)
             assert stand.plane.value == 7.0
             assert stand.codecs.left_out == {"edge": torch.tensor(0.25)}
+
+    asyncio.run(main())
+
+
+def test_what_stays_is_the_newest_snapshot_and_the_one_before_it() -> None:
+    async def main() -> None:
+        async with Worker() as compute:
+            async with asyncio.TaskGroup() as group:
+                stand = Stand(compute, group)
+                for step in (2, 6, 4):  # the last one is heard of late
+                    stand.snapshots.saved(Checkpoint(step=step, digest=D[step]))
+            assert stand.files.kept == [(2, 0), (6, 2), (4, None)]
 
     asyncio.run(main())
