@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,9 @@ class JsonLines:
             if name not in first:
                 raise JobError(f"data.classes: {path} has no field {name!r:.80} (it has: {', '.join(first)})")
         self._texts = tuple(k for k, v in first.items() if isinstance(v, str) and k not in self._classes)
-        self.names = (*first, *(name + MASK for name in self._texts))
+        # A field of the file's own that is called so is what is meant by the name.
+        self._masks = {name + MASK: name for name in self._texts if name + MASK not in first}
+        self.names = (*first, *self._masks)
 
     def __len__(self) -> int:
         return self._count
@@ -67,15 +68,13 @@ class JsonLines:
                 found[field] = self._labels(field)
             elif field in self._texts:
                 require_room(9 * self._sequence * len(self), limit_bytes, str(self._path))
-                found[field], found[field + MASK] = self._tokens(field, say)
+                found[field], mask = self._tokens(field, say)
+                if field + MASK in self._masks:
+                    found[field + MASK] = mask
             else:
                 found[field] = self._numbers(field)
         require_room(sum(array.nbytes for array in found.values()), limit_bytes, str(self._path))
         return checked({name: found[name] for name in names}, str(self._path))
-
-    @cached_property
-    def _masks(self) -> dict[str, str]:
-        return {name + MASK: name for name in self._texts}
 
     def _labels(self, field: str) -> Array:
         if field not in self.classes:

@@ -198,6 +198,14 @@ def test_fields_of_json_lines(tmp_path: Path) -> None:
     assert found["n"].dtype == np.int64 and found["ok"].dtype == np.bool_
 
 
+def test_a_field_that_is_called_as_a_mask_would_be_is_read_as_it_stands(tmp_path: Path) -> None:
+    rows = [{**row, "text_mask": [0, 1, 1]} for row in ROWS]
+    source = lines(jsonl(tmp_path, rows))
+    assert source.names == ("text", "label", "x", "n", "ok", "text_mask")
+    for names in (["text_mask"], ["text_mask", "text"], ["text", "text_mask"]):
+        assert source.read(names, LIMIT, silent)["text_mask"].tolist() == [[0, 1, 1]] * 2
+
+
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
