@@ -94,17 +94,23 @@ async def _serve(
             hands.status(f"fetching the newest snapshot of {known.record.name}")
             step = await _fetch(context, known, Path(folder) / "model")
             made = await hands.hand_over(Path(folder) / "model", step)
-    except (PlacementError, JobError, JobFailed, SwarmError) as error:
+    except (PlacementError, JobError, JobFailed, SwarmError, OSError) as error:  # a full disk, for one
         if before is None:
             raise
         hands.note(f"the model before stays: {error}")
+        await _keep_only(context, before)
         return step, before
     if before is not None:
         await _end(context, before, hands)
-    store = context.blobs.store
-    for digest in set(store.held()) - {*made.blobs}:
-        await asyncio.to_thread(store.delete, digest)
+    await _keep_only(context, made)
     return step, made
+
+
+async def _keep_only(context: Context, served: Prepared) -> None:
+    """The store is for what is served: whatever else is there would add up, snapshot after snapshot."""
+    store = context.blobs.store
+    for digest in set(store.held()) - {*served.blobs}:
+        await asyncio.to_thread(store.delete, digest)
 
 
 async def _fetch(context: Context, known: Known, folder: Path) -> int:

@@ -16,7 +16,7 @@ from fusion.swarm.errors import BlobError
 KNOWN: Any = SimpleNamespace(record=SimpleNamespace(name="gpt", snapshot_step=40))
 
 
-@pytest.mark.parametrize("error", [JobError, JobFailed, PlacementError, BlobError])
+@pytest.mark.parametrize("error", [JobError, JobFailed, PlacementError, BlobError, OSError])
 def test_a_snapshot_that_cannot_be_had_leaves_the_model_before(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -26,9 +26,12 @@ def test_a_snapshot_that_cannot_be_had_leaves_the_model_before(
     monkeypatch.setattr(served_snapshots, "_fetch", fails)
     notes: list[str] = []
     hands: Any = SimpleNamespace(status=lambda _: None, note=notes.append)
-    context: Any = None
-    before: Any = object()
+    held = {"the model before": 1, "half of the snapshot": 2}
+    store = SimpleNamespace(held=lambda: dict(held), delete=held.pop)
+    context: Any = SimpleNamespace(blobs=SimpleNamespace(store=store))
+    before: Any = SimpleNamespace(blobs=("the model before",))
     assert asyncio.run(served_snapshots._serve(context, KNOWN, hands, before)) == (40, before)
+    assert [*held] == ["the model before"]
     assert notes == ["the model before stays: a shard lacks a variable"]
     with pytest.raises(error):
         asyncio.run(served_snapshots._serve(context, KNOWN, hands, None))
