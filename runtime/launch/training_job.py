@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,6 +50,9 @@ def _language_job(spec: JobSpec, store: BlobStore, say: Say) -> TrainingJob:
     if isinstance(spec.model, HuggingFaceConfig):
         model = sources.huggingface(spec.model, training=True, seed=spec.train.seed)
         tokenizer = tokenizer or read_tokenizer(model.tokenizer)
+        # Whoever asks what was trained has to write as its data were read, whatever else lies beside the model.
+        about = replace(model.about, byte_level=tokenizer is None)
+        model = replace(model, about=about, tokenizer=spec.data.tokenizer or model.tokenizer)
     else:
         model = sources.builtin(
             spec.model, spec.train.seed, byte_level=tokenizer is None, tokenizer=spec.data.tokenizer
