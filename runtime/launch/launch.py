@@ -9,6 +9,7 @@ await wait_until_held(context, prepared)
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -26,8 +27,10 @@ from fusion.swarm.authority.statements import seal_statement, stated
 from fusion.swarm.authority.wallet import CLOCK_SECONDS
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import Digest, JobId, JobRecord, ProviderRecord
-from fusion.swarm.errors import SwarmError
+from fusion.swarm.errors import DaemonDied, SwarmError, TransportError
 from fusion.swarm.transport import PeerId, call
+
+log = logging.getLogger(__name__)
 
 __all__ = [
     "Held",
@@ -64,26 +67,37 @@ async def wait_until_held(
     context: Context, prepared: Prepared, *, on_change: Callable[[Held], None] = lambda held: None
 ) -> None:
     """Until every stage is claimed and loaded and every blob lies on a peer other than us: the launcher may then
-    leave. Republishes the job meanwhile. Waits for ever; put a deadline around it. JobFailed if the job failed."""
+    leave. Republishes the job meanwhile. Waits for ever, while nobody can be reached too; put a deadline around it. JobFailed if the
+    job failed."""
     last: Held | None = None
     published = asyncio.get_running_loop().time()
     while True:
-        held = await look_held(context, prepared)
-        if held != last:
-            on_change(held)
-            last = held
-        if held.complete:
-            return
-        belief = await look(context, prepared.job, manifest=prepared.manifest)
-        if belief is not None and belief.over and belief.vouched:
-            if belief.record.state == "failed":
-                raise JobFailed(belief.record.message or "the job failed")
-            return
-        now = asyncio.get_running_loop().time()
-        if now - published >= HEARTBEAT_SECONDS:
-            await _publish(context, prepared)
-            published = now
+        try:
+            held = await look_held(context, prepared)
+            if held != last:
+                on_change(held)
+                last = held
+            if held.complete or await _is_over(context, prepared):
+                return
+            now = asyncio.get_running_loop().time()
+            if now - published >= HEARTBEAT_SECONDS:
+                await _publish(context, prepared)
+                published = now
+        except DaemonDied:
+            raise
+        except TransportError as error:  # our own link may be down for a while, and we alone have the blobs
+            log.debug("the swarm cannot be reached: %s", error)
         await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _is_over(context: Context, prepared: Prepared) -> bool:
+    """Whether the job has ended already. JobFailed if it failed."""
+    belief = await look(context, prepared.job, manifest=prepared.manifest)
+    if belief is None or not (belief.over and belief.vouched):
+        return False
+    if belief.record.state == "failed":
+        raise JobFailed(belief.record.message or "the job failed")
+    return True
 
 
 async def _publish(context: Context, prepared: Prepared) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from support.instant_loop import run
 
-from fusion.runtime.launch.held import look_held
+from fusion.runtime.launch import launch
+from fusion.runtime.launch.held import Held, look_held
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, ProviderRecord
+from fusion.swarm.errors import DaemonDied, PeerUnreachable
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
@@ -60,3 +64,34 @@ def test_what_a_stranger_says_that_he_holds_lets_no_launcher_leave() -> None:
         assert (await look_held(context, prepared)).complete
 
     run(main())
+
+
+@pytest.mark.parametrize("error", [PeerUnreachable("no peer took the record"), DaemonDied("p2pd has ended")])
+def test_a_launcher_that_reaches_nobody_for_a_while_stays(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blobs lie nowhere else."""
+    none = Held(claimed=0, ready=0, stages=1, copied=0, blobs=2)
+    looks: list[Held | Exception] = [none, error, replace(none, claimed=1, ready=1, copied=2)]
+    seen: list[Held] = []
+
+    async def looked(*_: object) -> Held:
+        found = looks.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def no_word(*_: object, **__: object) -> None:
+        return None
+
+    monkeypatch.setattr(launch, "look_held", looked)
+    monkeypatch.setattr(launch, "look", no_word)
+    context: Any = None
+    prepared: Any = SimpleNamespace(job=JOB, manifest=None)
+    waits = launch.wait_until_held(context, prepared, on_change=seen.append)
+    if isinstance(error, DaemonDied):
+        with pytest.raises(DaemonDied):
+            run(waits)
+        return
+    run(waits)
+    assert len(seen) == 2 and not looks
