@@ -17,7 +17,7 @@ from fusion.runtime.training.snapshots.loaded_stage import Loaded
 from fusion.runtime.training.stage_source import StageParts
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.handover_state import HandoverState
-from fusion.swarm.errors import SwarmError
+from fusion.swarm.errors import QuotaExceeded, SwarmError
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
@@ -54,9 +54,12 @@ class StageBuilder:
         )
 
     async def resume(self, parts: StageParts, checkpoint: Checkpoint) -> Loaded:
-        """As `build`; as the job begins where the snapshot cannot be had."""
+        """As `build`; as the job begins where the snapshot cannot be had. QuotaExceeded where this disk does not take it: others
+        may have the room."""
         try:
             return await self.build(parts, checkpoint)
+        except QuotaExceeded:
+            raise
         except (SwarmError, JobError) as error:
             if checkpoint.digest is None:
                 raise

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.errors import JobError, StageFailed
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.training.compute.stage_codecs import StageCodecs
 from fusion.runtime.training.snapshots import snapshot
@@ -21,7 +21,7 @@ from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import START, Checkpoint
 from fusion.runtime.training.step.history import Version
 from fusion.swarm.directory.records import Digest
-from fusion.swarm.errors import SwarmError
+from fusion.swarm.errors import QuotaExceeded, SwarmError
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
@@ -164,10 +164,15 @@ class StageSnapshots:
         self._asked = None  # what is not saved by now is of a history that may not go on
 
     async def restore(self, checkpoint: Checkpoint) -> None:
-        """Go back to `checkpoint`. JobError where it cannot be had."""
+        """Go back to `checkpoint`. JobError where nobody has it; StageFailed where our own disk does not take it, for which the
+        job must not lose a snapshot that others have."""
         try:
             state = await self._files.load(checkpoint, self._owners())
-        except (SwarmError, OSError) as error:
+        except (QuotaExceeded, OSError) as error:
+            raise StageFailed(
+                f"stage {self._stage} cannot go back to step {checkpoint.step}: {error}"
+            ) from None
+        except SwarmError as error:
             raise JobError(str(error)) from None
         await self._compute.run(self._plane.load_state, state)
         self._codecs.load(snapshot.residuals(state))

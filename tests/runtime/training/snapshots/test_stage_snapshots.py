@@ -9,7 +9,7 @@ import torch
 
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph
-from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.errors import JobError, StageFailed
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.training.compute.inbox import StagePlan
 from fusion.runtime.training.snapshots import stage_snapshots
@@ -19,7 +19,7 @@ from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import START, Checkpoint
 from fusion.runtime.training.step.history import Version
 from fusion.swarm.directory.records import Digest
-from fusion.swarm.errors import BlobError
+from fusion.swarm.errors import BlobError, QuotaExceeded
 from fusion.swarm.transport import PeerId
 
 PLAN = StagePlan(stage=Stage(2, Graph((), (), (), ()), (), (), ()), stages=3, ties=(), sizes={})
@@ -57,6 +57,7 @@ class Files:
         self.tried = asyncio.Event()
         self.slow: asyncio.Event | None = None  # what every save and every copy waits for
         self.copying = 0  # just now
+        self.trouble: Exception | None = None  # with loading
         self.kept: list[tuple[int, int | None]] = []  # the steps of the snapshots that stay, each time
 
     async def save(self, version: Version, state: Mapping[str, torch.Tensor]) -> Digest:
@@ -84,6 +85,8 @@ class Files:
                 self.copying -= 1
 
     async def load(self, checkpoint: Checkpoint, owners: Mapping[int, PeerId]) -> dict[str, torch.Tensor]:
+        if self.trouble is not None:
+            raise self.trouble
         return {"variable/w": torch.tensor(7.0), "codec/edge": torch.tensor(0.25)}
 
     async def forget_before(self, checkpoint: Checkpoint, before: Checkpoint | None = None) -> None:
@@ -301,5 +304,27 @@ def test_what_stays_is_the_newest_snapshot_and_the_one_before_it() -> None:
                 for step in (2, 6, 4):  # the last one is heard of late
                     stand.snapshots.saved(Checkpoint(step=step, digest=D[step]))
             assert stand.files.kept == [(2, 0), (6, 2), (4, None)]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("trouble", "raises"),
+    [
+        (BlobError("nobody has it"), JobError),
+        (QuotaExceeded("the disk is full"), StageFailed),
+        (OSError("the disk is broken"), StageFailed),
+    ],
+)
+def test_a_disk_of_ours_costs_the_job_no_snapshot(trouble: Exception, raises: type[Exception]) -> None:
+    """Where nobody has it the job falls back to the snapshot before, and in the end to the initial weights."""
+
+    async def main() -> None:
+        async with Worker() as compute, asyncio.TaskGroup() as group:
+            stand = Stand(compute, group)
+            stand.files.trouble = trouble
+            with pytest.raises(raises, match=str(trouble)):
+                await stand.snapshots.restore(Checkpoint(step=2, digest=D[2]))
+            assert stand.plane.value == 1.0 and stand.snapshots.newest == START
 
     asyncio.run(main())
