@@ -133,9 +133,12 @@ class StageLoader:
         ahead = self._ahead.pop(place, None)
         loaded = None
         if ahead is not None:
-            async with ahead.lock:
-                ahead.taken, loaded = True, ahead.loaded
-            self._context.memory.forget(place)  # what was kept ready is what runs
+            try:
+                async with ahead.lock:
+                    loaded = ahead.loaded
+            finally:  # we may be cancelled while it is being made ready, and nobody else knows of it now
+                ahead.taken, ahead.loaded = True, None
+                self._context.memory.forget(place)  # what was kept ready is what runs
         near = self._source.owners(job, manifest)
         if loaded is None:
             plan, record = await asyncio.gather(

@@ -358,6 +358,38 @@ def test_what_does_not_fit_into_memory_is_kept_on_disk(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_stage_that_is_lost_again_while_it_is_being_made_ready_leaves_nothing_in_memory(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, 3) as made:
+            *owners, spare = made.peers
+            work, _ = await started(made, 2, owners)
+            loader, memory, gate = spare.service._loader, spare.context.memory, asyncio.Event()
+            build, building = loader._builder.build, asyncio.Event()
+
+            async def slow(*args: Any) -> Any:
+                building.set()
+                await gate.wait()
+                return await build(*args)
+
+            loader._builder.build = slow  # type: ignore[method-assign]
+            record = record_of(owners[0], work, await reached(owners[0], work, 4, snapshot_step=3))
+            preparing = asyncio.create_task(spare.stand_by(work.prepared, 1, record))
+            await building.wait()
+            ahead = loader._ahead[work.prepared.job, 1]
+            manifest = work.prepared.manifest
+            hosting = asyncio.create_task(spare.service.host(work.prepared.job, manifest, 1, 9))
+            await until(lambda: not loader.is_ahead(work.prepared.job, 1))
+            hosting.cancel()
+            await asyncio.gather(hosting, return_exceptions=True)
+            gate.set()
+            await preparing
+            assert ahead.loaded is None and not memory.by_place
+
+    asyncio.run(main())
+
+
 def test_a_neighbour_that_comes_while_the_stage_is_being_loaded_waits_for_it(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, 2) as made:
