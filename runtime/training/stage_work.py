@@ -167,7 +167,8 @@ class StageWork:
                 return
             ready = await self._rad.step(attempt, step, look=after.look)
         except FAILURES as error:
-            await self._fail(attempt, error)
+            if self._rad.answers_for(error):
+                await self._fail(attempt, error)
             raise
         traffic = self._partners
         ready = replace(ready, sent_bytes=traffic.sent_bytes, received_bytes=traffic.received_bytes)

@@ -140,6 +140,12 @@ class Rad:
         losses = [self._losses[m] for m in sorted(self._losses)]
         return sum(losses) / len(losses) if losses else None
 
+    def answers_for(self, error: Exception) -> bool:
+        """Whether a step that raised it failed here. An index beyond its table may be another stage's doing, where we receive
+        whole numbers: its owner could have one owner of ours after another say so, and two of them end the job."""
+        received = any("int" in edge.type.dtype for edge in self._plan.stage.receives)
+        return not (received and isinstance(error, IndexError))
+
     # --- waiting
 
     async def _prepare(

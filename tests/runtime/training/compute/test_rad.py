@@ -233,6 +233,25 @@ def test_an_error_of_the_plane_is_raised_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
+    ("error", "dtype", "ours"),
+    [
+        (IndexError("out of range"), "float32", True),
+        (IndexError("out of range"), "bool", True),
+        (IndexError("out of range"), "int64", False),
+        (MemoryError("no room"), "int64", True),
+    ],
+)
+def test_a_stage_does_not_answer_for_an_index_that_another_may_have_sent(
+    error: Exception, dtype: str, ours: bool
+) -> None:
+    edge = replace(IN, type=replace(VALUE, dtype=dtype), needs_gradient=False)
+    plan = replace(PLAN, stage=replace(STAGE, receives=(edge,)))
+    nothing: Any = None
+    rad = Rad(plan, CONFIG, nothing, nothing, nothing, Inbox(plan, CONFIG), nothing)
+    assert rad.answers_for(error) is ours
+
+
+@pytest.mark.parametrize(
     ("activations", "makes", "gradients", "own", "seen"),
     [
         (1.0, 1.0, 1.0, 7.0, ()),
