@@ -32,10 +32,15 @@ _READ_IN_FULL = frozenset({"contraction", "attention", "convolution", "norm", "r
 _ATTENTION = frozenset({
     "aten.scaled_dot_product_attention", "fusion.source_attention", "fusion.dropout_attention",
 })  # fmt: skip
+_CONVOLUTIONS = frozenset({
+    "aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.conv_transpose1d", "aten.conv_transpose2d.input",
+})  # fmt: skip
 _RECURRENCES = frozenset({"fusion.recurrence", "fusion.cached_recurrence"})
 _SCORES = 2  # times that they are there at once: with their softmax
 _STATES = 3  # the same: with what is read of a state, and what is added to it
 _FLOAT32_BYTES = DTYPE_BYTES["float32"]
+# What processors have no convolution for that reads its windows where they lie: all of them are written out first.
+_WRITTEN_OUT = frozenset({"float64", "float16"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +189,7 @@ def stashed(
         return 0, frozenset()
     own, values = 0, set[Ref]()
     if node.op == "aten.scaled_dot_product_attention":
-        own += _scores_bytes(found.call(node.args, types), types[Ref(node.name)])
+        own += _scores_bytes(found.call(node.args, types), types[Ref(node.name)], "attn_mask" in wanting)
     spread = _spread_bytes(found.call(node.args, types)) if node.op == "aten.matmul" else {}
     for name in found.saves:
         if name == "copy":
@@ -203,8 +208,14 @@ def stashed(
     return own, frozenset(values)
 
 
-def scratch_bytes(node: Node, types: Mapping[Ref, TensorType], storage: Mapping[Ref, Ref]) -> int:
-    """What a node takes while it runs, beside what it reads and gives: expanded tensors in full, scores of attention, states."""
+def scratch_bytes(
+    node: Node,
+    types: Mapping[Ref, TensorType],
+    storage: Mapping[Ref, Ref],
+    needing: frozenset[Ref] = frozenset(),
+) -> int:
+    """What a node takes while it runs, beside what it reads and gives: expanded tensors in full, scores of attention, states,
+    windows of convolutions. `needing`: the values that get a gradient."""
     found = spec(node.op)
     if found.family not in _READ_IN_FULL and not node.op.startswith("aten.upsample"):
         return 0
@@ -217,19 +228,35 @@ def scratch_bytes(node: Node, types: Mapping[Ref, TensorType], storage: Mapping[
     if node.op == "aten.matmul":
         return copied + sum(_spread_bytes(found.call(node.args, types)).values())
     if node.op in _ATTENTION:
-        copied += sum(_spread_bytes(found.call(node.args, types)).values())
-        return copied + _SCORES * _scores_bytes(found.call(node.args, types), types[Ref(node.name)])
+        call = found.call(node.args, types)
+        learned = any(ref in needing for ref in _given(found, node).get("attn_mask", []))
+        copied += sum(_spread_bytes(call).values())
+        return copied + _SCORES * _scores_bytes(call, types[Ref(node.name)], learned)
     if node.op in _RECURRENCES:
         call = found.call(node.args, types)
         (batch, heads, _, read), width = call["value"].shape, call["key"].shape[3]
         return copied + _STATES * _FLOAT32_BYTES * plain(batch) * plain(heads) * plain(width) * plain(read)
+    if node.op in _CONVOLUTIONS and types[Ref(node.name)].dtype in _WRITTEN_OUT:
+        return copied + _windows_bytes(found.call(node.args, types), types[Ref(node.name)])
     return copied
 
 
-def _scores_bytes(call: Call, result: TensorType) -> int:
-    """Of attention that no kernel computes piece by piece: with dropout, or of tensors that do not fit one."""
+def _windows_bytes(call: Call, result: TensorType) -> int:
+    """Of the windows of a convolution, one group of channels at a time: those that the places of its result see, or, transposed,
+    those that the places of its input write."""
+    x, weight = call["input"], call["weight"]
+    places, dims = x if "output_padding" in call.values else result, len(weight.shape) - 2
+    lead, window = places.shape[: -dims - 1], TensorType(weight.shape[1:], weight.dtype)
+    return elements(TensorType((*lead, *places.shape[-dims:]), x.dtype)) * type_bytes(window)
+
+
+def _scores_bytes(call: Call, result: TensorType, learned: bool) -> int:
+    """Of attention that no kernel computes piece by piece: with dropout, of tensors that do not fit one, or with a mask that does
+    not or is `learned`."""
     query, key, value = (call[name].shape for name in ("query", "key", "value"))
-    if call.op != "fusion.dropout_attention" and {len(query), len(key), len(value)} == {4}:
+    mask = call.values.get("attn_mask")
+    fits = mask is None or (len(mask.shape) in (2, 4) and not learned)
+    if call.op != "fusion.dropout_attention" and {len(query), len(key), len(value)} == {4} and fits:
         alike = len(set(leads(call, call.values.get("enable_gqa", True)))) == 1
         if alike and query[3] == value[3]:
             return 0

@@ -204,8 +204,9 @@ class _Measure:
                 if there is not None and there > here + 1:
                     skips.add((here + 1, there), 0, bytes_)
                     skips.add((here + 1, there), there + 1, -bytes_)
+        needing = differentiable(graph, self._needing) if self._training else frozenset[Ref]()
         for i, node in enumerate(graph.nodes):
-            bytes_ = scratch_bytes(node, types, self._storages)
+            bytes_ = scratch_bytes(node, types, self._storages, needing)
             alive[i] += bytes_
             alive[i + 1] -= bytes_
         peaks = np.maximum.reduceat(np.cumsum(alive), self._bounds[:-1])

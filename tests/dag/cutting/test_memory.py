@@ -12,6 +12,7 @@ from fusion.dag.cutting.memory import MemoryConfig, MemoryTables, measure_memory
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer
+from fusion.dag.ir.opset_spec import elements
 from tests.support.instances import chain, with_skips
 from tests.support.stage_costs import stage_cost
 
@@ -160,6 +161,58 @@ def test_scores_count_where_no_kernel_takes_attention_piece_by_piece() -> None:
     assert working(attention(8, 1, 2)) == 4 * 2 * 512 * (8 + 8 + 8)
     assert working(attention(9, 1, 2)) == 4 * 2 * 512 * (8 + 9 + 9) + scores
     assert working(attention(8, 2)) == 4 * 2 * 512 * (8 + 8 + 8) + scores
+
+
+@pytest.mark.parametrize(
+    ("shape", "learned", "counts"),
+    [
+        ((1, 2, 64, 64), False, False),
+        ((64, 64), False, False),
+        ((4, 1, 1, 64), False, False),
+        ((1, 2, 64, 64), True, True),
+        ((64, 64), True, True),
+        ((2, 64, 64), False, True),
+    ],
+)
+def test_scores_count_with_a_mask_that_no_kernel_takes(
+    shape: tuple[int, ...], learned: bool, counts: bool
+) -> None:
+    """A bias that is learned, as those by distance of vision models, has its gradient from all scores; a mask of heads alone,
+    without the batch, no kernel reads."""
+    inputs, mask = {"x": f(4, 2, 64, 8)}, {"mask": f(*shape)}
+    args = (Ref("x"), Ref("x"), Ref("x"), Ref("mask"), 0.0, False, None, False)
+    graph = built(
+        inputs if learned else inputs | mask, {"w": f(64, 8)} | (mask if learned else {}),
+        ("h", "aten.mul.Tensor", Ref("x"), Ref("w")), ("y", "aten.scaled_dot_product_attention", Ref("h"), *args[1:]),
+    )  # fmt: skip
+    scores = 4 * 2 * 64 * 64 * 4
+    found = tables(graph, (), training=True)
+    for bytes_, times in ((found.kept_bytes[0, 1], 1), (found.working_bytes[0, 1], 2)):
+        beside = 4 * (5 * 4 * 2 * 64 * 8 + 2 * 64 * 64)  # queries, keys, what is made of them, and the mask
+        assert bytes_ >= times * scores if counts else bytes_ <= beside
+    assert (working(graph) >= 2 * scores) == (counts and not learned)  # nobody learns when serving
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "float16"])
+def test_windows_of_a_convolution_count_where_no_kernel_reads_them_in_place(dtype: str) -> None:
+    size = {"float64": 8, "float32": 4}.get(dtype, 2)
+
+    def convolution(op: str, x: tuple[int, ...], weight: tuple[int, ...], groups: int = 1) -> Graph:
+        n = len(weight) - 2
+        ones, zeros = (1,) * n, (0,) * n
+        last = (zeros, groups, ones) if "transpose" in op else (ones, groups)
+        inputs = {name: TensorType(shape, dtype) for name, shape in (("x", x), ("w", weight))}
+        return built(inputs, {}, ("y", op, Ref("x"), Ref("w"), None, ones, zeros, *last))
+
+    for graph, windows in (
+        (convolution("aten.conv1d", (3, 2, 100), (4, 2, 41)), 3 * 60 * 2 * 41),
+        (convolution("aten.conv1d", (2, 100), (4, 2, 41)), 60 * 2 * 41),
+        (convolution("aten.conv2d", (3, 4, 20, 20), (4, 1, 11, 11), 4), 3 * 10 * 10 * 11 * 11),
+        (convolution("aten.conv3d", (3, 1, 9, 9, 9), (1, 1, 5, 5, 5)), 3 * 5**3 * 5**3),
+        (convolution("aten.conv_transpose1d", (3, 2, 60), (2, 4, 41)), 3 * 60 * 4 * 41),
+    ):
+        plain = sum(elements(type_) for type_ in graph.types.values())
+        assert working(graph) == size * (plain + windows * (dtype in ("float64", "float16")))
 
 
 def test_states_of_a_recurrence_count() -> None:
