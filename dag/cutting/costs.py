@@ -29,6 +29,12 @@ _COPY_IF_REORDERED = frozenset(
 )
 # Families that want what they read in full, one number after the other: an expanded tensor is copied for them.
 _READ_IN_FULL = frozenset({"contraction", "attention", "convolution", "norm", "reduction"})
+# What gives a part of what it reads: the gradient of that is of the whole, however little memory an expanded tensor takes.
+_PARTS = frozenset({
+    "aten.slice.Tensor", "aten.select.int", "aten.narrow", "aten.split.Tensor", "aten.split.sizes", "aten.split_with_sizes",
+    "aten.chunk", "aten.unbind.int", "aten.index.Tensor", "aten.index_select", "aten.gather", "aten.embedding",
+    "aten.constant_pad_nd",
+})  # fmt: skip
 _ATTENTION = frozenset({
     "aten.scaled_dot_product_attention", "fusion.source_attention", "fusion.dropout_attention",
 })  # fmt: skip
@@ -217,7 +223,11 @@ def scratch_bytes(
     """What a node takes while it runs, beside what it reads and gives: expanded tensors in full, scores of attention, states,
     windows of convolutions. `needing`: the values that get a gradient."""
     found = spec(node.op)
-    if found.family not in _READ_IN_FULL and not node.op.startswith("aten.upsample"):
+    if node.op in _PARTS:
+        whole = next(node.refs())
+        expanded = type_bytes(types[whole]) > type_bytes(types[storage[whole]])
+        return type_bytes(types[whole]) if expanded and whole in needing else 0
+    if found.family not in _READ_IN_FULL and not node.op.startswith(("aten.upsample", "aten.diff")):
         return 0
     copied = sum(
         type_bytes(types[ref])

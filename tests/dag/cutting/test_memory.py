@@ -115,6 +115,7 @@ def working(graph: Graph, *, training: bool = False) -> float:
         ("y", "aten.matmul", Ref("wide"), Ref("x")),
         ("y", "aten.logsumexp", Ref("wide"), (0, 1), False),
         ("y", "aten.argmax", Ref("wide"), None, False),
+        ("y", "aten.diff", Ref("wide"), 63, 0, None, None),
         ("y", "aten.view", Ref("wide"), (64 * 64,)),
         ("y", "aten._unsafe_view", Ref("wide"), (64 * 64,)),
         ("y", "aten.reshape", Ref("wide"), (64 * 64,)),
@@ -128,6 +129,41 @@ def test_what_an_operator_copies_to_its_whole_size_counts(reads: tuple[Any, ...]
         {"x": f(64)}, {}, ("wide", "aten.expand", Ref("x"), (64, 64)), ("y", "aten.relu", Ref("wide"))
     )
     assert working(same) == 4 * (64 + 64 * 64)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        ("aten.select.int", 0, 0),
+        ("aten.slice.Tensor", 0, 3, 5, 1),
+        ("aten.narrow", 0, 3, 2),
+        ("aten.unbind.int", 1),
+        ("aten.split.Tensor", 999, 0),
+        ("aten.chunk", 2, 0),
+        ("aten.index.Tensor", (Ref("ids"),)),
+        ("aten.index_select", 0, Ref("ids")),
+        ("aten.gather", 0, Ref("places")),
+        ("aten.embedding", Ref("ids"), -1, False),
+        ("aten.constant_pad_nd", (0, 0, -998, 0), 0),
+    ],
+)
+def test_the_gradient_of_an_expanded_tensor_counts_whole_where_a_part_is_read(part: tuple[Any, ...]) -> None:
+    """To read a row of a million takes nothing; its gradient is zeros for the others."""
+    ids, places = TensorType((2,), "int64"), TensorType((1, 8), "int64")
+    op, *args = part
+
+    def read(width: int) -> Graph:
+        return built(
+            {"x": f(8), "ids": ids, "places": places}, {"w": f(8)},
+            ("h", "aten.mul.Tensor", Ref("x"), Ref("w")), ("wide", "aten.expand", Ref("h"), (width, 8)),
+            ("y", op, Ref("wide"), *args),
+        )  # fmt: skip
+
+    beside = 4 * (8 + 8 + 2 * 8 * 8) + 8 * (2 + 8)
+    assert working(read(1000)) <= beside  # nobody learns when serving
+    assert 4 * 8 * 1000 <= working(read(1000), training=True) <= 4 * 8 * 1000 + beside
+    whole = built({"x": f(1000, 8)}, {"w": f(8)}, ("h", "aten.mul.Tensor", Ref("x"), Ref("w")), ("y", "aten.select.int", Ref("h"), 0, 0))  # fmt: skip
+    assert working(whole, training=True) == working(whole)  # that of h is as large as h
 
 
 def test_a_product_copies_matrices_that_go_with_several_each() -> None:
