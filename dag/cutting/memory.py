@@ -27,6 +27,7 @@ from fusion.dag.cutting.costs import (
     type_bytes,
 )
 from fusion.dag.cutting.crossing import crossing
+from fusion.dag.cutting.positional import repeatable
 from fusion.dag.ir.graph import Graph, Ref, TensorType
 from fusion.dag.ir.opset import kept
 from fusion.dag.ir.opset_recurrence import state_bytes
@@ -213,7 +214,27 @@ class _Measure:
         found = np.zeros((self._size, self._size))
         for first in range(self._size - 1):
             found[first, first + 1 :] = np.maximum.accumulate(peaks[first:])
-        return found - skips.matrix()
+        return found - skips.matrix() + self._written_out(types)
+
+    def _written_out(self, types: Types) -> Matrix:
+        """Of expanded values that are sent, to later stages or as results: number by number."""
+        graph, table = self._graph, _Rectangles(self._size)
+        expanded = [
+            ref
+            for ref in graph.types
+            if ref.name in graph.node_index
+            and type_bytes(types[ref]) > type_bytes(types[self._storages[ref]])
+        ]
+        repeated = repeatable(graph) if expanded and self._size > 2 else frozenset[str]()
+        for ref in expanded:
+            made, bytes_ = self._block[graph.node_index[ref.name]], type_bytes(types[ref])
+            if ref in graph.outputs:
+                table.add((0, made + 1), made + 1, bytes_ * graph.outputs.count(ref))
+            elif ref.name not in repeated:
+                read = max((self._block[reader] for reader in graph.uses.get(ref, ())), default=made)
+                table.add((0, made + 1), made + 1, bytes_)
+                table.add((0, made + 1), read + 1, -bytes_)
+        return table.matrix()
 
     def residuals(self, sizes: Mapping[str, int]) -> Matrix:
         """Of the gradients that a stage sends back, and of those of the variables that it shares with others."""

@@ -137,9 +137,9 @@ def test_what_an_operator_copies_to_its_whole_size_counts(reads: tuple[Any, ...]
         ("aten.select.int", 0, 0),
         ("aten.slice.Tensor", 0, 3, 5, 1),
         ("aten.narrow", 0, 3, 2),
-        ("aten.unbind.int", 1),
-        ("aten.split.Tensor", 999, 0),
-        ("aten.chunk", 2, 0),
+        ("aten.unbind.int", 0),
+        ("aten.split.Tensor", 2, 0),
+        ("aten.chunk", 500, 0),
         ("aten.index.Tensor", (Ref("ids"),)),
         ("aten.index_select", 0, Ref("ids")),
         ("aten.gather", 0, Ref("places")),
@@ -159,11 +159,28 @@ def test_the_gradient_of_an_expanded_tensor_counts_whole_where_a_part_is_read(pa
             ("y", op, Ref("wide"), *args),
         )  # fmt: skip
 
-    beside = 4 * (8 + 8 + 2 * 8 * 8) + 8 * (2 + 8)
+    beside = 4 * (8 + 8 + 2 * 2 * 8) + 8 * (2 + 8)
     assert working(read(1000)) <= beside  # nobody learns when serving
     assert 4 * 8 * 1000 <= working(read(1000), training=True) <= 4 * 8 * 1000 + beside
     whole = built({"x": f(1000, 8)}, {"w": f(8)}, ("h", "aten.mul.Tensor", Ref("x"), Ref("w")), ("y", "aten.select.int", Ref("h"), 0, 0))  # fmt: skip
     assert working(whole, training=True) == working(whole)  # that of h is as large as h
+
+
+def test_an_expanded_result_counts_as_what_is_sent_of_it() -> None:
+    def expanding(*more: tuple[Any, ...]) -> Graph:
+        return built(
+            {"x": f(8)}, {}, ("h", "aten.relu", Ref("x")), ("wide", "aten.expand", Ref("h"), (1000, 8)), *more
+        )
+
+    found = tables(expanding(), (1,), training=False).working_bytes
+    assert found[0, 2] == found[1, 2] + 4 * 8 == 4 * (8 + 8 + 8 * 1000)
+    assert found[0, 1] == 4 * (8 + 8)  # what it is made of is sent as it is
+    read = expanding(("end", "aten.select.int", Ref("wide"), 0, 0), ("last", "aten.relu", Ref("end")))
+    found = tables(read, (2, 3), training=False).working_bytes
+    assert found[0, 3] == found[0, 2] == 4 * (8 + 8)  # read where it is made
+    assert found[0, 1] == 4 * (8 + 8 + 8 * 1000)
+    first, *_ = split(read, (2, 3))
+    assert working(first.graph) == found[0, 1]
 
 
 def test_a_product_copies_matrices_that_go_with_several_each() -> None:
