@@ -39,7 +39,8 @@ def join(state: LeadState, stage: int, join: m.Join) -> Result:
         return state, ()
     # A stage that joins again has been away: what it had of the running step is lost.
     state, actions = lose(replace(state, here=state.here.stay(stage)), stage)
-    interruptions = state.interruptions.merge(join.statistics)
+    # Losses of steps that we are not at yet come with these steps; made up, they would crowd out all others.
+    interruptions = state.interruptions.merge(join.statistics.before(state.step))
     if state.here.replaced(stage, join.join_id):
         interruptions = interruptions.lose()
     if 0 < join.attempt[0] < state.term:

@@ -31,11 +31,17 @@ class RunStatistics:
     recent: tuple[tuple[int, float], ...] = ()  # (step, loss) of the last committed steps, oldest first
 
     def commit(self, step: int, loss: float | None = None) -> RunStatistics:
-        """`loss`: of that step, where we know it."""
-        made = self if loss is None else replace(self, recent=_last({**dict(self.recent), step: loss}))
+        """`loss`: of that step, where we know it; those of later steps are of a time before the job went back, and would leave
+        it no room."""
+        known = self.before(step).recent
+        made = self if loss is None else replace(self, recent=_last({**dict(known), step: loss}))
         if step < self.high:
             return replace(made, replayed=self.replayed + 1)
         return replace(made, high=step + 1)
+
+    def before(self, step: int) -> RunStatistics:
+        """With the losses of the steps before that one alone."""
+        return replace(self, recent=tuple(pair for pair in self.recent if pair[0] < step))
 
     def discard(self, attempt: Attempt) -> RunStatistics:
         """An attempt has at most one step that is begun and not committed; telling it twice counts once."""

@@ -11,11 +11,13 @@ import pytest
 from support.training import config
 
 from fusion.runtime.job.manifest import CompressionConfig, TrainConfig
+from fusion.runtime.job.progress import RECENT
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.lead.lead import MAX_HANDOVER_CODECS, Lead
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import START
 from fusion.runtime.training.step.handover_state import HandoverState
+from fusion.runtime.training.step.run_statistics import RunStatistics
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId
 
@@ -126,3 +128,14 @@ def test_whatever_stages_say_of_their_traffic_the_figures_of_the_job_can_be_told
         table.lead.receive(stage, m.Ready(begin.attempt, 0, fed="", sent_bytes=said, received_bytes=7))
     progress = table.lead.progress
     assert (progress.sent_bytes, progress.received_bytes, progress.step) == (0, 14, 1)
+
+
+def test_losses_that_an_owner_makes_up_crowd_out_none() -> None:
+    table = Table(trained())
+    made_up = RunStatistics(recent=tuple((1000 + i, 0.0) for i in range(RECENT)))
+    table.lead.receive(0, m.Join(step=0, newest=START, join_id=(1, 7, 1)))
+    table.lead.receive(1, m.Join(step=0, newest=START, join_id=(1, 7, 1), statistics=made_up))
+    begin = table.last(m.Begin)
+    for stage, loss in enumerate((None, 2.5)):
+        table.lead.receive(stage, m.Ready(begin.attempt, 0, loss=loss, fed=""))
+    assert table.lead.progress.loss == 2.5 and table.lead.progress.recent == ((0, 2.5),)

@@ -54,6 +54,14 @@ def test_the_losses_of_the_last_steps_are_kept() -> None:
     assert merged.recent[-2:] == ((RECENT + 5, 0.5), (RECENT + 6, 0.25))
 
 
+def test_a_job_that_went_far_back_tells_the_losses_of_the_steps_that_it_replays() -> None:
+    counts = CLEAN
+    for step in range(3 * RECENT):
+        counts = counts.commit(step, 1.0)
+    counts = counts.commit(RECENT, 1.0).commit(RECENT + 1, 1.0)
+    assert counts.recent == ((RECENT, 1.0), (RECENT + 1, 1.0))
+
+
 def test_an_attempt_is_discarded_once() -> None:
     counts = CLEAN.discard((1, 2)).discard((1, 2)).discard((1, 1))
     assert counts.discarded == 1
