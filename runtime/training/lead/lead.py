@@ -191,7 +191,8 @@ class Lead:
                     self._look_around()
                 self._event(message, stage)
             case m.Evaluated(step, loss):
-                self.tell(validation_loss=loss, validation_step=step)
+                if step == self._state.step:  # watchers wait for a later one than they have seen
+                    self.tell(validation_loss=loss, validation_step=step)
             case m.Shard():
                 self._shard(stage, message)
             case m.Held(step, index):

@@ -139,3 +139,12 @@ def test_losses_that_an_owner_makes_up_crowd_out_none() -> None:
     for stage, loss in enumerate((None, 2.5)):
         table.lead.receive(stage, m.Ready(begin.attempt, 0, loss=loss, fed=""))
     assert table.lead.progress.loss == 2.5 and table.lead.progress.recent == ((0, 2.5),)
+
+
+def test_a_loss_on_held_out_data_is_of_the_step_that_the_job_is_at() -> None:
+    """One of a step that never comes would hide all that follow."""
+    table = Table(trained())
+    table.join()
+    for step, loss in ((1 << 40, 0.0), (0, 3.0), (1, 2.0)):
+        table.lead.receive(1, m.Evaluated(step, loss))
+    assert (table.lead.progress.validation_step, table.lead.progress.validation_loss) == (0, 3.0)
