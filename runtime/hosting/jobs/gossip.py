@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from cachetools import FIFOCache
 
@@ -67,6 +68,7 @@ class JobGossip:
         # By us, the last of each.
         self._stated: FIFOCache[JobId, tuple[Statement, bytes]] = FIFOCache(SAID_JOBS)
         self._said: FIFOCache[JobId, tuple[JobRecord, float]] = FIFOCache(SAID_JOBS)  # as signed, and when
+        self._saying: WeakValueDictionary[JobId, asyncio.Lock] = WeakValueDictionary()
 
     async def start(self) -> None:
         """Say what our disk knows of: after a cold start nobody else may."""
@@ -139,8 +141,7 @@ class JobGossip:
     async def publish(self) -> None:
         """Say how the jobs stand that we speak for, where that was not said lately."""
         self._update()
-        signed = map(self._signed, [*self._board.led, *self._repeated()])
-        await asyncio.gather(*map(self._publish, filter(self._is_due, signed)), self._keep())
+        await asyncio.gather(self._say_if_due(*self._board.led, *self._repeated()), self._keep())
 
     async def last_word(self) -> None:
         """We leave: say what we know of every job, so that whoever leads next knows it too. Before our claims are
@@ -160,16 +161,14 @@ class JobGossip:
         self._update()
         changed = self._board.changed()
         running = [record for record in changed if record.state not in ENDED]
-        await asyncio.gather(self._keep(), self._say(*changed), *map(self._tell_standbys, running))
+        await asyncio.gather(self._keep(), self._say_if_due(*changed), *map(self._tell_standbys, running))
 
     async def say(self, job: JobId) -> None:
         """What we have to say of one job, where that was not said lately: anybody may ask for it, as often as they like."""
         record = self._board.word(job)
         if record is None:
             return
-        signed = self._signed(record if self._board.leads(job) else self._repeat(record))
-        if self._is_due(signed):
-            await self._publish(signed)
+        await self._say_if_due(record if self._board.leads(job) else self._repeat(record))
 
     async def _keep(self) -> None:
         self._context.blobs.hold(self, self._board.needed_blobs())
@@ -181,10 +180,16 @@ class JobGossip:
     async def _say(self, *records: JobRecord) -> None:
         await asyncio.gather(*map(self._publish, map(self._signed, records)))
 
-    def _is_due(self, signed: JobRecord) -> bool:
-        """Whether what we say of the job has changed, or was said too long ago."""
-        said, at = self._said.get(signed.job, (None, 0.0))
-        return said != signed or self._context.clock.monotonic() - at >= RENEWED_SECONDS
+    async def _say_if_due(self, *records: JobRecord) -> None:
+        await asyncio.gather(*map(self._say_one_if_due, records))
+
+    async def _say_one_if_due(self, record: JobRecord) -> None:
+        """Where what we say of the job has changed, or was said too long ago. Whoever is on the way of saying it is waited for."""
+        async with self._saying.setdefault(record.job, asyncio.Lock()):
+            signed = self._signed(record)
+            said, at = self._said.get(signed.job, (None, 0.0))
+            if said != signed or self._context.clock.monotonic() - at >= RENEWED_SECONDS:
+                await self._publish(signed)
 
     def _signed(self, record: JobRecord) -> JobRecord:
         """With our own statement, where we lead the job or know of its end: others may repeat it when we are gone. Of a
