@@ -2,6 +2,8 @@
 
 index           what a blob is called: the hash of its list of chunks
 eviction        what a store may delete, and what is worth telling the swarm of
+disk            what it has, takes and refuses
+partial_blob    one on its way into a store
 store           blobs on disk, under a quota
 fetch           one blob on its way here, from several holders
 upload_budget   how much a peer gives away, shared fairly

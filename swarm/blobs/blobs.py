@@ -22,8 +22,9 @@ from fusion.swarm.blobs.announce import BlobAnnouncer
 from fusion.swarm.blobs.config import BlobConfig
 from fusion.swarm.blobs.fetch import Fetch, Fetched, ask_index
 from fusion.swarm.blobs.index import decode_index
+from fusion.swarm.blobs.partial_blob import PartialBlob
 from fusion.swarm.blobs.serve import BlobServer
-from fusion.swarm.blobs.store import BlobStore, PartialBlob
+from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.blobs.upload_budget import UploadBudget
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import Digest, JobId, is_digest

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion.swarm.blobs.index import decode_index
-from fusion.swarm.blobs.store import BadChunk, PartialBlob
+from fusion.swarm.blobs.partial_blob import BadChunk, PartialBlob
 from fusion.swarm.errors import BlobError, FrameError, NotAdmitted, QuotaExceeded, SwarmError
 from fusion.swarm.protocol import BLOB
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call, checked

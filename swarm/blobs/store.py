@@ -10,27 +10,22 @@ ROOT/partial/tmp-*       files being written; swept at start
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from fusion.swarm.blobs import disk
 from fusion.swarm.blobs.eviction import KEPT_SECONDS, Held, Needs, outdated, to_announce, victims
 from fusion.swarm.blobs.index import CHUNK_BYTES, BlobIndex, chunks_of, decode_index, index_of
+from fusion.swarm.blobs.partial_blob import PartialBlob
 from fusion.swarm.directory.records import Digest, is_digest
 from fusion.swarm.errors import BlobError, QuotaExceeded
 
-SPARED_BYTES = 1 << 30  # of the disk that are left to others, or a twentieth of it where that is less
 STAMP_SECONDS = 300.0  # the disk learns of a blob's use at most so often
-
-
-class BadChunk(BlobError):
-    """Bytes that are not what the digest says: the fault of whoever sent them."""
 
 
 class BlobStore:
@@ -54,12 +49,10 @@ class BlobStore:
         self.quota_bytes = quota_bytes
         self.needs = needs
         self._now = now
-        self._spare_bytes = spare_bytes or _spare_bytes
+        self._spare_bytes = spare_bytes or disk.spare_bytes
         self._partial = root / "partial"
         self._lock = threading.Lock()
-        self._moving = (
-            threading.Lock()
-        )  # for whoever puts the files of a blob in their place, or deletes them
+        self._moving = threading.Lock()  # of a blob's files to their place, and their deletion
         self._held: dict[Digest, Held] = {}
         self._stamped: dict[Digest, float] = {}  # the use that the disk knows of
         self._jobs: dict[
@@ -68,7 +61,7 @@ class BlobStore:
         self._resumable: dict[Digest, int] = {}  # partial blobs that nobody is fetching now, oldest first
         self._reserved = 0  # of partial blobs being fetched and files being written
         self._on_disk = 0  # of these, what the disk has already
-        with _disk_errors(f"cannot use {root}"):
+        with disk.errors(f"cannot use {root}"):
             self._partial.mkdir(parents=True, exist_ok=True)
             self._scan()
 
@@ -100,7 +93,7 @@ class BlobStore:
 
     def index(self, digest: Digest) -> bytes:
         self.size(digest)
-        with _disk_errors(f"cannot read blob {digest[:8]}"):
+        with disk.errors(f"cannot read blob {digest[:8]}"):
             return (self.root / f"{digest}.index").read_bytes()
 
     def read_chunk(self, digest: Digest, chunk: int) -> bytes:
@@ -108,14 +101,14 @@ class BlobStore:
         size = self.size(digest)
         if not 0 <= chunk * CHUNK_BYTES < size:
             raise BlobError(f"blob {digest[:8]} has no chunk {chunk}")
-        with _disk_errors(f"cannot read blob {digest[:8]}"), (self.root / digest).open("rb") as file:
+        with disk.errors(f"cannot read blob {digest[:8]}"), (self.root / digest).open("rb") as file:
             file.seek(chunk * CHUNK_BYTES)
             return file.read(CHUNK_BYTES)
 
     def jobs_of(self, digest: Digest) -> frozenset[str] | None:
         """The jobs whose members alone may read the blob; None for one that is for everybody."""
         if digest not in self._jobs:
-            with _disk_errors(f"cannot read blob {digest[:8]}"):
+            with disk.errors(f"cannot read blob {digest[:8]}"):
                 try:
                     self._jobs[digest] = frozenset((self.root / f"{digest}.jobs").read_text().split())
                 except FileNotFoundError:
@@ -131,7 +124,7 @@ class BlobStore:
 
     def keep_for(self, job: str, digests: Iterable[Digest]) -> None:
         """From now on these blobs, which are here, are for members of `job` alone. Raises BlobError."""
-        with _disk_errors(f"cannot write to {self.root}"):
+        with disk.errors(f"cannot write to {self.root}"):
             for digest in digests:
                 self._label(digest, job)
 
@@ -140,7 +133,7 @@ class BlobStore:
         BlobError."""
         if not isinstance(source, Path):
             return self.put_pieces(len(source), [source], job)
-        with _disk_errors(f"cannot read {source}"):
+        with disk.errors(f"cannot read {source}"):
             size = source.stat().st_size
         return self.put_pieces(size, _read_pieces(source), job)
 
@@ -149,10 +142,10 @@ class BlobStore:
         self._reserve(size)
         scratch = self._partial / f"tmp-{secrets.token_hex(8)}"
         try:
-            with _disk_errors(f"cannot write {scratch}"):
+            with disk.errors(f"cannot write {scratch}"):
                 with scratch.open("wb") as file:
                     index = index_of(_copied(pieces, file, size))
-                    _settle(file.fileno())
+                    disk.settle(file.fileno())
                 return self._adopt(index, scratch, job)
         finally:
             with self._lock:
@@ -166,13 +159,13 @@ class BlobStore:
         with self._lock:
             self._resumable.pop(digest, None)
         try:
-            there = min(_disk_bytes(self._partial / digest), index.size_bytes)
+            there = min(disk.held_bytes(self._partial / digest), index.size_bytes)
             self._reserve(index.size_bytes, there)
         except QuotaExceeded:
-            self._forget_partial(digest)
+            self.forget_partial(digest)
             raise
         try:
-            with _disk_errors(f"cannot write blob {digest[:8]}"):
+            with disk.errors(f"cannot write blob {digest[:8]}"):
                 (self._partial / f"{digest}.index").write_bytes(index_bytes)
                 return PartialBlob(self, index, self._partial / digest, job, there)
         except BaseException:
@@ -180,8 +173,44 @@ class BlobStore:
                 self._reserved -= index.size_bytes
                 self._on_disk -= there
             with contextlib.suppress(BlobError, QuotaExceeded):
-                self._forget_partial(digest)  # nobody counts it any more
+                self.forget_partial(digest)  # nobody counts it any more
             raise
+
+    # --- what a blob on its way tells
+
+    def written(self, partial: PartialBlob, size: int) -> None:
+        """A chunk of it was; perhaps in the place of bytes that were there before and false."""
+        with self._lock:
+            more = min(size, partial.index.size_bytes - partial.on_disk)
+            partial.on_disk += more
+            self._on_disk += more
+
+    def end_partial(self, partial: PartialBlob, complete: bool) -> None:
+        """The blob is fetched no further: into the store where it is `complete`."""
+        digest, size = partial.index.digest, partial.index.size_bytes
+        adopted = False
+        try:
+            if complete:
+                with disk.errors(f"cannot write blob {digest[:8]}"):
+                    self._adopt(partial.index, partial.path, partial.job)
+                    adopted = True
+                    (self._partial / f"{digest}.index").unlink(missing_ok=True)
+        finally:
+            with self._lock:
+                self._reserved -= size
+                self._on_disk -= partial.on_disk
+                if not adopted:
+                    self._resumable[digest] = size
+
+    def forget_partial(self, digest: Digest) -> None:
+        """Delete what is here of a blob on its way."""
+        with self._lock:
+            self._resumable.pop(digest, None)
+        with disk.errors(f"cannot delete blob {digest[:8]}"):
+            (self._partial / digest).unlink(missing_ok=True)
+            (self._partial / f"{digest}.index").unlink(missing_ok=True)
+
+    # --- what goes
 
     def delete(self, digest: Digest) -> None:
         """Forget a blob; one that is not here is ignored."""
@@ -193,7 +222,7 @@ class BlobStore:
             self._held.pop(digest, None)
             self._stamped.pop(digest, None)
             self._jobs.pop(digest, None)
-        with _disk_errors(f"cannot delete blob {digest[:8]}"):
+        with disk.errors(f"cannot delete blob {digest[:8]}"):
             (self.root / f"{digest}.index").unlink(missing_ok=True)
             (self.root / digest).unlink(missing_ok=True)
             (self.root / f"{digest}.jobs").unlink(missing_ok=True)
@@ -244,29 +273,6 @@ class BlobStore:
         whole = sum(blob.size_bytes for blob in self._held.values())
         return whole + sum(self._resumable.values()) + self._reserved
 
-    def _written(self, partial: PartialBlob, size: int) -> None:
-        """A chunk of it was; perhaps in the place of bytes that were there before and false."""
-        with self._lock:
-            more = min(size, partial.index.size_bytes - partial.on_disk)
-            partial.on_disk += more
-            self._on_disk += more
-
-    def _end_partial(self, partial: PartialBlob, complete: bool) -> None:
-        digest, size = partial.index.digest, partial.index.size_bytes
-        adopted = False
-        try:
-            if complete:
-                with _disk_errors(f"cannot write blob {digest[:8]}"):
-                    self._adopt(partial.index, partial.path, partial.job)
-                    adopted = True
-                    (self._partial / f"{digest}.index").unlink(missing_ok=True)
-        finally:
-            with self._lock:
-                self._reserved -= size
-                self._on_disk -= partial.on_disk
-                if not adopted:
-                    self._resumable[digest] = size
-
     def _adopt(self, index: BlobIndex, data: Path, job: str | None) -> Digest:
         digest = index.digest
         scratch = self._partial / f"tmp-{secrets.token_hex(8)}"
@@ -274,7 +280,7 @@ class BlobStore:
             # Before the data leaves its place: a full disk would leave a blob there that nobody counts.
             with scratch.open("wb") as file:
                 file.write(index.encode())
-                _settle(file.fileno())
+                disk.settle(file.fileno())
             with self._moving:
                 self._label(digest, job)
                 os.replace(data, self.root / digest)
@@ -296,7 +302,7 @@ class BlobStore:
                 with scratch.open("w") as file:  # half of it would keep the blob from those whose it is
                     file.write("\n".join(sorted(jobs)))
                     file.flush()
-                    _settle(file.fileno())
+                    disk.settle(file.fileno())
                 os.replace(scratch, path)
             finally:
                 scratch.unlink(missing_ok=True)
@@ -306,7 +312,7 @@ class BlobStore:
         """Count `size` bytes as used, of which `there` are on the disk. Half-fetched blobs that nobody waits for make room
         first, then whole ones that nobody needs."""
         while True:
-            with _disk_errors(f"cannot use {self.root}"):
+            with disk.errors(f"cannot use {self.root}"):
                 spare = self._spare_bytes(self.root)
             with self._lock:
                 used = self._used()
@@ -320,7 +326,7 @@ class BlobStore:
                 half = next(iter(self._resumable), None)
                 held = dict(self._held)
             if half is not None:
-                self._forget_partial(half)
+                self.forget_partial(half)
                 continue
             needs = self.needs
             chosen = [] if needs is None else victims(held, needs.all(), missing, self._now())
@@ -330,13 +336,6 @@ class BlobStore:
                     reason = f"the disk is full, {self.root} may take {max(spare, 0)} bytes more of it"
                 raise QuotaExceeded(f"a blob of {size} bytes does not fit: {reason}")
             self._delete_unused(chosen, held, needs)
-
-    def _forget_partial(self, digest: Digest) -> None:
-        with self._lock:
-            self._resumable.pop(digest, None)
-        with _disk_errors(f"cannot delete blob {digest[:8]}"):
-            (self._partial / digest).unlink(missing_ok=True)
-            (self._partial / f"{digest}.index").unlink(missing_ok=True)
 
     def _scan(self) -> None:
         for file in self._partial.glob("tmp-*"):
@@ -366,89 +365,9 @@ class BlobStore:
                 file.unlink(missing_ok=True)  # the crash came before its data, or once that was in its place
             elif file.name == digest:
                 if self._now() - file.stat().st_mtime >= KEPT_SECONDS:
-                    self._forget_partial(digest)
+                    self.forget_partial(digest)
                 else:
                     self._resumable[digest] = file.stat().st_size
-
-
-class PartialBlob:
-    """A blob of which some chunks are here. Chunks may be written from several threads."""
-
-    def __init__(
-        self, store: BlobStore, index: BlobIndex, path: Path, job: str | None, on_disk: int = 0
-    ) -> None:
-        self.index = index
-        self.job = job
-        self.path = path
-        self.on_disk = on_disk  # bytes, the store's to count
-        self._store = store
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        self._closed = False
-        self._full = False  # the disk did not take it
-        self._lock = threading.Lock()
-        try:
-            old_size = os.fstat(self._descriptor).st_size
-            os.ftruncate(self._descriptor, index.size_bytes)
-            # What an earlier attempt left is believed only as far as its hashes go.
-            self.missing = {
-                chunk
-                for chunk in range(len(index.hashes))
-                if chunk * CHUNK_BYTES >= old_size or not self._holds(chunk)
-            }
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-
-    def write(self, chunk: int, data: bytes | memoryview) -> None:
-        """Raises BadChunk for bytes that are not the chunk's, QuotaExceeded for a full disk, BlobError for one that
-        does not take the bytes or a blob closed meanwhile."""
-        if not self.index.matches(chunk, data):
-            raise BadChunk(
-                f"chunk {chunk} of blob {self.index.digest[:8]} has other bytes than its digest says"
-            )
-        view, at = memoryview(data), chunk * CHUNK_BYTES
-        # The lock keeps the descriptor open: once closed, its number may soon mean another file.
-        with self._lock, _disk_errors(f"cannot write {self.path}"):
-            if self._closed:
-                raise BlobError(f"blob {self.index.digest[:8]} is no longer being fetched")
-            try:
-                while view:
-                    written = os.pwrite(self._descriptor, view, at)
-                    view, at = view[written:], at + written
-            except OSError:
-                self._full = True
-                raise
-            if chunk in self.missing:
-                self.missing.discard(chunk)
-                self._store._written(self, len(data))
-
-    def close(self) -> None:
-        """Into the store if every chunk is here, else kept for a later attempt; one that the disk did not take is
-        deleted, so that smaller ones have room. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        complete = not self.missing
-        try:
-            with _disk_errors(f"cannot write {self.path}"):
-                try:
-                    if complete:
-                        _settle(self._descriptor)
-                finally:
-                    os.close(self._descriptor)
-        except (BlobError, QuotaExceeded):
-            complete = False
-            raise
-        finally:
-            self._store._end_partial(self, complete)
-            if self._full and not complete:
-                self._store._forget_partial(self.index.digest)
-
-    def _holds(self, chunk: int) -> bool:
-        data = os.pread(self._descriptor, CHUNK_BYTES, chunk * CHUNK_BYTES)
-        # A hole reads as zeros and would be hashed for nothing.
-        return data.count(0) != len(data) and self.index.matches(chunk, data)
 
 
 def _copied(pieces: Iterable[bytes | memoryview], file: BinaryIO, size: int) -> Iterator[memoryview]:
@@ -466,34 +385,8 @@ def _copied(pieces: Iterable[bytes | memoryview], file: BinaryIO, size: int) -> 
 
 
 def _read_pieces(path: Path) -> Iterator[bytes]:
-    with _disk_errors(f"cannot read {path}"):
+    with disk.errors(f"cannot read {path}"):
         file = path.open("rb")
     with file:
         while piece := file.read(CHUNK_BYTES):
             yield piece
-
-
-def _disk_bytes(path: Path) -> int:
-    """What a file takes of the disk, without its holes."""
-    with _disk_errors(f"cannot use {path}"):
-        return 512 * path.stat().st_blocks if path.exists() else 0
-
-
-def _spare_bytes(folder: Path) -> int:
-    disk = shutil.disk_usage(folder)
-    return disk.free - min(SPARED_BYTES, disk.total // 20)
-
-
-def _settle(descriptor: int) -> None:
-    os.fsync(descriptor)
-
-
-@contextlib.contextmanager
-def _disk_errors(what: str) -> Iterator[None]:
-    """OSError as one line of ours: QuotaExceeded where the disk is full, BlobError otherwise."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise QuotaExceeded(f"{what}: the disk is full") from error
-        raise BlobError(f"{what}: {error.strerror or error}") from error

@@ -28,7 +28,8 @@ from fusion.swarm.blobs.index import (
     digest_of_index,
     index_of,
 )
-from fusion.swarm.blobs.store import BadChunk, BlobStore, PartialBlob
+from fusion.swarm.blobs.partial_blob import BadChunk, PartialBlob
+from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.blobs.upload_budget import BURST_SECONDS, UploadBudget
 from fusion.swarm.directory.records import Digest, ProviderRecord
 from fusion.swarm.errors import BlobError, QuotaExceeded, RemoteError, SwarmError
@@ -192,7 +193,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("fusion.swarm.blobs.store._settle", full)
+    monkeypatch.setattr("fusion.swarm.blobs.disk.settle", full)
     with pytest.raises(QuotaExceeded, match="the disk is full") as caught:
         store.put(b"x")
     assert "\n" not in str(caught.value)
@@ -229,7 +230,7 @@ def test_a_disk_that_is_full_at_the_index_keeps_nothing_that_is_not_counted(
         if settled == 2:  # the data was the first
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("fusion.swarm.blobs.store._settle", full)
+    monkeypatch.setattr("fusion.swarm.blobs.disk.settle", full)
     index = index_of([b"data"])
     with pytest.raises(QuotaExceeded, match="the disk is full"):
         if fetched:

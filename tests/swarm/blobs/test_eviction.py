@@ -21,7 +21,8 @@ from fusion.swarm.blobs.eviction import (
     victims,
 )
 from fusion.swarm.blobs.index import CHUNK_BYTES, index_of
-from fusion.swarm.blobs.store import BlobStore, PartialBlob
+from fusion.swarm.blobs.partial_blob import PartialBlob
+from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import QuotaExceeded
 

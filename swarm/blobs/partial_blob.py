@@ -1,0 +1,105 @@
+"""One blob on its way into a store: a file with holes, of which each chunk is checked as it comes. Blocking, as the store."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Protocol
+
+from fusion.swarm.blobs import disk
+from fusion.swarm.blobs.index import CHUNK_BYTES, BlobIndex
+from fusion.swarm.directory.records import Digest
+from fusion.swarm.errors import BlobError, QuotaExceeded
+
+
+class BadChunk(BlobError):
+    """Bytes that are not what the digest says: the fault of whoever sent them."""
+
+
+class Keeper(Protocol):
+    """The store that the blob is on its way into."""
+
+    def written(self, partial: PartialBlob, size: int) -> None: ...
+    def end_partial(self, partial: PartialBlob, complete: bool) -> None: ...
+    def forget_partial(self, digest: Digest) -> None: ...
+
+
+class PartialBlob:
+    """A blob of which some chunks are here. Chunks may be written from several threads."""
+
+    def __init__(
+        self, keeper: Keeper, index: BlobIndex, path: Path, job: str | None, on_disk: int = 0
+    ) -> None:
+        self.index = index
+        self.job = job
+        self.path = path
+        self.on_disk = on_disk  # bytes, the keeper's to count
+        self._keeper = keeper
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._closed = False
+        self._full = False  # the disk did not take it
+        self._lock = threading.Lock()
+        try:
+            old_size = os.fstat(self._descriptor).st_size
+            os.ftruncate(self._descriptor, index.size_bytes)
+            # What an earlier attempt left is believed only as far as its hashes go.
+            self.missing = {
+                chunk
+                for chunk in range(len(index.hashes))
+                if chunk * CHUNK_BYTES >= old_size or not self._holds(chunk)
+            }
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def write(self, chunk: int, data: bytes | memoryview) -> None:
+        """Raises BadChunk for bytes that are not the chunk's, QuotaExceeded for a full disk, BlobError for one that
+        does not take the bytes or a blob closed meanwhile."""
+        if not self.index.matches(chunk, data):
+            raise BadChunk(
+                f"chunk {chunk} of blob {self.index.digest[:8]} has other bytes than its digest says"
+            )
+        view, at = memoryview(data), chunk * CHUNK_BYTES
+        # The lock keeps the descriptor open: once closed, its number may soon mean another file.
+        with self._lock, disk.errors(f"cannot write {self.path}"):
+            if self._closed:
+                raise BlobError(f"blob {self.index.digest[:8]} is no longer being fetched")
+            try:
+                while view:
+                    written = os.pwrite(self._descriptor, view, at)
+                    view, at = view[written:], at + written
+            except OSError:
+                self._full = True
+                raise
+            if chunk in self.missing:
+                self.missing.discard(chunk)
+                self._keeper.written(self, len(data))
+
+    def close(self) -> None:
+        """Into the store if every chunk is here, else kept for a later attempt; one that the disk did not take is
+        deleted, so that smaller ones have room. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        complete = not self.missing
+        try:
+            with disk.errors(f"cannot write {self.path}"):
+                try:
+                    if complete:
+                        disk.settle(self._descriptor)
+                finally:
+                    os.close(self._descriptor)
+        except (BlobError, QuotaExceeded):
+            complete = False
+            raise
+        finally:
+            self._keeper.end_partial(self, complete)
+            if self._full and not complete:
+                self._keeper.forget_partial(self.index.digest)
+
+    def _holds(self, chunk: int) -> bool:
+        data = os.pread(self._descriptor, CHUNK_BYTES, chunk * CHUNK_BYTES)
+        # A hole reads as zeros and would be hashed for nothing.
+        return data.count(0) != len(data) and self.index.matches(chunk, data)
