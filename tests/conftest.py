@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from support.endings import end_as_if_interrupted
 from support.examples import FEWER, examples
 from support.turns import TURNS, turn
 from support.warm_start import Zygote, warm_start
@@ -102,6 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("busy", deadline=None, max_examples=examples(100))
     settings.load_profile("busy")
     if not hasattr(config, "workerinput"):
+        end_as_if_interrupted()  # and clear up
         os.environ[TURNS] = tempfile.mkdtemp(prefix="fusion-turns-")
 
 
