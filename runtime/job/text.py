@@ -27,7 +27,7 @@ MAX_TOKENIZER_BYTES = 64 << 20
 # long, and a process that the library finds no memory in ends.
 MAX_GROWN_BYTES, MAX_TOKEN_BYTES = 32 << 20, 8 << 10
 MAX_BESIDE = 1 << 16  # tokens that are put around each text
-# Characters of a word that WordPiece looks up, which takes time with their cube; 100 is usual.
+# Characters of a word that WordPiece looks up, which takes time with their square or more; 100 is usual.
 MAX_WORD_CHARACTERS = 256
 REPLACEMENT = "\ufffd"  # what an unfinished or impossible byte sequence decodes to
 CONTEXT_TOKENS = 6  # tokens of the prompt that give the first piece its neighbours
