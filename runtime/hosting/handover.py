@@ -73,7 +73,7 @@ class Handovers:
         )
 
     async def _pass_last(self, place: Place, hosted: Hosted) -> None:
-        with self._stages.faults.only(place[0]):
+        with self._stages.faults.isolated(place[0]):
             await self._pass_on(place, hosted)
 
     def spread(self) -> None:

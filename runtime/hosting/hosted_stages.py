@@ -111,7 +111,7 @@ class HostedStages:
     def spawn(self, job: JobId, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` for the job beside the stages: it ends none but the job's own."""
         assert self.tasks is not None, "nothing is hosted"
-        task = self.tasks.create_task(self.faults.contain(job, work), name=repr(work))
+        task = self.tasks.create_task(self.faults.isolate(job, work), name=repr(work))
         task.add_done_callback(
             lambda _: work.close()
         )  # it was not awaited where the task is cancelled at once

@@ -77,7 +77,7 @@ class Hosting:
         self._gossip = JobGossip(context, services, board, self._snapshotted, kept)
         self._server = JobServer(context, board, self._gossip, self.nudge, self._stopped)
         self._stages = HostedStages(context, services, board, self._gossip, config.cool_down_seconds)
-        self._gossip.only = self._stages.faults.only
+        self._gossip.isolated = self._stages.faults.isolated
         self._pool = Pool(context, services, self._stages.spawn, fitness)
         self._view = JobView(context, board, config.places, self._stages, self.nudge)
         self._claims = StageClaims(context, self._stages, board, takeover, fitness, config.seats, self.nudge)

@@ -29,7 +29,7 @@ class JobFaults:
         return job in self._left
 
     @contextmanager
-    def only(self, job: JobId) -> Iterator[None]:
+    def isolated(self, job: JobId) -> Iterator[None]:
         """What goes wrong inside concerns this job alone. SwarmError and OSError, of the directory and the disk, are raised
         on: they are nobody's fault."""
         try:
@@ -40,7 +40,7 @@ class JobFaults:
             # The boundary of one job, made of what a stranger sent.
             self._leave(job, error)
 
-    async def contain(self, job: JobId, work: Coroutine[Any, Any, None]) -> None:
+    async def isolate(self, job: JobId, work: Coroutine[Any, Any, None]) -> None:
         """`work` for this job as a task of its own: it raises nothing."""
         try:
             await work

@@ -85,7 +85,7 @@ class JobView:
                     else:
                         offered[job] = going or list(said)
                     continue
-                with self._faults.only(job):
+                with self._faults.isolated(job):
                     self._know(job, manifest, said)
                     if self._runs(job, manifest):
                         found[job] = manifest
@@ -152,7 +152,7 @@ class JobView:
         judged: dict[JobId, Judgement] = {}
         async for job, said in yielding(words.items(), JUDGED_AT_ONCE):
             before = self._judged.get(job)
-            with self._faults.only(job):
+            with self._faults.isolated(job):
                 judged[job] = judgement(self._context, job, said, known.get(job), read.get(job, {}), before)
                 belief = judged[job].belief
                 assert belief is not None, "somebody speaks of the job"

@@ -80,7 +80,7 @@ class StageClaims:
         found = []
         for place, held in claims.items():
             if place not in self._stages.running:
-                with self._stages.faults.only(place[0]):
+                with self._stages.faults.isolated(place[0]):
                     vacancy = self._vacancy(place, jobs[place[0]], held, step_here)
                     if vacancy is not None:
                         found.append(vacancy)
@@ -120,7 +120,7 @@ class StageClaims:
     async def claim(self, vacancy: VacantStage, known: OpenJob) -> None:
         """Claim a vacant stage and begin it, unless its last owner, of whom the directory knows no more, is there all the
         same: it gets WORD_ALONE_SECONDS to show a claim again."""
-        with self._stages.faults.only(vacancy.job):
+        with self._stages.faults.isolated(vacancy.job):
             await self._claim(vacancy, known)
 
     async def _claim(self, vacancy: VacantStage, known: OpenJob) -> None:
@@ -208,5 +208,5 @@ class StageClaims:
     async def give_back(self) -> None:
         """Release what we own and nothing runs of."""
         for place in self._stages.unused():
-            with self._stages.faults.only(place[0]), suppress(SwarmError):
+            with self._stages.faults.isolated(place[0]), suppress(SwarmError):
                 await self._context.leases.release(*place)

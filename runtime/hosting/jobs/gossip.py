@@ -59,7 +59,7 @@ class JobGossip:
         files: KeptWords | None = None,
     ) -> None:
         # Within it, what a service does wrong concerns one job (`fusion.runtime.hosting.job_faults`).
-        self.only: Callable[[JobId], AbstractContextManager[None]] = lambda job: nullcontext()
+        self.isolated: Callable[[JobId], AbstractContextManager[None]] = lambda job: nullcontext()
         self._context = context
         self._services = services
         self._board = board
@@ -98,7 +98,7 @@ class JobGossip:
 
     def _progress(self, record: JobRecord) -> Progress | None:
         """How the job stands, as our own stage says."""
-        with self.only(record.job):
+        with self.isolated(record.job):
             return self._services[record.kind].progress(record.job)
         return None
 
