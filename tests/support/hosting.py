@@ -270,6 +270,19 @@ def published_by(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> list[Record]:
     return said
 
 
+def reads_of(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The stages whose claims it reads in the directory from now on."""
+    directory, read = peer.context.directory, list[Any]()
+    claims = directory.claims
+
+    async def noted(*place: Any) -> Any:
+        read.append(place)
+        return await claims(*place)
+
+    monkeypatch.setattr(directory, "claims", noted)
+    return read
+
+
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.001)

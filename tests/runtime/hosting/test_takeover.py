@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hosting import Peer, Swarm, swarm, until
+from support.hosting import Peer, Swarm, reads_of, swarm, until
 from support.instant_loop import run
 
+from fusion.runtime.hosting import jurors
 from fusion.runtime.hosting.owner_probe import GONE, SILENT, OwnerProbe, Sign
 from fusion.runtime.hosting.takeover import Takeovers, judge
 from fusion.runtime.job.protocol import HOLD
@@ -533,22 +534,11 @@ def test_an_owner_that_leaves_hands_over_what_it_says(tmp_path: Path) -> None:
     run(main())
 
 
-def reads_of(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The stages whose claims it reads in the directory from now on."""
-    directory, read = peer.context.directory, list[Any]()
-    claims = directory.claims
-
-    async def noted(*place: Any) -> Any:
-        read.append(place)
-        return await claims(*place)
-
-    monkeypatch.setattr(directory, "claims", noted)
-    return read
-
-
 def test_whoever_asks_for_our_word_on_many_terms_has_the_stage_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(jurors, "READ_SECONDS", 60.0)
+
     async def main() -> None:
         async with swarm(tmp_path) as made:
             owner, ours = await made.join(), await made.join()

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hosting import over, published_by, swarm, until
+from support.hosting import over, published_by, reads_of, swarm, until
 
+from fusion.runtime.hosting.jobs import server
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
@@ -196,20 +197,15 @@ def test_a_watcher_is_sent_on_to_the_lead(tmp_path: Path) -> None:
 def test_who_asks_who_leads_a_job_again_and_again_has_that_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(server, "READ_SECONDS", 60.0)
+
     async def main() -> None:
         async with swarm(tmp_path) as made:
             lead, other = await made.join(), await made.join()
             job = await made.launch(made.manifest(lead))
             await lead.look()
             await until(lambda: (job, 0) in lead.service.running)
-            leases, read = other.context.leases, list[Any]()
-            claims = leases.claims
-
-            async def noted(*place: Any) -> Any:
-                read.append(place)
-                return await claims(*place)
-
-            monkeypatch.setattr(leases, "claims", noted)
+            read = reads_of(other, monkeypatch)
             stranger = made.client()
             for _ in range(10):
                 reply = await call(stranger, other.id, JOB.name, "watch", {"job": job})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import cast
@@ -120,6 +122,20 @@ def test_a_request_with_newer_settings_goes_to_a_gateway_that_knows_them(tmp_pat
     asyncio.run(main())
 
 
+@asynccontextmanager
+async def gateway_that(
+    answers: Callable[[Stream], Awaitable[None]],
+) -> AsyncIterator[tuple[MemoryTransport, PeerId]]:
+    """A client's transport, and a peer that answers so."""
+    network = MemoryNetwork()
+    async with (
+        MemoryTransport(network, PeerId("gateway")) as there,
+        MemoryTransport(network, PeerId("client")) as here,
+    ):
+        await there.serve(GENERATE.name, answers)
+        yield here, there.peer_id
+
+
 def test_a_gateway_that_never_ends_its_answer_is_left_after_as_many_tokens_as_were_asked_for() -> None:
     async def endless(stream: Stream) -> None:
         await stream.receive()
@@ -127,16 +143,10 @@ def test_a_gateway_that_never_ends_its_answer_is_left_after_as_many_tokens_as_we
             await stream.send("token", {"index": i, "id": 1, "text": "a"})
 
     async def main() -> None:
-        network = MemoryNetwork()
-        async with (
-            MemoryTransport(network, PeerId("gateway")) as there,
-            MemoryTransport(network, PeerId("client")) as here,
-            asyncio.timeout(20),
-        ):
-            await there.serve(GENERATE.name, endless)
+        async with asyncio.timeout(20), gateway_that(endless) as (here, there):
             found: list[Piece | Answer] = []
             with pytest.raises(FrameError, match="sends more than 5 tokens"):
-                async for piece in generate(here, there.peer_id, GenerateRequest(prompt="a", max_tokens=5)):
+                async for piece in generate(here, there, GenerateRequest(prompt="a", max_tokens=5)):
                     found.append(piece)
                     assert len(found) < 100
             assert len(found) == 5
@@ -154,15 +164,9 @@ def test_seconds_that_are_no_number_are_refused(seconds: float) -> None:
         await stream.receive()
 
     async def main() -> None:
-        network = MemoryNetwork()
-        async with (
-            MemoryTransport(network, PeerId("gateway")) as there,
-            MemoryTransport(network, PeerId("client")) as here,
-            asyncio.timeout(20),
-        ):
-            await there.serve(GENERATE.name, hostile)
+        async with asyncio.timeout(20), gateway_that(hostile) as (here, there):
             with pytest.raises(JobError, match="seconds: a finite number"):
-                await complete(here, there.peer_id, GenerateRequest(prompt="a"))
+                await complete(here, there, GenerateRequest(prompt="a"))
 
     asyncio.run(main())
 
