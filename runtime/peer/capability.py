@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 # Of each probe: on a busy machine one run that nothing interrupts is among so many.
 RUNS, RUN_SECONDS = 8, 0.06
 # Probes, the first ones, that are run before the peer is announced; all of them while it is idle. A GPU takes as long to begin an
-# operator as a CPU, but computes hundreds of times as fast: there one does not tell the other.
-AT_START, AT_START_CUDA = 1, 2
+# operator as a CPU, but computes hundreds of times as fast: there one does not tell the other, so all of them are.
+AT_START, AT_START_CUDA = 1, len(probes())
 # Written through before each: in a step hundreds of operators run between two of one kind, so that what one reads is in no cache
 # near the core, where a probe that is run again and again would find all of it.
 SWEPT_BYTES = 8 << 20

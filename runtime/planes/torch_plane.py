@@ -22,7 +22,7 @@ from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.planes.codegen import compile_graph
 from fusion.runtime.planes.dropout import Masks
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
-from fusion.runtime.planes.optimizer import Optimizer, squared_norm
+from fusion.runtime.planes.optimizer import Optimizer, squared_norms
 from fusion.runtime.planes.plane import RngKey, Tensors
 from fusion.runtime.planes.stage_values import checked, output_keys, selected
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
@@ -145,11 +145,9 @@ class TorchTrainingStage:
             parameter.grad = value.detach().to(parameter.device, parameter.dtype)
 
     def squared_norm(self, skip: frozenset[str] = frozenset()) -> float:
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None and name not in skip:
-                total += squared_norm(parameter.grad)
-        return float(total)
+        return squared_norms(
+            [p.grad for name, p in self._parameters.items() if p.grad is not None and name not in skip]
+        )
 
     def apply(self, learning_rate: float, clip_factor: float) -> None:
         self._leave_shown()

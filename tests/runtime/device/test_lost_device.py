@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.devices import NEEDS_GPU
 
 from fusion.cli.terminal.errors import FAILED, explain
 from fusion.runtime.device.lost_device import DeviceLost, is_device_error
@@ -82,6 +85,35 @@ def test_a_peer_whose_device_computes_no_more_ends_in_one_line(
             peer.parts.work.cancel()
 
     asyncio.run(main())
+
+
+LOSES = """
+import asyncio, torch
+from fusion.runtime.job.worker import Worker
+
+def beyond_its_table():
+    return torch.ones(3, device="cuda")[torch.tensor([1 << 30], device="cuda")].cpu()
+
+async def main():
+    worker = Worker(device="cuda")
+    lost = asyncio.ensure_future(worker.lost())
+    try:
+        await worker.run(beyond_its_table)
+    except RuntimeError:
+        print(await asyncio.wait_for(lost, 10), flush=True)
+    await worker.aclose()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("script", [pytest.param(LOSES, marks=NEEDS_GPU)], ids=["cuda"])
+def test_a_real_device_that_failed_an_assertion_is_lost(script: str) -> None:
+    """In a process of its own, which computes no more afterwards."""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.startswith('the device "cuda" computes no more (AcceleratorError: CUDA error:'), done
 
 
 def test_a_device_that_still_computes_is_not_given_up() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.devices import DEVICES
 from test_opset_types import SAMPLES, complete, in_framework
+from torch.utils._pytree import tree_map_only
 
 from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType
 from fusion.runtime.planes.codegen import compile_graph
@@ -55,12 +56,13 @@ STRAYED: list[tuple[str, Callable[..., torch.Tensor], tuple[Any, ...]]] = [
 ]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", STRAYED, ids=lambda case: case[0])
 def test_what_is_made_with_one_beyond_is_not_a_number(
-    case: tuple[str, Callable[..., torch.Tensor], Any],
+    case: tuple[str, Callable[..., torch.Tensor], Any], device: str
 ) -> None:
     op, function, args = case
-    assert in_range(op, function)(*args).isnan().all()
+    assert in_range(op, function)(*tree_map_only(torch.Tensor, lambda t: t.to(device), args)).isnan().all()
 
 
 def test_rows_that_are_there_are_told_from_those_that_are_not() -> None:
