@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 # Of each probe: on a busy machine one run that nothing interrupts is among so many.
 RUNS, RUN_SECONDS = 8, 0.06
 # Probes, the first ones, that are run before the peer is announced; all of them while it is idle. A GPU takes as long to begin an
-# operator as a CPU, but computes hundreds of times as fast: there one does not tell the other, so all of them are.
-AT_START, AT_START_CUDA = 1, len(probes())
+# operator as a CPU, but computes hundreds of times as fast: there one does not tell the others, and all of them are run, but where each has to be compiled first.
+AT_START, AT_START_CUDA, AT_START_COMPILED_CUDA = 1, len(probes()), 2
 # Written through before each: in a step hundreds of operators run between two of one kind, so that what one reads is in no cache
 # near the core, where a probe that is run again and again would find all of it.
 SWEPT_BYTES = 8 << 20
@@ -64,7 +64,10 @@ class Measured:
         self._plane, self._worker = plane, worker
         cuda = device.startswith("cuda")
         self._device = device
-        self._scale, self._at_start = (LARGE, AT_START_CUDA) if cuda else (SMALL, AT_START)
+        self._scale, self._at_start = SMALL, AT_START
+        if cuda:
+            self._scale = LARGE
+            self._at_start = AT_START_CUDA if plane.name == "torch" else AT_START_COMPILED_CUDA
         # Where what a probe reads lies: a stage's weights are on its device, and to move them there is no part of a step.
         self._place = device if cuda and plane.name == "torch" else "cpu"
         self._found: deque[Speeds] = deque(maxlen=REMEMBERED)

@@ -11,7 +11,7 @@ from fusion.dag.placement.speeds import KINDS, NODES, PRODUCTS, Speeds
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.peer import capability
 from fusion.runtime.peer.capability import Measured
-from fusion.runtime.peer.probes import LARGE, SMALL, TYPICAL, fitted, probes
+from fusion.runtime.peer.probes import LARGE, SMALL, TYPICAL, Probe, fitted, probes
 from fusion.runtime.planes.torch_plane import TorchPlane
 
 TRUE = np.array([1e-11, 1.5e-11, 2e-11, 1e-10, 1.2e-10, 3e-10, 5e-9, 5e-5, 5e-6])
@@ -92,6 +92,28 @@ def test_measuring_again_keeps_the_best_and_goes_on_while_idle(monkeypatch: pyte
             assert measured.speeds.seconds[NODES] < 1000 * first.seconds[NODES]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("plane", "device", "expected"), [("torch", "cpu", 1), ("torch", "cuda", KINDS), ("jax", "cuda", 2)]
+)
+def test_a_gpu_is_measured_in_all_before_it_is_announced(
+    plane: str, device: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products and nodes alone promised half of what a step takes there; to compile every probe would take long."""
+    run: list[Probe] = []
+
+    def probed(_: object, probe: Probe, __: str) -> float:
+        run.append(probe)
+        return 1e-3
+
+    async def main() -> None:
+        async with Worker() as worker:
+            await Measured(SimpleNamespace(name=plane), worker, device).first_look()  # type: ignore[arg-type]
+
+    monkeypatch.setattr(capability, "_run", probed)
+    asyncio.run(main())
+    assert len({probe.shows for probe in run}) == len(run) == expected
 
 
 FULL = 'device: "cuda:1" has no free memory to compute in; take one that has some, or "cpu"'
