@@ -151,8 +151,8 @@ def _decoder(said: _Said) -> Values:
     head_dim = said.size("attention.key_length", hidden // heads)
     said.must_be("attention.value_length", head_dim)
     said.must_be("attention.causal", True)
-    said.must_be("expert_count", 0)
-    said.must_be("expert_used_count", 0)
+    if (experts := said.whole("expert_count", 0)) or said.whole("expert_used_count", 0):
+        raise said.bad("expert_count", experts, "mixtures of experts are not read from GGUF")
     context = said.size("context_length")
     if context > MAX_CONTEXT:
         raise said.bad("context_length", context, f"at most {MAX_CONTEXT}")
@@ -168,7 +168,8 @@ def _decoder(said: _Said) -> Values:
     kv_heads = said.size("attention.head_count_kv", heads)
     if heads % kv_heads:
         raise said.bad("attention.head_count_kv", kv_heads, f"a divisor of {heads}")
-    said.tensor(f"blk.{layers - 1}.ffn_norm.weight", hidden)
+    for layer in range(layers):  # each has one: no list is longer than the file's own of its tensors
+        said.tensor(f"blk.{layer}.ffn_norm.weight", hidden)
     return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,

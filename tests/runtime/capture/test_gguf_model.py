@@ -16,6 +16,8 @@ from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import TensorType, Variable
 from fusion.runtime.capture import sources
+from fusion.runtime.capture.gguf.config import model_config
+from fusion.runtime.capture.gguf.header import read_header
 from fusion.runtime.capture.gguf_model import open_gguf
 from fusion.runtime.capture.quantised_weights import stored_model
 from fusion.runtime.capture.serving_graph import serving_graph
@@ -183,7 +185,7 @@ def small(path: Path, **more: Any) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"llama.expert_count": 8}, "says llama.expert_count = 8: 0"),
+        ({"llama.expert_count": 8}, "says llama.expert_count = 8: mixtures of experts are not read from GGUF"),
         ({"llama.rope.scaling.type": "longrope"}, "none, linear and yarn are read"),
         ({"llama.rope.dimension_count": 8}, "the 16 of a head"),
         ({"llama.attention.sliding_window": 4096}, "attention.sliding_window' = 4096, which is not understood"),
@@ -191,7 +193,7 @@ def small(path: Path, **more: Any) -> None:
         ({"llama.attention.head_count": [4, 4, 2]}, "for each layer, which is not supported"),
         ({"llama.attention.head_count": 8}, "blk.0.attn_q.weight has the shape"),
         ({"llama.attention.head_count": 0}, "at least 1"),
-        ({"llama.block_count": 1 << 31}, "no tensor blk.2147483647.ffn_norm.weight"),
+        ({"llama.block_count": 1 << 31}, "no tensor blk.3.ffn_norm.weight"),
         ({"llama.block_count": 2}, "has a tensor 'blk.2.attn_k.weight', which no llama model has"),
         ({"llama.embedding_length": 1 << 31}, "token_embd.weight has the shape"),
         ({"llama.feed_forward_length": 1 << 31}, "blk.0.ffn_gate.weight has the shape"),
@@ -219,6 +221,15 @@ def test_a_scale_of_queries_that_none_has_is_refused_in_one_line(scale: float, t
     gguf_files.write(path, module, "F16", more={"gemma2.attention.scale": scale})
     with pytest.raises(JobError, match=r"gemma2\.attention\.scale"):
         open_gguf(path)
+
+
+def test_layers_that_a_file_says_and_does_not_have_are_not_counted_up(tmp_path: Path) -> None:
+    """Also where it has the last of them: a list of as many as a number can say would fill the memory."""
+    path = tmp_path / "model.gguf"
+    small(path, **{"llama.block_count": 10})
+    path.write_bytes(path.read_bytes().replace(b"blk.2.ffn_norm.weight", b"blk.9.ffn_norm.weight"))
+    with pytest.raises(JobError, match=r"no tensor blk\.2\.ffn_norm\.weight$"):
+        model_config(read_header(path))
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_not_whole(tmp_path: Path) -> None:
