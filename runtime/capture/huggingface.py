@@ -1,4 +1,4 @@
-"""A Hugging Face language model in a directory, causal or an encoder-decoder: config.json, safetensors, perhaps tokenizer.json.
+"""A Hugging Face language model in a directory, causal or an encoder-decoder: config.json, safetensors, perhaps a tokenizer.
 
 Only the machine that launches a job reads one, and only it needs transformers. The module is built without memory for
 its parameters; weights are read from the files when they are asked for, a stage at a time, under the names that the
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,17 @@ from fusion.runtime.capture.stored_weights import (
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import SourceConfig
 from fusion.runtime.job.model_files import check_huggingface, is_exported, json_object
+from fusion.runtime.job.text import TokenizerText
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
 # What configurations call the number of layers, and the most that are built: the library makes lists of them before it looks at anything.
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 _MOST_LAYERS = 10_000
+# Vocabularies of tokenizers that were written without a tokenizer.json, each with what it goes with.
+_OLDER_TOKENIZERS = {
+    "vocab.json": ("merges.txt",),
+    **dict.fromkeys(("vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"), ()),
+}
 _MAXIMA = ("max_position_embeddings", "max_seq_len")  # what configurations call the most positions
 
 
@@ -56,7 +63,7 @@ class HuggingFaceModel:
     vocabulary: int
     max_sequence: int
     end_tokens: tuple[int, ...]
-    tokenizer: Path | None  # tokenizer.json
+    tokenizer: Path | bytes | None  # tokenizer.json, or what would stand in it
     weights: StoredWeights
     dtype: str  # that the module computes in
     stored_dtypes: Mapping[str, int]  # bytes of the files' floating-point tensors, by dtype
@@ -119,7 +126,6 @@ def open_model(
             "read; serve the model in full precision, with --quantization int8 or int4"
         )
     text = config.get_text_config()
-    tokenizer = directory / "tokenizer.json"
     files = weights_files(directory) if weights else {}
     stored = stored_dtypes(files.values())
     chosen = model_dtype(dtype, _said_dtype(config), stored, str(directory))
@@ -138,7 +144,7 @@ def open_model(
         vocabulary=int(text.vocab_size),
         max_sequence=longest,
         end_tokens=_end_tokens(directory, text),
-        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer=_tokenizer(directory),
         weights=held,
         dtype=chosen,
         stored_dtypes=stored,
@@ -261,6 +267,38 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _tokenizer(directory: Path) -> Path | bytes | None:
+    """tokenizer.json, or what transformers makes of the files of an older tokenizer; None where there is neither, or one that is
+    written in Python. JobError for files that cannot be read: without them the model would answer no text."""
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        return path
+    found = [
+        name
+        for name, more in _OLDER_TOKENIZERS.items()
+        if all((directory / each).is_file() for each in (name, *more))
+    ]
+    if not found:
+        return None
+    files = " and ".join((found[0], *_OLDER_TOKENIZERS[found[0]]))
+    without = f"{directory} has no tokenizer.json, and {files} cannot be made into one"
+    if found[0].endswith(".model") and find_spec("sentencepiece") is None:
+        raise JobError(f"{without}: that takes sentencepiece (pip install sentencepiece)")
+    try:
+        made = _transformers().AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+        own = getattr(made, "vocab_files_names", {}).get("vocab_file")
+        # Where its own files are not there, a class makes a tokenizer that knows special tokens and no text.
+        if not made.is_fast or (own is not None and not (directory / own).is_file()):
+            return None
+        data: bytes = made.backend_tokenizer.to_str().encode()
+        TokenizerText(data)
+    except Exception as error:  # whatever the library's converters make of files that they cannot read
+        raise JobError(f"{without}: {_line(error)}") from error
+    return data
 
 
 def _longest(config: Any) -> int:

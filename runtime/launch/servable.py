@@ -77,6 +77,8 @@ def read_servable(
     say(f"it runs in {dtype_text(model.dtype, model.stored_dtypes)}")
     if about.outputs:
         return _one_run(path, model, draft, quantization)
+    if model.tokenizer is None and not about.byte_level:
+        say("it has no tokenizer: prompts are token ids")
     say("rewriting its graph for decoding")
     try:
         graph, cached = (

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support.captured_once import capture_once
+from support.source_tokenizer import tokenizer_of_sources
 
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.graph import TensorType, Variable
@@ -19,6 +20,7 @@ from fusion.runtime.capture.huggingface import open_model
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import is_exported
+from fusion.runtime.job.text import TokenizerText
 
 transformers = pytest.importorskip("transformers")
 
@@ -37,6 +39,31 @@ def saved(directory: Path, configuration: Any, **how: Any) -> Any:
 
 def gpt2(**more: Any) -> Any:
     return transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=48, **more)
+
+
+def test_a_tokenizer_of_older_files_is_read(tmp_path: Path) -> None:
+    """Of most models before tokenizer.json there was: without it a model would answer no text, and be trained on bytes."""
+    tokenizer = tokenizer_of_sources()
+    saved(tmp_path, gpt2())
+    tokenizer.model.save(str(tmp_path))
+    assert {"vocab.json", "merges.txt"} <= {path.name for path in tmp_path.iterdir()}
+    found = open_model(tmp_path).tokenizer
+    assert isinstance(found, bytes)
+    prompt = "def main(argv: list[str]) -> None:"
+    assert TokenizerText(found).encode(prompt) == tokenizer.encode(prompt).ids
+    (tmp_path / "merges.txt").unlink()
+    (tmp_path / "vocab.json").rename(tmp_path / "vocab.txt")  # of another kind of model
+    assert open_model(tmp_path).tokenizer is None
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+def test_a_tokenizer_that_cannot_be_read_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    saved(tmp_path, gpt2())
+    for each in (name, "merges.txt"):
+        (tmp_path / each).write_bytes(b"\x00\xff")
+    with pytest.raises(JobError, match=f"no tokenizer.json, and {name}.* cannot be made into one: ") as error:
+        open_model(tmp_path)
+    assert str(error.value).isprintable()
 
 
 @pytest.mark.parametrize("shard", ["10GB", "30KB"])
