@@ -12,7 +12,6 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from fusion.runtime.belief.naming import Known
 from fusion.runtime.job.context import Context
@@ -22,7 +21,7 @@ from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.http import answers, asking
 from fusion.runtime.serving.http.chat_format import ChatFormats, variables
 from fusion.runtime.serving.http.errors import ApiError, Busy, api_error
-from fusion.runtime.serving.http.events import EventStream, events_of, unless_gone
+from fusion.runtime.serving.http.events import EventStream, WholeAnswer, events_of, unless_gone
 from fusion.runtime.serving.http.metrics import Metrics
 from fusion.runtime.serving.http.schema import (
     COMPLETION_TOKENS,
@@ -30,7 +29,15 @@ from fusion.runtime.serving.http.schema import (
     CompletionRequest,
     Settings,
 )
-from fusion.runtime.serving.http.shapes import ChatShape, CompletionShape, Heading, Json, Shape, usage
+from fusion.runtime.serving.http.shapes import (
+    ChatShape,
+    CompletionShape,
+    Heading,
+    Json,
+    Shape,
+    json_parts,
+    usage,
+)
 from fusion.runtime.serving.requests.chat_template import ChatTemplates, TemplateFailed, TemplatesBusy
 from fusion.runtime.serving.requests.request import CHAT_TOKENS, Answer, GenerateRequest, Piece, check_length
 
@@ -139,17 +146,16 @@ class Api:
             first = await anext(parts)  # what goes wrong before it has a status of its own
             events = events_of(first, parts, heading, shape, body, prompt_tokens, self._context)
             return EventStream(events, parts, self.closing, self.failed)
-        pieces: list[list[Piece]] = [[] for _ in asked]
         ends: dict[int, Answer] = {}
         async with aclosing(parts):
             async for part in parts:
                 if isinstance(part.said, Answer):
                     ends[part.choice] = part.said
                 else:
-                    pieces[part.choice].append(part.said)
-        choices = [shape.whole(i, pieces[i], ends[i]) for i in range(len(asked))]
+                    shape.keep(part.choice, part.said)
+        choices = [shape.whole(i, ends[i]) for i in range(len(asked))]
         used = usage(prompt_tokens, list(ends.values()))
-        return JSONResponse(heading.object(shape.whole_object, choices, usage=used))
+        return WholeAnswer(json_parts(heading.object(shape.whole_object, choices, usage=used)))
 
     async def _spelled(
         self, model: ServedModel, parts: AsyncGenerator[answers.Part], spelling: dict[int, bytes]

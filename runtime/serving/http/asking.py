@@ -11,6 +11,7 @@ from fusion.runtime.serving.requests.request import MAX_SEED, GenerateRequest, S
 
 TEMPERATURE = 1.0  # where none is given, as with OpenAI
 LEAST_TOP_P = 1e-9  # in place of 0: it leaves the most probable token alone
+MAX_LOGPROBS = 1 << 21  # in answers that are given at once: 150 MiB
 
 
 def requests(
@@ -23,6 +24,10 @@ def requests(
 ) -> list[GenerateRequest]:
     """For each prompt as many answers as were asked for. Answer i to a prompt is drawn with `seed` + i, so that each of them
     can be had again by itself. JobError and ApiError name a setting that is out of range."""
+    told = 0 if top_logprobs is None or body.stream else (1 + top_logprobs) * body.answers * sum(max_tokens)
+    if told > MAX_LOGPROBS:
+        said = f"top_logprobs: {told} log-probabilities, of at most {MAX_LOGPROBS} that are told at once"
+        raise ApiError(400, f"{said}: ask for a stream, or for fewer tokens", param="top_logprobs")
     first = random.randrange(MAX_SEED) if body.seed is None else body.seed
     schema = body.json_schema
     samplings = [_sampling(body, (first + i) & MAX_SEED) for i in range(body.answers)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, nullcontext
 from typing import Any, TypeVar
 
@@ -16,14 +15,15 @@ from fusion.runtime.serving.http.answers import Part
 from fusion.runtime.serving.http.errors import ApiError
 from fusion.runtime.serving.http.route import RouteTeller
 from fusion.runtime.serving.http.schema import Settings
-from fusion.runtime.serving.http.shapes import Heading, Json, Shape, usage
+from fusion.runtime.serving.http.shapes import Heading, Json, Shape, json_text, usage
 from fusion.runtime.serving.requests.request import Answer
 
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 # The ends of lines that JSON leaves in texts; clients that read events with `str.splitlines` would end one there.
-LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
+LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
+PART_BYTES = 256 << 10  # of an answer at once, that is sent between two looks at others
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -32,8 +32,10 @@ class ClientGone(Exception):
 
 
 def event(value: object) -> bytes:
-    said = json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
-    return b"data: " + said.encode() + b"\n\n"
+    said = json_text(value)
+    for end, escaped in LINE_ENDS.items():
+        said = said.replace(end, escaped)
+    return b"data: " + said + b"\n\n"
 
 
 async def unless_gone(receive: Receive, closing: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
@@ -93,6 +95,28 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         async for each in self._events:
             await _body(send, each)
+
+
+class WholeAnswer(Response):
+    """An answer at once, from the `parts` of its JSON."""
+
+    media_type = "application/json"
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        super().__init__(headers={"Content-Length": str(sum(map(len, parts)))})
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        sending, size = list[bytes](), 0
+        for part in self._parts:
+            sending.append(part)
+            size += len(part)
+            if size >= PART_BYTES:
+                await _body(send, b"".join(sending))
+                await asyncio.sleep(0)
+                sending, size = [], 0
+        await _body(send, b"".join(sending), more=False)
 
 
 async def events_of(

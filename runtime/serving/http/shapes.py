@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,8 +28,11 @@ class Shape(Protocol):
     def chunks(self, part: Part) -> list[Json]:
         """Likewise, what comes with `part`."""
 
-    def whole(self, choice: int, pieces: Sequence[Piece], answer: Answer) -> Json:
-        """One entry of `choices` for a whole answer."""
+    def keep(self, choice: int, piece: Piece) -> None:
+        """What `whole` tells of the next piece of an answer."""
+
+    def whole(self, choice: int, answer: Answer) -> Json:
+        """One entry of `choices` for a whole answer, of which each piece was kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,61 @@ def usage(prompt_tokens: int, answers: Sequence[Answer]) -> Json:
     }
 
 
+@dataclass(frozen=True)
+class Written:
+    """An object of lists whose entries are JSON already."""
+
+    lists: Mapping[str, Sequence[bytes]]
+
+    def parts(self) -> Iterator[bytes]:
+        between = b"{"
+        for name, entries in self.lists.items():
+            yield between + json_text(name) + b":["
+            between = b""
+            for entry in entries:
+                yield between + entry
+                between = b","
+            between = b"],"
+        yield b"]}"
+
+
+def json_text(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def json_parts(value: object) -> list[bytes]:
+    """The same a part at a time, where there are `Written` in it."""
+    written, mark = list[Written](), secrets.token_hex(16)
+
+    def held(each: object) -> str:
+        assert isinstance(each, Written)
+        written.append(each)
+        return mark
+
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=held)
+    parts, *rest = ([each] for each in text.encode().split(json_text(mark)))
+    for each, after in zip(written, rest, strict=True):
+        parts += [*each.parts(), *after]
+    return parts
+
+
+class _Told:
+    """The log-probabilities of whole answers, written as each token comes: to write all of them at once would hold the loop for
+    seconds, and as objects they take ten times the memory."""
+
+    def __init__(self) -> None:
+        self._lists: dict[int, dict[str, list[bytes]]] = {}
+
+    def add(self, choice: int, told: Json | None) -> None:
+        """`told`: an object of lists with an entry each."""
+        for name, [entry] in (told or {}).items():
+            self._lists.setdefault(choice, {}).setdefault(name, []).append(json_text(entry))
+
+    def of(self, choice: int) -> Written | None:
+        lists = self._lists.pop(choice, None)
+        return None if lists is None else Written(lists)
+
+
 class _Sent:
     """How much of each answer's text has been sent: the last piece of it may be held back until the end."""
 
@@ -100,6 +159,7 @@ class CompletionShape:
 
     def __init__(self, spelling: Spelling) -> None:
         self._sent = _Sent()
+        self._told = _Told()
         self._spelling = spelling
 
     def begin(self, choice: int) -> list[Json]:
@@ -110,29 +170,32 @@ class CompletionShape:
         text = self._sent.next(part)
         if isinstance(part.said, Answer):
             return [_completion(part.choice, text, None, finish_reason(part.said))]
-        logprobs = self._logprobs([part.said], offset)
+        logprobs = self._logprobs(part.said, offset)
         return [_completion(part.choice, text, logprobs, None)] if text or logprobs else []
 
-    def whole(self, choice: int, pieces: Sequence[Piece], answer: Answer) -> Json:
-        return _completion(choice, answer.text, self._logprobs(pieces, 0), finish_reason(answer))
+    def keep(self, choice: int, piece: Piece) -> None:
+        self._told.add(choice, self._logprobs(piece, self._sent.of(choice)))
+        self._sent.next(Part(choice, piece))
 
-    def _logprobs(self, pieces: Sequence[Piece], offset: int) -> Json | None:
-        told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for piece in pieces:
-            if piece.logprob is not None:
-                top = {self._text(token): value for token, value in piece.top_logprobs}
-                told["tokens"].append(self._text(piece.id))
-                told["token_logprobs"].append(piece.logprob)
-                told["top_logprobs"].append({self._text(piece.id): piece.logprob, **top})
-                told["text_offset"].append(offset)
-            offset += len(piece.text)
-        return told if told["tokens"] else None
+    def whole(self, choice: int, answer: Answer) -> Json:
+        return _completion(choice, answer.text, self._told.of(choice), finish_reason(answer))
+
+    def _logprobs(self, piece: Piece, offset: int) -> Json | None:
+        if piece.logprob is None:
+            return None
+        top = {self._text(token): value for token, value in piece.top_logprobs}
+        return {
+            "tokens": [self._text(piece.id)],
+            "token_logprobs": [piece.logprob],
+            "top_logprobs": [{self._text(piece.id): piece.logprob, **top}],
+            "text_offset": [offset],
+        }
 
     def _text(self, token: int) -> str:
         return token_text(token, self._spelling[token])
 
 
-def _completion(choice: int, text: str, logprobs: Json | None, finish: str | None) -> Json:
+def _completion(choice: int, text: str, logprobs: Json | Written | None, finish: str | None) -> Json:
     return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
 
@@ -143,6 +206,7 @@ class ChatShape:
 
     def __init__(self, tools: Collection[str], spelling: Spelling) -> None:
         self._sent = _Sent()
+        self._told = _Told()
         self._tools = tools
         self._spelling = spelling
         self._reading: dict[int, ToolCallStream] = {}
@@ -152,7 +216,7 @@ class ChatShape:
 
     def chunks(self, part: Part) -> list[Json]:
         text, calls = self._read(part)
-        logprobs = None if isinstance(part.said, Answer) else self._logprobs([part.said])
+        logprobs = None if isinstance(part.said, Answer) else self._logprobs(part.said)
         found = [_delta(part.choice, {"content": text}, logprobs)] if text or logprobs else []
         if isinstance(part.said, Answer):
             if calls:
@@ -160,27 +224,24 @@ class ChatShape:
             found.append(_delta(part.choice, {}, None, finish_reason(part.said, calls)))
         return found
 
-    def whole(self, choice: int, pieces: Sequence[Piece], answer: Answer) -> Json:
+    def keep(self, choice: int, piece: Piece) -> None:
+        self._told.add(choice, self._logprobs(piece))
+
+    def whole(self, choice: int, answer: Answer) -> Json:
         text, calls = self._read(Part(choice, answer))
         message: Json = {"role": "assistant", "content": text or (None if calls else "")}
         if calls:
             message["tool_calls"] = _calls(calls)
-        finish = finish_reason(answer, calls)
-        logprobs = self._logprobs(pieces)
+        finish, logprobs = finish_reason(answer, calls), self._told.of(choice)
         return {"index": choice, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
-    def _logprobs(self, pieces: Sequence[Piece]) -> Json | None:
-        told = [
-            {
-                **self._told(piece.id, piece.logprob),
-                "top_logprobs": [self._told(token, value) for token, value in piece.top_logprobs],
-            }
-            for piece in pieces
-            if piece.logprob is not None
-        ]
-        return {"content": told} if told else None
+    def _logprobs(self, piece: Piece) -> Json | None:
+        if piece.logprob is None:
+            return None
+        top = [self._entry(token, value) for token, value in piece.top_logprobs]
+        return {"content": [{**self._entry(piece.id, piece.logprob), "top_logprobs": top}]}
 
-    def _told(self, token: int, logprob: float) -> Json:
+    def _entry(self, token: int, logprob: float) -> Json:
         spelled = self._spelling[token]
         return {"token": token_text(token, spelled), "logprob": logprob, "bytes": list(spelled) or None}
 

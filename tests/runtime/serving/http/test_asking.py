@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from random import Random
 
 import pytest
 
 from fusion.runtime.serving.http import asking
+from fusion.runtime.serving.http.errors import ApiError
 from fusion.runtime.serving.http.schema import CompletionRequest
 
 
@@ -24,3 +26,12 @@ def test_of_no_probability_the_most_probable_token_is_left(said: float | None, k
     body = CompletionRequest.model_validate({"prompt": "a", "top_p": said})
     [asked] = asking.requests(body, "job", [(1, 2)], [4], None, Random(1))
     assert asked.sampling.top_p == kept
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stream", "taken"), [(1000, False, True), (7000, False, False), (7000, True, True)]
+)
+def test_log_probabilities_that_are_told_at_once_are_bounded(tokens: int, stream: bool, taken: bool) -> None:
+    body = CompletionRequest.model_validate({"prompt": "a", "n": 16, "stream": stream})
+    with nullcontext() if taken else pytest.raises(ApiError, match="2352000 log-probabilities"):
+        assert len(asking.requests(body, "job", [(1,)], [tokens], 20, Random(1))) == 16

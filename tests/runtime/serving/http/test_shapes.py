@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,15 @@ import pytest
 from fusion.runtime.serving.http.answers import Part
 from fusion.runtime.serving.http.chat_format import variables
 from fusion.runtime.serving.http.schema import ChatRequest
-from fusion.runtime.serving.http.shapes import ChatShape, CompletionShape, Shape, token_text, usage
+from fusion.runtime.serving.http.shapes import (
+    ChatShape,
+    CompletionShape,
+    Shape,
+    Written,
+    json_parts,
+    token_text,
+    usage,
+)
 from fusion.runtime.serving.requests.chat_format import ChatFormat
 from fusion.runtime.serving.requests.request import Answer, Finish, Piece
 
@@ -32,9 +40,12 @@ def streamed(shape: Shape, parts: list[Part]) -> list[dict[str, Any]]:
 
 
 def whole(shape: Shape, parts: list[Part]) -> dict[str, Any]:
-    end = parts[-1].said
-    assert isinstance(end, Answer)
-    return shape.whole(0, [part.said for part in parts[:-1] if isinstance(part.said, Piece)], end)
+    for part in parts:
+        if isinstance(part.said, Answer):
+            found: dict[str, Any] = json.loads(b"".join(json_parts(shape.whole(part.choice, part.said))))
+            return found
+        shape.keep(part.choice, part.said)
+    raise AssertionError("an answer ends")
 
 
 def test_a_text_that_was_held_back_comes_at_the_end_and_pieces_without_text_do_not() -> None:
@@ -78,6 +89,40 @@ def test_tokens_as_they_are_told() -> None:
     assert [each["token"] for each in told["top_logprobs"]] == ["bytes:\\xc3", "a"]
     [chunk] = CompletionShape(spelling).chunks(Part(0, piece))
     assert chunk["logprobs"]["top_logprobs"] == [{"bytes:\\xc3": -1.0, "a": -2.0}]
+
+
+TOLD = {i: f"é{i}".encode() for i in range(9)}
+
+
+@pytest.mark.parametrize("shape", [CompletionShape, lambda spelling: ChatShape((), spelling)])
+def test_log_probabilities_of_a_whole_answer_are_written_a_token_at_a_time(
+    shape: Callable[[dict[int, bytes]], Shape],
+) -> None:
+    """All of a long answer's at once held the loop for seconds, and took gigabytes as objects."""
+    pieces = [
+        Piece(
+            index=i, id=i % 9, text=f"é{i % 9}", logprob=-i / 7, top_logprobs=((i % 9, -1.5), (i % 8, -2.5))
+        )
+        for i in range(300)
+    ]
+    text = "".join(piece.text for piece in pieces)
+    end = Answer(text=text, tokens=(1,), finish="length", prompt_tokens=1, route=(), seconds=0.0)
+    made, streaming = shape(TOLD), shape(TOLD)
+    for piece in pieces:
+        made.keep(3, piece)
+    parts = json_parts({"choices": [made.whole(3, end)]})
+    assert max(map(len, parts)) < 2000
+    [found] = json.loads(b"".join(parts))["choices"]
+    chunks = [choice for piece in pieces for choice in streaming.chunks(Part(3, piece))]
+    for name, entries in found["logprobs"].items():
+        assert entries == [entry for chunk in chunks for entry in chunk["logprobs"][name]]
+        assert len(entries) == 300
+
+
+def test_lists_that_are_written_already_stand_where_they_belong() -> None:
+    value = {"a": Written({"x": [b"1", b"2"], "y": []}), "b": [Written({"z": [b'"q"']}), 5]}
+    assert json.loads(b"".join(json_parts(value))) == {"a": {"x": [1, 2], "y": []}, "b": [{"z": ["q"]}, 5]}
+    assert b"".join(json_parts({"a": 1})) == b'{"a":1}'
 
 
 def test_usage_counts_a_prompt_once() -> None:
