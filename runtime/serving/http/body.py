@@ -20,12 +20,17 @@ LARGE_BYTES = 256 << 10
 LARGE_BODIES = 8  # at once, until their answers begin
 MAX_DEPTH = 64
 MAX_BRACKETS = 200_000  # lists and objects: each takes a hundred times its two characters of memory
+MAX_TEXTS = 200_000  # names among them
+MAX_VALUES = MAX_PROMPT_BYTES // 8 + MAX_TEXTS  # a prompt of token ids, of 8 bytes on their way, has the most
 # What begins one, also in the text of a call's arguments, which is JSON again.
 _BRACKETS = (b"[", b"{", rb"\u005b", rb"\u005B", rb"\u007b", rb"\u007B")
 
 
+_LOOKED_INTO = frozenset({str, list, dict})
+
+
 class BoundedRequest(Request):
-    """`body` and `json` raise ApiError (400, 408, 413, 429)."""
+    """`body` and `json` raise ApiError (400, 408, 413, 415, 429)."""
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
@@ -55,6 +60,9 @@ class BoundedRoute(APIRoute):
 
 
 async def _read(request: Request) -> bytes:
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise ApiError(415, f"Content-Encoding: a body is read as it is, not {encoding[:40]!r}")
     length = request.headers.get("content-length", "")
     declared = int(length) if length.isascii() and length.isdigit() and len(length) < 16 else 0
     if declared > MAX_BODY_BYTES or len(length) >= 16:
@@ -87,6 +95,8 @@ def parse(body: bytes) -> Any:
     """What a JSON text says. ApiError (400) where it is none, or nests deeper or holds more than any request needs."""
     if sum(map(body.count, _BRACKETS)) > MAX_BRACKETS:
         raise ApiError(400, f"JSON: at most {MAX_BRACKETS} lists and objects")
+    if body.count(b'"') > 2 * MAX_TEXTS or body.count(b",") > MAX_VALUES:
+        _check_counts(body)
     try:
         value = json.loads(body, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
@@ -94,6 +104,16 @@ def parse(body: bytes) -> Any:
         raise ApiError(400, f"JSON: {said}", code="invalid_json") from None
     _check(value)
     return value
+
+
+def _check_counts(body: bytes) -> None:
+    """ApiError for more values than any request needs: the loop stands still for as long as they are read."""
+    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if unescaped.count(b'"') > 2 * MAX_TEXTS:
+        raise ApiError(400, f"JSON: at most {MAX_TEXTS} texts and names")
+    around = unescaped.split(b'"')[::2]  # the texts
+    if sum(part.count(b",") for part in around) > MAX_VALUES:
+        raise ApiError(400, f"JSON: at most {MAX_VALUES} values")
 
 
 def _no_number(text: str) -> None:
@@ -108,7 +128,7 @@ def _check(value: Any) -> None:
         for each in level:
             if isinstance(each, str):
                 _check_text(each)
-            elif isinstance(each, list):
+            elif isinstance(each, list) and not _LOOKED_INTO.isdisjoint(map(type, each)):
                 below += (item for item in each if isinstance(item, str | list | dict))
             elif isinstance(each, dict):
                 for key in each:

@@ -16,10 +16,16 @@ from fusion.runtime.serving.requests.chat_format import ChatFormat, NoTemplate, 
 from fusion.swarm.directory.records import JobId
 
 MAX_FORMATS = 64
+MAX_ARGUMENTS = 1 << 20  # characters of all calls together, which are JSON in JSON
 
 
 def variables(form: ChatFormat, request: ChatRequest) -> dict[str, Any]:
-    """What the model's template is rendered with."""
+    """What the model's template is rendered with. ApiError (400) where calls have too long arguments."""
+    calls = (call for message in request.messages for call in message.tool_calls or ())
+    given = (call.function.arguments for call in calls)
+    if sum(len(each) for each in given if isinstance(each, str)) > MAX_ARGUMENTS:
+        said = f"messages: at most {MAX_ARGUMENTS} characters of arguments in all tool_calls together"
+        raise ApiError(400, said, param="messages")
     tools = [tool.model_dump(exclude_unset=True) for tool in request.offered_tools]
     messages = [_message(message) for message in request.messages]
     return form.variables(messages, tools, request.chat_template_kwargs or {})

@@ -14,7 +14,7 @@ from fusion.swarm.printable import one_line
 RETRY_SECONDS = 2
 LINE_CHARACTERS = 500
 _TYPES = {
-    **dict.fromkeys((400, 404, 405, 408, 413), "invalid_request_error"),
+    **dict.fromkeys((400, 404, 405, 408, 413, 415), "invalid_request_error"),
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.runtime.serving.http.body import MAX_BRACKETS, MAX_DEPTH, parse
+from fusion.runtime.serving.http.body import MAX_BRACKETS, MAX_DEPTH, MAX_TEXTS, MAX_VALUES, parse
 from fusion.runtime.serving.http.errors import ApiError
 
 VALUES = st.recursive(
@@ -56,3 +56,37 @@ def test_json_that_is_refused(body: bytes) -> None:
 
 def test_as_deep_as_may_be() -> None:
     parse(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"[" + b"1," * (MAX_VALUES + 1) + b"1]", "values"),
+        (b"[" + b"1e9 ,\n" * (MAX_VALUES + 1) + b"1]", "values"),
+        (b"[" + b'"",' * (MAX_TEXTS + 1) + b'""]', "texts and names"),
+        (b"{" + b'"\\\\":1,' * (MAX_TEXTS + 1) + b'"b":1}', "texts and names"),
+    ],
+    ids=range(4),
+)
+def test_more_values_than_any_request_has_are_not_read(
+    body: bytes, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine megabytes of numbers held the loop for seconds."""
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(ApiError, match=f"JSON: at most .* {said}"):
+        parse(body)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "," * (MAX_VALUES + 9),
+        '"' * (2 * MAX_TEXTS + 9),
+        '\\",' * (MAX_VALUES + 9),
+        ["\\", "," * (MAX_VALUES + 9), "\\\\", [1, 2]],
+        [list(range(MAX_VALUES // 2)), list(range(MAX_VALUES // 2 - 9)), ["a"]],
+    ],
+    ids=range(5),
+)
+def test_texts_may_have_as_many_commas_and_quotes_as_they_like(value: Any) -> None:
+    assert parse(json.dumps(value).encode()) == value

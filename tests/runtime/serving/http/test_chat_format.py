@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from fusion.runtime.serving.http.chat_format import variables
+from fusion.runtime.serving.http.chat_format import MAX_ARGUMENTS, variables
+from fusion.runtime.serving.http.errors import ApiError
 from fusion.runtime.serving.http.schema import ChatRequest
 from fusion.runtime.serving.requests.chat_format import ChatFormat
 
@@ -36,3 +37,11 @@ def test_a_call_without_arguments_has_an_empty_object_of_them(text: str) -> None
 def test_arguments_beyond_what_a_request_may_hold_stay_text(text: str) -> None:
     json.loads(text)
     assert arguments(text) == text
+
+
+def test_arguments_are_read_as_far_as_a_request_may_have_them() -> None:
+    calls = [{"function": {"name": "f", "arguments": "[1]" + " " * (MAX_ARGUMENTS // 4)}} for _ in range(4)]
+    request = ChatRequest.model_validate({"messages": [{"role": "assistant", "tool_calls": calls}]})
+    with pytest.raises(ApiError, match="characters of arguments") as found:
+        variables(ChatFormat("", {}), request)
+    assert found.value.status == 400
