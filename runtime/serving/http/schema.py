@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from fusion.runtime.serving.requests.json_schema import JSON_OBJECT, schema_text
 from fusion.runtime.serving.requests.request import MAX_SEED, MAX_STOP_BYTES, MAX_TOP_LOGPROBS
@@ -175,9 +175,17 @@ class CompletionRequest(Settings):
         return self
 
 
+def _text_alone(kind: Any) -> Any:
+    if isinstance(kind, str) and kind not in ("text", "input_text", "output_text", "refusal"):
+        raise ValueError(f"parts are text here, not {kind[:40]!r}")
+    return kind
+
+
 class TextPart(Body):
-    type: Literal["text", "input_text"]
-    text: str
+    """What OpenAI calls a refusal was said all the same."""
+
+    type: Annotated[Literal["text", "input_text", "output_text", "refusal"], BeforeValidator(_text_alone)]
+    text: Annotated[str, Field(validation_alias=AliasChoices("text", "refusal"))]
 
 
 class CalledFunction(Body):
@@ -227,6 +235,16 @@ class ToolChoice(Body):
     function: ChosenFunction
 
 
+class AllowedNames(Body):
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[ToolChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
+
+
 class ChatRequest(Settings):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
@@ -234,7 +252,7 @@ class ChatRequest(Settings):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedTools | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     functions: list[Any] | None = None
 
@@ -245,12 +263,16 @@ class ChatRequest(Settings):
     @property
     def offered_tools(self) -> tuple[Tool, ...]:
         """Those that the model is told of."""
-        if self.tool_choice == "none":
-            return ()
-        if isinstance(self.tool_choice, ToolChoice):
-            wanted = self.tool_choice.function.name
-            return tuple(tool for tool in self.tools or () if tool.function.name == wanted)
-        return tuple(self.tools or ())
+        match self.tool_choice:
+            case "none":
+                return ()
+            case ToolChoice() as chosen:
+                wanted = {chosen.function.name}
+            case AllowedTools(allowed_tools=allowed):
+                wanted = {each.function.name for each in allowed.tools}
+            case _:
+                return tuple(self.tools or ())
+        return tuple(tool for tool in self.tools or () if tool.function.name in wanted)
 
     @model_validator(mode="after")
     def _unsupported(self) -> Self:
@@ -258,6 +280,6 @@ class ChatRequest(Settings):
             raise ValueError("functions: say tools")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
-        if isinstance(self.tool_choice, ToolChoice) and not self.offered_tools:
+        if isinstance(self.tool_choice, ToolChoice | AllowedTools) and not self.offered_tools:
             raise ValueError("tool_choice: names none of the tools")
         return self

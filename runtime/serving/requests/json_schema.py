@@ -9,11 +9,20 @@ from fusion.runtime.job.errors import JobError
 
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_LEVELS = 64  # of objects and lists
+# Of texts, that an answer is held to. All others say something to readers alone, as every one does by JSON Schema's own rule.
+FORMATS = frozenset(
+    {
+        *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
+        "unknown",
+    }
+)
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_VALUES = frozenset({"const", "enum", "default", "examples"})
 JSON_OBJECT = '{"type":"object"}'  # what `json_object` asks for
 
 
 def checked_schema(text: str) -> str:
-    """The schema as it travels: JSON without spaces, its keys in their order. JobError, in one line, where it is no JSON object,
+    """The schema as it travels: JSON without spaces, its keys in their order, its formats those of FORMATS. JobError, in one line, where it is no JSON object,
     too large, nested too deeply, or refers to something outside of itself, which nobody would fetch."""
     if len(text) > 4 * MAX_SCHEMA_BYTES:
         raise JobError(f"json_schema: at most {MAX_SCHEMA_BYTES >> 10} KiB")
@@ -32,7 +41,7 @@ def schema_text(schema: object) -> str:
         raise JobError("json_schema: a JSON object")
     _check(schema)
     try:
-        text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        text = json.dumps(_known_formats(schema), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         size = len(text.encode())
     except UnicodeEncodeError:
         raise JobError("json_schema: text that UTF-8 can hold") from None
@@ -60,6 +69,21 @@ def _check(schema: dict[str, Any]) -> None:
         if not level:
             return
     raise JobError(f"json_schema: at most {MAX_LEVELS} levels")
+
+
+def _known_formats(schema: Any) -> Any:
+    """The same without the formats that are not among FORMATS."""
+    if isinstance(schema, list):
+        return [_known_formats(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = dict[str, Any]()
+    for name, value in schema.items():
+        if name in _NAMED and isinstance(value, dict):
+            kept[name] = {key: _known_formats(each) for key, each in value.items()}
+        elif name != "format" or not isinstance(value, str) or value in FORMATS:
+            kept[name] = value if name in _VALUES else _known_formats(value)
+    return kept
 
 
 def _check_references(part: dict[str, Any]) -> None:

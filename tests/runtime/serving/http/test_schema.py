@@ -101,11 +101,18 @@ def test_what_is_left_out_is_none_and_what_is_not_known_is_passed_over() -> None
 
 
 def test_parts_of_text_are_one_text() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert (
-        ChatRequest.model_validate({"messages": [{"role": "user", "content": parts}]}).messages[0].text
-        == "ab"
-    )
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "refusal", "refusal": "b"},
+        {"type": "output_text", "text": "c"},
+    ]
+    said = ChatRequest.model_validate({"messages": [{"role": "assistant", "content": parts}]})
+    assert said.messages[0].text == "abc"
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +122,8 @@ def test_parts_of_text_are_one_text() -> None:
         ("auto", ["f", "g"]),
         ("none", []),
         ({"type": "function", "function": {"name": "g"}}, ["g"]),
+        (allowed("auto", "g"), ["g"]),
+        (allowed("required", "f", "g", "h"), ["f", "g"]),
     ],
 )
 def test_the_tools_that_a_model_is_told_of(choice: Any, offered: list[str]) -> None:

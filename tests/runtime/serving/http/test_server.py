@@ -245,6 +245,16 @@ def test_what_is_wrong_is_told_as_openai_does(tmp_path: Path) -> None:
             "messages",
             "messages: 0.role: Field required",
         ),
+        (
+            "/v1/chat/completions",
+            {
+                **hi,
+                "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}],
+            },
+            400,
+            "messages",
+            "messages: parts are text here, not 'image_url'",
+        ),
         ("/v1/completions", {**ok, "echo": True}, 400, "echo", "not repeated"),
         ("/v1/completions", {**ok, "prompt": [[]]}, 400, "prompt", "at least 1 item"),
         ("/v1/completions", b"{", 400, None, "JSON"),

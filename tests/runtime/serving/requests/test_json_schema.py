@@ -61,6 +61,22 @@ def test_what_is_no_schema_is_one_line(text: str) -> None:
     assert "\n" not in str(found.value) and len(str(found.value)) < 200
 
 
+def test_a_format_that_says_something_to_readers_alone_is_left_out() -> None:
+    """Libraries write `password`, `path` or `binary` for fields of such kinds."""
+    named = {"format": {"type": "string", "format": "date"}, "enum": {"format": "path"}, "a": True}
+    schema = {
+        "type": "object", "properties": named, "required": ["format"], "format": "regex", "additionalProperties":
+        {"anyOf": [{"type": "string", "format": "password", "title": "b"}, {"format": 5}]}, "$defs": {"c": {"format": "uuid"}},
+        "const": {"format": "path"}, "enum": [{"format": "path"}], "default": {"format": "path"},
+    }  # fmt: skip
+    kept = {
+        **schema, "properties": {**named, "enum": {}},
+        "additionalProperties": {"anyOf": [{"type": "string", "title": "b"}, {"format": 5}]},
+    }  # fmt: skip
+    del kept["format"]
+    assert json.loads(checked_schema(json.dumps(schema))) == kept
+
+
 def test_a_schema_comes_before_the_prompt_and_is_announced_with_it() -> None:
     schema = checked_schema('{"enum": ["ä"]}')
     for fields in ({"prompt": "x", "chat": True}, {"prompt": ""}, {"prompt_ids": (1, 2)}):
