@@ -100,7 +100,7 @@ class QueuedStream:
             return
         if self._sends_now(kind, header, payload):
             return
-        size_bytes = _memory_bytes(header) + _payload_bytes(payload)
+        size_bytes = memory_bytes(header) + _payload_bytes(payload)
         self._unsent.append((kind, header, payload, size_bytes))
         self._unsent_bytes += size_bytes
         self._wake.set()
@@ -230,13 +230,13 @@ def _payload_bytes(payload: Sequence[Buffer]) -> int:
     return sum(memoryview(buffer).nbytes for buffer in payload)
 
 
-def _memory_bytes(value: object) -> int:
+def memory_bytes(value: object) -> int:
     """Of a header or a value in it, roughly."""
     match value:
         case Mapping():
-            return CONTAINER_BYTES + sum(_memory_bytes(each) for item in value.items() for each in item)
+            return CONTAINER_BYTES + sum(memory_bytes(each) for item in value.items() for each in item)
         case list() | tuple():
-            return CONTAINER_BYTES + sum(map(_memory_bytes, value))
+            return CONTAINER_BYTES + sum(map(memory_bytes, value))
         case str() | bytes() | bytearray():
             return VALUE_BYTES + len(value)
     return VALUE_BYTES

@@ -29,13 +29,14 @@ from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, SwarmError
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.printable import error_line
-from fusion.swarm.streams.queued_stream import QueuedStream
+from fusion.swarm.streams.queued_stream import QueuedStream, memory_bytes
 from fusion.swarm.transport import Frame, PeerId, Transport
 
 log = logging.getLogger(__name__)
 
 REMEMBERED_BEGINNINGS = 1 << 16  # of sequences that a stage may hold something of
-UNREAD_BYTES = 16 << 20  # of logits that may wait here for a client which reads slowly
+# Of logits and log-probabilities that may wait here for a client which reads slowly.
+UNREAD_BYTES = 16 << 20
 UNREAD_EVENTS = 1024  # that may wait, beside a token for each position of two sessions
 
 
@@ -58,7 +59,7 @@ class GatewaySession:
     held: dict[int, int] = field(default_factory=dict)  # stage -> positions that it had when it opened it
     reused: int = 0  # positions that no stage has to run, as all have them
     reached: int = 0  # the position of the newest token that it gave: every stage has run what comes before
-    unread_bytes: int = 0  # of logits among the events
+    unread_bytes: int = 0  # of logits and log-probabilities among the events
 
     @property
     def id(self) -> SessionId:
@@ -254,7 +255,7 @@ class GatewaySessions:
                     raise FrameError("logits that nobody asked for")
                 found.tell(ends.stage, frame)
                 found.reached = max(found.reached, position)
-                found.unread_bytes += len(frame.payload)
+                found.unread_bytes += unread_bytes(frame)
                 if found.unread_bytes > UNREAD_BYTES:  # another session goes on once these have been read
                     found.tell(ends.stage, Fault("moved", "the client reads its answer too slowly"))
                     self.close(found)
@@ -291,6 +292,11 @@ def _ends(session: GatewaySession, stage: int) -> LinkEnds:
 def token_of(frame: Frame) -> tuple[int, int]:
     """Position and id of a `token` frame."""
     return frame.header["position"], frame.header["id"]
+
+
+def unread_bytes(frame: Frame) -> int:
+    """Of memory that a `token` frame takes for what was asked for beside the token."""
+    return len(frame.payload) + memory_bytes(frame.header.get("top_logprobs"))
 
 
 def logprobs_of(session: GatewaySession, frame: Frame) -> Logprobs | None:

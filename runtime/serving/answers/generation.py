@@ -28,6 +28,7 @@ from fusion.runtime.serving.answers.gateway_session import (
     GatewaySessions,
     logprobs_of,
     token_of,
+    unread_bytes,
 )
 from fusion.runtime.serving.answers.liveness import Liveness
 from fusion.runtime.serving.answers.moves import Moves
@@ -170,7 +171,7 @@ class Generation:
             case "leaving" if session is pair.current:
                 self._moves.leave(session, event.stage)
             case "token":
-                session.unread_bytes -= len(what.payload)
+                session.unread_bytes -= unread_bytes(what)
                 return await self._token(session, what)
         return None
 

@@ -95,8 +95,9 @@ def test_hostile_requests_get_one_error(
     asyncio.run(main())
 
 
-def test_logits_wait_in_bounds_for_a_client_that_reads_slowly(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("beside", [{"logits": True}, {"top_logprobs": 20}], ids=["logits", "top_logprobs"])
+def test_what_is_told_beside_tokens_waits_in_bounds_for_a_client_that_reads_slowly(
+    beside: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("fusion.runtime.serving.answers.gateway_session.UNREAD_BYTES", 5 * 4 * VOCABULARY)
     monkeypatch.setattr("fusion.swarm.streams.memory_stream.BUFFERED_BYTES", 1)
@@ -104,14 +105,15 @@ def test_logits_wait_in_bounds_for_a_client_that_reads_slowly(
     async def main() -> None:
         async with swarm_of(2, tmp_path) as swarm, swarm.client() as transport:
             await swarm.serve("gpt2", 1)
-            request = GenerateRequest(prompt_ids=(1, 2), max_tokens=40, logits=True)
-            stream = await transport.open(swarm.peers[1].id, "/fusion/generate/1")
+            request = GenerateRequest(prompt_ids=(1, 2), max_tokens=40, **beside)
+            stream = await transport.open(swarm.peers[1].id, "/fusion/generate/2")
             header, prompt = request.to_frame()
             await stream.send("generate", header, [prompt])
             tokens = []
             while (frame := await stream.receive()).kind == "token":
                 tokens.append(frame.header["id"])
-                assert len(frame.payload) == 4 * VOCABULARY
+                assert len(frame.payload) == (4 * VOCABULARY if "logits" in beside else 0)
+                assert len(frame.header.get("top_logprobs", ())) == beside.get("top_logprobs", 0)
                 if len(tokens) == 1:
                     await swarm.freed()  # nothing is made that would have to wait
             assert frame.kind == "done" and tokens == reference("gpt2", (1, 2), 40)
