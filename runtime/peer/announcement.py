@@ -52,10 +52,10 @@ async def announced(
     `http` is where this peer's HTTP API is, for commands on this machine. Raises OSError in one line (a full or read-only disk)."""
     transport, directory, started_at = network.transport, network.directory, context.clock.unix()
 
-    def meet(other: PeerId, addresses: Sequence[str]) -> None:
+    def meet(other: PeerId, addresses: Sequence[str], answers: bool) -> None:
         transport.learn(other, addresses)
         if context.links is not None:
-            context.links.meet(other)
+            context.links.meet(other, answers=answers)
 
     def record() -> PeerRecord:
         return record_of(context, capability(), started_at)

@@ -90,7 +90,8 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
             home=config.home,
         )
         membership = Membership(
-            transport, directory, directory, None, MembershipConfig(bootstrap=ways), transport.learn
+            *(transport, directory, directory, None, MembershipConfig(bootstrap=ways)),
+            learn=lambda peer, addresses, _: transport.learn(peer, addresses),
         )
         async with membership:
             try:

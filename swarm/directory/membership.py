@@ -87,10 +87,10 @@ class Membership:
         neighbourhood: Neighbourhood,
         describe: Callable[[], PeerRecord] | None,
         config: MembershipConfig,
-        learn: Callable[[PeerId, Sequence[str]], None] = lambda peer, addresses: None,
+        learn: Callable[[PeerId, Sequence[str], bool], None] = lambda peer, addresses, answers: None,
     ) -> None:
         """`describe` None: a client, which is in the swarm without being announced. `learn` is told where each listed
-        peer listens."""
+        peer listens, and whether it answers us."""
         self.announced = asyncio.Event()
         self.joined = asyncio.Event()
         self.refused = asyncio.Event()
@@ -183,14 +183,16 @@ class Membership:
             logger.debug("peers not read: %s", error)
             return
         others = [r for r in records if r.role == "peer" and r.peer != self._transport.peer_id]
+        near = frozenset(self._neighbourhood.neighbours())
         for record in others:
-            self._learn(record.peer, record.addresses)
+            self._learn(record.peer, record.addresses, record.peer in near)
         now = time.monotonic()
-        self._roll.call(others, now)
+        self._roll.call(others, near, now)
         if not others:
             return
-        # In a large swarm not all peers should remember the same few.
+        # In a large swarm not all peers should remember the same few; those who answer us, for anybody may list any number of others.
         chosen = random.sample(others, len(others))
+        chosen = [record for record in chosen if record.peer in near] or chosen
         fresh = [address for record in chosen for address in record.addresses[:_ADDRESSES_EACH]]
         self._cached = tuple(dict.fromkeys([*fresh, *self._cached]))[:MAX_CACHED]
         if now - self._remembered_at >= self._config.remember_seconds:

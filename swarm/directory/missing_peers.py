@@ -2,6 +2,9 @@
 
 A peer whose record ran out may be dead, or on the other side of a cut link, where it says the same of us. Whoever of
 the two dials first when the link is back makes the swarm one again, so both keep trying: every few seconds at first.
+
+Only whoever has answered us is looked for. Anybody may list any number of peers, at addresses that are another's: looked for
+they would make every peer of the swarm dial that one for an hour, and crowd out those who were there.
 """
 
 from __future__ import annotations
@@ -40,16 +43,18 @@ class MissingPeers:
         self._us = us
         self._config = config or MissingPeersConfig()
         self._listed: dict[PeerId, tuple[str, ...]] = {}
+        self._met: set[PeerId] = set()  # of the listed, who have answered us
         self._missing: dict[PeerId, Missing] = {}
 
-    def call(self, records: Iterable[PeerRecord], now: float) -> None:
-        """The directory lists these peers now; `now` is any clock's seconds."""
+    def call(self, records: Iterable[PeerRecord], neighbours: Iterable[PeerId], now: float) -> None:
+        """The directory lists these peers now, and these answer us; `now` is any clock's seconds."""
         listed = {r.peer: r.addresses for r in records if r.role == "peer" and r.peer != self._us}
         for peer in listed:
             self._missing.pop(peer, None)
-        for peer, addresses in self._listed.items():
-            if peer not in listed and addresses:
+        for peer in self._met - listed.keys():
+            if addresses := self._listed[peer]:
                 self._missing[peer] = Missing(addresses, now, float("-inf"))
+        self._met = listed.keys() & {*self._met, *neighbours}
         self._listed = listed
         while len(self._missing) > self._config.peers:
             del self._missing[next(iter(self._missing))]  # the one that is missing for longest

@@ -122,9 +122,9 @@ class LinkMonitor:
 
     # What is known.
 
-    def meet(self, peer: PeerId) -> None:
-        """The peer is listed in the directory now: it may become a neighbour."""
-        self._table.meet(peer, self._clock())
+    def meet(self, peer: PeerId, *, answers: bool = True) -> None:
+        """The peer is listed in the directory now: it may become a neighbour, where it `answers` also without traffic."""
+        self._table.meet(peer, self._clock(), answers=answers)
 
     def doubt(self, peer: PeerId) -> None:
         """What we send to the peer takes longer than it did: measure the link soon, although there may be traffic, if

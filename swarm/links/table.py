@@ -1,7 +1,8 @@
 """What a peer remembers of its links, one entry for each neighbour, and who the neighbours are. No I/O.
 
 A neighbour is a peer with whom payloads are exchanged, or one of a few that stand for all the others: the same ones each
-time, and other ones for every peer, so that the swarm's measurements cover it.
+time, and other ones for every peer, so that the swarm's measurements cover it. They are chosen among those that have answered us:
+anybody may list any number of peers that there are not.
 """
 
 from __future__ import annotations
@@ -178,15 +179,18 @@ class LinkTable:
         self._us = us
         self._candidates = candidates
         self._listed: dict[PeerId, float] = {}
+        self._answering: set[PeerId] = set()  # of the listed
         self._neighbours: dict[PeerId, Neighbour] = {}
         self._carried: deque[tuple[float, int]] = deque(
             maxlen=512
         )  # when a report came, the bytes it told of
 
-    def meet(self, peer: PeerId, now: float) -> None:
-        """The directory lists the peer now."""
+    def meet(self, peer: PeerId, now: float, *, answers: bool = True) -> None:
+        """The directory lists the peer now, which `answers` us, as far as we know."""
         if peer != self._us:
             self._listed[peer] = now
+            if answers:
+                self._answering.add(peer)
 
     def listed(self, peer: PeerId) -> bool:
         return peer in self._listed
@@ -205,12 +209,13 @@ class LinkTable:
         """Who our neighbours should be: with whom there is traffic, then those that fill up."""
         active = [n.peer for n in self._neighbours.values() if now - n.traffic.active_at <= LISTED_SECONDS]
         active = [peer for peer in active if peer in self._listed]
-        fill = heapq.nsmallest(self._candidates, self._listed, key=lambda peer: tie_break(self._us, peer))
+        fill = heapq.nsmallest(self._candidates, self._answering, key=lambda peer: tie_break(self._us, peer))
         return list(dict.fromkeys([*active, *fill]))[: max(len(active), self._candidates)][:MAX_PAIRS]
 
     def forget(self, now: float) -> list[Neighbour]:
         """Drop who is listed no longer; those who were neighbours."""
         self._listed = {peer: at for peer, at in self._listed.items() if now - at <= LISTED_SECONDS}
+        self._answering &= self._listed.keys()
         gone = [
             n
             for n in self._neighbours.values()

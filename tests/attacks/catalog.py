@@ -13,6 +13,7 @@ from attacks.scripts import (
     stolen_stages,
     streams,
     terminal,
+    third_parties,
 )
 
 ATTACKS: dict[str, Attack] = {}
@@ -26,5 +27,6 @@ for part in (
     sessions,
     outsiders,
     terminal,
+    third_parties,
 ):
     ATTACKS |= part.ATTACKS

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.directory_records import peer_record
 
-from fusion.swarm.directory.bootstrap import load_cached, save_cached
+from fusion.swarm.directory.bootstrap import MAX_CACHED, load_cached, save_cached
 from fusion.swarm.directory.membership import Membership, MembershipConfig
 from fusion.swarm.directory.missing_peers import MissingPeersConfig
 from fusion.swarm.identity import Identity
@@ -153,6 +153,25 @@ def test_peers_met_are_seeds_of_the_next_start(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_those_who_answer_are_remembered_among_any_number_that_are_only_listed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        room = Room()
+        membership, _, neighbours, _ = room.peer(cache_path=tmp_path / "peers.json")
+        listed = [Identity.generate() for _ in range(3 * MAX_CACHED)]
+        for number, identity in enumerate(listed):
+            made_up = f"/ip4/192.0.2.1/tcp/{4001 + number}/p2p/{identity.peer_id}"
+            theirs = MemoryDirectory(room.network, identity, room.clock)
+            await theirs.publish(peer_record(identity, addresses=(made_up,)))
+        friend, other, *_ = listed
+        neighbours.known = {friend.peer_id, other.peer_id}
+        for identity in (friend, other):
+            MemoryTransport(room.network, identity.peer_id)
+        await membership.look()
+        assert {seed.rpartition("/p2p/")[2] for seed in membership.seeds} == neighbours.known
+
+    asyncio.run(scenario())
+
+
 def test_a_remembered_peer_is_the_way_in_when_the_bootstrap_is_gone(tmp_path: Path) -> None:
     async def scenario() -> None:
         room = Room()
@@ -224,11 +243,13 @@ def test_a_listed_peers_addresses_are_told() -> None:
         room = Room()
         one, _, _, seed = room.peer()
         await one.announce()
-        membership, *_ = room.peer()
-        told: list[tuple[PeerId, tuple[str, ...]]] = []
-        membership._learn = lambda peer, addresses: told.append((peer, tuple(addresses)))
+        membership, _, neighbours, _ = room.peer()
+        told: list[tuple[PeerId, tuple[str, ...], bool]] = []
+        membership._learn = lambda peer, addresses, answers: told.append((peer, tuple(addresses), answers))
         await membership.look()
-        assert told == [(seed.peer_id, (address(seed),))]
+        neighbours.known = {seed.peer_id}
+        await membership.look()
+        assert told == [(seed.peer_id, (address(seed),), answers) for answers in (False, True)]
 
     asyncio.run(scenario())
 

@@ -14,30 +14,31 @@ from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.identity import Identity
 
 US, *OTHERS = [Identity.generate() for _ in range(5)]
+NAMES = tuple(o.peer_id for o in OTHERS)
 RECORDS = tuple(peer_record(o, addresses=(f"/ip4/192.0.2.1/tcp/4001/p2p/{o.peer_id}",)) for o in OTHERS)
 
 
 def test_who_is_listed_no_longer_is_looked_for_until_it_is_back() -> None:
     roll = MissingPeers(US.peer_id)
-    roll.call(RECORDS, 0.0)
+    roll.call(RECORDS, NAMES, 0.0)
     assert roll.due(0.0) == {}
-    roll.call(RECORDS[1:], 5.0)
+    roll.call(RECORDS[1:], NAMES, 5.0)
     gone = RECORDS[0]
     assert roll.due(5.0) == {gone.peer: gone.addresses}
     assert roll.due(6.0) == {}
     assert gone.peer in roll.due(7.5)
-    roll.call(RECORDS, 8.0)
+    roll.call(RECORDS, NAMES, 8.0)
     assert roll.due(60.0) == {}
-    roll.call(RECORDS[1:], 61.0)
+    roll.call(RECORDS[1:], NAMES, 61.0)
     roll.found(gone.peer)
-    roll.call(RECORDS[1:], 66.0)
+    roll.call(RECORDS[1:], NAMES, 66.0)
     assert roll.due(66.0) == {}
 
 
 def test_the_longer_it_is_missing_the_rarer_it_is_tried() -> None:
     roll = MissingPeers(US.peer_id, MissingPeersConfig(first_seconds=2.0, share=0.1, forget_seconds=600.0))
-    roll.call(RECORDS[:1], 0.0)
-    roll.call((), 0.0)
+    roll.call(RECORDS[:1], NAMES, 0.0)
+    roll.call((), NAMES, 0.0)
     tries = [second for second in range(2000) if roll.due(float(second))]
     assert tries[:4] == [0, 2, 4, 6]
     gaps = [later - earlier for earlier, later in pairwise(tries)]
@@ -47,15 +48,27 @@ def test_the_longer_it_is_missing_the_rarer_it_is_tried() -> None:
 
 def test_clients_and_ourselves_are_nobody_to_look_for() -> None:
     roll = MissingPeers(US.peer_id)
-    roll.call([replace(RECORDS[0], role="client"), replace(RECORDS[1], peer=US.peer_id)], 0.0)
-    roll.call((), 1.0)
+    roll.call([replace(RECORDS[0], role="client"), replace(RECORDS[1], peer=US.peer_id)], NAMES, 0.0)
+    roll.call((), NAMES, 1.0)
     assert roll.due(1.0) == {}
+
+
+def test_whoever_never_answered_is_not_looked_for() -> None:
+    """Strangers list any number of peers that there are not, at addresses that are somebody's."""
+    roll = MissingPeers(US.peer_id, MissingPeersConfig(peers=1))
+    roll.call(RECORDS, [RECORDS[2].peer], 0.0)
+    roll.call(RECORDS, (), 5.0)  # it does not answer any more, before its record runs out
+    roll.call((), (), 10.0)
+    assert roll.due(10.0) == {RECORDS[2].peer: RECORDS[2].addresses}
+    roll.call(RECORDS, (), 15.0)
+    roll.call((), (), 20.0)
+    assert roll.due(20.0) == {}
 
 
 def test_in_a_large_swarm_the_last_to_go_are_looked_for() -> None:
     roll = MissingPeers(US.peer_id, MissingPeersConfig(peers=2))
     for count in (4, 3, 2, 1, 0):
-        roll.call(RECORDS[:count], float(4 - count))
+        roll.call(RECORDS[:count], NAMES, float(4 - count))
     assert set(roll.due(10.0)) == {RECORDS[0].peer, RECORDS[1].peer}
 
 
@@ -69,7 +82,7 @@ def test_the_missing_are_those_met_and_not_listed(lists: list[frozenset[int]]) -
     roll = MissingPeers(US.peer_id)
     met: set[int] = set()
     for at, listed in enumerate(lists):
-        roll.call(_seen(listed), 100.0 * at)
+        roll.call(_seen(listed), NAMES, 100.0 * at)
         met |= listed
         assert set(roll.due(100.0 * at + 50.0)) == {RECORDS[i].peer for i in met - listed}
 

@@ -5,10 +5,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.swarm.links.probes import ProbeReport
-from fusion.swarm.links.table import SUM_SECONDS, OwnLine, after, held
+from fusion.swarm.links.table import SUM_SECONDS, LinkTable, OwnLine, after, held
 from fusion.swarm.streams.link_estimate import FALL, RateEstimate
+from fusion.swarm.transport import PeerId
 
 MBPS = 1e6 / 8
+
+
+def test_the_neighbours_that_stand_for_all_are_among_those_who_have_answered() -> None:
+    table = LinkTable(PeerId("us"), candidates=2)
+    for number in range(100):
+        table.meet(PeerId(f"listed-{number}"), 0.0, answers=False)
+    assert table.wanted(0.0) == []
+    table.meet(PeerId("friend"), 0.0)
+    assert table.wanted(0.0) == ["friend"] and table.listed(PeerId("listed-1"))
+    table.meet(PeerId("friend"), 50.0, answers=False)
+    table.forget(70.0)
+    assert table.wanted(70.0) == ["friend"]  # it may be back
+    table.forget(200.0)
+    assert table.wanted(200.0) == []
 
 
 def test_a_cut_is_believed_after_a_few_reports_of_little_traffic() -> None:
