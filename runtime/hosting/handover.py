@@ -32,6 +32,11 @@ SPREAD_SECONDS = 10.0  # from one stage that such a peer hands on to the next
 LONGEST_SPREAD_SECONDS = 600.0  # doubling up to that, for a stage that nobody took: each time it stands still
 OFFERS = 2  # idle peers that a stage is offered to at once: one that does not answer takes seconds
 ASKED = 16  # the best, whether they are there
+LAST_OFFERS = 3  # standbys that a stage is offered to where its owner leaves, and the job waits
+LAST_ASKED = (
+    256  # whether they are there: anybody may stand by under any number of ids, with the best of scores
+)
+ASKED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +114,7 @@ class Handovers:
 
     async def _hand_on(self, place: Place, hosted: Hosted, order: Sequence[PeerId]) -> None:
         """To one of these peers; it stays here if none of them takes it."""
-        order = order[:ASKED]
-        there = await asyncio.gather(*(self._takeover.attends(peer, *place) for peer in order))
-        order = [peer for peer, attends in zip(order, there, strict=True) if attends][:OFFERS]
+        order = (await attending(self._takeover, place, order[:ASKED]))[:OFFERS]
         if not order:
             return
         log.info("stage %d of %s goes to an idle peer", place[1], hosted.manifest.name)
@@ -157,6 +160,18 @@ class Handovers:
                 hosted.task.cancel()
 
 
+async def attending(takeover: Takeover, place: Place, peers: Sequence[PeerId]) -> list[PeerId]:
+    """Those of `peers` that are there, in their order."""
+    turns = asyncio.Semaphore(ASKED_AT_ONCE)
+
+    async def attends(peer: PeerId) -> bool:
+        async with turns:
+            return await takeover.attends(peer, *place)
+
+    there = await asyncio.gather(*map(attends, peers))
+    return [peer for peer, is_there in zip(peers, there, strict=True) if is_there]
+
+
 async def pass_on(
     claim: ClaimRecord,
     service: Service,
@@ -173,7 +188,9 @@ async def pass_on(
         seconds = PATIENCE_SECONDS
         if order is None:
             seconds = PASS_SECONDS
-            order = [heir.peer for heir in successors(await leases.claims(*place))]
+            standbys = [heir.peer for heir in successors(await leases.claims(*place))]
+            # Before the stage stands still: those that are not there would keep the job waiting, one after the other.
+            order = (await attending(takeover, place, standbys[:LAST_ASKED]))[:LAST_OFFERS]
         if not order:
             return False
         async with asyncio.timeout(seconds):

@@ -10,6 +10,7 @@ from support.hosting import Peer, Swarm, reads_of, swarm, until
 from support.instant_loop import run
 
 from fusion.runtime.hosting import jurors
+from fusion.runtime.hosting.handover import LAST_OFFERS
 from fusion.runtime.hosting.owner_probe import GONE, SILENT, OwnerProbe, Sign
 from fusion.runtime.hosting.takeover import Takeovers, judge
 from fusion.runtime.job.protocol import HOLD
@@ -611,6 +612,50 @@ def test_who_takes_a_stage_with_a_claim_of_another_or_of_its_owner_has_not_taken
             answering(first, "taking", {"claim": leases.sealed(job, stage)})
             await owner.hosting.leave()
             assert (job, 0) in second.service.running and (job, 0) not in owner.service.running
+
+    run(main())
+
+
+async def false_standbys(made: Swarm, job: JobId, count: int, *, there: bool) -> list[str]:
+    """So many stand by for the first stage with the best of scores, and say nothing when it is offered to them; nor that they are
+    `there`. What they are asked."""
+    asked = list[str]()
+
+    async def hang(stream: Stream) -> None:
+        asked.append((await stream.receive()).kind)
+        if there and asked[-1] == "holds":
+            await stream.send("holds", {"term": 0})
+        else:
+            await stream.receive()
+
+    for _ in range(count):
+        identity = Identity.generate()
+        await MemoryTransport(made.network, identity.peer_id).serve(HOLD.name, hang)
+        claim = ClaimRecord(
+            job=job, stage=0, peer=identity.peer_id, role="standby", term=0, score=0.9, step=2**40, load=0.0, ready=True
+        )  # fmt: skip
+        await MemoryDirectory(made.network, identity, made.clock).publish(claim, ttl_seconds=6.0)
+    return asked
+
+
+def test_those_who_stand_by_and_are_not_there_do_not_keep_an_owner_from_leaving(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1)
+            asked = await false_standbys(made, job, 100, there=False)
+            await owner.hosting.leave()
+            assert (job, 0) in first.service.running and asked == ["holds"] * 100
+
+    run(main())
+
+
+def test_an_owner_leaves_in_time_among_those_who_are_there_and_take_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, _ = await one_job(made, 1)
+            asked = await false_standbys(made, job, 100, there=True)
+            await owner.hosting.leave()
+            assert asked.count("take") == LAST_OFFERS and (job, 0) in owner.service.running
 
     run(main())
 
