@@ -26,14 +26,29 @@ local/            peers as processes of this machine; `chaos`: all of it, with k
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def enter() -> int:
     """The installed command `fusion-peer`: `main`, and the same line for a Ctrl-C that comes while that is still imported."""
     try:
+        _open_standard_streams()
         from fusion.cli.main import main
     except KeyboardInterrupt:
         print("fusion-peer: interrupted", file=sys.stderr)
         return 130
     return main()
+
+
+def _open_standard_streams() -> None:
+    """Of those that were closed when we began (`>&-`, as some supervisors do): the next file or socket would get their
+    numbers, and what is printed; libuv ends a process that closes such a socket."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))

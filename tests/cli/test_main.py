@@ -355,3 +355,24 @@ def test_help_is_quick() -> None:
         [sys.executable, "-m", "fusion.cli.main", "--help"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and "generate" in done.stdout, (done, time.monotonic() - started)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("closed", [[0], [1], [2], [0, 1, 2]])
+def test_no_socket_is_given_the_number_of_a_stream_that_was_closed(closed: list[int]) -> None:
+    """As `>&-` does: text that is printed would go into the socket, and libuv aborts when it closes one."""
+    code = (
+        "import asyncio, os, sys\n"
+        "from fusion.cli import enter, main, status\n"
+        "from fusion.cli.terminal.loop import run\n"
+        "async def work(): print('said'); print('told', file=sys.stderr)\n"
+        "def again(coroutine, debug): coroutine.close(); return run(work())\n"
+        "status.run, sys.argv = again, ['fusion-peer', 'status']\n"
+        "os._exit(enter() or not all(map(os.get_inheritable, range(3))))\n"
+    )
+    start = f"import os, sys; [os.close(n) for n in {closed}]; os.execv(sys.executable, sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", start, sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    said, told = ("" if 1 in closed else "said\n"), ("" if 2 in closed else "told\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, told)
