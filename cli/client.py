@@ -56,6 +56,14 @@ def has_way(way: Way) -> bool:
     return bool(ways_in(ClientConfig(home=folder, bootstrap=addresses, peer=way.peer)))
 
 
+def need_way(way: Way) -> None:
+    """PeerUnreachable where there is no peer to join through: for commands that load what takes seconds before they join."""
+    from fusion.runtime.peer.client import NO_WAY
+
+    if not has_way(way):
+        raise PeerUnreachable(NO_WAY)
+
+
 @asynccontextmanager
 async def connect(way: Way) -> AsyncIterator[Context]:
     """Use the swarm through the peer that runs with this home, unless `way.peer` is another; else join it for as long as
@@ -102,9 +110,11 @@ async def join(way: Way) -> AsyncIterator[Context]:
 async def _join(
     home: Path, addresses: tuple[str, ...], peer: str | None, swarm_key: Path | None
 ) -> AsyncIterator[Context]:
-    from fusion.runtime.peer.client import ClientConfig, open_client
+    from fusion.runtime.peer.client import NO_WAY, ClientConfig, open_client, ways_in
 
     config = ClientConfig(home=home, bootstrap=addresses, peer=peer, swarm_key=swarm_key)
+    if not ways_in(config):  # only then is anything slow loaded
+        raise PeerUnreachable(NO_WAY)
     if not has_peer_extra():
         with lean_imports():
             from fusion.runtime.peer.thin_client import open_thin

@@ -138,7 +138,9 @@ def export(
     near = next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.exists())
     if not near.is_dir() or not os.access(near, os.W_OK):
         raise ValueError(f"{directory} cannot be made: {near} is no folder that we can write to")
-    run(_export(job, directory, client.Way(home, bootstrap, peer, swarm_key), output), debug=debug)
+    way = client.Way(home, bootstrap, peer, swarm_key)
+    client.need_way(way)
+    run(_export(job, directory, way, output), debug=debug)
 
 
 async def _export(job: str, directory: Path, way: client.Way, output: Output) -> None:

@@ -137,6 +137,7 @@ def serve(
         raise ValueError(
             f"{path} is not a directory or a GGUF file, and there is no peer to ask for a job of that name (--bootstrap)"
         )
+    client.need_way(way)
     output.status("loading the runtime ...")
     asked = Asked(
         name,

@@ -109,13 +109,15 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
 
 def ways_in(config: ClientConfig) -> tuple[str, ...]:
     """The addresses to join through. Of a peer that was killed the home still says where it was: with it go those whom it had
-    met."""
+    met, as they do where nobody is named."""
     if config.peer:
         return (config.peer,)
     here = running_peer(config.home)
-    if here is None:
+    if here is None and config.bootstrap:
         return config.bootstrap
     met = load_cached(config.home / CACHED_PEERS_FILE)
+    if here is None:
+        return met
     return tuple(dict.fromkeys((*here.addresses, *config.bootstrap, *met)))
 
 

@@ -13,11 +13,10 @@ from pathlib import Path
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.protocol import ANSWER_BYTES
-from fusion.runtime.peer.client import CACHED_PEERS_FILE, NO_WAY, ClientConfig
+from fusion.runtime.peer.client import NO_WAY, ClientConfig, ways_in
 from fusion.runtime.peer.client_context import client_context
 from fusion.runtime.peer.keys import IDENTITY_FILE, access_of, keys_of
 from fusion.runtime.peer.peer_file import running_peer
-from fusion.swarm.directory.bootstrap import load_cached
 from fusion.swarm.errors import ClosedSwarm, PeerUnreachable, StreamBroken, SwarmError
 from fusion.swarm.identity import Identity
 from fusion.swarm.swarm_key import NO_MEMBER, Authorizer, find_key
@@ -33,8 +32,7 @@ async def open_thin(config: ClientConfig) -> AsyncIterator[Context]:
     """Ask the swarm without joining it, until the block ends. Raises as `fusion.runtime.peer.client.open_client`; ValueError
     for an address that only peers can dial."""
     identity, key = _identity(config.home), find_key(config.home, config.swarm_key)
-    given = (config.peer,) if config.peer else config.bootstrap
-    ways = given or await asyncio.to_thread(load_cached, config.home / CACHED_PEERS_FILE)
+    ways = await asyncio.to_thread(ways_in, config)
     if not ways:
         raise PeerUnreachable(NO_WAY)
     usable = tuple(way for way in ways if dialable((way,)))

@@ -376,3 +376,28 @@ def test_no_socket_is_given_the_number_of_a_stream_that_was_closed(closed: list[
     )
     said, told = ("" if 1 in closed else "said\n"), ("" if 2 in closed else "told\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, said, told)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "words", ["status", "serve model --name x", "jobs export x new", "generate x", "models"]
+)
+def test_without_a_peer_to_join_through_nothing_slow_is_loaded(words: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("fusion.json", "inference.graph", "model.safetensors"):
+        (tmp_path / "model" / name).touch()
+    (tmp_path / "bootstrap_peers.txt").touch()
+    code = (
+        "import sys\n"
+        "from fusion.cli import main\n"
+        "code = main.main(sys.argv[1:])\n"
+        "print(*{'torch', 'hivemind', 'tokenizers', 'safetensors'} & set(sys.modules))\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words.split(), "--home", "home"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "\n")
+    assert done.stderr.startswith("fusion-peer: no peer to join through")
+    assert not (tmp_path / "home").exists()

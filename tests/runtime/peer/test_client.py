@@ -40,6 +40,7 @@ def test_where_the_peer_of_this_home_was_killed_those_that_it_had_met_are_tried_
     (tmp_path / CACHED_PEERS_FILE).write_text(json.dumps([met, own]))
     alone = ClientConfig(home=tmp_path, bootstrap=(given,))
     assert ways_in(alone) == (given,)  # it ended in order: no peer of this home is to be asked
+    assert ways_in(ClientConfig(home=tmp_path)) == (met, own)  # nobody else is named
     killed = RunningPeer(peer_id=Identity.generate().peer_id, addresses=(own,), pid=1, control="")
     with written_down(tmp_path, killed):
         assert ways_in(alone) == (own, given, met)
