@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -135,9 +134,7 @@ def export(
     output = Output(as_json=json)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise ValueError(f"{directory} is not an empty directory")
-    near = next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.exists())
-    if not near.is_dir() or not os.access(near, os.W_OK):
-        raise ValueError(f"{directory} cannot be made: {near} is no folder that we can write to")
+    options.check_writable(directory.absolute(), f"{directory} cannot be made")
     way = client.Way(home, bootstrap, peer, swarm_key)
     client.need_way(way)
     run(_export(job, directory, way, output), debug=debug)

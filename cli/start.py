@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -114,27 +113,23 @@ def start(
     ] = False,
 ) -> None:
     """Lend this machine to the swarm until Ctrl-C, which hands its work over and leaves nothing behind."""
-    from fusion.runtime.peer.keys import IDENTITY_FILE
-    from fusion.swarm.identity import Identity
     from fusion.swarm.swarm_key import find_key
 
     need_peer_extra("start")
     need_plane(plane.value)
     output = Output(as_json=json)
-    chosen: dict[str, Any] = {"listen": tuple(map(options.checked_listen, listen))} if listen else {}
+    chosen: dict[str, Any] = {"listen": options.listen_addresses(listen)} if listen else {}
     if upload is not None:
-        chosen["upload_mbps"] = upload
+        chosen["upload_mbps"] = options.checked_rate(upload, "--upload-mbps")
     if memory is not None:
-        chosen["memory_bytes"] = options.parse_size(memory, "--memory")
+        chosen["memory_bytes"] = options.parse_lent(memory, "--memory")
     if http != "off":
         chosen["http"] = options.http_config(http, http_key)
     elif http_key is not None:
         raise ValueError("--http-key: there is no HTTP API with --http off")
     if disk is not None:
-        chosen["blob_quota_bytes"] = options.parse_size(disk, "--disk")
-    folder = options.home_folder(home)
-    if os.path.exists(folder / IDENTITY_FILE):
-        Identity.load(folder / IDENTITY_FILE)  # a bad one is said before what takes seconds to load
+        chosen["blob_quota_bytes"] = options.parse_lent(disk, "--disk")
+    folder = options.peer_home(home)  # before what takes seconds to load
     closed = find_key(folder, swarm_key) is not None
     addresses = options.bootstrap_addresses(bootstrap, closed=closed)
     for text in invite or ():

@@ -10,7 +10,7 @@ import typer
 from fusion.cli.terminal import options
 from fusion.cli.terminal.output import Output
 
-app = typer.Typer(help="Make the key of a closed swarm.", no_args_is_help=True)
+app = typer.Typer(help="Make the key of a closed swarm.", rich_markup_mode=None)
 
 
 @app.callback()

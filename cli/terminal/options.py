@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,10 +16,21 @@ if TYPE_CHECKING:
 
 DEFAULT_HOME = Path("~/.fusion-peer")
 BOOTSTRAP_FILE = "bootstrap_peers.txt"
+LEAST_LENT_BYTES = 1 << 10
 PACKAGE = Path(__file__).resolve().parents[2]  # fusion, with the files that lie beside its code
 
+
+def _folder(text: str) -> Path:
+    if not str(text):  # of a variable that is not set: it is not the working folder that was meant
+        raise typer.BadParameter("a folder, not ''")
+    return Path(text)
+
+
 Home = Annotated[
-    Path, typer.Option("--home", metavar="DIR", help="Where identity, cache and state of this machine live.")
+    Path,
+    typer.Option(
+        "--home", metavar="DIR", parser=_folder, help="Where identity, cache and state of this machine live."
+    ),
 ]
 Bootstrap = Annotated[
     list[str] | None,
@@ -57,6 +68,16 @@ StopWith = Annotated[
 def parse_size(text: str, option: str) -> int:
     """The bytes that the value of `option` means. ValueError for what is no size, or less than one byte."""
     return size_text.parse_size(text, option)
+
+
+def parse_lent(text: str, option: str) -> int:
+    """As `parse_size`, of what a volunteer lends: ValueError for less than could be meant."""
+    size = parse_size(text, option)
+    if size < LEAST_LENT_BYTES:
+        raise ValueError(
+            f"{option}: {text!r} is {size} bytes, too few to lend; a size has a unit, such as 4GiB"
+        )
+    return size
 
 
 def parse_ids(text: str) -> tuple[int, ...]:
@@ -107,9 +128,11 @@ def checked_peer(address: str | None) -> str | None:
 def _resolved(value: str) -> tuple[str, ...]:
     from fusion.swarm.directory import bootstrap
 
-    if "/p2p/" not in value and not Path(value).exists():
+    if bootstrap.is_address(value.strip()):
+        return (value.strip(),)
+    if not value or not Path(value).exists():
         raise ValueError(f"--bootstrap: {value!r} is neither a file nor a multiaddr ending in /p2p/<peer id>")
-    return bootstrap.resolve(value)
+    return bootstrap.load(Path(value))
 
 
 def _default_files() -> tuple[Path, ...]:
@@ -133,12 +156,43 @@ def home_folder(home: Path) -> Path:
     return path
 
 
-def checked_listen(address: str) -> str:
-    """ValueError for what cannot be a place to listen at; the transport knows the rest."""
-    right = re.fullmatch(r"/(ip4|ip6|dns4|dns6|dns)/[^/\s]+/(tcp|udp)/(\d{1,5})(/[^\s]*)?", address, re.ASCII)
-    if right is None or int(right[3]) > 65535:
-        raise ValueError(f"--listen: {address!r} is not a multiaddr such as /ip4/0.0.0.0/tcp/31337")
-    return address
+def check_writable(folder: Path, trouble: str) -> None:
+    """ValueError, which begins with `trouble`, where a folder cannot be made or written to."""
+    near = next(each for each in (folder, *folder.parents) if each.exists())
+    if not near.is_dir() or not os.access(near, os.W_OK | os.X_OK):
+        raise ValueError(f"{trouble}: {near} is no folder that we can write to")
+
+
+def peer_home(home: Path) -> Path:
+    """As `home_folder`, of a peer that is to run: one line as well where it cannot be written to, has a bad key, or one runs
+    there already."""
+    from fusion.runtime.peer.keys import IDENTITY_FILE
+    from fusion.swarm.identity import Identity
+    from fusion.swarm.streams.p2pd import check_not_running
+
+    folder = home_folder(home)
+    check_writable(folder, "--home")
+    if (folder / IDENTITY_FILE).exists():
+        check_not_running(Identity.load(folder / IDENTITY_FILE))
+    return folder
+
+
+def listen_addresses(given: Sequence[str]) -> tuple[str, ...]:
+    """ValueError for what cannot be a place to listen at, TransportError for one that is taken."""
+    from fusion.swarm.streams.p2pd import check_ports
+
+    try:
+        check_ports(given)
+    except ValueError as error:
+        raise ValueError(f"--listen: {error}") from None
+    return tuple(given)
+
+
+def checked_rate(mbps: float, option: str) -> float:
+    """ValueError for what is no rate, such as nan."""
+    if not 0 < mbps < float("inf"):
+        raise ValueError(f"{option}: a rate in megabits a second, above 0, not {mbps:g}")
+    return mbps
 
 
 def http_config(address: str, keys: Path | None) -> HttpConfig:

@@ -60,13 +60,6 @@ def load(path: Path) -> tuple[str, ...]:
         raise ValueError(f"bootstrap file {path}: {error}") from error
 
 
-def resolve(value: str) -> tuple[str, ...]:
-    """What a user gave: an address as it is, else the addresses in the file of that name. Raises ValueError."""
-    if "/p2p/" in value:
-        return parse(value)
-    return load(Path(value))
-
-
 def load_cached(path: Path) -> tuple[str, ...]:
     """Addresses of peers met in earlier runs. A missing or damaged file is as good as an empty one."""
     try:

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import ipaddress
 import logging
 import os
+import re
 import shutil
 import socket
 import stat
@@ -31,6 +33,10 @@ _STALE_SECONDS = 60.0
 _STILL_STARTING_SECONDS = 10.0
 _STOP_SECONDS = 3.0
 MOST_CORES = 4  # that p2pd uses
+_LISTEN = re.compile(
+    r"/ip(?P<version>4|6)/(?P<host>[^/\s]+)/(?:tcp/(?P<tcp>\d{1,5})(?:/ws)?|udp/(?P<udp>\d{1,5})/quic-v1)/?",
+    re.ASCII,
+)
 
 
 class Daemon:
@@ -208,6 +214,13 @@ async def _reap(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
+def check_not_running(identity: Identity) -> None:
+    """TransportError where a peer of this identity runs on this machine."""
+    lock = _lock_identity(identity)
+    if lock is not None:
+        os.close(lock)
+
+
 def _lock_identity(identity: Identity) -> int | None:
     """Hold the identity file for as long as p2pd runs: two peers of one id would take each other's streams."""
     if identity.path is None:
@@ -261,32 +274,36 @@ def sweep(parent: Path) -> None:
             continue
 
 
+def parse_listen(address: str) -> tuple[socket.AddressFamily, socket.SocketKind, str, int]:
+    """Family, kind, host and port of a multiaddr that p2pd can listen on: TCP, WebSocket over it, QUIC. ValueError for any
+    other."""
+    with contextlib.suppress(ValueError):
+        if (parts := _LISTEN.fullmatch(address)) is not None:
+            host, port = ipaddress.ip_address(parts["host"]), int(parts["tcp"] or parts["udp"])
+            if str(host.version) == parts["version"] and port < 1 << 16:
+                family = socket.AF_INET if host.version == 4 else socket.AF_INET6
+                return family, socket.SOCK_STREAM if parts["tcp"] else socket.SOCK_DGRAM, str(host), port
+    raise ValueError(f"{address[:100]!r} is not a listen address such as /ip4/0.0.0.0/tcp/31337")
+
+
 def check_ports(listen: Sequence[str]) -> None:
-    """Raises TransportError that names the port if one of the multiaddrs cannot be bound, ValueError for one that
-    is not /ip4|ip6/ADDRESS/tcp|udp/PORT...
+    """Raises TransportError that names the port if one of the multiaddrs cannot be bound, ValueError as `parse_listen`.
 
     p2pd alone does not tell: it binds with SO_REUSEPORT, so that two peers would silently share a port, and it
     goes on when only some of its addresses fail.
     """
     for address in listen:
-        parts = address.split("/")
-        wellformed = (
-            len(parts) >= 5 and parts[0] == "" and parts[1] in ("ip4", "ip6") and parts[3] in ("tcp", "udp")
-        )
-        if not wellformed or not parts[4].isdecimal() or int(parts[4]) > 65535:
-            raise ValueError(f"{address!r} is not a listen address such as /ip4/0.0.0.0/tcp/4001")
-        family = socket.AF_INET if parts[1] == "ip4" else socket.AF_INET6
-        kind = socket.SOCK_STREAM if parts[3] == "tcp" else socket.SOCK_DGRAM
+        family, kind, host, port = parse_listen(address)
         try:
             with socket.socket(family, kind) as probe:
                 if family == socket.AF_INET6:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 if kind == socket.SOCK_STREAM:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((parts[2], int(parts[4])))
+                probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise TransportError(
-                    f"port {parts[4]} of {address} is taken by another program; choose another with --listen"
+                    f"port {port} of {address} is taken by another program; choose another with --listen"
                 ) from error
             raise TransportError(f"cannot listen on {address}: {error.strerror or error}") from error

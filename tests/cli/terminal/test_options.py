@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.cli.terminal import options
+from fusion.runtime.peer.keys import IDENTITY_FILE
+from fusion.swarm.errors import TransportError
+from fusion.swarm.identity import Identity
 
 ADDRESS = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWGrJ5S1hz7HYPzF5bxVqk3R3zQ9o2jQ4n8F2dTq3vEaHs"
 
@@ -56,6 +61,12 @@ def test_bootstrap_takes_files_and_addresses_each_once(tmp_path: Path) -> None:
     assert options.bootstrap_addresses([str(file), ADDRESS]) == (ADDRESS,)
 
 
+@pytest.mark.parametrize("given", ["", "no/file", "/ip4/1.2.3.4/tcp/1", "/ip4/1.2.3.4/tcp/1/p2p/me"])
+def test_neither_a_file_nor_an_address(given: str) -> None:
+    with pytest.raises(ValueError, match=r"--bootstrap: .* neither a file nor"):
+        options.bootstrap_addresses([given])
+
+
 def test_an_empty_bootstrap_file_starts_a_new_swarm(tmp_path: Path) -> None:
     (tmp_path / "peers.txt").write_text("")
     assert options.bootstrap_addresses([str(tmp_path / "peers.txt")]) == ()
@@ -79,18 +90,47 @@ def test_the_file_we_ship_parses() -> None:
     assert options.bootstrap_addresses([str(shipped)]) == ()
 
 
-@pytest.mark.parametrize("address", ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/31337", "/ip4/1.2.3.4/udp/1/quic-v1"])
+@pytest.mark.parametrize(
+    "address", ["/ip4/0.0.0.0/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1", "/ip4/127.0.0.1/tcp/0/ws"]
+)
 def test_listen(address: str) -> None:
-    assert options.checked_listen(address) == address
+    assert options.listen_addresses([address]) == (address,)
 
 
 @pytest.mark.parametrize(
     "address",
-    ["", "0.0.0.0:80", "/tcp/80", "/ip4/0.0.0.0/tcp/x", "/ip4/0.0.0.0/tcp/0\n/x", "/ip4/0.0.0.0/tcp/65536"],
+    [
+        *(
+            "",
+            "0.0.0.0:80",
+            "/tcp/80",
+            "/ip4/0.0.0.0/tcp/x",
+            "/ip4/0.0.0.0/tcp/0\n/x",
+            "/ip4/0.0.0.0/tcp/65536",
+        ),
+        *("/ip4/300.0.0.1/tcp/0", "/ip6/127.0.0.1/tcp/0", "/dns4/localhost/tcp/0", "/ip4/127.0.0.1/udp/0"),
+        *(
+            "/ip4/0.0.0.0/udp/0/quic-v1/webtransport",
+            "/ip4/0.0.0.0/tcp/0/quic-v1",
+            "/ip4/0.0.0.0/tcp/0/p2p/me",
+        ),
+    ],
 )
 def test_not_listen(address: str) -> None:
     with pytest.raises(ValueError, match="--listen"):
-        options.checked_listen(address)
+        options.listen_addresses([address])
+
+
+def test_a_size_to_lend_has_a_unit() -> None:
+    assert options.parse_lent("1KiB", "--memory") == 1024
+    with pytest.raises(ValueError, match=r"--memory: '4' is 4 bytes, .*such as 4GiB"):
+        options.parse_lent("4", "--memory")
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+def test_not_rates(rate: float) -> None:
+    with pytest.raises(ValueError, match="--upload-mbps"):
+        options.checked_rate(rate, "--upload-mbps")
 
 
 def test_a_home_is_that_of_a_user_who_is_there() -> None:
@@ -103,6 +143,29 @@ def test_home_must_be_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--home"):
         options.home_folder(tmp_path / "file")
     assert options.home_folder(tmp_path / "new") == tmp_path / "new"
+
+
+def test_a_home_is_for_one_peer(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    assert options.peer_home(home) == home and not home.exists()
+    identity = Identity.load_or_create(home / IDENTITY_FILE)
+    assert options.peer_home(home) == home
+    with open(home / IDENTITY_FILE) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as a peer holds it
+        with pytest.raises(
+            TransportError, match=rf"a peer with the identity {identity.path} is running already"
+        ):
+            options.peer_home(home)
+    assert options.peer_home(home) == home
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_home_can_be_written_to(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    for home in (tmp_path, tmp_path / "new"):
+        with pytest.raises(ValueError, match=rf"--home: {tmp_path} is no folder that we can write to"):
+            options.peer_home(home)
+    tmp_path.chmod(0o700)
 
 
 def test_debug_after_two_dashes_is_a_prompt() -> None:
