@@ -9,12 +9,10 @@ stored_weights      where its files hold each tensor, whole or in pieces
 gguf/               GGUF files: what they say, their tensors, their tokenizer
 gguf_model          a causal language model in a GGUF file
 capture             a module as a graph, through torch.export, without its weights
+exporting/          what torch runs while it exports a module, and which line
 lower               an exported program in the op-set
 complex_numbers     complex numbers in real arithmetic
-ordered_sizes       the smaller of two sizes, where their ranges tell it
-recurrences         linear attention and state spaces as one operator
 rope                rotary positions whose frequencies depend on the length
-model_code          which line of the model's code a message is about
 aten_names          torch's names for operators and constants, in ours
 quantised_weights   matrices as int8 and int4, made as they are read, or as a file has them
 triangles           causal masks that a module keeps as buffers

@@ -25,6 +25,7 @@ _PASSED_ON: Mapping[str, bool | None] = {
     "aten.lift_fresh": None,
     "aten.lift": None,
 }
+_DROPOUTS = ("aten.dropout", "aten.alpha_dropout", "aten.feature_dropout", "aten.feature_alpha_dropout")
 BROADCAST = "aten.broadcast_tensors"  # which gives several: an operator each
 # What torch makes of batch normalisation where it takes others apart: whether it is the one of training.
 NORMS: Mapping[str, bool] = {
@@ -126,6 +127,7 @@ def supported(node: fx.Node) -> bool:
         or name == BROADCAST
         or name in NORMS
         or name in _PASSED_ON
+        or (name.removesuffix("_") in _DROPOUTS and not _drops(arguments(node)))
         or name in _RESPELT
         or is_dropped(name)
         or is_complex(node)  # in real numbers, or refused by its name
@@ -149,9 +151,13 @@ def passed_on(name: str, node: fx.Node, values: Values) -> tuple[bool, bool | No
     if name in _CASTS:
         same = values["self"].meta["val"].dtype == node.meta["val"].dtype
         return same, not values.get("copy", name == "aten._to_copy")
-    if name in ("aten.dropout", "aten.dropout_"):
-        return not (values["train"] and values["p"] > 0), True
+    if name.removesuffix("_") in _DROPOUTS:
+        return not _drops(values), True
     return False, None
+
+
+def _drops(values: Values) -> bool:
+    return bool(values["train"] and values["p"] > 0)
 
 
 def respell(name: str, node: fx.Node, values: Values) -> tuple[str, Values]:
@@ -164,9 +170,10 @@ def _cast(node: fx.Node, values: Values) -> tuple[str, Values]:
     return "aten.to.dtype", {"self": values["self"], "dtype": node.meta["val"].dtype}
 
 
-def _empty(node: fx.Node, values: Values) -> tuple[str, Values]:
+def _empty(node: fx.Node, _: Values) -> tuple[str, Values]:
     """What code fills in afterwards may hold anything before."""
-    return "aten.zeros", {"size": values["size"], "dtype": node.meta["val"].dtype}
+    made = node.meta["val"]
+    return "aten.zeros", {"size": tuple(made.shape), "dtype": made.dtype}
 
 
 def _dropout(_: fx.Node, values: Values) -> tuple[str, Values]:
@@ -236,7 +243,7 @@ _CASTS = frozenset({
 })  # fmt: skip
 _RESPELT: Mapping[str, Callable[[fx.Node, Values], tuple[str, Values]]] = {
     **dict.fromkeys(_CASTS, _cast),
-    "aten.empty.memory_format": _empty,
+    **dict.fromkeys(("aten.empty.memory_format", "aten.empty_like", "aten.new_empty"), _empty),
     "aten.dropout": _dropout,
     "aten.scaled_dot_product_attention": _attention,
     "aten.gelu": _gelu,

@@ -28,10 +28,10 @@ from torch.nn import functional
 from fusion.dag.cutting.source import SOURCE, SOURCE_FEATURES, SOURCE_IDS
 from fusion.dag.ir.graph import Graph
 from fusion.runtime.capture.aten_names import op_name, operators, supported, unseen_write, writes_in_place
+from fusion.runtime.capture.exporting.model_code import every_line, fixed_size, line_of_error, line_of_node
+from fusion.runtime.capture.exporting.recurrences import one_operator
+from fusion.runtime.capture.exporting.torch_calls import as_exported, require_plain_gradients
 from fusion.runtime.capture.lower import lower
-from fusion.runtime.capture.model_code import fixed_size, line_of_error, line_of_node
-from fusion.runtime.capture.ordered_sizes import ordered_sizes
-from fusion.runtime.capture.recurrences import one_operator
 from fusion.runtime.capture.rope import fix_frequencies
 from fusion.runtime.capture.triangles import triangle_window
 from fusion.runtime.job.errors import CaptureError
@@ -294,6 +294,8 @@ def _capture(
             f"{tied[0]} and {tied[1]} are two tensors in the same memory, which are trained as one only if they are one: "
             f"make them the same nn.Parameter, or copy one"
         )
+    if training:
+        require_plain_gradients(module)
     wrapped.train(training)
     tables = _triangles(module)
     exported = _export(wrapped, tuple(example.values()), dims)
@@ -347,7 +349,8 @@ def _export(
     with (
         warnings.catch_warnings(),
         contextlib.redirect_stderr(io.StringIO()),
-        ordered_sizes(),
+        as_exported(training=wrapped.training),
+        every_line(),
         one_operator(wrapped),
         fixed_size() as fixed,
     ):
@@ -356,6 +359,8 @@ def _export(
             exported: ExportedProgram = torch.export.export(
                 wrapped, example, dynamic_shapes=(dims,), strict=False
             )
+        except CaptureError:
+            raise
         except GuardOnDataDependentSymNode as error:
             raise CaptureError(
                 f"the model's code decides by values of tensors{line_of_error(error)}: use torch.where or a mask there"

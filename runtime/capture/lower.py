@@ -35,7 +35,7 @@ from fusion.runtime.capture.aten_names import (
     respell,
 )
 from fusion.runtime.capture.complex_numbers import Complex, in_real_numbers, is_complex
-from fusion.runtime.capture.model_code import line_of_node
+from fusion.runtime.capture.exporting.model_code import line_of_node
 from fusion.runtime.capture.triangles import triangle_window
 from fusion.runtime.job.errors import CaptureError
 
@@ -88,7 +88,7 @@ class _Lowering:
             self.bind(node, Ref(name), found_inputs[-1].type)
         variables: dict[str, Variable] = {}
         for node, spec in specs:
-            if spec.kind is not InputKind.USER_INPUT:
+            if spec.kind not in (InputKind.USER_INPUT, InputKind.TOKEN):  # a token: the order of effects
                 self.variable(node, spec, exported, constants, variables)
         self.region(exported.graph_module)
         outputs = self.outputs(exported)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from fusion.runtime.capture import recurrences
 from fusion.runtime.capture.capture import capture_language_model
-from fusion.runtime.capture.recurrences import _agrees, one_operator
+from fusion.runtime.capture.exporting import recurrences
+from fusion.runtime.capture.exporting.recurrences import _agrees, one_operator
 from fusion.runtime.job.errors import CaptureError
 
 pytest.importorskip("transformers")

@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import fx
 
 # Code that runs a model, or between it and torch, and that nobody would have to change.
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _STANDARD = str(Path(logging.__file__).parents[1])
 _TRACED = re.compile(r'File "([^"]+)", line (\d+)')
 _SHAPES = "torch.fx.experimental.symbolic_shapes"
@@ -38,6 +39,14 @@ def line_of_error(error: BaseException) -> str:
     return _last([(frame.filename, frame.lineno or 0) for frame in frames])
 
 
+def line_of_caller() -> str:
+    """ ", at FILE:LINE", of the model's code that runs now: for a function of ours in the place of one of torch's."""
+    frames = _running()
+    while frames and frames[-1][0].startswith(_OURS):
+        frames.pop()
+    return _last(frames)
+
+
 class FixedSize(logging.Filter):
     """`line`: where the model's code first fixed a size that was to be free, or else last asked something of one. Lets no
     record of torch through: what it would write beside our one line is the graph it has so far."""
@@ -52,6 +61,25 @@ class FixedSize(logging.Filter):
             self._fixed = re.fullmatch(r"Eq\(\w+, \d+\)", str(record.args[1])) is not None
             self.line = _last(_running()) or self.line
         return False
+
+
+@contextmanager
+def every_line() -> Iterator[None]:
+    """While open, an operator remembers where it is called in functions of all names. torch keeps those named forward, and
+    with them no line of a loss."""
+    plain = getattr(fx.proxy.TracerBase, "_filter_traceback_frames", None)
+
+    def of_model(_: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        return traceback.StackSummary.from_list([f for f in frames if not f.filename.startswith(_TORCH)])
+
+    if plain is None:  # a torch before 2.9
+        yield
+        return
+    fx.proxy.TracerBase._filter_traceback_frames = of_model  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        fx.proxy.TracerBase._filter_traceback_frames = plain  # type: ignore[method-assign]
 
 
 @contextmanager

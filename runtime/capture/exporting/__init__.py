@@ -1,0 +1,8 @@
+"""torch.export of a module, as its code is written: what torch runs while it exports, and which line it runs.
+
+model_code     which line of the model's code a message is about
+torch_calls    what torch's own functions do otherwise meanwhile
+recurrences    linear attention and state spaces as one operator
+
+It knows nothing of graphs.
+"""

@@ -1,0 +1,147 @@
+"""What torch's functions do otherwise while a model is exported: where they would ask what no tensor tells that has only a shape,
+and where they would leave out, without a word, how the model changes a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.backends import opt_einsum
+from torch.distributions import Distribution
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.modules import transformer
+from torch.utils.checkpoint import CheckpointFunction
+
+from fusion.runtime.capture.exporting.model_code import line_of_caller
+from fusion.runtime.job.errors import CaptureError
+
+_Change = tuple[Any, str, Callable[[Any], Any]]  # what has it, its name, what stands in its place
+
+
+@contextmanager
+def as_exported(*, training: bool) -> Iterator[None]:
+    """While open, torch's functions are those that a model can be exported with. In training mode, CaptureError where the
+    model's code says itself what a gradient is."""
+    with ExitStack() as changed:
+        for where, name, other in [
+            *_ASKING,
+            *((*_OF_GRADIENTS, *_functions()) if training else ()),
+        ]:
+            plain = getattr(where, name)
+            changed.callback(_put_back, where, name, vars(where).get(name))
+            setattr(where, name, other(plain))
+        yield
+
+
+def require_plain_gradients(module: nn.Module) -> None:
+    """CaptureError where a hook of the module, a part or a parameter of it may change a gradient: no peer runs it."""
+    held: list[tuple[str, Any]] = [*module.named_modules(), *module.named_parameters()]
+    for name, part in held:
+        for kind in ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"):
+            if getattr(part, kind, None):
+                raise CaptureError(
+                    f"{name or type(part).__name__} has a backward hook, which no peer runs: leave it out"
+                )
+
+
+def _put_back(where: Any, name: str, own: Any) -> None:
+    if own is None:  # it was inherited
+        delattr(where, name)
+    else:
+        setattr(where, name, own)
+
+
+def _known_order(first: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    """The smaller or the larger of two sizes where the range of the sizes tells which it is. torch takes the stride of a view for
+    the least of several, and writes that down as a minimum of sizes, be it one of 64 and 64 times the length; what it asks of such
+    a stride later holds for every length, but it cannot prove that it does, and refuses the model."""
+
+    def of(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def chosen(a: Any, b: Any) -> Any:
+            if isinstance(a, (int, torch.SymInt)) and isinstance(b, (int, torch.SymInt)):
+                if statically_known_true(first(a, b)):
+                    return a
+                if statically_known_true(first(b, a)):
+                    return b
+            return plain(a, b)
+
+        return chosen
+
+    return of
+
+
+def _unasked(_: Any) -> Callable[..., bool]:
+    """nn.Transformer looks into a mask for whether it is the causal one, which is quicker; the mask does what it says as well."""
+    return lambda mask, is_causal=None, size=None: is_causal is True
+
+
+def _of_example(plain: Callable[[], Any]) -> Callable[[], Any]:
+    """In which order an einsum of three tensors or more is contracted goes by their sizes: by those of the example."""
+
+    class Contraction:
+        @staticmethod
+        def contract_path(equation: str, *operands: torch.Tensor, **options: Any) -> Any:
+            shapes = [tuple(_hint(size) for size in operand.shape) for operand in operands]
+            return plain().contract_path(equation, *shapes, shapes=True, **options)
+
+    return lambda: Contraction
+
+
+def _hint(size: Any) -> int:
+    return int(size) if isinstance(size, int) else int(size.node.hint)
+
+
+def _refused(what: str, instead: str = "") -> Callable[[Any], Any]:
+    def of(_: Any) -> Any:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise CaptureError(what + line_of_caller() + instead)
+
+        return staticmethod(refuse)
+
+    return of
+
+
+def _recomputed(_: Any) -> Any:
+    """torch's checkpoint gives what its function gives, gradients too."""
+    return staticmethod(lambda function, preserve_rng_state, *given: function(*given))
+
+
+def _functions(of: type[torch.autograd.Function] = torch.autograd.Function) -> Iterator[_Change]:
+    """Those with a backward pass of their own, which is not what their forward says, are refused where they run."""
+    for each in of.__subclasses__():
+        yield from _functions(each)
+        if not each.__module__.startswith("torch."):
+            what = (
+                f"{each.__name__} is a torch.autograd.Function with a backward of its own, which no peer runs"
+            )
+            instead = (
+                ": write it with operators of torch, and with detach() where the gradient is another one"
+            )
+            yield each, "forward", _refused(what, instead)
+
+
+def _as_detached(plain: Any) -> property:
+    """`x.data` is read as `x.detach()`; fake tensors know no memory to share beside autograd."""
+    return property(lambda tensor: tensor.detach(), plain.__set__)
+
+
+_ASKING: tuple[_Change, ...] = (
+    (torch.Tensor, "data", _as_detached),
+    (torch, "sym_min", _known_order(lambda a, b: a <= b)),
+    (torch, "sym_max", _known_order(lambda a, b: a >= b)),
+    (transformer, "_detect_is_causal_mask", _unasked),
+    (Distribution, "_validate_args", lambda _: False),
+    (opt_einsum, "get_opt_einsum", _of_example),
+)
+_INNER = "the model takes a gradient while it runs, which a graph has no place for"
+_HOOK = "the model changes a gradient with a hook, which no peer runs"
+_OF_GRADIENTS: tuple[_Change, ...] = (
+    (CheckpointFunction, "apply", _recomputed),
+    (torch.autograd, "grad", _refused(_INNER)),
+    (torch.autograd, "backward", _refused(_INNER)),
+    (torch.Tensor, "register_hook", _refused(_HOOK)),
+)
