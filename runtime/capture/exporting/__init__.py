@@ -1,6 +1,7 @@
 """torch.export of a module, as its code is written: what torch runs while it exports, and which line it runs.
 
 model_code     which line of the model's code a message is about
+drawn          random numbers of a model's own, made of masks of dropout
 torch_calls    what torch's own functions do otherwise meanwhile
 recurrences    linear attention and state spaces as one operator
 

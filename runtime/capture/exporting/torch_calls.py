@@ -1,9 +1,10 @@
 """What torch's functions do otherwise while a model is exported: where they would ask what no tensor tells that has only a shape,
-and where they would leave out, without a word, how the model changes a gradient.
+where they draw random numbers, and where they would leave out, without a word, how the model changes a gradient.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,9 +14,11 @@ from torch import nn
 from torch.backends import opt_einsum
 from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.utils.checkpoint import CheckpointFunction
 
+from fusion.runtime.capture.exporting import drawn
 from fusion.runtime.capture.exporting.model_code import line_of_caller
 from fusion.runtime.job.errors import CaptureError
 
@@ -29,6 +32,7 @@ def as_exported(*, training: bool) -> Iterator[None]:
     with ExitStack() as changed:
         for where, name, other in [
             *_ASKING,
+            *_DRAWING,
             *((*_OF_GRADIENTS, *_functions()) if training else ()),
         ]:
             plain = getattr(where, name)
@@ -105,6 +109,19 @@ def _refused(what: str, instead: str = "") -> Callable[[Any], Any]:
     return of
 
 
+def _of_ours(name: str) -> Callable[[Any], Any]:
+    def of(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any, **options: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            # How torch finds out what shape an operator of its own has.
+            within = caller.startswith(("torch._decomp", "torch._refs", "torch._prims"))
+            return (plain if within else getattr(drawn, name))(*args, **options)
+
+        return draw
+
+    return of
+
+
 def _recomputed(_: Any) -> Any:
     """torch's checkpoint gives what its function gives, gradients too."""
     return staticmethod(lambda function, preserve_rng_state, *given: function(*given))
@@ -137,6 +154,13 @@ _ASKING: tuple[_Change, ...] = (
     (Distribution, "_validate_args", lambda _: False),
     (opt_einsum, "get_opt_einsum", _of_example),
 )
+_DRAWING: tuple[_Change, ...] = (
+    *((torch, n, _of_ours(n)) for n in ("rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "bernoulli", "normal")),
+    *((torch.Tensor, n, _of_ours(n)) for n in ("bernoulli", "normal_", "uniform_", "bernoulli_", "exponential_")),
+    (functional, "dropout1d", lambda _: drawn.dropout_of_channels(2)),
+    (functional, "dropout2d", lambda _: drawn.dropout_of_channels(None)),
+    (functional, "dropout3d", lambda _: drawn.dropout_of_channels(4)),
+)  # fmt: skip
 _INNER = "the model takes a gradient while it runs, which a graph has no place for"
 _HOOK = "the model changes a gradient with a hook, which no peer runs"
 _OF_GRADIENTS: tuple[_Change, ...] = (
