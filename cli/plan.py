@@ -186,6 +186,7 @@ class ServingAsked:
     draft: Path | None
     dtype: str | None
     quantization: Literal["int8", "int4"] | None
+    context: int | None
 
 
 async def plan_serving(context: Context, asked: ServingAsked, output: Output) -> bool:
@@ -194,7 +195,7 @@ async def plan_serving(context: Context, asked: ServingAsked, output: Output) ->
     from fusion.runtime.launch.servable import read_servable
 
     model = await asyncio.to_thread(
-        read_servable, asked.path, asked.draft, asked.dtype, asked.quantization, output.status
+        read_servable, asked.path, asked.draft, asked.dtype, asked.quantization, output.status, asked.context
     )
     seen = await client.working_peers(context)
     peers, links = asked.admission.among(seen, lambda peer: peer.peer), await context.directory.links()
@@ -230,7 +231,11 @@ def show_serving(found: ServingPlan, output: Output, names: Mapping[str, str]) -
 
 def serving_summary(found: ServingPlan) -> list[str]:
     """In words."""
-    cache = "with a KV cache" if found.cache == "kv" else "without a KV cache: each token runs the whole text"
+    cache = (
+        f"with a KV cache of up to {bytes_text(found.cache_bytes)}"
+        if found.cache == "kv"
+        else "without a KV cache: each token runs the whole text"
+    )
     lines = [
         f"{found.dtype}, {bytes_text(found.weights_bytes)} of weights, texts of up to {found.max_sequence:,} tokens, {cache}"
     ]

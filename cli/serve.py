@@ -74,6 +74,15 @@ def serve(
         Dtype,
         typer.Option("--dtype", help="What the model computes and is held in: that of its files (auto)."),
     ] = Dtype.auto,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            min=2,
+            metavar="TOKENS",
+            help="Of the longest text, prompt and answer: fewer than the model can read take less memory.",
+        ),
+    ] = None,
     plan: Annotated[
         bool,
         typer.Option(
@@ -146,6 +155,7 @@ def serve(
         draft,
         None if quantization is None else quantization.value,
         None if dtype is Dtype.auto else dtype.value,
+        context,
     )
     if plan:
         run(_plan(path, asked, way, output), debug=debug)
@@ -165,7 +175,8 @@ def _may_be_job(source: str) -> bool:
 @dataclass(frozen=True)
 class Asked:
     """What the model is to be called, over how many peers, who may have a part in it, the model that guesses for it, how its
-    matrices are stored, and the dtype that it runs in (None: that of its files)."""
+    matrices are stored, the dtype that it runs in (None: that of its files), and the tokens of its longest text (None: all that it
+    can read)."""
 
     name: str
     stages: int | None
@@ -173,12 +184,19 @@ class Asked:
     draft: Path | None
     quantization: Literal["int8", "int4"] | None
     dtype: str | None
+    context: int | None
 
 
 async def _plan(path: Path, asked: Asked, way: client.Way, output: Output) -> None:
     async with client.join(way) as context:
         wanted = ServingAsked(
-            path, asked.stages, asked.admission, asked.draft, asked.dtype, asked.quantization
+            path,
+            asked.stages,
+            asked.admission,
+            asked.draft,
+            asked.dtype,
+            asked.quantization,
+            asked.context,
         )
         fits = await plan_serving(context, wanted, output)
     if not fits:
@@ -209,6 +227,7 @@ async def _hand_over(
         draft=asked.draft,
         quantization=asked.quantization,
         dtype=asked.dtype,
+        context=asked.context,
         home=context.home if step is None else None,
         say=output.status,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -61,9 +61,10 @@ def read_servable(
     dtype: str | None,
     quantization: Literal["int8", "int4"] | None,
     say: Callable[[str], None],
+    context: int | None = None,
 ) -> Servable:
     """`draft`: the directory or file of a small model of the same tokens that guesses for it; `dtype`: that it runs in (`open_model`);
-    `quantization`: how its large matrices are stored. Raises JobError, CaptureError. Blocking, for seconds; of the weights only
+    `quantization`: how its large matrices are stored; `context`: tokens of the longest text, if not those that it can read. Raises JobError, CaptureError. Blocking, for seconds; of the weights only
     the headers are read."""
     if quantization is not None:
         if dtype not in (None, FLOAT32):
@@ -71,6 +72,8 @@ def read_servable(
         dtype = FLOAT32
     say("reading the model")
     model = sources.in_files(path, dtype)
+    if context is not None:
+        model = _of_context(model, context)
     about = model.about
     if draft is not None and model.source is not None:
         raise JobError("draft: no model guesses for an encoder-decoder")
@@ -117,6 +120,18 @@ def read_servable(
         say("reading its draft model")
         drafted = prepare_draft(sources.in_files(draft), model, config)
     return Servable(model=model, graph=graph, config=config, read=read, parameters=parameters, draft=drafted)
+
+
+def _of_context(model: sources.LanguageModel, tokens: int) -> sources.LanguageModel:
+    """The model, for texts of so many tokens at most."""
+    about = model.about
+    if about.outputs or model.source is not None:
+        raise JobError("--context: goes with a model that reads its answer and its prompt as one text")
+    if not 1 < tokens <= about.max_sequence:
+        raise JobError(
+            f"--context: from 2 to the {about.max_sequence} tokens that the model reads, not {tokens}"
+        )
+    return replace(model, about=replace(about, max_sequence=tokens))
 
 
 def _one_run(

@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fusion.dag.cutting.costs import type_bytes
 from fusion.dag.ir.errors import PlacementError
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.stage_graphs import weights_bytes
 from fusion.runtime.launch.on_disk import on_disk
 from fusion.runtime.launch.servable import Servable
 from fusion.runtime.launch.weights import weights_digest
-from fusion.runtime.placing.stage_memory import least_memory
+from fusion.runtime.placing.stage_memory import kept_bytes, least_memory, model_bytes
 from fusion.swarm.directory.records import Digest, LinkRecord, PeerRecord
 from fusion.swarm.transport import PeerId
 
@@ -38,6 +37,7 @@ class ServingPlan:
     cache: str  # "kv", or "recompute": each token runs the whole text
     max_sequence: int
     weights_bytes: int  # of the model; a tied variable is in several stages
+    cache_bytes: int  # what all stages keep of the longest text
     stages: tuple[ServedStage, ...] = ()  # none where it does not fit
     token_seconds: float = 0.0  # predicted
     able: int = 0  # peers that have room for at least one of the stages
@@ -80,7 +80,8 @@ def plan_serving(
         dtype=found.model.dtype,
         cache=found.config.cache,
         max_sequence=found.config.max_sequence,
-        weights_bytes=sum(type_bytes(variable.type) for variable in found.graph.variables),
+        weights_bytes=model_bytes(found.graph),
+        cache_bytes=kept_bytes(found.graph, found.config),
         peers=len(peers),
     )
     say(f"placing it on {len(peers)} peers")

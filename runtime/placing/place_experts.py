@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from fusion.dag.ir.graph import Graph
-from fusion.dag.placement.misfit import DoesNotFit
+from fusion.dag.placement.misfit import DoesNotFit, size_text
 from fusion.dag.rewrites.expert_groups import group_experts
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.placing.place_job import place_beside
 from fusion.runtime.placing.placed_job import Placed
+from fusion.runtime.placing.stage_memory import kept_bytes, model_bytes
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
 
 
@@ -33,4 +34,7 @@ def place_model(
             with suppress(DoesNotFit):
                 return grouped, place_beside(draft_bytes, grouped, config, peers, links, stages)
             groups, before = 2 * groups, grouped
-        raise misfit
+        if not (text := kept_bytes(graph, config)):
+            raise
+        parts = f"its weights take {size_text(model_bytes(graph))}, a text of {config.max_sequence:,} tokens {size_text(text)}"
+        raise DoesNotFit(f"{misfit.needed}: {parts} (fewer with --context)", misfit.offered) from None

@@ -8,16 +8,29 @@ from math import inf
 
 import numpy as np
 
+from fusion.dag.cutting.costs import bound_types, type_bytes
 from fusion.dag.cutting.cuts import legal_cuts
 from fusion.dag.cutting.memory import measure_memory
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
+from fusion.dag.ir.opset import kept
 from fusion.dag.placement.misfit import size_text
 from fusion.dag.placement.pipeline import held
 from fusion.runtime.job.manifest import ServeConfig, TrainConfig
 from fusion.runtime.job.stage_graphs import Config, memory_config, serving_memory, sizes_of
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.transport import PeerId
+
+
+def model_bytes(graph: Graph) -> int:
+    """Of its weights, once: a tied variable is in several stages."""
+    return sum(type_bytes(variable.type) for variable in graph.variables)
+
+
+def kept_bytes(graph: Graph, config: ServeConfig) -> int:
+    """What all stages keep of the longest text, where it is kept."""
+    types = bound_types(graph, config.sizes)
+    return sum(type_bytes(types[ref]) for node in graph.nodes if (cache := kept(node)) for ref in cache[1])
 
 
 def least_memory(

@@ -18,7 +18,7 @@ from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.launch import launch
 from fusion.swarm.errors import SwarmError
 
-ASKED = serve.Asked("gpt", None, AdmissionSpec(), None, None, None)
+ASKED = serve.Asked("gpt", None, AdmissionSpec(), None, None, None, None)
 
 
 @pytest.mark.parametrize("error", [JobFailed, SwarmError, asyncio.CancelledError])

@@ -236,6 +236,27 @@ def test_a_plan_that_does_not_fit_says_what_would(tmp_path: Path, store: BlobSto
     )
 
 
+def test_a_shorter_longest_text_takes_less_memory(tmp_path: Path, store: BlobStore) -> None:
+    directory, said = exported_gpt(tmp_path / "m"), list[str]()
+    whole = read_servable(directory, None, None, None, said.append)
+    half = read_servable(directory, None, None, None, said.append, 4)
+    assert whole.config.max_sequence == 8 and half.config.max_sequence == 4
+    plans = [plan_serving(found, [peer("A")], (), None, said.append) for found in (whole, half)]
+    saved = plans[0].stages[0].memory_bytes - plans[1].stages[0].memory_bytes
+    assert plans[0].cache_bytes == 8 * 2 * 2 * 16 * 4  # keys and values of two layers, 16 wide, in float32
+    assert saved >= plans[1].cache_bytes == plans[0].cache_bytes // 2 and plans[1].max_sequence == 4
+    served = prepare_serving(directory, "m", [peer("A")], store, context=4).manifest
+    assert served.serve is not None and served.serve.max_sequence == 4
+    assert served.memory_bytes == (plans[1].stages[0].memory_bytes,)
+    tight = [peer("A", memory=plans[1].stages[0].memory_bytes)]
+    with pytest.raises(PlacementError, match=r"a text of 8 tokens .* \(fewer with --context\)"):
+        prepare_serving(directory, "m", tight, store)
+    prepare_serving(directory, "m", tight, store, context=4)
+    for tokens in (1, 9):
+        with pytest.raises(JobError, match=f"--context: from 2 to the 8 tokens .* not {tokens}"):
+            read_servable(directory, None, None, None, said.append, tokens)
+
+
 def test_a_directory_that_is_no_model_is_refused_in_one_line(tmp_path: Path, store: BlobStore) -> None:
     with pytest.raises(JobError, match="is not a directory"):
         prepare_serving(tmp_path / "nowhere", "x", [peer("A")], store)
