@@ -2,7 +2,8 @@
 the same numbers, laid out otherwise, so that nothing is rounded again.
 
 Q8_0 and the kinds Q4 and Q5 have a scale for 32 numbers, in float16, and perhaps a minimum. Those with K have 256 numbers in a
-block, whose groups have a scale of a few bits; multiplied out these are float32. (ggml-common.h, `gguf.quants`)
+block, whose groups have a scale of a few bits; multiplied out these are float32. IQ4's 16 values are no multiples of a number: they
+stand in a table of int8. (ggml-common.h, `gguf.quants`)
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[np.generic]
 
 _LOW = np.uint8(15)
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+_PAIRS = np.array([0, 2, 4, 6], np.uint8)  # where in a byte two bits begin
 
 
 def layout_of(kind: str) -> Layout | None:
@@ -30,7 +33,8 @@ def unpacked(rows: Bytes, kind: str, block_bytes: int) -> tuple[torch.Tensor, ..
     """Numbers, scales and, if there are any, minimums of `rows` (rows, bytes)."""
     layout, take = _KINDS[kind]
     blocks = rows.reshape(-1, block_bytes)
-    numbers, scales, minimums = take(blocks)
+    with np.errstate(invalid="ignore"):  # a scale may be no number; then neither are its weights
+        numbers, scales, minimums = take(blocks)
     numbers = numbers.reshape(len(rows), -1)
     if layout.kind == "int4":
         numbers = numbers[:, 0::2] | numbers[:, 1::2] << np.uint8(4)
@@ -103,10 +107,43 @@ def _grouped(blocks: Bytes) -> tuple[Array, Array]:
     return scale * scales.astype(np.float32), -(least * minimums.astype(np.float32))
 
 
+def _q2_k(blocks: Bytes) -> _Parts:
+    scale, least = (half.astype(np.float32) for half in _halves(blocks[:, 80:], 2))
+    scales, minimums = (
+        part.astype(np.float32) for part in (blocks[:, :16] & _LOW, blocks[:, :16] >> np.uint8(4))
+    )
+    return _two_bits(blocks[:, 16:80], 32), scale * scales, -(least * minimums)
+
+
+def _q3_k(blocks: Bytes) -> _Parts:
+    bits = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[None, :, None] & np.uint8(1)
+    numbers = bits.reshape(len(blocks), -1) << np.uint8(2) | _two_bits(blocks[:, 32:96], 32)
+    six = _nibbles(blocks[:, 96:104], 8) | _two_bits(blocks[:, 104:108], 4) << np.uint8(4)
+    (scale,) = _halves(blocks[:, 108:], 1)
+    scales = scale.astype(np.float32) * (six.view(np.int8) - np.int8(32)).astype(np.float32)
+    return numbers + np.uint8(4), scales, None  # from -4 on; those of four bits are from -8 on
+
+
+def _two_bits(data: Bytes, run: int) -> Bytes:
+    """Numbers of 2 bits: the lowest of `run` bytes, then those above, and so on."""
+    pairs = data.reshape(len(data), -1, 1, run) >> _PAIRS[None, None, :, None]
+    return (pairs & np.uint8(3)).reshape(len(data), -1)
+
+
+def _iq4_nl(blocks: Bytes) -> _Parts:
+    return _IQ4[_nibbles(blocks[:, 2:], 16)], _halves(blocks, 1)[0], None
+
+
+def _iq4_xs(blocks: Bytes) -> _Parts:
+    low = np.stack([blocks[:, 4:8] & _LOW, blocks[:, 4:8] >> np.uint8(4)], axis=2).reshape(len(blocks), -1)
+    high = (blocks[:, 2:4, None] >> _PAIRS & np.uint8(3)).reshape(len(blocks), -1)
+    six = (high << np.uint8(4) | low).view(np.int8) - np.int8(32)
+    scale = _halves(blocks, 1)[0].astype(np.float32)
+    return _IQ4[_nibbles(blocks[:, 8:], 16)], scale * six.astype(np.float32), None
+
+
 def _q6_k(blocks: Bytes) -> _Parts:
-    low = _nibbles(blocks[:, :128], 64)
-    pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[None, None, :, None]
-    high = (pairs & np.uint8(3)).reshape(len(blocks), -1)
+    low, high = _nibbles(blocks[:, :128], 64), _two_bits(blocks[:, 128:192], 32)
     numbers = (high << np.uint8(4) | low).view(np.int8) - np.int8(32)
     scale = np.ascontiguousarray(blocks[:, 208:]).view(np.float16).astype(np.float32)
     return numbers, scale * blocks[:, 192:208].view(np.int8).astype(np.float32), None
@@ -118,7 +155,11 @@ _KINDS: Mapping[str, tuple[Layout, Callable[[Bytes], _Parts]]] = {
     "Q4_1": (Layout("int4", minimums=True), _q4_1),
     "Q5_0": (Layout("int8"), _q5_0),
     "Q5_1": (Layout("int8", minimums=True), _q5_1),
+    "Q2_K": (Layout("int4", group=16, scales="float32", minimums=True), _q2_k),
+    "Q3_K": (Layout("int4", group=16, scales="float32"), _q3_k),
     "Q4_K": (Layout("int4", scales="float32", minimums=True), _q4_k),
     "Q5_K": (Layout("int8", scales="float32", minimums=True), _q5_k),
     "Q6_K": (Layout("int8", group=16, scales="float32"), _q6_k),
+    "IQ4_NL": (Layout("int8"), _iq4_nl),
+    "IQ4_XS": (Layout("int8", scales="float32"), _iq4_xs),
 }

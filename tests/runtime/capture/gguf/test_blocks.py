@@ -10,7 +10,7 @@ from gguf.quants import dequantize
 from fusion.runtime.capture.gguf.blocks import layout_of, unpacked
 from fusion.runtime.planes.products.quantised import dequantised
 
-KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -32,6 +32,6 @@ def test_a_block_is_what_it_was(kind: str) -> None:
     assert np.isfinite(wanted).mean() > 0.5
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q2_K", "Q3_K", "IQ4_XS"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "IQ3_S", "TQ1_0"])
 def test_others_become_numbers(kind: str) -> None:
     assert layout_of(kind) is None
