@@ -112,7 +112,8 @@ def read_servable(
         cache="kv" if cached else "recompute",
         max_sequence=about.max_sequence,
         vocabulary=about.vocabulary,
-        end_tokens=about.end_tokens,
+        # Configurations keep ids of the model that they were written for; those that this one cannot say end nothing.
+        end_tokens=tuple(token for token in about.end_tokens if 0 <= token < about.vocabulary),
         source=model.source,
     )
     drafted = None

@@ -257,6 +257,15 @@ def test_a_shorter_longest_text_takes_less_memory(tmp_path: Path, store: BlobSto
             read_servable(directory, None, None, None, said.append, tokens)
 
 
+def test_ends_that_a_model_cannot_say_end_nothing(tmp_path: Path, store: BlobStore) -> None:
+    """As of one with fewer tokens than that whose configuration it has: 50256 ends the texts of any GPT-2."""
+    directory = exported_gpt(tmp_path / "m")
+    about = json.loads((directory / "fusion.json").read_text())
+    (directory / "fusion.json").write_text(json.dumps({**about, "end_tokens": [-1, 3, 50256]}))
+    served = prepare_serving(directory, "m", [peer("A")], store).manifest.serve
+    assert served is not None and served.end_tokens == (3,)
+
+
 def test_a_directory_that_is_no_model_is_refused_in_one_line(tmp_path: Path, store: BlobStore) -> None:
     with pytest.raises(JobError, match="is not a directory"):
         prepare_serving(tmp_path / "nowhere", "x", [peer("A")], store)
