@@ -1,6 +1,8 @@
 """The client side of `/fusion/generate/1` and `/2`: ask any peer for text, get pieces as they are made.
 
 Where the peer that was asked vanishes or falls silent another one goes on: it is told the tokens so far and gives the same rest.
+Where it says that it is there and sends no token for long, another is asked beside it, and whoever sends the next one goes on:
+it may have a long prompt to run, or it may never send anything.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import asyncio
 import random
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -34,15 +36,20 @@ from fusion.swarm.errors import (
     PeerUnreachable,
     StreamBroken,
     StreamClosed,
+    SwarmError,
     UnknownProtocol,
 )
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport, checked
 
 GATEWAY_TRIES = 5  # peers that may vanish under one answer
+# Without a token; a gateway gives up sooner that waits for a stage without memory, or for one that somebody is to take over.
+PATIENCE_SECONDS = 150.0
 SLOWEST_BYTES_PER_SECOND = 16 << 10  # of a client's way to the swarm, on which a long prompt may take a while
 
 GrantsFor = Callable[[JobId], Awaitable[tuple[bytes, ...]]]
+
+_Pieces = AsyncGenerator[Piece | Answer, None]
 
 # Another gateway to ask than those that have vanished; None where there is none.
 Another = Callable[[frozenset[PeerId]], Awaitable[PeerId | None]]
@@ -54,7 +61,7 @@ async def generate(
     request: GenerateRequest,
     another: Another | None = None,
     grants: GrantsFor | None = None,
-) -> AsyncGenerator[Piece | Answer, None]:
+) -> _Pieces:
     """Ask `peer`, which need not serve the model itself. Pieces, then one Answer. `grants`: what we can show of why we may
     prompt the model of a job that is not for everybody.
 
@@ -65,31 +72,101 @@ async def generate(
     if not request.seeded:  # the next gateway has to draw what this one would have drawn
         seeded = replace(request.sampling, seed=secrets.randbelow(MAX_SEED))
         request = replace(request, sampling=seeded, seeded=True)
-    tokens = list(request.answered)
-    gone: frozenset[PeerId] = frozenset()
-    while True:
-        try:
-            async with aclosing(_ask(transport, peer, request, tokens)) as pieces:
-                async for piece in pieces:
-                    yield piece
-            return
-        except NotAdmitted as error:
-            others = [PeerId(each) for each in error.ask if each not in gone and each != peer]
-            if others and len(gone) < GATEWAY_TRIES:
-                gone |= {peer}
-                peer = others[0]
-            elif request.grants or grants is None or not (shown := await grants(JobId(error.job))):
-                raise
-            else:
-                request = replace(request, grants=shown)
-        except (PeerUnreachable, UnknownProtocol, StreamBroken, StreamClosed):
-            gone |= {peer}
-            if another is None or len(gone) >= GATEWAY_TRIES or len(tokens) > MAX_ANSWERED:
-                raise
-            found = await another(gone)
-            if found is None:
-                raise
-            peer, request = found, replace(request, answered=tuple(tokens))
+    asking = _Asking(transport, request, another, grants)
+    asking.ask(peer)
+    try:
+        while True:
+            piece = await asking.next()
+            yield piece
+            if isinstance(piece, Answer):
+                return
+    finally:
+        await asking.aclose()
+
+
+class _Asking:
+    """One answer, and who is asked for it now: a gateway, or a second one beside it."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        request: GenerateRequest,
+        another: Another | None,
+        grants: GrantsFor | None,
+    ) -> None:
+        self._transport = transport
+        self._request = request
+        self._another = another
+        self._grants = grants
+        self._tokens = list(request.answered)
+        self._gone: frozenset[PeerId] = frozenset()  # and who has sent no token for long
+        self._asked: dict[asyncio.Future[Piece | Answer], tuple[PeerId, _Pieces]] = {}
+
+    def ask(self, peer: PeerId) -> None:
+        """Also this one, for what comes after the tokens so far."""
+        request = replace(self._request, answered=tuple(self._tokens))
+        self._wait_for(peer, _ask(self._transport, peer, request))
+
+    async def next(self) -> Piece | Answer:
+        """What comes next; nobody but who sends it is asked from then on. Raises what went wrong with the last who was asked."""
+        while True:
+            patience = PATIENCE_SECONDS if len(self._asked) == 1 else None
+            done, _ = await asyncio.wait(self._asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                [(slow, _)] = self._asked.values()
+                with suppress(SwarmError):  # who is asked already may send it yet
+                    if (other := await self._other(slow)) is not None:
+                        self.ask(other)
+                continue
+            task = done.pop()
+            peer, pieces = self._asked.pop(task)
+            if (error := task.exception()) is None:
+                await self.aclose()
+                if isinstance(piece := task.result(), Piece):
+                    self._tokens.append(piece.id)
+                    self._wait_for(peer, pieces)
+                return piece
+            if not self._asked:
+                await self._after(peer, error)
+
+    async def aclose(self) -> None:
+        """Leave everybody."""
+        for task in self._asked:
+            task.cancel()
+        await asyncio.gather(*self._asked, return_exceptions=True)
+        for _, pieces in self._asked.values():
+            await pieces.aclose()
+        self._asked.clear()
+
+    def _wait_for(self, peer: PeerId, pieces: _Pieces) -> None:
+        self._asked[asyncio.ensure_future(anext(pieces))] = peer, pieces
+
+    async def _after(self, peer: PeerId, error: BaseException) -> None:
+        """Ask whoever may do better than `peer`. Raises the error where there is nobody."""
+        match error:
+            case NotAdmitted():
+                others = [PeerId(each) for each in error.ask if each not in self._gone and each != peer]
+                if others and len(self._gone) < GATEWAY_TRIES:
+                    self._gone |= {peer}
+                    self.ask(others[0])
+                    return
+                asks = None if self._request.grants else self._grants
+                if asks is not None and (shown := await asks(JobId(error.job))):
+                    self._request = replace(self._request, grants=shown)
+                    self.ask(peer)
+                    return
+            case PeerUnreachable() | UnknownProtocol() | StreamBroken() | StreamClosed():
+                if (other := await self._other(peer)) is not None:
+                    self.ask(other)
+                    return
+        raise error
+
+    async def _other(self, instead: PeerId) -> PeerId | None:
+        """Another gateway than this one, and than all that were asked before."""
+        self._gone |= {instead}
+        if self._another is None or len(self._gone) >= GATEWAY_TRIES or len(self._tokens) > MAX_ANSWERED:
+            return None
+        return await self._another(self._gone)
 
 
 def another_peer(directory: Directory) -> Another:
@@ -113,13 +190,9 @@ async def complete(
     raise JobFailed("the gateway ended without an answer")
 
 
-async def _ask(
-    transport: Transport,
-    peer: PeerId,
-    request: GenerateRequest,
-    tokens: list[int],
-) -> AsyncGenerator[Piece | Answer, None]:
-    """One gateway's part of the answer, whose tokens are added to `tokens`."""
+async def _ask(transport: Transport, peer: PeerId, request: GenerateRequest) -> _Pieces:
+    """One gateway's part of the answer."""
+    tokens = list(request.answered)
     stream = await transport.open(peer, (GENERATE_MORE if request.newer else GENERATE).name)
     try:
         header, prompt = request.to_frame()

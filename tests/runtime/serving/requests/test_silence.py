@@ -8,10 +8,10 @@ import pytest
 from support.instant_loop import run
 
 from fusion.runtime.job.protocol import GENERATE, STATUS
-from fusion.runtime.serving.requests.client import complete
+from fusion.runtime.serving.requests.client import PATIENCE_SECONDS, complete
 from fusion.runtime.serving.requests.request import GenerateRequest, unpack_tokens
 from fusion.runtime.serving.requests.silence import SILENT_SECONDS, THERE_SECONDS
-from fusion.swarm.errors import StreamBroken
+from fusion.swarm.errors import StreamBroken, SwarmError
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
@@ -20,14 +20,19 @@ from fusion.swarm.transport import PeerId, Stream
 REQUEST = GenerateRequest(prompt_ids=(1, 2), max_tokens=3)
 
 
-async def gateway(network: MemoryNetwork, *pauses: float, frozen_after: int = 99) -> MemoryTransport:
-    """One that gives 7, 8, 9, a token after each of these seconds, and after so many of them is frozen."""
+async def gateway(
+    network: MemoryNetwork, *pauses: float, frozen_after: int = 99, asked: list[int] | None = None
+) -> MemoryTransport:
+    """One that gives 7, 8, 9, a token after each of these seconds, and after so many of them is frozen. `asked`: after how many
+    tokens it is asked to go on."""
     transport = MemoryTransport(network, Identity.generate().peer_id)
     frozen = asyncio.Event()
 
     async def generate(stream: Stream) -> None:
-        asked = (await stream.receive()).header
-        answered = len(unpack_tokens(memoryview(asked.get("answered", b""))))
+        header = (await stream.receive()).header
+        answered = len(unpack_tokens(memoryview(header.get("answered", b""))))
+        if asked is not None:
+            asked.append(answered)
         for index, pause in enumerate(pauses[answered:], answered):
             if index == frozen_after:
                 frozen.set()
@@ -76,5 +81,68 @@ def test_a_gateway_that_takes_its_time_is_waited_for() -> None:
         slow = await gateway(network, 6 * SILENT_SECONDS, 0.1, 3 * SILENT_SECONDS)
         client = MemoryTransport(network, Identity.generate().peer_id)
         assert (await complete(client, slow.peer_id, REQUEST)).tokens == (7, 8, 9)
+
+    run(main())
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_beside_a_gateway_that_is_there_and_sends_no_token_another_is_asked(after: int) -> None:
+    """It need not be frozen to keep somebody waiting for ever: it may lie."""
+
+    async def main() -> None:
+        network, asked = MemoryNetwork(), list[int]()
+        waits = await gateway(network, *[0.1] * after, 1e6)
+        other = await gateway(network, 0.1, 0.1, 0.1, asked=asked)
+        client = MemoryTransport(network, Identity.generate().peer_id)
+
+        async def another(gone: frozenset[PeerId]) -> PeerId:
+            assert gone == {waits.peer_id}
+            return other.peer_id
+
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        assert (await complete(client, waits.peer_id, REQUEST, another)).tokens == (7, 8, 9)
+        assert asked == [after] and clock() - began < PATIENCE_SECONDS + 1.0
+
+    run(main())
+
+
+@pytest.mark.parametrize(("first", "second", "rest"), [(1.5, 1.0, "first"), (3.0, 1.0, "second")])
+def test_whoever_of_the_two_sends_the_next_token_goes_on(first: float, second: float, rest: str) -> None:
+    """A long prompt takes its time at any gateway: who has begun is not left."""
+
+    async def main() -> None:
+        network, asked = MemoryNetwork(), list[int]()
+        slow = await gateway(network, first * PATIENCE_SECONDS, *((0.1, 0.1) if rest == "first" else (1e6,)))
+        other = await gateway(network, second * PATIENCE_SECONDS, 0.1, 0.1, asked=asked)
+        client = MemoryTransport(network, Identity.generate().peer_id)
+        given = iter([other.peer_id])
+
+        async def another(gone: frozenset[PeerId]) -> PeerId | None:
+            return next(given, None)
+
+        assert (await complete(client, slow.peer_id, REQUEST, another)).tokens == (7, 8, 9)
+        assert asked == [0]
+
+    run(main())
+
+
+def test_where_one_of_the_two_fails_the_other_is_waited_for() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        slow = await gateway(network, 4 * PATIENCE_SECONDS, 0.1, 0.1)
+        vanished = MemoryTransport(network, Identity.generate().peer_id)  # speaks nothing of it
+        client = MemoryTransport(network, Identity.generate().peer_id)
+
+        tries = iter([StreamBroken("the directory is away"), vanished.peer_id])
+
+        async def another(gone: frozenset[PeerId]) -> PeerId | None:
+            match next(tries, None):
+                case SwarmError() as error:
+                    raise error
+                case found:
+                    return found
+
+        assert (await complete(client, slow.peer_id, REQUEST, another)).tokens == (7, 8, 9)
 
     run(main())
