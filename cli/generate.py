@@ -97,7 +97,11 @@ def generate(
         schema=settings.schema(json_schema),
         guesses=not no_guesses,
     )
-    run(_generate(request, client.Way(home, bootstrap, peer, swarm_key), output, trace), debug=debug)
+    try:
+        run(_generate(request, client.Way(home, bootstrap, peer, swarm_key), output, trace), debug=debug)
+    except BaseException:  # also Ctrl-C: the line that says what ended it is no part of the answer
+        output.end_line()
+        raise
 
 
 async def _generate(request: GenerateRequest, way: client.Way, output: Output, trace: bool) -> None:
@@ -131,9 +135,7 @@ async def _generate(request: GenerateRequest, way: client.Way, output: Output, t
             raise
         except RemoteError as error:
             await job_client.find_model(context, request.model)  # is it the name?
-            if str(error).partition(":")[0] in settings.ASKED:
-                raise ValueError(str(error)) from None
-            raise
+            raise settings.of_question(error) from None
     output.write("\n")
     assert answer is not None
     record = answer_trace.answer_record(answer)

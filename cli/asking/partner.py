@@ -11,8 +11,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from fusion.cli.asking import settings
 from fusion.cli.asking.answer_trace import AnswerTrace
 from fusion.cli.terminal.output import Output
+from fusion.swarm.errors import NotAdmitted, RemoteError
 
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
@@ -77,7 +79,8 @@ class Partner:
         self.name, self._job, self._form = manifest.name, job, form
 
     async def answer(self, messages: Sequence[Mapping[str, str]], turn: Turn) -> None:
-        """Fill `turn`, and show its text as it comes. ValueError where the template does not take the messages; SwarmError."""
+        """Fill `turn`, and show its text as it comes. ValueError where the template or the model does not take what is said;
+        SwarmError."""
         from fusion.runtime.serving.requests.chat_template import TemplateFailed
         from fusion.runtime.serving.requests.client import another_peer, generate
         from fusion.runtime.serving.requests.request import Piece
@@ -97,15 +100,22 @@ class Partner:
 
         asked = generate(context.transport, self._gateway, request, another, self._grants)
         turn.trace = AnswerTrace()
-        async with aclosing(asked) as pieces:
-            async for piece in pieces:
-                if isinstance(piece, Piece):
-                    turn.trace.token()
-                    turn.tokens.append(piece.id)
-                    self._show(turn, piece.text)
-                else:
-                    self._show(turn, piece.text[len(turn.text) :])  # what was held back until it was certain
-                    turn.answer = piece
+        try:
+            async with aclosing(asked) as pieces:
+                async for piece in pieces:
+                    if isinstance(piece, Piece):
+                        turn.trace.token()
+                        turn.tokens.append(piece.id)
+                        self._show(turn, piece.text)
+                    else:
+                        self._show(
+                            turn, piece.text[len(turn.text) :]
+                        )  # what was held back until it was certain
+                        turn.answer = piece
+        except NotAdmitted:
+            raise
+        except RemoteError as error:
+            raise settings.of_question(error) from None
 
     async def trips(self, route: Sequence[PeerId]) -> list[float | None]:
         """Seconds from each of a route's peers to the next and back, as far as the swarm knows."""

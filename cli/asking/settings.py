@@ -12,6 +12,7 @@ from fusion.cli.terminal import options
 
 if TYPE_CHECKING:
     from fusion.runtime.serving.requests.request import Sampling
+    from fusion.swarm.errors import RemoteError
 
 Temperature = Annotated[
     float, typer.Option("--temperature", min=0.0, help="0 takes the most probable token each time.")
@@ -54,9 +55,17 @@ JsonSchema = Annotated[
 ASKED = frozenset(
     {
         *("model", "prompt", "prompt_ids", "features", "max_tokens"),
-        *("stop", "logit_bias", "top_logprobs", "json_schema"),
+        *("stop", "logit_bias", "top_logprobs", "json_schema", "response_format"),
     }
 )
+
+
+def of_question(error: RemoteError) -> Exception:
+    """The error; a ValueError where what we asked for is at fault."""
+    field, colon, said = str(error).partition(":")
+    if field not in ASKED:
+        return error
+    return ValueError(f"{'json_schema' if field == 'response_format' else field}{colon}{said}")
 
 
 def schema(path: Path | None) -> str:

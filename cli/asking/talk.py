@@ -72,8 +72,7 @@ class Talk:
             self._output.write("\n")
             self._output.note("stopped")
         except Exception:
-            if turn.text:  # what went wrong is said on a line of its own
-                self._output.write("\n")
+            self._output.end_line()
             raise
         else:
             self._output.write("\n")

@@ -8,6 +8,7 @@ through here as well: characters that could paint over the terminal are replaced
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import time
@@ -30,6 +31,7 @@ class Output:
     clock: Callable[[], float] = time.monotonic
     _shown: str = ""
     _shown_at: float = float("-inf")
+    _within_line: bool = False  # that `write` has begun
 
     def say(self, text: str = "") -> None:
         if not self.as_json:
@@ -43,8 +45,9 @@ class Output:
             print(printable(text, "\n"), file=self.stderr, flush=True)
 
     def emit(self, record: dict[str, Any]) -> None:
-        """One JSON object on a line of its own; nothing where text was asked for."""
+        """One JSON object on a line of its own; nothing where text was asked for. What is no number is null, as JSON has no NaN."""
         if self.as_json:
+            record = _with_numbers(record)
             line = json.dumps(record, ensure_ascii=False, default=str)
             if (self.stdout.isatty() and not line.isprintable()) or not _encodable(line, self.stdout):
                 line = json.dumps(record, default=str)
@@ -55,8 +58,14 @@ class Output:
         in a pipe or a file."""
         if not self.as_json:
             self._clear()
+            self._within_line = not text.endswith("\n") if text else self._within_line
             self.stdout.write(printable(text, "\n\t") if self.stdout.isatty() else text)
             self.stdout.flush()
+
+    def end_line(self) -> None:
+        """Whatever follows stands on a line of its own."""
+        if self._within_line:
+            self.write("\n")
 
     def status(self, text: str, *, important: bool = False) -> None:
         """What is going on now. `important` lines are printed even where others would be too frequent."""
@@ -109,6 +118,14 @@ class Output:
             self.stderr.write("\r\x1b[2K")
             self.stderr.flush()
         self._shown = ""
+
+
+def _with_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_numbers(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_numbers(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _encodable(text: str, stream: TextIO) -> bool:

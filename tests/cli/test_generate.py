@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fusion.cli import client, generate, main
+from fusion.cli.asking import settings
 from fusion.cli.terminal.output import Output
 from fusion.runtime.serving.requests.request import GenerateRequest
 from fusion.swarm.errors import RemoteError
@@ -38,6 +39,28 @@ def test_what_the_encoding_of_the_output_has_not_is_a_question_mark(monkeypatch:
     monkeypatch.setattr(generate, "_generate", answer)
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
     assert main.main(["generate", "def "]) == 0 and written.getvalue() == b"h?\n"
+
+
+@pytest.mark.parametrize("error", [RemoteError("stage 1 of m has vanished"), KeyboardInterrupt()])
+def test_what_ends_an_answer_is_told_on_a_line_of_its_own(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def broken(request: GenerateRequest, way: object, output: Output, trace: bool) -> None:
+        output.write("def ")
+        output.write("open(")
+        raise error
+
+    monkeypatch.setattr(generate, "_generate", broken)
+    assert main.main(["generate", "def "]) in (1, 130)
+    said = capsys.readouterr()
+    assert said.out == "def open(\n" and said.err.startswith("fusion-peer: ")
+
+
+def test_a_schema_is_called_as_its_option_is() -> None:
+    told = settings.of_question(RemoteError("response_format: Invalid type: strin"))
+    assert isinstance(told, ValueError) and str(told) == "json_schema: Invalid type: strin"
+    other = RemoteError("stage 1: response_format: no")
+    assert settings.of_question(other) is other
 
 
 @pytest.mark.parametrize(

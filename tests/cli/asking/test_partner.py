@@ -75,6 +75,8 @@ def test_a_turn_is_shown_as_it_comes_and_one_that_is_stopped_frees_its_session(t
             assert said.getvalue().endswith(turn.text)
             assert await partner.trips(turn.answer.route) == [None]
             await swarm.freed()
+            with pytest.raises(ValueError, match="prompt: "):  # bad input, as with `generate`
+                await partner.answer(talk.with_question("And?" * 9999), Turn())
 
     asyncio.run(main())
 

@@ -51,6 +51,32 @@ def test_json_holds_every_character_whatever_the_encoding_of_the_output() -> Non
     assert json.loads(written.getvalue().decode("cp1252")) == {"text": "é 語"}
 
 
+def test_what_is_no_number_is_null_in_json() -> None:
+    out = output(as_json=True)
+    out.emit(
+        {"loss": float("nan"), "losses": [[1, float("inf")], (2, 0.5)], "of": {"x": -float("inf"), "y": 1}}
+    )
+
+    def never(constant: str) -> None:
+        raise AssertionError(constant)
+
+    found = json.loads(text(out.stdout), parse_constant=never)
+    assert found == {"loss": None, "losses": [[1, None], [2, 0.5]], "of": {"x": None, "y": 1}}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "whole"),
+    [([], ""), (["a", "b"], "ab\n"), (["a\n"], "a\n"), (["a\n", ""], "a\n"), (["a", ""], "a\n")],
+)
+def test_a_line_that_was_begun_is_ended_once(pieces: list[str], whole: str) -> None:
+    out = output()
+    for piece in pieces:
+        out.write(piece)
+    out.end_line()
+    out.end_line()
+    assert text(out.stdout) == whole
+
+
 def test_text_prints_no_json() -> None:
     out = output()
     out.emit({"a": 1})
