@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from math import inf
 
 from fusion.dag.placement.network import Device, Link, Network
 from fusion.dag.placement.shared import ALONE, Shared
 from fusion.dag.placement.speeds import Speeds
-from fusion.runtime.placing.link_guess import guess_links, machines_of
+from fusion.runtime.placing.link_guess import link_guess, machines_of
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.links.packet_trains import FAST
 from fusion.swarm.links.view import LinkView, PairLink
@@ -34,9 +35,6 @@ def known_network(peers: Sequence[PeerRecord], view: LinkView) -> KnownNetwork:
     """Of every ordered pair what was measured; else what coordinates, uplinks and downlinks come to; else a guess from
     addresses. A line of which nothing is known has no limit. Who came last is the last of the devices."""
     peers = sorted(peers, key=lambda peer: (peer.started_at, peer.peer))
-    links = {
-        (a, b): _link(view.link(PeerId(a), PeerId(b)), guess) for (a, b), guess in guess_links(peers).items()
-    }
     best_out, best_in = _best(view)
     machines = machines_of(peers)
     devices = tuple(
@@ -51,7 +49,34 @@ def known_network(peers: Sequence[PeerRecord], view: LinkView) -> KnownNetwork:
         )
         for peer in peers
     )
-    return KnownNetwork(network=Network(devices=devices, links=links), view=view)
+    return KnownNetwork(network=Network(devices=devices, links=_KnownLinks(peers, view)), view=view)
+
+
+class _KnownLinks(Mapping[tuple[str, str], Link]):
+    """Every ordered pair of `peers`, worked out when it is asked for: anybody may list thousands of peers, and placement looks
+    at the links of a shortlist."""
+
+    def __init__(self, peers: Sequence[PeerRecord], view: LinkView) -> None:
+        self._peers = frozenset(peer.peer for peer in peers)
+        self._view = view
+        self._guess = link_guess(peers)
+        self._found: dict[tuple[str, str], Link] = {}
+
+    def __getitem__(self, pair: tuple[str, str]) -> Link:
+        found = self._found.get(pair)
+        if found is None:
+            a, b = pair
+            if a == b or not self._peers >= {a, b}:
+                raise KeyError(pair)
+            found = _link(self._view.link(PeerId(a), PeerId(b)), self._guess(a, b))
+            self._found[pair] = found
+        return found
+
+    def __len__(self) -> int:
+        return len(self._peers) * (len(self._peers) - 1)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return permutations(sorted(self._peers), 2)
 
 
 def _speeds(peer: PeerRecord) -> Speeds | None:

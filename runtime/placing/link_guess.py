@@ -4,8 +4,7 @@ somebody has measured it."""
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
-from itertools import permutations
+from collections.abc import Callable, Sequence
 
 from fusion.dag.placement.network import UNKNOWN_LINK, Link
 from fusion.swarm.directory.records import PeerRecord
@@ -14,10 +13,18 @@ SAME_MACHINE = Link(alpha_seconds=0.0002, bytes_per_second=250e6)
 SAME_NETWORK = Link(alpha_seconds=0.001, bytes_per_second=50e6)
 
 
-def guess_links(peers: Sequence[PeerRecord]) -> dict[tuple[str, str], Link]:
-    """A guess for every ordered pair: same machine, same private network, or a home uplink."""
-    addresses = {peer.peer: _addresses(peer) for peer in peers}
-    return {(a.peer, b.peer): _guess(addresses[a.peer], addresses[b.peer]) for a, b in permutations(peers, 2)}
+def link_guess(peers: Sequence[PeerRecord]) -> Callable[[str, str], Link]:
+    """A guess for any two of `peers`: same machine, same private network, or a home uplink."""
+    beyond = {str(peer.peer): frozenset(a for a in _addresses(peer) if not a.is_loopback) for peer in peers}
+    private = {name: frozenset(_network(a) for a in found if a.is_private) for name, found in beyond.items()}
+
+    def guess(one: str, two: str) -> Link:
+        # Nothing but loopback is announced where nothing else can be reached.
+        if not beyond[one].isdisjoint(beyond[two]) or not (beyond[one] or beyond[two]):
+            return SAME_MACHINE
+        return UNKNOWN_LINK if private[one].isdisjoint(private[two]) else SAME_NETWORK
+
+    return guess
 
 
 def machines_of(peers: Sequence[PeerRecord]) -> dict[str, str]:
@@ -28,17 +35,6 @@ def machines_of(peers: Sequence[PeerRecord]) -> dict[str, str]:
         beyond = sorted(str(a) for a in addresses if not a.is_loopback)
         found[peer.peer] = " ".join(beyond) if beyond or addresses else peer.peer
     return found
-
-
-def _guess(one: frozenset[ipaddress.IPv4Address], two: frozenset[ipaddress.IPv4Address]) -> Link:
-    ones, twos = ({a for a in found if not a.is_loopback} for found in (one, two))
-    if ones & twos or not (
-        ones or twos
-    ):  # nothing but loopback is announced where nothing else can be reached
-        return SAME_MACHINE
-    if {_network(a) for a in ones if a.is_private} & {_network(a) for a in twos if a.is_private}:
-        return SAME_NETWORK
-    return UNKNOWN_LINK
 
 
 def _network(address: ipaddress.IPv4Address) -> ipaddress.IPv4Network:

@@ -33,7 +33,7 @@ from fusion.runtime.launch.held import Waiting
 from fusion.runtime.launch.launch import Held, Prepared, prepare_serving, prepare_training
 from fusion.runtime.launch.servable import read_servable
 from fusion.runtime.launch.serving_plan import plan_serving
-from fusion.runtime.placing.link_guess import SAME_MACHINE, SAME_NETWORK, guess_links
+from fusion.runtime.placing.link_guess import SAME_MACHINE, SAME_NETWORK, link_guess
 from fusion.runtime.placing.placed_job import as_asked
 from fusion.runtime.serving.drafts.draft_files import AboutDraft, draft_files
 from fusion.runtime.training.snapshots.snapshot_period import share
@@ -369,11 +369,11 @@ def test_a_layer_of_experts_that_fits_no_peer_lies_on_several(store: BlobStore, 
 def test_links_are_guessed_from_addresses() -> None:
     here, beside = peer("A", "/ip4/192.168.1.7/tcp/1"), peer("B", "/ip4/192.168.1.8/tcp/1")
     twin, far = peer("C", "/ip4/192.168.1.7/tcp/2"), peer("D", "/ip4/1.2.3.4/tcp/1")
-    links = guess_links([here, beside, twin, far])
-    assert links["A", "C"] == SAME_MACHINE and links["A", "B"] == SAME_NETWORK
-    assert links["A", "D"] == links["D", "B"] == UNKNOWN_LINK
-    assert guess_links([peer("E"), peer("F")])["E", "F"] == SAME_MACHINE
-    assert guess_links([here, peer("G", "/dns4/example.org/tcp/1")])["A", "G"] == UNKNOWN_LINK
+    guess = link_guess([here, beside, twin, far])
+    assert guess("A", "C") == SAME_MACHINE and guess("A", "B") == SAME_NETWORK
+    assert guess("A", "D") == guess("D", "B") == UNKNOWN_LINK
+    assert link_guess([peer("E"), peer("F")])("E", "F") == SAME_MACHINE
+    assert link_guess([here, peer("G", "/dns4/example.org/tcp/1")])("A", "G") == UNKNOWN_LINK
 
 
 def apart(*names: str, mbps: float) -> list[LinkRecord]:

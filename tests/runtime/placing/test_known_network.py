@@ -92,3 +92,16 @@ def test_peers_of_one_machine_share_its_cores() -> None:
     a, b, c = (network.device(name).shared for name in hosts)
     assert a == b and a.cores == 2.0 and c.name != a.name
     assert known_network([peer(A, "1.2.3.4")], link_view([], [])).network.device("A").shared.cores == inf
+
+
+def test_links_are_worked_out_for_the_pairs_that_are_asked_for() -> None:
+    """Anybody may list peers by the thousand, whose pairs would be millions."""
+    peers = [
+        peer(PeerId(f"{n}"), f"1.{n // 250}.{n % 250}.1", up_mbps=8.0, down_mbps=8.0) for n in range(4000)
+    ]
+    network = known_network(peers, link_view(peers, [])).network
+    assert len(network.links) == 4000 * 3999 and network.rate("17", "3999") == 8 * BYTES_PER_MBIT
+    assert network.link("17", "17") == network.link("17", "nobody") == UNKNOWN_LINK
+    few = known_network(peers[:3], link_view(peers[:3], [])).network
+    assert set(few.links) == {(a, b) for a in "012" for b in "012" if a != b}
+    assert few.pair_rates[0, 1] == 8 * BYTES_PER_MBIT
