@@ -4,7 +4,7 @@ main              `fusion-peer`
 start             lend this machine
 status            who is there, what runs where
 train             launch a training job
-launch_progress   how far the swarm has taken a job over
+launch_progress   on whom a job is placed, how far the swarm has taken it over
 follow            how a job goes on, live
 jobs              what runs; watch, stop, export
 grants            what keys and invites of a home allow

@@ -1,12 +1,13 @@
-"""Give a prepared job to the swarm, and show how far it has taken it over."""
+"""On whom to place a job; to give it to the swarm once it is prepared, and show how far it has taken it over."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from fusion.cli import job_client
+from fusion.cli import client, job_client
 from fusion.cli.terminal.output import Output, bytes_text, seconds_text
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import friendly_name
@@ -15,10 +16,17 @@ if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
     from fusion.runtime.launch.held import Held
     from fusion.runtime.launch.prepared import Prepared
-    from fusion.swarm.directory.records import JobId
+    from fusion.swarm.directory.records import JobId, PeerRecord
     from fusion.swarm.identity import Identity
 
 STALL_SECONDS = 180.0  # without a stage loaded or a blob copied, handing a job over has failed
+
+
+async def takers(context: Context, wanted: Sequence[str] = ()) -> tuple[PeerRecord, ...]:
+    """The peers to place a job on; `wanted` (ids or names) are waited for. SwarmError if there is none."""
+    from fusion.runtime.placing.answering_peers import answering_peers
+
+    return await answering_peers(context, await client.working_peers(context, wanted), wanted)
 
 
 async def offer(context: Context, prepared: Prepared, output: Output) -> JobId:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fusion.cli import client
+from fusion.cli.launch_progress import takers
 from fusion.cli.terminal import options
 from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.logs import configure_logging
@@ -197,7 +197,7 @@ async def plan_serving(context: Context, asked: ServingAsked, output: Output) ->
     model = await asyncio.to_thread(
         read_servable, asked.path, asked.draft, asked.dtype, asked.quantization, output.status, asked.context
     )
-    seen = await client.working_peers(context)
+    seen = await takers(context)
     peers, links = asked.admission.among(seen, lambda peer: peer.peer), await context.directory.links()
     planned = await asyncio.to_thread(
         serving_plan.plan_serving, model, peers, links, asked.stages, output.status, context.home

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fusion.cli import client, job_client
-from fusion.cli.launch_progress import offer, take_back, until_answering, until_held
+from fusion.cli.launch_progress import offer, take_back, takers, until_answering, until_held
 from fusion.cli.plan import ServingAsked, plan_serving
 from fusion.cli.terminal import options
 from fusion.cli.terminal.extras import need_peer_extra
@@ -216,7 +216,7 @@ async def _hand_over(
     """What serves the model of this directory or file, once the peers hold it. `step`: of the snapshot that it is."""
     from fusion.runtime.launch.launch import prepare_serving
 
-    peers = await client.working_peers(context)
+    peers = await takers(context)
     prepared = await asyncio.to_thread(
         prepare_serving,
         *(path, asked.name, peers, context.blobs.store),

@@ -10,7 +10,7 @@ import typer
 
 from fusion.cli import client, job_client
 from fusion.cli.follow import follow
-from fusion.cli.launch_progress import offer, until_held
+from fusion.cli.launch_progress import offer, takers, until_held
 from fusion.cli.plan import show
 from fusion.cli.terminal import options
 from fusion.cli.terminal.extras import need_peer_extra
@@ -57,7 +57,7 @@ async def _train(spec: JobSpec, detach: bool, way: client.Way, output: Output) -
         context.access.hold(author)
         from fusion.runtime.launch.launch import prepare_training
 
-        peers = await client.working_peers(context, spec.placement.peers)
+        peers = await takers(context, spec.placement.peers)
         prepared = await asyncio.to_thread(
             prepare_training,
             *(spec, peers, context.blobs.store),

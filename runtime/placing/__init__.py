@@ -1,5 +1,6 @@
-"""Between `dag/placement`, which knows numbers, and the swarm, which has records. Starts nothing.
+"""Between `dag/placement`, which knows numbers, and the swarm, which has records. Starts nothing; `answering_peers` alone asks anybody.
 
+answering_peers   on whom jobs are placed: who is there
 known_network     the swarm as placement sees it
 link_guess        what a link is probably like, until somebody measures it
 device_table      devices that a swarm file may name, `devices.toml`

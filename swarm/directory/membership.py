@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 from fusion.swarm.directory.api import GLANCE_SECONDS, HEARTBEAT_SECONDS, Directory
 from fusion.swarm.directory.bootstrap import MAX_CACHED, load_cached, save_cached
@@ -58,6 +58,7 @@ class MembershipConfig:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
 
 
+@runtime_checkable
 class Neighbourhood(Protocol):
     """The part of a DHT that getting in is about. `HivemindDirectory` is one."""
 

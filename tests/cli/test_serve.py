@@ -51,7 +51,10 @@ def test_what_does_not_come_to_answer_is_taken_back(
     prepared = SimpleNamespace(job="ab" * 32, manifest=None)
     monkeypatch.setattr(launch, "prepare_serving", lambda *_, **__: prepared)
     context: Any = SimpleNamespace(
-        directory=SimpleNamespace(links=nothing), blobs=SimpleNamespace(store=None), home=Path()
+        directory=SimpleNamespace(links=nothing),
+        transport=None,
+        blobs=SimpleNamespace(store=None),
+        home=Path(),
     )
     author: Any = None
     stderr = io.StringIO()

@@ -1,4 +1,5 @@
-"""What a stranger can have peers do to somebody who is no peer: records say where a peer listens, and they are dialled there."""
+"""What a stranger can do with records of peers that there are not: have a swarm dial somebody who is no peer, since records say
+where a peer listens, and have users place their jobs on nobody."""
 
 from __future__ import annotations
 
@@ -11,10 +12,13 @@ from attacks.stranger import Stranger, store_request
 from attacks.verdict import Verdict
 from support.directory_records import peer_record
 
+from fusion.runtime.placing.answering_peers import answering_peers
 from fusion.swarm.identity import Identity
 
 NAMES = 256  # of peers that there are not, in each wave
 ADDRESSES = 4  # of each, which is as many as a peer tries
+GHOSTS = 2000
+GHOST_SECONDS = 110.0
 BATCH = 64
 LISTED_SECONDS = 6.0
 WAVE_SECONDS = 12.0
@@ -54,4 +58,41 @@ async def few_dials(ground: Ground, verdict: Verdict) -> None:
         verdict.notes["fault: dials"] = f"{rate:.0f} connections a second to one who is no peer"
 
 
-ATTACKS = {"dialled_by_peers": Attack(dialled_by_peers, seconds=30.0, check=few_dials)}
+async def ghost_peers(one: Stranger) -> dict[str, Any]:
+    """Two thousand peers that there are not are listed, with more memory and speed than all others have."""
+    said = 0
+    while one.time_left and said < GHOSTS:
+        offers = []
+        for _ in range(BATCH):
+            name = Identity.generate()
+            addresses = (f"/ip4/127.0.0.1/tcp/1/p2p/{name.peer_id}",)
+            ghost = peer_record(
+                name,
+                addresses=addresses,
+                flops_per_second=1e18,
+                memory_bytes=1 << 50,
+                free_memory_bytes=1 << 50,
+            )
+            offers.append(one.sealed(ghost, GHOST_SECONDS, name))
+        await one.everywhere("store", store_request(offers))
+        said += len(offers)
+    await asyncio.sleep(max(0.0, one.until - asyncio.get_running_loop().time()))
+    return {"said": said}
+
+
+async def no_ghost_gets_a_stage(ground: Ground, verdict: Verdict) -> None:
+    listed, began = await ground.reader.peers(), asyncio.get_running_loop().time()
+    peers = await answering_peers(ground.user, listed)
+    verdict.notes |= {"listed": len(listed), "asked_seconds": asyncio.get_running_loop().time() - began}
+    if len(listed) < GHOSTS // 2:
+        verdict.notes["fault: listed"] = "the ghosts were not even listed"
+    if {peer.peer for peer in peers} != {peer.peer_id for peer in ground.peers}:
+        verdict.notes["fault: placed"] = (
+            f"a job would be placed on {len(peers)} peers, of {len(ground.peers)}"
+        )
+
+
+ATTACKS = {
+    "ghost_peers": Attack(ghost_peers, seconds=20.0, check=no_ghost_gets_a_stage, alone=True),
+    "dialled_by_peers": Attack(dialled_by_peers, seconds=30.0, check=few_dials),
+}
