@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,11 +18,13 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.model_files import WEIGHTS_FILE, is_exported
-from fusion.runtime.job.stage_graphs import load_stages
+from fusion.runtime.job.stage_graphs import MAX_GRAPH_BYTES, load_stages
 from fusion.runtime.training.compute.stage_codecs import residual_shapes
 from fusion.runtime.training.snapshots import snapshot
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId
+
+MOST_HOLDERS = 256  # who are asked for a blob that nobody announces
 
 
 async def export(context: Context, job: JobId, directory: Path, known: Known | None = None) -> int:
@@ -37,6 +39,7 @@ async def export(context: Context, job: JobId, directory: Path, known: Known | N
     hints = [peer for peer in (record.lead, record.author) if peer is not None]
     manifest = manifests.decode(await context.blobs.read(Digest(job), manifests.MAX_MANIFEST_BYTES, hints))
     context.leases.know(manifest.law(job))
+    hints = await _perhaps_holders(context, hints, manifest)
     blobs = context.blobs.of(job)
     if manifest.kind != "train":
         raise JobError(f"{manifest.name} serves a model: there is nothing to export")
@@ -47,6 +50,14 @@ async def export(context: Context, job: JobId, directory: Path, known: Known | N
 
     await _written(directory, files, tensors)
     return step
+
+
+async def _perhaps_holders(context: Context, likely: Iterable[PeerId], manifest: Manifest) -> list[PeerId]:
+    """Whom to ask for the blobs of a job, likely holders first: where it has ended they lie where its stages ran, for a day, but
+    soon nobody announces them any more. A stage may have gone to any peer since the job was launched."""
+    peers = [peer.peer for peer in await context.directory.peers() if peer.role == "peer"]
+    proposed = (peer for peer in manifest.proposed if peer)
+    return list(dict.fromkeys([*likely, *proposed, *peers]))[:MOST_HOLDERS]
 
 
 async def _written(directory: Path, files: Mapping[str, Path], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -82,6 +93,7 @@ async def _tensors(
 ) -> tuple[int, dict[str, torch.Tensor]]:
     """Every variable that the original module's state_dict has, under each of its names."""
     blobs = context.blobs.of(job)
+    await blobs.fetch(manifest.graph, hints, max_bytes=MAX_GRAPH_BYTES)
     stages, _ = await load_stages(context, job, manifest)
     digests, step = manifest.weights, 0
     if newest is not None:

@@ -49,7 +49,7 @@ from fusion.runtime.launch.launch import Held, launch, prepare_training, wait_un
 from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.step.faults import PATIENCE
 from fusion.swarm.claims.tenure import Holding
-from fusion.swarm.directory.records import Digest
+from fusion.swarm.directory.records import Digest, ProviderRecord
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
@@ -266,6 +266,31 @@ def test_a_job_that_is_stopped_ends_with_a_snapshot_of_the_step_it_reached(tmp_p
             await ended(made, lead)
             weights = await exported_weights(lead, work, tmp_path / "out")
             module.load_state_dict(weights, strict=True)
+
+    asyncio.run(main())
+
+
+def test_a_model_is_exported_long_after_the_job_when_nobody_announces_its_blobs(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, 4) as made:
+            *owners, watcher = made.peers
+            lead = owners[0]
+            work = language_job(lead, GPT(TINY), config(steps=2), 3)
+            await launch(lead.context, work.prepared)
+            for stage, owner in enumerate(owners):
+                await owner.host(work.prepared, stage)
+            await ended(made, lead)
+            progress = lead.service.progress(work.prepared.job)
+            assert progress is not None and progress.state == "done"
+            await lead.context.directory.publish(record_of(lead, work, progress))
+            for owner in owners:
+                await owner.context.directory.publish(record_of_peer(owner))
+
+            async def nobody(digest: Digest) -> tuple[ProviderRecord, ...]:
+                return ()
+
+            watcher.context.directory.providers = nobody  # type: ignore[method-assign]
+            assert await export(watcher.context, work.prepared.job, tmp_path / "out") == 2
 
     asyncio.run(main())
 
