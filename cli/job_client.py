@@ -160,12 +160,10 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
             manifest = await manifest_of(context, job, words)
         belief = await weigh(context, job, words, manifest)
         record = None if belief is None else belief.record
-        if record is not None:
-            heard = time.monotonic()  # a record that nobody renews runs out
+        if record is not None:  # one that nobody renews runs out
             async for peer in _tellers(context, record):
                 with suppress(TransportError):  # it is gone, or the lead has moved: another will tell
                     async for progress in _ask(context, peer, job):
-                        heard = time.monotonic()
                         if progress != last:
                             yield progress
                         last = progress
@@ -174,7 +172,10 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
             if record.state in ENDED:
                 yield replace(last, state=record.state, step=record.step, message=record.message)
                 return
-        if time.monotonic() - heard > SILENCE_SECONDS:
+            heard = (
+                time.monotonic()
+            )  # waiting for news of one that has none takes its time, and is no silence
+        elif time.monotonic() - heard > SILENCE_SECONDS:
             raise SwarmError(f"nobody speaks for the job {job[:12]} any more")
         await asyncio.sleep(RETRY_SECONDS)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from fusion.cli import job_client
+from fusion.runtime.job.progress import Progress
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import Identity
@@ -44,3 +46,45 @@ def test_a_job_that_has_ended_is_not_waited_for(state: str, says: str) -> None:
     context: Any = SimpleNamespace()
     with pytest.raises(SwarmError, match=says):
         asyncio.run(job_client.stop(context, record, Identity.generate()))
+
+
+def test_a_job_without_news_is_not_one_that_nobody_speaks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a served model, or a step that takes minutes: the lead is there, and says nothing new for as long as one waits."""
+    now = [0.0]
+    asked = 0
+    record: Any = SimpleNamespace(job=JOBS[0], lead=PeerId("lead"), state="running")
+
+    async def words(job: JobId) -> tuple[Any, ...]:
+        return () if asked > 3 else (record,)  # then it is gone
+
+    async def manifest(*_: Any) -> None:
+        return None
+
+    async def weigh(context: Any, job: JobId, said: Any, manifest: Any) -> Any:
+        return SimpleNamespace(record=said[0]) if said else None
+
+    async def ask(*_: Any) -> AsyncIterator[Progress]:
+        nonlocal asked
+        asked += 1
+        yield Progress(job=JOBS[0], state="running")
+        now[0] += job_client.QUIET_SECONDS
+
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr("fusion.runtime.belief.reading.manifest_of", manifest)
+    monkeypatch.setattr("fusion.runtime.belief.reading.weigh", weigh)
+    monkeypatch.setattr(job_client, "_ask", ask)
+    monkeypatch.setattr(job_client, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(job_client, "asyncio", SimpleNamespace(sleep=sleep))
+    context: Any = SimpleNamespace(directory=SimpleNamespace(words=words))
+    told: list[str] = []
+
+    async def watch() -> None:
+        async for progress in job_client.watch(context, JOBS[0]):
+            told.append(progress.state)
+
+    with pytest.raises(SwarmError, match="nobody speaks for the job"):
+        asyncio.run(watch())
+    assert (told, asked) == (["running"], 4)
+    assert now[0] >= 4 * job_client.QUIET_SECONDS + job_client.SILENCE_SECONDS
