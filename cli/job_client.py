@@ -172,9 +172,8 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
             if record.state in ENDED:
                 yield replace(last, state=record.state, step=record.step, message=record.message)
                 return
-            heard = (
-                time.monotonic()
-            )  # waiting for news of one that has none takes its time, and is no silence
+            # Waiting for news of one that has none takes its time, and is no silence.
+            heard = time.monotonic()
         elif time.monotonic() - heard > SILENCE_SECONDS:
             raise SwarmError(f"nobody speaks for the job {job[:12]} any more")
         await asyncio.sleep(RETRY_SECONDS)

@@ -33,9 +33,8 @@ LONGEST_SPREAD_SECONDS = 600.0  # doubling up to that, for a stage that nobody t
 OFFERS = 2  # idle peers that a stage is offered to at once: one that does not answer takes seconds
 ASKED = 16  # the best, whether they are there
 LAST_OFFERS = 3  # standbys that a stage is offered to where its owner leaves, and the job waits
-LAST_ASKED = (
-    256  # whether they are there: anybody may stand by under any number of ids, with the best of scores
-)
+# Whether they are there: anybody may stand by under any number of ids, with the best of scores.
+LAST_ASKED = 256
 ASKED_AT_ONCE = 64
 
 

@@ -17,7 +17,7 @@ from fusion.swarm.transport import PeerId, call
 
 ASKED = 256  # peers, whether they are there; as many as a job is placed on
 ASKED_AT_ONCE = 64
-ANSWERS_SECONDS = 5.0  # for all of them
+ANSWERS_SECONDS = 10.0  # for all of them; a loaded machine may take seconds to take a stream
 
 
 async def answering_peers(

@@ -11,10 +11,7 @@ MAX_SCHEMA_BYTES = 64 << 10
 MAX_LEVELS = 64  # of objects and lists
 # Of texts, that an answer is held to. All others say something to readers alone, as every one does by JSON Schema's own rule.
 FORMATS = frozenset(
-    {
-        *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
-        "unknown",
-    }
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
 )
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
