@@ -25,6 +25,7 @@ from fusion.runtime.capture.gguf.header import GGUFHeader, read_header
 from fusion.runtime.capture.gguf.tokenizer import GGUFTokenizer, read_tokenizer
 from fusion.runtime.capture.gguf.weights import Stored, read_blocks, read_tensor, stored_parameters
 from fusion.runtime.capture.huggingface import config_for, hollow_module
+from fusion.runtime.capture.model_dtype import FLOAT32
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
@@ -37,6 +38,11 @@ class GGUFModel:
     max_sequence: int
     tokenizer: GGUFTokenizer
     stored: Mapping[str, Stored]  # parameter of the module -> as the file has it
+
+    @property
+    def quantised(self) -> bool:
+        """Whether some of its matrices have a `layout`."""
+        return any(layout_of(stored.place.kind) is not None for stored in self.stored.values())
 
     def capture(self) -> Graph:
         """See `capture_language_model`; to serve it."""
@@ -86,13 +92,13 @@ def opened(path: Path) -> Iterator[BufferedReader]:
         raise JobError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def open_gguf(path: Path) -> GGUFModel:
-    """Read what the file says of its model, its tokenizer, and where its tensors lie; not the tensors. JobError, in one
-    line, for a file that is damaged, or of which anything would have to be guessed."""
+def open_gguf(path: Path, dtype: str = FLOAT32) -> GGUFModel:
+    """Read what the file says of its model, its tokenizer, and where its tensors lie; not the tensors. `dtype`: that it runs in.
+    JobError, in one line, for a file that is damaged, or of which anything would have to be guessed."""
     header = read_header(path)
     config = model_config(header)
     tokenizer = read_tokenizer(header, config.architecture)
-    module = hollow_module(config_for(config.model_type, config.values, path), path)
+    module = hollow_module(config_for(config.model_type, config.values, path), path, dtype)
     stored = stored_parameters(header, config, module)
     if ROPE_FACTORS in header.tensors:
         _stretch(header, module)

@@ -19,7 +19,7 @@ from fusion.dag.ir import serialise
 from fusion.dag.ir.graph import Graph, Variable
 from fusion.dag.rewrites.expert_groups import part_of
 from fusion.dag.rewrites.quantise import Layout, Source, Use
-from fusion.runtime.capture.model_dtype import FLOAT32
+from fusion.runtime.capture.model_dtype import FLOAT32, model_dtype
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import CaptureError, JobError
 from fusion.runtime.job.fields import build, plain
@@ -125,11 +125,7 @@ def in_files(path: Path, dtype: str | None = None) -> LanguageModel:
     CaptureError."""
     check_model(path)
     if path.is_file():
-        if dtype not in (None, FLOAT32):
-            raise JobError(
-                f"--dtype: a GGUF file is served in {FLOAT32}, with its quantised matrices as they are"
-            )
-        return gguf(path)
+        return gguf(path, model_dtype(dtype, FLOAT32, {}, str(path)))
     if (path / TOKENIZER_FILE).is_file():
         check_tokenizer(path / TOKENIZER_FILE)
     if is_exported_directory(path):
@@ -166,11 +162,16 @@ def huggingface(
     )
 
 
-def gguf(path: Path) -> LanguageModel:
-    """A GGUF file, to be served in float32, with its quantised matrices as `blocks`. Raises JobError, CaptureError."""
+def gguf(path: Path, dtype: str = FLOAT32) -> LanguageModel:
+    """A GGUF file, to be served in `dtype`, with its quantised matrices as `blocks`. Raises JobError, CaptureError; JobError for
+    another `dtype` than float32 where it has such matrices."""
     from fusion.runtime.capture.gguf_model import open_gguf
 
-    model = open_gguf(path)
+    model = open_gguf(path, dtype)
+    if dtype != FLOAT32 and model.quantised:
+        raise JobError(
+            f"--dtype: {path} has quantised matrices, which stay as they are: it is served in {FLOAT32}"
+        )
     return LanguageModel(
         about=About(
             vocabulary=model.vocabulary,
@@ -180,6 +181,7 @@ def gguf(path: Path) -> LanguageModel:
         ),
         inference=model.capture(),
         read=model.read,
+        dtype=dtype,
         blocks=StoredBlocks(model.layout, model.read_stored),
         tokenizer=model.tokenizer.file,
         chat=model.tokenizer.chat,

@@ -175,6 +175,33 @@ def test_every_kind_of_file_answers_as_the_model_with_its_weights(
     check(family, kind, tmp_path / "model.gguf")
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16")])
+def test_a_file_in_half_precision_answers_as_the_model_does_in_it(
+    kind: str, dtype: str, tmp_path: Path
+) -> None:
+    """In half of the memory that it takes in float32."""
+    path = tmp_path / "model.gguf"
+    held = gguf_files.write(path, model("llama"), kind)
+    # Not `held` in that dtype: its table of rotary frequencies stays float32.
+    theirs = transformers.AutoModelForCausalLM.from_config(held.config, dtype=getattr(torch, dtype)).eval()
+    theirs.load_state_dict(held.state_dict())
+    served = sources.in_files(path, dtype)
+    assert served.dtype == dtype
+    prompt = torch.randint(0, 256, (7,)).tolist()
+    wanted, _ = greedy(theirs, prompt, NEW)
+    found, logits = answer(served, prompt, NEW, False)
+    assert found == wanted and len(set(found)) >= 6 and str(logits[0].dtype) == f"torch.{dtype}"
+
+
+def test_quantised_matrices_are_multiplied_in_float32(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    gguf_files.write(path, build(transformers.LlamaConfig(**GROUPED)), "Q8_0")
+    with pytest.raises(
+        JobError, match="has quantised matrices, which stay as they are: it is served in float32"
+    ):
+        sources.in_files(path, "bfloat16")
+
+
 # --- what is said otherwise than by those models
 
 
