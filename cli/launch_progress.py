@@ -34,7 +34,8 @@ async def offer(context: Context, prepared: Prepared, output: Output) -> JobId:
     from fusion.runtime.launch.launch import launch
 
     manifest = prepared.manifest
-    output.say(f"{manifest.name} ({manifest.kind}): {prepared.parameters:,} parameters in {manifest.stages} stages, "
+    output.say(f"{manifest.name} ({manifest.kind}): {prepared.parameters:,} parameters in "
+               f"{manifest.stages} stage{'s'[: manifest.stages > 1]}, "
                f"job {prepared.job[:12]}")  # fmt: skip
     if prepared.stage_count is not None:
         output.say(prepared.stage_count.line(friendly_name))

@@ -75,7 +75,8 @@ async def _train(spec: JobSpec, detach: bool, way: client.Way, output: Output) -
         last = await _watch(context, prepared, output)
         output.emit({"event": "done", "job": job, "state": last.state, "step": last.step})
         output.say(
-            f"{last.state} after {last.step} steps; take the model with: fusion-peer jobs export {job[:12]} DIR"
+            f"{last.state} after {last.step} steps; take the model, which peers keep for a day, with: "
+            f"fusion-peer jobs export {job[:12]} DIR"
         )
 
 

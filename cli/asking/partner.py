@@ -74,8 +74,11 @@ class Partner:
         try:
             form = await read_format(self._context.blobs.of(job), manifest)
         except NoTemplate as error:
-            how = f'fusion-peer generate "..." --model {manifest.name}'
-            raise ValueError(f"{error}: let it go on from a text with {how}") from None
+            if manifest.serve is not None and manifest.serve.outputs:
+                how = f"give it arrays with fusion-peer run {manifest.name}"
+            else:
+                how = f'let it go on from a text with fusion-peer generate "..." --model {manifest.name}'
+            raise ValueError(f"{error}: {how}") from None
         self.name, self._job, self._form = manifest.name, job, form
 
     async def answer(self, messages: Sequence[Mapping[str, str]], turn: Turn) -> None:

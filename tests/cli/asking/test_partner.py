@@ -6,6 +6,7 @@ import asyncio
 import io
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,20 @@ def test_the_peer_that_went_on_for_one_that_vanished_is_asked_from_then_on(
                 assert turn.answer is not None
             assert vanished == [{nobody}]
             await swarm.freed()
+
+    asyncio.run(main())
+
+
+def test_a_model_that_answers_in_one_run_is_not_said_to_go_on_from_a_text(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with partner_of(tmp_path, None) as (swarm, partner, _):
+            [(job, manifest)] = swarm.manifests.items()
+            assert manifest.serve is not None
+            swarm.manifests[job] = replace(manifest, serve=replace(manifest.serve, outputs=("logits",)))
+            with pytest.raises(
+                ValueError, match=r"no chat template: give it arrays with fusion-peer run llama$"
+            ):
+                await partner.choose("llama", "NAME")
 
     asyncio.run(main())
 
