@@ -338,36 +338,40 @@ class BlobStore:
             self._delete_unused(chosen, held, needs)
 
     def _scan(self) -> None:
+        """What an earlier process left: whole blobs and partial ones; what a crash left in between is deleted."""
         for file in self._partial.glob("tmp-*"):
             file.unlink(missing_ok=True)
-        for file in self.root.iterdir():
-            digest = Digest(file.name.removesuffix(".index"))
-            if not is_digest(digest) or not file.name.endswith(".index"):
-                continue
-            try:
-                index = decode_index(file.read_bytes(), digest)
-                used_at = file.stat().st_mtime
-                whole = (self.root / digest).stat().st_size == index.size_bytes
-            except (BlobError, FileNotFoundError):
-                whole = False
-            if whole:
-                self._held[digest] = Held(index.size_bytes, used_at)
-            else:
-                self.delete(digest)
+        for file in self.root.glob("*.index"):
+            if is_digest(digest := Digest(file.stem)):
+                self._scan_held(digest, file)
         for file in self.root.iterdir():  # the crash came between the data and its index
             if is_digest(file.name.removesuffix(".jobs")) and file.stem not in self._held:
                 file.unlink(missing_ok=True)
         for file in self._partial.iterdir():
-            digest = Digest(file.name.removesuffix(".index"))
-            if not is_digest(digest):
-                continue
-            if not (self._partial / digest).exists():
-                file.unlink(missing_ok=True)  # the crash came before its data, or once that was in its place
-            elif file.name == digest:
-                if self._now() - file.stat().st_mtime >= KEPT_SECONDS:
-                    self.forget_partial(digest)
-                else:
-                    self._resumable[digest] = file.stat().st_size
+            if is_digest(digest := Digest(file.name.removesuffix(".index"))):
+                self._scan_partial(digest, file)
+
+    def _scan_held(self, digest: Digest, index_file: Path) -> None:
+        try:
+            size = decode_index(index_file.read_bytes(), digest).size_bytes
+            used_at = index_file.stat().st_mtime
+            whole = (self.root / digest).stat().st_size == size
+        except (BlobError, FileNotFoundError):
+            whole = False
+        if whole:
+            self._held[digest] = Held(size, used_at)
+        else:
+            self.delete(digest)
+
+    def _scan_partial(self, digest: Digest, file: Path) -> None:
+        """`file`: the data, or its index."""
+        if not (self._partial / digest).exists():
+            file.unlink(missing_ok=True)  # the crash came before its data, or once that was in its place
+        elif file.name == digest:
+            if self._now() - file.stat().st_mtime >= KEPT_SECONDS:
+                self.forget_partial(digest)
+            else:
+                self._resumable[digest] = file.stat().st_size
 
 
 def _copied(pieces: Iterable[bytes | memoryview], file: BinaryIO, size: int) -> Iterator[memoryview]:
