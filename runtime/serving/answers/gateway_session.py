@@ -241,34 +241,40 @@ class GatewaySessions:
         match frame.kind:
             case "pong":
                 found.ran[ends.stage] = whole(frame.header, "ran", 0)
-            case "token" if ends.stage != len(found.route) - 1:
-                raise FrameError("only the last stage chooses tokens")
             case "failed":
                 fault = Fault.from_failed(frame.header, ends.stage, len(found.route))
                 found.tell(ends.stage, fault)
             case "token":
-                position, token = whole(frame.header, "position", -1), whole(frame.header, "id", -1)
-                if not 0 <= token < found.model.serve.vocabulary:
-                    raise FrameError("a token that the model does not have")
-                logprobs_of(found, frame)
-                if frame.payload and not found.opening.logits:
-                    raise FrameError("logits that nobody asked for")
-                found.tell(ends.stage, frame)
-                found.reached = max(found.reached, position)
-                found.unread_bytes += unread_bytes(frame)
-                if found.unread_bytes > UNREAD_BYTES:  # another session goes on once these have been read
-                    found.tell(ends.stage, Fault("moved", "the client reads its answer too slowly"))
-                    self.close(found)
+                self._heard_token(found, ends.stage, frame)
             case "opened":
-                held = whole(frame.header, "held", 0)  # the release before says nothing of it
-                found.held[ends.stage] = max(0, min(held, positions_of(found.opening.prefix)))
-                what = _older(found, ends.stage, frame) or frame
-                link = found.links[ends.stage]
-                said = {"guesses", "early", *found.opening.newer} & {*_known(frame)}
-                found.knows[ends.stage] = self._knows[link] = self._knows.get(link, frozenset()) | said
-                found.tell(ends.stage, what)
+                self._heard_opened(found, ends.stage, frame)
             case _:
                 raise FrameError(f"stages send opened, token, failed and pong, not {frame.kind!r:.40}")
+
+    def _heard_token(self, session: GatewaySession, stage: int, frame: Frame) -> None:
+        if stage != len(session.route) - 1:
+            raise FrameError("only the last stage chooses tokens")
+        position, token = whole(frame.header, "position", -1), whole(frame.header, "id", -1)
+        if not 0 <= token < session.model.serve.vocabulary:
+            raise FrameError("a token that the model does not have")
+        logprobs_of(session, frame)
+        if frame.payload and not session.opening.logits:
+            raise FrameError("logits that nobody asked for")
+        session.tell(stage, frame)
+        session.reached = max(session.reached, position)
+        session.unread_bytes += unread_bytes(frame)
+        if session.unread_bytes > UNREAD_BYTES:  # another session goes on once these have been read
+            session.tell(stage, Fault("moved", "the client reads its answer too slowly"))
+            self.close(session)
+
+    def _heard_opened(self, session: GatewaySession, stage: int, frame: Frame) -> None:
+        held = whole(frame.header, "held", 0)  # the release before says nothing of it
+        session.held[stage] = max(0, min(held, positions_of(session.opening.prefix)))
+        what = _older(session, stage, frame) or frame
+        link = session.links[stage]
+        said = {"guesses", "early", *session.opening.newer} & {*_known(frame)}
+        session.knows[stage] = self._knows[link] = self._knows.get(link, frozenset()) | said
+        session.tell(stage, what)
 
     def _lost(self, ends: LinkEnds, reason: str) -> None:
         log.info("ring: stage %d on %s: %s", ends.stage, friendly_name(ends.peer), reason)
