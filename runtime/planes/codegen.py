@@ -113,30 +113,33 @@ class _Writer:
             op, args = node.op, tuple(self.value(node.op, a) for a in node.args)
             if not self.training:
                 op, args = evaluation(op, args)
-            if node.name in self.last:
-                made = self.call(last_position, (*args[:2], state), {})
-            elif node.name in self.products:
-                made = self.call(self.products[node.name], args, {})
-            elif op in STATEFUL:
-                made = self.call(STATEFUL[op], (*args, state, *self.number(op, node.name)), {})
-            else:
-                try:
-                    target, given, named = spell(op, args, self.device)
-                except KeyError:
-                    raise GraphError(f"unknown op {op!r:.100}") from None
-                if self.device.type == "cuda":
-                    target = in_range(op, target)
-                if self.even and op in UNEVEN:
-                    target = even(target)
-                elif self.even and spec(op).family == "reduction":
-                    target = in_rows(target)
-                made = self.call(target, given, named)
+            made = self.computed(node.name, op, args, state)
             self.results(node, op, made)
             if self.rests_after and number % self.rests_after == 0:
                 self.call(preemption_point, (made,), {})
         self.code.output(tuple(self.find(ref) for ref in graph.outputs))
         module = fx.GraphModule(nn.Module(), self.code)
         return Program(graph, module.forward, tuple(self.dimensions), self.stateful, module.code)
+
+    def computed(self, name: str, op: str, args: tuple[Any, ...], state: fx.Node) -> fx.Node:
+        """The call for the node `name`."""
+        if name in self.last:
+            return self.call(last_position, (*args[:2], state), {})
+        if name in self.products:
+            return self.call(self.products[name], args, {})
+        if op in STATEFUL:
+            return self.call(STATEFUL[op], (*args, state, *self.number(op, name)), {})
+        try:
+            target, given, named = spell(op, args, self.device)
+        except KeyError:
+            raise GraphError(f"unknown op {op!r:.100}") from None
+        if self.device.type == "cuda":
+            target = in_range(op, target)
+        if self.even and op in UNEVEN:
+            target = even(target)
+        elif self.even and spec(op).family == "reduction":
+            target = in_rows(target)
+        return self.call(target, given, named)
 
     def number(self, op: str, name: str) -> tuple[int, ...]:
         if spec(op).keeps:
