@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -10,7 +12,10 @@ from fusion.dag.placement.recut import FEW_SLACK, SLACK, recut
 from fusion.dag.placement.search_space import Choice, Outlook, Space
 from fusion.dag.placement.step_model import busy
 
+Neighbour = tuple[tuple[int, ...], tuple[int, ...]]  # an order, and the bounds to search around
+
 _SPARE = 8  # devices without a stage that are tried in one
+_PAIRS = 400  # of places in an order that are looked at
 _FALLS = 1e-9  # by a smaller share, it does not fall
 
 
@@ -90,66 +95,68 @@ def _busiest(space: Space, choice: Choice) -> int:
     return int(by_stage.argmax())
 
 
-def _orders(
-    space: Space, choice: Choice, random: np.random.Generator
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Neighbouring orders, each with the bounds to search around: first those that change the busiest stage."""
-    order, bounds = choice.order, choice.bounds
-    count, spare = len(order), sorted(set(range(space.devices)) - set(choice.order))
-    stage = _busiest(space, choice)
+def _orders(space: Space, choice: Choice, random: np.random.Generator) -> Iterator[Neighbour]:
+    """Neighbouring orders: first those that change the busiest stage, then all others as they are drawn."""
+    moves, count, stage = _Moves(choice.order, choice.bounds), len(choice.order), _busiest(space, choice)
     here = [s for s in (stage, stage + 1, stage - 1) if 0 <= s < count]
-
-    def without(s: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        gone = min(max(s, 1), count - 1)
-        return (*order[:s], *order[s + 1 :]), (*bounds[:gone], *bounds[gone + 1 :])
-
-    def swapped(a: int, b: int) -> tuple[int, ...]:
-        new = list(order)
-        new[a], new[b] = new[b], new[a]
-        return tuple(new)
-
-    def moved(a: int, b: int) -> tuple[int, ...]:
-        rest = (*order[:a], *order[a + 1 :])
-        return (*rest[:b], order[a], *rest[b:])
-
     if count > 1:
-        yield from (without(s) for s in here)
-    fast = sorted(spare, key=lambda d: (-space.flops[d], d))
-    some = fast
-    if len(fast) > _SPARE:
-        rates = space.network.rates[order[stage]]
-        near = sorted(fast, key=lambda d: -rates[d])[: _SPARE // 2]
-        some = list(
-            dict.fromkeys([*near, *fast[: _SPARE // 4], *random.permutation(fast)[: _SPARE // 4].tolist()])
-        )
-    for device in some:
-        for s in here:
-            yield (*order[:s], device, *order[s + 1 :]), bounds
-        yield from (((*order[:s], device, *order[s:]), ()) for s in (stage, stage + 1))
-    for a in here[:1]:
-        for b in random.permutation(count).tolist():
-            if a != b:
-                yield swapped(a, b), bounds
-                yield moved(a, b), bounds
-    rest: list[tuple[str, int, int]] = []
-    if count > 1:
-        rest += [("drop", s, s) for s in range(count)]
+        yield from map(moves.drop, here)
+    spare = _spare(space, choice, stage, random)
+    for device in spare:
+        yield from (moves.replace(device, s) for s in here)
+        yield from (moves.take(device, s) for s in (stage, stage + 1))
+    for other in random.permutation(count).tolist():
+        if other != stage:
+            yield moves.swap(stage, other)
+            yield moves.move(stage, other)
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    if len(pairs) > 400:
-        pairs = [pairs[int(i)] for i in random.permutation(len(pairs))[:400]]
-    rest += [("swap" if a < b else "move", a, b) for a, b in pairs]
-    rest += [("move", a, b) for a, b in pairs if a < b]
-    rest += [("take", d, s) for d in some for s in range(count + 1)]
-    rest += [("replace", d, s) for d in some for s in range(count)]
+    if len(pairs) > _PAIRS:
+        pairs = [pairs[int(i)] for i in random.permutation(len(pairs))[:_PAIRS]]
+    rest: list[Callable[[], Neighbour]] = [
+        *(partial(moves.drop, s) for s in range(count) if count > 1),
+        *(partial(moves.swap if a < b else moves.move, a, b) for a, b in pairs),
+        *(partial(moves.move, a, b) for a, b in pairs if a < b),
+        *(partial(moves.take, device, s) for device in spare for s in range(count + 1)),
+        *(partial(moves.replace, device, s) for device in spare for s in range(count)),
+    ]
     for i in random.permutation(len(rest)).tolist():
-        kind, a, b = rest[i]
-        if kind == "drop":
-            yield without(a)
-        elif kind == "swap":
-            yield swapped(a, b), bounds
-        elif kind == "move":
-            yield moved(a, b), bounds
-        elif kind == "take":
-            yield (*order[:b], a, *order[b:]), ()
-        else:
-            yield (*order[:b], a, *order[b + 1 :]), bounds
+        yield rest[i]()
+
+
+def _spare(space: Space, choice: Choice, stage: int, random: np.random.Generator) -> list[int]:
+    """Devices without a stage that are worth a try: fast ones, and where there are many also near ones and some at random."""
+    idle = set(range(space.devices)) - set(choice.order)
+    fast = sorted(idle, key=lambda device: (-space.flops[device], device))
+    if len(fast) <= _SPARE:
+        return fast
+    rates = space.network.rates[choice.order[stage]]
+    near = sorted(fast, key=lambda device: -rates[device])[: _SPARE // 2]
+    drawn = random.permutation(fast)[: _SPARE // 4].tolist()
+    return list(dict.fromkeys([*near, *fast[: _SPARE // 4], *drawn]))
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """What may be done to an order of devices, a stage each, that is cut at `bounds`."""
+
+    order: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+    def drop(self, s: int) -> Neighbour:
+        gone = min(max(s, 1), len(self.order) - 1)
+        return (*self.order[:s], *self.order[s + 1 :]), (*self.bounds[:gone], *self.bounds[gone + 1 :])
+
+    def swap(self, a: int, b: int) -> Neighbour:
+        new = list(self.order)
+        new[a], new[b] = new[b], new[a]
+        return tuple(new), self.bounds
+
+    def move(self, a: int, b: int) -> Neighbour:
+        rest = (*self.order[:a], *self.order[a + 1 :])
+        return (*rest[:b], self.order[a], *rest[b:]), self.bounds
+
+    def take(self, device: int, s: int) -> Neighbour:
+        return (*self.order[:s], device, *self.order[s:]), ()
+
+    def replace(self, device: int, s: int) -> Neighbour:
+        return (*self.order[:s], device, *self.order[s + 1 :]), self.bounds
