@@ -20,12 +20,13 @@ from fusion.dag.ir.graph import Graph, Variable
 from fusion.dag.rewrites.quantise import Layout, Source, Use
 from fusion.runtime.capture.capture import capture_language_model, variables_from_module
 from fusion.runtime.capture.gguf.blocks import layout_of
-from fusion.runtime.capture.gguf.config import ROPE_FACTORS, model_config
+from fusion.runtime.capture.gguf.config import NEAR_FACTORS, ROPE_FACTORS, model_config
 from fusion.runtime.capture.gguf.header import GGUFHeader, read_header
 from fusion.runtime.capture.gguf.tokenizer import GGUFTokenizer, read_tokenizer
 from fusion.runtime.capture.gguf.weights import Stored, read_blocks, read_tensor, stored_parameters
 from fusion.runtime.capture.huggingface import config_for, hollow_module
 from fusion.runtime.capture.model_dtype import FLOAT32
+from fusion.runtime.capture.rope import fixed_length
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
@@ -100,24 +101,27 @@ def open_gguf(path: Path, dtype: str = FLOAT32) -> GGUFModel:
     tokenizer = read_tokenizer(header, config.architecture)
     module = hollow_module(config_for(config.model_type, config.values, path), path, dtype)
     stored = stored_parameters(header, config, module)
-    if ROPE_FACTORS in header.tensors:
-        _stretch(header, module)
+    for factors in header.tensors.keys() & {ROPE_FACTORS, NEAR_FACTORS}:
+        _stretch(header, module, factors)
     return GGUFModel(
         header=header,
         module=module,
         vocabulary=config.vocabulary,
-        max_sequence=config.max_sequence,
+        max_sequence=min(config.max_sequence, fixed_length(module.config) or config.max_sequence),
         tokenizer=tokenizer,
         stored=stored,
     )
 
 
-def _stretch(header: GGUFHeader, module: nn.Module) -> None:
-    """Divide the frequencies of the rotary embedding by the file's factors, with which it says how Llama 3.1 reaches far."""
+def _stretch(header: GGUFHeader, module: nn.Module, name: str) -> None:
+    """Divide the frequencies of the rotary embedding by factors that the file has under this name."""
+    place = header.tensors[name]
+    if place.kind != "F32":
+        raise JobError(f"{header.path}: {name} is in {place.kind}, not in F32")
     with opened(header.path) as file:
-        factors = read_tensor(file, Stored(header.tensors[ROPE_FACTORS]), torch.float32)
+        factors = read_tensor(file, Stored(place), torch.float32)
     if not bool((torch.isfinite(factors) & (factors > 0)).all()):
-        raise JobError(f"{header.path}: {ROPE_FACTORS} has factors that are not above 0")
-    for name, table in module.named_buffers():
-        if name.endswith("inv_freq"):
+        raise JobError(f"{header.path}: {name} has factors that are not above 0")
+    for buffer, table in module.named_buffers():
+        if buffer.endswith("inv_freq"):
             table.div_(factors)

@@ -18,7 +18,10 @@ from fusion.runtime.job.errors import JobError
 MAX_CONTEXT = 1 << 24  # positions
 LEAST_SCALE = 1e-3  # of queries: 1 by the root of a head's length, which then has a million numbers
 TOKENS = "tokenizer.ggml.tokens"
-ROPE_FACTORS = "rope_freqs.weight"  # by which Llama 3.1 divides the frequencies of its rotary embedding
+# By which the frequencies of a rotary embedding are divided: by Llama 3.1 always, by Phi-3 up to its original context and beyond.
+ROPE_FACTORS = "rope_freqs.weight"
+NEAR_FACTORS, FAR_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+MOST_ATTENTION = 10.0  # times that queries and keys are made longer with those of Phi-3; for 131,072 positions of 4096 it is 1.19
 
 Values = dict[str, Any]  # keyword arguments of a configuration
 
@@ -227,8 +230,10 @@ def _rotary(said: _Said, head_dim: int, *, partial: bool = False) -> Values:
         "beta_slow": said.real("rope.scaling.yarn_beta_slow", 1.0),
     }
     said.must_be("rope.scaling.yarn_ext_factor", 1.0)
-    for key in ("attn_factor", "yarn_attn_factor"):
-        said.must_be(f"rope.scaling.{key}", 1.0)
+    said.must_be("rope.scaling.yarn_attn_factor", 1.0)
+    if partial and said.has(NEAR_FACTORS):
+        return found | _by_length(said, rotated // 2, original, factor)
+    said.must_be("rope.scaling.attn_factor", 1.0)
     if kind not in ("none", "linear", "yarn"):
         raise said.bad("rope.scaling.type", kind, "none, linear and yarn are read")
     if factor <= 0:
@@ -238,6 +243,26 @@ def _rotary(said: _Said, head_dim: int, *, partial: bool = False) -> Values:
         if kind == "yarn":
             found |= {"original_max_position_embeddings": original, **yarn}
     return found
+
+
+def _by_length(said: _Said, factors: int, original: int, scaled: float) -> Values:
+    """Frequencies with a factor each, others beyond the original context, where the model is not served. What they are is read with
+    the tensors: here they are 1."""
+    for name in (NEAR_FACTORS, FAR_FACTORS):
+        said.tensor(name, factors)
+    attention = said.real("rope.scaling.attn_factor", 1.0)
+    if not 0 < attention <= MOST_ATTENTION:
+        raise said.bad("rope.scaling.attn_factor", attention, f"above 0, at most {MOST_ATTENTION:g}")
+    if scaled != 1.0:
+        raise said.bad("rope.scaling.factor", scaled, f"1, beside {NEAR_FACTORS}")
+    return {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * factors,
+        "long_factor": [1.0] * factors,
+        "factor": max(1.0, said.size("context_length") / original),
+        "attention_factor": attention,
+        "original_max_position_embeddings": original,
+    }
 
 
 # --- the architectures
@@ -340,13 +365,12 @@ def _phi3(said: _Said) -> Values:
     said.tensor("blk.0.attn_qkv.weight", rows * head_dim, hidden)
     said.tensor("blk.0.ffn_up.weight", 2 * values["intermediate_size"], hidden)
     window = said.whole("attention.sliding_window", 0)
+    rotary = {"partial_rotary_factor": 1.0, **_rotary(said, head_dim, partial=True)}
+    whole = values["max_position_embeddings"]
     return values | {
         "hidden_act": "silu",
-        "rope_parameters": {
-            "partial_rotary_factor": 1.0,
-            **_rotary(said, head_dim, partial=True),
-        },
-        "original_max_position_embeddings": values["max_position_embeddings"],
+        "rope_parameters": rotary,
+        "original_max_position_embeddings": rotary.get("original_max_position_embeddings", whole),
         "sliding_window": window or None,
     }
 

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from fusion.runtime.capture.gguf.blocks import unpacked
-from fusion.runtime.capture.gguf.config import ROPE_FACTORS, ModelConfig
+from fusion.runtime.capture.gguf.config import FAR_FACTORS, NEAR_FACTORS, ROPE_FACTORS, ModelConfig
 from fusion.runtime.capture.gguf.header import GGUFHeader, TensorPlace, shown
 from fusion.runtime.job.errors import JobError
 
 CHUNK_BYTES = 8 << 20  # of the file, at once
+_OF_ROTARY = {"llama": {ROPE_FACTORS}, "phi3": {NEAR_FACTORS, FAR_FACTORS}}  # tensors that are no parameters
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -58,7 +59,7 @@ def stored_parameters(header: GGUFHeader, config: ModelConfig, module: nn.Module
             raise JobError(f"{header.path}: {shown(place.name)} is in {place.kind}, which is not read")
         found[parameter] = stored
     used = {stored.place.name for stored in found.values()}
-    used |= {ROPE_FACTORS} if config.architecture == "llama" else set()
+    used |= _OF_ROTARY.get(config.architecture, set())
     for name in sorted(header.tensors.keys() - used):
         raise JobError(f"{header.path} has a tensor {shown(name)}, which no {config.model_type} model has")
     return found

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from gguf.constants import GGMLQuantizationType
 from support import gguf_files
 from support.families import COMMON, GROUPED, POSITIONS, build, greedy
 
@@ -62,6 +64,11 @@ def config(family: str) -> Any:
             return transformers.Gemma3TextConfig(**{**WIDE, "num_hidden_layers": 6}, **SOFT)
         case "phi3":
             return transformers.Phi3Config(**WIDE)
+        case "phi3, by length":
+            factors = {"short_factor": [1 + n / 16 for n in range(32)], "long_factor": [4.0] * 32}
+            by_length = {"rope_type": "longrope", "rope_theta": 10_000.0, **factors}
+            far = {"max_position_embeddings": 4 * POSITIONS, "original_max_position_embeddings": POSITIONS}
+            return transformers.Phi3Config(**{**WIDE, **far}, rope_parameters=by_length)
         case "gpt2":
             return transformers.GPT2Config(**COMMON, n_embd=256, n_layer=2, n_head=4, n_positions=POSITIONS)
     raise ValueError(family)
@@ -130,7 +137,7 @@ def check(family: str, kind: str, path: Path, lengths: tuple[int, ...] = (1, 7, 
 QUICK = [("qwen3", "Q4_K")]
 KINDS = ("F32", "BF16", "Q8_0", "Q4_0", "Q4_K")
 SLOW = [(family, kind) for family in ("llama", "qwen3", "gemma2") for kind in KINDS]
-OTHERS = ["qwen2", "gemma", "gemma3", "phi3", "gpt2"] + [
+OTHERS = ["qwen2", "gemma", "gemma3", "phi3", "phi3, by length", "gpt2"] + [
     f"llama, {more}" for more in ("linear", "yarn", "tied, biased, its rotary embedding stretched")
 ]
 
@@ -257,6 +264,37 @@ def test_layers_that_a_file_says_and_does_not_have_are_not_counted_up(tmp_path: 
     path.write_bytes(path.read_bytes().replace(b"blk.2.ffn_norm.weight", b"blk.9.ffn_norm.weight"))
     with pytest.raises(JobError, match=r"no tensor blk\.2\.ffn_norm\.weight$"):
         model_config(read_header(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope.scaling.attn_factor": -1.0}, "attn_factor = -1.0: above 0, at most 10"),
+        ({"rope.scaling.factor": 2.0}, "factor = 2.0: 1, beside rope_factors_short.weight"),
+        ({"rope.dimension_count": 32}, "rope_factors_short.weight has the shape"),
+    ],
+)
+def test_factors_that_do_not_fit_are_refused_in_one_line(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    more = {f"phi3.{key}": value for key, value in change.items()}
+    gguf_files.write(path, build(config("phi3, by length")), "F16", more=more)
+    with pytest.raises(JobError, match=message):
+        open_gguf(path)
+
+
+def test_factors_in_another_kind_of_number_are_refused(tmp_path: Path) -> None:
+    """Of whole numbers, say, which the library turns into no others."""
+    path = tmp_path / "model.gguf"
+    gguf_files.write(path, build(config("phi3, by length")), "F16")
+    name = b"rope_factors_short.weight"
+    kind = len(name) + struct.calcsize("<IQ")  # after the name its dimensions, one here
+    data, at = bytearray(path.read_bytes()), path.read_bytes().index(name) + kind
+    data[at : at + 4] = struct.pack("<I", GGMLQuantizationType.I32)
+    path.write_bytes(data)
+    with pytest.raises(JobError, match=r"rope_factors_short\.weight is in I32, not in F32"):
+        open_gguf(path)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_not_whole(tmp_path: Path) -> None:
