@@ -107,7 +107,8 @@ class _Connection(H11Protocol):
         if over > MAX_REFUSED:
             transport.abort()
         elif self._refused:
-            transport.write(_refusal(Busy()))
+            said = f"this peer takes {MAX_CONNECTIONS} connections at once, and has them: ask again later, or ask another peer"
+            transport.write(_refusal(Busy(said)))
             self.loop.call_later(REFUSED_SECONDS, transport.abort)
 
     def data_received(self, data: bytes) -> None:

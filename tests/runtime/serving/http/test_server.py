@@ -472,6 +472,7 @@ def test_connections_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             held = [await asyncio.open_connection("127.0.0.1", http.port) for _ in range(2)]
             status, headers, body = await ask(http, "POST", "/v1/completions", {**GREEDY, "prompt": PROMPT})
             assert (status, headers["retry-after"], json.loads(body)["error"]["code"]) == (429, "2", "busy")
+            assert "takes 2 connections" in json.loads(body)["error"]["message"]
             async with asyncio.timeout(10):
                 while True:  # until the one before is gone
                     refused = await asyncio.open_connection("127.0.0.1", http.port)
