@@ -24,7 +24,7 @@ from fusion.swarm.transport import PeerId, Transport, call
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 0.3  # for the directory, where what it said a heartbeat ago may do
-READ_SECONDS = 0.2  # for which what was read of a stage does for all who ask for our word on it, with any term that they like
+READ_SECONDS = 0.2  # for which what was read of a stage does for all who ask for our word on it, or give it to us, with any term that they like
 OWN_WORD_SECONDS = 0.1  # for our own look at an owner, before we report it without our word
 
 
@@ -39,6 +39,10 @@ class Jurors:
         self._ask_seconds = 2 * check_seconds
         self._flights = SingleFlight()
         self._reads: SharedWork[Place, tuple[ClaimRecord, ...]] = SharedWork(time.monotonic, READ_SECONDS)
+
+    async def read(self, place: Place) -> tuple[ClaimRecord, ...]:
+        """The claims of a stage as of a moment ago at most; what we knew of them where the directory does not answer soon."""
+        return await self._reads.get(place, lambda: self._leases.claims_or_recent(*place, PATIENCE_SECONDS))
 
     async def testimonies(
         self, place: Place, holding: Holding, given: Sequence[bytes] = ()
@@ -73,7 +77,7 @@ class Jurors:
         held = leases.tenure(*place)
         if held is None or held.holding != holding:
             # It may be that we have not heard of it yet.
-            await self._reads.get(place, lambda: leases.claims_or_recent(*place, PATIENCE_SECONDS))
+            await self.read(place)
             held = leases.tenure(*place)
         owner = winner(leases.recent(*place))
         if held is None:

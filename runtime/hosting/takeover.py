@@ -18,6 +18,7 @@ import logging
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 from fusion.runtime.hosting.hold_frames import (
@@ -75,7 +76,7 @@ class Takeovers:
         self._holder: StageHolder | None = None
         self._probe = OwnerProbe(transport, check_seconds)
         self._jurors = Jurors(transport, leases, self._probe, check_seconds)
-        self._transfer = Transfer(transport, leases)
+        self._transfer = Transfer(transport, leases, self._jurors.read)
         self._flights = SingleFlight()
         leases.testimonies = self._jurors.testimonies
 
@@ -83,6 +84,12 @@ class Takeovers:
         """As in `Takeover`."""
         self._holder = holder
         await self._transport.serve(HOLD.name, self._handle)
+
+    async def _read(self, place: Place) -> tuple[ClaimRecord, ...]:
+        """The claims of a stage now, read once at a time however many tell us of it, with any peer and term that they like; what
+        we knew of them where the directory does not answer soon."""
+        read = partial(self._leases.claims_or_recent, *place, PATIENCE_SECONDS)
+        return await self._flights.once(("read", place), read)
 
     # --- whoever sees an owner vanish
 
@@ -184,7 +191,10 @@ class Takeovers:
         ):
             return refused("not a standby of that stage")
         owner = winner(leases.recent(*place))
-        suspected = {peer, *(() if owner is None else (owner.peer,))}
+        suspected = set() if owner is None else {owner.peer}
+        # Whoever reports may name anybody: others are looked at only if they claim the stage, or if nobody else does.
+        if owner is None or any(claim.peer == peer for claim in leases.recent(*place)):
+            suspected.add(peer)
         holding = Holding(peer, term) if owner is None else Holding(owner.peer, owner.term)
         asking = asyncio.ensure_future(self._jurors.testimonies(place, holding, words))
         try:
@@ -207,12 +217,10 @@ class Takeovers:
         """`asking`: for the testimonies that we need, should the owner be gone, against the one of `asked`."""
         assert self._holder is not None
         holder, leases, (peer, term) = self._holder, self._leases, reported
-        signs, claims = await asyncio.gather(
-            self._look_at(suspected, place), self._leases.claims_or_recent(*place, PATIENCE_SECONDS)
-        )
+        signs, claims = await asyncio.gather(self._look_at(suspected, place), self._read(place))
         owner = winner(claims)
-        if owner is not None and owner.peer not in signs and owner.peer != leases.peer_id:
-            signs |= await self._look_at({owner.peer}, place)
+        claimed = {claim.peer for claim in claims} & {peer} | (set() if owner is None else {owner.peer})
+        signs |= await self._look_at((claimed or {peer}) - signs.keys(), place)
         verdict = judge(claims, peer, term, signs)
         if verdict == "take":
             log.info("stage %d of job %.8s: its owner %s is gone", place[1], place[0], peer)
@@ -268,9 +276,8 @@ class Takeovers:
 
     async def _look_at(self, peers: set[PeerId], place: Place) -> dict[PeerId, Sign]:
         others = sorted(peers - {self._leases.peer_id})
-        return dict(
-            zip(others, await asyncio.gather(*(self._probe.look(p, *place) for p in others)), strict=True)
-        )
+        looks = (self._flights.once((place, p), partial(self._probe.look, p, *place)) for p in others)
+        return dict(zip(others, await asyncio.gather(*looks), strict=True))
 
     # --- an owner that leaves, or gives a stage away
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -28,11 +28,17 @@ ANSWER_SECONDS = 4.0  # for a successor to look, claim and answer
 
 
 class Transfer:
-    """From this peer to another, and from another to this one."""
+    """From this peer to another, and from another to this one. `read` gives the claims of a stage."""
 
-    def __init__(self, transport: Transport, leases: Leases) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        leases: Leases,
+        read: Callable[[Place], Awaitable[tuple[ClaimRecord, ...]]],
+    ) -> None:
         self._transport = transport
         self._leases = leases
+        self._read = read
 
     async def give(
         self, job: JobId, stage: int, term: int, handover: Mapping[str, Any], order: Sequence[PeerId]
@@ -77,9 +83,7 @@ class Transfer:
         if leases.access.law(place[0]) is None:
             return "nothing is known of that job here"
         gives = Holding(remote, term)
-        if not _holds(gives, leases.recent(*place)) and not _holds(
-            gives, await leases.claims_or_recent(*place)
-        ):
+        if not _holds(gives, leases.recent(*place)) and not _holds(gives, await self._read(place)):
             return f"{remote} does not own the stage under term {term}"
         if not leases.jury.is_proof(*place, gives, leases.peer_id, (word,)):
             return f"{remote} has not released the stage"

@@ -4,52 +4,114 @@ where a peer listens, and have users place their jobs on nobody."""
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from attacks.ground import Ground
 from attacks.hold import Attack
+from attacks.scripts.stolen_stages import owners
 from attacks.stranger import Stranger, store_request
 from attacks.verdict import Verdict
 from support.directory_records import peer_record
 
+from fusion.runtime.job.protocol import HOLD
 from fusion.runtime.placing.answering_peers import answering_peers
+from fusion.swarm.directory.records import PeerRecord
+from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import Identity
+from fusion.swarm.transport import PeerId, call
 
 NAMES = 256  # of peers that there are not, in each wave
 ADDRESSES = 4  # of each, which is as many as a peer tries
 GHOSTS = 2000
 GHOST_SECONDS = 110.0
 BATCH = 64
+KNOWN_SECONDS = 6.0  # for peers to look who is listed
+ANSWER_SECONDS = 6.0
 LISTED_SECONDS = 6.0
 WAVE_SECONDS = 12.0
 DIALS_PER_SECOND = 1.0  # of three peers together, at the most
 
 
-async def dialled_by_peers(one: Stranger) -> dict[str, Any]:
-    """Hundreds of peers that there are not are listed for a moment, all of them at the addresses of one who is no peer; then
-    others. Connections to these are counted."""
-    dials = 0
+@dataclass
+class ThirdParty:
+    """Somebody who is no peer, and counts who connects."""
 
+    ports: tuple[int, ...]
+    dials: int = 0
+
+    def record_of(self, name: Identity) -> PeerRecord:
+        """Of a peer that is not there: it says that it listens here."""
+        return peer_record(
+            name, addresses=tuple(f"/ip4/127.0.0.1/tcp/{port}/p2p/{name.peer_id}" for port in self.ports)
+        )
+
+
+@asynccontextmanager
+async def third_party() -> AsyncIterator[ThirdParty]:
     async def count(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal dials
-        dials += 1
+        found.dials += 1
         writer.close()
 
     servers = [await asyncio.start_server(count, "127.0.0.1", 0) for _ in range(ADDRESSES)]
-    ports = [server.sockets[0].getsockname()[1] for server in servers]
+    found = ThirdParty(tuple(server.sockets[0].getsockname()[1] for server in servers))
+    try:
+        yield found
+    finally:
+        for server in servers:
+            server.close()
+
+
+async def dialled_by_peers(one: Stranger) -> dict[str, Any]:
+    """Hundreds of peers that there are not are listed for a moment, all of them at the addresses of one who is no peer; then
+    others. Connections to these are counted."""
     began = asyncio.get_running_loop().time()
-    while one.time_left:
-        offers = []
-        for _ in range(NAMES):
-            name = Identity.generate()
-            addresses = tuple(f"/ip4/127.0.0.1/tcp/{port}/p2p/{name.peer_id}" for port in ports)
-            offers.append(one.sealed(peer_record(name, addresses=addresses), LISTED_SECONDS, name))
-        for at in range(0, NAMES, BATCH):
-            await one.everywhere("store", store_request(offers[at : at + BATCH]))
-        await asyncio.sleep(min(WAVE_SECONDS, one.until - asyncio.get_running_loop().time()))
-    for server in servers:
-        server.close()
-    return {"dials": dials, "dials_per_second": dials / (asyncio.get_running_loop().time() - began)}
+    async with third_party() as third:
+        while one.time_left:
+            await list_ghosts(one, third, NAMES, LISTED_SECONDS)
+            await asyncio.sleep(max(0.0, min(WAVE_SECONDS, one.until - asyncio.get_running_loop().time())))
+        return _counted(third, began)
+
+
+def _counted(third: ThirdParty, began: float) -> dict[str, Any]:
+    return {
+        "dials": third.dials,
+        "dials_per_second": third.dials / (asyncio.get_running_loop().time() - began),
+    }
+
+
+async def list_ghosts(one: Stranger, third: ThirdParty, count: int, seconds: float) -> list[PeerId]:
+    """So many, for so long; their names."""
+    names = [Identity.generate() for _ in range(count)]
+    offers = [one.sealed(third.record_of(name), seconds, name) for name in names]
+    for at in range(0, count, BATCH):
+        await one.everywhere("store", store_request(offers[at : at + BATCH]))
+    return [name.peer_id for name in names]
+
+
+async def named_in_reports(one: Stranger) -> dict[str, Any]:
+    """Reports to everybody, who may stand by, that an owner has vanished, each of which names another peer that there is not."""
+    answers: Counter[str] = Counter()
+    async with third_party() as third:
+        names = await list_ghosts(one, third, NAMES, GHOST_SECONDS)
+        await asyncio.sleep(KNOWN_SECONDS)
+        began, third.dials = asyncio.get_running_loop().time(), 0
+        while one.time_left:
+            for (job, stage), _ in owners(one):
+                await one.pace()
+                about = {"job": job, "stage": stage, "word": b"", "yours": True}
+                for victim in one.peers:
+                    about |= {"peer": random.choice(names), "term": random.randrange(1, 1 << 20)}
+                    with suppress(SwarmError, TimeoutError):
+                        async with asyncio.timeout(ANSWER_SECONDS):
+                            answers[
+                                (await call(one.transport, victim, HOLD.name, "suspect", about)).kind
+                            ] += 1
+        return {"answers": dict(answers), **_counted(third, began)}
 
 
 async def few_dials(ground: Ground, verdict: Verdict) -> None:
@@ -94,5 +156,6 @@ async def no_ghost_gets_a_stage(ground: Ground, verdict: Verdict) -> None:
 
 ATTACKS = {
     "ghost_peers": Attack(ghost_peers, seconds=20.0, check=no_ghost_gets_a_stage, alone=True),
+    "named_in_reports": Attack(named_in_reports, seconds=16.0, check=few_dials),
     "dialled_by_peers": Attack(dialled_by_peers, seconds=30.0, check=few_dials),
 }

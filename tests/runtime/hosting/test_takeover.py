@@ -581,6 +581,45 @@ def test_a_stage_is_taken_without_the_directory_and_a_stranger_has_none_read(
     run(main())
 
 
+def test_strangers_have_a_stage_read_once_and_nobody_dialled_who_does_not_claim_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1)
+            bystander, stranger, dialled = made.client(), made.client(), list[str]()
+
+            async def noted(stream: Stream) -> None:
+                dialled.append((await stream.receive()).kind)
+
+            await bystander.serve(HOLD.name, noted)
+            directory = first.context.directory
+            claims = directory.claims
+
+            async def slowly(*place: Any) -> Any:
+                await asyncio.sleep(0.05)
+                return await claims(*place)
+
+            monkeypatch.setattr(directory, "claims", slowly)
+            await first.context.leases.claims(job, 0)
+            read = reads_of(first, monkeypatch)
+            about = {"job": job, "stage": 0, "word": b""}
+            said = await asyncio.gather(
+                *(
+                    call(stranger, first.id, HOLD.name, kind, {**about, **more, "term": term})
+                    for term in range(20)
+                    for kind, more in (
+                        ("suspect", {"peer": bystander.peer_id, "yours": True}),
+                        ("take", {"handover": {}}),
+                    )
+                )
+            )
+            assert {each.kind for each in said} == {"alive", "no"} and dialled == [] and len(read) <= 2
+            assert (job, 0) in owner.service.running and first.service.begun == []
+
+    run(main())
+
+
 def test_only_the_owner_can_hand_a_stage_over(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
