@@ -141,15 +141,24 @@ class BlobStore:
         """As `put`, of `size` bytes that are made while they are written. Raises BlobError if there are more or fewer."""
         self._reserve(size)
         scratch = self._partial / f"tmp-{secrets.token_hex(8)}"
+        on_disk = 0
+
+        def wrote(count: int) -> None:
+            nonlocal on_disk
+            with self._lock:
+                on_disk += count
+                self._on_disk += count
+
         try:
             with disk.errors(f"cannot write {scratch}"):
                 with scratch.open("wb") as file:
-                    index = index_of(_copied(pieces, file, size))
+                    index = index_of(_copied(pieces, file, size, wrote))
                     disk.settle(file.fileno())
                 return self._adopt(index, scratch, job)
         finally:
             with self._lock:
                 self._reserved -= size
+                self._on_disk -= on_disk
             scratch.unlink(missing_ok=True)
 
     def begin(self, index_bytes: bytes, digest: Digest, job: str | None = None) -> PartialBlob:
@@ -374,15 +383,18 @@ class BlobStore:
                 self._resumable[digest] = file.stat().st_size
 
 
-def _copied(pieces: Iterable[bytes | memoryview], file: BinaryIO, size: int) -> Iterator[memoryview]:
-    """The chunks of what `pieces` are together, each written to `file` on the way. Raises BlobError unless they are `size`
-    bytes."""
+def _copied(
+    pieces: Iterable[bytes | memoryview], file: BinaryIO, size: int, wrote: Callable[[int], None]
+) -> Iterator[memoryview]:
+    """The chunks of what `pieces` are together, each written to `file` on the way, which `wrote` is told of. Raises BlobError
+    unless they are `size` bytes."""
     left = size
     for chunk in chunks_of(pieces):
         left -= len(chunk)
         if left < 0:
             break
         file.write(chunk)
+        wrote(len(chunk))
         yield chunk
     if left:
         raise BlobError(f"a blob of {size} bytes grew or shrank while it was read")

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -153,6 +154,24 @@ def test_a_full_store_makes_room_and_keeps_what_is_needed(tmp_path: Path) -> Non
     assert store.has(old) and store.has(needed) and not store.has(last)
     with pytest.raises(QuotaExceeded, match="1000 of 1000"):
         store.put(b"e" * 701)
+
+
+def test_what_is_written_of_a_blob_already_is_not_wanted_of_the_disk_again(tmp_path: Path) -> None:
+    free = [3 * CHUNK_BYTES]
+    store = BlobStore(tmp_path, 1 << 30, Needs(), spare_bytes=lambda _: free[0])
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(2):
+            yield bytes(CHUNK_BYTES)
+            free[0] -= CHUNK_BYTES
+        small.append(store.put(b"x" * (CHUNK_BYTES // 2)))  # meanwhile, by another
+
+    small: list[Digest] = []
+    large = store.put_pieces(2 * CHUNK_BYTES, pieces())
+    assert store.has(large) and store.has(small[0])
+    free[0] = CHUNK_BYTES
+    with pytest.raises(QuotaExceeded, match="the disk is full"):
+        store.put(bytes(CHUNK_BYTES + 1))  # what was written counts no longer
 
 
 def test_what_is_left_to_others_of_the_disk_is_not_used(tmp_path: Path) -> None:
