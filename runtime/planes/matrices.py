@@ -51,60 +51,68 @@ class Matrices:
         self._graph = graph
         self._fixed = fixed_rows
         self._kernels = kernels() if device.type == "cuda" else None
-        self._packed: set[str] = set()
-        self.laid_out: dict[str, Any] = {}  # tensors, and packed matrices and experts
-        self._wanted = wanted = packable(graph)
-        experts = packable_experts(graph)
+        self._wanted, self._experts = packable(graph), packable_experts(graph)
+        self._tied = _linear_matrices(graph) - self._wanted.keys()
         self._stored = StoredMatrices(graph, device)
-        self.rows_agree = bool(fixed_rows) or (
-            self._stored.rows_agree
-            and all(
-                isinstance(node.args[2], Ref) and node.args[2].name in wanted.keys() | experts.keys()
-                for node in graph.nodes
-                if node.op in ("aten.addmm", EXPERT_LINEAR)
-            )
-        )
-        self._agree: dict[tuple[tuple[int, ...], torch.dtype], bool] = {}
-        tied = _linear_matrices(graph) - wanted.keys()
-        total = sum(type_bytes(variable.type) for variable in graph.variables)
-        spare = max(_SPARE_BYTES, total // _SPARE_SHARE)
-        self._alone: set[str] = set()  # matrices whose products are the same for one row as for several
         self.by_piece = ByPiece()
+        self._packed: set[str] = set()
+        self._alone: set[str] = set()  # matrices whose products are the same for one row as for several
         self._by_piece: set[str] = set()
-        invariant: dict[tuple[tuple[int, ...], torch.dtype, bool], bool] = {}
+        self._agree: dict[tuple[tuple[int, ...], torch.dtype], bool] = {}
+        self._invariant: dict[tuple[tuple[int, ...], torch.dtype, bool], bool] = {}
+        total = sum(type_bytes(variable.type) for variable in graph.variables)
+        self._spare_bytes = max(_SPARE_BYTES, total // _SPARE_SHARE)
+        self.rows_agree = bool(fixed_rows) or (self._stored.rows_agree and self._knows_all_products())
+        self.laid_out: dict[str, Any] = {}  # tensors, and packed matrices and experts
         for variable in graph.variables:  # one after the other, as `variables` may read each from a file
-            name, value = variable.name, checked(variables, variable).detach().to(device)
-            if fixed_rows:
-                self.laid_out[name] = self._stored.laid_out(name, value.contiguous())
-                continue
-            packed: Any = None
-            if value.dtype in _HALF and (name in wanted or name in tied):
-                sort = tuple(value.shape), value.dtype, wanted.get(name, False)
-                if sort not in invariant:
-                    invariant[sort] = is_batch_invariant(value, added=sort[2])
-                (self._alone if invariant[sort] else self._by_piece).add(name)
-                self.laid_out[name] = value.contiguous()
-                continue
-            if name in wanted or name in experts:
-                transposed = wanted[name] if name in wanted else experts[name]
-                matrices = value[None] if name in wanted else value
-                each = matrices[0].t() if transposed else matrices[0]
-                added = len(matrices) * filling(each.shape[0]) * each.shape[1] * value.element_size()
-                if added <= spare:
-                    packed = pack(each) if name in wanted else pack_experts(value, transposed=transposed)
-                if packed is None:
-                    self._require_agreement(each)
-                else:
-                    self._packed.add(name)
-                    spare -= added
-            own = self._stored.laid_out(name, value.contiguous()) if packed is None else packed
-            self.laid_out[name] = own
-        few = (
-            set()
-            if self._fixed
-            else (wanted.keys() | tied | experts.keys()) - self._alone - self._by_piece - self._packed
+            value = checked(variables, variable).detach().to(device)
+            self.laid_out[variable.name] = self._lay_out(variable.name, value)
+        multiplied = self._wanted.keys() | self._tied | self._experts.keys()
+        by_library = multiplied - self._alone - self._by_piece - self._packed
+        self.least_rows = FEW_ROWS if by_library and not fixed_rows else 1
+
+    def _knows_all_products(self) -> bool:
+        """Whether there is no product but with matrices that are looked at here."""
+        known = self._wanted.keys() | self._experts.keys()
+        return all(
+            isinstance(node.args[2], Ref) and node.args[2].name in known
+            for node in self._graph.nodes
+            if node.op in ("aten.addmm", EXPERT_LINEAR)
         )
-        self.least_rows = FEW_ROWS if few else 1
+
+    def _lay_out(self, name: str, value: torch.Tensor) -> Any:
+        """A variable as it is kept."""
+        if not self._fixed and value.dtype in _HALF and (name in self._wanted or name in self._tied):
+            (self._alone if self._is_invariant(name, value) else self._by_piece).add(name)
+            return value.contiguous()
+        packed = None
+        if not self._fixed and (name in self._wanted or name in self._experts):
+            packed = self._pack(name, value)
+        return self._stored.laid_out(name, value.contiguous()) if packed is None else packed
+
+    def _is_invariant(self, name: str, matrix: torch.Tensor) -> bool:
+        kind = tuple(matrix.shape), matrix.dtype, self._wanted.get(name, False)
+        if kind not in self._invariant:
+            self._invariant[kind] = is_batch_invariant(matrix, added=kind[2])
+        return self._invariant[kind]
+
+    def _pack(self, name: str, value: torch.Tensor) -> Any:
+        """A matrix, or those of experts, packed; None where that cannot be had, or would take more memory than there is for it:
+        the library's products have to do then."""
+        is_expert = name not in self._wanted
+        transposed = self._experts[name] if is_expert else self._wanted[name]
+        matrices = value if is_expert else value[None]
+        each = matrices[0].t() if transposed else matrices[0]
+        added = len(matrices) * filling(each.shape[0]) * each.shape[1] * value.element_size()
+        packed = None
+        if added <= self._spare_bytes:
+            packed = pack_experts(value, transposed=transposed) if is_expert else pack(each)
+        if packed is None:
+            self._require_agreement(each)
+        else:
+            self._packed.add(name)
+            self._spare_bytes -= added
+        return packed
 
     def _require_agreement(self, matrix: torch.Tensor) -> None:
         """(out, in): of the library's own products."""
@@ -121,14 +129,8 @@ class Matrices:
         for node in self._graph.nodes:
             match node.op, *node.args:
                 case "aten.linear", _, Ref() as matrix, _:
-                    if matrix.name in self._packed:
-                        found[node.name] = linear
-                    elif together and matrix.name in self._by_piece:
-                        found[node.name] = self.by_piece.linear
-                    elif (
-                        together and not self._fixed and matrix.name not in self._wanted.keys() | self._alone
-                    ):
-                        found[node.name] = row_by_row
+                    if (product := self._linear(matrix.name, together)) is not None:
+                        found[node.name] = product
                 case "aten.embedding", Ref() as table, *_ if table.name in self._packed:
                     found[node.name] = embedding
                 case "aten.addmm", _, _, Ref() as matrix, *_ if matrix.name in self._packed:
@@ -136,15 +138,28 @@ class Matrices:
                 case "aten.addmm", _, _, Ref() as matrix, *_ if together and matrix.name in self._by_piece:
                     found[node.name] = self.by_piece.addmm
                 case "fusion.expert_linear", _, _, Ref() as matrix, *_:
-                    if matrix.name in self._packed:
-                        found[node.name] = packed_expert_linear
-                    elif self._kernels is not None:
-                        found[node.name] = self._kernels.experts.expert_linear
-                    elif self._fixed and together:
-                        found[node.name] = fixed_expert_linear(self._fixed)
-                    else:
-                        found[node.name] = padded_expert_linear
+                    found[node.name] = self._expert_linear(matrix.name, together)
         return found
+
+    def _linear(self, matrix: str, together: bool) -> Callable[..., torch.Tensor] | None:
+        """None: the library's, as it is."""
+        if matrix in self._packed:
+            return linear
+        if together and matrix in self._by_piece:
+            return self.by_piece.linear
+        if together and not self._fixed and matrix not in self._wanted.keys() | self._alone:
+            return row_by_row
+        return None
+
+    def _expert_linear(self, matrix: str, together: bool) -> Callable[..., torch.Tensor]:
+        if matrix in self._packed:
+            return packed_expert_linear
+        if self._kernels is not None:
+            kernel: Callable[..., torch.Tensor] = self._kernels.experts.expert_linear
+            return kernel
+        if self._fixed and together:
+            return fixed_expert_linear(self._fixed)
+        return padded_expert_linear
 
 
 def _linear_matrices(graph: Graph) -> set[str]:
