@@ -257,55 +257,82 @@ def _backwards(
     """From the scores `at`, which so many nodes of the attention read."""
     if len(graph.uses[at]) != readers or at in graph.outputs:
         return None
-    scores = at
-    times = 1.0  # what the scores so far are multiplied by later
-    inexact = False  # whether later steps would round otherwise in another dtype
+    scores, walk = at, _Walk(graph, found, positional)
     while _pairs(graph, at) and (at == scores or _alone(graph, at)):
         node = maker(graph, at)
         if node is None:
             return None
-        filled = _filled(graph, node)
-        if filled is not None and filled[1].mask.name in positional:
-            if times != 1 or found.softcap is not None:
-                return None  # what is hidden would be scaled or capped as well
-            at, hides = filled
-            found.hides.append(hides)
-        elif node.op == "aten.add.Tensor" and node.args[2] == 1:
-            given = list(node.refs())
-            known = [ref for ref in given if ref.name in positional]
-            if len(given) != 2 or len(known) != 1 or found.softcap is not None:
-                return None
-            (at,) = (ref for ref in given if ref not in known)
-            found.added.append(Added(known[0], times, len(node.results[0].shape) == 3))
-            inexact = True
-        elif node.op in ("aten.maximum", "aten.clamp_min") and times == 1 and found.softcap is None:
-            least = number(graph, node.args[1])
-            if least is None or least > HIDDEN or not isinstance(node.args[0], Ref):
-                return None
-            at = node.args[0]
-        elif (scaled := _scaled(graph, node)) is not None:
-            at, factor = scaled
-            capped = maker(graph, at)
-            inexact = True
-            if capped is None or capped.op != "aten.tanh":
-                times *= factor
-                continue
-            inner = maker(graph, capped.args[0])
-            within = _scaled(graph, inner) if inner is not None else None
-            alone = _alone(graph, at) and isinstance(capped.args[0], Ref) and _alone(graph, capped.args[0])
-            if within is None or times != 1 or found.softcap is not None or factor <= 0 or not alone:
-                return None
-            at, found.softcap = within[0], factor
-            times = 1.0 if abs(within[1] * factor - 1) < 1e-6 else within[1] * factor
-        elif node.op in ("aten.to.dtype", "aten.reshape") and isinstance(node.args[0], Ref):
-            if node.op == "aten.to.dtype" and (inexact or "float" not in graph.types[node.args[0]].dtype):
-                return None
-            at = node.args[0]
-        elif node.op in _PRODUCTS or node.op == "aten.baddbmm":
-            return _product(graph, node, times, found, positional)
-        else:
+        if node.op in _PRODUCTS or node.op == "aten.baddbmm":
+            return _product(graph, node, walk.times, found, positional)
+        before = walk.before(node)
+        if before is None:
             return None
+        at = before
     return None
+
+
+@dataclass
+class _Walk:
+    """Back from scores, a step at a time; what steps do to them goes into `found`."""
+
+    graph: Graph
+    found: EagerAttention
+    positional: frozenset[str]
+    times: float = 1.0  # what the scores so far are multiplied by later
+    inexact: bool = False  # whether later steps would round otherwise in another dtype
+
+    @property
+    def bare(self) -> bool:
+        """Whether no later step scales or caps the scores: what is hidden would be scaled or capped as well."""
+        return self.times == 1 and self.found.softcap is None
+
+    def before(self, node: Node) -> Ref | None:
+        """The scores that the node, a step, makes those of that follow; None where it is no known step."""
+        filled = _filled(self.graph, node)
+        if filled is not None and filled[1].mask.name in self.positional:
+            if not self.bare:
+                return None
+            self.found.hides.append(filled[1])
+            return filled[0]
+        if node.op == "aten.add.Tensor" and node.args[2] == 1:
+            return self._unbiased(node)
+        source = node.args[0] if node.args and isinstance(node.args[0], Ref) else None
+        if node.op in ("aten.maximum", "aten.clamp_min") and self.bare:
+            least = number(self.graph, node.args[1])
+            return None if least is None or least > HIDDEN else source
+        if (scaled := _scaled(self.graph, node)) is not None:
+            return self._unscaled(*scaled)
+        if node.op == "aten.to.dtype" and source is not None:
+            same = not self.inexact and "float" in self.graph.types[source].dtype
+            return source if same else None
+        return source if node.op == "aten.reshape" else None
+
+    def _unbiased(self, node: Node) -> Ref | None:
+        given = list(node.refs())
+        known = [ref for ref in given if ref.name in self.positional]
+        if len(given) != 2 or len(known) != 1 or self.found.softcap is not None:
+            return None
+        (scores,) = (ref for ref in given if ref not in known)
+        self.found.added.append(Added(known[0], self.times, len(node.results[0].shape) == 3))
+        self.inexact = True
+        return scores
+
+    def _unscaled(self, scores: Ref, factor: float) -> Ref | None:
+        """`scores` were multiplied by `factor`, perhaps capped before: factor * tanh(inner)."""
+        self.inexact = True
+        capped = maker(self.graph, scores)
+        if capped is None or capped.op != "aten.tanh":
+            self.times *= factor
+            return scores
+        within = capped.args[0]
+        inner = maker(self.graph, within)
+        scaled = _scaled(self.graph, inner) if inner is not None else None
+        alone = _alone(self.graph, scores) and isinstance(within, Ref) and _alone(self.graph, within)
+        if scaled is None or not self.bare or factor <= 0 or not alone:
+            return None
+        self.found.softcap = factor
+        self.times = 1.0 if abs(scaled[1] * factor - 1) < 1e-6 else scaled[1] * factor
+        return scaled[0]
 
 
 def _product(
