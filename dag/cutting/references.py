@@ -1,4 +1,4 @@
-"""What arguments refer to: replacing references, finding symbols and numbers."""
+"""What arguments refer to: replacing references, finding nodes, symbols and numbers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ def substitute(args: tuple[Arg, ...], renamed: Mapping[Ref, Ref]) -> tuple[Arg, 
         renamed.get(a, a) if isinstance(a, Ref) else substitute(a, renamed) if isinstance(a, tuple) else a
         for a in args
     )
+
+
+def made_by(arg: object, op: str, nodes: Mapping[str, Node]) -> Node | None:
+    """The node of `nodes`, by name, that makes the argument, if that is an `op`."""
+    node = nodes.get(arg.name) if isinstance(arg, Ref) else None
+    return node if node is not None and node.op == op else None
 
 
 def constants(args: Iterable[Arg]) -> Iterator[Arg]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from fusion.dag.cutting.references import without_dead_nodes
+from fusion.dag.cutting.references import made_by, without_dead_nodes
 from fusion.dag.ir.dims import Dim
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import Graph, Node, Ref
@@ -70,7 +70,7 @@ class _LookUp(NamedTuple):
 
 def _product(graph: Graph, node: Node, made: Mapping[str, Node]) -> Node | None:
     """(rows, out), where it is a bmm of looked up matrices with one row each, without its dimension of 1."""
-    bmm = _made(node.args[0], "aten.bmm", made) if node.op in _RESHAPES and node.args else None
+    bmm = made_by(node.args[0], "aten.bmm", made) if node.op in _RESHAPES and node.args else None
     if bmm is None or len(node.results[0].shape) != 2:
         return None
     for at, transposed in ((0, False), (1, True)):  # matrix @ column, or row @ matrix
@@ -105,7 +105,7 @@ def _biased(graph: Graph, node: Node, made: Mapping[str, Node], products: Mappin
 
 def _look_up(graph: Graph, arg: object, made: Mapping[str, Node], rank: int = 3) -> _LookUp | None:
     """The matrices, or rows, of a tensor of plain sizes by a row of ids."""
-    node = _made(arg, _LOOK_UP, made)
+    node = made_by(arg, _LOOK_UP, made)
     if node is None:
         return None
     weight, indices = node.args
@@ -129,8 +129,3 @@ def _row(graph: Graph, arg: object, transposed: bool, made: Mapping[str, Node]) 
     rows, width = graph.types[source].shape
     wanted: tuple[Dim, ...] = (rows, 1, width) if transposed else (rows, width, 1)
     return source if graph.types[arg].shape == wanted else None
-
-
-def _made(arg: object, op: str, made: Mapping[str, Node]) -> Node | None:
-    node = made.get(arg.name) if isinstance(arg, Ref) else None
-    return node if node is not None and node.op == op else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fusion.dag.cutting.references import without_dead_nodes
+from fusion.dag.cutting.references import made_by, without_dead_nodes
 from fusion.dag.ir.graph import Graph, Node, Ref
 
 
@@ -48,17 +48,12 @@ def _factors(node: Node) -> list[tuple[Ref, Ref]]:
 
 def _epsilon(x: Ref, root: Ref, made: Mapping[str, Node]) -> float | None:
     """eps where `root` is rsqrt(mean(x ** 2, -1, keepdim) + eps)."""
-    rsqrt = _made(root, "aten.rsqrt", made)
-    total = rsqrt and _made(rsqrt.args[0], "aten.add.Tensor", made)
+    rsqrt = made_by(root, "aten.rsqrt", made)
+    total = rsqrt and made_by(rsqrt.args[0], "aten.add.Tensor", made)
     if not total or not isinstance(total.args[1], float) or total.args[2] != 1:
         return None
-    mean = _made(total.args[0], "aten.mean.dim", made)
+    mean = made_by(total.args[0], "aten.mean.dim", made)
     if not mean or mean.args[1:] != ((-1,), True, None):
         return None
-    square = _made(mean.args[0], "aten.pow.Tensor_Scalar", made)
+    square = made_by(mean.args[0], "aten.pow.Tensor_Scalar", made)
     return total.args[1] if square and square.args == (x, 2) else None
-
-
-def _made(arg: object, op: str, made: Mapping[str, Node]) -> Node | None:
-    node = made.get(arg.name) if isinstance(arg, Ref) else None
-    return node if node is not None and node.op == op else None
