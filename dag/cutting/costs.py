@@ -39,7 +39,7 @@ _ATTENTION = frozenset({
     "aten.scaled_dot_product_attention", "fusion.source_attention", "fusion.dropout_attention",
 })  # fmt: skip
 _CONVOLUTIONS = frozenset({
-    "aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.conv_transpose1d", "aten.conv_transpose2d.input",
+    "aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.conv_transpose1d", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input",
 })  # fmt: skip
 _RECURRENCES = frozenset({"fusion.recurrence", "fusion.cached_recurrence"})
 _SCORES = 2  # times that they are there at once: with their softmax

@@ -136,7 +136,7 @@ def _transposed_flops(call: Call, _: Types) -> int:
     return elements(call["input"]) * 2 * elements(w) // max(1, int(w.shape[0]))
 
 
-def _c(name: str, n: int, transposed: bool = False) -> OpSpec:
+def _c(name: str, n: int, transposed: bool = False, since: int = 1) -> OpSpec:
     ones, zeros = str((1,) * n), str((0,) * n)
     parameters = f"input: tensor, weight: tensor, bias: tensor? = None, stride: ints = {ones}, padding: ints = {zeros}, "
     parameters += (
@@ -147,7 +147,7 @@ def _c(name: str, n: int, transposed: bool = False) -> OpSpec:
     return op(
         name, parameters, convolution(n, transposed), "convolution",
         kind="parametric", mixes=_convolution_mixes(n, transposed), flops=_transposed_flops if transposed else _convolution_flops,
-        saves=("input", "weight"), bilinear=True, backward={"input": 1.0, "weight": 1.0},
+        saves=("input", "weight"), bilinear=True, backward={"input": 1.0, "weight": 1.0}, since=since,
     )  # fmt: skip
 
 
@@ -160,10 +160,10 @@ def _pool_flops(n: int) -> Flops:
     return flops
 
 
-def _p(name: str, n: int, parameters: str, infer: Infer, saves: tuple[str, ...]) -> OpSpec:
+def _p(name: str, n: int, parameters: str, infer: Infer, saves: tuple[str, ...], since: int = 1) -> OpSpec:
     return op(
         name, f"self: tensor, {parameters}", infer, "reduction",
-        mixes=_pool_mixes(n), flops=_pool_flops(n), saves=saves, backward={"self": 1.0},
+        mixes=_pool_mixes(n), flops=_pool_flops(n), saves=saves, backward={"self": 1.0}, since=since,
     )  # fmt: skip
 
 
@@ -209,12 +209,16 @@ SPECS: list[OpSpec] = [
     _c("aten.conv3d", 3),
     _c("aten.conv_transpose1d", 1, transposed=True),
     _c("aten.conv_transpose2d.input", 2, transposed=True),
+    _c("aten.conv_transpose3d.input", 3, transposed=True, since=2),
     _p("aten.max_pool1d", 1, _max(1), pool(1), ("self", "result")),
     _p("aten.max_pool2d", 2, _max(2), pool(2), ("self", "result")),
+    _p("aten.max_pool3d", 3, _max(3), pool(3), ("self", "result"), since=2),
     _p("aten.avg_pool1d", 1, _average(1), pool(1), ("self",)),
     _p("aten.avg_pool2d", 2, _average(2) + ", divisor_override: int? = None", pool(2), ("self",)),
+    _p("aten.avg_pool3d", 3, _average(3) + ", divisor_override: int? = None", pool(3), ("self",), since=2),
     _p("aten.adaptive_avg_pool1d", 1, "output_size: ints", adaptive_pool(1), ("self",)),
     _p("aten.adaptive_avg_pool2d", 2, "output_size: ints", adaptive_pool(2), ("self",)),
+    _p("aten.adaptive_avg_pool3d", 3, "output_size: ints", adaptive_pool(3), ("self",), since=2),
     # Of the family of attention: rows go one by one, and what takes the time is the cache.
     op(
         "fusion.cached_convolution",

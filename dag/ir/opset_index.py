@@ -349,6 +349,8 @@ SPECS: list[OpSpec] = [
     _m("aten.scatter.src", "self: tensor, dim: int, index: tensor, src: tensor", scatter, _everything_along, "index"),
     _m("aten.scatter.value", "self: tensor, dim: int, index: tensor, value: number", scatter, _everything_along, "index"),
     _m("aten.index_add", "self: tensor, dim: int, index: tensor, source: tensor, alpha: number = 1", index_add, _everything_along, "index"),
+    op("aten.scatter_add", "self: tensor, dim: int, index: tensor, src: tensor", scatter, "move", mixes=_everything_along, saves=("index",),
+       flops=lambda c, _: elements(c["index"]), since=2),
     op("aten.index_put", "self: tensor, indices: maybe_tensors, values: tensor, accumulate: bool = False", index_put, "move", mixes=_index_put_mixes, saves=("indices",), since=2),
     op("aten.select_scatter", "self: tensor, src: tensor, dim: int, index: dim", written_part, "move", mixes=_everything_written, since=2),
     op("aten.slice_scatter", "self: tensor, src: tensor, dim: int = 0, start: dim? = None, end: dim? = None, step: dim = 1", written_part, "move", mixes=_everything_written, since=2),

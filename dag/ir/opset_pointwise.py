@@ -147,7 +147,7 @@ def _p(
     )  # fmt: skip
 
 
-def _unary(names: str, infer: Infer, saves: str, flops: int = 1) -> list[OpSpec]:
+def _unary(names: str, infer: Infer, saves: str, flops: int = 1, since: int = 1) -> list[OpSpec]:
     return [_p(f"aten.{name}", SELF, infer, saves, flops) for name in names.split()]
 
 
@@ -168,7 +168,8 @@ SPECS: list[OpSpec] = [
     *_unary("relu", unary, "result"),
     *_unary("exp sqrt rsqrt reciprocal sigmoid tanh", unary_floating, "result"),
     *_unary("log log1p log2 sin cos erf expm1", unary_floating, "self"),
-    _p("aten.erfinv", SELF, unary_floating, "self", since=2),
+    *_unary("tan exp2", unary_floating, "result", since=2),
+    *_unary("sinh cosh asin acos atan asinh acosh atanh log10 erfc erfinv", unary_floating, "self", since=2),
     *_unary("silu mish hardswish hardsigmoid", float_only, "self", 4),
     *_unary("log_sigmoid", float_only, "self copy", 4),
     *_unary("relu6 selu", unary, "result"),

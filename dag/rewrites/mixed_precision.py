@@ -30,8 +30,8 @@ _FULL = frozenset({"norm", "reduction"})
 _STEEP = frozenset(
     f"aten.{name}"
     for name in (
-        "exp", "expm1", "log", "log1p", "log2", "rsqrt", "reciprocal", "square", "softplus", "erfinv", "log_sigmoid",
-        "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "addcdiv", "type_as",
+        "exp", "expm1", "log", "log1p", "log2", "log10", "exp2", "rsqrt", "reciprocal", "square", "softplus", "erfinv", "log_sigmoid",
+        "sinh", "cosh", "tan", "asin", "acos", "acosh", "atanh", "erfc", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "addcdiv", "type_as",
     )
 )  # fmt: skip
 _FLOAT32 = "float32"

@@ -128,7 +128,7 @@ def supported(node: fx.Node) -> bool:
         or name in NORMS
         or name in _PASSED_ON
         or (name.removesuffix("_") in _DROPOUTS and not _drops(arguments(node)))
-        or name in _RESPELT
+        or (name in _RESPELT and not (name == "aten.pad" and arguments(node)["mode"] != "constant"))
         or is_dropped(name)
         or is_complex(node)  # in real numbers, or refused by its name
         or out_of_place(name) in OPSET
@@ -195,8 +195,6 @@ def _division(plain: str) -> Callable[[fx.Node, Values], tuple[str, Values]]:
 
 
 def _pad(_: fx.Node, values: Values) -> tuple[str, Values]:
-    if values["mode"] != "constant":
-        return f"aten.pad, mode {values['mode']}", values
     return "aten.constant_pad_nd", {**values, "value": 0 if values["value"] is None else values["value"]}
 
 
@@ -234,6 +232,27 @@ def _matrix_transpose(_: fx.Node, values: Values) -> tuple[str, Values]:
     return "aten.transpose.int", {**values, "dim0": -2, "dim1": -1}
 
 
+def _instance_norm(_: fx.Node, values: Values) -> tuple[str, Values]:
+    """A group for each channel; with the statistics that it has kept, a batch normalisation. Statistics that it goes on with, for
+    each sample at once, no operator says."""
+    if not values["use_input_stats"]:
+        return "aten.batch_norm", {**values, "training": False}
+    if values["running_mean"] is not None:
+        return "aten.instance_norm, with running statistics", values
+    return "aten.group_norm", {**values, "num_groups": values["input"].meta["val"].shape[1]}
+
+
+def _moved(_: fx.Node, values: Values) -> tuple[str, Values]:
+    rank = values["self"].meta["val"].dim()
+    source, target = (
+        [at % rank for at in ((given,) if isinstance(given, int) else given)]
+        for given in (values["source"], values["destination"])
+    )
+    rest = iter(at for at in range(rank) if at not in source)
+    order = tuple(source[target.index(at)] if at in target else next(rest) for at in range(rank))
+    return "aten.permute", {"self": values["self"], "dims": order}
+
+
 def _reshape(node: fx.Node, values: Values) -> tuple[str, Values]:
     return "aten.reshape", {"self": values["self"], "shape": tuple(node.meta["val"].shape)}
 
@@ -254,8 +273,16 @@ _RESPELT: Mapping[str, Callable[[fx.Node, Values], tuple[str, Values]]] = {
     "aten.unsafe_split.Tensor": lambda _, values: ("aten.split.Tensor", values),
     **{f"aten.upsample_{kind}2d.vec": _upsampled for kind in ("nearest", "bilinear")},
     **{f"aten.conv{n}d.padding": _padded for n in (1, 2, 3)},
+    "aten.instance_norm": _instance_norm,
+    **dict.fromkeys(
+        ("aten.movedim.int", "aten.movedim.intlist", "aten.moveaxis.int", "aten.moveaxis.intlist"), _moved
+    ),
+    "aten.swapaxes": _renamed("aten.transpose.int", dim0="axis0", dim1="axis1"),
+    "aten.swapdims": _renamed("aten.transpose.int"),
     "aten.reshape_as": _reshape,
     "aten.view_as": _reshape,
+    "aten._unsafe_index.Tensor": lambda _, values: ("aten.index.Tensor", values),
+    "aten._unsafe_index_put": lambda _, values: ("aten.index_put", values),
     "aten.clamp_min.Tensor": _renamed("aten.maximum", other="min"),
     "aten.clamp_max.Tensor": _renamed("aten.minimum", other="max"),
 }

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -310,7 +311,7 @@ def _capture(
         if not writes_in_place(exported):
             raise
     # Only now: it also takes apart what training needs whole (dropout, batch normalisation), and writes views another way.
-    return _lowered(exported.run_decompositions({}), tuple(example), dims, names, tables)
+    return _lowered(_apart(exported, {}), tuple(example), dims, names, tables)
 
 
 def _lowered(
@@ -379,20 +380,29 @@ def _export(
 
 
 def _decomposed(exported: ExportedProgram) -> ExportedProgram:
-    """Ops that the op-set does not have, taken apart where torch knows how; the others are left whole."""
-    unknown = {n.target: n for n in operators(exported) if not supported(n)}
-    if not unknown:
-        return exported
-    table = torch.export.default_decompositions()
-    known = {target: table[target] for target in unknown if target in table}
-    if len(known) < len(unknown):
-        target, node = next((t, n) for t, n in unknown.items() if t not in known)
-        raise CaptureError(
-            f"the op-set has no operator {op_name(target)}, which the model calls{line_of_node(node)}"
-        )
-    logger.debug("decomposing %s", sorted(map(op_name, known)))
-    decomposed: ExportedProgram = exported.run_decompositions(known)
-    return decomposed
+    """Ops that the op-set does not have, taken apart where torch knows how, and what they are made of in turn; the others
+    are left whole."""
+    table = {**decomposition_table, **torch.export.default_decompositions()}
+    called: dict[str, str] = {}  # by line, what the model calls there
+    tried = set[Any]()
+    while unknown := {n.target: n for n in operators(exported) if not supported(n)}:
+        lost = next((n for t, n in unknown.items() if t not in table or t in tried), None)
+        for node in unknown.values():
+            called.setdefault(line_of_node(node), op_name(node.target))
+        if lost is not None:
+            line = line_of_node(lost)
+            raise CaptureError(f"the op-set has no operator {called[line]}, which the model calls{line}")
+        logger.debug("decomposing %s", sorted(map(op_name, unknown)))
+        tried.update(unknown)
+        exported = _apart(exported, {target: table[target] for target in unknown})
+    return exported
+
+
+def _apart(exported: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        apart: ExportedProgram = exported.run_decompositions(table)
+    return apart
 
 
 def _user_inputs(exported: ExportedProgram) -> list[torch.fx.Node]:

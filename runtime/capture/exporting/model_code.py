@@ -41,10 +41,7 @@ def line_of_error(error: BaseException) -> str:
 
 def line_of_caller() -> str:
     """ ", at FILE:LINE", of the model's code that runs now: for a function of ours in the place of one of torch's."""
-    frames = _running()
-    while frames and frames[-1][0].startswith(_OURS):
-        frames.pop()
-    return _last(frames)
+    return _last(_running())
 
 
 class FixedSize(logging.Filter):
@@ -109,7 +106,11 @@ def _running() -> list[tuple[str, int]]:
 
 
 def _last(lines: list[tuple[str, int]]) -> str:
-    """The innermost one that lies within the run of the model: behind our own code, and neither torch's nor Python's."""
+    """The innermost one that lies within the run of the model: behind our own code that runs it, and neither torch's nor Python's,
+    nor ours in the place of torch's."""
+    lines = list(lines)
+    while lines and lines[-1][0].startswith((_TORCH, _OURS)):
+        lines.pop()
     ours = max((i for i, (file, _) in enumerate(lines) if file.startswith(_OURS)), default=-1)
     for file, number in reversed(lines[ours + 1 :]):
         if not file.startswith((_TORCH, "<")) and (not file.startswith(_STANDARD) or "site-packages" in file):

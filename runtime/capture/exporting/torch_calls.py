@@ -1,5 +1,5 @@
 """What torch's functions do otherwise while a model is exported: where they would ask what no tensor tells that has only a shape,
-where they draw random numbers, and where they would leave out, without a word, how the model changes a gradient.
+where they draw random numbers or do what the op-set says otherwise, and where they would leave out, without a word, how the model changes a gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.utils.checkpoint import CheckpointFunction
 
-from fusion.runtime.capture.exporting import drawn
+from fusion.runtime.capture.exporting import drawn, layers
 from fusion.runtime.capture.exporting.model_code import line_of_caller
 from fusion.runtime.job.errors import CaptureError
 
@@ -153,6 +153,13 @@ _ASKING: tuple[_Change, ...] = (
     (transformer, "_detect_is_causal_mask", _unasked),
     (Distribution, "_validate_args", lambda _: False),
     (opt_einsum, "get_opt_einsum", _of_example),
+    *((functional, f"adaptive_max_pool{n}d", layers.adaptive_max_pool(n)) for n in (1, 2, 3)),
+    (functional, "embedding_bag", layers.embedding_bag),
+    (functional, "bilinear", layers.bilinear),
+    (functional, "gaussian_nll_loss", layers.gaussian_nll_loss),
+    *((where, "outer", layers.outer) for where in (torch, torch.Tensor)),
+    (torch, "cdist", layers.cdist),
+    (torch.Tensor, "unfold", layers.unfold),
 )
 _DRAWING: tuple[_Change, ...] = (
     *((torch, n, _of_ours(n)) for n in ("rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "bernoulli", "normal")),

@@ -124,6 +124,14 @@ def _scatter(x: Array, dim: int, index: Array, source: Any) -> Array:
     return x.at[tuple(where)].set(source)
 
 
+def _scatter_add(x: Array, dim: int, index: Array, source: Array) -> Array:
+    if not x.ndim:
+        return x + source.reshape(())
+    where = list(jnp.indices(index.shape, sparse=True))
+    where[dim % x.ndim] = index
+    return x.at[tuple(where)].add(source[tuple(slice(0, n) for n in index.shape)])
+
+
 def _index_add(x: Array, dim: int, index: Array, source: Array, alpha: Any) -> Array:
     return x.at[(*[slice(None)] * (dim % x.ndim), index)].add(source if alpha == 1 else source * alpha)
 
@@ -247,6 +255,7 @@ MOVING: Mapping[str, Function] = {
     "aten.gather": _gather,
     "aten.scatter.src": _scatter,
     "aten.scatter.value": _scatter,
+    "aten.scatter_add": _scatter_add,
     "aten.index_add": _index_add,
     "aten.index_put": _index_put,
     "aten.select_scatter": _select_scatter,

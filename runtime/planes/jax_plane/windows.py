@@ -15,7 +15,7 @@ from fusion.runtime.planes.jax_plane.moving import shrinking_first
 
 Function = Callable[..., Any]
 MOST_PLACES = 256  # of a window with holes, along all of its dimensions; models have 3 along each
-_MAX_POOLS = {"aten.max_pool1d": 1, "aten.max_pool2d": 2}
+_MAX_POOLS = {"aten.max_pool1d": 1, "aten.max_pool2d": 2, "aten.max_pool3d": 3}
 _NAMES = "DHW"
 
 
@@ -229,10 +229,14 @@ WINDOWS: Mapping[str, Function] = {
     "aten.conv3d": _convolution(3),
     "aten.conv_transpose1d": _transposed(1),
     "aten.conv_transpose2d.input": _transposed(2),
+    "aten.conv_transpose3d.input": _transposed(3),
     "aten.max_pool1d": _max_pool(1),
     "aten.max_pool2d": _max_pool(2),
+    "aten.max_pool3d": _max_pool(3),
     "aten.avg_pool1d": _average_pool(1),
     "aten.avg_pool2d": _average_pool(2),
+    "aten.avg_pool3d": _average_pool(3),
     "aten.adaptive_avg_pool1d": _adaptive(1),
     "aten.adaptive_avg_pool2d": _adaptive(2),
+    "aten.adaptive_avg_pool3d": _adaptive(3),
 }

@@ -113,6 +113,7 @@ _MOVED: Mapping[str, Callable[[Args], Moved]] = {
     "aten.gather": _along,
     "aten.scatter.src": _along,
     "aten.scatter.value": _along,
+    "aten.scatter_add": _along,
     "aten.index_add": _along,
     "aten.index.Tensor": _listed,
     "aten.index_put": _listed,

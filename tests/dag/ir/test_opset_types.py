@@ -61,6 +61,7 @@ QUANTISED: list[tuple[Any, ...]] = [
     *[(f"fusion.embedding_{n}", w, _HALVES, _HALVES, _IDS, D("float16")) for n, w in (("int8", _INT8), ("int4", _INT4))],
 ]  # fmt: skip
 SAMPLES: list[tuple[Any, ...]] = [  # (op, argument, ...): trailing arguments with defaults may be left out
+    *[(f"aten.{n}", X) for n in ["tan", "sinh", "cosh", "asin", "acos", "atan", "asinh", "acosh", "atanh", "log10", "exp2", "erfc"]],
     *[(f"aten.{n}", X) for n in ["relu", "neg", "abs", "sign", "exp", "sqrt", "rsqrt", "reciprocal", "sigmoid", "tanh", "log", "log1p", "log2", "sin", "cos", "erf", "expm1", "silu", "mish", "hardswish", "hardsigmoid", "log_sigmoid", "relu6", "selu", "floor", "ceil", "round", "trunc", "logical_not", "isnan", "isinf", "isfinite", "square", "gelu", "softplus", "leaky_relu", "elu", "celu", "hardtanh", "numpy_T", "sum", "mean", "prod", "max", "min", "any", "all", "argmax", "argmin", "alias", "detach", "contiguous", "clone", "zeros_like", "ones_like", "sort", "argsort", "squeeze"]],
     *[(f"aten.{n}", i(B, S)) for n in ["exp", "sqrt", "neg", "sigmoid", "sum", "prod", "bitwise_not", "relu", "abs", "any", "all", "argmax", "floor", "cos", "log", "isnan"]],
     *[(f"aten.{n}", b(B, S)) for n in ["exp", "sum", "prod", "bitwise_not", "logical_not", "any", "all"]],
@@ -104,6 +105,7 @@ SAMPLES: list[tuple[Any, ...]] = [  # (op, argument, ...): trailing arguments wi
     ("aten.index_put", X, (None, i(4)), f(B, 4, 8)), ("aten.index_put", X, (i(B, 1), i(B, 4)), f(8), True), ("aten.index_put", X, (b(B, S),), f()),
     ("aten.select_scatter", X, f(B, S), 2, 1), ("aten.select_scatter", X, f(B, 8), -2, -1), ("aten.slice_scatter", X, f(B, S, 4), 2, 0, 8, 2), ("aten.slice_scatter", X, X, 1),
     ("aten.erfinv", X), ("aten.copy", X, f(1, 8)), ("aten.copy", X, i(B, S, 8)), ("aten.fill.Scalar", X, 2), ("aten.fill.Tensor", i(B, S), f()),
+    ("aten.scatter_add", X, 2, i(B, S, 4), f(B, S, 4)), ("aten.scatter_add", X, 1, i(B, 2, 8), f(B, 4, 8)),
     ("aten.scatter.value", X, 1, i(B, 1, 8), 1.0), ("aten.index_add", X, 1, i(4), f(B, 4, 8)),
     ("aten.flip", X, (1, -1)), ("aten.flip", X, ()), ("aten.roll", X, (1,), (1,)), ("aten.roll", X, (2,)), ("aten.tril", X), ("aten.triu", X, 1),
     ("aten.diff", X), ("aten.diff", i(B, S), 1, -1, i(B, 1)), ("aten.diff", X, 2, 1, None, f(B, 2, 8)), ("aten.constant_pad_nd", X, (1, 2, 0, 1)), ("aten.constant_pad_nd", X, (-1, 0), 2.0),
@@ -133,6 +135,8 @@ SAMPLES: list[tuple[Any, ...]] = [  # (op, argument, ...): trailing arguments wi
     ("fusion.source_attention", f(B, 4, S, 8), f(B, 2, 7, 8), f(B, 2, 7, 4), 0, 0.5),
     *QUANTISED, ("fusion.cached_convolution", f(B, 1, S, 8), f(8, 1, 3), f(8), 0), ("aten.conv1d", f(B, 4, S), f(8, 4, 3), f(8), (1,), (1,)), ("aten.conv1d", f(B, 4, S), f(8, 4, 1)), ("aten.conv1d", f(B, 4, 16), f(8, 4, 3), None, (2,)), ("aten.conv2d", f(B, 4, 16, 12), f(8, 2, 3, 3), f(8), (2, 2), (1, 1), (1, 1), 2),
     ("aten.conv2d", f(4, 16, 12), f(8, 4, 3, 3), None, (1, 2), (2,), (2, 2)), ("aten.conv3d", f(B, 2, 4, 4, 4), f(4, 2, 2, 2, 2)), ("aten.conv_transpose1d", f(B, 4, S), f(4, 8, 3), f(8), (2,), (1,), (1,)), ("aten.conv_transpose2d.input", f(B, 4, 6, 6), f(4, 2, 2, 2), f(4), (2, 2), (0, 0), (0, 0), 2),
+    ("aten.conv_transpose3d.input", f(B, 4, 3, 4, 5), f(4, 2, 2, 3, 2), f(4), (2, 2, 1), (0, 1, 0), (1, 0, 0), 2), ("aten.max_pool3d", f(B, 4, 8, 9, 6), (3, 3, 2), (2, 2, 2), (1, 1, 0), (1, 1, 1), True),
+    ("aten.avg_pool3d", f(B, 4, 7, 8, 6), (2, 2, 2)), ("aten.adaptive_avg_pool3d", f(B, 4, 4, 8, 6), (1, 3, 2)),
     ("aten.max_pool1d", f(B, 4, 16), (2,)), ("aten.max_pool2d", f(B, 4, 16, 15), (3, 3), (2, 2), (1, 1), (1, 1), True), ("aten.avg_pool1d", f(B, 4, 7), (2,), (2,), (0,), True), ("aten.avg_pool2d", f(B, 4, 7, 8), (2, 2)), ("aten.adaptive_avg_pool1d", f(B, 4, 8), (2,)), ("aten.adaptive_avg_pool2d", f(B, 4, 8, 8), (1, 1)),
     ("aten.upsample_nearest2d", f(B, 4, 3, 6), (6, 12), 2.0, 2.0), ("aten.upsample_bilinear2d", f(B, 4, 3, 6), (6, 12), False, 2.0, 2.0), ("aten.upsample_bilinear2d", f(B, 4, 3, 6), (7, 4), True),
     ("aten.cross_entropy_loss", f(B * S, 16), i(B * S)), ("aten.cross_entropy_loss", f(B, 4, S), i(B, S), f(4), 0), ("aten.cross_entropy_loss", f(4), i()), ("aten.cross_entropy_loss", f(B, 4), f(B, 4)), ("aten.nll_loss_nd", f(B, 4, S), i(B, S)), ("aten.nll_loss", f(B, 4), i(B)),

@@ -43,6 +43,7 @@ STRAYED: list[tuple[str, Callable[..., torch.Tensor], tuple[Any, ...]]] = [
     ("aten.index_select", aten.index_select, (TABLE, 1, at(-1))),
     ("aten.gather", aten.gather, (ROW, -1, at(9))),
     ("aten.scatter.src", aten.scatter.src, (ROW, 0, at(4), ROW)),
+    ("aten.scatter_add", aten.scatter_add, (ROW, 0, at(4), ROW)),
     ("aten.scatter.value", aten.scatter.value, (ROW, 0, at(-5), 1.0)),
     ("aten.index_add", aten.index_add, (ROW, 0, at(4), ROW[:1])),
     ("aten.index.Tensor", aten.index.Tensor, (TABLE, [None, at(3)])),

@@ -1,0 +1,111 @@
+"""Layers of torch that are operators of its own, made of others that give the same: the op-set has no need of them.
+
+Each takes the place of the function of torch.nn.functional that it is named after, which it calls where it cannot say it otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from math import log, pi, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def adaptive_max_pool(n: int) -> Callable[[Any], Callable[..., Any]]:
+    """A window at a time, of which there are few: they are of several sizes."""
+
+    def of(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def pooled(input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
+            had = input.shape[-n:]
+            given = tuple(output_size) if isinstance(output_size, (tuple, list)) else (output_size,) * n
+            wanted = [own if size is None else size for own, size in zip(had, given, strict=True)]
+            if return_indices or prod(wanted) > _MOST_WINDOWS or not all(isinstance(own, int) for own in had):
+                return plain(input, output_size, return_indices)
+            sides: list[list[Any]] = [
+                [slice(i * own // size, -(-(i + 1) * own // size)) for i in range(size)]
+                for own, size in zip(had, wanted, strict=True)
+            ]
+            windows: list[tuple[Any, ...]] = list(product(*sides))
+            largest = [input[(..., *window)].flatten(-n).max(-1).values for window in windows]
+            return torch.stack(largest, -1).reshape(*input.shape[:-n], *wanted)
+
+        return pooled
+
+    return of
+
+
+def embedding_bag(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """As a look-up and a sum, for bags of one length: (batch, length)."""
+
+    def looked_up(input: Tensor, weight: Tensor, offsets: Tensor | None = None, *rest: Any, **named: Any) -> Tensor:  # fmt: skip
+        given = {**dict(zip(_REST, rest, strict=False)), **named}
+        mode, each = given.get("mode", "mean"), given.get("per_sample_weights")
+        apart = any(given.get(name) for name in ("max_norm", "scale_grad_by_freq"))
+        if input.dim() != 2 or apart or given.get("padding_idx") is not None:
+            return plain(input, weight, offsets, *rest, **named)
+        rows = functional.embedding(input, weight)
+        if each is not None:
+            rows = rows * each.unsqueeze(-1)
+        return rows.sum(1) if mode == "sum" else rows.mean(1) if mode == "mean" else rows.max(1).values
+
+    return looked_up
+
+
+def bilinear(_: Any) -> Callable[..., Tensor]:
+    def run(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        made: Tensor = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+        return made if bias is None else made + bias
+
+    return run
+
+
+def outer(_: Any) -> Callable[..., Tensor]:
+    return lambda input, vec2: input.unsqueeze(-1) * vec2
+
+
+def cdist(_: Any) -> Callable[..., Tensor]:
+    """Of every pair, without the products by which torch approximates those of many: as with `donot_use_mm_for_euclid_dist`."""
+
+    def run(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
+        made: Tensor = torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+        return made
+
+    return run
+
+
+def gaussian_nll_loss(_: Any) -> Callable[..., Tensor]:
+    """Without a look for variances below zero."""
+
+    def run(input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Tensor:  # fmt: skip
+        var = var if isinstance(var, Tensor) else torch.full_like(input, var)
+        if var.shape != input.shape and var.dim() == input.dim() - 1:
+            var = var.unsqueeze(-1)
+        var = var + (var.clamp(min=eps) - var).detach()
+        loss: Tensor = 0.5 * (var.log() + (input - target) ** 2 / var) + (0.5 * log(2 * pi) if full else 0.0)
+        return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+    return run
+
+
+def unfold(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Windows of a tensor, which lie over each other, as a look-up."""
+
+    def run(self: Tensor, dimension: int, size: int, step: int) -> Tensor:
+        at, had = dimension % self.dim(), self.shape[dimension]
+        if not isinstance(had, int):
+            return plain(self, dimension, size, step)
+        count = (had - size) // step + 1
+        places = (torch.arange(count)[:, None] * step + torch.arange(size)).flatten()
+        shape = (*self.shape[:at], count, size, *self.shape[at + 1 :])
+        order = [i for i in range(len(shape)) if i != at + 1]
+        return self.index_select(at, places).reshape(shape).permute(*order, at + 1)
+
+    return run
+
+
+_MOST_WINDOWS = 64
+_REST = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights", "include_last_offset", "padding_idx")  # fmt: skip

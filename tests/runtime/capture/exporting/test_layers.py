@@ -1,0 +1,123 @@
+"""Layers that the op-set has no operator for give what torch's give, and their gradients, at another size of the batch too."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+
+from fusion.dag.ir import serialise
+from fusion.runtime.capture.capture import capture_module, variables_from_module
+from fusion.runtime.job.errors import CaptureError
+from fusion.runtime.planes.codegen import compile_graph
+
+
+class Layers(nn.Module):
+    """A function of an image and of the module's own layers."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.padded = nn.Conv2d(4, 2, 3, padding=1, padding_mode="reflect")
+        self.deep = nn.ConvTranspose3d(4, 2, 2, 2)
+        self.normed = parametrizations.weight_norm(nn.Linear(7, 5))
+        self.pairs = nn.Bilinear(7, 7, 3)
+        self.instance = nn.InstanceNorm2d(4, affine=True)
+        self.table = nn.EmbeddingBag(6, 7, mode="mean")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.first(x))
+
+
+def words(x: Tensor) -> Tensor:
+    return (x.detach()[:, 0, :3, 0].abs() * 3).long().clamp(max=5)
+
+
+def turned(m: Any, x: Tensor) -> Tensor:
+    where = functional.affine_grid(
+        torch.eye(2, 3).expand(x.shape[0], 2, 3) + 0.1, list(x.shape), align_corners=False
+    )
+    return functional.grid_sample(x, where, align_corners=False)
+
+
+FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "reflect": lambda m, x: m.padded(x),
+    "replicate": lambda m, x: functional.pad(x, (1, 2, 0, 1), mode="replicate"),
+    "circular": lambda m, x: functional.pad(x, (1, 2, 0, 1), mode="circular"),
+    "adaptive maximum": lambda m, x: functional.adaptive_max_pool2d(x, (3, None)),
+    "adaptive maximum of a row": lambda m, x: functional.adaptive_max_pool1d(x.flatten(2), 4),
+    "three dimensions": lambda m, x: functional.avg_pool3d(functional.max_pool3d(m.deep(x[:, :, None]), 2), (1, 2, 3)),
+    "adaptive mean of three": lambda m, x: functional.adaptive_avg_pool3d(x[:, :, None].expand(-1, -1, 4, -1, -1), 2),
+    "local response": lambda m, x: functional.local_response_norm(x, 3),
+    "instance norm": lambda m, x: m.instance(x),
+    "weight norm": lambda m, x: m.normed(x),
+    "bilinear": lambda m, x: m.pairs(x, x.flip(2)),
+    "bag": lambda m, x: m.table(words(x)) * x.mean((1, 2)),
+    "weighed bag": lambda m, x: functional.embedding_bag(words(x), m.table.weight, mode="sum", per_sample_weights=x[:, 0, :3, 0]),
+    "largest of a bag": lambda m, x: functional.embedding_bag(words(x), m.table.weight, mode="max") * x.mean((1, 2)),
+    "distances": lambda m, x: torch.cdist(x[:, 0], x[:, 1]) + torch.cdist(x[:, 0], x[:, 1, :7], p=1.0),
+    "outer": lambda m, x: torch.outer(x.mean((0, 1, 2)), m.normed.bias) + x.mean((0, 1, 2)).outer(m.normed.bias),
+    "gaussian": lambda m, x: functional.gaussian_nll_loss(x[:, 0], x[:, 1], x[:, 2].relu(), full=True),
+    "windows": lambda m, x: x.unfold(2, 3, 2) * 2,
+    "image to columns": lambda m, x: functional.fold(functional.unfold(x, 2, stride=1), (7, 7), 2, stride=1),
+    "grid": turned,
+    "bicubic": lambda m, x: functional.interpolate(x, scale_factor=2, mode="bicubic"),
+    "nearest of a row": lambda m, x: functional.interpolate(x.flatten(2), scale_factor=2),
+    "trilinear": lambda m, x: functional.interpolate(x[:, :, None], scale_factor=2, mode="trilinear"),
+    "scatter_add": lambda m, x: torch.zeros_like(x).scatter_add(2, words(x)[:, None, :, None].expand(-1, 4, 3, 7), x[:, :, :3]),
+    "axes": lambda m, x: x.movedim(1, -1).swapaxes(0, 1).movedim((0, 1), (2, 0)).swapdims(0, 2),
+    "angles": lambda m, x: torch.tan(x.sin()) + torch.atan(x) + torch.asinh(x) + torch.sinh(x) + torch.exp2(x) + torch.erfc(x),
+    "angles within": lambda m, x: torch.asin(x.tanh() / 2) + torch.acos(x.tanh() / 2) + torch.atanh(x.tanh() / 2) + torch.acosh(2 + x.cosh()) + torch.log10(1 + x.square()),
+    "frac": lambda m, x: torch.frac(x) + torch.logaddexp(x, 2 * x) + torch.sinc(x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_layers_and_their_gradients_are_torch_s(name: str) -> None:
+    torch.manual_seed(1)
+    module, x = Layers(FUNCTIONS[name]), torch.randn(3, 3, 7, 7)
+    graph = capture_module(module, {"x": torch.zeros(2, 3, 7, 7)}, training=True)
+    program = compile_graph(serialise.decode(serialise.encode(graph)), torch.device("cpu"), training=True)
+    values = variables_from_module(module)
+    leaves = {
+        name: values[name].clone().requires_grad_(values[name].is_floating_point())
+        for name in program.variables
+    }
+    (found,) = program.run([x], [leaves[name] for name in program.variables], None)
+    wanted = module(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    pull = torch.randn(wanted.shape)
+    (found * pull).sum().backward()
+    (wanted * pull).sum().backward()
+    for each, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(leaves[each].grad, parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("function", "called"),
+    [
+        (lambda m, x: torch.hypot(x, x), "aten.hypot"),
+        (lambda m, x: torch.median(x, 1).values, "aten.median.dim"),
+        (
+            lambda m, x: functional.embedding_bag(words(x), m.table.weight, padding_idx=0),
+            "aten.embedding_bag",
+        ),
+        (
+            lambda m, x: functional.instance_norm(x, torch.zeros(4), torch.ones(4)),
+            "aten.instance_norm, with running",
+        ),
+    ],
+)
+def test_what_is_lacking_is_named_as_the_model_calls_it(function: Callable[..., Any], called: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CaptureError, match=rf"no operator {called}.*, at \S*test_layers\.py:\d+"):
+            capture_module(Layers(function), {"x": torch.zeros(2, 3, 7, 7)}, training=True)
