@@ -27,6 +27,9 @@ _PASSED_ON: Mapping[str, bool | None] = {
 }
 _DROPOUTS = ("aten.dropout", "aten.alpha_dropout", "aten.feature_dropout", "aten.feature_alpha_dropout")
 BROADCAST = "aten.broadcast_tensors"  # which gives several: an operator each
+DROPOUT_APART = (
+    "aten.native_dropout"  # what torch makes of dropout where it takes others apart: with the mask
+)
 # What torch makes of batch normalisation where it takes others apart: whether it is the one of training.
 NORMS: Mapping[str, bool] = {
     "aten._native_batch_norm_legit_functional": True,
@@ -126,6 +129,7 @@ def supported(node: fx.Node) -> bool:
         name in OPSET
         or name == BROADCAST
         or name in NORMS
+        or name == DROPOUT_APART
         or name in _PASSED_ON
         or (name.removesuffix("_") in _DROPOUTS and not _drops(arguments(node)))
         or (name in _RESPELT and not (name == "aten.pad" and arguments(node)["mode"] != "constant"))

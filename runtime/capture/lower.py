@@ -25,6 +25,7 @@ from fusion.dag.ir.opset import OPSET, infer
 from fusion.dag.ir.opset_spec import Parameter
 from fusion.runtime.capture.aten_names import (
     BROADCAST,
+    DROPOUT_APART,
     NORMS,
     arguments,
     is_dropped,
@@ -182,6 +183,8 @@ class _Lowering:
                     self.nested(node, name, module)
                 elif name == BROADCAST:
                     self.broadcast(node)
+                elif name == DROPOUT_APART:
+                    self.dropped(node)
                 elif name in NORMS:
                     self.normalised(node, training=NORMS[name])
                 elif not is_dropped(name):
@@ -201,6 +204,16 @@ class _Lowering:
             found.append(self.emit(node.name, "aten.expand", args, infer("aten.expand", args, self.types))[0])
         self.viewed.update(found)
         self.env[node] = tuple(found)
+
+    def dropped(self, node: fx.Node) -> None:
+        """Dropout that was taken apart with others, whole again."""
+        values = arguments(node)
+        source = self.env[values["input"]]
+        assert isinstance(source, Ref)
+        if values["train"] is not False and values["p"] > 0:
+            args = (source, float(values["p"]))
+            (source,) = self.emit(node.name, "fusion.dropout", args, (self.types[source],))
+        self.env[node] = (source,)  # nothing that was captured reads the mask
 
     def normalised(self, node: fx.Node, *, training: bool) -> None:
         """A batch normalisation that was taken apart with others, whole again: it writes its statistics itself."""

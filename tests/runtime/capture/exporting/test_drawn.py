@@ -157,3 +157,11 @@ def test_stages_draw_what_one_process_draws() -> None:
         torch.testing.assert_close(found, loss.detach())
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+def test_dropout_stays_whole_beside_what_is_taken_apart() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return functional.pad(functional.dropout(x, 0.25, True)[:, None], (1, 1), mode="reflect")
+
+    graph = capture_module(Drawing(function), {"x": torch.ones(2, WIDTH)}, training=True)
+    assert [node.args[1] for node in graph.nodes if node.op == "fusion.dropout"] == [0.25]
