@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +283,7 @@ def _tokenizer(directory: Path) -> Path | bytes | None:
         return None
     files = " and ".join((found[0], *_OLDER_TOKENIZERS[found[0]]))
     without = f"{directory} has no tokenizer.json, and {files} cannot be made into one"
-    if found[0].endswith(".model") and find_spec("sentencepiece") is None:
+    if found[0].endswith(".model") and not _transformers().utils.is_sentencepiece_available():
         raise JobError(f"{without}: that takes sentencepiece (pip install sentencepiece)")
     try:
         made = _transformers().AutoTokenizer.from_pretrained(

@@ -17,6 +17,7 @@ from support.chat_model import save_model, tokenizer
 from support.families import greedy
 from support.light import light_environment
 
+from fusion.runtime.peer.thin_client import LOOK_AROUND_SECONDS
 from fusion.swarm.identity import Identity
 from fusion.swarm.swarm_key import NO_MEMBER
 
@@ -150,18 +151,15 @@ def wrong(thin: Thin, way: Sequence[str]) -> None:
 
 def outlived(peers: Peers, thin: Thin, first: Any, second: Any, model: Any, made: Any) -> None:
     """The peer that was asked is killed in the middle of an answer: another goes on with the same tokens."""
-    count = 600
+    count = 2500
     process = thin.start(
         "generate", "def run(", "--max-tokens", str(count), "--json", "--peer", first.address
     )
-    watched = thin.start("generate", "def run(", "--max-tokens", "3000", "--peer", first.address)
-    assert watched.stdout is not None
-    until(lambda: len(os.read(watched.stdout.fileno(), 64)) > 0, "no token came")  # type: ignore[union-attr]
-    time.sleep(2.0)  # by then a client has looked for other peers
+    until(lambda: loads(thin, ("--peer", second.address)) == [1.0, 1.0], "no answer is under way")
+    time.sleep(2 * LOOK_AROUND_SECONDS)  # by then a client has looked for other peers
+    assert process.poll() is None, "the answer is over"
     first.process.kill()
     out, err = process.communicate(timeout=SECONDS)
-    watched.send_signal(signal.SIGINT)
-    watched.communicate(timeout=SECONDS)
     assert process.returncode == 0, err
     assert json.loads(out)["tokens"] == greedy(model, made.encode("def run(").ids, count)[0]
 
