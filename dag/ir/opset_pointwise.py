@@ -148,7 +148,7 @@ def _p(
 
 
 def _unary(names: str, infer: Infer, saves: str, flops: int = 1, since: int = 1) -> list[OpSpec]:
-    return [_p(f"aten.{name}", SELF, infer, saves, flops) for name in names.split()]
+    return [_p(f"aten.{name}", SELF, infer, saves, flops, since=since) for name in names.split()]
 
 
 def _both(

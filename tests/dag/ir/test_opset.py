@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import pytest
@@ -181,3 +182,10 @@ def test_huge_polynomials_do_not_grow_without_bound() -> None:
 def test_the_table_is_fixed_data() -> None:
     with pytest.raises(TypeError):
         OPSET["aten.system"] = spec("aten.relu")  # type: ignore[index]
+
+
+def test_the_first_version_has_the_operators_that_it_had() -> None:
+    """A peer of it is sent no graph with another one: what is added says since when it is there."""
+    first = sorted(name for name, spec in OPSET.items() if spec.since == 1)
+    digest = hashlib.sha256("\n".join(first).encode()).hexdigest()
+    assert (len(first), digest[:16]) == (235, "4521cf64cc47f5bb")
