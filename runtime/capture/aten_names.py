@@ -27,9 +27,8 @@ _PASSED_ON: Mapping[str, bool | None] = {
 }
 _DROPOUTS = ("aten.dropout", "aten.alpha_dropout", "aten.feature_dropout", "aten.feature_alpha_dropout")
 BROADCAST = "aten.broadcast_tensors"  # which gives several: an operator each
-DROPOUT_APART = (
-    "aten.native_dropout"  # what torch makes of dropout where it takes others apart: with the mask
-)
+# What torch makes of dropout where it takes others apart: with the mask.
+DROPOUT_APART = "aten.native_dropout"
 # What torch makes of batch normalisation where it takes others apart: whether it is the one of training.
 NORMS: Mapping[str, bool] = {
     "aten._native_batch_norm_legit_functional": True,
