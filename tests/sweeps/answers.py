@@ -95,13 +95,14 @@ class Stage:
         return [winner(await self._claims(stage)) for stage in range(self.stages)]
 
     async def standbys(self) -> int:
-        """How many stages have an owner and a standby that are ready."""
-        count = 0
+        """How many stages have an owner and a standby that live and are ready: the claims of one that was killed last for a while."""
+        living, count = {peer.peer_id for peer in self.swarm.peers}, 0
         for stage in range(self.stages):
             claims = await self._claims(stage)
             owner = winner(claims)
-            standby = any(claim.role in ("standby", "replica") and claim.ready for claim in claims)
-            count += owner is not None and owner.ready and standby
+            ready = [claim for claim in claims if claim.ready and claim.peer in living]
+            standby = any(claim.role in ("standby", "replica") for claim in ready)
+            count += owner in ready and standby
         return count
 
     async def _claims(self, stage: int) -> tuple[ClaimRecord, ...]:

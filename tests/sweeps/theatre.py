@@ -81,13 +81,16 @@ async def calm(theatre: Theatre, standbys: bool) -> None:
 
 
 async def ready_standbys(theatre: Theatre) -> int:
-    """How many stages have a standby that says it is ready."""
+    """How many stages have a standby that lives and says it is ready."""
     assert theatre.client is not None
+    living = {peer.peer_id for peer in theatre.swarm.peers}
     directory, job = theatre.client.directory, JobId(theatre.timeline.job)
     with contextlib.suppress(SwarmError, TimeoutError):
         async with asyncio.timeout(3.0):
             claims = await asyncio.gather(*(directory.claims(job, s) for s in range(theatre.job.stages)))
-            return sum(any(c.role == "standby" and c.ready for c in found) for found in claims)
+            return sum(
+                any(c.role == "standby" and c.ready and c.peer in living for c in found) for found in claims
+            )
     return 0
 
 
