@@ -24,7 +24,8 @@ from fusion.swarm.transport import PeerId, Transport, call
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 0.3  # for the directory, where what it said a heartbeat ago may do
-READ_SECONDS = 0.2  # for which what was read of a stage does for all who ask for our word on it, or give it to us, with any term that they like
+# For which what was read of a stage does for all who ask for our word on it, or give it to us, with any term that they like.
+READ_SECONDS = 0.2
 OWN_WORD_SECONDS = 0.1  # for our own look at an owner, before we report it without our word
 
 

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 # Of each probe: on a busy machine one run that nothing interrupts is among so many.
 RUNS, RUN_SECONDS = 8, 0.06
 # Probes, the first ones, that are run before the peer is announced; all of them while it is idle. A GPU takes as long to begin an
-# operator as a CPU, but computes hundreds of times as fast: there one does not tell the others, and all of them are run, but where each has to be compiled first.
+# operator as a CPU, but computes hundreds of times as fast: there one does not tell the others, and all of them are run, but
+# where each has to be compiled first.
 AT_START, AT_START_CUDA, AT_START_COMPILED_CUDA = 1, len(probes()), 2
 # Written through before each: in a step hundreds of operators run between two of one kind, so that what one reads is in no cache
 # near the core, where a probe that is run again and again would find all of it.

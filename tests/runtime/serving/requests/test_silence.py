@@ -8,7 +8,7 @@ import pytest
 from support.instant_loop import run
 
 from fusion.runtime.job.protocol import GENERATE, STATUS
-from fusion.runtime.serving.requests.client import PATIENCE_SECONDS, complete
+from fusion.runtime.serving.requests.client import PATIENCE_SECONDS, Another, complete
 from fusion.runtime.serving.requests.request import GenerateRequest, unpack_tokens
 from fusion.runtime.serving.requests.silence import SILENT_SECONDS, THERE_SECONDS
 from fusion.swarm.errors import StreamBroken, SwarmError
@@ -52,6 +52,16 @@ async def gateway(
     return transport
 
 
+def instead_of(gone: MemoryTransport, other: MemoryTransport) -> Another:
+    """Whoever looks for another gateway than the one is given the other."""
+
+    async def another(left: frozenset[PeerId]) -> PeerId:
+        assert left == {gone.peer_id}
+        return other.peer_id
+
+    return another
+
+
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_frozen_gateway_is_left_for_another(after: int) -> None:
     async def main() -> None:
@@ -60,10 +70,7 @@ def test_a_frozen_gateway_is_left_for_another(after: int) -> None:
         other = await gateway(network, 0.1, 0.1, 0.1)
         client = MemoryTransport(network, Identity.generate().peer_id)
 
-        async def another(gone: frozenset[PeerId]) -> PeerId:
-            assert gone == {frozen.peer_id}
-            return other.peer_id
-
+        another = instead_of(frozen, other)
         clock = asyncio.get_running_loop().time
         began = clock()
         answer = await complete(client, frozen.peer_id, REQUEST, another)
@@ -95,10 +102,7 @@ def test_beside_a_gateway_that_is_there_and_sends_no_token_another_is_asked(afte
         other = await gateway(network, 0.1, 0.1, 0.1, asked=asked)
         client = MemoryTransport(network, Identity.generate().peer_id)
 
-        async def another(gone: frozenset[PeerId]) -> PeerId:
-            assert gone == {waits.peer_id}
-            return other.peer_id
-
+        another = instead_of(waits, other)
         clock = asyncio.get_running_loop().time
         began = clock()
         assert (await complete(client, waits.peer_id, REQUEST, another)).tokens == (7, 8, 9)
