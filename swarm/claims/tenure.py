@@ -13,8 +13,9 @@ if its term is higher, where
     term that both follow; to whom the job's author gave the stage, or who followed by the word of such a peer, goes before any
     rank. A tenure settles after CONTEST_SECONDS; one that followed a lease which merely ran out, once
     its claim proves that a majority saw that as well: the two halves of a swarm that was divided agree in this way.
-    Until then the holder before gets the stage back with the claim that it had, and of rivals the one counts with more
-    jurors' words that the holder before is gone, whatever its rank. Whoever was outbid gets it back, if it still claims it, when
+    Until then the holder before gets the stage back with the claim that it had, of rivals the one counts with more
+    jurors' words that the holder before is gone, whatever its rank, and who proves that one that was outbid is gone follows
+    it. Whoever was outbid gets it back, if it still claims it, when
     whoever outbid it gives it up or lets its lease run out: readers see a contest at unlike times, so not all of them
     went by it.
 
@@ -193,7 +194,7 @@ def _follower(known: Tenure | None, claim: ClaimRecord, view: View) -> Tenure | 
     if known is None:
         return fresh if claim.term <= view.ceiling else None
     before = known.holding
-    fresh = replace(fresh, floor=before.term)
+    fresh = replace(fresh, floor=before.term, used=known.used)
     if not known.lives(view.now):
         if not before.term < claim.term <= view.ceiling:
             return None
@@ -202,8 +203,10 @@ def _follower(known: Tenure | None, claim: ClaimRecord, view: View) -> Tenure | 
         return replace(fresh, lapsed=before, settled=view.alone or view.proves(claim, before))
     if claim.peer == before.peer:
         return None
-    if before.term < claim.term <= before.term + ROUNDS and view.proves(claim, before):
-        return replace(fresh, over=before)
+    for holding in (before, *_outbid_unsettled(known)):
+        if holding.term < claim.term <= holding.term + ROUNDS and view.proves(claim, holding):
+            used = known.used if holding == before else max(known.used, before.term)
+            return replace(fresh, over=holding, floor=holding.term, used=used)
     more = 0  # words that its holder before is gone than the tenure has
     if not known.settled and known.lapsed is not None:
         more = view.words(claim, known.lapsed) - view.words(known.claim, known.lapsed)
@@ -219,6 +222,11 @@ def _follower(known: Tenure | None, claim: ClaimRecord, view: View) -> Tenure | 
     used = max(known.used, known.claim.term)
     settled = known.lapsed is None
     return replace(known, claim=claim, until=claim.expires_at, settled=settled, outbid=outbid, used=used)
+
+
+def _outbid_unsettled(known: Tenure) -> tuple[Holding, ...]:
+    """Whom the tenure outbid by its term alone, with no majority's word: others may have gone by them ever since."""
+    return () if known.settled else tuple(each.holding for each in known.outbid)
 
 
 def ceiling(launched_at: float, now: float) -> int:

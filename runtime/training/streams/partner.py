@@ -204,6 +204,14 @@ class Partner:
         back = held.holding != (claim.peer, claim.term) and held.used >= claim.term
         return self.fence.follows(held.claim, claim) or (back and held.lives(self._context.directory.now()))
 
+    def _follows(self, claim: ClaimRecord, before: ClaimRecord) -> bool:
+        """Whether the owner of `claim` is to be linked to in place of the one of `before`, by its term or as the one who has
+        the stage back."""
+        if self.fence.follows(claim, before):
+            return True
+        held = self._context.leases.known_tenure(self._here.job, self.stage)
+        return held is not None and held.holding == (claim.peer, claim.term) and self._replaced(before, held)
+
     async def _greet(self, claim: ClaimRecord) -> Stream:
         leases, here = self._context.leases, self._here
         async with asyncio.timeout(HELLO_SECONDS):
@@ -307,10 +315,10 @@ class Partner:
         link, shown = self.outgoing, self._shown
         if link is not None:
             assert self._last is not None, "we dialled it"
-            if not self.fence.follows(claim, self._last):
+            if not self._follows(claim, self._last):
                 return
             link.end("another peer owns it now")
-        if shown is None or shown.term <= claim.term:
+        if shown is None or shown.term <= claim.term or self._follows(claim, shown):
             self._shown = claim
             self._news.set()
 

@@ -200,6 +200,33 @@ def test_who_was_outbid_gets_the_stage_back_once_whoever_won_is_done() -> None:
     assert owner(settle(eve, handed, view(3.0, proven))) == ("dan", 9)
 
 
+def test_who_follows_one_that_was_outbid_by_its_term_alone_follows_by_right() -> None:
+    """Its neighbours may have gone by it all the time, and say rightly that it is gone; whoever outbid it lives on."""
+    bob, eve = claim("bob", 6, until=60.0), claim("eve", 8, until=60.0)
+    known = settle(settle(held(), [bob], view(7.0)), [bob, eve], view(14.0))
+    assert known is not None and owner(known) == ("eve", 8) and not known.settled
+    dan = claim("dan", 7, until=60.0)
+    gone = Holding(PeerId("bob"), 6)
+    proven = {(PeerId("dan"), gone)}
+    assert owner(settle(known, [eve, dan], view(20.0))) == ("eve", 8)
+    found = settle(known, [eve, dan], view(20.0, proven))
+    assert found is not None and owner(found) == ("dan", 7) and found.over == gone and found.used == 8
+    # Not once a majority has borne eve out.
+    right = proven | {(PeerId("eve"), ANN)}
+    assert owner(settle(known, [eve, dan], view(20.0, right))) == ("eve", 8)
+
+
+def test_the_term_that_was_used_between_is_kept_by_who_follows() -> None:
+    """Whoever still goes by that term has to see that it is no more."""
+    first = settle(held(), [claim("bob", 6, until=40.0)], view(7.0))
+    back = settle(first, [claim("ann", 5, until=20.0), claim("bob", 6)], view(12.0))
+    assert back is not None and back.holding == ANN and back.used == 6
+    dan = claim("dan", 6, until=40.0)
+    for now, proven in ((12.5, {(PeerId("dan"), ANN)}), (21.0, NOBODY)):
+        next_one = settle(back, [dan], view(now, proven))
+        assert next_one is not None and owner(next_one) == ("dan", 6) and next_one.used == 6
+
+
 def test_of_those_that_were_outbid_the_last_who_still_claims_it_goes_on() -> None:
     known = settle(held(until=0.0), [claim("bob", 6, until=20.0)], view(1.0, alone=True))
     for peer, term in (("cat", 7), ("dan", 8), ("eve", 9)):

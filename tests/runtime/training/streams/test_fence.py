@@ -322,3 +322,29 @@ def test_a_frame_in_a_job_for_some_costs_no_look_at_all_claims_of_its_stage(
             assert not looked and term == 1
 
     run(main())
+
+
+def test_who_has_its_stage_back_is_linked_to_while_the_one_that_outbid_it_holds_on_to_us() -> None:
+    """Its hello is welcomed; the stream to whoever outbid it would never end by itself."""
+
+    async def main() -> None:
+        async with swarm(3) as made:
+            one, was, owner = made.nodes
+            was.ghost = True
+            claim = await owner.context.leases.claim(JOB, 1, 0.5)
+            assert claim is not None and await one.context.leases.owner(JOB, 1) == claim
+            rival = replace(claim, peer=was.peer, term=2)
+            await was.context.directory.publish(rival)
+            assert await one.context.leases.owner(JOB, 1) == rival
+            await one.host(0, [1])
+            assert one.neighbours is not None
+            partner = one.neighbours._partners[1]
+            await until(lambda: partner.outgoing is not None)
+            await was.context.directory.publish(replace(rival, role="released"))
+            assert await one.context.leases.owner(JOB, 1) == claim and partner._last == rival
+            await owner.host(1, [0])
+            async with asyncio.timeout(60.0):
+                await linked(one, owner)
+            assert one.neighbours.owners == {1: owner.peer}
+
+    run(main())
