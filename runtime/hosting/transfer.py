@@ -62,6 +62,9 @@ class Transfer:
                 reason = str(reply.header.get("message", "refused"))
             except (SwarmError, ValueError, TimeoutError) as error:
                 reason = str(error) or "no answer"
+                owner = winner(await self._read((job, stage)))
+                if owner is not None and owner.peer != leases.peer_id:
+                    return owner  # it took the stage, and its answer was lost: nobody else is given a release
             log.info("stage %d of job %.8s not handed to %s: %s", stage, job, peer, one_line(reason))
         return None
 
