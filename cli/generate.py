@@ -35,7 +35,10 @@ def generate(
             "--features", metavar="FILE.npy", help="Of sound, for a model that hears, as Whisper does."
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate, at most.")] = 64,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", min=1, help="Tokens to generate, at most (64, or as many as fit)."),
+    ] = None,
     temperature: settings.Temperature = 0.0,
     top_k: settings.TopK = 0,
     top_p: settings.TopP = 1.0,
@@ -72,14 +75,15 @@ def generate(
     if features is None and (prompt is None) == (prompt_ids is None):
         raise ValueError("give either a PROMPT or --prompt-ids")
     ids = options.parse_ids(prompt_ids) if prompt_ids is not None else None
-    from fusion.runtime.serving.requests.request import GenerateRequest
+    from fusion.runtime.serving.requests.request import DEFAULT_MAX_TOKENS, GenerateRequest
 
     request = GenerateRequest(
         model=model,
         prompt=prompt,
         prompt_ids=ids,
         features=b"" if features is None else features_of(features),
-        max_tokens=max_tokens,
+        max_tokens=max_tokens or DEFAULT_MAX_TOKENS,
+        as_many_as_fit=max_tokens is None,
         sampling=settings.sampling(
             temperature=temperature,
             top_k=top_k,

@@ -133,7 +133,7 @@ class Gateway:
         read = reading(serve, prompt, request.features)
         asked, prompt = max(len(prompt), len(read.prompt)), list(read.prompt)
         max_tokens = request.max_tokens
-        if request.chat:
+        if request.chat or request.as_many_as_fit:
             max_tokens = min(max_tokens, max(1, model.serve.max_sequence - len(prompt)))
         check_prompt(prompt, max_tokens, model.serve.vocabulary, model.serve.max_sequence)
         check_answered(request.answered, max_tokens, model.serve.vocabulary)

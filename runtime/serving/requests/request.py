@@ -135,8 +135,9 @@ class GenerateRequest:
     # penalties and temperature. None: none.
     top_logprobs: int | None = None
     stop: tuple[str, ...] = ()  # the text ends before the first of these
-    # `prompt` is a chat as the model's template wrote it: its special tokens are those that it has, and `max_tokens` are at most
-    # as many as the model has positions left.
+    # `max_tokens` are at most as many as the model has positions left: nobody asked for that many.
+    as_many_as_fit: bool = False
+    # `prompt` is a chat as the model's template wrote it: its special tokens are those that it has, and `as_many_as_fit` holds.
     chat: bool = False
     guesses: bool = True  # False: the first stage guesses no tokens; the answer is the same
     schema: str = ""  # of the JSON that the answer is to be, as `checked_schema` gives it; "": any text
@@ -198,6 +199,8 @@ class GenerateRequest:
             header["stop"] = list(self.stop)
         if not self.guesses:
             header["guesses"] = False
+        if self.as_many_as_fit:
+            header["as_many_as_fit"] = True
         if self.prompt is not None:
             kind, payload = "chat" if self.chat else "text", self.prompt.encode()
         elif self.features:
@@ -254,6 +257,7 @@ class GenerateRequest:
             grants=chain_of(header.get("grants")),
             top_logprobs=None if header.get("top_logprobs") is None else whole(header, "top_logprobs", 0),
             stop=tuple(stop),
+            as_many_as_fit=header.get("as_many_as_fit") is True,
             chat=kind == "chat",
             guesses=header.get("guesses") is not False,
             schema=schema,

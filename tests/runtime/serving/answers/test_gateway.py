@@ -306,6 +306,10 @@ def test_a_chat_has_the_special_tokens_of_its_template_alone_and_answers_as_far_
             answer = await swarm.ask(prompt="!Hi", chat=True, max_tokens=1024)
             assert answer.prompt_tokens == 3 and len(answer.tokens) == MAX_SEQUENCE - 3
             assert list(answer.tokens) == reference("llama", alone, MAX_SEQUENCE - 3)
+            fits = await swarm.ask(prompt="!Hi", max_tokens=1024, as_many_as_fit=True)
+            assert fits.prompt_tokens == 4 and len(fits.tokens) == MAX_SEQUENCE - 4
+            with pytest.raises(RemoteError, match="no token can follow"):
+                await swarm.ask(prompt="!" * MAX_SEQUENCE, as_many_as_fit=True)
             with pytest.raises(RemoteError, match="no token can follow"):
                 await swarm.ask(prompt="!" * MAX_SEQUENCE, chat=True, max_tokens=1024)
             await swarm.freed()

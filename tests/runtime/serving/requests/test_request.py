@@ -18,7 +18,9 @@ values = st.floats(-9999, 0)
 
 
 def test_a_request_with_every_setting_comes_back_from_its_frame() -> None:
-    sent = GenerateRequest(prompt="x", sampling=EVERY_SETTING, top_logprobs=0, stop=("a", "né"), chat=True)
+    sent = GenerateRequest(
+        prompt="x", sampling=EVERY_SETTING, top_logprobs=0, stop=("a", "né"), chat=True, as_many_as_fit=True
+    )
     header, payload = sent.to_frame()
     assert GenerateRequest.from_frame(header, memoryview(payload)) == sent and sent.newer
 
