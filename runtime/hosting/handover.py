@@ -7,15 +7,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from fusion.runtime.hosting.claim_choice import one_to_hand_on
 from fusion.runtime.hosting.hosted_stages import Hosted, HostedStages
 from fusion.runtime.hosting.jobs.service import Service
-from fusion.runtime.hosting.transfer import ANSWER_SECONDS
 from fusion.runtime.job.context import Context, Takeover
 from fusion.runtime.job.cool_down import CoolDown
 from fusion.runtime.job.errors import JobError
@@ -200,7 +198,7 @@ async def pass_on(
             return False
         async with asyncio.timeout(seconds):
             handover = await service.pass_on(*place)
-        heir = await _answered(takeover.hand_over(*place, claim.term, handover, order))
+        heir = await takeover.hand_over(*place, claim.term, handover, order)
         if heir is None:
             return False
         await _until_ready(heir, leases, config)
@@ -210,19 +208,6 @@ async def pass_on(
         return False
     log.info("stage %d of job %.8s went on to %s", claim.stage, claim.job, heir.peer)
     return True
-
-
-async def _answered(offer: Coroutine[Any, Any, ClaimRecord | None]) -> ClaimRecord | None:
-    """What came of the offer, which goes on for as long as one answer takes where we are cancelled: whoever was given our release
-    may have taken the stage, and nobody else must be given one until we know."""
-    task = asyncio.ensure_future(offer)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task], timeout=ANSWER_SECONDS)
-        task.cancel()
-        await asyncio.wait([task])
-        raise
 
 
 async def _until_ready(heir: ClaimRecord, leases: Leases, config: HandoverConfig) -> None:

@@ -43,29 +43,43 @@ class Transfer:
     async def give(
         self, job: JobId, stage: int, term: int, handover: Mapping[str, Any], order: Sequence[PeerId]
     ) -> ClaimRecord | None:
-        """Give the stage, which we own under `term`, to the first of these peers that takes it; its claim."""
+        """Give the stage, which we own under `term`, to the first of these peers that takes it; its claim. Cancelled, it goes on
+        until the peer that was asked last has answered, or should have: it has our release."""
         leases = self._leases
         header: dict[str, Any] = {"job": job, "stage": stage, "term": term, "handover": dict(handover)}
         if len(msgpack.packb(header)) > MAX_HANDOVER_BYTES:
             log.warning("stage %d of job %.8s: too much to hand over", stage, job)
             return None
         for peer in order:
+            word = leases.jury.testify(job, stage, Holding(leases.peer_id, term), peer)
+            offer = asyncio.create_task(self._offer(peer, (job, stage), {**header, "word": word}))
             try:
-                header["word"] = leases.jury.testify(job, stage, Holding(leases.peer_id, term), peer)
-                async with asyncio.timeout(ANSWER_SECONDS):
-                    reply = await call(self._transport, peer, HOLD.name, "take", header)
-                if reply.kind == "taking":
-                    claim = credited(leases, (job, stage), claim_bytes(reply.header.get("claim")))
-                    if claim.peer != peer:
-                        raise RecordError(f"it shows the claim of {claim.peer}")
-                    return claim
-                reason = str(reply.header.get("message", "refused"))
-            except (SwarmError, ValueError, TimeoutError) as error:
-                reason = str(error) or "no answer"
-                owner = winner(await self._read((job, stage)))
-                if owner is not None and owner.peer != leases.peer_id:
-                    return owner  # it took the stage, and its answer was lost: nobody else is given a release
-            log.info("stage %d of job %.8s not handed to %s: %s", stage, job, peer, one_line(reason))
+                taken = await asyncio.shield(offer)
+            except asyncio.CancelledError:
+                await asyncio.wait([offer])
+                raise
+            if taken is not None:
+                return taken
+        return None
+
+    async def _offer(self, peer: PeerId, place: Place, header: Mapping[str, Any]) -> ClaimRecord | None:
+        """The claim of whoever has the stage, once `peer` has answered or should have; None where we have it still."""
+        leases = self._leases
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                reply = await call(self._transport, peer, HOLD.name, "take", header)
+            if reply.kind == "taking":
+                claim = credited(leases, place, claim_bytes(reply.header.get("claim")))
+                if claim.peer != peer:
+                    raise RecordError(f"it shows the claim of {claim.peer}")
+                return claim
+            reason = str(reply.header.get("message", "refused"))
+        except (SwarmError, ValueError, TimeoutError) as error:
+            reason = str(error) or "no answer"
+            owner = winner(await self._read(place))
+            if owner is not None and owner.peer != leases.peer_id:
+                return owner  # it took the stage, and its answer was lost
+        log.info("stage %d of job %.8s not handed to %s: %s", place[1], place[0], peer, one_line(reason))
         return None
 
     async def take(

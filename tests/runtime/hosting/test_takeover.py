@@ -699,6 +699,50 @@ def test_an_owner_leaves_in_time_among_those_who_are_there_and_take_nothing(tmp_
     run(main())
 
 
+def test_who_leaves_while_another_takes_its_stage_gives_it_to_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two would hold it under one term, each with its release."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first, second) = await one_job(made, 2)
+            claimed, leaving = second.context.leases.claim, list[asyncio.Task[None]]()
+
+            async def claim(*place: Any, **how: Any) -> ClaimRecord | None:
+                leaving.append(asyncio.create_task(owner.hosting.leave()))
+                await asyncio.sleep(0.1)
+                return await claimed(*place, **how)
+
+            monkeypatch.setattr(second.context.leases, "claim", claim)
+            owner.context.succession.give_away(job, 0, second.id)
+            await until(lambda: bool(leaving))
+            await leaving[0]
+            assert second.hosting.hosted == ((job, 0),) and first.hosting.hosted == owner.hosting.hosted == ()
+
+    run(main())
+
+
+def test_who_takes_a_stage_and_whose_answer_is_lost_has_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first, second) = await one_job(made, 2)
+            claimed = first.context.leases.claim
+
+            async def claim(*place: Any, **how: Any) -> None:
+                await claimed(*place, **how)
+                await asyncio.Event().wait()
+
+            monkeypatch.setattr(first.context.leases, "claim", claim)
+            await owner.hosting.leave()
+            assert first.context.leases.holds(job, 0) is not None
+            assert second.context.leases.holds(job, 0) is None
+
+    run(main())
+
+
 def test_whoever_cannot_hand_over_releases(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
