@@ -75,15 +75,14 @@ def generate(
     if features is None and (prompt is None) == (prompt_ids is None):
         raise ValueError("give either a PROMPT or --prompt-ids")
     ids = options.parse_ids(prompt_ids) if prompt_ids is not None else None
-    from fusion.runtime.serving.requests.request import DEFAULT_MAX_TOKENS, GenerateRequest
+    from fusion.runtime.serving.requests.request import GenerateRequest
 
     request = GenerateRequest(
         model=model,
         prompt=prompt,
         prompt_ids=ids,
         features=b"" if features is None else features_of(features),
-        max_tokens=max_tokens or DEFAULT_MAX_TOKENS,
-        as_many_as_fit=max_tokens is None,
+        max_tokens=max_tokens,
         sampling=settings.sampling(
             temperature=temperature,
             top_k=top_k,

@@ -132,8 +132,8 @@ class Gateway:
             prompt = list(request.prompt_ids or ())
         read = reading(serve, prompt, request.features)
         asked, prompt = max(len(prompt), len(read.prompt)), list(read.prompt)
-        max_tokens = request.max_tokens
-        if request.chat or request.as_many_as_fit:
+        max_tokens = request.most_tokens
+        if request.chat or request.max_tokens is None:
             max_tokens = min(max_tokens, max(1, model.serve.max_sequence - len(prompt)))
         check_prompt(prompt, max_tokens, model.serve.vocabulary, model.serve.max_sequence)
         check_answered(request.answered, max_tokens, model.serve.vocabulary)

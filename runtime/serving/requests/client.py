@@ -206,10 +206,9 @@ async def _ask(transport: Transport, peer: PeerId, request: GenerateRequest) -> 
                     return
                 if frame.kind != "token":
                     raise FrameError(f"gateways send token and done, not {frame.kind!r:.40}")
-                if (
-                    len(tokens) >= request.max_tokens
-                ):  # what is kept of an answer is bounded by what was asked for
-                    raise FrameError(f"{friendly_name(peer)} sends more than {request.max_tokens} tokens")
+                # What is kept of an answer is bounded by what was asked for.
+                if len(tokens) >= request.most_tokens:
+                    raise FrameError(f"{friendly_name(peer)} sends more than {request.most_tokens} tokens")
                 piece = _piece(frame, len(tokens), request.top_logprobs)
                 tokens.append(piece.id)
                 yield piece

@@ -124,7 +124,7 @@ class GenerateRequest:
     model: str = ""  # name of the served job, or its id; "" where the swarm serves only one
     prompt: str | None = None
     prompt_ids: tuple[int, ...] | None = None
-    max_tokens: int = DEFAULT_MAX_TOKENS
+    max_tokens: int | None = None  # None: DEFAULT_MAX_TOKENS, or as many as the model has positions left
     sampling: Sampling = Sampling()
     seeded: bool = True  # False: the gateway draws a seed
     logits: bool = False  # send the logits that each token was chosen from (for checks: it costs bandwidth)
@@ -135,9 +135,8 @@ class GenerateRequest:
     # penalties and temperature. None: none.
     top_logprobs: int | None = None
     stop: tuple[str, ...] = ()  # the text ends before the first of these
-    # `max_tokens` are at most as many as the model has positions left: nobody asked for that many.
-    as_many_as_fit: bool = False
-    # `prompt` is a chat as the model's template wrote it: its special tokens are those that it has, and `as_many_as_fit` holds.
+    # `prompt` is a chat as the model's template wrote it: its special tokens are those that it has, and `max_tokens` are at most
+    # as many as the model has positions left.
     chat: bool = False
     guesses: bool = True  # False: the first stage guesses no tokens; the answer is the same
     schema: str = ""  # of the JSON that the answer is to be, as `checked_schema` gives it; "": any text
@@ -159,7 +158,7 @@ class GenerateRequest:
             raise JobError("prompt: a chat is a text")
         if self.prompt_ids is not None and any(not -(2**63) <= i < 2**63 for i in self.prompt_ids):
             raise JobError("prompt_ids: numbers of at most 64 bits")
-        if self.max_tokens < 1:
+        if self.most_tokens < 1:
             raise JobError(f"max_tokens: at least 1, not {self.max_tokens}")
         if len(self.answered) > MAX_ANSWERED or any(not 0 <= i < 2**63 for i in self.answered):
             raise JobError(f"answered: at most {MAX_ANSWERED} token ids")
@@ -168,6 +167,10 @@ class GenerateRequest:
             raise JobError(f"stop: at most {MAX_STOPS} texts, not {len(self.stop)}")
         if not all(_is_text(text) and 1 <= len(text.encode()) <= MAX_STOP_BYTES for text in self.stop):
             raise JobError(f"stop: texts of 1 to {MAX_STOP_BYTES} bytes of UTF-8")
+
+    @property
+    def most_tokens(self) -> int:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def newer(self) -> bool:
@@ -182,9 +185,10 @@ class GenerateRequest:
         and is said of it: a gateway that knows of none must not take it for a part of the prompt."""
         header: dict[str, Any] = {
             "model": self.model,
-            "max_tokens": self.max_tokens,
             **self.sampling.to_header(),
         }
+        if self.max_tokens is not None:
+            header["max_tokens"] = self.max_tokens
         if not self.seeded:
             del header["seed"]
         if self.logits:
@@ -199,8 +203,6 @@ class GenerateRequest:
             header["stop"] = list(self.stop)
         if not self.guesses:
             header["guesses"] = False
-        if self.as_many_as_fit:
-            header["as_many_as_fit"] = True
         if self.prompt is not None:
             kind, payload = "chat" if self.chat else "text", self.prompt.encode()
         elif self.features:
@@ -249,7 +251,7 @@ class GenerateRequest:
             model=model,
             prompt=text,
             prompt_ids=ids,
-            max_tokens=whole(header, "max_tokens", DEFAULT_MAX_TOKENS),
+            max_tokens=None if header.get("max_tokens") is None else whole(header, "max_tokens", 0),
             sampling=Sampling.from_header(header),
             seeded="seed" in header,
             logits=header.get("logits") is True,
@@ -257,7 +259,6 @@ class GenerateRequest:
             grants=chain_of(header.get("grants")),
             top_logprobs=None if header.get("top_logprobs") is None else whole(header, "top_logprobs", 0),
             stop=tuple(stop),
-            as_many_as_fit=header.get("as_many_as_fit") is True,
             chat=kind == "chat",
             guesses=header.get("guesses") is not False,
             schema=schema,

@@ -26,7 +26,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from fusion.runtime.job.text import TokenizerText
 from fusion.runtime.serving.answers import catalog
 from fusion.runtime.serving.requests.client import generate
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, Sampling
+from fusion.runtime.serving.requests.request import (
+    DEFAULT_MAX_TOKENS,
+    Answer,
+    GenerateRequest,
+    Piece,
+    Sampling,
+)
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import RemoteError
 
@@ -306,10 +312,10 @@ def test_a_chat_has_the_special_tokens_of_its_template_alone_and_answers_as_far_
             answer = await swarm.ask(prompt="!Hi", chat=True, max_tokens=1024)
             assert answer.prompt_tokens == 3 and len(answer.tokens) == MAX_SEQUENCE - 3
             assert list(answer.tokens) == reference("llama", alone, MAX_SEQUENCE - 3)
-            fits = await swarm.ask(prompt="!Hi", max_tokens=1024, as_many_as_fit=True)
-            assert fits.prompt_tokens == 4 and len(fits.tokens) == MAX_SEQUENCE - 4
+            fits = await swarm.ask(prompt="!" * 59, max_tokens=None)
+            assert fits.prompt_tokens == 60 and len(fits.tokens) == MAX_SEQUENCE - 60 < DEFAULT_MAX_TOKENS
             with pytest.raises(RemoteError, match="no token can follow"):
-                await swarm.ask(prompt="!" * MAX_SEQUENCE, as_many_as_fit=True)
+                await swarm.ask(prompt="!" * MAX_SEQUENCE, max_tokens=None)
             with pytest.raises(RemoteError, match="no token can follow"):
                 await swarm.ask(prompt="!" * MAX_SEQUENCE, chat=True, max_tokens=1024)
             await swarm.freed()

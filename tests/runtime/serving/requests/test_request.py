@@ -12,17 +12,29 @@ from support.every_setting import EVERY_SETTING
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import MAX_SOURCE_BYTES
-from fusion.runtime.serving.requests.request import GenerateRequest, Logprobs, Piece, Sampling
+from fusion.runtime.serving.requests.request import (
+    DEFAULT_MAX_TOKENS,
+    GenerateRequest,
+    Logprobs,
+    Piece,
+    Sampling,
+)
 
 values = st.floats(-9999, 0)
 
 
 def test_a_request_with_every_setting_comes_back_from_its_frame() -> None:
     sent = GenerateRequest(
-        prompt="x", sampling=EVERY_SETTING, top_logprobs=0, stop=("a", "né"), chat=True, as_many_as_fit=True
+        prompt="x", max_tokens=7, sampling=EVERY_SETTING, top_logprobs=0, stop=("a", "né"), chat=True
     )
     header, payload = sent.to_frame()
     assert GenerateRequest.from_frame(header, memoryview(payload)) == sent and sent.newer
+
+
+def test_how_many_tokens_are_asked_for_is_left_to_the_gateway_where_nobody_says() -> None:
+    header, payload = GenerateRequest(prompt="x").to_frame()
+    assert "max_tokens" not in header
+    assert GenerateRequest.from_frame(header, memoryview(payload)).most_tokens == DEFAULT_MAX_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -36,7 +48,8 @@ def test_a_request_with_every_setting_comes_back_from_its_frame() -> None:
     ],
 )
 def test_what_the_release_before_does_not_know_is_told_apart(newer: dict[str, Any]) -> None:
-    plain = GenerateRequest(prompt="x", sampling=Sampling(temperature=1.0, top_k=3, top_p=0.5, seed=3))
+    sampling = Sampling(temperature=1.0, top_k=3, top_p=0.5, seed=3)
+    plain = GenerateRequest(prompt="x", max_tokens=9, sampling=sampling)
     assert not plain.newer and GenerateRequest(prompt="x", **newer).newer
     assert set(plain.to_frame()[0]) == {
         *("model", "max_tokens", "temperature", "top_k", "top_p", "seed", "prompt")
