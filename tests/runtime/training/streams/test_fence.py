@@ -8,16 +8,17 @@ from dataclasses import replace
 
 import pytest
 from support.instant_loop import run
-from support.stages import JOB, linked, say_hello, swarm, until
+from support.stages import JOB, Node, linked, say_hello, swarm, until
 
 from fusion.runtime.job.fields import plain
 from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.training.step.messages import Hello
 from fusion.runtime.training.streams.fence import Overtaken
-from fusion.runtime.training.streams.partner import PASSED_OVER_SECONDS
+from fusion.runtime.training.streams.partner import PASSED_OVER_SECONDS, Partner
 from fusion.swarm.authority.law import Admission, JobLaw
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.claims.tenure import CONTEST_SECONDS
+from fusion.swarm.directory.records import ClaimRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import Stream
 
@@ -129,6 +130,23 @@ def test_who_welcomes_us_and_hangs_up_is_dialled_no_more_once_we_know_of_another
     run(main())
 
 
+async def has_its_stage_back(one: Node, was: Node, owner: Node) -> tuple[ClaimRecord, Partner]:
+    """`owner` was outbid by `was`, whom `one` dialled, and has its stage back: its claim, and whom `one` has for a partner."""
+    claim = await owner.context.leases.claim(JOB, 1, 0.5)
+    assert claim is not None and await one.context.leases.owner(JOB, 1) == claim
+    rival = replace(claim, peer=was.peer, term=2)
+    await was.context.directory.publish(rival)
+    assert await one.context.leases.owner(JOB, 1) == rival
+    await one.host(0, [1])
+    assert one.neighbours is not None
+    partner = one.neighbours._partners[1]
+    await until(lambda: partner.outgoing is not None)
+    assert partner._last == rival
+    await was.context.directory.publish(replace(rival, role="released"))
+    assert await one.context.leases.owner(JOB, 1) == claim
+    return claim, partner
+
+
 def test_who_has_its_stage_back_from_one_that_outbid_it_is_dialled_again() -> None:
     """Whoever outbid it welcomes us as often as we come, and is nobody's owner."""
 
@@ -136,18 +154,7 @@ def test_who_has_its_stage_back_from_one_that_outbid_it_is_dialled_again() -> No
         async with swarm(3) as made:
             one, was, owner = made.nodes
             was.ghost = owner.ghost = True
-            claim = await owner.context.leases.claim(JOB, 1, 0.5)
-            assert claim is not None and await one.context.leases.owner(JOB, 1) == claim
-            rival = replace(claim, peer=was.peer, term=2)
-            await was.context.directory.publish(rival)
-            assert await one.context.leases.owner(JOB, 1) == rival
-            await one.host(0, [1])
-            assert one.neighbours is not None
-            partner = one.neighbours._partners[1]
-            await until(lambda: partner.outgoing is not None)
-            assert partner._last == rival
-            await was.context.directory.publish(replace(rival, role="released"))
-            assert await one.context.leases.owner(JOB, 1) == claim
+            claim, partner = await has_its_stage_back(one, was, owner)
             made.cut(one, was)
             async with asyncio.timeout(60.0):
                 await until(lambda: partner._last == claim)
@@ -331,20 +338,10 @@ def test_who_has_its_stage_back_is_linked_to_while_the_one_that_outbid_it_holds_
         async with swarm(3) as made:
             one, was, owner = made.nodes
             was.ghost = True
-            claim = await owner.context.leases.claim(JOB, 1, 0.5)
-            assert claim is not None and await one.context.leases.owner(JOB, 1) == claim
-            rival = replace(claim, peer=was.peer, term=2)
-            await was.context.directory.publish(rival)
-            assert await one.context.leases.owner(JOB, 1) == rival
-            await one.host(0, [1])
-            assert one.neighbours is not None
-            partner = one.neighbours._partners[1]
-            await until(lambda: partner.outgoing is not None)
-            await was.context.directory.publish(replace(rival, role="released"))
-            assert await one.context.leases.owner(JOB, 1) == claim and partner._last == rival
+            await has_its_stage_back(one, was, owner)
             await owner.host(1, [0])
             async with asyncio.timeout(60.0):
                 await linked(one, owner)
-            assert one.neighbours.owners == {1: owner.peer}
+            assert one.neighbours is not None and one.neighbours.owners == {1: owner.peer}
 
     run(main())
