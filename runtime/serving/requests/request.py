@@ -183,12 +183,10 @@ class GenerateRequest:
     def to_frame(self) -> tuple[dict[str, Any], bytes]:
         """Header and payload of the `generate` frame. The prompt is the payload: UTF-8 text, or ids. A schema comes before it,
         and is said of it: a gateway that knows of none must not take it for a part of the prompt."""
-        header: dict[str, Any] = {
-            "model": self.model,
-            **self.sampling.to_header(),
-        }
+        header: dict[str, Any] = {"model": self.model}
         if self.max_tokens is not None:
             header["max_tokens"] = self.max_tokens
+        header |= self.sampling.to_header()
         if not self.seeded:
             del header["seed"]
         if self.logits:
