@@ -14,14 +14,11 @@ def expert_linear(call: Call) -> Types:
     """Row r of input (rows, in) with the matrix ids[r] - first of weight (held, out, in), or (held, in, out) if
     `transposed`, and the row ids[r] - first of bias (held, out). Of `of` experts in all, those from `first` on are held here:
     a row that has chosen another one gets zeros, so that the results for all parts of the experts add up to the whole."""
-    x, ids, w, b = call["input"], call["ids"], call["weight"], call["bias"]
-    if len(x.shape) != 2 or ids.dtype != "int64" or ids.shape != x.shape[:1]:
-        raise call.fail(f"needs (rows, in) and an int64 id for each row, not {x} and {ids}")
+    x, w, b = call["input"], call["weight"], call["bias"]
     if len(w.shape) != 3 or not all(isinstance(d, int) and d > 0 for d in w.shape):
         raise call.fail(f"weight {w} is not (experts, out, in) in numbers")
-    first, held = call["first"], w.shape[0]
-    if first < 0 or not first + held <= call["of"] <= MAX_EXPERTS:
-        raise call.fail(f"experts {first} to {first + held - 1} of {call['of']}; at most {MAX_EXPERTS}")
+    held = w.shape[0]
+    require_choice(call, held)
     inner, out = (w.shape[1], w.shape[2]) if call["transposed"] else (w.shape[2], w.shape[1])
     same(call, x.shape[1], inner, "input features")
     if b is not None and b.shape != (held, out):
@@ -32,25 +29,34 @@ def expert_linear(call: Call) -> Types:
     return (TensorType((x.shape[0], out), dtype),)
 
 
+def require_choice(call: Call, held: int) -> None:
+    """That each row has an id, and that `held` experts from `first` on are some of all."""
+    x, ids, first = call["input"], call["ids"], call["first"]
+    if len(x.shape) != 2 or ids.dtype != "int64" or ids.shape != x.shape[:1]:
+        raise call.fail(f"needs (rows, in) and an int64 id for each row, not {x} and {ids}")
+    if first < 0 or not first + held <= call["of"] <= MAX_EXPERTS:
+        raise call.fail(f"experts {first} to {first + held - 1} of {call['of']}; at most {MAX_EXPERTS}")
+
+
 def _mixes(call: Call) -> Mixed:
     mixed = {"input": {1}, "weight": {0, 1 if call["transposed"] else 2}}
     return mixed | ({"bias": {0}} if call["bias"] is not None else {})
 
 
-def _flops(call: Call, results: Types) -> int:
+def chosen_flops(call: Call, results: Types) -> int:
     """Of the experts that are chosen, each taken to be chosen as often as another."""
     inner = plain(call["input"].shape[1])
     held = plain(call["weight"].shape[0])
     return elements(results[0]) * (2 * inner + (call["bias"] is not None)) * held // int(call["of"])
 
 
-def _reads(call: Call) -> dict[str, float]:
+def chosen_reads(call: Call) -> dict[str, float]:
     """The shares of the arguments that are read: no more experts than there are rows."""
     share = min(1.0, plain(call["input"].shape[0]) / int(call["of"]))
-    return {"weight": share, "bias": share}
+    return dict.fromkeys(call.values.keys() - {"input", "ids", "first", "of", "transposed"}, share)
 
 
 SPECS: list[OpSpec] = [
     op("fusion.expert_linear", "input: tensor, ids: tensor, weight: tensor, bias: tensor?, first: int, of: int, transposed: bool", expert_linear, "contraction",
-       kind="parametric", mixes=_mixes, flops=_flops, reads=_reads, saves=("input", "ids", "weight"), bilinear=True, backward={"input": 1.0, "weight": 1.0}, since=2),
+       kind="parametric", mixes=_mixes, flops=chosen_flops, reads=chosen_reads, saves=("input", "ids", "weight"), bilinear=True, backward={"input": 1.0, "weight": 1.0}, since=2),
 ]  # fmt: skip

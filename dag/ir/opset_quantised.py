@@ -1,4 +1,4 @@
-"""Products and look-ups whose matrix is stored quantised, in groups along its second dimension.
+"""Products and look-ups whose matrix is stored quantised, in groups along its last dimension.
 
 A group is that many neighbours of a row which share a scale and, in kinds that are not symmetric, a minimum. What a
 number q stands for is, in float32:
@@ -15,6 +15,7 @@ the dtype of the input, which the result has as well.
 from __future__ import annotations
 
 from fusion.dag.ir.graph import TensorType
+from fusion.dag.ir.opset_experts import chosen_flops, chosen_reads, require_choice
 from fusion.dag.ir.opset_shapes import Shape, same
 from fusion.dag.ir.opset_spec import Call, Infer, Mixed, OpSpec, Types, elements, op, plain
 
@@ -23,15 +24,17 @@ INPUTS = ("float32", "bfloat16", "float16")
 SCALES = ("float32", "float16")
 
 
-def stored_shape(call: Call, dtype: str, per_byte: int) -> Shape:
-    """(rows, columns) of the matrix that weight, scales and minimums stand for."""
+def stored_shape(call: Call, dtype: str, per_byte: int, rank: int = 2) -> Shape:
+    """(..., rows, columns) of the matrices that weight, scales and minimums, each of this rank, stand for."""
     weight, scales, minimums = call["weight"], call["scales"], call["minimums"]
-    if weight.dtype != dtype or len(weight.shape) != 2 or len(scales.shape) != 2:
-        raise call.fail(f"weight {weight} and scales {scales} are not {dtype} and floats, each of rank 2")
+    if weight.dtype != dtype or len(weight.shape) != rank or len(scales.shape) != rank:
+        raise call.fail(
+            f"weight {weight} and scales {scales} are not {dtype} and floats, each of rank {rank}"
+        )
     if scales.dtype not in SCALES:
         raise call.fail(f"scales {scales} are not float32 or float16")
-    rows, stored = weight.shape
-    groups = scales.shape[1]
+    *rows, stored = weight.shape
+    groups = scales.shape[-1]
     if not isinstance(stored, int) or not isinstance(groups, int) or groups < 1:
         raise call.fail(f"weight {weight} and scales {scales}: sizes that are not known, or no group")
     columns = stored * per_byte
@@ -39,10 +42,11 @@ def stored_shape(call: Call, dtype: str, per_byte: int) -> Shape:
         raise call.fail(
             f"{groups} groups of {columns} columns: each of a multiple of {LEAST_GROUP}, at least one"
         )
-    same(call, rows, scales.shape[0], "rows of weight and scales")
+    for own, other in zip(rows, scales.shape, strict=False):
+        same(call, own, other, "rows of weight and scales")
     if minimums is not None and minimums != scales:
         raise call.fail(f"minimums {minimums} do not fit scales {scales}")
-    return (rows, columns)
+    return (*rows, columns)
 
 
 def quantised_linear(dtype: str, per_byte: int) -> Infer:
@@ -56,6 +60,24 @@ def quantised_linear(dtype: str, per_byte: int) -> Infer:
         if bias is not None and (bias.shape != (rows,) or bias.dtype != x.dtype):
             raise call.fail(f"bias {bias} does not fit {rows} rows and input {x}")
         return (TensorType((*x.shape[:-1], rows), x.dtype),)
+
+    return infer
+
+
+def quantised_expert_linear(dtype: str, per_byte: int) -> Infer:
+    def infer(call: Call) -> Types:
+        """`fusion.expert_linear` with the matrices (held, out, in) that are stored, and bias (held, out)."""
+        x, bias = call["input"], call["bias"]
+        held, rows, columns = stored_shape(call, dtype, per_byte, rank=3)
+        if not isinstance(held, int) or not isinstance(rows, int) or not held or not rows:
+            raise call.fail(f"weight {call['weight']} is not (experts, out, in) in numbers")
+        require_choice(call, held)
+        if x.dtype not in INPUTS:
+            raise call.fail(f"input {x} is not of {', '.join(INPUTS)}")
+        same(call, x.shape[1], columns, "input features")
+        if bias is not None and (bias.shape != (held, rows) or bias.dtype != x.dtype):
+            raise call.fail(f"bias {bias} does not fit {held} times {rows} rows and input {x}")
+        return (TensorType((x.shape[0], rows), x.dtype),)
 
     return infer
 
@@ -77,6 +99,11 @@ def _linear_mixes(call: Call) -> Mixed:
     return {name: dims for name, dims in mixed.items() if call[name] is not None}
 
 
+def _expert_mixes(call: Call) -> Mixed:
+    mixed = {"input": {1}, "weight": {0, 2}, "scales": {0, 2}, "minimums": {0, 2}, "bias": {0}}
+    return {name: dims for name, dims in mixed.items() if call[name] is not None}
+
+
 def _embedding_mixes(call: Call) -> Mixed:
     return {name: {0, 1} for name in ("weight", "scales", "minimums") if call[name] is not None}
 
@@ -85,7 +112,7 @@ def _linear_flops(call: Call, results: Types) -> int:
     return elements(results[0]) * (2 * plain(call["input"].shape[-1]) + (call["bias"] is not None))
 
 
-def _both(dtype: str, name: str, per_byte: int) -> list[OpSpec]:
+def _each(dtype: str, name: str, per_byte: int) -> list[OpSpec]:
     return [
         op(f"fusion.linear_{name}", "input: tensor, weight: tensor, scales: tensor, minimums: tensor?, bias: tensor?",
            quantised_linear(dtype, per_byte), "contraction",
@@ -93,7 +120,10 @@ def _both(dtype: str, name: str, per_byte: int) -> list[OpSpec]:
         op(f"fusion.embedding_{name}", "weight: tensor, scales: tensor, minimums: tensor?, indices: tensor, dtype: dtype",
            quantised_embedding(dtype, per_byte), "move",
            kind="parametric", mixes=_embedding_mixes, differentiable=False, since=2),
+        op(f"fusion.expert_linear_{name}", "input: tensor, ids: tensor, weight: tensor, scales: tensor, minimums: tensor?, bias: tensor?, first: int, of: int",
+           quantised_expert_linear(dtype, per_byte), "contraction",
+           kind="parametric", mixes=_expert_mixes, flops=chosen_flops, reads=chosen_reads, differentiable=False, since=2),
     ]  # fmt: skip
 
 
-SPECS: list[OpSpec] = [*_both("int8", "int8", 1), *_both("uint8", "int4", 2)]
+SPECS: list[OpSpec] = [*_each("int8", "int8", 1), *_each("uint8", "int4", 2)]

@@ -20,7 +20,8 @@ _ALONE = frozenset({"pointwise", "contraction"})  # what may follow the cut to t
 # Products whose rows are those of one tensor along the sequence, and the place of the matrix among their arguments; others mix
 # rows in ways that nobody has looked at.
 _ROW_PRODUCTS = {
-    "aten.linear": 1, "aten.addmm": 2, "fusion.linear_int8": 1, "fusion.linear_int4": 1, "fusion.expert_linear": 2,
+    "aten.linear": 1, "aten.addmm": 2, "fusion.linear_int8": 1, "fusion.linear_int4": 1,
+    "fusion.expert_linear": 2, "fusion.expert_linear_int8": 2, "fusion.expert_linear_int4": 2,
 }  # fmt: skip
 
 Along = tuple[int, int]

@@ -16,7 +16,7 @@ from fusion.dag.cutting.references import substitute
 from fusion.dag.ir.dims import Poly
 from fusion.dag.ir.graph import Arg, Graph, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import mixed_dims, spec
-from fusion.dag.rewrites.experts import EXPERT_LINEAR
+from fusion.dag.rewrites.experts import ExpertLinear, expert_linear, starting_at
 
 _PART = re.compile(r"(.+):([0-9]{1,9})-([0-9]{1,9})")
 _REPEAT = "aten.repeat_interleave.self_int"
@@ -50,9 +50,8 @@ def group_experts(graph: Graph, groups: int) -> Graph:
     rows -> products -> ops by row -> products stays whole; so does one whose variables something else reads."""
     by_ids: dict[Ref, list[int]] = {}
     for i, node in enumerate(graph.nodes):
-        ids = node.args[1] if node.op == EXPERT_LINEAR else None
-        if isinstance(ids, Ref):
-            by_ids.setdefault(ids, []).append(i)
+        if (found := expert_linear(node)) is not None:
+            by_ids.setdefault(found.ids, []).append(i)
     layers = [layer for products in by_ids.values() if (layer := _layer(graph, products)) is not None]
     for layer in layers if groups > 1 else ():
         graph = _grouped(graph, layer, groups)
@@ -69,8 +68,9 @@ class _Layer:
 
 def _layer(graph: Graph, products: Sequence[int]) -> _Layer | None:
     nodes, last = graph.nodes, products[-1]
-    held = {nodes[i].args[5] for i in products}
-    if len(held) != 1 or any(not _whole(graph, nodes[i]) for i in products):
+    found = [linear for i in products if (linear := expert_linear(nodes[i])) is not None]
+    held = {linear.of for linear in found}
+    if len(held) != 1 or any(not _whole(graph, linear) for linear in found):
         return None
     own = {nodes[i].name for i in products}
     between = _between(graph, own, last)
@@ -87,25 +87,20 @@ def _layer(graph: Graph, products: Sequence[int]) -> _Layer | None:
         node = graph.nodes[graph.node_index[name]]
         if node.op == _REPEAT and _readers(graph, node) <= between:
             between.add(name)
-    found = sorted(graph.node_index[name] for name in between)
+    inside = sorted(graph.node_index[name] for name in between)
     ends = [*_linear_chain(graph, last)]
     end = min(range(len(ends)), key=lambda i: (_weight(nodes[ends[i]].results[0]), i))
-    experts = next(iter(held))
-    assert isinstance(experts, int)
-    return _Layer(tuple(nodes[i].name for i in (*found, *ends[1 : end + 1])), experts)
+    return _Layer(tuple(nodes[i].name for i in (*inside, *ends[1 : end + 1])), held.pop())
 
 
-def _whole(graph: Graph, node: Node) -> bool:
+def _whole(graph: Graph, linear: ExpertLinear) -> bool:
     """Whether the product has all experts, from variables that nothing else reads."""
-    _, _, weight, bias, first, of, _ = node.args
-    variables = [a for a in (weight, bias) if isinstance(a, Ref)]
-    return (
-        isinstance(weight, Ref)
-        and (first, graph.types[weight].shape[0]) == (0, of)
-        and all(
-            ref.name in graph.variable_names and len(graph.uses[ref]) == 1 and ref not in graph.outputs
-            for ref in variables
-        )
+    return linear.first == 0 and all(
+        graph.types[ref].shape[0] == linear.of
+        and ref.name in graph.variable_names
+        and len(graph.uses[ref]) == 1
+        and ref not in graph.outputs
+        for ref in linear.held
     )
 
 
@@ -178,9 +173,8 @@ def _grouped(graph: Graph, layer: _Layer, groups: int) -> Graph:
     parts = {
         ref.name: [Part(ref.name, *bound) for bound in bounds]
         for node in repeated
-        if node.op == EXPERT_LINEAR
-        for ref in node.args[2:4]
-        if isinstance(ref, Ref)
+        if (linear := expert_linear(node)) is not None
+        for ref in linear.held
     }
     copies = [_copy(graph, repeated, g, bounds[g], parts, taken) for g in range(count)]
     inside = {node.name: copy for node, copy in zip(repeated, copies[0], strict=True)}
@@ -214,9 +208,8 @@ def _copy(
         name = node.name if group == 0 and node is not repeated[-1] else _fresh(f"{node.name}_{group}", taken)
         renamed.update({Ref(node.name, i): Ref(name, i) for i in range(len(node.results))})
         args: tuple[Arg, ...] = substitute(node.args, renamed)
-        if node.op == EXPERT_LINEAR:
-            args = (*args[:4], bound[0], *args[5:])
-        made.append(replace(node, name=name, args=args))
+        copied = replace(node, name=name, args=args)
+        made.append(copied if expert_linear(node) is None else starting_at(copied, bound[0]))
     return made
 
 

@@ -8,7 +8,7 @@ with a copy of the weights for every row, which nobody should run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fusion.dag.cutting.references import made_by, without_dead_nodes
@@ -18,11 +18,39 @@ from fusion.dag.ir.graph import Graph, Node, Ref
 from fusion.dag.ir.opset import spec
 
 EXPERT_LINEAR = "fusion.expert_linear"
+EXPERT_LINEARS = frozenset({EXPERT_LINEAR, f"{EXPERT_LINEAR}_int8", f"{EXPERT_LINEAR}_int4"})
 _LOOK_UP = "aten.index.Tensor"
 # Ops that give a value of one shape another one and nothing else: which shape is read from their types.
 _RESHAPES = frozenset({
     "aten.unsqueeze", "aten.squeeze.dim", "aten.squeeze", "aten.reshape", "aten.view", "aten._unsafe_view",
 })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExpertLinear:
+    """The arguments of one of EXPERT_LINEARS that all of them have."""
+
+    ids: Ref
+    held: tuple[Ref, ...]  # what has the experts as its first dimension: weight, bias, scales, minimums
+    first: int
+    of: int
+
+
+def expert_linear(node: Node) -> ExpertLinear | None:
+    """Of a node; None for another op."""
+    if node.op not in EXPERT_LINEARS:
+        return None
+    named = dict(zip((p.name for p in spec(node.op).parameters), node.args, strict=True))
+    held = (named.get(name) for name in ("weight", "scales", "minimums", "bias"))
+    ids, first, of = named["ids"], named["first"], named["of"]
+    assert isinstance(ids, Ref) and isinstance(first, int) and isinstance(of, int)
+    return ExpertLinear(ids, tuple(ref for ref in held if isinstance(ref, Ref)), first, of)
+
+
+def starting_at(node: Node, first: int) -> Node:
+    """One of EXPERT_LINEARS whose experts are those from `first` on."""
+    at = [p.name for p in spec(node.op).parameters].index("first")
+    return replace(node, args=(*node.args[:at], first, *node.args[at + 1 :]))
 
 
 def name_experts(graph: Graph) -> Graph:

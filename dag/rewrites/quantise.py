@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType, Variable
 from fusion.dag.ir.validation import MAX_NAME
+from fusion.dag.rewrites.experts import EXPERT_LINEAR
 
 Kind = Literal["int8", "int4"]
-Use = Literal["linear", "addmm", "embedding"]
+Use = Literal["linear", "addmm", "embedding", "expert_linear"]
 
 GROUP = 32  # columns that share a scale, as in GGUF's kinds
 LEAST_ELEMENTS = 1 << 12  # of a matrix: what is smaller saves nothing
@@ -37,16 +39,17 @@ LAYOUTS: Mapping[Kind, Layout] = {"int8": Layout("int8"), "int4": Layout("int4",
 
 @dataclass(frozen=True)
 class Source:
-    """A variable of the model, and how the graph has it instead: (rows, columns), each row along the inputs of a product."""
+    """A variable of the model, and how the graph has it instead: (rows, columns), each row along the inputs of a product; those
+    of experts one behind the other, (experts, rows, columns)."""
 
     variable: Variable
     layout: Layout
-    transposed: bool  # the variable is (columns, rows)
+    transposed: bool  # the variable is (columns, rows), or (experts, columns, rows)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = (d for d in self.variable.type.shape if isinstance(d, int))
-        return (columns, rows) if self.transposed else (rows, columns)
+    def shape(self) -> tuple[int, ...]:
+        *experts, rows, columns = (d for d in self.variable.type.shape if isinstance(d, int))
+        return (*experts, columns, rows) if self.transposed else (*experts, rows, columns)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,11 +60,11 @@ class Source:
     @property
     def variables(self) -> tuple[Variable, ...]:
         """Under `names`."""
-        rows, columns = self.shape
-        numbers = TensorType((rows, columns), "int8")
+        *rows, columns = self.shape
+        numbers = TensorType((*rows, columns), "int8")
         if self.layout.kind == "int4":
-            numbers = TensorType((rows, columns // 2), "uint8")
-        shares = TensorType((rows, columns // self.layout.group), self.layout.scales)
+            numbers = TensorType((*rows, columns // 2), "uint8")
+        shares = TensorType((*rows, columns // self.layout.group), self.layout.scales)
         return tuple(
             Variable(name, type_, trainable=False)
             for name, type_ in zip(self.names, (numbers, shares, shares), strict=False)
@@ -86,14 +89,14 @@ def quantise(graph: Graph, kind: Kind) -> Quantised:
 
 
 def store_matrices(graph: Graph, choose: Callable[[Variable, frozenset[Use]], Layout | None]) -> Quantised:
-    """With the matrices of rows with `aten.linear` or a plain `aten.addmm`, and the tables of `aten.embedding`, that are used
-    for nothing else, are large enough, and for which `choose` says how they are stored."""
+    """With the matrices of rows with `aten.linear`, a plain `aten.addmm` or `fusion.expert_linear`, and the tables of
+    `aten.embedding`, that are used for nothing else, are large enough, and for which `choose` says how they are stored."""
     taken = {*graph.input_names, *graph.node_index}
     taken.update(name for v in graph.variables for name in (v.name, *v.aliases))
     sources = {}
     for variable in graph.variables:
         uses = _uses(graph, variable.name)
-        if not uses or (source := _source(variable, uses, choose)) is None:
+        if not uses or (source := _source(graph, variable, uses, choose)) is None:
             continue
         if not taken.intersection(source.names) and all(len(name) <= MAX_NAME for name in source.names):
             sources[variable.name] = source
@@ -106,26 +109,32 @@ def store_matrices(graph: Graph, choose: Callable[[Variable, frozenset[Use]], La
 
 
 def _source(
-    variable: Variable, uses: frozenset[Use], choose: Callable[[Variable, frozenset[Use]], Layout | None]
+    graph: Graph,
+    variable: Variable,
+    uses: frozenset[Use],
+    choose: Callable[[Variable, frozenset[Use]], Layout | None],
 ) -> Source | None:
-    shape = variable.type.shape
-    transposed = "addmm" in uses
-    if variable.type.dtype not in _FLOATS or (transposed and len(uses) > 1):
+    turned = {_is_transposed(graph.nodes[at]) for at in graph.uses[Ref(variable.name)]}
+    if variable.type.dtype not in _FLOATS or len(turned) > 1:
         return None
     layout = choose(variable, uses)
     if layout is None:
         return None
-    source = Source(variable, layout, transposed)
-    rows, columns = source.shape
-    if len(shape) != 2 or columns % layout.group or rows * columns < LEAST_ELEMENTS:
-        return None
-    return source
+    source = Source(variable, layout, turned.pop())
+    shape = source.shape
+    fits = len(shape) == (3 if "expert_linear" in uses else 2)
+    return source if fits and not shape[-1] % layout.group and prod(shape) >= LEAST_ELEMENTS else None
+
+
+def _is_transposed(node: Node) -> bool:
+    """Whether a node with a `_use` reads its matrix the other way round."""
+    return node.op == "aten.addmm" or (node.op == EXPERT_LINEAR and bool(node.args[6]))
 
 
 def _uses(graph: Graph, name: str) -> frozenset[Use]:
     """How a variable is used; nothing where it is read in another way too."""
     ref, found = Ref(name), set[Use]()
-    if ref in graph.outputs or len(graph.types[ref].shape) != 2:
+    if ref in graph.outputs:
         return frozenset()
     for at in graph.uses.get(ref, ()):
         use = _use(graph, graph.nodes[at], ref)
@@ -145,6 +154,8 @@ def _use(graph: Graph, node: Node, ref: Ref) -> Use | None:
             return "embedding"
         case "aten.addmm", (Ref() as bias, _, matrix, 1, 1) if matrix == ref:
             return "addmm" if len(graph.types[bias].shape) == 1 else None
+        case "fusion.expert_linear", (_, _, matrices, *_) if matrices == ref:
+            return "expert_linear"
     return None
 
 
@@ -179,6 +190,10 @@ def _rewritten(node: Node, sources: Mapping[str, Source]) -> Node:
             op=f"fusion.embedding_{source.layout.kind}",
             args=(numbers, scales, minimums, node.args[1], dtype),
         )
+    if node.op == EXPERT_LINEAR:
+        given, ids, _, bias, first, of, _ = node.args
+        args = (given, ids, numbers, scales, minimums, bias, first, of)
+        return replace(node, op=f"{EXPERT_LINEAR}_{source.layout.kind}", args=args)
     given, bias = (node.args[0], node.args[2]) if node.op == "aten.linear" else (node.args[1], node.args[0])
     args = (given, numbers, scales, minimums, bias)
     return replace(node, op=f"fusion.linear_{source.layout.kind}", args=args)

@@ -7,10 +7,12 @@ Shares of that range with less squared error cost perplexity: what they cut off 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
 from fusion.dag.ir.graph import Graph, Variable
+from fusion.dag.rewrites.expert_groups import Part, part_of
 from fusion.dag.rewrites.quantise import GROUP, Kind, Source, quantise, store_matrices
 from fusion.runtime.capture.sources import Read, StoredBlocks
 from fusion.runtime.job.errors import JobError
@@ -37,7 +39,7 @@ def quantised_read(read: Read, sources: Sequence[Source]) -> Read:
 
     def made(source: Source) -> tuple[Tensor, ...]:
         (whole,) = read([source.variable]).values()
-        parts = quantised(whole.t() if source.transposed else whole, source.layout.kind)
+        parts = quantised(whole.mT if source.transposed else whole, source.layout.kind)
         if not all(bool(part.isfinite().all()) for part in parts):
             name = source.variable.name
             raise JobError(f"--quantization: {name} has weights that are no numbers, or larger than 60000")
@@ -54,28 +56,51 @@ def stored_model(graph: Graph, read: Read, blocks: StoredBlocks) -> tuple[Graph,
 
 
 def stored_read(read: Read, sources: Sequence[Source], made: Callable[[Source], tuple[Tensor, ...]]) -> Read:
-    """Reads the variables of a graph in which `sources` are stored in parts, which `made` gives, one source at a time."""
+    """Reads the variables of a graph in which `sources` are stored in several tensors, which `made` gives, one source, or one
+    part of its experts (`fusion.dag.rewrites.expert_groups`), at a time."""
+    by_name = {name: source for source in sources for name in source.names}
 
     def found(variables: Iterable[Variable]) -> dict[str, Tensor]:
-        wanted = {v.name: v for v in variables}
-        asked = [source for source in sources if not wanted.keys().isdisjoint(source.names)]
-        stored = {name for source in asked for name in source.names}
-        values = read([v for name, v in wanted.items() if name not in stored])
-        for source in asked:
-            named = zip(source.names, made(source), strict=True)
-            values.update((name, part) for name, part in named if name in wanted)
+        values: dict[str, Tensor] = {}
+        others: list[Variable] = []
+        asked: dict[
+            Source, dict[str, str]
+        ] = {}  # what each of its tensors is called, of those that are wanted
+        for variable in variables:
+            part = part_of(variable.name)
+            name = variable.name if part is None else part.name
+            if name in by_name:
+                own = by_name[name] if part is None else _of_experts(by_name[name], part.start, part.stop)
+                asked.setdefault(own, {})[name] = variable.name
+            else:
+                others.append(variable)
+        values = read(others)
+        for source, names in asked.items():
+            whole = by_name[next(iter(names))]
+            for name, tensor in zip(whole.names, made(source), strict=True):
+                if name in names:
+                    values[names[name]] = tensor
         return values
 
     return found
 
 
+def _of_experts(source: Source, start: int, stop: int) -> Source:
+    """For these of its experts only."""
+    whole = source.variable
+    type_ = replace(whole.type, shape=(stop - start, *whole.type.shape[1:]))
+    name = str(Part(whole.name, start, stop))
+    return replace(source, variable=replace(whole, name=name, type=type_, aliases=()))
+
+
 def quantised(matrix: Tensor, kind: Kind) -> tuple[Tensor, ...]:
-    """(rows, columns) floats as what `fusion.dag.ir.opset_quantised` reads: int8 numbers (rows, columns) and scales
-    (rows, groups), or uint8 (rows, columns / 2), scales and minimums. Where a scale is not finite, a weight of its group was
-    not, or is too large for float16."""
-    tiles = torch.split(matrix, max(1, _TILE_ELEMENTS // matrix.shape[1]))
+    """(..., rows, columns) floats as what `fusion.dag.ir.opset_quantised` reads: int8 numbers (..., rows, columns) and scales
+    (..., rows, groups), or uint8 (..., rows, columns / 2), scales and minimums. Where a scale is not finite, a weight of its
+    group was not, or is too large for float16."""
+    *outer, columns = matrix.shape
+    tiles = torch.split(matrix.reshape(-1, columns), max(1, _TILE_ELEMENTS // columns))
     stored = [_int8(tile.float()) if kind == "int8" else _int4(tile.float()) for tile in tiles]
-    return tuple(torch.cat(parts) for parts in zip(*stored, strict=True))
+    return tuple(torch.cat(parts).view(*outer, -1) for parts in zip(*stored, strict=True))
 
 
 def _int8(matrix: Tensor) -> tuple[Tensor, Tensor]:

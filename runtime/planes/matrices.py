@@ -31,7 +31,7 @@ from fusion.runtime.planes.products.packed import (
     row_by_row,
     rows_agree,
 )
-from fusion.runtime.planes.products.quantised import StoredMatrices
+from fusion.runtime.planes.products.stored import StoredMatrices
 from fusion.runtime.planes.stage_values import checked
 
 _HALF = frozenset({torch.bfloat16, torch.float16})

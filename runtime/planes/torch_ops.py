@@ -27,6 +27,7 @@ from fusion.runtime.planes.kv_cache import (
 )
 from fusion.runtime.planes.products.experts import expert_linear
 from fusion.runtime.planes.products.quantised import embedding, linear
+from fusion.runtime.planes.products.quantised_experts import expert_linear as stored_expert_linear
 from fusion.runtime.planes.recurrence import recurrence
 
 Args = tuple[Any, ...]  # positional and complete, in the order of the op-set's parameters
@@ -146,6 +147,8 @@ _SPELLINGS: dict[str, Spelling] = {
     "fusion.div_trunc": _plain(_div_trunc),
     "fusion.linear_int8": _plain(linear),
     "fusion.linear_int4": _plain(linear),
+    "fusion.expert_linear_int8": _plain(stored_expert_linear),
+    "fusion.expert_linear_int4": _plain(stored_expert_linear),
     "fusion.embedding_int8": _plain(embedding),
     "fusion.embedding_int4": _plain(embedding),
     "aten.add.Tensor": _arithmetic(operator.add, torch.add),

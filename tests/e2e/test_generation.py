@@ -18,9 +18,14 @@ from support.source_tokenizer import tokenizer_of_sources
 from fusion.cli.client import working_peers
 from fusion.cli.job_client import find_job, stop
 from fusion.cli.local.fleet import LocalPeer
+from fusion.dag.rewrites.quantise import Kind
 from fusion.runtime.capture import huggingface
+from fusion.runtime.capture.capture import variables_from_module
+from fusion.runtime.capture.quantised_weights import quantised_model
+from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.context import Context
 from fusion.runtime.launch.launch import launch, prepare_serving, wait_until_held
+from fusion.runtime.planes.products.quantised import dequantised
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
 from fusion.swarm.identity import Identity
@@ -131,19 +136,23 @@ def test_answers_of_other_families(first: int, peers: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("count", "quantization"), [(2, None), (4, None), (2, "int8"), (2, "int4")])
 def test_a_layer_of_experts_that_fits_no_peer_goes_over_several(
-    peers: Any, tmp_path: Path, count: int
+    peers: Any, tmp_path: Path, count: int, quantization: Kind | None
 ) -> None:
     mixtral = config("mixtral")
-    mixtral.num_hidden_layers, mixtral.num_local_experts = 1, 16
+    mixtral.num_hidden_layers, mixtral.num_local_experts = 1, 16 if quantization is None else 64
     mixtral.hidden_size, mixtral.intermediate_size, mixtral.initializer_range = 256, 2048, 0.05
     model = build(mixtral)
     experts = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if "experts" in n)
-    lent = experts // count + (32 << 20)  # room for positions, and not for all experts
     model.save_pretrained(tmp_path / "model")
+    more: tuple[str, ...] = ()
+    if quantization is not None:
+        stand_for_stored(model, tmp_path / "model", quantization)
+        experts, more = experts // {"int8": 4, "int4": 7}[quantization], ("--quantization", quantization)
+    lent = experts // count + (24 << 20)  # room for positions, and not for all experts
     swarm = peers.swarm(count, "--memory", str(lent))
-    peers.run("serve", str(tmp_path / "model"), "--name", "experts", "--home", str(swarm[0].home))
+    peers.run("serve", str(tmp_path / "model"), "--name", "experts", "--home", str(swarm[0].home), *more)
     for length in PROMPTS:
         wanted, _ = greedy(model, prompt_of(length), NEW)
         assert len(set(wanted)) >= REPETITIVE, length
@@ -152,6 +161,19 @@ def test_a_layer_of_experts_that_fits_no_peer_goes_over_several(
         [record] = peers.run("generate", *asked)
         assert record["tokens"] == wanted, length
         assert set(record["route"]) == {peer.peer_id for peer in swarm}
+
+
+def stand_for_stored(model: Any, directory: Path, kind: Kind) -> None:
+    """The model's large matrices become what those stand for that are stored when its directory is served as `kind`."""
+    opened = huggingface.open_model(directory)
+    graph = serving_graph(opened.capture(), maximum_sequence=opened.max_sequence)
+    graph, read = quantised_model(graph, opened.read, kind)
+    own, stored = variables_from_module(model), read(graph.variables)
+    for name, matrix in own.items():
+        parts = [stored.get(f"{name}:{part}") for part in ("int8", "int4", "scales", "minimums")]
+        numbers = parts[0] if parts[0] is not None else parts[1]
+        if numbers is not None and parts[2] is not None:
+            matrix.copy_(dequantised(numbers, parts[2], parts[3]))
 
 
 @pytest.mark.slow

@@ -26,8 +26,7 @@ def expert_linear(
     """`fusion.expert_linear`: (rows, out); zeros for a row whose expert is not held here."""
     held, outputs, columns = weight.shape if not transposed else (weight.shape[0], *weight.shape[:0:-1])
     rows = rows.contiguous()
-    by_expert, order = torch.sort(ids, stable=True)
-    bounds = torch.searchsorted(by_expert, torch.arange(first, first + held + 1, device=ids.device))
+    order, bounds = _groups(ids, first, held)
     made = torch.zeros(rows.shape[0], outputs, dtype=rows.dtype, device=rows.device)
     steps = weight.stride() if not transposed else (weight.stride(0), weight.stride(2), weight.stride(1))
     _multiply[triton.cdiv(outputs, _OUTPUTS), held](
@@ -37,6 +36,38 @@ def expert_linear(
         COLUMNS=_COLUMNS,
     )
     return made
+
+
+def stored_expert_linear(
+    rows: torch.Tensor,  # (rows, in)
+    ids: torch.Tensor,  # (rows,)
+    weight: torch.Tensor,  # (held, out, in) int8, or (held, out, in / 2) uint8
+    scales: torch.Tensor,  # (held, out, groups)
+    minimums: torch.Tensor | None,
+    bias: torch.Tensor | None,  # (held, out)
+    first: int,
+    of: int,
+) -> torch.Tensor:
+    """`fusion.expert_linear_int8` and `_int4`: (rows, out); zeros for a row whose expert is not held here."""
+    held, outputs, groups = scales.shape
+    rows = rows.contiguous()
+    columns = rows.shape[1]
+    order, bounds = _groups(ids, first, held)
+    made = torch.zeros(rows.shape[0], outputs, dtype=rows.dtype, device=rows.device)
+    _multiply_stored[triton.cdiv(outputs, _OUTPUTS), held](
+        *(rows, order, bounds, weight, scales, minimums, bias, made, outputs, columns, columns // groups),
+        PACKED=weight.dtype == torch.uint8,
+        ROWS=_ROWS,
+        OUTPUTS=_OUTPUTS,
+        COLUMNS=_COLUMNS,
+    )
+    return made
+
+
+def _groups(ids: torch.Tensor, first: int, held: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows in the order of their experts, and where those of each that is held begin and end."""
+    by_expert, order = torch.sort(ids, stable=True)
+    return order, torch.searchsorted(by_expert, torch.arange(first, first + held + 1, device=ids.device))
 
 
 @triton.jit
@@ -61,6 +92,49 @@ def _multiply(
                 rows + line[:, None] * columns + column[None, :], mask=there[:, None] & inside, other=0.0
             )
             numbers = tl.load(matrix + column[None, :] * column_step, mask=held[:, None] & inside, other=0.0)
+            found += tl.dot(given, tl.trans(numbers), input_precision="ieee")
+        if bias is not None:
+            found += tl.load(bias + expert * outputs + out, mask=held, other=0.0).to(tl.float32)[None, :]
+        at = made + line[:, None] * outputs + out[None, :]
+        tl.store(at, found.to(made.dtype.element_ty), mask=there[:, None] & held[None, :])
+
+
+@triton.jit
+def _multiply_stored(
+    rows, order, bounds, weight, scales, minimums, bias, made, outputs, columns, group,
+    PACKED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """As `_multiply`, with numbers that become floats as they are read."""
+    expert = tl.program_id(1).to(tl.int64)
+    start, end = tl.load(bounds + expert), tl.load(bounds + expert + 1)
+    out = (tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
+    held = out < outputs
+    matrix = expert * outputs + out[:, None]
+    for base in range(start, end, ROWS):
+        place = base + tl.arange(0, ROWS)
+        there = place < end
+        line = tl.load(order + place, mask=there, other=0)
+        found = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
+        for begin in range(0, columns, COLUMNS):
+            column = begin + tl.arange(0, COLUMNS)
+            inside = (column < columns)[None, :]
+            known = held[:, None] & inside
+            given = tl.load(
+                rows + line[:, None] * columns + column[None, :], mask=there[:, None] & inside, other=0.0
+            ).to(tl.float32)
+            if PACKED:
+                both = tl.load(weight + matrix * (columns // 2) + (column // 2)[None, :], mask=known, other=0)
+                numbers = ((both.to(tl.int32) >> ((column % 2) * 4)[None, :]) & 15).to(tl.float32)
+                if minimums is None:
+                    numbers -= 8.0
+            else:
+                numbers = tl.load(weight + matrix * columns + column[None, :], mask=known, other=0).to(
+                    tl.float32
+                )
+            share = matrix * (columns // group) + (column // group)[None, :]
+            numbers *= tl.load(scales + share, mask=known, other=0.0).to(tl.float32)
+            if minimums is not None:
+                numbers += tl.load(minimums + share, mask=known, other=0.0).to(tl.float32)
             found += tl.dot(given, tl.trans(numbers), input_precision="ieee")
         if bias is not None:
             found += tl.load(bias + expert * outputs + out, mask=held, other=0.0).to(tl.float32)[None, :]

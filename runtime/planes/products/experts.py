@@ -83,7 +83,7 @@ def packed_expert_linear(
     def product(group: torch.Tensor, expert: int) -> torch.Tensor:
         return packed_linear(group, experts.matrices[expert], None if bias is None else bias[expert])
 
-    return _by_expert(rows, ids, first, len(experts.matrices), experts.out, product)
+    return by_expert(rows, ids, first, len(experts.matrices), experts.out, product)
 
 
 def _in_steps(count: int) -> int:
@@ -104,7 +104,7 @@ def padded_expert_linear(
     """`fusion.expert_linear` for decoding where the matrices are not packed and products of several rows agree. `whole`: how many
     rows are run for so many of an expert."""
     product = _padded(_plain(weight, bias, transposed), whole)
-    return _by_expert(rows, ids, first, weight.shape[0], _width(weight, transposed), product)
+    return by_expert(rows, ids, first, weight.shape[0], _width(weight, transposed), product)
 
 
 def fixed_expert_linear(least: int) -> Callable[..., torch.Tensor]:
@@ -139,7 +139,7 @@ def _forward(
     transposed: bool,
 ) -> torch.Tensor:
     product = _plain(weight, bias, transposed)
-    return _by_expert(rows, ids, first, weight.shape[0], _width(weight, transposed), product)
+    return by_expert(rows, ids, first, weight.shape[0], _width(weight, transposed), product)
 
 
 def _width(weight: torch.Tensor, transposed: bool) -> int:
@@ -155,9 +155,10 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) ->
     return product
 
 
-def _by_expert(
+def by_expert(
     rows: torch.Tensor, ids: torch.Tensor, first: int, held: int, out: int, product: Product
 ) -> torch.Tensor:
+    """(rows, out): of each row what `product` makes with the expert that it has chosen, or zeros where that is not held."""
     order, groups = _groups(ids, first, held)
     given = rows.index_select(0, order)
     made = rows.new_zeros(rows.shape[0], out)

@@ -54,9 +54,12 @@ class D:
 X = f(B, S, 8)
 _LONG, _INT8, _INT4 = f(B, S, 32), T((4, 32), "int8"), T((4, 16), "uint8", 256)
 _HALVES, _IDS = T((4, 2), "float16"), i(B, S)
+_INT8S, _INT4S, _HALVES3 = T((3, 4, 32), "int8"), T((3, 4, 16), "uint8", 256), T((3, 4, 2), "float16")
 QUANTISED: list[tuple[Any, ...]] = [
     *[(f"fusion.linear_{n}", _LONG, w, f(4, 2), None, f(4)) for n, w in (("int8", _INT8), ("int4", _INT4))],
     *[(f"fusion.linear_{n}", _LONG, w, _HALVES, _HALVES, None) for n, w in (("int8", _INT8), ("int4", _INT4))],
+    *[(f"fusion.expert_linear_{n}", f(B * S, 32), i(B * S, high=6), w, f(3, 4, 2), None, f(3, 4), 2, 6) for n, w in (("int8", _INT8S), ("int4", _INT4S))],
+    *[(f"fusion.expert_linear_{n}", f(B * S, 32), i(B * S), w, _HALVES3, _HALVES3, None, 0, 3) for n, w in (("int8", _INT8S), ("int4", _INT4S))],
     *[(f"fusion.embedding_{n}", w, f(4, 2), None, _IDS, D("float32")) for n, w in (("int8", _INT8), ("int4", _INT4))],
     *[(f"fusion.embedding_{n}", w, _HALVES, _HALVES, _IDS, D("float16")) for n, w in (("int8", _INT8), ("int4", _INT4))],
 ]  # fmt: skip
@@ -175,12 +178,12 @@ def matrix(
 ) -> torch.Tensor:
     """What a stored matrix stands for, in float32; `middle`: what is taken from each number of a symmetric kind."""
     if weight.dtype == torch.uint8:
-        weight = torch.stack([weight & 15, weight >> 4], -1).flatten(1)
-    each = weight.shape[1] // scales.shape[1]
-    numbers, wide = weight.float(), scales.float().repeat_interleave(each, 1)
+        weight = torch.stack([weight & 15, weight >> 4], -1).flatten(-2)
+    each = weight.shape[-1] // scales.shape[-1]
+    numbers, wide = weight.float(), scales.float().repeat_interleave(each, -1)
     if minimums is None:
         return wide * (numbers - middle)
-    return wide * numbers + minimums.float().repeat_interleave(each, 1)
+    return wide * numbers + minimums.float().repeat_interleave(each, -1)
 
 
 OURS = {
@@ -196,6 +199,12 @@ OURS = {
         q, k, v, m, 0.0, c, scale=s, enable_gqa=g
     ),
     "fusion.expert_linear": lambda *args: _experts(*args),
+    "fusion.expert_linear_int8": lambda x, ids, w, s, m, *more: _experts(
+        x, ids, matrix(w, s, m, 0), *more, False
+    ),
+    "fusion.expert_linear_int4": lambda x, ids, w, s, m, *more: _experts(
+        x, ids, matrix(w, s, m, 8), *more, False
+    ),
     "fusion.recurrence": lambda *args: recurrence(*args),
     "fusion.cached_recurrence": lambda *args: recurrence(*args[:-1]),
     "fusion.cached_convolution": lambda x, w, b, slot: F.conv1d(

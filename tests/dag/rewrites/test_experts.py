@@ -16,6 +16,7 @@ from fusion.dag.rewrites.end_to_end import end_to_end
 from fusion.dag.rewrites.expert_groups import Part, group_experts, part_of
 from fusion.dag.rewrites.experts import EXPERT_LINEAR, name_experts, require_named_experts
 from fusion.dag.rewrites.positions import require_separate_positions
+from fusion.dag.rewrites.quantise import quantise
 
 B, S = symbol("batch"), symbol("sequence")
 EXPERTS, CHOSEN, HIDDEN, INNER, VOCABULARY = 5, 2, 6, 4, 11
@@ -42,10 +43,10 @@ def gate(b, y):
     return b("aten.mul.Tensor", b("aten.tanh", halves), Ref(halves.name, 1))
 
 
-def layer(b, *, transposed=False, biased=False, between=gate, after=lambda b, y: y):
+def layer(b, *, transposed=False, biased=False, between=gate, after=lambda b, y: y, hidden=HIDDEN):
     """Embedding, a layer of experts as transformers' batched_mm writes it, a residual, a head."""
     x = b("aten.embedding", Ref("table"), Ref("input_ids"), -1, False)
-    flat = b("aten.reshape", x, (-1, HIDDEN))
+    flat = b("aten.reshape", x, (-1, hidden))
     scores = b("aten.topk", b("aten.linear", flat, Ref("router"), None), CHOSEN, -1, True, True)
     rows = b("aten.repeat_interleave.self_int", flat, CHOSEN, 0)
     ids = b("aten.reshape", Ref(scores.name, 1), (-1,))
@@ -53,8 +54,8 @@ def layer(b, *, transposed=False, biased=False, between=gate, after=lambda b, y:
     y = product(b, rows, ids, f"up{end}", "up_bias" if biased else None, transposed)
     y = product(b, between(b, y), ids, f"down{end}", "down_bias" if biased else None, transposed)
     y = b("aten.mul.Tensor", after(b, y), b("aten.unsqueeze", b("aten.reshape", scores, (-1,)), -1))
-    y = b("aten.sum.dim_IntList", b("aten.reshape", y, (-1, CHOSEN, HIDDEN)), (1,), False, None)
-    y = b("aten.add.Tensor", x, b("aten.reshape", y, (B, S, HIDDEN)), 1)
+    y = b("aten.sum.dim_IntList", b("aten.reshape", y, (-1, CHOSEN, hidden)), (1,), False, None)
+    y = b("aten.add.Tensor", x, b("aten.reshape", y, (B, S, hidden)), 1)
     return clean(b.graph(b("aten.linear", y, Ref("head"), None)))
 
 
@@ -121,6 +122,37 @@ def test_experts_in_groups_add_up_to_the_layer(build, execute, groups, biased):
     np.testing.assert_allclose(
         execute(grouped, weights(grouped), TOKENS), execute(whole, weights(whole), TOKENS), atol=1e-5
     )
+    require_separate_positions(grouped)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_quantised_experts_go_in_groups_as_others_do(build, kind, biased):
+    """Of 32 columns, and so large that they are worth it."""
+    turned = "_t" if biased else ""
+    wide = {
+        **SHAPES, "table": (VOCABULARY, 64), "router": (EXPERTS, 64), "head": (VOCABULARY, 64),
+        f"up{turned}": (EXPERTS, 64, 64), f"down{turned}": (EXPERTS, 32, 64) if biased else (EXPERTS, 64, 32),
+        "up_bias": (EXPERTS, 64), "down_bias": (EXPERTS, 64),
+    }  # fmt: skip
+    graph = name_experts(layer(build(**wide), transposed=biased, biased=biased, hidden=64))
+    found = quantise(graph, kind)
+    validate(found.graph)
+    linear = f"{EXPERT_LINEAR}_{kind}"
+    assert [n.op for n in found.graph.nodes].count(linear) == 2 and not products(found.graph)
+    shapes = {source.variable.name: source.shape for source in found.sources}
+    assert shapes[f"up{turned}"] == (EXPERTS, 64, 64) and shapes[f"down{turned}"] == (EXPERTS, 64, 32)
+    assert {source.transposed for source in found.sources} == {biased}
+    require_separate_positions(found.graph)
+    assert end_to_end(found.graph) is not None
+    grouped = group_experts(found.graph, 2)
+    validate(grouped)
+    in_groups = [node for node in grouped.nodes if node.op == linear]
+    assert [(node.args[6], node.args[7]) for node in in_groups] == [(0, 5), (0, 5), (2, 5), (2, 5)]
+    parts = {str(p) for v in grouped.variables if (p := part_of(v.name)) is not None}
+    stored = [f"up{turned}:{kind}", f"up{turned}:scales", *(["up_bias"] if biased else [])]
+    stored += [f"up{turned}:minimums"] if kind == "int4" else []
+    assert {f"{name}:{span}" for name in stored for span in ("0-2", "2-5")} <= parts
     require_separate_positions(grouped)
 
 

@@ -17,6 +17,7 @@ from fusion.dag.rewrites.expert_groups import group_experts, part_of
 from fusion.runtime.capture import huggingface, stored_weights
 from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.huggingface import open_model
+from fusion.runtime.capture.quantised_weights import quantised_model
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import is_exported
@@ -228,6 +229,24 @@ def test_experts_that_files_hold_one_by_one_are_read(tmp_path: Path, groups: int
             part = part_of(name)
             whole = wanted[name] if part is None else wanted[part.name][part.start : part.stop]
             assert torch.equal(value, whole), name
+
+
+def test_experts_are_quantised_where_they_are_read_whole_or_in_parts(tmp_path: Path) -> None:
+    saved(tmp_path, mixtral(), max_shard_size="20KB")
+    opened = open_model(tmp_path)
+    graph, read = quantised_model(serving_graph(opened.capture()), opened.read, "int8")
+    whole = read(graph.variables)
+    stored = [name for name in whole if name.endswith("gate_up_proj:int8")]
+    assert len(stored) == 2 and all(whole[name].shape == (12, 32, 32) for name in stored)
+    grouped = group_experts(graph, 3)
+    for stage in split(grouped, [len(grouped.nodes) // 2]):
+        found = read(stage.graph.variables)
+        assert found.keys() == {v.name for v in stage.graph.variables}
+        for variable in stage.graph.variables:
+            part, value = part_of(variable.name), found[variable.name]
+            assert tuple(value.shape) == variable.type.shape
+            exact = whole[variable.name] if part is None else whole[part.name][part.start : part.stop]
+            assert torch.equal(value, exact), variable.name
 
 
 def test_a_part_of_a_layer_reads_its_own_experts_alone(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusion.dag.ir.graph import TensorType, Variable
+from fusion.dag.rewrites.expert_groups import part_of
 from fusion.dag.rewrites.quantise import LAYOUTS, Kind, Source
 from fusion.runtime.capture.quantised_weights import quantised, quantised_read
 from fusion.runtime.job.errors import JobError
@@ -65,6 +66,34 @@ def test_a_model_with_other_numbers_is_refused_in_one_line(kind: Kind, bad: floa
         read(source.variables)
 
 
+def test_a_part_of_the_experts_is_made_of_these_alone() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(5, COLUMNS, ROWS)
+    variable = Variable("up", TensorType((5, COLUMNS, ROWS), "float32"))
+    source = Source(variable, LAYOUTS["int4"], transposed=True)
+    assert source.shape == (5, ROWS, COLUMNS)
+    asked: list[tuple[str, tuple[int, ...]]] = []
+
+    def read(wanted: Iterable[Variable]) -> dict[str, torch.Tensor]:
+        found = {}
+        for each in wanted:
+            asked.append((each.name, tuple(d for d in each.type.shape if isinstance(d, int))))
+            part = part_of(each.name)
+            found[each.name] = values if part is None else values[part.start : part.stop]
+        return found
+
+    made = quantised_read(read, [source])
+    whole = made(source.variables)
+    assert [tuple(whole[v.name].shape) for v in source.variables] == [v.type.shape for v in source.variables]
+    assert (back(tuple(whole.values())) - values.mT).abs().max() < 0.25  # half a step of the widest group
+    parts = [
+        Variable(f"{v.name}:1-3", TensorType((2, *v.type.shape[1:]), v.type.dtype)) for v in source.variables
+    ]
+    found = made(parts)
+    assert asked == [("up", (5, COLUMNS, ROWS)), ("up:1-3", (2, COLUMNS, ROWS))]
+    assert all(torch.equal(found[f"{name}:1-3"], whole[name][1:3]) for name in source.names)
+
+
 def test_one_tensor_is_read_at_a_time_and_only_what_is_asked_for() -> None:
     torch.manual_seed(0)
     names = ("a", "b", "turned", "plain")
@@ -81,7 +110,7 @@ def test_one_tensor_is_read_at_a_time_and_only_what_is_asked_for() -> None:
 
     stage = [*sources[2].variables, variables["plain"], *sources[0].variables]
     found = quantised_read(read, sources)(stage)
-    assert asked == [["plain"], ["a"], ["turned"]]
+    assert asked == [["plain"], ["turned"], ["a"]]
     assert set(found) == {"turned:int8", "turned:scales", "plain", "a:int8", "a:scales"}
     for source in (sources[0], sources[2]):
         for variable in source.variables:

@@ -22,13 +22,15 @@ from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.quantised_weights import quantised_read
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.planes.plane import Piece
-from fusion.runtime.planes.products import machine_code, quantised
+from fusion.runtime.planes.products import machine_code
+from fusion.runtime.planes.products import stored as stored_matrices
 from fusion.runtime.planes.products.packed import in_blocks, rows_agree
 from fusion.runtime.planes.products.quantised import InBlocks, dequantised, embedding, linear
 from fusion.runtime.planes.products.quantised_code import product
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
 POSITIONS = 64
+MIXTURES = ("mixtral", "gpt-oss")
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
@@ -226,9 +228,17 @@ def test_a_matrix_that_something_else_reads_too_is_read_as_it_is_stored() -> Non
 # --- whole models
 
 
+def large(family: str) -> Any:
+    """With matrices of experts in whole groups of 32."""
+    found = config(family)
+    if family in MIXTURES:
+        found.intermediate_size = 96
+    return found
+
+
 @cache
 def served(family: str, kind: Kind) -> tuple[Any, Graph, dict[str, torch.Tensor], tuple[Source, ...]]:
-    module = build(config(family))
+    module = build(large(family))
     graph = serving_graph(captured_once(module, training=False, maximum_sequence=POSITIONS))
     found = quantise(graph, kind)
     values = variables_from_module(module)
@@ -272,6 +282,10 @@ CASES = [
     ("gpt2", "int8"),
     ("llama", "int4"),
     pytest.param("gpt2", "int4", marks=pytest.mark.slow),
+    ("mixtral", "int4"),
+    pytest.param("mixtral", "int8", marks=pytest.mark.slow),
+    pytest.param("gpt-oss", "int8", marks=pytest.mark.slow),  # whose matrices lie the other way round
+    pytest.param("gpt-oss", "int4", marks=pytest.mark.slow),
 ]
 
 
@@ -280,13 +294,15 @@ def test_three_stages_answer_as_transformers_with_the_matrices_that_are_meant(
     family: str, kind: Kind
 ) -> None:
     module, graph, values, sources = served(family, kind)
-    assert {"fusion.linear_" + kind, "fusion.embedding_int8"} <= {node.op for node in graph.nodes}
-    meant = build(config(family))
+    ops = {node.op for node in graph.nodes}
+    assert {f"fusion.linear_{kind}", "fusion.embedding_int8"} <= ops and "fusion.expert_linear" not in ops
+    assert (f"fusion.expert_linear_{kind}" in ops) == (family in MIXTURES)
+    meant = build(large(family))
     own = dict(variables_from_module(meant))
     for source in sources:
         parts = [*(values[name] for name in source.names), None][:3]
         matrix = dequantised(*parts)  # type: ignore[arg-type]
-        own[source.variable.name].copy_(matrix.t() if source.transposed else matrix)
+        own[source.variable.name].copy_(matrix.mT if source.transposed else matrix)
     prompt = [3, 141, 59, 26, 53, 58, 97]
     expected, exact = greedy(meant, prompt, 12)
     tokens, logits = answer(stages_of(graph, values, 3), prompt, 12)
@@ -331,7 +347,7 @@ def test_blocks_do_not_take_many_times_the_bytes_of_a_matrix(rows: int, laid_out
     made = infer("fusion.linear_int8", args, {Ref("x"): given.type, **{Ref(n): t for n, t in types.items()}})
     variables = tuple(Variable(name, type_, trainable=False) for name, type_ in types.items())
     graph = Graph((given,), variables, (Node("y", "fusion.linear_int8", args, made),), (Ref("y"),))
-    matrices = quantised.StoredMatrices(graph, torch.device("cpu"))
+    matrices = stored_matrices.StoredMatrices(graph, torch.device("cpu"))
     weight = torch.zeros(rows, 64, dtype=torch.int8)
     assert (matrices.laid_out("w", weight) is not weight) == laid_out == ("y" in matrices.products)
     assert matrices.laid_out("w", weight).numel() <= weight.numel() * 9 / 8
@@ -342,7 +358,7 @@ def test_without_machine_code_the_values_are_the_same_and_company_changes_no_bit
 ) -> None:
     _, graph, values, _ = served("llama", "int8")
     _, expected = answer(stages_of(graph, values, 1), [1, 2, 3], 4)
-    monkeypatch.setattr(quantised, "product", lambda *_: None)
+    monkeypatch.setattr(stored_matrices, "product", lambda *_: None)
     _, found = answer(stages_of(graph, values, 1), [1, 2, 3], 4)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     compare_company(graph, values)
