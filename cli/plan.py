@@ -15,7 +15,7 @@ from fusion.cli.launch_progress import takers
 from fusion.cli.terminal import options
 from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.logs import configure_logging
-from fusion.cli.terminal.output import Output, bytes_text, seconds_text
+from fusion.cli.terminal.output import Output, bytes_text, number_text, seconds_text
 from fusion.runtime.job.admission import AdmissionSpec
 
 if TYPE_CHECKING:
@@ -143,9 +143,9 @@ def summary(found: Plan, names: Mapping[str, str]) -> list[str]:
 def _throughput(found: Plan) -> list[str]:
     if not found.samples:
         return []
-    line = f"throughput: {found.samples_per_second:.3g} sequences/s"
+    line = f"throughput: {number_text(found.samples_per_second)} sequences/s"
     if found.price_usd:
-        line += f"; of peers for ${found.price_usd:,.0f}, {1000 * found.samples_per_second / found.price_usd:.3g} for $1000"
+        line += f"; of peers for ${found.price_usd:,.0f}, {number_text(1000 * found.samples_per_second / found.price_usd)} for $1000"
     return [line]
 
 
@@ -253,7 +253,7 @@ def serving_summary(found: ServingPlan) -> list[str]:
         f"to fetch: {bytes_text(found.fetch_bytes)}; {bytes_text(found.held_bytes)} are on its peers' disks and "
         f"{bytes_text(found.here_bytes)} in this home already",
         f"{found.able} of {found.peers} peers have room for a stage",
-        f"predicted: {1 / found.token_seconds:.3g} tokens/s for one answer ({seconds_text(found.token_seconds)} a token)"
+        f"predicted: {number_text(1 / found.token_seconds)} tokens/s for one answer ({seconds_text(found.token_seconds)} a token)"
         if found.token_seconds
         else "how fast it would be is not known",
     ]

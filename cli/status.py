@@ -15,7 +15,7 @@ from fusion.cli import client
 from fusion.cli.jobs import shown
 from fusion.cli.terminal import options
 from fusion.cli.terminal.loop import run
-from fusion.cli.terminal.output import Output, bytes_text, flops_text
+from fusion.cli.terminal.output import Output, bytes_text, flops_text, number_text
 
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
@@ -169,7 +169,7 @@ def links_of(peer: str, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = []
     for other, counts in traffic.items() if isinstance(traffic, dict) else ():
         match counts:
-            case [int() as sent, int() as received]:
+            case [int() as sent, int() as received] if other != peer:  # between two of its stages
                 found.append({"from": peer, "to": str(other), "sent_bytes": sent, "received_bytes": received})
     return found
 
@@ -344,14 +344,22 @@ async def link_status(way: client.Way, output: Output) -> None:
     output.table(
         "Peers",
         ("name", "up Mbps", "down Mbps"),
-        [(each.name, _number(each.up_mbps or None), _number(each.down_mbps or None)) for each in peers],
+        [
+            (each.name, number_text(each.up_mbps or None), number_text(each.down_mbps or None))
+            for each in peers
+        ],
     )
     output.table(
         "Links",
         ("from", "to", "RTT ms", "Mbps", "rate is", "age"),
         [
             (
-                *(names[pair["from"]], names[pair["to"]], _number(pair["rtt_ms"]), _number(pair["mbps"])),
+                *(
+                    names[pair["from"]],
+                    names[pair["to"]],
+                    number_text(pair["rtt_ms"]),
+                    number_text(pair["mbps"]),
+                ),
                 *(pair["rate"], "-" if pair["age_seconds"] is None else f"{pair['age_seconds']:.0f} s"),
             )
             for pair in pairs
@@ -390,7 +398,3 @@ def _own_line(peer: PeerRecord) -> dict[str, Any]:
 
 def _origin(value: float | None, measured: bool) -> str:
     return "unknown" if value is None else "measured" if measured else "estimated"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"

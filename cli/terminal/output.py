@@ -154,6 +154,11 @@ def flops_text(flops_per_second: float) -> str:
     return f"{flops_per_second:.3g} TFLOP/s"
 
 
+def number_text(value: float | None) -> str:
+    """ "0.0123", "4.56", "4140"; "-" for one that is not known."""
+    return "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
 def rate_text(per_second: float) -> str:
     """ "950", "12.3k", "1.2M": a count a second, for a line with little room."""
     for unit in ("", "k", "M"):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusion.cli.status import Stage, holdings_of, stage_line, stage_of, standby_text
+from fusion.cli.status import Stage, holdings_of, links_of, stage_line, stage_of, standby_text
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.transport import PeerId
 
@@ -69,3 +69,9 @@ def test_what_a_peer_holds_is_told_by_job_and_author() -> None:
     ]  # fmt: skip
     for nonsense in ({}, {"holds": None}, {"holds": {"a": 1}}, {"holds": "text"}):
         assert holdings_of("peer", nonsense, [JOB]) == []
+
+
+def test_links_are_to_other_peers_and_what_is_none_is_left_out() -> None:
+    said = {"traffic": {"b": [10, 20], "a": [5, 5], "c": ["many", 1], "d": 7}}
+    assert links_of("a", said) == [{"from": "a", "to": "b", "sent_bytes": 10, "received_bytes": 20}]
+    assert links_of("a", {"traffic": 3}) == links_of("a", {}) == []

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fusion.cli.terminal.output import Output, bytes_text, flops_text, rate_text, seconds_text
+from fusion.cli.terminal.output import Output, bytes_text, flops_text, number_text, rate_text, seconds_text
 
 
 class Terminal(io.StringIO):
@@ -132,6 +132,8 @@ def test_bytes(count: int, said: str) -> None:
 def test_speeds() -> None:
     assert flops_text(182.4e9) == "182 GFLOP/s"
     assert flops_text(1.5e12) == "1.5 TFLOP/s"
+    assert [number_text(n) for n in (0.01234, 4.56, 99.96, 4140.0)] == ["0.0123", "4.56", "100", "4140"]
+    assert number_text(None) == "-"
     assert rate_text(950) == "950" and rate_text(12_345) == "12.3k" and rate_text(5e9) == "5.0G"
 
 
