@@ -1,11 +1,11 @@
 """What int8 and int4 cost and give: perplexity on held-out text, bytes of weights, tokens a second, against float32.
 
-    python tests/bench/quantised.py [--folder DIR] [--steps 600] [--rounds 5] [--only perplexity,decode,matrices] [--device cuda]
-        [--json]
+    python tests/bench/quantised.py [--folder DIR] [--steps 600] [--rounds 5] [--only perplexity,decode,mixture,matrices]
+        [--device cuda] [--json]
 
 The model is the one that `fusion-peer demo` trains, trained here in one process as long as there (an hour of one busy
-core; it is kept in DIR and not trained again), and for speed also the Llama of `make bench ARGS="--only decode"`. Decoding is of one stage
-on one thread, for one session and for four together; the three take turns, and each has its best round. Perplexity is that
+core; it is kept in DIR and not trained again), and for speed also the Llama of `make bench ARGS="--only decode"` and, with `mixture`, a
+Mixtral of its size with eight experts. Decoding is of one stage on one thread, for one session and for four together; the three take turns, and each has its best round. Perplexity is that
 of the graph that is served, on windows of the held-out files. On a GPU all of this runs there, the training too, and the
 Llama is the one of 1.1 billion parameters of `tests/bench/cuda.py`; `matrices` is of a CPU's products.
 """
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from transformers import MixtralConfig, MixtralForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -51,6 +52,7 @@ from fusion.runtime.launch.prepare import train_config
 from fusion.runtime.launch.shard import silent
 from fusion.runtime.peer.plane_choice import TORCH, choose
 from fusion.runtime.planes.plane import Piece
+from fusion.runtime.planes.products.experts import PackedExperts
 from fusion.runtime.planes.products.packed import Packed, in_blocks, linear, pack
 from fusion.runtime.planes.products.quantised import InBlocks
 from fusion.runtime.planes.products.quantised_code import product
@@ -183,7 +185,9 @@ def _best(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str,
     return found
 
 
-def held_bytes(value: torch.Tensor | Packed) -> int:
+def held_bytes(value: torch.Tensor | Packed | PackedExperts) -> int:
+    if isinstance(value, PackedExperts):
+        return sum(map(held_bytes, value.matrices))
     return (value.blocks if isinstance(value, Packed) else value).nbytes
 
 
@@ -246,6 +250,16 @@ def llama(folder: Path, device: str) -> LanguageModel:
     return sources.huggingface(HuggingFaceConfig(path=directory), training=False)
 
 
+def mixture(folder: Path) -> LanguageModel:
+    directory = folder / "mixtral"
+    if not directory.is_dir():
+        torch.manual_seed(0)
+        shape = {**SMALL, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2}
+        config = MixtralConfig(**shape, max_position_embeddings=1024)
+        MixtralForCausalLM(config).save_pretrained(directory)
+    return sources.huggingface(HuggingFaceConfig(path=directory), training=False)
+
+
 def measure(folder: Path, steps: int, rounds: int, only: set[str], device: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     if only & {"perplexity", "decode"}:
@@ -254,6 +268,8 @@ def measure(folder: Path, steps: int, rounds: int, only: set[str], device: str) 
         results["demo"] = of_model(model, windows if "perplexity" in only else None, decoded, device)
     if "decode" in only:
         results["llama"] = of_model(llama(folder, device), None, rounds, device)
+    if "mixture" in only:
+        results["mixture"] = of_model(mixture(folder), None, rounds, device)
     if "matrices" in only and device == "cpu":
         results["matrices"] = of_matrices(rounds)
     return results
@@ -261,7 +277,7 @@ def measure(folder: Path, steps: int, rounds: int, only: set[str], device: str) 
 
 def table(results: Mapping[str, Any]) -> str:
     rows = [("what", *map(name_of, KINDS), "target")]
-    for name in ("demo", "llama"):
+    for name in ("demo", "llama", "mixture"):
         if found := results.get(name):
             rows += _rows(name, found)
     for shape, counts in results.get("matrices", {}).items():
@@ -298,7 +314,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="perplexity,decode,matrices")
+    parser.add_argument("--only", default="perplexity,decode,mixture,matrices")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
