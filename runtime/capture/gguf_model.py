@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fusion.dag.ir.graph import Graph, Variable
+from fusion.dag.rewrites.expert_groups import part_of
 from fusion.dag.rewrites.quantise import Layout, Source, Use
 from fusion.runtime.capture.capture import capture_language_model, variables_from_module
 from fusion.runtime.capture.gguf.blocks import layout_of
@@ -43,7 +44,7 @@ class GGUFModel:
     @property
     def quantised(self) -> bool:
         """Whether some of its matrices have a `layout`."""
-        return any(layout_of(stored.place.kind) is not None for stored in self.stored.values())
+        return any(_layout(stored) is not None for stored in self.stored.values())
 
     def capture(self) -> Graph:
         """See `capture_language_model`; to serve it."""
@@ -62,7 +63,8 @@ class GGUFModel:
                 found[variable.name] = attributes[variable.name].clone()
         with opened(self.header.path) as file:
             for variable, stored in sorted(wanted, key=lambda item: item[1].place.offset):
-                found[variable.name] = read_tensor(file, stored, TORCH_DTYPES[variable.type.dtype])
+                dtype = TORCH_DTYPES[variable.type.dtype]
+                found[variable.name] = read_tensor(file, stored, dtype, _experts(variable))
         return found
 
     def layout(self, variable: Variable, uses: frozenset[Use]) -> Layout | None:
@@ -70,18 +72,31 @@ class GGUFModel:
         stored = self._stored(variable)
         if stored is None or stored.transposed != ("addmm" in uses):
             return None
-        return layout_of(stored.place.kind)
+        return _layout(stored)
 
     def read_stored(self, source: Source) -> tuple[torch.Tensor, ...]:
         """The parts of a matrix that has a `layout`, as they are in the file. JobError as of `read`."""
         stored = self._stored(source.variable)
         assert stored is not None
         with opened(self.header.path) as file:
-            return read_blocks(file, stored)
+            return read_blocks(file, stored, _experts(source.variable))
 
     def _stored(self, variable: Variable) -> Stored | None:
-        names = (variable.name, *variable.aliases)
+        part = part_of(variable.name)
+        names = (variable.name, *variable.aliases) if part is None else (part.name,)
         return next((self.stored[name] for name in names if name in self.stored), None)
+
+
+def _experts(variable: Variable) -> range | None:
+    """Those that a variable has of the parameter that it is a part of."""
+    part = part_of(variable.name)
+    return None if part is None else range(part.start, part.stop)
+
+
+def _layout(stored: Stored) -> Layout | None:
+    """How the file has a parameter, where all of it is in one kind of block."""
+    kinds = {place.kind for place in stored.places}
+    return layout_of(kinds.pop()) if len(kinds) == 1 else None
 
 
 @contextmanager

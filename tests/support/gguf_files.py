@@ -21,7 +21,10 @@ from tokenizers import Tokenizer
 
 Array = npt.NDArray[Any]
 
-ARCHITECTURES = {"gemma3_text": "gemma3"}  # where llama.cpp has another name than transformers
+# Where llama.cpp has another name than transformers.
+ARCHITECTURES = {
+    "gemma3_text": "gemma3", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
+}  # fmt: skip
 
 
 def write(
@@ -50,21 +53,33 @@ def write(
     held = copy.deepcopy(model)
     with torch.no_grad():
         for parameter, value in held.named_parameters():
-            owner, _, what = parameter.rpartition(".")
-            name = names.get_name(owner)
-            assert name is not None, parameter
-            data = _converted(value.numpy(), f"{name}.{what}", architecture, config)
-            chosen = GGMLQuantizationType[kind] if data.ndim == 2 else GGMLQuantizationType.F32
-            blocks = quantize_as(data, chosen)
-            writer.add_tensor(f"{name}.{what}", blocks, raw_dtype=chosen)
-            kept = dequantize(blocks, chosen).reshape(data.shape)
-            back = _unconverted(kept, f"{name}.{what}", architecture, config)
-            value.copy_(torch.from_numpy(np.ascontiguousarray(back)))
+            for owner, what, data in _tensors(parameter, value.numpy()):
+                name = names.get_name(owner)
+                assert name is not None, parameter
+                given = _converted(data, f"{name}.{what}", architecture, config)
+                small = given.ndim < 2 or "ffn_gate_inp" in name
+                chosen = GGMLQuantizationType["F32" if small else kind]
+                blocks = quantize_as(given, chosen)
+                writer.add_tensor(f"{name}.{what}", blocks, raw_dtype=chosen)
+                kept = dequantize(blocks, chosen).reshape(given.shape)
+                data[...] = _unconverted(kept, f"{name}.{what}", architecture, config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return held
+
+
+def _tensors(parameter: str, value: Array) -> list[tuple[str, str, Array]]:
+    """What a conversion makes of a parameter: the module that each is of, its name there, and a view of the values."""
+    owner, _, what = parameter.rpartition(".")
+    if what == "down_proj":
+        return [(parameter, "weight", value)]
+    if what == "gate_up_proj":
+        halves = zip(("gate_proj", "up_proj"), np.split(value, 2, axis=1), strict=True)
+        return [(f"{owner}.{name}", "weight", half) for name, half in halves]
+    # Older conversions wrote a matrix of one row so, newer ones leave it as it is.
+    return [(owner, what, value[0] if owner.endswith("shared_expert_gate") else value)]
 
 
 def add(writer: GGUFWriter, key: str, value: Any) -> None:
@@ -96,10 +111,17 @@ def _values(writer: GGUFWriter, config: Any) -> None:
         return
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if config.model_type in ("llama", "phi3"):
+    if experts := getattr(config, "num_local_experts", getattr(config, "num_experts", 0)):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if wide := getattr(config, "moe_intermediate_size", 0):
+        writer.add_expert_feed_forward_length(wide)
+    if wide := getattr(config, "shared_expert_intermediate_size", 0):
+        writer.add_expert_shared_feed_forward_length(wide)
+    if config.model_type in ("llama", "mixtral", "phi3"):
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(head_dim)
-    if config.model_type not in ("qwen2", "phi3"):
+    if config.model_type not in ("qwen2", "qwen2_moe", "olmoe", "phi3"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     rope = config.rope_parameters

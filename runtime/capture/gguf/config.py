@@ -18,6 +18,7 @@ from fusion.runtime.job.errors import JobError
 MAX_CONTEXT = 1 << 24  # positions
 LEAST_SCALE = 1e-3  # of queries: 1 by the root of a head's length, which then has a million numbers
 TOKENS = "tokenizer.ggml.tokens"
+SOFTMAX = 1  # as files number what makes weights of a router's numbers
 # By which the frequencies of a rotary embedding are divided: by Llama 3.1 always, by Phi-3 up to its original context and beyond.
 ROPE_FACTORS = "rope_freqs.weight"
 NEAR_FACTORS, FAR_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -41,12 +42,15 @@ def model_config(header: GGUFHeader) -> ModelConfig:
     the tensors."""
     said = _Said(header)
     architecture = said.architecture
-    found = ARCHITECTURES.get(architecture)
+    mixture = said.whole("expert_count", 0) > 0
+    if not mixture:
+        said.must_be("expert_used_count", 0)
+    table = MIXTURES if mixture else ARCHITECTURES
+    found = table.get(architecture)
     if found is None:
-        known = ", ".join(ARCHITECTURES)
-        raise JobError(
-            f"{header.path}: a model of the kind {shown(architecture)}; {known} are read from GGUF"
-        )
+        kind = "a mixture of experts" if mixture else "a model"
+        known = ", ".join(table)
+        raise JobError(f"{header.path}: {kind} of the kind {shown(architecture)}; {known} are read from GGUF")
     model_type, values = found
     config = ModelConfig(
         architecture=architecture,
@@ -154,8 +158,6 @@ def _decoder(said: _Said) -> Values:
     head_dim = said.size("attention.key_length", hidden // heads)
     said.must_be("attention.value_length", head_dim)
     said.must_be("attention.causal", True)
-    if (experts := said.whole("expert_count", 0)) or said.whole("expert_used_count", 0):
-        raise said.bad("expert_count", experts, "mixtures of experts are not read from GGUF")
     context = said.size("context_length")
     if context > MAX_CONTEXT:
         raise said.bad("context_length", context, f"at most {MAX_CONTEXT}")
@@ -191,12 +193,36 @@ def _decoder(said: _Said) -> Values:
 def _gated(said: _Said, values: Values) -> Values:
     """A decoder with separate queries, keys and values, and a gated feed-forward; checked against its first layer, so that
     nothing larger than the file's tensors is ever built."""
-    hidden, wide = values["hidden_size"], values["intermediate_size"]
-    head_dim = values["head_dim"]
+    said.tensor("blk.0.ffn_gate.weight", values["intermediate_size"], values["hidden_size"])
+    return _attentive(said, values)
+
+
+def _attentive(said: _Said, values: Values) -> Values:
+    """One with separate queries, keys and values."""
+    hidden, head_dim = values["hidden_size"], values["head_dim"]
     said.tensor("blk.0.attn_q.weight", values["num_attention_heads"] * head_dim, hidden)
     said.tensor("blk.0.attn_k.weight", values["num_key_value_heads"] * head_dim, hidden)
-    said.tensor("blk.0.ffn_gate.weight", wide, hidden)
     return values | _rms(said)
+
+
+def _mixed(said: _Said, *, normed: bool, wide: int | None = None) -> tuple[Values, int, int]:
+    """A decoder whose every layer has gated experts, checked as `_gated` does; how many experts, and how wide each is: `wide`
+    where the file does not say it. `normed`: whether this architecture's weights of those that are chosen add up to 1."""
+    values = _attentive(said, _decoder(said))
+    count, used = said.size("expert_count"), said.size("expert_used_count")
+    if used > count:
+        raise said.bad("expert_used_count", used, f"at most {count}")
+    found = said.size("expert_feed_forward_length", wide or max(1, values["intermediate_size"] // used))
+    if wide not in (None, found):
+        raise said.bad("expert_feed_forward_length", found, f"{wide}")
+    for layer in range(values["num_hidden_layers"]):
+        said.tensor(f"blk.{layer}.ffn_down_exps.weight", count, values["hidden_size"], found)
+    said.must_be("expert_weights_norm", normed)
+    said.must_be("expert_weights_scale", 1.0, 0.0)  # none
+    said.must_be("expert_gating_func", SOFTMAX, 0)  # 0: that of the architecture
+    said.must_be("expert_group_count", 0, 1)
+    said.must_be("expert_group_used_count", 0, 1)
+    return values | {"num_experts_per_tok": used}, count, found
 
 
 def _rms(said: _Said) -> Values:
@@ -270,14 +296,80 @@ def _by_length(said: _Said, factors: int, original: int, scaled: float) -> Value
 
 def _llama(said: _Said) -> Values:
     values = _gated(said, _decoder(said))
-    said.must_be("tensor_data_layout", "Meta AI original pth")  # how queries and keys are permuted
-    if said.has(ROPE_FACTORS):
-        said.tensor(ROPE_FACTORS, values["head_dim"] // 2)
+    _permuted(said, values)
     return values | {
         "hidden_act": "silu",
         "rope_parameters": _rotary(said, values["head_dim"]),
         "attention_bias": said.has("blk.0.attn_output.bias"),
         "mlp_bias": said.has("blk.0.ffn_down.bias"),
+    }
+
+
+def _permuted(said: _Said, values: Values) -> None:
+    """What all files of this architecture have."""
+    said.must_be("tensor_data_layout", "Meta AI original pth")  # how queries and keys are permuted
+    if said.has(ROPE_FACTORS):
+        said.tensor(ROPE_FACTORS, values["head_dim"] // 2)
+
+
+def _mixtral(said: _Said) -> Values:
+    values, count, _ = _mixed(said, normed=True, wide=said.size("feed_forward_length"))
+    _permuted(said, values)
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": _rotary(said, values["head_dim"]),
+        "sliding_window": None,
+        "num_local_experts": count,
+    }
+
+
+def _olmoe(said: _Said) -> Values:
+    head_dim = _plain_heads(said)
+    values, count, _ = _mixed(said, normed=False, wide=said.size("feed_forward_length"))
+    del values["head_dim"]
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": _rotary(said, head_dim),
+        "attention_bias": False,
+        "clip_qkv": None,
+        "num_experts": count,
+        "norm_topk_prob": False,
+    }
+
+
+def _qwen2_moe(said: _Said) -> Values:
+    head_dim = _plain_heads(said)
+    values, count, wide = _mixed(said, normed=False)
+    del values["head_dim"]
+    hidden = values["hidden_size"]
+    shared = said.size("expert_shared_feed_forward_length", values["intermediate_size"])
+    said.tensor("blk.0.ffn_up_shexp.weight", shared, hidden)
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": _rotary(said, head_dim),
+        "qkv_bias": True,
+        "use_sliding_window": False,
+        "moe_intermediate_size": wide,
+        "shared_expert_intermediate_size": shared,
+        "num_experts": count,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _qwen3_moe(said: _Said) -> Values:
+    values, count, wide = _mixed(said, normed=True)
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": _rotary(said, values["head_dim"]),
+        "attention_bias": said.has("blk.0.attn_output.bias"),
+        "use_sliding_window": False,
+        "moe_intermediate_size": wide,
+        "num_experts": count,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     }
 
 
@@ -408,4 +500,11 @@ ARCHITECTURES: Mapping[str, tuple[str, Callable[[_Said], Values]]] = {
     "gemma3": ("gemma3_text", _gemma3),
     "phi3": ("phi3", _phi3),
     "gpt2": ("gpt2", _gpt2),
+}
+# Those with experts in every layer.
+MIXTURES: Mapping[str, tuple[str, Callable[[_Said], Values]]] = {
+    "llama": ("mixtral", _mixtral),
+    "qwen2moe": ("qwen2_moe", _qwen2_moe),
+    "qwen3moe": ("qwen3_moe", _qwen3_moe),
+    "olmoe": ("olmoe", _olmoe),
 }

@@ -5,8 +5,9 @@ did to them, undone. Read a tensor at a time, a few rows at once; blocks of quan
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from typing import Any
 
@@ -30,14 +31,32 @@ class Stored:
     """A parameter, as the file has it."""
 
     place: TensorPlace
+    behind: TensorPlace | None = None  # whose rows follow in the parameter, for each expert
     # If any: the two halves of each head's rows, which are rotated together, alternate in the file.
     heads: int = 0
     plus_one: bool = False  # the file has 1 more than the parameter, as llama.cpp has no Gemma's norm
     transposed: bool = False
 
     @property
+    def places(self) -> tuple[TensorPlace, ...]:
+        return (self.place,) if self.behind is None else (self.place, self.behind)
+
+    @property
+    def experts(self) -> int:
+        """Of which the parameter has a matrix each; 1 where it has one matrix, or one row."""
+        return self.place.shape[0] if len(self.place.shape) == 3 else 1
+
+    @property
+    def laid(self) -> tuple[int, ...]:
+        """The shape as the file has it."""
+        if self.behind is None:
+            return self.place.shape
+        *experts, rows, columns = self.place.shape
+        return (*experts, rows + self.behind.shape[-2], columns)
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        return self.place.shape[::-1] if self.transposed else self.place.shape
+        return self.laid[::-1] if self.transposed else self.laid
 
 
 def stored_parameters(header: GGUFHeader, config: ModelConfig, module: nn.Module) -> dict[str, Stored]:
@@ -46,44 +65,60 @@ def stored_parameters(header: GGUFHeader, config: ModelConfig, module: nn.Module
     names = _names(config, module)
     found: dict[str, Stored] = {}
     for parameter, value in module.named_parameters():
-        name = names.get(parameter)
-        place = header.tensors.get(name) if name is not None else None
-        if place is None:
-            raise JobError(f"{header.path}: no tensor {name or 'for'} ({parameter})")
-        stored = _stored(place, config)
-        if stored.shape != tuple(value.shape):
-            raise JobError(
-                f"{header.path}: {shown(place.name)} has the shape {stored.shape}, not {tuple(value.shape)}"
-            )
-        if not _readable(place.kind, place.block_bytes):
-            raise JobError(f"{header.path}: {shown(place.name)} is in {place.kind}, which is not read")
+        missing = [name for name in names[parameter] if name not in header.tensors]
+        if missing or not names[parameter]:
+            raise JobError(f"{header.path}: no tensor {' and '.join(missing) or 'for'} ({parameter})")
+        stored = _stored([header.tensors[name] for name in names[parameter]], config)
+        first, *others = stored.places
+        fits = all(
+            (*other.shape[:-2], other.shape[-1]) == (*first.shape[:-2], first.shape[-1]) for other in others
+        )
+        if not fits or stored.shape != tuple(value.shape):
+            shapes = " and ".join(str(stored.shape if not others else place.shape) for place in stored.places)
+            named = " and ".join(shown(place.name) for place in stored.places)
+            raise JobError(f"{header.path}: {named} has the shape {shapes}, not {tuple(value.shape)}")
+        for place in stored.places:
+            if not _readable(place.kind, place.block_bytes):
+                raise JobError(f"{header.path}: {shown(place.name)} is in {place.kind}, which is not read")
         found[parameter] = stored
-    used = {stored.place.name for stored in found.values()}
+    used = {place.name for stored in found.values() for place in stored.places}
     used |= _OF_ROTARY.get(config.architecture, set())
     for name in sorted(header.tensors.keys() - used):
         raise JobError(f"{header.path} has a tensor {shown(name)}, which no {config.model_type} model has")
     return found
 
 
-def read_tensor(file: BufferedReader, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
-    """The parameter's value. Beside it, memory for CHUNK_BYTES of the file. JobError where the file ends before."""
-    place = stored.place
+def read_tensor(
+    file: BufferedReader, stored: Stored, dtype: torch.dtype, experts: range | None = None
+) -> torch.Tensor:
+    """The parameter's value, or that of these of its experts. Beside it, memory for CHUNK_BYTES of the file. JobError where the
+    file ends before."""
+    chosen = range(stored.experts) if experts is None else experts
+    shape = stored.laid if len(stored.laid) < 3 else (len(chosen), *stored.laid[1:])
     # What is added to a norm is taken away before anything is rounded.
-    value = torch.empty(place.rows, place.shape[-1], dtype=torch.float32 if stored.plus_one else dtype)
-    for first, rows in _chunks(file, place):
-        value[first : first + len(rows)] = _decoded(rows, place.kind)
-    value = value.view(place.shape)
+    value = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=torch.float32 if stored.plus_one else dtype)
+    at = 0
+    for place, rows in _chunks(file, stored, chosen):
+        value[at : at + len(rows)] = _decoded(rows, place.kind)
+        at += len(rows)
+    value = value.view(shape)
     if stored.plus_one:
         value = (value - 1).to(dtype)
     value = _in_halves(value, stored.heads)
     return value.t().contiguous() if stored.transposed else value
 
 
-def read_blocks(file: BufferedReader, stored: Stored) -> tuple[torch.Tensor, ...]:
-    """Of a matrix whose kind of block has a `layout_of`: numbers, scales and perhaps minimums, of the rows of the file."""
-    place = stored.place
-    chunks = [unpacked(rows, place.kind, place.block_bytes) for _, rows in _chunks(file, place)]
-    return tuple(_in_halves(torch.cat(parts), stored.heads) for parts in zip(*chunks, strict=True))
+def read_blocks(
+    file: BufferedReader, stored: Stored, experts: range | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Of a matrix whose kind of block has a `layout_of`, or of those of experts: numbers, scales and perhaps minimums, of the
+    rows of the file."""
+    chosen = range(stored.experts) if experts is None else experts
+    chunks = [unpacked(rows, place.kind, place.block_bytes) for place, rows in _chunks(file, stored, chosen)]
+    parts = [torch.cat(part) for part in zip(*chunks, strict=True)]
+    if len(stored.laid) == 3:
+        return tuple(part.view(len(chosen), stored.laid[1], -1) for part in parts)
+    return tuple(_in_halves(part, stored.heads) for part in parts)
 
 
 def _in_halves(value: torch.Tensor, heads: int) -> torch.Tensor:
@@ -94,15 +129,20 @@ def _in_halves(value: torch.Tensor, heads: int) -> torch.Tensor:
     return pairs.transpose(1, 2).reshape(value.shape)
 
 
-def _chunks(file: BufferedReader, place: TensorPlace) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-    """The first row, and rows (rows, bytes) from there, of the whole tensor."""
-    step = max(1, CHUNK_BYTES // place.row_bytes)
-    file.seek(place.offset)
-    for first in range(0, place.rows, step):
-        rows = np.empty((min(step, place.rows - first), place.row_bytes), np.uint8)
-        if file.readinto(rows.data) < rows.nbytes:
-            raise JobError(f"{file.name} ends in {shown(place.name)}: it is not whole")
-        yield first, rows
+def _chunks(
+    file: BufferedReader, stored: Stored, experts: range
+) -> Iterator[tuple[TensorPlace, npt.NDArray[np.uint8]]]:
+    """Rows (rows, bytes), in the order of the parameter, each with where they are from."""
+    for expert in experts:
+        for place in stored.places:
+            each = place.rows // stored.experts
+            step = max(1, CHUNK_BYTES // place.row_bytes)
+            file.seek(place.offset + expert * each * place.row_bytes)
+            for first in range(0, each, step):
+                rows = np.empty((min(step, each - first), place.row_bytes), np.uint8)
+                if file.readinto(rows.data) < rows.nbytes:
+                    raise JobError(f"{file.name} ends in {shown(place.name)}: it is not whole")
+                yield place, rows
 
 
 def _decoded(rows: npt.NDArray[np.uint8], kind: str) -> torch.Tensor:
@@ -127,26 +167,36 @@ def _readable(kind: str, block_bytes: int) -> bool:
     return True
 
 
-def _names(config: ModelConfig, module: nn.Module) -> Mapping[str, str]:
-    """What the file calls each parameter."""
+def _names(config: ModelConfig, module: nn.Module) -> Mapping[str, tuple[str, ...]]:
+    """What the file calls each parameter, or what it is made of."""
     from gguf.constants import MODEL_ARCH_NAMES
     from gguf.tensor_mapping import get_tensor_name_map
 
     architecture = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == config.architecture)
     table = get_tensor_name_map(architecture, config.layers)
+
+    def known(owner: str, kind: str) -> str | None:
+        name = table.get_name(owner)
+        return None if name is None else f"{name}.{kind}"
+
     found = {}
     for parameter, _ in module.named_parameters():
         owner, _, kind = parameter.rpartition(".")
-        name = table.get_name(owner)
-        if name is not None:
-            found[parameter] = f"{name}.{kind}"
+        names = [known(owner, kind)]
+        if owner.endswith(".experts"):
+            parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            names = [known(f"{owner}.{part}", "weight") for part in parts]
+        found[parameter] = tuple(name for name in names if name is not None)
     return found
 
 
-def _stored(place: TensorPlace, config: ModelConfig) -> Stored:
-    """What llama.cpp's conversion of this architecture does to the tensor."""
+def _stored(places: Sequence[TensorPlace], config: ModelConfig) -> Stored:
+    """What llama.cpp's conversion of this architecture does to a tensor, or to two that are one parameter."""
+    place, *behind = places
     part = place.name.rpartition(".")[0].rpartition(".")[2]  # "attn_q" of "blk.3.attn_q.weight"
     values: Mapping[str, Any] = config.values
+    if behind:
+        return Stored(place, behind[0])
     if config.architecture == "llama" and part in ("attn_q", "attn_k"):
         return Stored(
             place, heads=values["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
@@ -155,4 +205,6 @@ def _stored(place: TensorPlace, config: ModelConfig) -> Stored:
         return Stored(place, plus_one=True)
     if config.architecture == "gpt2" and place.name.startswith("blk.") and len(place.shape) == 2:
         return Stored(place, transposed=True)
+    if part == "ffn_gate_inp_shexp" and len(place.shape) == 1:  # a matrix of one row
+        return Stored(replace(place, shape=(1, *place.shape)))
     return Stored(place)

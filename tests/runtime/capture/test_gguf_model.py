@@ -17,6 +17,7 @@ from support.families import COMMON, GROUPED, POSITIONS, build, greedy
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import TensorType, Variable
+from fusion.dag.rewrites.quantise import Source
 from fusion.runtime.capture import sources
 from fusion.runtime.capture.gguf.config import model_config
 from fusion.runtime.capture.gguf.header import read_header
@@ -25,6 +26,7 @@ from fusion.runtime.capture.quantised_weights import stored_model
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.planes.plane import Piece
+from fusion.runtime.planes.products.quantised import dequantised
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
 NEW = 20
@@ -69,6 +71,16 @@ def config(family: str) -> Any:
             by_length = {"rope_type": "longrope", "rope_theta": 10_000.0, **factors}
             far = {"max_position_embeddings": 4 * POSITIONS, "original_max_position_embeddings": POSITIONS}
             return transformers.Phi3Config(**{**WIDE, **far}, rope_parameters=by_length)
+        case "mixtral":
+            return transformers.MixtralConfig(**WIDE, num_local_experts=5, num_experts_per_tok=2)
+        case "qwen3-moe":
+            chosen = {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}
+            return transformers.Qwen3MoeConfig(**WIDE, **chosen, head_dim=128, moe_intermediate_size=256)
+        case "qwen2-moe":
+            chosen = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 512}
+            return transformers.Qwen2MoeConfig(**WIDE, **chosen, moe_intermediate_size=256)
+        case "olmoe":
+            return transformers.OlmoeConfig(**WIDE, num_experts=6, num_experts_per_tok=3)
         case "gpt2":
             return transformers.GPT2Config(**COMMON, n_embd=256, n_layer=2, n_head=4, n_positions=POSITIONS)
     raise ValueError(family)
@@ -100,7 +112,8 @@ def answer(
     read = served.read
     if kept and served.blocks is not None:
         graph, read = stored_model(graph, served.read, served.blocks)
-        assert any(node.op.startswith("fusion.linear_int") for node in graph.nodes)
+        ops = {node.op for node in graph.nodes}
+        assert any(op.startswith("fusion.linear_int") for op in ops) and "fusion.expert_linear" not in ops
     cuts = sorted(random.Random(0).sample(range(1, len(graph.nodes)), 2))
     stages = [TorchDecodingStage(part, read(part.graph.variables)) for part in split(graph, cuts)]
     for stage in stages:
@@ -134,10 +147,12 @@ def check(family: str, kind: str, path: Path, lengths: tuple[int, ...] = (1, 7, 
     assert varied >= 6
 
 
-QUICK = [("qwen3", "Q4_K")]
+QUICK = [("qwen3", "Q4_K"), ("mixtral", "Q8_0")]
 KINDS = ("F32", "BF16", "Q8_0", "Q4_0", "Q4_K")
 SLOW = [(family, kind) for family in ("llama", "qwen3", "gemma2") for kind in KINDS]
-OTHERS = ["qwen2", "gemma", "gemma3", "phi3", "phi3, by length", "gpt2"] + [
+MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe")
+SLOW += [(family, "Q4_K") for family in MIXTURES]
+OTHERS = ["qwen2", "gemma", "gemma3", "phi3", "phi3, by length", "gpt2", *MIXTURES] + [
     f"llama, {more}" for more in ("linear", "yarn", "tied, biased, its rotary embedding stretched")
 ]
 
@@ -219,7 +234,8 @@ def small(path: Path, **more: Any) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"llama.expert_count": 8}, "says llama.expert_count = 8: mixtures of experts are not read from GGUF"),
+        ({"llama.expert_count": 8}, "does not say llama.expert_used_count"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 2}, "no tensor blk.0.ffn_down_exps.weight"),
         ({"llama.rope.scaling.type": "longrope"}, "none, linear and yarn are read"),
         ({"llama.rope.dimension_count": 8}, "the 16 of a head"),
         ({"llama.attention.sliding_window": 4096}, "attention.sliding_window' = 4096, which is not understood"),
@@ -247,6 +263,61 @@ def test_what_is_not_understood_is_refused_in_one_line(more: Any, message: str, 
     with pytest.raises(JobError) as error:
         open_gguf(tmp_path / "model.gguf")
     assert message in str(error.value) and str(error.value).isprintable()
+
+
+MIXED = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"expert_used_count": 7}, "expert_used_count = 7: at most 6"),
+        ({"expert_used_count": 0}, "expert_used_count = 0: at least 1"),
+        ({"expert_count": 1 << 31}, "blk.0.ffn_down_exps.weight has the shape (6, 64, 64)"),
+        ({"expert_count": 0}, "expert_used_count = 2: 0"),
+        ({"expert_count": "8"}, "a whole number"),
+        ({"expert_feed_forward_length": 32}, "expert_feed_forward_length = 32: 64"),
+        ({"expert_weights_norm": False}, "expert_weights_norm = False: True"),
+        ({"expert_weights_scale": 2.5}, "expert_weights_scale = 2.5: 1.0 or 0.0"),
+        ({"expert_gating_func": 2}, "expert_gating_func = 2: 1 or 0"),
+        ({"expert_group_count": 8}, "expert_group_count = 8: 0 or 1"),
+        ({"expert_shared_count": 1}, "expert_shared_count' = 1, which is not understood"),
+    ],
+)
+def test_a_mixture_that_is_not_understood_is_refused_in_one_line(
+    more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    said = {f"llama.{key}": value for key, value in more.items()}
+    gguf_files.write(path, build(transformers.MixtralConfig(**{**GROUPED, **MIXED})), "F16", more=said)
+    with pytest.raises(JobError) as error:
+        open_gguf(path)
+    assert message in str(error.value) and str(error.value).isprintable()
+
+
+def test_a_mixture_of_a_kind_that_is_not_read_says_which_are(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    gguf_files.write(path, build(config("qwen3")), "F16", more={"qwen3.expert_count": 8})
+    with pytest.raises(JobError, match="a mixture of experts of the kind 'qwen3'; llama, qwen2moe, qwen3moe"):
+        open_gguf(path)
+
+
+def test_some_experts_of_a_layer_are_read_alone(tmp_path: Path) -> None:
+    """As numbers and as blocks; files have gates and what they gate apart, the module one behind the other."""
+    path = tmp_path / "model.gguf"
+    held = gguf_files.write(path, model("qwen3-moe"), "Q8_0")
+    opened, own = open_gguf(path), dict(held.named_parameters())
+    for name in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.1.mlp.experts.{name}"
+        whole = Variable(name, TensorType(tuple(own[name].shape), "float32"))
+        part = Variable(f"{name}:2-5", TensorType((3, *own[name].shape[1:]), "float32"))
+        assert torch.equal(opened.read([whole])[name], own[name])
+        assert torch.equal(opened.read([part])[part.name], own[name][2:5])
+        layout = opened.layout(whole, frozenset({"expert_linear"}))
+        assert layout is not None and layout.kind == "int8"
+        for variable, exact in ((whole, own[name]), (part, own[name][2:5])):
+            numbers, scales = opened.read_stored(Source(variable, layout, transposed=False))
+            assert torch.equal(dequantised(numbers, scales, None), exact)
 
 
 @pytest.mark.parametrize("scale", [0.0, 2.0, 1e30, 1e-300])
