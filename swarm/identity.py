@@ -12,7 +12,6 @@ import os
 import secrets
 import stat
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +19,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from fusion.swarm.errors import IdentityError
+from fusion.swarm.recent import recent
 from fusion.swarm.transport import PeerId
 
 # libp2p crypto.proto: field 1 = key type (1 is Ed25519), field 2 = the key's bytes.
@@ -137,7 +137,7 @@ def _peer_id(public: bytes) -> PeerId:
     return PeerId(_base58(_MULTIHASH_PREFIX + _PUBLIC_PREFIX + public))
 
 
-@lru_cache(maxsize=4096)
+@recent(4096)
 def _public_key(peer_id: str) -> Ed25519PublicKey:
     """Raises ValueError for text that is not the one canonical peer id of an Ed25519 key."""
     if not isinstance(peer_id, str) or len(peer_id) != _ID_CHARACTERS:

@@ -7,6 +7,7 @@ list of them, of exactly these types. Nothing that came over the wire as text re
 
 from __future__ import annotations
 
+import linecache
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -119,6 +120,7 @@ class _Writer:
                 self.call(preemption_point, (made,), {})
         self.code.output(tuple(self.find(ref) for ref in graph.outputs))
         module = fx.GraphModule(nn.Module(), self.code)
+        _forget_source(module)
         return Program(graph, module.forward, tuple(self.dimensions), self.stateful, module.code)
 
     def computed(self, name: str, op: str, args: tuple[Any, ...], state: fx.Node) -> fx.Node:
@@ -183,3 +185,10 @@ class _Writer:
         if arg is None or type(arg) in (bool, int, float):
             return arg
         raise GraphError(f"an argument of type {type(arg).__name__} has no place in a graph")
+
+
+def _forget_source(module: fx.GraphModule) -> None:
+    """`torch.fx` keeps the source of every function that it makes, for tracebacks, as long as the process runs."""
+    name = module.forward.__code__.co_filename
+    linecache.cache.pop(name, None)
+    getattr(getattr(fx.graph_module, "_loader", None), "eval_cache", {}).pop(name, None)

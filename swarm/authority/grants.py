@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -22,6 +21,7 @@ from fusion.swarm.directory.records import MAX_GRANT_BYTES, MAX_GRANTS, MAX_STAG
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Signer, Verify
 from fusion.swarm.identity import verify as verify_signature
+from fusion.swarm.recent import recent
 from fusion.swarm.transport import PeerId
 
 FORM = SignedForm(name="grant", signer="issuer", max_bytes=MAX_GRANT_BYTES, max_items=11)
@@ -78,7 +78,7 @@ def seal_grant(grant: Grant, issuer: Signer) -> bytes:
     return FORM.seal(_fields(grant), issuer.sign)
 
 
-@lru_cache(maxsize=4096)  # claims come back every heartbeat with the same chain
+@recent(4096)  # claims come back every heartbeat with the same chain
 def open_grant(data: bytes, verify: Verify = verify_signature) -> Grant:
     """Raises RecordError for bytes that are no grant, or one that its issuer did not sign."""
     match FORM.unpack(data):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from fusion.swarm.authority.signed import MAX_TIME, VERSION, SignedForm
@@ -20,6 +19,7 @@ from fusion.swarm.directory.records import MAX_PROOF_BYTES, JobId, is_digest
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Signer, Verify
 from fusion.swarm.identity import verify as verify_signature
+from fusion.swarm.recent import recent
 from fusion.swarm.transport import PeerId
 
 MARK_BYTES = 12
@@ -65,7 +65,7 @@ def told(data: bytes) -> Revocation:
     return _read(data)[0]
 
 
-@lru_cache(maxsize=1024)  # records come back every heartbeat with the same ones
+@recent(1024)  # records come back every heartbeat with the same ones
 def _read(data: bytes) -> tuple[Revocation, list[Any], bytes]:
     match value := FORM.unpack(data):
         case [int(version), bytes(job), str(issuer), int(at), list(marks), bytes(signature)] if (

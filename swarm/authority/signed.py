@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgpack
 
 from fusion.swarm.errors import Forged, RecordError
 from fusion.swarm.identity import Verify
+from fusion.swarm.recent import recent
 from fusion.swarm.transport import PeerId
 
 VERSION = 1  # of the forms that carry one
@@ -72,7 +72,7 @@ class SignedForm:
         return data
 
 
-@lru_cache(maxsize=8192)  # of some 600 bytes; what others carry comes back every heartbeat
+@recent(8192)  # of some 600 bytes; what others carry comes back every heartbeat
 def _verified(verify: Verify, signer: PeerId, signature: bytes, data: bytes) -> bool:
     return verify(signer, signature, data)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from fusion.swarm.authority.signed import MAX_TIME, VERSION, SignedForm, sound
@@ -26,6 +25,7 @@ from fusion.swarm.directory.records import (
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Verify
 from fusion.swarm.identity import verify as verify_signature
+from fusion.swarm.recent import recent
 from fusion.swarm.transport import PeerId
 
 FORM = SignedForm(name="statement", signer="signer", max_bytes=MAX_PROOF_BYTES, max_items=10)
@@ -89,7 +89,7 @@ def open_statement(data: bytes, verify: Verify = verify_signature) -> Statement:
     return statement
 
 
-@lru_cache(maxsize=4096)  # records come back every heartbeat with the same ones
+@recent(4096)  # records come back every heartbeat with the same ones
 def _read(data: bytes) -> tuple[Statement, bytes]:
     """The statement that this is said to be, and its signature. Raises RecordError."""
     match FORM.unpack(data):

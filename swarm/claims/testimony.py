@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import msgpack
@@ -23,6 +22,7 @@ from fusion.swarm.claims.tenure import WORD_SECONDS, Holding
 from fusion.swarm.directory.records import MAX_PROOF_BYTES, ClaimRecord, JobId
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Verify
+from fusion.swarm.recent import recent
 from fusion.swarm.transport import PeerId
 
 CLOCKS_SECONDS = 5  # how far ahead of ours the voter's clock may be
@@ -60,7 +60,7 @@ def told(data: bytes) -> Testimony:
     return _read(data)[0]
 
 
-@lru_cache(maxsize=4096)  # claims come back every heartbeat with the same proof
+@recent(4096)  # claims come back every heartbeat with the same proof
 def _read(data: bytes) -> tuple[Testimony, bytes]:
     match FORM.unpack(data):
         case [str(voter), str(peer), int(term), int(at), bytes(signature)]:
@@ -106,7 +106,7 @@ def check_succession(data: bytes, job: JobId, verify: Verify) -> None:
     SUCCESSION.check(said.voter, signature, signed, verify)
 
 
-@lru_cache(maxsize=4096)  # job records come back every heartbeat with the same ones
+@recent(4096)  # job records come back every heartbeat with the same ones
 def _read_succession(data: bytes) -> tuple[Succession, bytes]:
     match SUCCESSION.unpack(data):
         case [int(stage), str(heir), str(voter), str(peer), int(term), int(at), bytes(signature)]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import lru_cache
 from typing import Any
 
 import msgpack
@@ -34,6 +33,7 @@ from fusion.swarm.directory.records import (
 )
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Signer, verify
+from fusion.swarm.recent import recent
 
 RECORD_VERSION = 5  # says how fast which operators run
 # That is read, so that peers of two releases work together; 2 said nothing of who may.
@@ -129,7 +129,7 @@ def _signed(body: bytes, author: str, expires_at: float) -> bytes:
 
 
 # Readers poll: the same bytes come back every heartbeat, and to look through them costs as much as to check the signature, 0.1 ms.
-@lru_cache(maxsize=_REMEMBERED)
+@recent(_REMEMBERED)
 def _opened(data: bytes) -> tuple[Record, str, float, bytes, bytes]:
     """The record in `data`, its author, its expiry, its signature, and the bytes that were signed."""
     body, author, expires_at, signature = _envelope(data)
@@ -144,7 +144,7 @@ def _opened(data: bytes) -> tuple[Record, str, float, bytes, bytes]:
     return record, author, expires_at, signature, _signed(body, author, expires_at)
 
 
-@lru_cache(maxsize=_REMEMBERED)
+@recent(_REMEMBERED)
 def _verified(author: str, signature: bytes, signed: bytes) -> bool:
     return verify(author, signature, signed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from torch import fx
 
 from fusion.dag.ir.dims import poly, symbol
 from fusion.dag.ir.errors import GraphError
@@ -55,6 +57,15 @@ def test_no_name_reaches_the_source(name: str) -> None:
     assert program.source == compile_graph(graph(), CPU, training=True).source
     (found,) = program.run([torch.full((2, 3), 2.0)], [torch.arange(3.0)], None)
     assert found.tolist() == [[0.0, 2.0, 4.0]] * 2
+
+
+def test_what_was_compiled_does_not_stay_in_the_process() -> None:
+    """But for who holds it: a peer compiles the stages of job after job."""
+    kept = fx.graph_module._loader.eval_cache
+    before = len(linecache.cache), len(kept)
+    for _ in range(10):
+        compile_graph(graph(), CPU, training=True)
+    assert (len(linecache.cache), len(kept)) == before
 
 
 @settings(max_examples=examples(50))
