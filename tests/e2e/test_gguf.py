@@ -19,7 +19,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STAGES, NEW = 3, 48
 TEMPLATE = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}<s>"
 WIDTH = 256  # a block of Q4_K
-CASES = [("llama", "F16"), ("llama", "Q8_0"), ("qwen3", "Q4_K"), ("gemma2", "Q4_0")]
+CASES = [
+    ("llama", "F16"),
+    ("llama", "Q8_0"),
+    ("qwen3", "Q4_K"),
+    ("gemma2", "Q4_0"),
+    ("mixtral", "Q8_0"),
+    ("qwen3-moe", "Q4_K"),
+]
 
 
 def varied(family: str, vocabulary: int) -> Any:
@@ -33,6 +40,8 @@ def varied(family: str, vocabulary: int) -> Any:
     ):  # files of it have one matrix for the embedding and the head, and scale scores by the width of a head
         wide.tie_word_embeddings, wide.layer_types = True, wide.layer_types[:2]
         wide.query_pre_attn_scalar = wide.head_dim
+    if family == "qwen3-moe":
+        wide.moe_intermediate_size, wide.norm_topk_prob = WIDTH, True
     model = build(wide)
     if family == "gemma2":  # else it would answer what it was given
         with torch.no_grad():
