@@ -70,14 +70,14 @@ class GGUFModel:
     def layout(self, variable: Variable, uses: frozenset[Use]) -> Layout | None:
         """How the file has a matrix, where our operators can read it so."""
         stored = self._stored(variable)
-        if stored is None or stored.transposed != ("addmm" in uses):
+        if stored is None or ("expert_linear" not in uses and stored.transposed != ("addmm" in uses)):
             return None
         return _layout(stored)
 
     def read_stored(self, source: Source) -> tuple[torch.Tensor, ...]:
         """The parts of a matrix that has a `layout`, as they are in the file. JobError as of `read`."""
         stored = self._stored(source.variable)
-        assert stored is not None
+        assert stored is not None and stored.transposed == source.transposed
         with opened(self.header.path) as file:
             return read_blocks(file, stored, _experts(source.variable))
 

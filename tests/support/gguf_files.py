@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 
 # Where llama.cpp has another name than transformers.
 ARCHITECTURES = {
-    "gemma3_text": "gemma3", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 
 
@@ -53,11 +53,11 @@ def write(
     held = copy.deepcopy(model)
     with torch.no_grad():
         for parameter, value in held.named_parameters():
-            for owner, what, data in _tensors(parameter, value.numpy()):
+            for owner, what, data in _tensors(parameter, value.numpy(), architecture == "gpt-oss"):
                 name = names.get_name(owner)
                 assert name is not None, parameter
                 given = _converted(data, f"{name}.{what}", architecture, config)
-                small = given.ndim < 2 or "ffn_gate_inp" in name
+                small = given.ndim < 2 or "ffn_gate_inp" in name or what == "bias"
                 chosen = GGMLQuantizationType["F32" if small else kind]
                 blocks = quantize_as(given, chosen)
                 writer.add_tensor(f"{name}.{what}", blocks, raw_dtype=chosen)
@@ -70,14 +70,20 @@ def write(
     return held
 
 
-def _tensors(parameter: str, value: Array) -> list[tuple[str, str, Array]]:
+def _tensors(parameter: str, value: Array, oss: bool) -> list[tuple[str, str, Array]]:
     """What a conversion makes of a parameter: the module that each is of, its name there, and a view of the values."""
     owner, _, what = parameter.rpartition(".")
-    if what == "down_proj":
+    if what == "sinks":
         return [(parameter, "weight", value)]
-    if what == "gate_up_proj":
-        halves = zip(("gate_proj", "up_proj"), np.split(value, 2, axis=1), strict=True)
-        return [(f"{owner}.{name}", "weight", half) for name, half in halves]
+    if owner.endswith(".experts"):
+        name, kind = what.removesuffix("_bias"), "bias" if what.endswith("_bias") else "weight"
+        if oss and kind == "weight":
+            value = value.swapaxes(1, 2)
+        if name == "down_proj":
+            return [(f"{owner}.{name}", kind, value)]
+        halves = (value[:, 0::2], value[:, 1::2]) if oss else np.split(value, 2, axis=1)
+        named = zip(("gate_proj", "up_proj"), halves, strict=True)
+        return [(f"{owner}.{each}", kind, half) for each, half in named]
     # Older conversions wrote a matrix of one row so, newer ones leave it as it is.
     return [(owner, what, value[0] if owner.endswith("shared_expert_gate") else value)]
 
@@ -147,7 +153,9 @@ def _values(writer: GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if config.model_type in ("gemma2", "gemma3_text", "phi3"):
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+    if config.model_type in ("gemma2", "gemma3_text", "phi3", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window or 0)
 
 

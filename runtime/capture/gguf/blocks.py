@@ -2,8 +2,8 @@
 the same numbers, laid out otherwise, so that nothing is rounded again.
 
 Q8_0 and the kinds Q4 and Q5 have a scale for 32 numbers, in float16, and perhaps a minimum. Those with K have 256 numbers in a
-block, whose groups have a scale of a few bits; multiplied out these are float32. IQ4's 16 values are no multiples of a number: they
-stand in a table of int8. (ggml-common.h, `gguf.quants`)
+block, whose groups have a scale of a few bits; multiplied out these are float32. The 16 values of IQ4 and MXFP4 are no multiples of a
+number: they stand in a table of int8. (ggml-common.h, `gguf.quants`)
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ Array = npt.NDArray[np.generic]
 
 _LOW = np.uint8(15)
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+_MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # twice the numbers
 _PAIRS = np.array([0, 2, 4, 6], np.uint8)  # where in a byte two bits begin
 
 
@@ -142,6 +143,15 @@ def _iq4_xs(blocks: Bytes) -> _Parts:
     return _IQ4[_nibbles(blocks[:, 8:], 16)], scale * six.astype(np.float32), None
 
 
+def _mxfp4(blocks: Bytes) -> _Parts:
+    """A power of two for 32 numbers, as its exponent and 127."""
+    return (
+        _MXFP4[_nibbles(blocks[:, 1:], 16)],
+        np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128),
+        None,
+    )
+
+
 def _q6_k(blocks: Bytes) -> _Parts:
     low, high = _nibbles(blocks[:, :128], 64), _two_bits(blocks[:, 128:192], 32)
     numbers = (high << np.uint8(4) | low).view(np.int8) - np.int8(32)
@@ -162,4 +172,5 @@ _KINDS: Mapping[str, tuple[Layout, Callable[[Bytes], _Parts]]] = {
     "Q6_K": (Layout("int8", group=16, scales="float32"), _q6_k),
     "IQ4_NL": (Layout("int8"), _iq4_nl),
     "IQ4_XS": (Layout("int8", scales="float32"), _iq4_xs),
+    "MXFP4": (Layout("int8", scales="float32"), _mxfp4),
 }

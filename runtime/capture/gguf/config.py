@@ -18,7 +18,10 @@ from fusion.runtime.job.errors import JobError
 MAX_CONTEXT = 1 << 24  # positions
 LEAST_SCALE = 1e-3  # of queries: 1 by the root of a head's length, which then has a million numbers
 TOKENS = "tokenizer.ggml.tokens"
-SOFTMAX = 1  # as files number what makes weights of a router's numbers
+SOFTMAX, SOFTMAX_CHOSEN = (
+    1,
+    3,
+)  # as files number what makes weights of a router's numbers: of all of them, or of the largest
 # By which the frequencies of a rotary embedding are divided: by Llama 3.1 always, by Phi-3 up to its original context and beyond.
 ROPE_FACTORS = "rope_freqs.weight"
 NEAR_FACTORS, FAR_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -151,8 +154,8 @@ def _brief(value: object) -> str:
 # --- what all of them say
 
 
-def _decoder(said: _Said) -> Values:
-    """Sizes and heads, under the names of most configurations."""
+def _decoder(said: _Said, norm: str = "ffn_norm") -> Values:
+    """Sizes and heads, under the names of most configurations. `norm`: a tensor that each layer has."""
     hidden, heads = said.size("embedding_length"), said.size("attention.head_count")
     layers = said.size("block_count")
     head_dim = said.size("attention.key_length", hidden // heads)
@@ -174,7 +177,7 @@ def _decoder(said: _Said) -> Values:
     if heads % kv_heads:
         raise said.bad("attention.head_count_kv", kv_heads, f"a divisor of {heads}")
     for layer in range(layers):  # each has one: no list is longer than the file's own of its tensors
-        said.tensor(f"blk.{layer}.ffn_norm.weight", hidden)
+        said.tensor(f"blk.{layer}.{norm}.weight", hidden)
     return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -205,10 +208,13 @@ def _attentive(said: _Said, values: Values) -> Values:
     return values | _rms(said)
 
 
-def _mixed(said: _Said, *, normed: bool, wide: int | None = None) -> tuple[Values, int, int]:
+def _mixed(
+    said: _Said, *, normed: bool, wide: int | None = None, norm: str = "ffn_norm", gating: int = SOFTMAX
+) -> tuple[Values, int, int]:
     """A decoder whose every layer has gated experts, checked as `_gated` does; how many experts, and how wide each is: `wide`
-    where the file does not say it. `normed`: whether this architecture's weights of those that are chosen add up to 1."""
-    values = _attentive(said, _decoder(said))
+    where the file does not say it. `normed`: whether this architecture's weights of those that are chosen are divided by their sum;
+    `norm`: as of `_decoder`; `gating`: how weights are made of a router's numbers."""
+    values = _attentive(said, _decoder(said, norm))
     count, used = said.size("expert_count"), said.size("expert_used_count")
     if used > count:
         raise said.bad("expert_used_count", used, f"at most {count}")
@@ -219,7 +225,7 @@ def _mixed(said: _Said, *, normed: bool, wide: int | None = None) -> tuple[Value
         said.tensor(f"blk.{layer}.ffn_down_exps.weight", count, values["hidden_size"], found)
     said.must_be("expert_weights_norm", normed)
     said.must_be("expert_weights_scale", 1.0, 0.0)  # none
-    said.must_be("expert_gating_func", SOFTMAX, 0)  # 0: that of the architecture
+    said.must_be("expert_gating_func", gating, 0)  # 0: that of the architecture
     said.must_be("expert_group_count", 0, 1)
     said.must_be("expert_group_used_count", 0, 1)
     return values | {"num_experts_per_tok": used}, count, found
@@ -373,6 +379,22 @@ def _qwen3_moe(said: _Said) -> Values:
     }
 
 
+def _gpt_oss(said: _Said) -> Values:
+    values, count, wide = _mixed(said, normed=False, norm="post_attention_norm", gating=SOFTMAX_CHOSEN)
+    rotary = _rotary(said, values["head_dim"])
+    if rotary["rope_type"] == "yarn":
+        rotary["truncate"] = False  # as the models of this kind do
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rotary,
+        "attention_bias": True,
+        "intermediate_size": wide,
+        "num_local_experts": count,
+        "sliding_window": said.size("attention.sliding_window"),
+        "layer_types": _alternating(said, values, 2),
+    }
+
+
 def _qwen2(said: _Said) -> Values:
     head_dim = _plain_heads(said)
     values = _gated(said, _decoder(said))
@@ -507,4 +529,5 @@ MIXTURES: Mapping[str, tuple[str, Callable[[_Said], Values]]] = {
     "qwen2moe": ("qwen2_moe", _qwen2_moe),
     "qwen3moe": ("qwen3_moe", _qwen3_moe),
     "olmoe": ("olmoe", _olmoe),
+    "gpt-oss": ("gpt_oss", _gpt_oss),
 }

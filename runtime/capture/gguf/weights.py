@@ -32,10 +32,12 @@ class Stored:
 
     place: TensorPlace
     behind: TensorPlace | None = None  # whose rows follow in the parameter, for each expert
+    alternate: bool = False  # and lie between the others
     # If any: the two halves of each head's rows, which are rotated together, alternate in the file.
     heads: int = 0
     plus_one: bool = False  # the file has 1 more than the parameter, as llama.cpp has no Gemma's norm
     transposed: bool = False
+    biases: bool = False  # of experts: read as matrices of one column
 
     @property
     def places(self) -> tuple[TensorPlace, ...]:
@@ -56,7 +58,9 @@ class Stored:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.laid[::-1] if self.transposed else self.laid
+        if self.biases:
+            return self.laid[:-1]
+        return (*self.laid[:-2], *self.laid[:-3:-1]) if self.transposed else self.laid
 
 
 def stored_parameters(header: GGUFHeader, config: ModelConfig, module: nn.Module) -> dict[str, Stored]:
@@ -104,8 +108,10 @@ def read_tensor(
     value = value.view(shape)
     if stored.plus_one:
         value = (value - 1).to(dtype)
-    value = _in_halves(value, stored.heads)
-    return value.t().contiguous() if stored.transposed else value
+    value = _by_turns(_in_halves(value, stored.heads), stored)
+    if stored.biases:
+        return value.squeeze(-1)
+    return value.mT.contiguous() if stored.transposed else value
 
 
 def read_blocks(
@@ -117,7 +123,7 @@ def read_blocks(
     chunks = [unpacked(rows, place.kind, place.block_bytes) for place, rows in _chunks(file, stored, chosen)]
     parts = [torch.cat(part) for part in zip(*chunks, strict=True)]
     if len(stored.laid) == 3:
-        return tuple(part.view(len(chosen), stored.laid[1], -1) for part in parts)
+        return tuple(_by_turns(part.view(len(chosen), stored.laid[1], -1), stored) for part in parts)
     return tuple(_in_halves(part, stored.heads) for part in parts)
 
 
@@ -127,6 +133,14 @@ def _in_halves(value: torch.Tensor, heads: int) -> torch.Tensor:
         return value
     pairs = value.view(heads, -1, 2, *value.shape[1:])
     return pairs.transpose(1, 2).reshape(value.shape)
+
+
+def _by_turns(value: torch.Tensor, stored: Stored) -> torch.Tensor:
+    """Rows of two tensors, one behind the other for each expert, as the parameter has them."""
+    if not stored.alternate:
+        return value
+    halves = value.view(len(value), 2, -1, value.shape[-1])
+    return halves.transpose(1, 2).reshape(value.shape)
 
 
 def _chunks(
@@ -184,19 +198,31 @@ def _names(config: ModelConfig, module: nn.Module) -> Mapping[str, tuple[str, ..
         owner, _, kind = parameter.rpartition(".")
         names = [known(owner, kind)]
         if owner.endswith(".experts"):
-            parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-            names = [known(f"{owner}.{part}", "weight") for part in parts]
+            matrix, kind = kind.removesuffix("_bias"), "bias" if kind.endswith("_bias") else "weight"
+            parts = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
+            names = [known(f"{owner}.{part}", kind) for part in parts]
+        elif names == [None]:  # a parameter beside modules
+            names = [known(parameter, "weight")]
         found[parameter] = tuple(name for name in names if name is not None)
     return found
 
 
 def _stored(places: Sequence[TensorPlace], config: ModelConfig) -> Stored:
     """What llama.cpp's conversion of this architecture does to a tensor, or to two that are one parameter."""
-    place, *behind = places
-    part = place.name.rpartition(".")[0].rpartition(".")[2]  # "attn_q" of "blk.3.attn_q.weight"
+    owner, _, kind = places[0].name.rpartition(".")
+    part = owner.rpartition(".")[2]  # "attn_q" of "blk.3.attn_q.weight"
     values: Mapping[str, Any] = config.values
-    if behind:
-        return Stored(place, behind[0])
+    if part.endswith("_exps"):
+        biases, by_turns = kind == "bias", config.architecture == "gpt-oss"
+        first, *behind = (replace(p, shape=(*p.shape, 1)) for p in places) if biases else places
+        return Stored(
+            first,
+            behind[0] if behind else None,
+            alternate=by_turns and bool(behind),
+            transposed=by_turns and not biases,
+            biases=biases,
+        )
+    (place,) = places
     if config.architecture == "llama" and part in ("attn_q", "attn_k"):
         return Stored(
             place, heads=values["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]

@@ -79,6 +79,10 @@ def config(family: str) -> Any:
         case "qwen2-moe":
             chosen = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 512}
             return transformers.Qwen2MoeConfig(**WIDE, **chosen, moe_intermediate_size=256)
+        case "gpt-oss":
+            yarn = {**FAR, "rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+            chosen = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}
+            return transformers.GptOssConfig(**WIDE, **chosen, head_dim=64, rope_parameters=yarn)
         case "olmoe":
             return transformers.OlmoeConfig(**WIDE, num_experts=6, num_experts_per_tok=3)
         case "gpt2":
@@ -139,7 +143,7 @@ def check(family: str, kind: str, path: Path, lengths: tuple[int, ...] = (1, 7, 
     for length in lengths:
         prompt = torch.randint(0, 256, (length,)).tolist()
         wanted, whole = greedy(held, prompt, NEW)
-        for kept in (False, *([True] if kind.startswith("Q") else [])):
+        for kept in (False, *([True] if kind not in ("F32", "F16", "BF16") else [])):
             found, logits = answer(served, prompt, NEW, kept)
             assert max(float((a - b).abs().max()) for a, b in zip(logits, whole, strict=True)) <= 1e-3
             assert found == wanted
@@ -150,8 +154,8 @@ def check(family: str, kind: str, path: Path, lengths: tuple[int, ...] = (1, 7, 
 QUICK = [("qwen3", "Q4_K"), ("mixtral", "Q8_0")]
 KINDS = ("F32", "BF16", "Q8_0", "Q4_0", "Q4_K")
 SLOW = [(family, kind) for family in ("llama", "qwen3", "gemma2") for kind in KINDS]
-MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe")
-SLOW += [(family, "Q4_K") for family in MIXTURES]
+MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "gpt-oss")
+SLOW += [*((family, "Q4_K") for family in MIXTURES), ("gpt-oss", "MXFP4")]
 OTHERS = ["qwen2", "gemma", "gemma3", "phi3", "phi3, by length", "gpt2", *MIXTURES] + [
     f"llama, {more}" for more in ("linear", "yarn", "tied, biased, its rotary embedding stretched")
 ]
@@ -302,22 +306,26 @@ def test_a_mixture_of_a_kind_that_is_not_read_says_which_are(tmp_path: Path) -> 
         open_gguf(path)
 
 
-def test_some_experts_of_a_layer_are_read_alone(tmp_path: Path) -> None:
-    """As numbers and as blocks; files have gates and what they gate apart, the module one behind the other."""
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_some_experts_of_a_layer_are_read_alone(family: str, tmp_path: Path) -> None:
+    """As numbers and as blocks; files have gates and what they gate apart, the module one behind the other, or by turns."""
     path = tmp_path / "model.gguf"
-    held = gguf_files.write(path, model("qwen3-moe"), "Q8_0")
+    held = gguf_files.write(path, model(family), "Q8_0")
     opened, own = open_gguf(path), dict(held.named_parameters())
-    for name in ("gate_up_proj", "down_proj"):
-        name = f"model.layers.1.mlp.experts.{name}"
-        whole = Variable(name, TensorType(tuple(own[name].shape), "float32"))
-        part = Variable(f"{name}:2-5", TensorType((3, *own[name].shape[1:]), "float32"))
-        assert torch.equal(opened.read([whole])[name], own[name])
-        assert torch.equal(opened.read([part])[part.name], own[name][2:5])
+    names = [name for name in own if ".1.mlp.experts." in name]
+    assert len(names) == (4 if family == "gpt-oss" else 2)
+    for name in names:
+        exact = own[name]
+        whole = Variable(name, TensorType(tuple(exact.shape), "float32"))
+        part = Variable(f"{name}:1-3", TensorType((2, *exact.shape[1:]), "float32"))
+        assert torch.equal(opened.read([whole])[name], exact)
+        assert torch.equal(opened.read([part])[part.name], exact[1:3])
         layout = opened.layout(whole, frozenset({"expert_linear"}))
-        assert layout is not None and layout.kind == "int8"
-        for variable, exact in ((whole, own[name]), (part, own[name][2:5])):
-            numbers, scales = opened.read_stored(Source(variable, layout, transposed=False))
-            assert torch.equal(dequantised(numbers, scales, None), exact)
+        assert (layout is None) == name.endswith("bias")
+        for variable, values in ((whole, exact), (part, exact[1:3])) if layout is not None else ():
+            turned = family == "gpt-oss"
+            numbers, scales = opened.read_stored(Source(variable, layout, turned))
+            assert torch.equal(dequantised(numbers, scales, None), values.mT if turned else values)
 
 
 @pytest.mark.parametrize("scale", [0.0, 2.0, 1e30, 1e-300])

@@ -10,7 +10,21 @@ from gguf.quants import dequantize
 from fusion.runtime.capture.gguf.blocks import layout_of, unpacked
 from fusion.runtime.planes.products.quantised import dequantised
 
-KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+KINDS = (
+    "Q8_0",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4",
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
