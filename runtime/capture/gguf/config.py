@@ -18,10 +18,7 @@ from fusion.runtime.job.errors import JobError
 MAX_CONTEXT = 1 << 24  # positions
 LEAST_SCALE = 1e-3  # of queries: 1 by the root of a head's length, which then has a million numbers
 TOKENS = "tokenizer.ggml.tokens"
-SOFTMAX, SOFTMAX_CHOSEN = (
-    1,
-    3,
-)  # as files number what makes weights of a router's numbers: of all of them, or of the largest
+SOFTMAX, SOFTMAX_CHOSEN = 1, 3  # what makes weights of all of a router's numbers, or of the largest of them
 # By which the frequencies of a rotary embedding are divided: by Llama 3.1 always, by Phi-3 up to its original context and beyond.
 ROPE_FACTORS = "rope_freqs.weight"
 NEAR_FACTORS, FAR_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"

@@ -51,7 +51,7 @@ class Stored:
     @property
     def laid(self) -> tuple[int, ...]:
         """The shape as the file has it."""
-        if self.behind is None:
+        if self.behind is None or len(self.place.shape) < 2:
             return self.place.shape
         *experts, rows, columns = self.place.shape
         return (*experts, rows + self.behind.shape[-2], columns)
@@ -73,14 +73,11 @@ def stored_parameters(header: GGUFHeader, config: ModelConfig, module: nn.Module
         if missing or not names[parameter]:
             raise JobError(f"{header.path}: no tensor {' and '.join(missing) or 'for'} ({parameter})")
         stored = _stored([header.tensors[name] for name in names[parameter]], config)
-        first, *others = stored.places
-        fits = all(
-            (*other.shape[:-2], other.shape[-1]) == (*first.shape[:-2], first.shape[-1]) for other in others
-        )
-        if not fits or stored.shape != tuple(value.shape):
-            shapes = " and ".join(str(stored.shape if not others else place.shape) for place in stored.places)
+        if stored.shape != tuple(value.shape) or len({place.shape for place in stored.places}) > 1:
             named = " and ".join(shown(place.name) for place in stored.places)
-            raise JobError(f"{header.path}: {named} has the shape {shapes}, not {tuple(value.shape)}")
+            shapes = [stored.shape] if stored.behind is None else [place.shape for place in stored.places]
+            said = " and ".join(map(str, shapes))
+            raise JobError(f"{header.path}: {named} has the shape {said}, not {tuple(value.shape)}")
         for place in stored.places:
             if not _readable(place.kind, place.block_bytes):
                 raise JobError(f"{header.path}: {shown(place.name)} is in {place.kind}, which is not read")

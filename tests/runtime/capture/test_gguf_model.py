@@ -7,6 +7,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -297,6 +299,24 @@ def test_a_mixture_that_is_not_understood_is_refused_in_one_line(
     with pytest.raises(JobError) as error:
         open_gguf(path)
     assert message in str(error.value) and str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("shape", [(6, 32, 64), (6 * 64 * 64,), (64, 6, 64)])
+def test_experts_in_other_shapes_are_refused_in_one_line(
+    shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where two tensors together have as many rows as the model's one."""
+    path, added = tmp_path / "model.gguf", gguf.GGUFWriter.add_tensor
+
+    def add(writer: Any, name: str, data: Any, **more: Any) -> None:
+        if name == "blk.1.ffn_gate_exps.weight":
+            data = np.resize(data, shape)
+        added(writer, name, data, **more)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add)
+    gguf_files.write(path, build(transformers.MixtralConfig(**{**GROUPED, **MIXED})), "F32")
+    with pytest.raises(JobError, match=r"'blk\.1\.ffn_gate_exps\.weight' and .*, not \(6, 128, 64\)$"):
+        open_gguf(path)
 
 
 def test_a_mixture_of_a_kind_that_is_not_read_says_which_are(tmp_path: Path) -> None:
