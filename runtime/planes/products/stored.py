@@ -68,7 +68,7 @@ class StoredMatrices:
         """A variable of the stage as `products` reads it."""
         if name not in self._in_blocks:
             return value
-        return in_blocks(value) if value.dim() == 2 else torch.stack([in_blocks(each) for each in value])
+        return in_blocks(value) if value.dim() == 2 else _each_in_blocks(value)
 
     def _give_to_kernels(self, stored: _Stored, nodes: Sequence[Node]) -> None:
         own = kernels()
@@ -113,6 +113,15 @@ class StoredMatrices:
     def _types(self, stored: _Stored) -> tuple[TensorType, TensorType]:
         """Of its numbers and its scales."""
         return self._graph.types[Ref(stored.weight)], self._graph.types[Ref(stored.scales)]
+
+
+def _each_in_blocks(matrices: Tensor) -> Tensor:
+    """(held, rows, n) as (held, blocks, n, 16), with memory for one matrix beside."""
+    first = in_blocks(matrices[0])
+    made = first.new_empty(len(matrices), *first.shape)
+    for laid, matrix in zip(made, matrices, strict=True):
+        laid.copy_(in_blocks(matrix))
+    return made
 
 
 def _with_blocks(made: InBlocks, op: str) -> Product:
