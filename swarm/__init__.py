@@ -10,7 +10,7 @@ swarm_key      a closed swarm: whose members show each other tokens, and answer 
 transport      what the rest knows of the wire: frames, streams, a transport; `call` for one question and one answer
 protocol       how a protocol is listed, with its cap; those of the swarm itself
 subnets        whose neighbours two addresses are; pure
-recent         results that are kept while what they are of comes back
+recent         what was made of bytes that come back, for a minute
 shares         who holds how much of what has run out, and who gives way; pure
 lean_imports   leaving out of a library what is not used of it
 coordinates    round trips between peers who never met (Vivaldi)

@@ -53,7 +53,8 @@ def chosen_flops(call: Call, results: Types) -> int:
 def chosen_reads(call: Call) -> dict[str, float]:
     """The shares of the arguments that are read: no more experts than there are rows."""
     share = min(1.0, plain(call["input"].shape[0]) / int(call["of"]))
-    return dict.fromkeys(call.values.keys() - {"input", "ids", "first", "of", "transposed"}, share)
+    held = ("weight", "scales", "minimums", "bias")
+    return {name: share for name in held if name in call.values}
 
 
 SPECS: list[OpSpec] = [
