@@ -21,7 +21,8 @@ from fusion.dag.rewrites.expert_groups import part_of
 from fusion.dag.rewrites.quantise import Layout, Source, Use
 from fusion.runtime.capture.capture import capture_language_model, variables_from_module
 from fusion.runtime.capture.gguf.blocks import layout_of
-from fusion.runtime.capture.gguf.config import NEAR_FACTORS, ROPE_FACTORS, model_config
+from fusion.runtime.capture.gguf.config import model_config
+from fusion.runtime.capture.gguf.decoders import NEAR_FACTORS, ROPE_FACTORS
 from fusion.runtime.capture.gguf.header import GGUFHeader, read_header
 from fusion.runtime.capture.gguf.tokenizer import GGUFTokenizer, read_tokenizer
 from fusion.runtime.capture.gguf.weights import Stored, read_blocks, read_tensor, stored_parameters

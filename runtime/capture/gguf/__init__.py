@@ -1,7 +1,11 @@
 """GGUF files, read within bounds, as transformers and our operators want them. Knows no model and no peers.
 
 header       what a file says, and where its tensors lie
-config       what it says of its model, as transformers' configuration
+metadata     what it says, key by key
+decoders     what decoders have in common, as transformers' configurations have it
+dense        the architectures with one feed-forward network a layer
+mixtures     those with experts
+config       the configuration of a file's model
 blocks       its quantised blocks, as our operators read them
 weights      its tensors as a module's parameters
 tokenizer    its tokenizer as a tokenizer.json; its chat template

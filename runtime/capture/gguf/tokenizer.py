@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from fusion.runtime.capture.gguf.config import TOKENS
 from fusion.runtime.capture.gguf.header import GGUFHeader, Value, shown
+from fusion.runtime.capture.gguf.metadata import TOKENS
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import chat_contents
 from fusion.runtime.job.text import MAX_TOKENIZER_BYTES

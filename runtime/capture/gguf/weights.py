@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from fusion.runtime.capture.gguf.blocks import unpacked
-from fusion.runtime.capture.gguf.config import FAR_FACTORS, NEAR_FACTORS, ROPE_FACTORS, ModelConfig
+from fusion.runtime.capture.gguf.config import ModelConfig
+from fusion.runtime.capture.gguf.decoders import FAR_FACTORS, NEAR_FACTORS, ROPE_FACTORS
 from fusion.runtime.capture.gguf.header import GGUFHeader, TensorPlace, shown
 from fusion.runtime.job.errors import JobError
 
@@ -32,7 +33,7 @@ class Stored:
 
     place: TensorPlace
     behind: TensorPlace | None = None  # whose rows follow in the parameter, for each expert
-    alternate: bool = False  # and lie between the others
+    interleaved: bool = False  # and lie between the others
     # If any: the two halves of each head's rows, which are rotated together, alternate in the file.
     heads: int = 0
     plus_one: bool = False  # the file has 1 more than the parameter, as llama.cpp has no Gemma's norm
@@ -105,7 +106,7 @@ def read_tensor(
     value = value.view(shape)
     if stored.plus_one:
         value = (value - 1).to(dtype)
-    value = _by_turns(_in_halves(value, stored.heads), stored)
+    value = _interleaved(_in_halves(value, stored.heads), stored)
     if stored.biases:
         return value.squeeze(-1)
     return value.mT.contiguous() if stored.transposed else value
@@ -120,7 +121,7 @@ def read_blocks(
     chunks = [unpacked(rows, place.kind, place.block_bytes) for place, rows in _chunks(file, stored, chosen)]
     parts = [torch.cat(part) for part in zip(*chunks, strict=True)]
     if len(stored.laid) == 3:
-        return tuple(_by_turns(part.view(len(chosen), stored.laid[1], -1), stored) for part in parts)
+        return tuple(_interleaved(part.view(len(chosen), stored.laid[1], -1), stored) for part in parts)
     return tuple(_in_halves(part, stored.heads) for part in parts)
 
 
@@ -132,9 +133,9 @@ def _in_halves(value: torch.Tensor, heads: int) -> torch.Tensor:
     return pairs.transpose(1, 2).reshape(value.shape)
 
 
-def _by_turns(value: torch.Tensor, stored: Stored) -> torch.Tensor:
+def _interleaved(value: torch.Tensor, stored: Stored) -> torch.Tensor:
     """Rows of two tensors, one behind the other for each expert, as the parameter has them."""
-    if not stored.alternate:
+    if not stored.interleaved:
         return value
     halves = value.view(len(value), 2, -1, value.shape[-1])
     return halves.transpose(1, 2).reshape(value.shape)
@@ -210,13 +211,13 @@ def _stored(places: Sequence[TensorPlace], config: ModelConfig) -> Stored:
     part = owner.rpartition(".")[2]  # "attn_q" of "blk.3.attn_q.weight"
     values: Mapping[str, Any] = config.values
     if part.endswith("_exps"):
-        biases, by_turns = kind == "bias", config.architecture == "gpt-oss"
+        biases, oss = kind == "bias", config.architecture == "gpt-oss"
         first, *behind = (replace(p, shape=(*p.shape, 1)) for p in places) if biases else places
         return Stored(
             first,
             behind[0] if behind else None,
-            alternate=by_turns and bool(behind),
-            transposed=by_turns and not biases,
+            interleaved=oss and bool(behind),
+            transposed=oss and not biases,
             biases=biases,
         )
     (place,) = places

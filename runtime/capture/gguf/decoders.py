@@ -1,0 +1,148 @@
+"""What decoders of one kind or another have in common: sizes, heads, rotary embeddings, windows; checked against the tensors of the
+file, so that nothing larger than these is ever built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fusion.runtime.capture.gguf.metadata import TOKENS, Metadata
+from fusion.runtime.job.errors import JobError
+
+MAX_CONTEXT = 1 << 24  # positions
+# By which the frequencies of a rotary embedding are divided: by Llama 3.1 always, by Phi-3 up to its original context and beyond.
+ROPE_FACTORS = "rope_freqs.weight"
+NEAR_FACTORS, FAR_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+MOST_ATTENTION = 10.0  # times that queries and keys are made longer with those of Phi-3; for 131,072 positions of 4096 it is 1.19
+
+Values = dict[str, Any]  # keyword arguments of a configuration
+# By the name that files have for it: its model type in transformers, and what makes its configuration.
+Architectures = Mapping[str, tuple[str, Callable[[Metadata], Values]]]
+
+
+def decoder(said: Metadata, norm: str = "ffn_norm") -> Values:
+    """Sizes and heads, under the names of most configurations. `norm`: a tensor that each layer has."""
+    hidden, heads = said.size("embedding_length"), said.size("attention.head_count")
+    layers = said.size("block_count")
+    head_dim = said.size("attention.key_length", hidden // heads)
+    said.must_be("attention.value_length", head_dim)
+    said.must_be("attention.causal", True)
+    context = said.size("context_length")
+    if context > MAX_CONTEXT:
+        raise said.bad("context_length", context, f"at most {MAX_CONTEXT}")
+    embedding = said.header.tensors.get("token_embd.weight")
+    vocabulary = 0 if embedding is None else embedding.shape[0]
+    said.tensor("token_embd.weight", vocabulary, hidden)
+    said.must_be("vocab_size", vocabulary)
+    tokens = said.header.values.get(TOKENS)
+    if isinstance(tokens, tuple) and len(tokens) > vocabulary:
+        raise JobError(
+            f"{said.header.path} has {len(tokens)} tokens in its tokenizer, and {vocabulary} in token_embd.weight"
+        )
+    kv_heads = said.size("attention.head_count_kv", heads)
+    if heads % kv_heads:
+        raise said.bad("attention.head_count_kv", kv_heads, f"a divisor of {heads}")
+    for layer in range(layers):  # each has one: no list is longer than the file's own of its tensors
+        said.tensor(f"blk.{layer}.{norm}.weight", hidden)
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": said.size("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": not said.has("output.weight"),
+        # Ids of tokens change nothing that is computed, and defaults may lie outside the vocabulary.
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
+
+
+def attentive(said: Metadata, values: Values) -> Values:
+    """One with separate queries, keys and values."""
+    hidden, head_dim = values["hidden_size"], values["head_dim"]
+    said.tensor("blk.0.attn_q.weight", values["num_attention_heads"] * head_dim, hidden)
+    said.tensor("blk.0.attn_k.weight", values["num_key_value_heads"] * head_dim, hidden)
+    return values | rms(said)
+
+
+def rms(said: Metadata) -> Values:
+    return {"rms_norm_eps": said.real("attention.layer_norm_rms_epsilon")}
+
+
+def plain_heads(said: Metadata) -> int:
+    """The length of a head, for configurations that do not say it: all heads together are as long as the embedding."""
+    hidden, heads = said.size("embedding_length"), said.size("attention.head_count")
+    said.must_be("attention.key_length", hidden // heads)
+    return hidden // heads
+
+
+def rotary(said: Metadata, head_dim: int, *, partial: bool = False) -> Values:
+    """The rotary embedding and how it was stretched to longer contexts."""
+    rotated = said.size("rope.dimension_count", head_dim)
+    if rotated > head_dim or rotated % 2 or (rotated != head_dim and not partial):
+        raise said.bad("rope.dimension_count", rotated, f"the {head_dim} of a head")
+    found: Values = {"rope_type": "default", "rope_theta": said.real("rope.freq_base", 10_000.0)}
+    if found["rope_theta"] <= 0:
+        raise said.bad("rope.freq_base", found["rope_theta"], "above 0")
+    if rotated != head_dim:
+        found["partial_rotary_factor"] = rotated / head_dim
+    older = said.real("rope.scale_linear", 0.0)
+    factor = said.real("rope.scaling.factor", older) or 1.0
+    kind = said.text("rope.scaling.type", "linear")
+    original = said.size("rope.scaling.original_context_length", said.size("context_length"))
+    said.must_be("rope.scaling.finetuned", False, True)  # says nothing of what is computed
+    yarn = {
+        "beta_fast": said.real("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": said.real("rope.scaling.yarn_beta_slow", 1.0),
+    }
+    said.must_be("rope.scaling.yarn_ext_factor", 1.0)
+    said.must_be("rope.scaling.yarn_attn_factor", 1.0)
+    if partial and said.has(NEAR_FACTORS):
+        return found | _by_length(said, rotated // 2, original, factor)
+    said.must_be("rope.scaling.attn_factor", 1.0)
+    if kind not in ("none", "linear", "yarn"):
+        raise said.bad("rope.scaling.type", kind, "none, linear and yarn are read")
+    if factor <= 0:
+        raise said.bad("rope.scaling.factor", factor, "above 0")
+    if kind != "none" and factor != 1.0:
+        found |= {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            found |= {"original_max_position_embeddings": original, **yarn}
+    return found
+
+
+def _by_length(said: Metadata, factors: int, original: int, scaled: float) -> Values:
+    """Frequencies with a factor each, others beyond the original context, where the model is not served. What they are is read with
+    the tensors: here they are 1."""
+    for name in (NEAR_FACTORS, FAR_FACTORS):
+        said.tensor(name, factors)
+    attention = said.real("rope.scaling.attn_factor", 1.0)
+    if not 0 < attention <= MOST_ATTENTION:
+        raise said.bad("rope.scaling.attn_factor", attention, f"above 0, at most {MOST_ATTENTION:g}")
+    if scaled != 1.0:
+        raise said.bad("rope.scaling.factor", scaled, f"1, beside {NEAR_FACTORS}")
+    return {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * factors,
+        "long_factor": [1.0] * factors,
+        "factor": max(1.0, said.size("context_length") / original),
+        "attention_factor": attention,
+        "original_max_position_embeddings": original,
+    }
+
+
+def permuted(said: Metadata, values: Values) -> None:
+    """What all files of this architecture have."""
+    said.must_be("tensor_data_layout", "Meta AI original pth")  # how queries and keys are permuted
+    if said.has(ROPE_FACTORS):
+        said.tensor(ROPE_FACTORS, values["head_dim"] // 2)
+
+
+def alternating(said: Metadata, values: Values, period: int) -> list[str]:
+    """Every `period`-th layer attends to all positions, the others to a window."""
+    said.must_be("attention.sliding_window_pattern", period)
+    layers = range(1, values["num_hidden_layers"] + 1)
+    return ["full_attention" if layer % period == 0 else "sliding_attention" for layer in layers]

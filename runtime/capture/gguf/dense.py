@@ -1,0 +1,161 @@
+"""The architectures with one feed-forward network a layer."""
+
+from __future__ import annotations
+
+import math
+
+from fusion.runtime.capture.gguf.decoders import (
+    Architectures,
+    Values,
+    alternating,
+    attentive,
+    decoder,
+    permuted,
+    plain_heads,
+    rms,
+    rotary,
+)
+from fusion.runtime.capture.gguf.metadata import Metadata
+
+LEAST_SCALE = 1e-3  # of queries: 1 by the root of a head's length, which then has a million numbers
+
+
+def _gated(said: Metadata, values: Values) -> Values:
+    """A decoder with separate queries, keys and values, and a gated feed-forward; checked against its first layer, so that
+    nothing larger than the file's tensors is ever built."""
+    said.tensor("blk.0.ffn_gate.weight", values["intermediate_size"], values["hidden_size"])
+    return attentive(said, values)
+
+
+def _llama(said: Metadata) -> Values:
+    values = _gated(said, decoder(said))
+    permuted(said, values)
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rotary(said, values["head_dim"]),
+        "attention_bias": said.has("blk.0.attn_output.bias"),
+        "mlp_bias": said.has("blk.0.ffn_down.bias"),
+    }
+
+
+def _qwen2(said: Metadata) -> Values:
+    head_dim = plain_heads(said)
+    values = _gated(said, decoder(said))
+    del values["head_dim"]
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rotary(said, head_dim),
+        "use_sliding_window": False,
+    }
+
+
+def _qwen3(said: Metadata) -> Values:
+    values = _gated(said, decoder(said))
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rotary(said, values["head_dim"]),
+        "attention_bias": said.has("blk.0.attn_output.bias"),
+        "use_sliding_window": False,
+    }
+
+
+def _gemma(said: Metadata) -> Values:
+    values = _gated(said, decoder(said))
+    return values | {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_parameters": rotary(said, values["head_dim"]),
+    }
+
+
+def _gemma2(said: Metadata) -> Values:
+    values = _gemma(said)
+    return values | {
+        "attn_logit_softcapping": said.real("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": said.real("final_logit_softcapping", 30.0),
+        "sliding_window": said.size("attention.sliding_window", 4096),
+        "layer_types": alternating(said, values, 2),
+        "query_pre_attn_scalar": _query_scale(said, values, 46),
+    }
+
+
+def _gemma3(said: Metadata) -> Values:
+    values = _gemma(said)
+    near = said.real("rope.freq_base_swa", 10_000.0)
+    return values | {
+        "final_logit_softcapping": said.real("final_logit_softcapping", 0.0) or None,
+        "sliding_window": said.size("attention.sliding_window"),
+        "layer_types": alternating(said, values, 6),
+        "query_pre_attn_scalar": _query_scale(said, values, 62),
+        "rope_parameters": {
+            "full_attention": values["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": near},
+        },
+    }
+
+
+def _query_scale(said: Metadata, values: Values, largest: int) -> float:
+    """Queries are divided by its root. Conversions do not write it: it is the length of a head, but for the largest model of
+    the family, which goes by its layers."""
+    heads = values["num_attention_heads"]
+    usual = values["hidden_size"] // heads if values["num_hidden_layers"] == largest else values["head_dim"]
+    scale = said.real("attention.scale", usual**-0.5)
+    if not LEAST_SCALE <= scale <= 1:
+        raise said.bad("attention.scale", scale, f"from {LEAST_SCALE:g} to 1")
+    whole = round(scale**-2)  # what it was before it was rounded to 32 bits
+    return whole if math.isclose(whole**-0.5, scale, rel_tol=1e-6) else scale**-2
+
+
+def _phi3(said: Metadata) -> Values:
+    head_dim = plain_heads(said)
+    values = decoder(said) | rms(said)
+    del values["head_dim"]
+    hidden = values["hidden_size"]
+    rows = values["num_attention_heads"] + 2 * values["num_key_value_heads"]
+    said.tensor("blk.0.attn_qkv.weight", rows * head_dim, hidden)
+    said.tensor("blk.0.ffn_up.weight", 2 * values["intermediate_size"], hidden)
+    window = said.whole("attention.sliding_window", 0)
+    rope = {"partial_rotary_factor": 1.0, **rotary(said, head_dim, partial=True)}
+    whole = values["max_position_embeddings"]
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rope,
+        "original_max_position_embeddings": rope.get("original_max_position_embeddings", whole),
+        "sliding_window": window or None,
+    }
+
+
+def _gpt2(said: Metadata) -> Values:
+    head_dim = plain_heads(said)
+    values = decoder(said)
+    hidden, layers = values["hidden_size"], values["num_hidden_layers"]
+    said.must_be("attention.head_count_kv", values["num_attention_heads"])
+    said.must_be("rope.dimension_count", head_dim)  # some files say it; nothing is rotated
+    said.tensor("position_embd.weight", values["max_position_embeddings"], hidden)
+    said.tensor("blk.0.attn_qkv.weight", 3 * hidden, hidden)
+    said.tensor("blk.0.ffn_up.weight", values["intermediate_size"], hidden)
+    return {
+        "vocab_size": values["vocab_size"],
+        "n_positions": values["max_position_embeddings"],
+        "n_embd": hidden,
+        "n_layer": layers,
+        "n_head": values["num_attention_heads"],
+        "n_inner": values["intermediate_size"],
+        "layer_norm_epsilon": said.real("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": values["tie_word_embeddings"],
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+DENSE: Architectures = {
+    "llama": ("llama", _llama),
+    "qwen2": ("qwen2", _qwen2),
+    "qwen3": ("qwen3", _qwen3),
+    "gemma": ("gemma", _gemma),
+    "gemma2": ("gemma2", _gemma2),
+    "gemma3": ("gemma3_text", _gemma3),
+    "phi3": ("phi3", _phi3),
+    "gpt2": ("gpt2", _gpt2),
+}

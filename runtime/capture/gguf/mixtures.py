@@ -1,0 +1,129 @@
+"""The architectures with experts in every layer."""
+
+from __future__ import annotations
+
+from fusion.dag.ir.opset_experts import MAX_EXPERTS
+from fusion.runtime.capture.gguf.decoders import (
+    Architectures,
+    Values,
+    alternating,
+    attentive,
+    decoder,
+    permuted,
+    plain_heads,
+    rotary,
+)
+from fusion.runtime.capture.gguf.metadata import Metadata
+
+SOFTMAX, SOFTMAX_CHOSEN = 1, 3  # what makes weights of all of a router's numbers, or of the largest of them
+
+
+def _mixed(
+    said: Metadata, *, normed: bool, wide: int | None = None, norm: str = "ffn_norm", gating: int = SOFTMAX
+) -> tuple[Values, int, int]:
+    """A decoder whose every layer has gated experts, checked against their tensors; how many experts, and how wide each is: `wide`
+    where the file does not say it. `normed`: whether this architecture divides the weights of those that are chosen by their sum
+    (`norm_topk_prob`); `norm`: as of `decoder`; `gating`: how weights are made of a router's logits."""
+    values = attentive(said, decoder(said, norm))
+    count, used = said.size("expert_count"), said.size("expert_used_count")
+    if count > MAX_EXPERTS:
+        raise said.bad("expert_count", count, f"at most {MAX_EXPERTS}")
+    if used > count:
+        raise said.bad("expert_used_count", used, f"at most {count}")
+    found = said.size("expert_feed_forward_length", wide or max(1, values["intermediate_size"] // used))
+    if wide not in (None, found):
+        raise said.bad("expert_feed_forward_length", found, f"{wide}")
+    for layer in range(values["num_hidden_layers"]):
+        said.tensor(f"blk.{layer}.ffn_down_exps.weight", count, values["hidden_size"], found)
+    said.must_be("expert_weights_norm", normed)
+    said.must_be("expert_weights_scale", 1.0, 0.0)  # none
+    said.must_be("expert_gating_func", gating, 0)  # 0: that of the architecture
+    said.must_be("expert_group_count", 0, 1)
+    said.must_be("expert_group_used_count", 0, 1)
+    return values | {"num_experts_per_tok": used}, count, found
+
+
+def _mixtral(said: Metadata) -> Values:
+    values, count, _ = _mixed(said, normed=True, wide=said.size("feed_forward_length"))
+    permuted(said, values)
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rotary(said, values["head_dim"]),
+        "sliding_window": None,
+        "num_local_experts": count,
+    }
+
+
+def _olmoe(said: Metadata) -> Values:
+    head_dim = plain_heads(said)
+    values, count, _ = _mixed(said, normed=False, wide=said.size("feed_forward_length"))
+    del values["head_dim"]
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rotary(said, head_dim),
+        "attention_bias": False,
+        "clip_qkv": None,
+        "num_experts": count,
+        "norm_topk_prob": False,
+    }
+
+
+def _qwen2_moe(said: Metadata) -> Values:
+    head_dim = plain_heads(said)
+    values, count, wide = _mixed(said, normed=False)
+    del values["head_dim"]
+    hidden = values["hidden_size"]
+    shared = said.size("expert_shared_feed_forward_length", values["intermediate_size"])
+    said.tensor("blk.0.ffn_up_shexp.weight", shared, hidden)
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rotary(said, head_dim),
+        "qkv_bias": True,
+        "use_sliding_window": False,
+        "moe_intermediate_size": wide,
+        "shared_expert_intermediate_size": shared,
+        "num_experts": count,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _qwen3_moe(said: Metadata) -> Values:
+    values, count, wide = _mixed(said, normed=True)
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rotary(said, values["head_dim"]),
+        "attention_bias": said.has("blk.0.attn_output.bias"),
+        "use_sliding_window": False,
+        "moe_intermediate_size": wide,
+        "num_experts": count,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _gpt_oss(said: Metadata) -> Values:
+    values, count, wide = _mixed(said, normed=False, norm="post_attention_norm", gating=SOFTMAX_CHOSEN)
+    rope = rotary(said, values["head_dim"])
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # as the models of this kind do
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rope,
+        "attention_bias": True,
+        "intermediate_size": wide,
+        "num_local_experts": count,
+        "sliding_window": said.size("attention.sliding_window"),
+        "layer_types": alternating(said, values, 2),
+    }
+
+
+MIXTURES: Architectures = {
+    "llama": ("mixtral", _mixtral),
+    "qwen2moe": ("qwen2_moe", _qwen2_moe),
+    "qwen3moe": ("qwen3_moe", _qwen3_moe),
+    "olmoe": ("olmoe", _olmoe),
+    "gpt-oss": ("gpt_oss", _gpt_oss),
+}
