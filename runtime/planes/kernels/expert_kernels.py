@@ -30,7 +30,8 @@ def expert_linear(
     made = torch.zeros(rows.shape[0], outputs, dtype=rows.dtype, device=rows.device)
     steps = weight.stride() if not transposed else (weight.stride(0), weight.stride(2), weight.stride(1))
     _multiply[triton.cdiv(outputs, _OUTPUTS), held](
-        *(rows, order, bounds, weight, bias, made, outputs, columns, *steps),
+        *(rows, order, bounds, weight, None, None, bias, made, outputs, columns, columns, *steps),
+        PACKED=False,
         ROWS=_ROWS,
         OUTPUTS=_OUTPUTS,
         COLUMNS=_COLUMNS,
@@ -54,8 +55,9 @@ def stored_expert_linear(
     columns = rows.shape[1]
     order, bounds = _groups(ids, first, held)
     made = torch.zeros(rows.shape[0], outputs, dtype=rows.dtype, device=rows.device)
-    _multiply_stored[triton.cdiv(outputs, _OUTPUTS), held](
-        *(rows, order, bounds, weight, scales, minimums, bias, made, outputs, columns, columns // groups),
+    _multiply[triton.cdiv(outputs, _OUTPUTS), held](
+        *(rows, order, bounds, weight, scales, minimums, bias, made),
+        *(outputs, columns, columns // groups, *weight.stride()),
         PACKED=weight.dtype == torch.uint8,
         ROWS=_ROWS,
         OUTPUTS=_OUTPUTS,
@@ -72,9 +74,11 @@ def _groups(ids: torch.Tensor, first: int, held: int) -> tuple[torch.Tensor, tor
 
 @triton.jit
 def _multiply(
-    rows, order, bounds, weight, bias, made, outputs, columns, expert_step, output_step, column_step,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
+    rows, order, bounds, weight, scales, minimums, bias, made,
+    outputs, columns, group, expert_step, output_step, column_step,
+    PACKED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Without `scales` the weights are floats; else numbers that become floats as they are read. PACKED: two of them a byte."""
     expert = tl.program_id(1).to(tl.int64)
     start, end = tl.load(bounds + expert), tl.load(bounds + expert + 1)
     out = (tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
@@ -91,50 +95,20 @@ def _multiply(
             given = tl.load(
                 rows + line[:, None] * columns + column[None, :], mask=there[:, None] & inside, other=0.0
             )
-            numbers = tl.load(matrix + column[None, :] * column_step, mask=held[:, None] & inside, other=0.0)
-            found += tl.dot(given, tl.trans(numbers), input_precision="ieee")
-        if bias is not None:
-            found += tl.load(bias + expert * outputs + out, mask=held, other=0.0).to(tl.float32)[None, :]
-        at = made + line[:, None] * outputs + out[None, :]
-        tl.store(at, found.to(made.dtype.element_ty), mask=there[:, None] & held[None, :])
-
-
-@triton.jit
-def _multiply_stored(
-    rows, order, bounds, weight, scales, minimums, bias, made, outputs, columns, group,
-    PACKED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """As `_multiply`, with numbers that become floats as they are read."""
-    expert = tl.program_id(1).to(tl.int64)
-    start, end = tl.load(bounds + expert), tl.load(bounds + expert + 1)
-    out = (tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
-    held = out < outputs
-    matrix = expert * outputs + out[:, None]
-    for base in range(start, end, ROWS):
-        place = base + tl.arange(0, ROWS)
-        there = place < end
-        line = tl.load(order + place, mask=there, other=0)
-        found = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
-        for begin in range(0, columns, COLUMNS):
-            column = begin + tl.arange(0, COLUMNS)
-            inside = (column < columns)[None, :]
-            known = held[:, None] & inside
-            given = tl.load(
-                rows + line[:, None] * columns + column[None, :], mask=there[:, None] & inside, other=0.0
-            ).to(tl.float32)
-            if PACKED:
-                both = tl.load(weight + matrix * (columns // 2) + (column // 2)[None, :], mask=known, other=0)
-                numbers = ((both.to(tl.int32) >> ((column % 2) * 4)[None, :]) & 15).to(tl.float32)
-                if minimums is None:
-                    numbers -= 8.0
-            else:
-                numbers = tl.load(weight + matrix * columns + column[None, :], mask=known, other=0).to(
+            byte, known = column // 2 if PACKED else column, held[:, None] & inside
+            numbers = tl.load(matrix + byte[None, :] * column_step, mask=known, other=0)
+            if scales is not None:
+                given = given.to(tl.float32)
+                if PACKED:
+                    numbers = (numbers.to(tl.int32) >> ((column % 2) * 4)[None, :]) & 15
+                    if minimums is None:
+                        numbers -= 8
+                share = (expert * outputs + out[:, None]) * (columns // group) + (column // group)[None, :]
+                numbers = numbers.to(tl.float32) * tl.load(scales + share, mask=known, other=0.0).to(
                     tl.float32
                 )
-            share = matrix * (columns // group) + (column // group)[None, :]
-            numbers *= tl.load(scales + share, mask=known, other=0.0).to(tl.float32)
-            if minimums is not None:
-                numbers += tl.load(minimums + share, mask=known, other=0.0).to(tl.float32)
+                if minimums is not None:
+                    numbers += tl.load(minimums + share, mask=known, other=0.0).to(tl.float32)
             found += tl.dot(given, tl.trans(numbers), input_precision="ieee")
         if bias is not None:
             found += tl.load(bias + expert * outputs + out, mask=held, other=0.0).to(tl.float32)[None, :]
