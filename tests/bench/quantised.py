@@ -7,7 +7,7 @@ The model is the one that `fusion-peer demo` trains, trained here in one process
 core; it is kept in DIR and not trained again), and for speed also the Llama of `make bench ARGS="--only decode"` and, with `mixture`, a
 Mixtral of its size with eight experts. Decoding is of one stage on one thread, for one session and for four together; the three take turns, and each has its best round. Perplexity is that
 of the graph that is served, on windows of the held-out files. On a GPU all of this runs there, the training too, and the
-Llama is the one of 1.1 billion parameters of `tests/bench/cuda.py`; `matrices` is of a CPU's products.
+Llama is the one of 1.1 billion parameters of `tests/bench/cuda.py` and the Mixtral one of 1.0 billion; `matrices` is of a CPU's products.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ from fusion.swarm.blobs.store import BlobStore
 KINDS: tuple[Kind | None, ...] = (None, "int8", "int4")
 WINDOWS = 400
 TOKENS = 64
+LARGE_MIXTURE = {**LARGE, "intermediate_size": 4096, "num_hidden_layers": 4}
 MATRICES = ((4096, 4096), (11008, 4096), (4096, 11008))
 
 
@@ -250,12 +251,14 @@ def llama(folder: Path, device: str) -> LanguageModel:
     return sources.huggingface(HuggingFaceConfig(path=directory), training=False)
 
 
-def mixture(folder: Path) -> LanguageModel:
-    directory = folder / "mixtral"
+def mixture(folder: Path, device: str) -> LanguageModel:
+    directory = folder / f"mixtral-{device}"
     if not directory.is_dir():
         torch.manual_seed(0)
-        shape = {**SMALL, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2}
-        config = MixtralConfig(**shape, max_position_embeddings=1024)
+        shape = {**SMALL, "num_key_value_heads": 2} if device == "cpu" else LARGE_MIXTURE
+        config = MixtralConfig(
+            **shape, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=1024
+        )
         MixtralForCausalLM(config).save_pretrained(directory)
     return sources.huggingface(HuggingFaceConfig(path=directory), training=False)
 
@@ -269,7 +272,7 @@ def measure(folder: Path, steps: int, rounds: int, only: set[str], device: str) 
     if "decode" in only:
         results["llama"] = of_model(llama(folder, device), None, rounds, device)
     if "mixture" in only:
-        results["mixture"] = of_model(mixture(folder), None, rounds, device)
+        results["mixture"] = of_model(mixture(folder, device), None, rounds, device)
     if "matrices" in only and device == "cpu":
         results["matrices"] = of_matrices(rounds)
     return results

@@ -14,18 +14,18 @@ import torch
 import triton
 import triton.language as tl
 
-_ROWS = 32  # of one program: as many as single positions are run together
-_OUTPUTS = 64  # of one program: as many as Hopper's tensor cores take
+ROWS = 32  # of one program: as many as single positions are run together
+OUTPUTS = 64  # of one program: as many as Hopper's tensor cores take
 _COLUMNS = 64  # of one scale that are multiplied at once, at most
 _LEAST = 16  # of them that tensor cores take
-_SPAN = 512  # columns that are summed up by themselves
+SPAN = 512  # columns that are summed up by themselves
 _FULL = 512  # programs that give all of a GPU work
 _SPLIT = 1024  # columns of one program that splits rows, sums of one that adds
 
 
 def multiplies(columns: int, groups: int) -> bool:
     """Whether there is code for a matrix of so many columns, in so many groups."""
-    return _at_once(columns // groups) >= _LEAST
+    return at_once_of(columns // groups) >= _LEAST
 
 
 def linear(
@@ -39,13 +39,13 @@ def linear(
     columns, outputs = rows.shape[-1], weight.shape[0]
     flat = rows.reshape(-1, columns).contiguous()
     count, group = flat.shape[0], columns // scales.shape[1]
-    at_once = _at_once(group)
-    parts, sums = _parts(flat, at_once, minimums is not None)
+    at_once = at_once_of(group)
+    parts, sums = parts_of(flat, at_once, minimums is not None)
     made = torch.empty(count, outputs, dtype=rows.dtype, device=rows.device)
     lines, tiles, spans = (
-        triton.cdiv(count, _ROWS),
-        triton.cdiv(outputs, _OUTPUTS),
-        triton.cdiv(columns, _SPAN),
+        triton.cdiv(count, ROWS),
+        triton.cdiv(outputs, OUTPUTS),
+        triton.cdiv(columns, SPAN),
     )
     # Few rows of a small matrix leave most of a GPU without work, unless each span has a program of its own.
     apart = spans > 1 and lines == 1 and tiles <= _FULL
@@ -55,10 +55,10 @@ def linear(
         *(count, outputs, columns, group, 1 if apart else spans),
         PARTS=parts.shape[0],
         PACKED=weight.dtype == torch.uint8,
-        SPAN=_SPAN,
+        SPAN=SPAN,
         COLUMNS=at_once,
-        ROWS=_ROWS,
-        OUTPUTS=_OUTPUTS,
+        ROWS=ROWS,
+        OUTPUTS=OUTPUTS,
         num_warps=4,
         num_stages=4,
     )
@@ -68,12 +68,12 @@ def linear(
     return made.view(*rows.shape[:-1], outputs)
 
 
-def _at_once(group: int) -> int:
+def at_once_of(group: int) -> int:
     """The largest power of two that divides a group, up to _COLUMNS."""
     return min(_COLUMNS, group & -group)
 
 
-def _parts(rows: torch.Tensor, at_once: int, summed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def parts_of(rows: torch.Tensor, at_once: int, summed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows (count, columns) as (parts, count, columns) in half precision, whose sum they are; and, where they are wanted, the
     sums (columns / at_once, count) of so many columns of each."""
     count, columns = rows.shape
@@ -123,6 +123,23 @@ def _multiply(
     out = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
     own = tl.program_id(2)
     there, held = line < count, out < outputs
+    found = sum_of_spans(
+        parts, apart, sums, weight, scales, minimums, line, there, out, held, own, count, columns, group, spans,
+        PARTS, PACKED, SPAN, COLUMNS, ROWS, OUTPUTS,
+    )  # fmt: skip
+    if bias is not None:
+        found += tl.load(bias + out, mask=held, other=0.0).to(tl.float32)[:, None]
+    place = made + (own * count + line)[None, :] * outputs + out[:, None]
+    tl.store(place, found.to(made.dtype.element_ty), mask=there[None, :] & held[:, None])
+
+
+@triton.jit
+def sum_of_spans(
+    parts, apart, sums, weight, scales, minimums, line, there, out, held, own, count, columns, group, spans,
+    PARTS: tl.constexpr, PACKED: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    """(OUTPUTS, ROWS) float32: so many spans from `own` on of the products of one matrix's outputs `out` with the rows `line`."""
     column, pair = tl.arange(0, COLUMNS), tl.arange(0, COLUMNS // 2)
     given = parts + column[:, None] + line[None, :] * columns
     groups = columns // group
@@ -156,15 +173,12 @@ def _multiply(
                 summed = tl.load(sums + (first // COLUMNS) * count + line, mask=there & inside, other=0.0)
                 total += least[:, None] * summed[None, :]
         found += total
-    if bias is not None:
-        found += tl.load(bias + out, mask=held, other=0.0).to(tl.float32)[:, None]
-    place = made + (own * count + line)[None, :] * outputs + out[:, None]
-    tl.store(place, found.to(made.dtype.element_ty), mask=there[None, :] & held[:, None])
+    return found
 
 
 @triton.jit
 def _add(found, bias, made, count, outputs, spans, ADDED: tl.constexpr):
-    """As the other adds span after span, so that a row has the same bits."""
+    """As `sum_of_spans` adds span after span, so that a row has the same bits."""
     at = tl.program_id(0).to(tl.int64) * ADDED + tl.arange(0, ADDED)
     there = at < count
     total = tl.zeros([ADDED], dtype=tl.float32)

@@ -75,11 +75,12 @@ class StoredMatrices:
         if own is None:
             return
         weight, scales = self._types(stored)
-        multiplies = own.quantised.multiplies(_columns(weight), plain(scales.shape[-1]))
+        if not own.quantised.multiplies(_columns(weight), plain(scales.shape[-1])):
+            return
         for node in nodes:
             if node.op in _EXPERTS:
                 self.products[node.name] = own.experts.stored_expert_linear
-            elif node.op in _LINEAR and multiplies:
+            elif node.op in _LINEAR:
                 self.products[node.name] = own.quantised.linear
 
     def _lay_out(self, stored: _Stored, nodes: Sequence[Node]) -> None:

@@ -13,7 +13,7 @@ from fusion.runtime.planes.products.quantised_experts import expert_linear as st
 pytestmark = NEEDS_GPU
 
 # (experts held, the first of them, out, in)
-SIZES = [(4, 0, 96, 64), (3, 5, 50, 72), (8, 0, 33, 200)]
+SIZES = [(4, 0, 96, 64), (3, 5, 50, 72), (8, 0, 33, 200), (3, 5, 50, 1120), (2, 0, 5000, 1600)]
 
 
 @pytest.mark.parametrize("rows", [1, 6, 64, 300])
@@ -48,7 +48,9 @@ def test_products_are_those_of_float32(
 @pytest.mark.parametrize("rows", [1, 6, 64, 300])
 @pytest.mark.parametrize("minimums", [False, True])
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("sizes", [(4, 0, 96, 64), (3, 5, 50, 96), (8, 0, 33, 224)])
+@pytest.mark.parametrize(
+    "sizes", [(4, 0, 96, 64), (3, 5, 50, 96), (8, 0, 33, 224), (3, 5, 50, 1120), (2, 0, 5000, 1600)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_with_stored_matrices_are_those_of_what_they_stand_for(
     sizes: tuple[int, int, int, int], bits: int, minimums: bool, rows: int, dtype: torch.dtype
