@@ -231,14 +231,14 @@ def show_serving(found: ServingPlan, output: Output, names: Mapping[str, str]) -
 
 def serving_summary(found: ServingPlan) -> list[str]:
     """In words."""
-    cache = (
-        f"with a KV cache of up to {bytes_text(found.cache_bytes)}"
-        if found.cache == "kv"
-        else "without a KV cache: each token runs the whole text"
-    )
-    lines = [
-        f"{found.dtype}, {bytes_text(found.weights_bytes)} of weights, texts of up to {found.max_sequence:,} tokens, {cache}"
-    ]
+    if found.one_run:
+        how = "it answers in one run"
+    elif found.cache == "kv":
+        how = f"with a KV cache of up to {bytes_text(found.cache_bytes)}"
+    else:
+        how = "without a KV cache: each token runs the whole text"
+    texts = f"texts of up to {found.max_sequence:,} tokens, " if found.max_sequence > 1 else ""
+    lines = [f"{found.dtype}, {bytes_text(found.weights_bytes)} of weights, {texts}{how}"]
     if found.misfit:
         over = ", ".join(
             f"{bytes_text(most)} on each of {count}" for count, most in enumerate(found.needed, 1)
@@ -253,7 +253,12 @@ def serving_summary(found: ServingPlan) -> list[str]:
         f"to fetch: {bytes_text(found.fetch_bytes)}; {bytes_text(found.held_bytes)} are on its peers' disks and "
         f"{bytes_text(found.here_bytes)} in this home already",
         f"{found.able} of {found.peers} peers have room for a stage",
-        f"predicted: {number_text(1 / found.token_seconds)} tokens/s for one answer ({seconds_text(found.token_seconds)} a token)"
-        if found.token_seconds
-        else "how fast it would be is not known",
+        *([] if found.one_run else [_predicted(found.token_seconds)]),
     ]
+
+
+def _predicted(token_seconds: float) -> str:
+    if not token_seconds:
+        return "how fast it would be is not known"
+    rate = number_text(1 / token_seconds)
+    return f"predicted: {rate} tokens/s for one answer ({seconds_text(token_seconds)} a token)"

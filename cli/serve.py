@@ -249,7 +249,10 @@ async def _hand_over(
     how = f'generate "..." --model {asked.name}'
     if serve is not None and serve.outputs:
         how = f"run {asked.name} --input x.npz --output y.npz"
-    output.say(f"the swarm serves {what}; ask it with: fusion-peer {how}")
+    asking = f"ask it with: fusion-peer {how}"
+    if serve is not None and serve.embeds:
+        asking = "any peer's HTTP API answers for it: /v1/embeddings"
+    output.say(f"the swarm serves {what}; {asking}")
     return prepared
 
 

@@ -116,7 +116,7 @@ LIBRARY_FILES = {
     **{
         library: {f"runtime/serving/http/{name}.py" for name in names}
         for library, names in {
-            "fastapi": ("api", "app", "body", "chat_page"),
+            "fastapi": ("api", "app", "body", "chat_page", "embedding"),
             "starlette": ("app", "body", "events", "guard"),
             "pydantic": ("schema",),
             "uvicorn": ("running",),

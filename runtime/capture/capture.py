@@ -28,12 +28,14 @@ from torch.nn import functional
 
 from fusion.dag.cutting.source import SOURCE, SOURCE_FEATURES, SOURCE_IDS
 from fusion.dag.ir.graph import Graph
+from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture.aten_names import op_name, operators, supported, unseen_write, writes_in_place
 from fusion.runtime.capture.exporting.model_code import every_line, fixed_size, line_of_error, line_of_node
 from fusion.runtime.capture.exporting.recurrences import one_operator
 from fusion.runtime.capture.exporting.torch_calls import as_exported, require_plain_gradients
 from fusion.runtime.capture.lower import lower
 from fusion.runtime.capture.rope import fix_frequencies
+from fusion.runtime.capture.text_encoder import Embedding, Pooling
 from fusion.runtime.capture.triangles import triangle_window
 from fusion.runtime.job.errors import CaptureError
 from fusion.runtime.job.model_files import CONSTANT, is_exported
@@ -90,6 +92,21 @@ def capture_encoder_decoder(
     example = {wrapped.source: source, "input_ids": text, "position_ids": text.clone()}
     graph = _capture(module, wrapped, example, (first, *dims), training=False)
     return replace(graph, symbols=("batch", "sequence", SOURCE))
+
+
+def capture_text_encoder(module: nn.Module, pooling: Pooling, *, maximum_sequence: int) -> Graph:
+    """The graph of a model that makes a vector of a text: input `input_ids` (batch, sequence) int64, texts of one length; one
+    output, (batch, hidden). The module is called as transformers' are."""
+    if maximum_sequence < 8:
+        raise CaptureError(f"maximum sequence: at least 8, not {maximum_sequence}")
+    hollow = _exportable(_hollow(module))
+    fix_frequencies(hollow, maximum_sequence)
+    dims = {0: Dim("batch", max=MAX_BATCH), 1: Dim("sequence", max=maximum_sequence)}
+    example = {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}
+    graph = clean(_capture(module, Embedding(hollow, pooling), example, (dims,), training=False))
+    read = {ref.name for node in graph.nodes for ref in node.refs()}
+    # What a head would read that is not asked: files of a model that was trained otherwise do not have it.
+    return replace(graph, variables=tuple(each for each in graph.variables if each.name in read))
 
 
 def capture_module(

@@ -1,4 +1,5 @@
-"""A Hugging Face language model in a directory, causal or an encoder-decoder: config.json, safetensors, perhaps a tokenizer.
+"""A Hugging Face language model in a directory, causal, an encoder-decoder or one that makes a vector of a text: config.json,
+safetensors, perhaps a tokenizer.
 
 Only the machine that launches a job reads one, and only it needs transformers. The module is built without memory for
 its parameters; weights are read from the files when they are asked for, a stage at a time, under the names that the
@@ -23,6 +24,7 @@ from fusion.dag.rewrites.expert_groups import part_of
 from fusion.runtime.capture.capture import (
     capture_encoder_decoder,
     capture_language_model,
+    capture_text_encoder,
     variables_from_module,
 )
 from fusion.runtime.capture.encoder_decoder import auto_class, longest_answer, reads_source, source_config
@@ -36,6 +38,7 @@ from fusion.runtime.capture.stored_weights import (
     stored_weights,
     weights_files,
 )
+from fusion.runtime.capture.text_encoder import Pooling, pooling_of, positions_left
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import SourceConfig
 from fusion.runtime.job.model_files import check_huggingface, is_exported, json_object
@@ -67,10 +70,15 @@ class HuggingFaceModel:
     dtype: str  # that the module computes in
     stored_dtypes: Mapping[str, int]  # bytes of the files' floating-point tensors, by dtype
     source: SourceConfig | None = None  # what an encoder-decoder reads
+    pooling: Pooling | None = None  # of a model that makes a vector of a text
 
     def capture(self, *, training: bool = False, maximum_sequence: int | None = None) -> Graph:
         """See `capture_language_model`; at most the model's own `max_sequence` positions."""
         longest = min(maximum_sequence or self.max_sequence, self.max_sequence)
+        if self.pooling is not None:
+            if training:
+                raise JobError(f"{self.directory} makes vectors of texts: it can be served and not trained")
+            return capture_text_encoder(self.module, self.pooling, maximum_sequence=longest)
         if self.source is not None:
             if training:
                 raise JobError(
@@ -133,8 +141,10 @@ def open_model(
     else:
         module = _random_module(config, directory, chosen, seed)
         held = no_weights(module)
-    longest, source = _longest(text), None
-    if reads_source(config):
+    longest, source, pooling = _longest(text), None, _pooling(config, directory)
+    if pooling is not None:
+        longest = min(positions_left(module, longest), pooling.tokens or longest)
+    elif reads_source(config):
         source = source_config(config, directory, longest, int(text.vocab_size))
         longest = longest_answer(config, longest)
     return HuggingFaceModel(
@@ -148,6 +158,7 @@ def open_model(
         dtype=chosen,
         stored_dtypes=stored,
         source=source,
+        pooling=pooling,
     )
 
 
@@ -227,6 +238,7 @@ def _random_module(config: Any, directory: Path, dtype: str, seed: int) -> nn.Mo
 def _module(config: Any, directory: Path, dtype: str) -> nn.Module:
     try:
         kind = auto_class(config) if reads_source(config) else "AutoModelForCausalLM"
+        kind = kind if _pooling(config, directory) is None else "AutoModel"
         module: nn.Module = getattr(_transformers(), kind).from_config(
             config, dtype=TORCH_DTYPES[dtype], trust_remote_code=False
         )
@@ -236,6 +248,21 @@ def _module(config: Any, directory: Path, dtype: str) -> nn.Module:
         ) from error
     _keep_wide(module, dtype)
     return module.eval()
+
+
+def _pooling(config: Any, directory: Path) -> Pooling | None:
+    """Of a model that makes a vector of a text."""
+    return pooling_of(directory, encoder=_is_encoder(config))
+
+
+def _is_encoder(config: Any) -> bool:
+    """Whether it was saved as a bare encoder, or as one that fills in masks."""
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False):
+        return False
+    named = [str(name) for name in getattr(config, "architectures", None) or ()]
+    if not named or not all(name.endswith(("Model", "ForMaskedLM")) for name in named):
+        return False
+    return type(config) in _transformers().MODEL_FOR_MASKED_LM_MAPPING
 
 
 def _keep_wide(module: nn.Module, dtype: str) -> None:

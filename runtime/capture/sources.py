@@ -23,7 +23,7 @@ from fusion.runtime.capture.model_dtype import FLOAT32, model_dtype
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.job.errors import CaptureError, JobError
 from fusion.runtime.job.fields import build, plain
-from fusion.runtime.job.manifest import SourceConfig
+from fusion.runtime.job.manifest import EMBEDDING, SourceConfig
 from fusion.runtime.job.model_files import (
     ABOUT_FILE,
     GRAPH_FILE,
@@ -149,6 +149,7 @@ def huggingface(
             max_sequence=longest,
             byte_level=False,
             end_tokens=model.end_tokens,
+            outputs=() if model.pooling is None else (EMBEDDING,),
         ),
         inference=inference,
         training=model.capture(training=True, maximum_sequence=longest) if training else None,

@@ -101,6 +101,9 @@ class SourceConfig:
         return 4 * self.channels or 8
 
 
+EMBEDDING = "embedding"  # the only output of a model that makes a vector of a text
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     cache: Literal["kv", "recompute"]
@@ -114,6 +117,11 @@ class ServeConfig:
         str, ...
     ] = ()  # names for what a model gives that answers in one run and generates nothing
     batch: int = 1  # samples that such a model takes at once, at most
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it makes a vector of each text of `input_ids`."""
+        return self.outputs == (EMBEDDING,)
 
     @property
     def longest_prompt(self) -> int:

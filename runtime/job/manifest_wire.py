@@ -236,10 +236,10 @@ def _validate_serve(serve: ServeConfig) -> None:
     )
     _require(1 <= serve.batch <= 4096, "serve.batch", "from 1 to 4096")
     one_run = bool(serve.outputs)
-    alike = serve.cache == "recompute" and serve.source is None and serve.max_sequence == 1
-    _require(
-        alike or not one_run, "serve.cache", "recompute, for texts of one token, where there are outputs"
-    )
+    alike = serve.cache == "recompute" and serve.source is None
+    _require(alike or not one_run, "serve.cache", "recompute, where there are outputs")
+    texts = serve.embeds or serve.max_sequence == 1
+    _require(texts or not one_run, "serve.max_sequence", "1 for a model that makes something else of texts")
     _require(one_run or serve.batch == 1, "serve.batch", "1 for a model that generates")
 
 

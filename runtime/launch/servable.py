@@ -24,6 +24,7 @@ from fusion.runtime.placing.placed_job import Placed
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
 
 SAMPLES_AT_ONCE = 64  # that a model takes which answers in one run: its stages have memory for so many
+TOKENS_AT_ONCE = 16384  # of all texts that one takes which makes vectors of them, if one text is not longer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,7 @@ def read_servable(
 def _of_context(model: sources.LanguageModel, tokens: int) -> sources.LanguageModel:
     """The model, for texts of so many tokens at most."""
     about = model.about
-    if about.outputs or model.source is not None:
+    if model.source is not None or (about.outputs and about.max_sequence < 2):
         raise JobError("--context: goes with a model that reads its answer and its prompt as one text")
     if not 1 < tokens <= about.max_sequence:
         raise JobError(
@@ -147,7 +148,11 @@ def _one_run(
         raise JobError(f"{path} names {len(outputs)} outputs; its graph has {len(model.inference.outputs)}")
     graph = clean(model.inference)
     config = ServeConfig(
-        cache="recompute", max_sequence=1, vocabulary=1, outputs=outputs, batch=SAMPLES_AT_ONCE
+        cache="recompute",
+        max_sequence=max(1, model.about.max_sequence),
+        vocabulary=max(1, model.about.vocabulary),
+        outputs=outputs,
+        batch=max(1, min(SAMPLES_AT_ONCE, TOKENS_AT_ONCE // max(1, model.about.max_sequence))),
     )
     return Servable(
         model=model, graph=graph, config=config, read=model.read, parameters=parameter_count(graph)

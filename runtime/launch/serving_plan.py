@@ -35,6 +35,7 @@ class ServedStage:
 class ServingPlan:
     dtype: str
     cache: str  # "kv", or "recompute": each token runs the whole text
+    one_run: bool  # it answers in one run, and generates nothing
     max_sequence: int
     weights_bytes: int  # of the model; a tied variable is in several stages
     cache_bytes: int  # what all stages keep of the longest text
@@ -79,6 +80,7 @@ def plan_serving(
     whole = ServingPlan(
         dtype=found.model.dtype,
         cache=found.config.cache,
+        one_run=bool(found.config.outputs),
         max_sequence=found.config.max_sequence,
         weights_bytes=model_bytes(found.graph),
         cache_bytes=kept_bytes(found.graph, found.config),

@@ -46,13 +46,15 @@ async def training_and_serving(plane: Plane, context: Context) -> AsyncIterator[
     """What the product's peers run, computed by `plane`."""
     graphs = StageGraphs(context)
     training = TrainingService(context, TrainingLoader(context, plane, StageSource(context, graphs)))
-    serving = ServingService(context, ServingLoader(context, plane, graphs))
-    in_one_run = GraphStages(context, plane, graphs)
+    loader = ServingLoader(context, plane, graphs)
+    serving = ServingService(context, loader)
+    in_one_run = GraphStages(context, plane, graphs, loader.fetch)
+    runs = GraphGateway(context, in_one_run, graphs, serving.gateway.catalog)
     try:
         await training.start()
         await serving.start()
-        await GraphGateway(context, in_one_run, graphs, serving.gateway.catalog).start()
-        yield {"train": training, "serve": ServedModels(serving, in_one_run)}
+        await runs.start()
+        yield {"train": training, "serve": ServedModels(serving, in_one_run, runs)}
     finally:
         await serving.aclose()
 

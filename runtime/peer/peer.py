@@ -23,7 +23,6 @@ from fusion.runtime.peer.network import Network
 from fusion.runtime.peer.plane_choice import choose
 from fusion.runtime.serving.http.server import HttpServer, open_http
 from fusion.runtime.serving.models import ServedModels
-from fusion.runtime.serving.service import ServingService
 from fusion.swarm.errors import ClosedSwarm
 from fusion.swarm.swarm_key import NO_MEMBER
 
@@ -91,7 +90,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
             assert isinstance(served, ServedModels)
             serving = served.generating
             async with (
-                _http(config, context, serving) as http,
+                _http(config, context, served) as http,
                 announced(
                     *(network, context, capability, config.bootstrap),
                     *(lambda: parts.hosting.hosted, serving.loading),
@@ -103,13 +102,14 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
 
 @asynccontextmanager
 async def _http(
-    config: PeerConfig, context: Context, serving: ServingService
+    config: PeerConfig, context: Context, served: ServedModels
 ) -> AsyncIterator[HttpServer | None]:
     """The API, if there is to be one, in front of this peer's gateway."""
     if config.http is None:
         yield None
         return
-    async with open_http(config.http, context, serving.gateway, serving.loads) as http:
+    serving = served.generating
+    async with open_http(config.http, context, serving.gateway, served.runs, serving.loads) as http:
         yield http
 
 

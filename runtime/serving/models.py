@@ -7,6 +7,7 @@ from typing import Any
 
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
+from fusion.runtime.serving.graphs.gateway import GraphGateway
 from fusion.runtime.serving.graphs.stages import GraphStages
 from fusion.runtime.serving.service import ServingService
 from fusion.swarm.directory.records import JobId, JobRecord
@@ -15,8 +16,9 @@ from fusion.swarm.directory.records import JobId, JobRecord
 class ServedModels:
     """A service of jobs (`fusion.runtime.hosting.jobs.service`): each goes to those who know its kind of model."""
 
-    def __init__(self, generating: ServingService, graphs: GraphStages) -> None:
+    def __init__(self, generating: ServingService, graphs: GraphStages, runs: GraphGateway) -> None:
         self.generating = generating
+        self.runs = runs
         self._graphs = graphs
 
     async def host(

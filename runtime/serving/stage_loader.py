@@ -82,9 +82,9 @@ class StageLoader:
             loading.cancel()
         await asyncio.gather(*self._loading.values(), self.grammars.aclose(), return_exceptions=True)
 
-    async def fetch(self, place: Place, manifest: Manifest) -> None:
+    async def fetch(self, place: Place, manifest: Manifest) -> Path:
         """As `StageBlobs.fetch`."""
-        await self._blobs.fetch(place, manifest)
+        return await self._blobs.fetch(place, manifest)
 
     def under_way(self) -> list[StageLoading]:
         """The stages that are on their way into memory."""

@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
-from support.served import Swarm, swarm_of
+from support.served import Peer, Swarm, swarm_of
 
+from fusion.runtime.job.context import Context
 from fusion.runtime.job.model_files import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
+from fusion.runtime.job.stage_graphs import StageGraphs
+from fusion.runtime.planes.torch_plane import TorchPlane
+from fusion.runtime.serving.answers.gateway import Gateway
+from fusion.runtime.serving.graphs.gateway import GraphGateway
+from fusion.runtime.serving.graphs.stages import GraphStages
 from fusion.runtime.serving.http.config import HttpConfig
 from fusion.runtime.serving.http.server import HttpServer, open_http
+from fusion.runtime.serving.stage_loader import ServingLoader
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -39,8 +46,17 @@ async def served_over_http(
             ]
         await swarm.serve("llama", 1, **{"byte_level": True, "files": tuple(files), **options})
         peer = swarm.peers[1]
-        async with open_http(config or HttpConfig(), peer.context, peer.service.gateway) as http:
+        async with open_http(config or HttpConfig(), *behind(peer)) as http:
             yield swarm, http
+
+
+def behind(peer: Peer) -> tuple[Context, Gateway, GraphGateway]:
+    """What answers for the API of a peer."""
+    gateway, graphs = peer.service.gateway, StageGraphs(peer.context)
+    stages = GraphStages(
+        peer.context, TorchPlane("cpu"), graphs, ServingLoader(peer.context, TorchPlane(), graphs).fetch
+    )
+    return peer.context, gateway, GraphGateway(peer.context, stages, graphs, gateway.catalog)
 
 
 @asynccontextmanager

@@ -1,10 +1,11 @@
 """Models that answer in one run, and generate nothing: named arrays in, named arrays out, stage after stage.
 
-arrays    named arrays in a frame
-inputs    whether they are what a model takes; pure
-client    ask any peer
-stages    the stages that run here
-gateway   in front of those of the swarm
+arrays       named arrays in a frame
+inputs       whether they are what a model takes; pure
+client       ask any peer
+stages       the stages that run here
+gateway      in front of those of the swarm
+embeddings   vectors of texts, through it
 
 A run keeps nothing: where a stage's owner vanishes, the next one is given the same arrays.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest import Manifest, OptimizerConfig
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import MAX_RUN_BYTES
-from fusion.runtime.job.stage_graphs import StageGraphs, file_bytes, weights_bytes
+from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 from fusion.runtime.planes.plane import Plane, TrainingStage
 from fusion.runtime.planes.weights_file import WeightsFile
@@ -26,6 +26,9 @@ from fusion.runtime.serving.graphs.inputs import checked_inputs
 from fusion.swarm.directory.records import JobId, Place
 from fusion.swarm.printable import error_line
 
+Fetch = Callable[
+    [Place, Manifest], Awaitable[Path]
+]  # everything that a stage needs, onto this disk; where its weights are
 NO_OPTIMIZER = OptimizerConfig(kind="sgd")  # which keeps nothing
 
 
@@ -39,10 +42,11 @@ class _Held:
 class GraphStages:
     """`host` and `prepare` as a service of jobs has them (`fusion.runtime.hosting.jobs.service`)."""
 
-    def __init__(self, context: Context, plane: Plane, graphs: StageGraphs) -> None:
+    def __init__(self, context: Context, plane: Plane, graphs: StageGraphs, fetch: Fetch) -> None:
         self._context = context
         self._plane = plane
         self._graphs = graphs
+        self._fetch = fetch
         self._held: dict[Place, _Held] = {}
 
     def held(self, job: JobId, stage: int) -> Manifest | None:
@@ -82,13 +86,6 @@ class GraphStages:
     async def prepare(self, job: JobId, manifest: Manifest, stage: int) -> None:
         """What the stage needs on this disk. Raises JobError, BlobError, QuotaExceeded."""
         await self._fetch((job, stage), manifest)
-
-    async def _fetch(self, place: Place, manifest: Manifest) -> Path:
-        job, stage = place
-        await self._graphs.check(job, manifest, stage)
-        part = (await self._graphs.of(job, manifest))[0][stage]
-        most = file_bytes(weights_bytes(part), len(part.graph.variables))
-        return await self._context.blobs.of(job).fetch(manifest.weights[stage], max_bytes=most)
 
     async def compute(self, job: JobId, stage: int, given: Sequence[Array]) -> list[Array]:
         """What a stage that is held here sends on, and what it makes of the model's outputs, as `result/<i>`. JobError for arrays

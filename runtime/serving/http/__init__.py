@@ -10,6 +10,7 @@ chat_format       what a request says to the model's template
 tool_calls        calls of tools in what a model says; pure
 metrics           what `/metrics` shows
 answers           the answers to one request, side by side
+embedding         what answers for vectors of texts
 shapes            answers as the API writes them
 route             which peers run the stages of an answer
 events            answers on their way to a client

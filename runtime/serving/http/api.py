@@ -68,10 +68,10 @@ class Api:
         return sorted((_model(each, names) for each in served), key=lambda model: str(model["id"]))
 
     async def model(self, name: str) -> Json:
-        found = (await self._find(name)).manifest
+        found = (await self.find(name)).manifest
         return _described(name or found.name, found.launched_at, found.author)
 
-    async def _find(self, name: str) -> ServedModel:
+    async def find(self, name: str) -> ServedModel:
         try:
             return await self._gateway.catalog.find(name)
         except JobError as error:
@@ -80,16 +80,17 @@ class Api:
     # --- answers
 
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
-        return await self._while_there(request, self._complete(request, body))
+        return await self.while_there(request, self._complete(request, body))
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
-        return await self._while_there(request, self._chat(request, body))
+        return await self.while_there(request, self._chat(request, body))
 
-    async def _while_there(self, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    async def while_there(self, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+        """What `work` answers, unless the client goes away or this peer stops before."""
         return await unless_gone(request.receive, self.closing, work)
 
     async def _complete(self, request: Request, body: CompletionRequest) -> Response:
-        model = await self._find(body.model)
+        model = await self.find(body.model)
         prompts = [await self._tokens(model, prompt) for prompt in body.prompts]
         most = [body.max_tokens or min(COMPLETION_TOKENS, _left(model, prompt)) for prompt in prompts]
         asked = asking.requests(body, model.job, prompts, most, body.logprobs, self._context.random)
@@ -103,7 +104,7 @@ class Api:
         return prompt
 
     async def _chat(self, request: Request, body: ChatRequest) -> Response:
-        model = await self._find(body.model)
+        model = await self.find(body.model)
         prompt = await self._gateway.encode(model, await self._text(model, body), plain=False)
         most = body.tokens or min(CHAT_TOKENS, _left(model, prompt))
         top = (body.top_logprobs or 0) if body.logprobs else None

@@ -15,11 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fusion.runtime.serving.http.api import Api
 from fusion.runtime.serving.http.body import BoundedRoute
 from fusion.runtime.serving.http.chat_page import FILES, page_routes
+from fusion.runtime.serving.http.embedding import Embeddings
 from fusion.runtime.serving.http.errors import ApiError
 from fusion.runtime.serving.http.events import ClientGone
 from fusion.runtime.serving.http.guard import Guard
 from fusion.runtime.serving.http.metrics import CONTENT_TYPE, Metrics
-from fusion.runtime.serving.http.schema import ChatRequest, CompletionRequest
+from fusion.runtime.serving.http.schema import ChatRequest, CompletionRequest, EmbeddingRequest
 
 GONE = 499  # nobody reads it
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -33,17 +34,17 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(api: Api, guard: Guard, metrics: Metrics) -> ASGIApp:
+def make_app(api: Api, embeddings: Embeddings, guard: Guard, metrics: Metrics) -> ASGIApp:
     # Pages with documentation would load scripts from elsewhere.
     app = FastAPI(title="Fusion Peer", docs_url=None, redoc_url=None)
     app.state.large_bodies = set()
-    app.include_router(_routes(api, metrics))
+    app.include_router(_routes(api, embeddings, metrics))
     app.include_router(page_routes())
     app.add_exception_handler(HTTPException, _unknown)
     return _Gate(app, guard, metrics)
 
 
-def _routes(api: Api, metrics: Metrics) -> APIRouter:
+def _routes(api: Api, embeddings: Embeddings, metrics: Metrics) -> APIRouter:
     class Route(BoundedRoute):
         """What goes wrong is told as OpenAI does."""
 
@@ -79,10 +80,9 @@ def _routes(api: Api, metrics: Metrics) -> APIRouter:
         return await api.chat(request, body)
 
     @router.post("/v1/embeddings", response_model=None)
-    async def embeddings() -> Response:
-        """No model here gives embeddings."""
-        said = "model: it generates text and gives no embeddings: ask /v1/completions or /v1/chat/completions"
-        raise ApiError(400, said, param="model")
+    async def embed(request: Request, body: EmbeddingRequest) -> Response:
+        """A vector of each text."""
+        return await embeddings.answer(request, body)
 
     @router.get("/v1/models", response_model=None)
     async def models() -> dict[str, Any]:

@@ -37,7 +37,7 @@ _FIELDS = frozenset(
             "stop",
         ),
         *("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs"),
-        *("answered", "json_schema", "response_format"),
+        *("answered", "json_schema", "response_format", "input", "dimensions"),
     }
 )
 
@@ -105,5 +105,5 @@ def invalid(message: str) -> ApiError:
     """400 for a line of ours, which begins with the field that is wrong."""
     field = message.partition(":")[0]
     param = _PARAMS.get(field, field) if field in _FIELDS else None
-    long = "positions" in message and field in ("max_tokens", "prompt")
+    long = "positions" in message and field in ("max_tokens", "prompt", "input")
     return ApiError(400, message, param=param, code="context_length_exceeded" if long else None)

@@ -15,9 +15,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.progress import StageLoad
 from fusion.runtime.serving.answers.gateway import Gateway
+from fusion.runtime.serving.graphs.gateway import GraphGateway
 from fusion.runtime.serving.http.api import Api
 from fusion.runtime.serving.http.app import make_app
 from fusion.runtime.serving.http.config import HttpConfig
+from fusion.runtime.serving.http.embedding import Embeddings
 from fusion.runtime.serving.http.errors import Busy
 from fusion.runtime.serving.http.guard import Guard
 from fusion.runtime.serving.http.metrics import Metrics, StageLoads
@@ -39,15 +41,17 @@ async def run(
     config: HttpConfig,
     context: Context,
     gateway: Gateway,
+    graphs: GraphGateway,
     loads: Callable[[], Iterable[StageLoad]],
 ) -> None:
     """Until cancelled; within STOP_SECONDS and a little everything has ended then."""
     metrics = Metrics(context.clock.monotonic)
     metrics.add(StageLoads(loads))
     api = Api(context, gateway, metrics)
+    embeddings = Embeddings(api, gateway, graphs, context.peer_id)
     server = _Server(
         uvicorn.Config(
-            make_app(api, Guard(config, port), metrics),
+            make_app(api, embeddings, Guard(config, port), metrics),
             loop="none",
             http=_Connection,
             ws="none",

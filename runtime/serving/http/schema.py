@@ -9,6 +9,7 @@ body has room for millions of entries.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -18,6 +19,7 @@ from fusion.runtime.serving.requests.request import MAX_SEED, MAX_STOP_BYTES, MA
 
 MAX_CHOICES = 16  # answers to one prompt
 MAX_PROMPTS = 64
+MAX_TEXTS = 2048  # that embeddings are asked for at once, as with OpenAI
 MAX_ANSWERS = 64  # to one request
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128
@@ -155,12 +157,7 @@ class CompletionRequest(Settings):
 
     @property
     def prompts(self) -> tuple[str | tuple[int, ...], ...]:
-        match self.prompt:
-            case str() as text:
-                return (text,)
-            case [int(), *_] as ids:
-                return (tuple(ids),)  # type: ignore[arg-type]
-        return tuple(each if isinstance(each, str) else tuple(each) for each in self.prompt)  # type: ignore[arg-type]
+        return _each(self.prompt)
 
     @model_validator(mode="after")
     def _unsupported(self) -> Self:
@@ -173,6 +170,38 @@ class CompletionRequest(Settings):
         if len(self.prompts) * self.answers > MAX_ANSWERS:
             raise ValueError(f"n: at most {MAX_ANSWERS} answers to all prompts of a request together")
         return self
+
+
+class EmbeddingRequest(Body):
+    """`user` is ignored."""
+
+    model: Annotated[str, Field(max_length=MAX_NAME)] = ""
+    input: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
+        | Ids
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_TEXTS)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+
+    @property
+    def texts(self) -> tuple[str | tuple[int, ...], ...]:
+        return _each(self.input)
+
+    @property
+    def as_base64(self) -> bool:
+        return self.encoding_format == "base64"
+
+
+def _each(given: str | Sequence[Any]) -> tuple[str | tuple[int, ...], ...]:
+    """One text or the ids of one, or a list of either, as a list."""
+    match given:
+        case str() as text:
+            return (text,)
+        case [int(), *_] as ids:
+            return (tuple(ids),)
+    return tuple(each if isinstance(each, str) else tuple(each) for each in given)
 
 
 def _text_alone(kind: Any) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.progress import StageLoad
 from fusion.runtime.serving.answers.gateway import Gateway
+from fusion.runtime.serving.graphs.gateway import GraphGateway
 from fusion.runtime.serving.http.config import HttpConfig
 
 log = logging.getLogger(__name__)
@@ -37,13 +38,16 @@ async def open_http(
     config: HttpConfig,
     context: Context,
     gateway: Gateway,
+    graphs: GraphGateway,
     loads: Callable[[], Iterable[StageLoad]] = tuple,
 ) -> AsyncIterator[HttpServer]:
     """Answer until the block ends; then every answer ends too. OSError, in one line, where the port cannot be had. `loads`:
     of the stages that run here, for `/metrics`."""
     listening = _listen(config)
     port = int(listening.getsockname()[1])
-    serving = asyncio.create_task(_serve(listening, port, config, context, gateway, loads), name="http")
+    serving = asyncio.create_task(
+        _serve(listening, port, config, context, gateway, graphs, loads), name="http"
+    )
     serving.add_done_callback(_tell)
     try:
         yield HttpServer(config, port)
@@ -72,13 +76,14 @@ async def _serve(
     config: HttpConfig,
     context: Context,
     gateway: Gateway,
+    graphs: GraphGateway,
     loads: Callable[[], Iterable[StageLoad]],
 ) -> None:
     await _readable(listening)
     await asyncio.to_thread(_load)
     from fusion.runtime.serving.http.running import run
 
-    await run(listening, port, config, context, gateway, loads)
+    await run(listening, port, config, context, gateway, graphs, loads)
 
 
 async def _readable(listening: socket.socket) -> None:

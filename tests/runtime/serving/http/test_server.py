@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema_rs
 import openai
 import pytest
-from support.http_api import TEMPLATE, ask, client_of, served_over_http
+from support.http_api import TEMPLATE, ask, behind, client_of, served_over_http
 from support.served import reference, seeded_reference
 
 from fusion.runtime.job.model_files import CHAT_TEMPLATE_FILE
@@ -513,7 +513,7 @@ def test_a_stage_that_has_no_room_is_a_429_as_well(tmp_path: Path, monkeypatch: 
 def test_the_end_of_the_peer_ends_every_answer(tmp_path: Path) -> None:
     async def main() -> None:
         async with served_over_http(tmp_path) as (swarm, http), client_of(http) as client:
-            stack = open_http(HttpConfig(), swarm.peers[0].context, swarm.peers[0].service.gateway)
+            stack = open_http(HttpConfig(), *behind(swarm.peers[0]))
             other = await stack.__aenter__()
             async with client_of(other) as through:
                 stream = await through.completions.create(**GREEDY, prompt=PROMPT, max_tokens=90, stream=True)
@@ -539,7 +539,7 @@ def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
             with pytest.raises(
                 OSError, match=f"^--http: 127.0.0.1:{http.port}: Address already in use$"
             ) as found:
-                async with open_http(HttpConfig(port=http.port), peer.context, peer.service.gateway):
+                async with open_http(HttpConfig(port=http.port), *behind(peer)):
                     pass
             assert "\n" not in str(found.value)
 

@@ -1,0 +1,118 @@
+"""Models of transformers that make a vector of a text, as sentence-transformers writes their directories: which hold one, and
+how the vectors of a text's tokens become one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.model_files import json_object
+
+MODULES_FILE = "modules.json"
+LIMITS_FILE = "sentence_bert_config.json"
+POOLING_FILE = "config.json"  # in the folder of the module
+_SERVED = ("Transformer", "Pooling", "Normalize")
+# What poolings are called, in files and here.
+_POOLINGS: dict[str, Literal["mean", "first", "last"]] = {"mean": "mean", "cls": "first", "lasttoken": "last"}
+_SAID = "pooling_mode_"  # before the name of each pooling that a file may choose
+_LONG_NAMES = {"mean_tokens": "mean", "cls_token": "cls"}
+_LEAST_NORM = 1e-12  # as torch's normalize
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """`tokens`: positions of a text that the model's author says it reads, if so."""
+
+    kind: Literal["mean", "first", "last"] = "mean"
+    normalized: bool = False
+    tokens: int | None = None
+
+
+class Embedding(nn.Module):
+    """`input_ids` (batch, sequence), texts of one length: (batch, hidden), float32."""
+
+    def __init__(self, module: nn.Module, pooling: Pooling) -> None:
+        super().__init__()
+        self.module = module
+        self.pooling = pooling
+
+    def forward(self, *values: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.module(input_ids=values[0]).last_hidden_state
+        match self.pooling.kind:
+            case "mean":
+                found = hidden.mean(1)
+            case "first":
+                found = hidden[:, 0]
+            case "last":
+                found = hidden[:, -1]
+        if self.pooling.normalized:
+            found = found / found.norm(dim=-1, keepdim=True).clamp_min(_LEAST_NORM)
+        return found.float()
+
+
+def pooling_of(directory: Path, *, encoder: bool) -> Pooling | None:
+    """None for a directory whose model generates. `encoder`: whether it holds a bare encoder, whose vectors are, without files of
+    sentence-transformers, the mean of its tokens', as there. JobError for what these files ask for and is not served."""
+    modules = directory / MODULES_FILE
+    if modules.is_file():
+        return _of_modules(directory, modules)
+    return Pooling() if encoder else None
+
+
+def _of_modules(directory: Path, modules: Path) -> Pooling:
+    try:
+        said = json.loads(modules.read_bytes())
+        steps = [(str(step["type"]).rpartition(".")[2], str(step["path"])) for step in said]
+    except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
+        raise JobError(f"{modules} cannot be read: {error}") from error
+    kinds = [kind for kind, _ in steps]
+    for kind in kinds:
+        if kind not in _SERVED:
+            raise JobError(f"{modules} names {kind:.40}; served are {', '.join(_SERVED)}")
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise JobError(f"{modules}: {', '.join(_SERVED)} in this order, not {', '.join(kinds):.80}")
+    (_, own), (_, pooling), *_ = steps
+    if own:
+        raise JobError(f"{modules}: the model lies in {own:.80}; serve a directory that has it at its top")
+    limits = directory / LIMITS_FILE
+    limit = json_object(limits) if limits.is_file() else {}
+    if limit.get("do_lower_case"):
+        raise JobError(f"{limits}: do_lower_case is left to the tokenizer: write it into tokenizer.json")
+    tokens = limit.get("max_seq_length")
+    return Pooling(
+        _pooling(directory / Path(pooling).name / POOLING_FILE),
+        "Normalize" in kinds,
+        tokens if type(tokens) is int and tokens > 0 else None,
+    )
+
+
+def _pooling(path: Path) -> Literal["mean", "first", "last"]:
+    said = json_object(path)
+    if isinstance(said.get("pooling_mode"), str):
+        chosen = [said["pooling_mode"]]
+    else:
+        names = [
+            name.removeprefix(_SAID) for name, on in said.items() if name.startswith(_SAID) and on is True
+        ]
+        chosen = [_LONG_NAMES.get(name, name) for name in names]
+    if len(chosen) != 1 or chosen[0] not in _POOLINGS:
+        raise JobError(f"{path}: one of {', '.join(_POOLINGS)}, not {' and '.join(chosen) or 'none':.80}")
+    return _POOLINGS[chosen[0]]
+
+
+def positions_left(module: nn.Module, longest: int) -> int:
+    """Tokens of the longest text: tables of positions whose first rows are for padding (RoBERTa's) have fewer for text."""
+    for name, part in module.named_modules():
+        if (
+            name.endswith("position_embeddings")
+            and isinstance(part, nn.Embedding)
+            and part.padding_idx is not None
+        ):
+            longest = min(longest, part.num_embeddings - part.padding_idx - 1)
+    return longest

@@ -1,0 +1,103 @@
+"""What answers /v1/embeddings: the vectors of the texts of a request, as OpenAI's API writes them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import numpy as np
+from fastapi import Request, Response
+from numpy.typing import NDArray
+
+from fusion.runtime.serving.answers.catalog import ServedModel
+from fusion.runtime.serving.answers.gateway import Gateway, Place
+from fusion.runtime.serving.graphs.embeddings import check_texts, embeddings
+from fusion.runtime.serving.graphs.gateway import GraphGateway
+from fusion.runtime.serving.http.api import Api
+from fusion.runtime.serving.http.errors import ApiError, Busy
+from fusion.runtime.serving.http.events import WholeAnswer
+from fusion.runtime.serving.http.schema import EmbeddingRequest
+from fusion.runtime.serving.http.shapes import json_text
+from fusion.swarm.transport import PeerId
+
+MAX_NUMBERS = 1 << 21  # of all vectors of a request
+TOKEN_BYTES = 8
+
+
+class Embeddings:
+    """Beside the routes of `api`. Raises as it does."""
+
+    def __init__(self, api: Api, gateway: Gateway, graphs: GraphGateway, ours: PeerId) -> None:
+        self._api = api
+        self._gateway = gateway
+        self._graphs = graphs
+        self._ours = ours
+
+    async def answer(self, request: Request, body: EmbeddingRequest) -> Response:
+        return await self._api.while_there(request, self._answer(request.state.holder, body))
+
+    async def _answer(self, holder: PeerId, body: EmbeddingRequest) -> Response:
+        model = await self._api.find(body.model)
+        if not model.serve.embeds:
+            what = "answers in one run" if model.serve.outputs else "generates text"
+            said = f"model: {model.manifest.name} {what} and makes no embeddings"
+            raise ApiError(400, said, param="model")
+        # Tokens are made in its place, too: of many texts that takes long.
+        place = self._gateway.place(holder, TOKEN_BYTES * sum(map(len, body.texts)))
+        if place is None:
+            raise Busy
+        whole, making = False, asyncio.create_task(self._make(model, body, place))
+        place.add_done_callback(lambda _: making.cancel())
+        try:
+            made = await making
+            whole = True
+        except asyncio.CancelledError:
+            if not place.done():
+                raise
+            raise Busy from None  # it went to somebody who had fewer
+        finally:
+            making.cancel()
+            await asyncio.gather(making, return_exceptions=True)
+            self._gateway.leave(place, completed=whole)
+        return WholeAnswer(made)
+
+    async def _make(self, model: ServedModel, body: EmbeddingRequest, place: Place) -> list[bytes]:
+        """The answer, a part at a time."""
+        texts = [
+            await self._gateway.encode(model, text) if isinstance(text, str) else text for text in body.texts
+        ]
+        check_texts(model, texts)
+        vectors = [b""] * len(texts)
+        async with aclosing(embeddings(self._graphs, model, texts, self._ours)) as made:
+            async for places, found in made:
+                self._gateway.use(place)
+                _check(body, len(texts), found.shape[1])
+                entries = await asyncio.to_thread(_entries, body.as_base64, places, found)
+                for number, entry in zip(places, entries, strict=True):
+                    vectors[number] = entry
+        tokens = sum(map(len, texts))
+        used = {"prompt_tokens": tokens, "total_tokens": tokens}
+        end = {"model": body.model or model.manifest.name, "usage": used}
+        between = [part for each in vectors for part in (b",", each)][1:]
+        return [b'{"object":"list","data":[', *between, b"],", json_text(end)[1:]]
+
+
+def _check(body: EmbeddingRequest, texts: int, size: int) -> None:
+    if body.dimensions not in (None, size):
+        raise ApiError(400, f"dimensions: the model's vectors have {size}, and no fewer", param="dimensions")
+    if texts * size > MAX_NUMBERS:
+        raise ApiError(
+            400, f"input: at most {MAX_NUMBERS // size} texts at once of this model", param="input"
+        )
+
+
+def _entries(as_base64: bool, places: Sequence[int], vectors: NDArray[np.float32]) -> list[bytes]:
+    def told(vector: NDArray[np.float32]) -> object:
+        return base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()
+
+    return [
+        json_text({"object": "embedding", "index": place, "embedding": told(vector)})
+        for place, vector in zip(places, vectors, strict=True)
+    ]
