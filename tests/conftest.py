@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ HEAVY = (
     *("runtime/capture/test_gguf_model.py", "runtime/capture/gguf/test_tokenizer.py"),
     *("runtime/placing/test_offline_plan.py", "bench/", "cli/test_start.py"),
     *("runtime/capture/python/test_python_model.py", "runtime/training/test_batch_norm.py"),
-    "runtime/serving/graphs/test_gateway.py",
+    *("runtime/serving/graphs/", "runtime/capture/test_text_encoder.py"),
     *("runtime/training/test_compressed.py", "runtime/training/test_takeover.py"),
     *("runtime/training/test_mixed_precision.py", "runtime/serving/answers/test_settings.py"),
     *("runtime/training/test_training.py", "runtime/serving/answers/test_gateway.py"),
@@ -131,8 +131,19 @@ def pytest_collection(session: pytest.Session) -> None:
     start = worker * len(files) // workers
     for path in files[start:] + files[:start]:
         if not pytest_ignore_collect(path, session.config):
-            with suppress(pytest.Collector.CollectError):  # told when it is collected
-                pytest.Module.from_parent(session, path=path).obj  # noqa: B018
+            import_early(session, path)
+
+
+def import_early(session: pytest.Session, path: Path) -> None:
+    """Import a file of tests. What goes wrong is told when it is collected."""
+    try:
+        pytest.Module.from_parent(session, path=path).obj  # noqa: B018
+    except pytest.Collector.CollectError:
+        # What was loaded of it would be taken for all of it, and no test of it be missed.
+        for name in [
+            name for name, each in sys.modules.items() if getattr(each, "__file__", "") == str(path)
+        ]:
+            del sys.modules[name]
 
 
 def pytest_collection_finish() -> None:

@@ -31,6 +31,17 @@ def test_one_with_the_mark_does() -> None:
     assert subprocess.run([sys.executable, "-c", ""], check=False).returncode == 0
 
 
+def test_a_file_that_cannot_be_imported_fails_the_run_though_it_was_imported_early(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    path = tmp_path / "test_broken.py"
+    path.write_text("import no_module_of_this_name\n\n\ndef test_nothing() -> None: ...\n")
+    [ours] = [each for each in request.config.pluginmanager.get_plugins() if hasattr(each, "import_early")]
+    ours.import_early(request.session, path)
+    with pytest.raises(pytest.Collector.CollectError, match="no_module_of_this_name"):
+        pytest.Module.from_parent(request.session, path=path).obj  # noqa: B018
+
+
 def test_one_that_is_alone_waits_for_the_others_and_is_not_overtaken(tmp_path: Path) -> None:
     order: list[str] = []
     inside, waits = threading.Event(), threading.Event()

@@ -21,7 +21,7 @@ from fusion.runtime.serving.graphs.gateway import GraphGateway
 from fusion.runtime.serving.graphs.stages import GraphStages
 from fusion.runtime.serving.http.config import HttpConfig
 from fusion.runtime.serving.http.server import HttpServer, open_http
-from fusion.runtime.serving.stage_loader import ServingLoader
+from fusion.runtime.serving.stage_loader import StageLoader
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -54,7 +54,7 @@ def behind(peer: Peer) -> tuple[Context, Gateway, GraphGateway]:
     """What answers for the API of a peer."""
     gateway, graphs = peer.service.gateway, StageGraphs(peer.context)
     stages = GraphStages(
-        peer.context, TorchPlane("cpu"), graphs, ServingLoader(peer.context, TorchPlane(), graphs).fetch
+        peer.context, TorchPlane("cpu"), graphs, StageLoader(peer.context, TorchPlane(), graphs).fetch
     )
     return peer.context, gateway, GraphGateway(peer.context, stages, graphs, gateway.catalog)
 

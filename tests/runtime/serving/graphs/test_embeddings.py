@@ -24,7 +24,7 @@ from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
 from fusion.runtime.serving.graphs.embeddings import check_texts, embeddings
 from fusion.runtime.serving.graphs.gateway import GraphGateway
 from fusion.runtime.serving.graphs.stages import GraphStages
-from fusion.runtime.serving.stage_loader import ServingLoader
+from fusion.runtime.serving.stage_loader import StageLoader
 
 BATCH = 2
 
@@ -54,7 +54,7 @@ def test_each_text_has_its_own_vector_wherever_it_stands(tmp_path: Path) -> None
             prepared = prepare_graph(job, as_asked(graph, config(), ()), context.blobs.store)
             graphs, catalog = StageGraphs(context), Catalog(context, fresh_seconds=0.0)
             stages = GraphStages(
-                context, TorchPlane(), graphs, ServingLoader(context, TorchPlane(), graphs).fetch
+                context, TorchPlane(), graphs, StageLoader(context, TorchPlane(), graphs).fetch
             )
             gateway = GraphGateway(context, stages, graphs, catalog)
             await launch(context, prepared)

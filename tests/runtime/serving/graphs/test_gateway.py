@@ -30,7 +30,7 @@ from fusion.runtime.serving.graphs.arrays import Array
 from fusion.runtime.serving.graphs.client import Made, run_model
 from fusion.runtime.serving.graphs.gateway import GraphGateway
 from fusion.runtime.serving.graphs.stages import GraphStages
-from fusion.runtime.serving.stage_loader import ServingLoader
+from fusion.runtime.serving.stage_loader import StageLoader
 from fusion.swarm.errors import RemoteError
 from fusion.swarm.transport import call
 
@@ -94,7 +94,7 @@ async def served(root: Path, peers: int) -> AsyncIterator[Served]:
                     peer.context,
                     TorchPlane(),
                     graphs,
-                    ServingLoader(peer.context, TorchPlane(), graphs).fetch,
+                    StageLoader(peer.context, TorchPlane(), graphs).fetch,
                 )
             )
             gateway = GraphGateway(peer.context, stages[-1], graphs, Catalog(peer.context, fresh_seconds=0.0))
