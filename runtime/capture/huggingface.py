@@ -237,9 +237,7 @@ def _random_module(config: Any, directory: Path, dtype: str, seed: int) -> nn.Mo
 
 def _module(config: Any, directory: Path, dtype: str) -> nn.Module:
     try:
-        kind = auto_class(config) if reads_source(config) else "AutoModelForCausalLM"
-        kind = kind if _pooling(config, directory) is None else "AutoModel"
-        module: nn.Module = getattr(_transformers(), kind).from_config(
+        module: nn.Module = getattr(_transformers(), _kind(config, directory)).from_config(
             config, dtype=TORCH_DTYPES[dtype], trust_remote_code=False
         )
     except Exception as error:  # whatever the model's code makes of values that do not fit together
@@ -248,6 +246,13 @@ def _module(config: Any, directory: Path, dtype: str) -> nn.Module:
         ) from error
     _keep_wide(module, dtype)
     return module.eval()
+
+
+def _kind(config: Any, directory: Path) -> str:
+    """The class of transformers that makes the module."""
+    if _pooling(config, directory) is not None:
+        return "AutoModel"
+    return auto_class(config) if reads_source(config) else "AutoModelForCausalLM"
 
 
 def _pooling(config: Any, directory: Path) -> Pooling | None:

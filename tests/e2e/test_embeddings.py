@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,9 @@ def test_a_model_of_sentence_transformers_answers_for_embeddings(peers: Any, tmp
             ):
                 with pytest.raises(openai.BadRequestError, match=said):
                     client.embeddings.create(model="vectors", **wrong)
+            with ThreadPoolExecutor(16) as pool:  # more than stages run at once
+                together = pool.map(lambda text: vectors(client, text), TEXTS * 8)
+                assert np.abs(np.concatenate(list(together)) - np.tile(wanted, (8, 1))).max() < 1e-5
             with pytest.raises(openai.BadRequestError, match="generates nothing"):
                 client.completions.create(model="vectors", prompt="a")
     np.savez(tmp_path / "x.npz", input_ids=np.array([ids[0]]))

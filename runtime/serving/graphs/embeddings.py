@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 import numpy as np
@@ -29,10 +30,14 @@ def check_texts(model: ServedModel, texts: Sequence[Sequence[int]]) -> None:
 
 
 async def embeddings(
-    graphs: GraphGateway, model: ServedModel, texts: Sequence[Sequence[int]], client: PeerId
+    graphs: GraphGateway,
+    model: ServedModel,
+    texts: Sequence[Sequence[int]],
+    client: PeerId,
+    turns: asyncio.Semaphore,
 ) -> AsyncGenerator[tuple[list[int], NDArray[np.float32]]]:
-    """As they come: places of some of `texts`, which `check_texts` let pass, and their vectors (places, hidden). Raises as
-    `GraphGateway.run`, and JobFailed for a model that makes something else."""
+    """As they come: places of some of `texts`, which `check_texts` let pass, and their vectors (places, hidden). Each run
+    takes one of `turns`. Raises as `GraphGateway.run`, and JobFailed for a model that makes something else."""
     by_length: dict[int, list[int]] = {}
     for place, text in enumerate(texts):
         by_length.setdefault(len(text), []).append(place)
@@ -41,7 +46,8 @@ async def embeddings(
             part = places[at : at + model.serve.batch]
             ids = np.array([texts[place] for place in part], dtype="<i8")
             given = Array(INPUT, "int64", (len(part), length), ids.tobytes())
-            made, _ = await graphs.run(model.job, [given], client)
+            async with turns:
+                made, _ = await graphs.run(model.job, [given], client)
             found = made[0]
             if found.dtype != "float32" or len(found.shape) != 2 or found.shape[0] != len(part):
                 raise JobFailed(f"{model.manifest.name} makes {found}, and no vector of each text")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.gateway import Gateway, Place
 from fusion.runtime.serving.graphs.embeddings import check_texts, embeddings
-from fusion.runtime.serving.graphs.gateway import GraphGateway
+from fusion.runtime.serving.graphs.gateway import AT_ONCE, GraphGateway
 from fusion.runtime.serving.http.api import Api
 from fusion.runtime.serving.http.errors import ApiError, Busy
 from fusion.runtime.serving.http.events import WholeAnswer
@@ -22,7 +22,9 @@ from fusion.runtime.serving.http.schema import EmbeddingRequest
 from fusion.runtime.serving.http.shapes import json_text
 from fusion.swarm.transport import PeerId
 
-MAX_NUMBERS = 1 << 21  # of all vectors of a request
+MAX_BYTES = 16 << 20  # of an answer
+USUAL_SIZE = 1024  # of a vector: a place is taken before any is there
+NUMBER_BYTES = {True: 6, False: 22}  # in an answer, in base64 or as text
 TOKEN_BYTES = 8
 
 
@@ -34,6 +36,8 @@ class Embeddings:
         self._gateway = gateway
         self._graphs = graphs
         self._ours = ours
+        # Of all requests, one after the other: a gateway keeps what stages make on the way, and their peers run no more of ours.
+        self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def answer(self, request: Request, body: EmbeddingRequest) -> Response:
         return await self._api.while_there(request, self._answer(request.state.holder, body))
@@ -45,7 +49,8 @@ class Embeddings:
             said = f"model: {model.manifest.name} {what} and makes no embeddings"
             raise ApiError(400, said, param="model")
         # Tokens are made in its place, too: of many texts that takes long.
-        place = self._gateway.place(holder, TOKEN_BYTES * sum(map(len, body.texts)))
+        vectors = len(body.texts) * USUAL_SIZE * NUMBER_BYTES[body.as_base64]
+        place = self._gateway.place(holder, TOKEN_BYTES * sum(map(len, body.texts)) + vectors)
         if place is None:
             raise Busy
         whole, making = False, asyncio.create_task(self._make(model, body, place))
@@ -70,7 +75,7 @@ class Embeddings:
         ]
         check_texts(model, texts)
         vectors = [b""] * len(texts)
-        async with aclosing(embeddings(self._graphs, model, texts, self._ours)) as made:
+        async with aclosing(embeddings(self._graphs, model, texts, self._ours, self._turns)) as made:
             async for places, found in made:
                 self._gateway.use(place)
                 _check(body, len(texts), found.shape[1])
@@ -87,10 +92,9 @@ class Embeddings:
 def _check(body: EmbeddingRequest, texts: int, size: int) -> None:
     if body.dimensions not in (None, size):
         raise ApiError(400, f"dimensions: the model's vectors have {size}, and no fewer", param="dimensions")
-    if texts * size > MAX_NUMBERS:
-        raise ApiError(
-            400, f"input: at most {MAX_NUMBERS // size} texts at once of this model", param="input"
-        )
+    each = size * NUMBER_BYTES[body.as_base64]
+    if texts * each > MAX_BYTES:
+        raise ApiError(400, f"input: at most {MAX_BYTES // each} texts at once of this model", param="input")
 
 
 def _entries(as_base64: bool, places: Sequence[int], vectors: NDArray[np.float32]) -> list[bytes]:

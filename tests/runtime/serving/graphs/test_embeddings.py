@@ -66,7 +66,9 @@ def test_each_text_has_its_own_vector_wherever_it_stands(tmp_path: Path) -> None
                 await asyncio.sleep(0.01)
             found, together = np.zeros((len(texts), 32)), list[int]()
             served = await catalog.find("vectors")
-            async for places, vectors in embeddings(gateway, served, texts, context.peer_id):
+            async for places, vectors in embeddings(
+                gateway, served, texts, context.peer_id, asyncio.Semaphore(1)
+            ):
                 found[places] = vectors
                 together.append(len(places))
             assert together == [
