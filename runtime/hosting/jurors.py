@@ -54,6 +54,26 @@ class Jurors:
         jurors = self._jury.jurors(*place, holding.peer)
         # Strangers report too, and behind one forgery in our claim nobody would read the words that are none.
         words = [w for w in given if any(self._jury.is_word(*place, holding, us, j, w) for j in jurors)][:1]
+        return await self._ask_all(place, holding, jurors, words)
+
+    async def testimonies_after_a_look(
+        self, place: Place, holding: Holding, words: Sequence[bytes]
+    ) -> tuple[bytes, ...]:
+        """As `testimonies`, where `words` came and prove nothing: a juror may have followed another a moment ago. Who holds the
+        stages that had no word is read again, and whoever is a juror then and gave none is asked. For a holder that we have
+        seen to be gone: it reads up to eight stages, which no report alone may cost us."""
+        us = self._leases.peer_id
+        unheard = self._jury.unheard(*place, holding, us, words)
+        await asyncio.gather(*(self.read((place[0], stage)) for stage in unheard))
+        jurors = self._jury.jurors(*place, holding.peer)
+        left = [j for j in jurors if not any(self._jury.is_word(*place, holding, us, j, w) for w in words)]
+        return await self._ask_all(place, holding, left, words)
+
+    async def _ask_all(
+        self, place: Place, holding: Holding, jurors: Sequence[PeerId], given: Sequence[bytes]
+    ) -> tuple[bytes, ...]:
+        """The words `given` and those of the jurors, until they prove it."""
+        us, words = self._leases.peer_id, list(given)
         asking = {asyncio.ensure_future(self._ask(juror, place, holding)) for juror in jurors}
         deadline = asyncio.get_running_loop().time() + self._ask_seconds
         try:

@@ -236,6 +236,8 @@ class Takeovers:
                 holding = Holding(owner.peer, owner.term)
                 words = await (asking if holding == asked else self._jurors.testimonies(place, holding))
                 if not leases.jury.is_proof(*place, holding, leases.peer_id, words):
+                    words = await self._jurors.testimonies_after_a_look(place, holding, words)
+                if not leases.jury.is_proof(*place, holding, leases.peer_id, words):
                     log.info("stage %d of job %.8s: its neighbours do not say so", *place[::-1])
                     return SuspectReply("frozen")
             await holder.take_over(*place, leases.known_term(*place), None, words)

@@ -246,6 +246,17 @@ class ClaimCache:
         """Whose word counts on whether `suspect` holds the stage."""
         return tuple(sorted(frozenset().union(*self._seats(slot, suspect))))
 
+    def unheard(self, slot: Slot, claim: ClaimRecord, holding: Holding) -> tuple[int, ...]:
+        """The stages near this one whose owners, as far as we know, have no word in the claim's proof; the vacant ones too."""
+        law, voters = self._access.law(slot[0]), self._voters(claim, holding)
+        near = () if law is None else tenure.jury(slot[1], law.stages)
+        held = {stage: self._tenures.get((slot[0], stage)) for stage in near}
+        # Whoever holds several has one word, and who is suspected none.
+        said = voters | {holding.peer}
+        return tuple(
+            stage for stage in near if (known := held[stage]) is None or known.claim.peer not in said
+        )
+
     def unproven(self, slot: Slot, own: ClaimRecord) -> Holding | None:
         """Whom a proof of our claim of the stage should be over and is not: the holder whose lease ran out before us, or
         somebody who still claims it under a term that ours does not exceed by right."""

@@ -47,10 +47,13 @@ class Jury:
         self, job: JobId, stage: int, holding: Holding, heir: PeerId, words: Iterable[bytes]
     ) -> bool:
         """Whether these testimonies, together, let `heir` follow."""
-        claim = ClaimRecord(
-            job=job, stage=stage, peer=heir, role="owner", term=0, score=0.0, step=0, load=0.0, proof=tuple(words)
-        )  # fmt: skip
-        return self._memory.proves(claim, holding)
+        return self._memory.proves(_with_words(job, stage, heir, words), holding)
+
+    def unheard(
+        self, job: JobId, stage: int, holding: Holding, heir: PeerId, words: Iterable[bytes]
+    ) -> tuple[int, ...]:
+        """The stages whose owners' words are not among these, as far as we know who they are; nearest first."""
+        return self._memory.unheard((job, stage), _with_words(job, stage, heir, words), holding)
 
     def disowning(self, job: JobId, stage: int, holding: Holding) -> dict[str, object]:
         """Our word that whoever says that it holds the stage so does not, for the one that we refuse."""
@@ -89,3 +92,10 @@ class Jury:
         except RecordError:
             return None
         return testimony if testimony.voter == voter and testimony.holding == holding else None
+
+
+def _with_words(job: JobId, stage: int, heir: PeerId, words: Iterable[bytes]) -> ClaimRecord:
+    """A claim of the stage as far as its proof is concerned."""
+    return ClaimRecord(
+        job=job, stage=stage, peer=heir, role="owner", term=0, score=0.0, step=0, load=0.0, proof=tuple(words)
+    )  # fmt: skip

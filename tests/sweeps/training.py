@@ -48,6 +48,7 @@ FIRE_SECONDS = 30.0  # for a trap to be reached
 TRIES = 5  # looks for the peer that a kill is for
 RECOVER_SECONDS = 90.0
 END_SHARE = 0.97  # of the run, after which nobody is killed any more
+SLOW_SECONDS = 1.0  # of a recovery: what the peers waited for meanwhile is kept
 
 
 def say(text: str) -> None:
@@ -331,8 +332,9 @@ async def _recover(found: Sweep, theatre: Theatre, kill: Kill, row: dict[str, An
     finally:
         first, new = seconds()
         row |= {"fired": True, "at": at, "recovery_seconds": first, "new_step_seconds": new}
-        if first is None or first > 10.0:
-            row["waits"] = timeline.waits(at, at + RECOVER_SECONDS)
+        if first is None or first > SLOW_SECONDS:
+            row["waits"] = timeline.waits(at, at + (first or RECOVER_SECONDS))
+            row["said"] = last_lines(swarm)
         found.done.append(row)
         shown = "never" if first is None else f"{first:.2f} s"
         anew = "never" if new is None else f"{new:.2f} s"

@@ -151,6 +151,25 @@ def test_who_sees_the_owner_vanish_gets_the_claim_of_its_heir(tmp_path: Path) ->
     run(main())
 
 
+def test_a_neighbour_that_has_just_come_is_asked_for_its_word(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (heir,) = await one_job(made, 1, alone=False)
+            witness = await onlooker(made, job)
+            before = NEIGHBOURS[job]
+            await before.release(job, 1)
+            made.network.kill(before.peer_id)
+            after = await neighbour(made, job)  # the heir has not heard of it
+            assert before.peer_id in heir.context.leases.jury.jurors(job, 0, owner.id)
+            vanish(made, owner)
+            claim = await witness.context.succession.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
+            assert claim is not None and (claim.peer, claim.term) == (heir.id, 2)
+            await after.claims(job, 0)
+            assert after.known_holder(job, 0) == heir.id
+
+    run(main())
+
+
 def test_many_reports_make_one_takeover(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
