@@ -34,6 +34,7 @@ from fusion.runtime.capture.stored_weights import (
     Loading,
     StoredWeights,
     computed,
+    left_out,
     no_weights,
     stored_weights,
     weights_files,
@@ -104,10 +105,17 @@ class HuggingFaceModel:
             value = self._attributes.get(variable.name if part is None else part.name)
             if value is not None and value.is_meta and part is None:
                 value = computed(self.module, variable.name)
-            if value is None or value.is_meta:
+            if value is None or value.is_meta or self._is_lost(variable.name, value):
                 raise JobError(f"{self.directory}: no safetensors file has the weight {variable.name}")
             found[variable.name] = (value if part is None else value[part.start : part.stop]).clone()
         return {**found, **self.weights.read(stored)}
+
+    def _is_lost(self, name: str, value: torch.Tensor) -> bool:
+        """Whether a buffer that files are to have, and these do not, was learnt, as the bias is by which routers choose experts: the
+        library begins with one number for all of it. What it computes of the configuration is the same without files."""
+        if not self.weights.files or not is_exported(name) or left_out(self.module, name):
+            return False
+        return bool((value == value.flatten()[:1]).all())
 
     @cached_property
     def _attributes(self) -> Mapping[str, torch.Tensor]:

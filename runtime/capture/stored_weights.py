@@ -223,12 +223,17 @@ def _stored(module: Any, files: Iterable[str], loading: Loading) -> dict[str, St
     return stored
 
 
+def left_out(module: Any, name: str) -> bool:
+    """Whether the model's class says that files do without this tensor."""
+    said = ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing")
+    patterns = [pattern for each in said for pattern in getattr(module, each, None) or ()]
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
 def computed(module: Any, name: str) -> torch.Tensor | None:
     """A parameter that files leave out because the model's own code computes it, as Marian's table of positions; None where
     the model's class names no such, or what its code makes is drawn at random."""
-    said = ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing")
-    patterns = [pattern for each in said for pattern in getattr(module, each, None) or ()]
-    if not any(re.search(pattern, name) for pattern in patterns) or not hasattr(module, "_init_weights"):
+    if not left_out(module, name) or not hasattr(module, "_init_weights"):
         return None
     one, other = (_initialised(module, name, seed) for seed in (0, 1))
     return one if torch.equal(one, other) else None  # numbers that were not set are NaN, and so not equal

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.captured_once import capture_once
 from support.source_tokenizer import tokenizer_of_sources
 
@@ -279,8 +279,6 @@ def test_a_part_of_a_layer_reads_its_own_experts_alone(
 
 
 def test_experts_that_do_not_make_a_layer_are_refused_in_one_line(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     saved(tmp_path, mixtral())
     path = tmp_path / "model.safetensors"
     weights = load_file(path)
@@ -417,8 +415,6 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_misshapen_weight_is_named(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     saved(tmp_path, gpt2())
     path = tmp_path / "model.safetensors"
     weights = load_file(path)
@@ -431,3 +427,61 @@ def test_a_missing_or_misshapen_weight_is_named(tmp_path: Path) -> None:
     save_file({**weights, name: torch.zeros(3)}, path)
     with pytest.raises(JobError, match="shape"):
         open_model(tmp_path).read(graph.variables)
+
+
+# --- buffers that files are to have
+
+
+def without(directory: Path, end: str) -> Variable:
+    """A tensor that the directory's file no longer has."""
+    path = directory / "model.safetensors"
+    values = load_file(path)
+    name = next(name for name in values if name.endswith(end))
+    lost = values.pop(name)
+    save_file(values, path, {"format": "pt"})
+    return Variable(name, TensorType(tuple(lost.shape), "float32"), "buffer")
+
+
+def test_a_buffer_that_chooses_experts_is_not_made_up(tmp_path: Path) -> None:
+    tiny = transformers.DeepseekV3Config(
+        hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1, first_k_dense_replace=0,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3,
+        q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, vocab_size=64,
+        max_position_embeddings=48,
+    )  # fmt: skip
+    model = saved(tmp_path, tiny)
+    (name,) = (name for name, _ in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    bias = Variable(name, TensorType((8,), "float32"), "buffer")
+    assert torch.equal(open_model(tmp_path).read([bias])[name], model.get_buffer(name))
+    lost = without(tmp_path, "e_score_correction_bias")
+    assert lost == bias
+    with pytest.raises(JobError, match=r"no safetensors file has the weight .*e_score_correction_bias"):
+        open_model(tmp_path).read([lost])
+    found = open_model(tmp_path, weights=False).read([lost])  # as the library begins
+    assert not found[name].any()
+
+
+def test_a_table_that_is_computed_of_the_configuration_needs_no_file(tmp_path: Path) -> None:
+    tiny = transformers.MiniMaxConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        num_local_experts=2, block_size=8, layer_types=["linear_attention", "full_attention"], vocab_size=64,
+        max_position_embeddings=48,
+    )  # fmt: skip
+    model = saved(tmp_path, tiny)
+    table = without(tmp_path, "slope_rate")
+    assert torch.equal(open_model(tmp_path).read([table])[table.name], model.get_buffer(table.name))
+
+
+def bart(directory: Path) -> None:
+    tiny = transformers.BartConfig(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=64, max_position_embeddings=48,
+    )  # fmt: skip
+    transformers.AutoModelForSeq2SeqLM.from_config(tiny).save_pretrained(directory)
+
+
+def test_a_buffer_that_files_may_leave_out_is_as_the_library_begins_it(tmp_path: Path) -> None:
+    bart(tmp_path)
+    bias = without(tmp_path, "final_logits_bias")
+    found = open_model(tmp_path).read([bias])[bias.name]
+    assert found.shape == (1, 64) and not found.any()
