@@ -6,12 +6,13 @@ For what is served. The graph alone is rewritten: `sources` says of which tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType, Variable
+from fusion.dag.ir.opset import spec
 from fusion.dag.ir.validation import MAX_NAME
 from fusion.dag.rewrites.experts import EXPERT_LINEAR
 
@@ -22,6 +23,9 @@ GROUP = 32  # columns that share a scale, as in GGUF's kinds
 LEAST_ELEMENTS = 1 << 12  # of a matrix: what is smaller saves nothing
 SCALES = "float16"
 _FLOATS = frozenset({"float32", "bfloat16", "float16"})
+# Ops that choose by size, each with which of its results says what was chosen.
+_CHOICES = {"aten.topk": 1, "aten.sort": 1, "aten.max.dim": 1, "aten.argmax": 0, "aten.argsort": 0}
+_SOFTMAXES = frozenset({"aten.softmax.int", "aten.log_softmax.int"})
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,14 @@ class Quantised:
 
 
 def quantise(graph: Graph, kind: Kind) -> Quantised:
-    """Every matrix that can be stored so and is large enough. With "int4" tables, and matrices that the outputs are made
-    with, are stored as int8: they are read least, a row a token and once, and what is lost there is lost last."""
-    late = _last_matrices(graph)
+    """Every matrix that can be stored so and is large enough, but those of routers: rounded, they run other experts. With "int4"
+    tables, and matrices that the outputs are made with, are stored as int8: they are read least, a row a token and once, and what
+    is lost there is lost last."""
+    late, routers = _last_matrices(graph), _routers(graph)
 
-    def choose(variable: Variable, uses: frozenset[Use]) -> Layout:
+    def choose(variable: Variable, uses: frozenset[Use]) -> Layout | None:
+        if variable.name in routers:
+            return None
         return LAYOUTS["int8" if "embedding" in uses or variable.name in late else kind]
 
     return store_matrices(graph, choose)
@@ -161,7 +168,26 @@ def _use(graph: Graph, node: Node, ref: Ref) -> Use | None:
 
 def _last_matrices(graph: Graph) -> frozenset[str]:
     """The variables that are matrices of products from which an output comes without another product with a variable."""
-    waiting, seen, found = list(graph.outputs), set[Ref](), set[str]()
+    return _matrices_before(graph, graph.outputs, lambda node: True)
+
+
+def _routers(graph: Graph) -> frozenset[str]:
+    """The variables that are matrices of products by whose size something is chosen: what is done to them before may be pointwise, a
+    softmax or another view."""
+    read = {*graph.uses, *graph.outputs}
+    choices = [n for n in graph.nodes if n.op in _CHOICES and Ref(n.name, _CHOICES[n.op]) in read]
+    starts = [ref for node in choices if isinstance(ref := node.args[0], Ref)]
+    return _matrices_before(graph, starts, _keeps_elements)
+
+
+def _keeps_elements(node: Node) -> bool:
+    return node.op in _SOFTMAXES or spec(node.op).family in ("pointwise", "view")
+
+
+def _matrices_before(graph: Graph, refs: Iterable[Ref], passes: Callable[[Node], bool]) -> frozenset[str]:
+    """The variables that are matrices of the last products, tables of the last look-ups, that these values are made of; only through
+    nodes that it `passes`."""
+    waiting, seen, found = list(refs), set[Ref](), set[str]()
     while waiting:
         ref = waiting.pop()
         at = graph.node_index.get(ref.name)
@@ -171,7 +197,7 @@ def _last_matrices(graph: Graph) -> frozenset[str]:
         node = graph.nodes[at]
         matrices = [r.name for r in node.refs() if r.name in graph.variable_names and _use(graph, node, r)]
         found.update(matrices)
-        if not matrices:
+        if not matrices and passes(node):
             waiting.extend(node.refs())
     return frozenset(found)
 

@@ -6,7 +6,7 @@ import pytest
 
 from fusion.dag.cutting.costs import node_costs
 from fusion.dag.cutting.memory import MemoryConfig, measure_memory
-from fusion.dag.ir.graph import Ref
+from fusion.dag.ir.graph import DType, Ref
 from fusion.dag.ir.opset import needed_version
 from fusion.dag.ir.serialise import decode, encode, validate
 from fusion.dag.rewrites.end_to_end import end_to_end
@@ -134,6 +134,33 @@ def test_what_only_looks_alike_stays(build, name):
     kept = {v.name for v in graph.variables} - {"table", "up"}
     assert kept <= {v.name for v in found.variables}
     assert {n.op for n in found.nodes if n.name not in ("x", "y")} <= {n.op for n in graph.nodes}
+
+
+def by_softmax(b, y):
+    return b("aten.softmax.int", b("aten.reshape", y, (-1, ROWS)), -1, None)
+
+
+def in_groups(b, y):
+    y = b("aten.add.Tensor", b("aten.sigmoid", y), Ref("shift"), 1)
+    return b("aten.view", b("aten.to.dtype", y, DType("float64")), (-1, 8, 12))
+
+
+@pytest.mark.parametrize("scored", [lambda b, y: y, by_softmax, in_groups])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_matrix_that_experts_are_chosen_by_stays(build, kind, scored):
+    b, _, y = model(build, router=(ROWS, WIDE), shift=(ROWS,))
+    chosen = b("aten.topk", scored(b, b("aten.linear", y, Ref("router"), None)), 2, -1, True, True)
+    logits = b("aten.linear", y, HEAD, None, name="logits")
+    found = quantise(b.graph(logits, Ref(chosen.name, 1)), kind)
+    validate(found.graph)
+    assert [source.variable.name for source in found.sources] == ["table", "up", "head"]
+
+
+def test_a_matrix_whose_largest_numbers_alone_are_read_is_stored(build):
+    b, _, y = model(build, more=(ROWS, WIDE))
+    largest = b("aten.max.dim", b("aten.linear", y, Ref("more"), None), -1, True)
+    found = quantise(b.graph(b("aten.linear", y, HEAD, None), largest), "int8")
+    assert [source.variable.name for source in found.sources] == ["table", "up", "head", "more"]
 
 
 def test_names_that_are_taken_or_too_long_stay(build):

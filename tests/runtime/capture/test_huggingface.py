@@ -14,6 +14,7 @@ from support.source_tokenizer import tokenizer_of_sources
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.graph import TensorType, Variable
 from fusion.dag.rewrites.expert_groups import group_experts, part_of
+from fusion.dag.rewrites.quantise import quantise
 from fusion.runtime.capture import huggingface, stored_weights
 from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.huggingface import open_model
@@ -247,6 +248,18 @@ def test_experts_are_quantised_where_they_are_read_whole_or_in_parts(tmp_path: P
             assert tuple(value.shape) == variable.type.shape
             exact = whole[variable.name] if part is None else whole[part.name][part.start : part.stop]
             assert torch.equal(value, exact), variable.name
+
+
+def test_what_chooses_experts_is_not_quantised(tmp_path: Path) -> None:
+    wide = transformers.MixtralConfig(
+        hidden_size=128, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        num_local_experts=32, vocab_size=64, max_position_embeddings=48,
+    )  # fmt: skip
+    saved(tmp_path, wide)
+    graph = serving_graph(open_model(tmp_path).capture())
+    (router,) = (v.name for v in graph.variables if v.name.endswith("mlp.gate.weight"))
+    found = {source.variable.name for source in quantise(graph, "int4").sources}
+    assert router not in found and any(name.endswith("experts.gate_up_proj") for name in found)
 
 
 def test_a_part_of_a_layer_reads_its_own_experts_alone(
