@@ -75,6 +75,8 @@ _ENDS = frozenset(
         "<|eom_id|>",
         "<|im_end|>",
         "<|end|>",
+        "<|return|>",
+        "<|call|>",
         "<|endoftext|>",
         "<|end_of_text|>",
         "<end_of_turn>",
@@ -84,6 +86,10 @@ _ENDS = frozenset(
         "[EOS]",
     ]
 )
+# Where a model has both of these, which end its answers, the other ends a part of one: what it thinks before it answers, say.
+_HARMONY, _PART = frozenset(["<|return|>", "<|call|>"]), "<|end|>"
+# Tokens of Phi-3 that leave the spaces behind them to the text; all others that are not of text take them away.
+_PLAIN = frozenset(["<unk>", "<s>", "<|endoftext|>"])
 _SPECIAL_IDS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -131,7 +137,7 @@ def read_tokenizer(header: GGUFHeader, architecture: str) -> GGUFTokenizer:
     ids = {key: said.token_id(key, defaults.get(key)) for key in _SPECIAL_IDS.values()}
     try:
         tokenizer = build(said, vocabulary, ids, architecture)
-        _add_special(said, tokenizer, vocabulary)
+        _add_special(said, tokenizer, vocabulary, strips=kind == "llama" and architecture == "phi3")
         data = tokenizer.to_str().encode()
     except JobError:
         raise
@@ -344,8 +350,9 @@ def _add_ends(tokenizer: Tokenizer, said: _Said, ids: _Ids, begins: bool) -> Non
         tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=special)
 
 
-def _add_special(said: _Said, tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Tokens that are found in a text before it is split: those for what is not text, and whole words of their own."""
+def _add_special(said: _Said, tokenizer: Tokenizer, vocabulary: _Vocabulary, *, strips: bool) -> None:
+    """Tokens that are found in a text before it is split: those for what is not text, and whole words of their own. `strips`: whether
+    they take away the spaces behind them, which no file says."""
     if sum(kind in _SPECIAL for kind in vocabulary.kinds) > MAX_SPECIAL:
         raise JobError(
             f"{said.header.path}: its tokenizer has more than {MAX_SPECIAL} tokens that are not of text"
@@ -357,7 +364,12 @@ def _add_special(said: _Said, tokenizer: Tokenizer, vocabulary: _Vocabulary) -> 
         if kind in _SPECIAL and token in known
     ]
     tokenizer.add_tokens(
-        [AddedToken(token, normalized=False, special=kind != _USER_DEFINED) for token, kind in marked]
+        [
+            AddedToken(
+                token, normalized=False, special=kind != _USER_DEFINED, rstrip=strips and token not in _PLAIN
+            )
+            for token, kind in marked
+        ]
     )
 
 
@@ -368,7 +380,10 @@ def _ends(said: _Said, vocabulary: _Vocabulary, ids: _Ids) -> tuple[int, ...]:
         for n, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
         if kind == _CONTROL and token in _ENDS
     ]
-    return tuple(dict.fromkeys(n for n in (*named, *marked) if n is not None))
+    found = dict.fromkeys(n for n in (*named, *marked) if n is not None)
+    if {vocabulary.tokens[n] for n in found} >= _HARMONY:
+        return tuple(n for n in found if vocabulary.tokens[n] != _PART)
+    return tuple(found)
 
 
 def _chat(header: GGUFHeader, vocabulary: _Vocabulary, ids: _Ids) -> dict[str, bytes]:

@@ -129,6 +129,22 @@ def test_a_byte_level_tokenizer(pre: str, tmp_path: Path) -> None:
     assert found.end_tokens == (vocabulary["</s>"], vocabulary["<|end|>"]) and not found.chat
 
 
+def test_an_answer_goes_on_behind_what_the_model_thinks(tmp_path: Path) -> None:
+    """GPT-OSS ends each part of an answer with the token that other models end theirs with."""
+    _, merges = trained()
+    vocabulary = list(trained()[0])
+    ends = {}
+    for more in (["<|return|>"], ["<|call|>"], ["<|return|>", "<|call|>"]):
+        kinds = {**ADDED, **dict.fromkeys(more, CONTROL)}
+        write = gguf_files.byte_level([*vocabulary, *more], merges, "gpt-4o", kinds=kinds, eos=more[0])
+        gguf_files.tokenizer_only(tmp_path / "model.gguf", write, "gpt-oss")
+        tokens = [*vocabulary, *more]
+        ends[tuple(more)] = {tokens[n] for n in read(tmp_path / "model.gguf", "gpt-oss").end_tokens}
+    others = {"<|return|>", "<|call|>", "<|end|>"}
+    assert ends.pop(("<|return|>", "<|call|>")) & others == {"<|return|>", "<|call|>"}
+    assert all(found & others == {*more, "<|end|>"} for more, found in ends.items())
+
+
 def test_how_a_prompt_begins_and_ends_is_as_the_file_says(tmp_path: Path) -> None:
     vocabulary, merges = trained()
     for begins, ends in ((True, False), (False, True), (True, True)):
@@ -212,6 +228,39 @@ def test_llamas_tokenizer(tmp_path: Path) -> None:
     )
     gguf_files.tokenizer_only(tmp_path / "model.gguf", write)
     same(read(tmp_path / "model.gguf"), added(original), [vocabulary["<s>"]])
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "llama"])
+def test_tokens_of_phi_3_take_away_the_spaces_behind_them(architecture: str, tmp_path: Path) -> None:
+    """As its own tokenizer does, and no file says: a chat is written with a line's end behind each."""
+    tokens = [*pieces(), "<|user|>", "<|endoftext|>"]
+    kinds = {**PIECES, "</s>": USER_DEFINED, "<|user|>": CONTROL, "<|endoftext|>": CONTROL}
+    write = gguf_files.sentencepiece(
+        tokens,
+        [-float(n) for n in range(len(tokens))],
+        kinds=kinds,
+        bos="<s>",
+        eos="<|endoftext|>",
+        unknown="<unk>",
+    )
+    gguf_files.tokenizer_only(tmp_path / "model.gguf", write, architecture)
+    file = read(tmp_path / "model.gguf", architecture).file
+    assert file is not None
+    text = TokenizerText(file)
+    for token, strips in {"<|user|>": True, "</s>": True, "<s>": False, "<|endoftext|>": False}.items():
+        same = text.encode(f"{token} \nx", plain=False) == text.encode(f"{token}x", plain=False)
+        assert same == (strips and architecture == "phi3"), token
+        assert text.encode(f" {token}x", plain=False) != text.encode(f"{token}x", plain=False)
+
+
+def test_tokens_of_phi_4_leave_the_spaces_behind_them(tmp_path: Path) -> None:
+    vocabulary, merges = trained()
+    write = gguf_files.byte_level(list(vocabulary), merges, "gpt-4o", kinds=ADDED, eos="<|end|>")
+    gguf_files.tokenizer_only(tmp_path / "model.gguf", write, "phi3")
+    file = read(tmp_path / "model.gguf", "phi3").file
+    assert file is not None
+    text = TokenizerText(file)
+    assert text.encode("<|end|>\nx", plain=False) != text.encode("<|end|>x", plain=False)
 
 
 # --- what is refused
