@@ -91,6 +91,7 @@ def _qwen2_moe(said: Metadata) -> Values:
 
 def _qwen3_moe(said: Metadata) -> Values:
     values, count, wide = _mixed(said, normed=True)
+    said.must_be("expert_shared_feed_forward_length", 0)  # of a configuration that says it as older ones do
     return values | {
         "hidden_act": "silu",
         "rope_parameters": rotary(said, values["head_dim"]),

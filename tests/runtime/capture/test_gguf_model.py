@@ -352,6 +352,16 @@ def test_some_experts_of_a_layer_are_read_alone(family: str, tmp_path: Path) -> 
             assert torch.equal(dequantised(numbers, scales, None), values.mT if turned else values)
 
 
+def test_a_shared_expert_of_no_width_is_none(tmp_path: Path) -> None:
+    """As conversions write it of Qwen3-Coder, whose configuration says so."""
+    path, key = tmp_path / "model.gguf", "qwen3moe.expert_shared_feed_forward_length"
+    module = build(config("qwen3-moe"))
+    gguf_files.write(path, module, "F16", more={key: 0})
+    assert open_gguf(path).module.config.model_type == "qwen3_moe"
+    gguf_files.write(path, module, "F16", more={key: 64})
+    refused(path, f"{key} = 64: 0")
+
+
 @pytest.mark.parametrize("scale", [0.0, 2.0, 1e30, 1e-300])
 def test_a_scale_of_queries_that_none_has_is_refused_in_one_line(scale: float, tmp_path: Path) -> None:
     path, module = tmp_path / "model.gguf", build(transformers.Gemma2Config(**GROUPED, **SOFT))

@@ -94,6 +94,50 @@ def llama3(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
     return tokenizer
 
 
+def seed_coder(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    split = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(split), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def deepseek_llm(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+    """Its letters are fewer than these, of the scripts here the same."""
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    marks = r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+    east = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+    splits = (r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", marks, r"\s+$", east)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in splits),
+            pre_tokenizers.Digits(individual_digits=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def deepseek_coder(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    splits = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in splits),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def smollm(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -111,6 +155,9 @@ BYTE_LEVEL: dict[str, Any] = {
     "qwen2": lambda vocab, merges: Qwen2Tokenizer(vocab=vocab, merges=merges).backend_tokenizer,
     "llama-bpe": llama3,
     "smollm": smollm,
+    "seed-coder": seed_coder,
+    "deepseek-llm": deepseek_llm,
+    "deepseek-coder": deepseek_coder,
 }
 
 
@@ -127,6 +174,36 @@ def test_a_byte_level_tokenizer(pre: str, tmp_path: Path) -> None:
     begins = pre == "llama-bpe"  # unless the file says otherwise
     same(found, original, [vocabulary["<s>"]] if begins else [])
     assert found.end_tokens == (vocabulary["</s>"], vocabulary["<|end|>"]) and not found.chat
+
+
+# What llama.cpp splits and begins as it does another.
+ALIKE = {
+    "pixtral": "llama-bpe", "kormo": "deepseek-r1-qwen", "minerva-7b": "smollm", "mellum": "gpt-2", "a.x-4.0": "gpt-2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", ALIKE)
+def test_a_name_that_splits_as_another_one(pre: str, tmp_path: Path) -> None:
+    vocabulary, merges = trained()
+    found = []
+    for name in (pre, ALIKE[pre]):
+        write = gguf_files.byte_level(list(vocabulary), merges, name, kinds=ADDED, bos="<s>", eos="</s>")
+        gguf_files.tokenizer_only(tmp_path / "model.gguf", write)
+        found.append(read(tmp_path / "model.gguf"))
+    assert found[0] == found[1]
+
+
+def test_what_is_put_between_the_texts_of_a_pair_changes_nothing(tmp_path: Path) -> None:
+    """Conversions say so wherever the model's own tokenizer has a way to write pairs."""
+    vocabulary, merges = trained()
+    found = []
+    for flags in ({}, {"add_sep_token": False}, {"add_sep_token": True}):
+        write = gguf_files.byte_level(
+            list(vocabulary), merges, "llama-bpe", kinds=ADDED, flags=flags, bos="<s>", eos="</s>"
+        )
+        gguf_files.tokenizer_only(tmp_path / "model.gguf", write)
+        found.append(read(tmp_path / "model.gguf"))
+    assert found[0] == found[1] == found[2]
 
 
 def test_an_answer_goes_on_behind_what_the_model_thinks(tmp_path: Path) -> None:
