@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fusion.runtime.capture.generation import generation_settings
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import SourceConfig
-from fusion.runtime.job.model_files import json_object
 
 TEXT, SPEECH = "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"
 _FRAMES_A_POSITION = 2  # of features: the second convolution of a speech encoder takes every other frame
+_POSITIONS = ("max_source_positions", "max_target_positions")  # of what reads sound, and of what it writes
 
 
 def reads_source(config: Any) -> bool:
@@ -24,31 +26,29 @@ def auto_class(config: Any) -> str:
     return SPEECH if _channels(config) else TEXT
 
 
-def source_config(config: Any, directory: Path, longest: int, vocabulary: int) -> SourceConfig:
-    """`longest`: positions of a text that the model reads. JobError where nothing says what its answers begin with."""
+def source_config(
+    config: Any, directory: Path, longest: int, vocabulary: int, ends: Sequence[int] = ()
+) -> SourceConfig:
+    """`longest`: positions of a text that the model reads; `ends`: tokens that end an answer. JobError where nothing says what its
+    answers begin with, for sound of a length that is not said, and for settings that are none or are not served."""
     if getattr(config, "decoder_vocab_size", None) not in (None, vocabulary):
         raise JobError(f"{directory}: a model whose encoder and decoder have other tokens is not served")
-    path = directory / "generation_config.json"
-    said = json_object(path) if path.is_file() else None
-
-    def setting(name: str) -> Any:
-        return getattr(config, name, None) if said is None else said.get(name)
-
+    said = generation_settings(config, directory)
     ways = (
-        setting("decoder_start_token_id"),
+        said.value("decoder_start_token_id"),
         getattr(config, "decoder_start_token_id", None),
-        setting("bos_token_id"),
+        said.value("bos_token_id"),
     )
     first = next((token for token in ways if token is not None), None)
-    forced = setting("forced_bos_token_id")
+    forced = said.value("forced_bos_token_id")
     # (place, token): what speech models are told of language and task, from the second place on; None: the model says that.
-    pairs = setting("forced_decoder_ids") or []
+    pairs = said.value("forced_decoder_ids") or []
     if not isinstance(pairs, list) or not all(map(_is_forced, pairs)):
         raise JobError(f"{directory}: forced_decoder_ids are a list of [place, token], not {pairs!r:.80}")
     told = [token for _, token in pairs]
     known = told[: told.index(None)] if None in told else told
-    last = setting("no_timestamps_token_id")
-    if last is not None and last not in known and known == told and not setting("is_multilingual"):
+    last = said.value("no_timestamps_token_id")
+    if last is not None and last not in known and known == told and not said.value("is_multilingual"):
         known = [*known, last]
     start = [token for token in (first, forced, *known) if token is not None]
     if first is None or not all(isinstance(token, int) for token in start):
@@ -56,20 +56,17 @@ def source_config(config: Any, directory: Path, longest: int, vocabulary: int) -
             f"{directory}: nothing says what its answers begin with: decoder_start_token_id in config.json"
         )
     channels = _channels(config)
+    for name in _POSITIONS if channels else ():
+        if not isinstance(getattr(config, name, None), int):
+            raise JobError(f"{directory}: its configuration says no {name}, which sound is read by")
     length = _FRAMES_A_POSITION * int(config.max_source_positions) if channels else longest
-
-    def withheld(name: str) -> tuple[int, ...]:
-        tokens = setting(name) or []
-        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
-            raise JobError(f"{directory}: {name} are a list of tokens' numbers, not {tokens!r:.80}")
-        return tuple(token for token in tokens if 0 <= token < vocabulary)
-
+    never = (*said.withheld("suppress_tokens", vocabulary), *said.bad_words(vocabulary, ends))
     return SourceConfig(
         start=tuple(start),
         length=length,
         channels=channels,
-        suppress_tokens=withheld("suppress_tokens"),
-        begin_suppress_tokens=withheld("begin_suppress_tokens"),
+        suppress_tokens=tuple(dict.fromkeys(never)),
+        begin_suppress_tokens=said.withheld("begin_suppress_tokens", vocabulary),
     )
 
 

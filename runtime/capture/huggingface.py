@@ -28,6 +28,7 @@ from fusion.runtime.capture.capture import (
     variables_from_module,
 )
 from fusion.runtime.capture.encoder_decoder import auto_class, longest_answer, reads_source, source_config
+from fusion.runtime.capture.generation import decoder_withholds, withhold
 from fusion.runtime.capture.model_dtype import FLOAT32, model_dtype, stored_dtypes
 from fusion.runtime.capture.rope import fixed_length
 from fusion.runtime.capture.stored_weights import (
@@ -110,6 +111,13 @@ class HuggingFaceModel:
             found[variable.name] = (value if part is None else value[part.start : part.stop]).clone()
         return {**found, **self.weights.read(stored)}
 
+    def answering(self, graph: Graph) -> Graph:
+        """`graph`, as `capture` gives it to serve, without the tokens that the files withhold from answers: those of an encoder-decoder,
+        `source` tells. JobError for settings that are none, or that it cannot be served with."""
+        if self.source is not None or self.pooling is not None:
+            return graph
+        return withhold(graph, decoder_withholds(self.directory, self.vocabulary, self.end_tokens))
+
     def _is_lost(self, name: str, value: torch.Tensor) -> bool:
         """Whether a buffer that files are to have, and these do not, was learnt, as the bias is by which routers choose experts: the
         library begins with one number for all of it. What it computes of the configuration is the same without files."""
@@ -150,17 +158,18 @@ def open_model(
         module = _random_module(config, directory, chosen, seed)
         held = no_weights(module)
     longest, source, pooling = _longest(text), None, _pooling(config, directory)
+    ends = _end_tokens(directory, text)
     if pooling is not None:
         longest = min(positions_left(module, longest), pooling.tokens or longest)
     elif reads_source(config):
-        source = source_config(config, directory, longest, int(text.vocab_size))
+        source = source_config(config, directory, longest, int(text.vocab_size), ends)
         longest = longest_answer(config, longest)
     return HuggingFaceModel(
         directory=directory,
         module=module,
         vocabulary=int(text.vocab_size),
         max_sequence=longest,
-        end_tokens=_end_tokens(directory, text),
+        end_tokens=ends,
         tokenizer=_tokenizer(directory),
         weights=held,
         dtype=chosen,

@@ -151,7 +151,7 @@ def huggingface(
             end_tokens=model.end_tokens,
             outputs=() if model.pooling is None else (EMBEDDING,),
         ),
-        inference=inference,
+        inference=inference if training else model.answering(inference),
         training=model.capture(training=True, maximum_sequence=longest) if training else None,
         read=model.read,
         dtype=model.dtype,

@@ -58,6 +58,10 @@ def test_answers_follow_what_the_files_say(
         *({"forced_decoder_ids": value} for value in (5, [5], [[1]], [[1, 2, 3]], [[1, "a"]])),
         *({"suppress_tokens": value} for value in (5, ["a"], [[1]], {"a": 1})),
         *({"begin_suppress_tokens": value} for value in (True, [None], [1.5])),
+        *(
+            {"bad_words_ids": value}
+            for value in (5, [5], [[]], [["a"]], [[-1]], [[True]], [[4, 5]], {"a": 1})
+        ),
     ],
 )
 def test_settings_that_are_none_are_named_in_one_line(said: dict[str, Any], tmp_path: Path) -> None:
@@ -67,7 +71,13 @@ def test_settings_that_are_none_are_named_in_one_line(said: dict[str, Any], tmp_
     assert "\n" not in str(error.value)
 
 
+def written(folder: Path, **said: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(said))
+    return folder
+
+
 def test_without_settings_of_generation_the_configuration_counts(tmp_path: Path) -> None:
+    written(tmp_path)
     assert source_config(config(decoder_start_token_id=4), tmp_path, 20, 50).start == (4,)
     with pytest.raises(JobError, match="decoder_start_token_id"):
         source_config(config(), tmp_path, 20, 50)
@@ -75,8 +85,25 @@ def test_without_settings_of_generation_the_configuration_counts(tmp_path: Path)
         source_config(config(decoder_start_token_id=4, decoder_vocab_size=60), tmp_path, 20, 50)
 
 
+def test_what_a_configuration_drops_of_its_file_counts_as_well(tmp_path: Path) -> None:
+    """Settings of generation, which are read from there where they have no file of their own."""
+    written(tmp_path, forced_bos_token_id=7, suppress_tokens=[3], begin_suppress_tokens=None)
+    kept = config(decoder_start_token_id=4, begin_suppress_tokens=(5, 6), suppress_tokens=(9,))
+    found = source_config(kept, tmp_path, 20, 50)
+    assert (found.start, found.suppress_tokens, found.begin_suppress_tokens) == ((4, 7), (3,), ())
+    written(tmp_path)
+    found = source_config(kept, tmp_path, 20, 50)
+    assert (found.start, found.suppress_tokens, found.begin_suppress_tokens) == ((4,), (9,), (5, 6))
+
+
+def test_words_of_one_token_are_withheld_and_ends_are_not(tmp_path: Path) -> None:
+    """As `generate()` does, which Marian's files have it leave out what sources are padded with."""
+    generation(tmp_path, decoder_start_token_id=2, bad_words_ids=[[7], [3], [1], [60]], suppress_tokens=[1])
+    assert source_config(config(), tmp_path, 20, 50, ends=(3,)).suppress_tokens == (1, 7)
+
+
 def test_sound_has_frames_and_tokens_that_are_withheld(tmp_path: Path) -> None:
-    hears = config(num_mel_bins=80, max_source_positions=1500)
+    hears = config(num_mel_bins=80, max_source_positions=1500, max_target_positions=448)
     said = {"decoder_start_token_id": 1, "suppress_tokens": [3, 60, -1], "begin_suppress_tokens": [5]}
     found = source_config(hears, generation(tmp_path, **said), 448, 50)
     assert (found.length, found.channels, found.suppress_tokens, found.begin_suppress_tokens) == (
@@ -86,3 +113,13 @@ def test_sound_has_frames_and_tokens_that_are_withheld(tmp_path: Path) -> None:
         (5,),
     )
     assert found.unit_bytes * found.length == 960_000
+
+
+@pytest.mark.parametrize("missing", ["max_source_positions", "max_target_positions"])
+def test_sound_of_a_length_that_is_not_said_is_refused_in_one_line(missing: str, tmp_path: Path) -> None:
+    """As SpeechT5's, which has no frames that are heard together."""
+    said = {"num_mel_bins": 80, "max_source_positions": 1500, "max_target_positions": 448}
+    del said[missing]
+    with pytest.raises(JobError, match=f"says no {missing}") as error:
+        source_config(config(**said), generation(tmp_path, decoder_start_token_id=1), 448, 50)
+    assert "\n" not in str(error.value)

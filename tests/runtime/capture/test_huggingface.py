@@ -13,16 +13,20 @@ from support.source_tokenizer import tokenizer_of_sources
 
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.graph import TensorType, Variable
+from fusion.dag.ir.serialise import decode, encode
 from fusion.dag.rewrites.expert_groups import group_experts, part_of
 from fusion.dag.rewrites.quantise import quantise
-from fusion.runtime.capture import huggingface, stored_weights
+from fusion.runtime.capture import huggingface, sources, stored_weights
 from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.huggingface import open_model
 from fusion.runtime.capture.quantised_weights import quantised_model
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import is_exported
+from fusion.runtime.job.spec import HuggingFaceConfig
 from fusion.runtime.job.text import TokenizerText
+from fusion.runtime.planes.plane import Piece
+from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
 transformers = pytest.importorskip("transformers")
 
@@ -498,3 +502,72 @@ def test_a_buffer_that_files_may_leave_out_is_as_the_library_begins_it(tmp_path:
     bias = without(tmp_path, "final_logits_bias")
     found = open_model(tmp_path).read([bias])[bias.name]
     assert found.shape == (1, 64) and not found.any()
+
+
+def edited(directory: Path, **said: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **said}))
+
+
+# --- what its files say of answers
+
+
+def test_an_answer_begins_as_an_old_configuration_says(tmp_path: Path) -> None:
+    """The library drops such settings from a configuration, and reads them of its file again where they have none of their own."""
+    bart(tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    edited(tmp_path, forced_bos_token_id=7, bad_words_ids=[[5]])
+    source = open_model(tmp_path).source
+    assert source is not None and source.start == (2, 7) and source.suppress_tokens == (5,)
+
+
+def answered(directory: Path, prompt: list[int], new: int) -> list[int]:
+    """Greedy tokens of two stages, the whole text anew for each."""
+    served = sources.huggingface(HuggingFaceConfig(path=directory), training=False)
+    graph = serving_graph(served.inference, cache="recompute")
+    decode(encode(graph))
+    stages = [
+        TorchDecodingStage(s, served.read(s.graph.variables)) for s in split(graph, [len(graph.nodes) // 2])
+    ]
+    for stage in stages:
+        stage.open("s", 48)
+    tokens = list(prompt)
+    for _ in range(new):
+        values = {"input_ids": torch.tensor([tokens]), "position_ids": torch.arange(len(tokens))[None]}
+        for stage in stages:
+            values.update(*stage.run([Piece("s", 0, values)]))
+        tokens.append(int(values["result/0"][0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_tokens_that_a_decoder_withholds_are_in_no_answer(file: str, tmp_path: Path) -> None:
+    saved(tmp_path, gpt2(eos_token_id=None, bos_token_id=None, initializer_range=0.3))
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    prompt, never = [1, 2, 3], set[int]()
+    first = answered(tmp_path, prompt, 8)
+    for name in ("suppress_tokens", "bad_words_ids"):
+        never |= set(answered(tmp_path, prompt, 8)[:2])
+        said = sorted(never) if name == "suppress_tokens" else [[token] for token in never]
+        path = tmp_path / file
+        path.write_text(json.dumps({**(json.loads(path.read_text()) if path.is_file() else {}), name: said}))
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        with torch.inference_mode():
+            wanted = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+        found = answered(tmp_path, prompt, 8)
+        assert found == wanted[0, 3:].tolist() and found != first and not never & set(found)
+
+
+def test_words_that_a_decoder_is_not_served_without_are_refused_in_one_line(tmp_path: Path) -> None:
+    saved(tmp_path, gpt2(eos_token_id=3))
+    path, config = tmp_path / "generation_config.json", HuggingFaceConfig(path=tmp_path)
+    odd = ({"bad_words_ids": [[5, 6]]}, {"suppress_tokens": "all"})
+    for said in odd:
+        path.write_text(json.dumps({"eos_token_id": 3, **said}))
+        with pytest.raises(JobError, match=next(iter(said))) as error:
+            sources.huggingface(config, training=False)
+        assert "\n" not in str(error.value)
+    # What withholds nothing: tokens that there are none of, and the end of an answer, which no word is.
+    path.write_text(json.dumps({"eos_token_id": 3, "suppress_tokens": [64], "bad_words_ids": [[3]]}))
+    served = sources.huggingface(config, training=False)
+    assert served.about.end_tokens == (3,) and served.inference == open_model(tmp_path).capture()
