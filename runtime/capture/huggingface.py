@@ -56,6 +56,9 @@ _OLDER_TOKENIZERS = {
     **dict.fromkeys(("vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"), ()),
 }
 _MAXIMA = ("max_position_embeddings", "max_seq_len")  # what configurations call the most positions
+# Kinds of models that make a table of which position sees which, positions by positions: one, or one for each layer.
+_TABLES = {"gpt_bigcode": False, "gpt_neo": True, "openai-gpt": True}
+_MOST_IN_TABLES = 1 << 29  # numbers: 16,384 positions in two layers
 
 
 @dataclass(frozen=True)
@@ -194,11 +197,29 @@ def _config(directory: Path) -> Any:
                     f"{directory}/config.json: {name} is {values[name]}; the limit is {_MOST_LAYERS}"
                 )
     try:
-        return _transformers().AutoConfig.from_pretrained(
+        config = _transformers().AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
+        # Which code computes is not for a file to say: names of kernels are fetched, and run, where the package for them is installed.
+        config._attn_implementation = config._experts_implementation = None
     except Exception as error:  # the library's own, and what its code makes of values that it trusts
         raise JobError(f"{directory}/config.json cannot be used: {_line(error)}") from error
+    _check_tables(config, directory)
+    return config
+
+
+def _check_tables(config: Any, directory: Path) -> None:
+    """JobError for a configuration, or one within it, of few bytes that makes tables for all of the memory."""
+    each_layer = _TABLES.get(str(getattr(config, "model_type", None)))
+    if each_layer is not None:
+        positions, layers = config.max_position_embeddings, config.num_hidden_layers if each_layer else 1
+        if isinstance(positions, int) and isinstance(layers, int) and positions**2 * layers > _MOST_IN_TABLES:
+            raise JobError(
+                f"{directory}/config.json: {positions} positions are more than a model of the kind {config.model_type} is built with: "
+                f"its tables would have more than {_MOST_IN_TABLES} numbers"
+            )
+    for name in getattr(config, "sub_configs", ()):
+        _check_tables(getattr(config, name, None), directory)
 
 
 def _line(error: Exception) -> str:
@@ -212,7 +233,7 @@ def config_for(model_type: str, values: Mapping[str, Any], model: Path) -> Any:
     """The configuration of a kind of model, with these values. JobError where transformers knows none such."""
     try:
         return _transformers().AutoConfig.for_model(model_type, **values)
-    except (ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # as of `_config`
         raise JobError(f"{model}: transformers knows no such {model_type} model: {_line(error)}") from error
 
 

@@ -362,6 +362,20 @@ def test_a_shared_expert_of_no_width_is_none(tmp_path: Path) -> None:
     refused(path, f"{key} = 64: 0")
 
 
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("phi3", {"phi3.rope.scaling.type": "linear", "phi3.rope.scaling.factor": 2.0}),
+        ("gemma2", {"gemma2.attention.scale": 0.3}),
+    ],
+)
+def test_what_transformers_takes_for_no_configuration_is_refused_in_one_line(
+    family: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    gguf_files.write(tmp_path / "model.gguf", build(config(family)), "F16", more=more)
+    refused(tmp_path / "model.gguf", f"transformers knows no such {family} model")
+
+
 @pytest.mark.parametrize("scale", [0.0, 2.0, 1e30, 1e-300])
 def test_a_scale_of_queries_that_none_has_is_refused_in_one_line(scale: float, tmp_path: Path) -> None:
     path, module = tmp_path / "model.gguf", build(transformers.Gemma2Config(**GROUPED, **SOFT))

@@ -504,9 +504,47 @@ def test_a_buffer_that_files_may_leave_out_is_as_the_library_begins_it(tmp_path:
     assert found.shape == (1, 64) and not found.any()
 
 
+# --- what a configuration may not say
+
+
 def edited(directory: Path, **said: Any) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **said}))
+
+
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("said", ["eager", "flash_attention_2", "nobody/kernels"])
+def test_a_configuration_does_not_choose_the_code_that_computes(name: str, said: str, tmp_path: Path) -> None:
+    model = saved(tmp_path, mixtral())
+    edited(tmp_path, **{name: said, name.replace("attn", "experts"): said})
+    opened = open_model(tmp_path).module.config
+    assert opened._attn_implementation == model.config._attn_implementation
+    assert opened._experts_implementation == model.config._experts_implementation
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            "gpt_neo",
+            {
+                "num_layers": 2,
+                "attention_types": [[["global", "local"], 1]],
+                "max_position_embeddings": 16_385,
+            },
+        ),
+        ("openai-gpt", {"n_layer": 2, "n_positions": 16_385}),
+        ("gpt_bigcode", {"n_layer": 1, "n_positions": 23_171}),
+    ],
+)
+def test_a_configuration_does_not_fill_the_memory_with_tables(
+    kind: str, said: dict[str, Any], tmp_path: Path
+) -> None:
+    """Positions by positions, which these kinds of models compute for each layer or for all."""
+    transformers.AutoConfig.for_model(kind, vocab_size=64, **said).save_pretrained(tmp_path)
+    with pytest.raises(JobError, match="positions are more than a model of the kind") as error:
+        open_model(tmp_path, weights=False)
+    assert "\n" not in str(error.value)
 
 
 # --- what its files say of answers
