@@ -32,7 +32,7 @@ def measure_codec(spec: str, elements: int = 1 << 18, repeats: int = 5) -> Codec
         encodes.append(time.perf_counter() - began)
         payload = memoryview(bytearray().join(encoded.buffers))
         began = time.perf_counter()
-        one.decode(payload, encoded.header, (elements,), "float32")
+        one.decode(payload, (elements,), "float32")
         decodes.append(time.perf_counter() - began)
     return CodecSpeed(
         encode_bytes_per_second=tensor.nbytes / median(encodes[1:]),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -20,13 +19,8 @@ class Dense:
     def cost(self, elements: int, dtype: str) -> int:
         return elements * DTYPES[dtype].itemsize
 
-    def largest(self, shape: Sequence[int], dtype: str) -> int:
-        return self.cost(elements_of(shape), dtype)
-
-    def decode(
-        self, payload: memoryview, header: Mapping[str, Any], shape: Sequence[int], dtype: str
-    ) -> torch.Tensor:
-        check_size(payload, self.largest(shape, dtype), shape, dtype)
+    def decode(self, payload: memoryview, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        check_size(payload, self.cost(elements_of(shape), dtype), shape, dtype)
         flat, wanted = byte_tensor(payload), DTYPES[dtype]
         if wanted is torch.bool:  # any other byte than 0 and 1 is no bool, and what it would do is undefined
             return flat.ne(0).reshape(tuple(shape))

@@ -1,7 +1,7 @@
 """What every codec offers: a tensor into bytes and back. A codec knows no peers, stages or edges.
 
-The receiver decodes with the shape and dtype of its own plan, never with what a header says; a codec's header may
-only hold what the plan does not determine. The lossy codecs here determine everything: their headers are empty.
+The receiver decodes with the shape and dtype of its own plan, never with what a header says; they and the codec
+determine everything, so no codec has a header of its own.
 
 Lossy codecs take float32, float16 and bfloat16; every other dtype, and whatever would not become smaller, goes dense.
 No codec hides a divergence: a NaN or an infinity of the input arrives as NaN or infinity, for the gates that look for it.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -30,7 +30,6 @@ class Encoded:
     """`buffers`, one after another, are the payload of a frame; they may share memory with the tensor."""
 
     buffers: tuple[memoryview, ...]
-    header: Mapping[str, Any] = field(default_factory=dict)
     indices: torch.Tensor | None = None  # int32 (kept,), ascending, into the flat tensor; None: it went whole
 
     @property
@@ -55,12 +54,7 @@ class Codec(Protocol):
     def cost(self, elements: int, dtype: str) -> int:
         """Payload bytes of a tensor of so many elements: exactly what `encode` gives."""
 
-    def largest(self, shape: Sequence[int], dtype: str) -> int:
-        """Bytes that a payload for this shape and dtype can have at most: the cap before anything is read."""
-
-    def decode(
-        self, payload: memoryview, header: Mapping[str, Any], shape: Sequence[int], dtype: str
-    ) -> torch.Tensor:
+    def decode(self, payload: memoryview, shape: Sequence[int], dtype: str) -> torch.Tensor:
         """The tensor, which may share memory with `payload`. ValueError where the bytes are not one of that shape."""
 
 
@@ -71,9 +65,6 @@ class Sparse(Codec, Protocol):
 
     def decode_sparse(self, payload: memoryview, shape: Sequence[int], dtype: str) -> Decoded:
         """As `decode`, with the positions."""
-
-    def cost_at(self, elements: int, dtype: str) -> int:
-        """Payload bytes of `encode_at`."""
 
     def encode_at(self, tensor: torch.Tensor, indices: torch.Tensor | None) -> Encoded:
         """The values at `indices`, which an `encode` or `decode_sparse` of a tensor of this shape and dtype gave.

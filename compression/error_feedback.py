@@ -39,7 +39,7 @@ class ErrorFeedback:
             corrected = corrected + left
         encoded = codec.encode(corrected.to(tensor.dtype))
         payload = memoryview(bytearray().join(encoded.buffers))
-        residual = corrected - codec.decode(payload, encoded.header, shape, dtype)
+        residual = corrected - codec.decode(payload, shape, dtype)
         # A NaN goes to the receiver, whose gates refuse the step; kept here, it would never leave again.
         self._pending[key] = residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return encoded

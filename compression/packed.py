@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -37,15 +36,10 @@ class Packed:
     def cost(self, elements: int, dtype: str) -> int:
         return payload_bytes(self._spec, elements, dtype)
 
-    def largest(self, shape: Sequence[int], dtype: str) -> int:
-        return self.cost(elements_of(shape), dtype)
-
-    def decode(
-        self, payload: memoryview, header: Mapping[str, Any], shape: Sequence[int], dtype: str
-    ) -> torch.Tensor:
+    def decode(self, payload: memoryview, shape: Sequence[int], dtype: str) -> torch.Tensor:
         elements = elements_of(shape)
         if goes_dense(self._spec, elements, dtype):
-            return NONE.decode(payload, header, shape, dtype)
+            return NONE.decode(payload, shape, dtype)
         check_size(payload, self.cost(elements, dtype), shape, dtype)
         values = self._packer.unpack(byte_tensor(payload), elements)
         return in_dtype(values, DTYPES[dtype]).reshape(tuple(shape))

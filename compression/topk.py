@@ -9,8 +9,7 @@ the tensor. NaN and infinities count as the largest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -51,29 +50,20 @@ class TopK:
     def cost(self, elements: int, dtype: str) -> int:
         return payload_bytes(self._spec, elements, dtype)
 
-    def largest(self, shape: Sequence[int], dtype: str) -> int:
-        return self.cost(elements_of(shape), dtype)
-
-    def decode(
-        self, payload: memoryview, header: Mapping[str, Any], shape: Sequence[int], dtype: str
-    ) -> torch.Tensor:
+    def decode(self, payload: memoryview, shape: Sequence[int], dtype: str) -> torch.Tensor:
         return self.decode_sparse(payload, shape, dtype).tensor
 
     def decode_sparse(self, payload: memoryview, shape: Sequence[int], dtype: str) -> Decoded:
         elements = elements_of(shape)
         if goes_dense(self._spec, elements, dtype):
-            return Decoded(NONE.decode(payload, {}, shape, dtype), None)
+            return Decoded(NONE.decode(payload, shape, dtype), None)
         check_size(payload, self.cost(elements, dtype), shape, dtype)
         kept = self._spec.kept(elements)
-        data, value_bytes = byte_tensor(payload), self.cost_at(elements, dtype)
+        data = byte_tensor(payload)
+        value_bytes = self._spec.payload_bytes_at(elements, DTYPES[dtype].itemsize)
         where = positions.unpack(data[value_bytes:].numpy(), elements, kept)
         values = self._packer.unpack(data[:value_bytes], kept)
         return Decoded(_scatter(values, where, shape, dtype), torch.from_numpy(where))
-
-    def cost_at(self, elements: int, dtype: str) -> int:
-        if goes_dense(self._spec, elements, dtype):
-            return NONE.cost(elements, dtype)
-        return self._spec.payload_bytes_at(elements, DTYPES[dtype].itemsize)
 
     def encode_at(self, tensor: torch.Tensor, indices: torch.Tensor | None) -> Encoded:
         where = self._known(indices, tensor.numel(), NAMES[tensor.dtype])
@@ -88,8 +78,9 @@ class TopK:
         elements = elements_of(shape)
         where = self._known(indices, elements, dtype)
         if where is None:
-            return NONE.decode(payload, {}, shape, dtype)
-        check_size(payload, self.cost_at(elements, dtype), shape, dtype)
+            return NONE.decode(payload, shape, dtype)
+        right = self._spec.payload_bytes_at(elements, DTYPES[dtype].itemsize)
+        check_size(payload, right, shape, dtype)
         return _scatter(self._packer.unpack(byte_tensor(payload), len(where)), where, shape, dtype)
 
     def _known(self, indices: torch.Tensor | None, elements: int, dtype: str) -> positions.Positions | None:

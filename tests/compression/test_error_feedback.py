@@ -10,7 +10,7 @@ from fusion.compression.error_feedback import ErrorFeedback
 
 
 def arrived(name: str, encoded: Encoded, shape: tuple[int, ...]) -> torch.Tensor:
-    return codec(name).decode(memoryview(bytearray().join(encoded.buffers)), encoded.header, shape, "float32")
+    return codec(name).decode(memoryview(bytearray().join(encoded.buffers)), shape, "float32")
 
 
 @pytest.mark.parametrize("name", ["int4", "topk:0.05", "topk:0.05:int8", "bf16"])

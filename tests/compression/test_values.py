@@ -10,7 +10,7 @@ from fusion.compression.codec import codec
 
 
 def decode(name: str, payload: bytes, elements: int) -> torch.Tensor:
-    return codec(name).decode(memoryview(bytearray(payload)), {}, (elements,), "float32")
+    return codec(name).decode(memoryview(bytearray(payload)), (elements,), "float32")
 
 
 def bfloat(value: float) -> bytes:

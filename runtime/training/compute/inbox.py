@@ -112,7 +112,7 @@ class Inbox:
         if header.codec != DENSE:
             return self._decode(source, frame, header, shape, dtype)
         try:
-            tensor = NONE.decode(frame.payload, {}, shape, dtype)
+            tensor = NONE.decode(frame.payload, shape, dtype)
         except ValueError as error:
             raise FrameError(f"{frame.kind} {header.edge[:80]!r}: {error}") from None
         self._put(source, frame.kind, header, tensor)

@@ -109,7 +109,7 @@ class StageCodecs:
             return sent, tensor
         payload = memoryview(bytearray().join(sent.buffers))
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return sent, await self._run(codec(sent.spec).decode, payload, {}, tuple(tensor.shape), dtype)
+        return sent, await self._run(codec(sent.spec).decode, payload, tuple(tensor.shape), dtype)
 
     async def _encoded(self, name: str, spec: str, tensor: torch.Tensor) -> Sent:
         if spec == DENSE:
@@ -149,7 +149,7 @@ class StageCodecs:
             if decoded.indices is not None:
                 self._masks[place] = (sent.spec, decoded.indices)
             return decoded.tensor
-        return await self._run(made.decode, payload, {}, shape, dtype)
+        return await self._run(made.decode, payload, shape, dtype)
 
     # --- a step, and the stage's state
 

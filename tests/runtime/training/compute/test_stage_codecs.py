@@ -246,7 +246,7 @@ def test_residuals_are_those_of_gradients_and_tied_variables() -> None:
 def decoded(spec: str, tensor: torch.Tensor) -> torch.Tensor:
     encoded = codec(spec).encode(tensor)
     data = memoryview(bytearray().join(encoded.buffers))
-    return codec(spec).decode(data, {}, tuple(tensor.shape), "float32")
+    return codec(spec).decode(data, tuple(tensor.shape), "float32")
 
 
 def size(sent: Sent) -> int:
