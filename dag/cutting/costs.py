@@ -44,7 +44,7 @@ _CONVOLUTIONS = frozenset({
 _RECURRENCES = frozenset({"fusion.recurrence", "fusion.cached_recurrence"})
 _SCORES = 2  # times that they are there at once: with their softmax
 _STATES = 3  # the same: with what is read of a state, and what is added to it
-_FLOAT32_BYTES = DTYPE_BYTES["float32"]
+FLOAT32_BYTES = DTYPE_BYTES["float32"]
 # What processors have no convolution for that reads its windows where they lie: all of them are written out first.
 _WRITTEN_OUT = frozenset({"float64", "float16"})
 
@@ -58,10 +58,8 @@ class NodeCost:
     backward_flops: int
     moved_bytes: int  # read and written by the forward pass: what bounds the time of nodes with few FLOPs
     output_bytes: int  # of its results, views included
-    saved_bytes: int  # by how much the node makes the stash of the backward pass grow
     drawn_elements: int  # of masks of dropout
-    parameter_bytes: int  # of the variables that no earlier node reads, buffers included
-    trainable: int  # elements of those that an optimizer updates
+    trainable: int  # elements of the variables that no earlier node reads and an optimizer updates
     trainable_tensors: int  # how many these are
 
 
@@ -112,11 +110,7 @@ def node_costs(
     gradient (default: those that depend on a trainable variable). GraphError on a symbol without a size."""
     types = bound_types(graph, sizes)
     needing = differentiable(graph) if needing is None else needing
-    storage, once = storages(graph), cast_once(graph)
-    seen: set[Ref] = {
-        *once,
-        *(Ref(v.name) for v in graph.variables),
-    }  # what the stash holds without keeping it
+    once = cast_once(graph)
     variables = {v.name: v for v in graph.variables}
     costs = []
     for node in graph.nodes:
@@ -127,9 +121,6 @@ def node_costs(
         read = [variables.pop(r.name) for r in node.refs() if r.name in variables]
         trained = [v for v in read if v.trainable and v.kind == "parameter"]
         output = sum(map(type_bytes, results))
-        own, values = stashed(node, types, needing, storage)
-        fresh = values - seen
-        seen |= fresh
         costs.append(
             NodeCost(
                 family=found.family,
@@ -140,8 +131,6 @@ def node_costs(
                 else output + _read_bytes(found, call, results),
                 output_bytes=output,
                 drawn_elements=_drawn(found, call, results),
-                saved_bytes=own + sum(type_bytes(types[value]) for value in fresh),
-                parameter_bytes=sum(type_bytes(types[Ref(v.name)]) for v in read),
                 trainable=sum(elements(types[Ref(v.name)]) for v in trained),
                 trainable_tensors=len(trained),
             )
@@ -245,7 +234,7 @@ def scratch_bytes(
     if node.op in _RECURRENCES:
         call = found.call(node.args, types)
         (batch, heads, _, read), width = call["value"].shape, call["key"].shape[3]
-        return copied + _STATES * _FLOAT32_BYTES * plain(batch) * plain(heads) * plain(width) * plain(read)
+        return copied + _STATES * FLOAT32_BYTES * plain(batch) * plain(heads) * plain(width) * plain(read)
     if node.op in _CONVOLUTIONS and types[Ref(node.name)].dtype in _WRITTEN_OUT:
         return copied + _windows_bytes(found.call(node.args, types), types[Ref(node.name)])
     return copied
@@ -271,7 +260,7 @@ def _scores_bytes(call: Call, result: TensorType, learned: bool) -> int:
         if alike and query[3] == value[3]:
             return 0
     rows = elements(TensorType(result.shape[:-1], result.dtype))
-    return rows * plain(key[-2]) * max(_FLOAT32_BYTES, DTYPE_BYTES[result.dtype])
+    return rows * plain(key[-2]) * max(FLOAT32_BYTES, DTYPE_BYTES[result.dtype])
 
 
 def _spread_bytes(call: Call) -> dict[str, int]:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion.dag.cutting.costs import (
+    FLOAT32_BYTES,
     bound_types,
     cast_once,
     differentiable,
@@ -37,8 +38,6 @@ Row = npt.NDArray[np.float64]  # by node, or by bound
 Matrix = npt.NDArray[np.float64]  # by first and last bound
 At = Any  # an index into the bounds, or an array of them
 Types = Mapping[Ref, TensorType]
-
-_FLOAT32_BYTES = 4  # of an optimizer's slot, and of an element of a residual
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +150,7 @@ class _Measure:
             if not readers:  # the first stage keeps it, frozen
                 table.add((0, 1), 0, bytes_)
             elif self._training and variable.trainable and variable.kind == "parameter":
-                bytes_ += bytes_ + slots * _FLOAT32_BYTES * elements(type_)
+                bytes_ += bytes_ + slots * FLOAT32_BYTES * elements(type_)
             table.holders([self._block[r] for r in readers], -1, bytes_)
         for cast in self._once:
             table.holders([self._block[self._graph.node_index[cast.name]]], -1, type_bytes(self._types[cast]))
@@ -244,14 +243,14 @@ class _Measure:
             readers.setdefault(value, []).append(self._block[reader])
         for value, blocks in readers.items():
             if values.gradient[value]:
-                bytes_ = _FLOAT32_BYTES * int(values.elements[value])
+                bytes_ = FLOAT32_BYTES * int(values.elements[value])
                 table.holders(blocks, self._block[values.producer[value]], bytes_)
         for variable in self._graph.variables:
             type_ = self._types[Ref(variable.name)]
             blocks = [self._block[r] for r in self._graph.uses.get(Ref(variable.name), ())]
             shared = variable.trainable and variable.kind == "parameter" and "float" in type_.dtype
             if blocks and shared:
-                bytes_ = _FLOAT32_BYTES * elements(type_)
+                bytes_ = FLOAT32_BYTES * elements(type_)
                 table.holders(blocks, -1, bytes_)
                 table.add(
                     (0, blocks[0] + 1), blocks[-1] + 1, -bytes_

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from cachetools import LRUCache
 
-from fusion.dag.cutting.costs import bound_types, type_bytes
+from fusion.dag.cutting.costs import FLOAT32_BYTES, bound_types, type_bytes
 from fusion.dag.cutting.cuts import split, tie_groups
 from fusion.dag.cutting.memory import MemoryConfig, measure_memory
 from fusion.dag.cutting.stage import Stage, TieGroup
@@ -31,7 +31,6 @@ MAX_GRAPH_BYTES = 64 << 20
 REMEMBERED_GRAPHS = 8
 REMEMBERED_READS = 1024
 TOLERATED_RATIO, TOLERATED_BYTES = 1.25, 16 << 20  # that a stage may need beyond what its manifest says
-FLOAT32_BYTES = 4
 SAFETENSORS_HEADER_BYTES = 1 << 20  # and as much again for each thousand tensors
 
 Config = TrainConfig | ServeConfig

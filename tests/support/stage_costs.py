@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fusion.dag.cutting.costs import bound_types, node_costs, stashed, storages, type_bytes
+from fusion.dag.cutting.costs import (
+    bound_types,
+    cast_once,
+    differentiable,
+    node_costs,
+    stashed,
+    storages,
+    type_bytes,
+)
 from fusion.dag.cutting.stage import Stage
-from fusion.dag.ir.graph import Ref
-from fusion.dag.ir.opset import spec
+from fusion.dag.ir.graph import Graph, Ref
 from fusion.dag.ir.opset_spec import elements
 
 
@@ -28,28 +35,30 @@ class StageCost:
 def stage_cost(stage: Stage, sizes: Mapping[str, int], optimizer_slots: int = 2) -> StageCost:
     graph = stage.graph
     types = bound_types(graph, sizes)
+    received = [Ref(edge.name) for edge in stage.receives if edge.needs_gradient]
     trained = [types[Ref(v.name)] for v in graph.variables if v.trainable and v.kind == "parameter"]
     return StageCost(
         forward_flops=sum(c.forward_flops for c in node_costs(graph, sizes)),
         parameter_bytes=sum(type_bytes(types[Ref(v.name)]) for v in graph.variables),
         trained_bytes=sum(type_bytes(t) + 4 * optimizer_slots * elements(t) for t in trained),
-        saved_bytes=_saved_bytes(stage, sizes),
+        saved_bytes=sum(node_saved_bytes(graph, sizes, differentiable(graph, received))),
         working_bytes=_working_bytes(stage, sizes),
     )
 
 
-def _saved_bytes(stage: Stage, sizes: Mapping[str, int]) -> int:
-    graph, types, storage = stage.graph, bound_types(stage.graph, sizes), storages(stage.graph)
-    needing = {Ref(e.name) for e in stage.receives if e.needs_gradient}
-    needing |= {Ref(v.name) for v in graph.variables if v.trainable and v.kind == "parameter"}
-    seen, total = {Ref(v.name) for v in graph.variables}, 0
+def node_saved_bytes(
+    graph: Graph, sizes: Mapping[str, int], needing: frozenset[Ref] | None = None
+) -> list[int]:
+    """By how much each node makes the stash of the backward pass grow; `needing` as of `node_costs`."""
+    types, storage = bound_types(graph, sizes), storages(graph)
+    needing = differentiable(graph) if needing is None else needing
+    seen = {*cast_once(graph), *(Ref(v.name) for v in graph.variables)}
+    found = []
     for node in graph.nodes:
-        if spec(node.op).differentiable and any(ref in needing for ref in node.refs()):
-            needing |= {Ref(node.name, i) for i, t in enumerate(node.results) if "float" in t.dtype}
-        own, values = stashed(node, types, frozenset(needing), storage)
-        total += own + sum(type_bytes(types[value]) for value in values - seen)
+        own, values = stashed(node, types, needing, storage)
+        found.append(own + sum(type_bytes(types[value]) for value in values - seen))
         seen |= values
-    return total
+    return found
 
 
 def _working_bytes(stage: Stage, sizes: Mapping[str, int]) -> int:

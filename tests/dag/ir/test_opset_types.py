@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusion.dag.cutting.costs import node_costs
 from fusion.dag.ir.dims import bind, symbol
 from fusion.dag.ir.graph import DType, Graph, Input, Node, Ref, TensorType
 from fusion.dag.ir.opset import OPSET, REQUIRED, OpSpec, infer, mixed_dims, spec
 from fusion.runtime.planes.recurrence import recurrence
+from tests.support.stage_costs import node_saved_bytes
 
 Test = Callable[[tuple[Any, ...]], None]
 
@@ -448,9 +448,9 @@ def test_saved_bytes_are_what_autograd_keeps(sample: tuple[Any, ...]) -> None:
     loss = spec(name).kind == "loss"
     if name == "aten.matmul" and 3 <= len(given[0].shape) != len(given[1].shape) >= 3:
         return  # the framework expands a copy first
-    (cost,) = node_costs(graph, {}, floats)
+    (saved,) = node_saved_bytes(graph, {}, floats)
     if not floats or "float" not in node.results[0].dtype:
-        assert cost.saved_bytes == 0
+        assert saved == 0
         return
     values = in_framework(name, tuple(given), "cpu")
     for parameter, value in zip(spec(name).parameters, values, strict=True):
@@ -470,5 +470,5 @@ def test_saved_bytes_are_what_autograd_keeps(sample: tuple[Any, ...]) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         results = run(name, values)
     actual = sum(kept.values())
-    assert abs(cost.saved_bytes - actual) <= UNCOUNTED * max(cost.saved_bytes, actual) + 64
+    assert abs(saved - actual) <= UNCOUNTED * max(saved, actual) + 64
     del results

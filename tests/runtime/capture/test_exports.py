@@ -14,6 +14,7 @@ from fusion.dag.cutting.costs import node_costs
 from fusion.dag.ir import serialise
 from fusion.dag.ir.graph import Graph
 from fusion.runtime.capture.capture import capture_language_model
+from tests.support.stage_costs import node_saved_bytes
 
 BATCH, SEQUENCE = 3, 24
 SIZES = {"batch": BATCH, "sequence": SEQUENCE}
@@ -80,7 +81,7 @@ def test_backward_is_about_twice_forward(case: Case) -> None:
 
 
 def test_the_stash_is_what_autograd_keeps(case: Case) -> None:
-    ours = sum(c.saved_bytes for c in node_costs(case.training, SIZES))
+    ours = sum(node_saved_bytes(case.training, SIZES))
     kept: dict[int, torch.Tensor] = {}
     weights = {p.untyped_storage().data_ptr() for p in (*case.model.parameters(), *case.model.buffers())}
 
