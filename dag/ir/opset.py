@@ -26,11 +26,11 @@ from fusion.dag.ir import (
 )
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import Arg, Graph, Node, Ref, TensorType
-from fusion.dag.ir.opset_spec import MAX_LIST, MAX_RANK, REQUIRED, Call, Kind, OpSpec, Parameter
+from fusion.dag.ir.opset_spec import MAX_LIST, MAX_RANK, REQUIRED, Call, OpSpec, Parameter
 
 __all__ = [
     "MAX_LIST", "MAX_RANK", "OPSET", "OPSET_VERSION", "REQUIRED", "Call", "OpSpec", "Parameter",
-    "infer", "kept", "mixed_dims", "needed_version", "node_kind", "spec",
+    "infer", "kept", "mixed_dims", "needed_version", "spec",
 ]  # fmt: skip
 
 OPSET_VERSION = 2  # raised where operators are added; what one of them computes never changes
@@ -100,11 +100,3 @@ def kept(node: Node) -> tuple[int, tuple[Ref, ...]] | None:
     slot = named["slot"]
     assert isinstance(slot, int)
     return slot, tuple(ref for ref in (named[name] for name in found.keeps) if isinstance(ref, Ref))
-
-
-def node_kind(graph: Graph, node: Node) -> Kind:
-    """The kind of a node in the papers' sense (FusionLLM, section 3.1): a loss; parametric where it reads a variable;
-    non-parametric otherwise."""
-    if spec(node.op).kind == "loss":
-        return "loss"
-    return "parametric" if any(ref.name in graph.variable_names for ref in node.refs()) else "nonparametric"

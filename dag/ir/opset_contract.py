@@ -226,7 +226,7 @@ def _norm_flops(call: Call, _: Types) -> int:
 def _n(name: str, parameters: str, infer: Infer, mixes: Mixes) -> OpSpec:
     return op(
         name, parameters, infer, "norm",
-        kind="parametric", mixes=mixes, flops=_norm_flops, saves=("input", "copy") if name == "aten.rms_norm" else ("input",), backward={"input": 2.0},
+        mixes=mixes, flops=_norm_flops, saves=("input", "copy") if name == "aten.rms_norm" else ("input",), backward={"input": 2.0},
     )  # fmt: skip
 
 
@@ -246,7 +246,7 @@ _ATTENTION_BACKWARD = {"query": 2.5 / 3, "key": 2.5 / 3, "value": 2.5 / 3}
 
 SPECS: list[OpSpec] = [
     op("aten.linear", "input: tensor, weight: tensor, bias: tensor? = None", linear, "contraction",
-       kind="parametric", mixes=_linear_mixes, flops=_linear_flops, saves=("input", "weight"), bilinear=True, backward={"input": 1.0, "weight": 1.0}),
+       mixes=_linear_mixes, flops=_linear_flops, saves=("input", "weight"), bilinear=True, backward={"input": 1.0, "weight": 1.0}),
     _product("aten.matmul", "self: tensor, other: tensor", matmul, "self", "other"),
     _product("aten.mm", "self: tensor, mat2: tensor", plain_product(("self", "mat2"), 2), "self", "mat2"),
     _product("aten.bmm", "self: tensor, mat2: tensor", plain_product(("self", "mat2"), 3), "self", "mat2"),
@@ -255,7 +255,7 @@ SPECS: list[OpSpec] = [
     _product("aten.baddbmm", "self: tensor, batch1: tensor, batch2: tensor, beta: number = 1, alpha: number = 1",
              plain_product(("batch1", "batch2"), 3, "self"), "batch1", "batch2", 1),
     op("aten.embedding", "weight: tensor, indices: tensor, padding_idx: dim = -1, scale_grad_by_freq: bool = False", embedding, "move",
-       kind="parametric", mixes=lambda c: {"weight": {0}}, saves=("indices",)),
+       mixes=lambda c: {"weight": {0}}, saves=("indices",)),
     _n("aten.layer_norm", "input: tensor, normalized_shape: dims, weight: tensor? = None, bias: tensor? = None, eps: float = 1e-05", last_dims_norm, _last_dims_mixes),
     _n("aten.rms_norm", "input: tensor, normalized_shape: dims, weight: tensor? = None, eps: float? = None", last_dims_norm, _last_dims_mixes),
     _n("aten.group_norm", "input: tensor, num_groups: int, weight: tensor? = None, bias: tensor? = None, eps: float = 1e-05", channel_norm, _channel_norm_mixes),

@@ -146,7 +146,7 @@ def _c(name: str, n: int, transposed: bool = False, since: int = 1) -> OpSpec:
     )
     return op(
         name, parameters, convolution(n, transposed), "convolution",
-        kind="parametric", mixes=_convolution_mixes(n, transposed), flops=_transposed_flops if transposed else _convolution_flops,
+        mixes=_convolution_mixes(n, transposed), flops=_transposed_flops if transposed else _convolution_flops,
         saves=("input", "weight"), bilinear=True, backward={"input": 1.0, "weight": 1.0}, since=since,
     )  # fmt: skip
 
@@ -225,7 +225,6 @@ SPECS: list[OpSpec] = [
         "input: tensor, weight: tensor, bias: tensor?, slot: int",
         cached_convolution,
         "attention",
-        kind="parametric",
         mixes=lambda c: {"weight": {2}},
         flops=_cached_flops,
         differentiable=False,

@@ -59,5 +59,5 @@ def chosen_reads(call: Call) -> dict[str, float]:
 
 SPECS: list[OpSpec] = [
     op("fusion.expert_linear", "input: tensor, ids: tensor, weight: tensor, bias: tensor?, first: int, of: int, transposed: bool", expert_linear, "contraction",
-       kind="parametric", mixes=_mixes, flops=chosen_flops, reads=chosen_reads, saves=("input", "ids", "weight"), bilinear=True, backward={"input": 1.0, "weight": 1.0}, since=2),
+       mixes=_mixes, flops=chosen_flops, reads=chosen_reads, saves=("input", "ids", "weight"), bilinear=True, backward={"input": 1.0, "weight": 1.0}, since=2),
 ]  # fmt: skip

@@ -116,13 +116,13 @@ def _each(dtype: str, name: str, per_byte: int) -> list[OpSpec]:
     return [
         op(f"fusion.linear_{name}", "input: tensor, weight: tensor, scales: tensor, minimums: tensor?, bias: tensor?",
            quantised_linear(dtype, per_byte), "contraction",
-           kind="parametric", mixes=_linear_mixes, flops=_linear_flops, differentiable=False, since=2),
+           mixes=_linear_mixes, flops=_linear_flops, differentiable=False, since=2),
         op(f"fusion.embedding_{name}", "weight: tensor, scales: tensor, minimums: tensor?, indices: tensor, dtype: dtype",
            quantised_embedding(dtype, per_byte), "move",
-           kind="parametric", mixes=_embedding_mixes, differentiable=False, since=2),
+           mixes=_embedding_mixes, differentiable=False, since=2),
         op(f"fusion.expert_linear_{name}", "input: tensor, ids: tensor, weight: tensor, scales: tensor, minimums: tensor?, bias: tensor?, first: int, of: int",
            quantised_expert_linear(dtype, per_byte), "contraction",
-           kind="parametric", mixes=_expert_mixes, flops=chosen_flops, reads=chosen_reads, differentiable=False, since=2),
+           mixes=_expert_mixes, flops=chosen_flops, reads=chosen_reads, differentiable=False, since=2),
     ]  # fmt: skip
 
 

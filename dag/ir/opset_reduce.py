@@ -165,7 +165,7 @@ def _r(
 def _loss(name: str, parameters: str, infer: Infer, mixes: Mixes, saves: str, flops: int) -> OpSpec:
     return op(
         name, parameters, infer, "reduction",
-        kind="loss", mixes=mixes, flops=_per_input(flops), saves=tuple(saves.split()),
+        loss=True, mixes=mixes, flops=_per_input(flops), saves=tuple(saves.split()),
     )  # fmt: skip
 
 

@@ -19,7 +19,6 @@ from fusion.dag.ir.graph import Arg, DType, Ref, TensorType
 MAX_RANK = 8
 MAX_LIST = 1024  # elements of a list argument, and results of a node
 
-Kind = Literal["parametric", "nonparametric", "loss"]
 # What limits the speed of an op, so that a device can be given one measured efficiency for each class.
 Family = Literal[
     "contraction", "attention", "convolution", "norm", "pointwise", "reduction", "move", "view", "make"
@@ -117,7 +116,7 @@ class OpSpec:
     parameters: tuple[Parameter, ...]
     infer: Infer
     family: Family
-    kind: Kind = "nonparametric"
+    loss: bool = False
     mixes: Mixes = no_mixing
     flops: Flops = no_flops
     reads: Reads = all_read

@@ -73,7 +73,7 @@ class _Casts:
         found = spec(node.op)
         if found.family in _HALF:
             return self._half if any(ref in self._learned for ref in refs) else _FLOAT32
-        if found.family in _FULL or found.kind == "loss" or node.op in _STEEP:
+        if found.family in _FULL or found.loss or node.op in _STEEP:
             return _FLOAT32
         if found.family in ("pointwise", "move") and any(map(self._too_large, constants(node.args))):
             return _FLOAT32

@@ -445,7 +445,7 @@ def test_saved_bytes_are_what_autograd_keeps(sample: tuple[Any, ...]) -> None:
     node = Node("node", name, args, infer(name, args, types))
     graph = Graph(tuple(Input(r.name, t) for r, t in types.items()), (), (node,), (Ref("node"),))
     floats = frozenset(r for r, t in types.items() if "float" in t.dtype)
-    loss = spec(name).kind == "loss"
+    loss = spec(name).loss
     if name == "aten.matmul" and 3 <= len(given[0].shape) != len(given[1].shape) >= 3:
         return  # the framework expands a copy first
     (saved,) = node_saved_bytes(graph, {}, floats)

@@ -16,7 +16,6 @@ from torch.nn import functional
 from fusion.dag.ir import serialise
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import Graph
-from fusion.dag.ir.opset import node_kind
 from fusion.runtime.capture.capture import (
     capture_language_model,
     capture_module,
@@ -264,7 +263,6 @@ def test_layers_constants_and_buffers() -> None:
     exported = {v.name for v in graph.variables if is_exported(v.name)}
     assert exported == set(module.state_dict())
     assert {v.name for v in graph.variables} - exported == {"constant:plain", "constant:table"}
-    assert {node_kind(graph, n) for n in graph.nodes if n.op == "aten.linear"} == {"parametric"}
 
 
 def test_a_language_model_has_two_symbols_and_tied_weights_once() -> None:
@@ -278,7 +276,6 @@ def test_a_language_model_has_two_symbols_and_tied_weights_once() -> None:
     training = capture_language_model(module, training=True, maximum_sequence=24)
     assert [i.name for i in training.inputs] == ["input_ids", "position_ids", "targets"]
     assert training.types[training.outputs[0]].shape == ()
-    assert node_kind(training, training.nodes[-1]) == "loss"
     serialise.validate(training)
     for batch, length in ((1, 1), (1, 7), (3, 24)):
         ids = torch.randint(0, 32, (batch, length))

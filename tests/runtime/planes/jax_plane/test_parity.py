@@ -83,7 +83,7 @@ def names_of(op: str, args: tuple[Any, ...]) -> Iterator[str]:
     for parameter, arg in zip(spec(op).parameters, args, strict=True):
         for each in arg if isinstance(arg, tuple) else (arg,):
             if isinstance(each, Ref):
-                loss = spec(op).kind == "loss" and parameter.name == "weight"
+                loss = spec(op).loss and parameter.name == "weight"
                 yield "weight of a loss" if loss else parameter.name
 
 
