@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fusion.runtime.job.errors import JobError
 from fusion.swarm.authority.belief import Belief, Sight, believe
 from fusion.swarm.claims.owners_seen import Claims
-from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Place
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId
 
@@ -152,7 +152,7 @@ async def overview(context: Context) -> tuple[Seen, ...]:
     return tuple(Seen(belief, claims[job]) for job, belief in beliefs.items() if belief is not None)
 
 
-def _stages_in_turn(jobs: Sequence[JobId], stages: Mapping[JobId, int]) -> Iterator[tuple[JobId, int]]:
+def _stages_in_turn(jobs: Sequence[JobId], stages: Mapping[JobId, int]) -> Iterator[Place]:
     """READ_STAGES of each job, those first whose place in it and its own place among the jobs are the least together: neither many
     jobs nor jobs of many stages keep others from being looked at."""
     for both in range(len(jobs) + READ_STAGES - 1):

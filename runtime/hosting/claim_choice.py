@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fusion.swarm.claims.election import HEAD_START_SECONDS, is_idle, successors, tie_break
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
-from fusion.swarm.directory.records import ClaimRecord, JobId, PeerRecord
+from fusion.swarm.directory.records import ClaimRecord, JobId, PeerRecord, Place
 from fusion.swarm.transport import PeerId
 
 # Idle peers may see a hole a heartbeat later than we did, and look at it again a heartbeat after it is theirs.
@@ -111,7 +111,7 @@ def one_each(
 
 
 def one_to_hand_on(
-    ours: Mapping[tuple[JobId, int], Sequence[ClaimRecord]], proposed: Collection[tuple[JobId, int]]
+    ours: Mapping[Place, Sequence[ClaimRecord]], proposed: Collection[Place]
 ) -> tuple[JobId, int, tuple[PeerId, ...]] | None:
     """Of the stages that run here, with their claims: one that idle peers stand by for and that is not the only one of
     its job here, nor was proposed to us; and those peers, best first. The lead's stage last."""

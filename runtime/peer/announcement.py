@@ -21,7 +21,7 @@ from fusion.runtime.peer.peer_file import RunningPeer, written_down
 from fusion.runtime.peer.questions import serve_questions
 from fusion.swarm.control.server import ControlServer
 from fusion.swarm.directory.membership import Membership, MembershipConfig
-from fusion.swarm.directory.records import JobId, PeerRecord
+from fusion.swarm.directory.records import PeerRecord, Place
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.transport import PeerId
 
@@ -44,7 +44,7 @@ async def announced(
     context: Context,
     capability: Callable[[], Capability],
     bootstrap: tuple[str, ...],
-    hosted: Callable[[], Sequence[tuple[JobId, int]]],
+    hosted: Callable[[], Sequence[Place]],
     loading: Callable[[], Sequence[StageLoading]],
     http: str = "",
 ) -> AsyncIterator[Announcement]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.progress import TOLD_LOADING, StageLoading
 from fusion.runtime.job.protocol import STATUS
-from fusion.swarm.directory.records import JobId
+from fusion.swarm.directory.records import Place
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.protocol import DIRECTORY
 from fusion.swarm.thin.directory_server import DirectoryServer, SealedDirectory
@@ -20,7 +20,7 @@ TOLD_PLACES = 512
 async def serve_questions(
     context: Context,
     directory: SealedDirectory,
-    hosted: Callable[[], Sequence[tuple[JobId, int]]],
+    hosted: Callable[[], Sequence[Place]],
     loading: Callable[[], Sequence[StageLoading]],
 ) -> None:
     """Answer from now on. `hosted`: the stages that run here; `loading`: those that are on their way into memory."""
@@ -33,7 +33,7 @@ async def serve_questions(
 async def tell_status(
     stream: Stream,
     context: Context,
-    hosted: Sequence[tuple[JobId, int]],
+    hosted: Sequence[Place],
     loading: Sequence[StageLoading] = (),
 ) -> None:
     """What `fusion-peer status` shows of one peer beyond its record."""

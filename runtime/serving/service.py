@@ -20,7 +20,7 @@ from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition, r
 from fusion.runtime.serving.ring.stage import RingStage
 from fusion.runtime.serving.stage_loader import StageLoader
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
-from fusion.swarm.directory.records import JobId, JobRecord
+from fusion.swarm.directory.records import JobId, JobRecord, Place
 from fusion.swarm.errors import QuotaExceeded, StaleTerm, SwarmError
 from fusion.swarm.streams.queued_stream import hello
 from fusion.swarm.transport import Stream
@@ -31,9 +31,6 @@ LOADING_SECONDS = 60.0  # for which a stream waits for a stage that is being loa
 LOADING_WORD_SECONDS = 0.4  # between two words to a gateway that waits
 COPY_RETRY_SECONDS = 30.0
 LOAD_SECONDS = 1.0  # between two looks at how many sessions a stage has
-
-
-Place = tuple[JobId, int]
 
 
 @dataclass(eq=False)

@@ -21,12 +21,10 @@ from fusion.runtime.serving.grammar.grammars import Grammars
 from fusion.runtime.serving.loaded_stage import LoadedStage
 from fusion.runtime.serving.ring.frames import LastReader, last_reader, plan_ring
 from fusion.runtime.serving.stage_blobs import StageBlobs
-from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.directory.records import Digest, JobId, Place
 from fusion.swarm.printable import one_line
 
 REMEMBERED_RINGS = 8
-
-Place = tuple[JobId, int]
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,9 @@ from fusion.runtime.training.stage_source import StageParts, StageSource, traine
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.faults import Faults
 from fusion.runtime.training.step.handover_state import HandoverState
-from fusion.swarm.directory.records import JobId, JobRecord
+from fusion.swarm.directory.records import JobId, JobRecord, Place
 from fusion.swarm.transport import PeerId
 
-Place = tuple[JobId, int]
 REMEMBERED_JOBS = 1024
 
 

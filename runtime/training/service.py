@@ -15,11 +15,11 @@ from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.training.host import TrainingHost
-from fusion.runtime.training.loader import Place, StageLoader
+from fusion.runtime.training.loader import StageLoader
 from fusion.runtime.training.snapshots.stage_files import sweep
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.handover_state import HandoverState
-from fusion.swarm.directory.records import JobId, JobRecord
+from fusion.swarm.directory.records import JobId, JobRecord, Place
 from fusion.swarm.identity import is_peer_id
 from fusion.swarm.streams.queued_stream import hello
 from fusion.swarm.transport import PeerId, Stream

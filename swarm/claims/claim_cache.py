@@ -19,7 +19,7 @@ from fusion.swarm.claims import tenure
 from fusion.swarm.claims.election import latest, rank
 from fusion.swarm.claims.tenure import NEVER, Holding, Seat, Tenure
 from fusion.swarm.claims.testimony import Testimony, open_testimony, told
-from fusion.swarm.directory.records import ClaimRecord, JobId, Record
+from fusion.swarm.directory.records import ClaimRecord, JobId, Place, Record
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Verify
 from fusion.swarm.transport import PeerId
@@ -29,7 +29,6 @@ SHOWN = 8  # claims of one stage that were shown to us and are kept
 # How far below the ceiling a term must lie that only somebody's word stands for: a claim above it has to count.
 HINT_SPARE = 2 * tenure.ROUNDS
 
-Slot = tuple[JobId, int]
 # What its peer must be admitted for: whoever stands by may be the next owner only where it may own.
 _ROLES: dict[str, Role] = {"owner": "own", "replica": "stand-by", "standby": "stand-by"}
 
@@ -55,10 +54,10 @@ class ClaimCache:
         self._verify = verify
         self._access = access
         self._applied: FIFOCache[JobId, JobLaw] = FIFOCache(KNOWN_LAWS)
-        self._hints: FIFOCache[Slot, int] = FIFOCache(limit)
-        self._read: FIFOCache[Slot, tuple[ClaimRecord, ...]] = FIFOCache(limit)
-        self._shown: FIFOCache[Slot, dict[PeerId, bytes]] = FIFOCache(limit)  # sealed
-        self._tenures: FIFOCache[Slot, Tenure] = FIFOCache(limit)
+        self._hints: FIFOCache[Place, int] = FIFOCache(limit)
+        self._read: FIFOCache[Place, tuple[ClaimRecord, ...]] = FIFOCache(limit)
+        self._shown: FIFOCache[Place, dict[PeerId, bytes]] = FIFOCache(limit)  # sealed
+        self._tenures: FIFOCache[Place, Tenure] = FIFOCache(limit)
         # The stages of a job that a peer held when they were last worked out: not looked for among thousands, for every claim.
         self._held: FIFOCache[tuple[JobId, PeerId], set[int]] = FIFOCache(limit)
 
@@ -77,77 +76,77 @@ class ClaimCache:
             if self._hints.get((law.job, stage), 0) > highest - HINT_SPARE:
                 del self._hints[law.job, stage]  # a claim above it would count for nothing
 
-    def observe(self, slot: Slot, term: int) -> None:
+    def observe(self, place: Place, term: int) -> None:
         """Somebody says that the stage had this term: ours shall be above it. It costs nobody else's."""
-        if self._hints.get(slot, 0) < term <= self._ceiling(slot[0]) - HINT_SPARE:
-            self._hints[slot] = term
+        if self._hints.get(place, 0) < term <= self._ceiling(place[0]) - HINT_SPARE:
+            self._hints[place] = term
 
-    def term(self, slot: Slot) -> int:
+    def term(self, place: Place) -> int:
         """The highest term that the stage was held under; 0 for none."""
-        known = self._tenures.get(slot)
+        known = self._tenures.get(place)
         return 0 if known is None else max(known.claim.term, known.used)
 
-    def known(self, slot: Slot) -> Tenure | None:
+    def known(self, place: Place) -> Tenure | None:
         """Who held the stage when that was last worked out (`tenure`)."""
-        return self._tenures.get(slot)
+        return self._tenures.get(place)
 
-    def highest(self, slot: Slot) -> int:
+    def highest(self, place: Place) -> int:
         """The highest term of the stage that we believe, or that somebody spoke of."""
-        return max(self.term(slot), self._hints.get(slot, 0))
+        return max(self.term(place), self._hints.get(place, 0))
 
-    def read(self, slot: Slot, claims: tuple[ClaimRecord, ...]) -> None:
+    def read(self, place: Place, claims: tuple[ClaimRecord, ...]) -> None:
         """The directory has just said `claims`."""
-        self._read[slot] = claims
+        self._read[place] = claims
 
-    def recent(self, slot: Slot, own: ClaimRecord | None) -> tuple[ClaimRecord, ...]:
+    def recent(self, place: Place, own: ClaimRecord | None) -> tuple[ClaimRecord, ...]:
         """What is true of the stage, from what was read last and shown to us: of claims to own it only the one that
         counts, while its lease lasts. Nothing is asked."""
-        held = self.tenure(slot, own)
-        found = [claim for claim in self.seen(slot, own) if claim.role != "owner"]
+        held = self.tenure(place, own)
+        found = [claim for claim in self.seen(place, own) if claim.role != "owner"]
         if held is not None and held.claim.peer == self._peer_id:
             return tuple(found if own is None or own.role != "owner" else [*found, own])
         return tuple(found if held is None or not held.lives(self._now()) else [*found, held.claim])
 
-    def behind(self, slot: Slot, own: ClaimRecord | None) -> ClaimRecord | None:
+    def behind(self, place: Place, own: ClaimRecord | None) -> ClaimRecord | None:
         """Of a stage that nobody holds any more: the live claim of whoever knows no better than to claim it under a term
         that was used before."""
-        held = self.tenure(slot, own)
+        held = self.tenure(place, own)
         if held is None or held.lives(self._now()):
             return None
-        late = [c for c in self.seen(slot, own) if c.role == "owner" and c.expires_at > self._now()]
+        late = [c for c in self.seen(place, own) if c.role == "owner" and c.expires_at > self._now()]
         return max((c for c in late if c.term <= held.claim.term), key=rank, default=None)
 
-    def give_up(self, slot: Slot) -> None:
+    def give_up(self, place: Place) -> None:
         """Our own claim of the stage is no more."""
-        known = self._tenures.get(slot)
+        known = self._tenures.get(place)
         if known is not None and known.claim.peer == self._peer_id:
-            self._tenures[slot] = replace(known, until=NEVER, lapsed=None, settled=True)
+            self._tenures[place] = replace(known, until=NEVER, lapsed=None, settled=True)
 
-    def tenure(self, slot: Slot, own: ClaimRecord | None) -> Tenure | None:
+    def tenure(self, place: Place, own: ClaimRecord | None) -> Tenure | None:
         """Who holds the stage now, or held it last."""
         view = tenure.View(
             proves=self.proves,
             words=self.words,
             now=self._now(),
-            ceiling=self._ceiling(slot[0]),
-            alone=self._is_alone(slot),
+            ceiling=self._ceiling(place[0]),
+            alone=self._is_alone(place),
             chosen=self._chosen,
         )
-        known = tenure.settle(self._tenures.get(slot), self.seen(slot, own), view)
+        known = tenure.settle(self._tenures.get(place), self.seen(place, own), view)
         if known is not None:
-            self._tenures[slot] = known
-            self._held.setdefault((slot[0], known.claim.peer), set()).add(slot[1])
+            self._tenures[place] = known
+            self._held.setdefault((place[0], known.claim.peer), set()).add(place[1])
         return known
 
-    def seen(self, slot: Slot, own: ClaimRecord | None) -> tuple[ClaimRecord, ...]:
+    def seen(self, place: Place, own: ClaimRecord | None) -> tuple[ClaimRecord, ...]:
         """Every claim of the stage that may be made, whether it counts or not, the newest of each peer."""
-        found = {claim.peer: claim for claim in self._read.get(slot, ())}
-        for peer in list(self._shown.get(slot, ())):
-            shown = self._open(slot, peer)
+        found = {claim.peer: claim for claim in self._read.get(place, ())}
+        for peer in list(self._shown.get(place, ())):
+            shown = self._open(place, peer)
             if shown is not None:
                 found[peer] = latest(found.get(peer), shown)
-        highest = self._ceiling(slot[0]) - HINT_SPARE
-        self.observe(slot, max((claim.term for claim in found.values() if claim.term <= highest), default=0))
+        highest = self._ceiling(place[0]) - HINT_SPARE
+        self.observe(place, max((claim.term for claim in found.values() if claim.term <= highest), default=0))
         before = found.pop(self._peer_id, None)
         if own is not None:
             found[own.peer] = own
@@ -165,13 +164,13 @@ class ClaimCache:
             raise RecordError(
                 f"{claim.peer} may not own stage {claim.stage} of job {claim.job[:12]}: {refused}"
             )
-        slot = (claim.job, claim.stage)
-        if slot not in self._read:
+        place = (claim.job, claim.stage)
+        if place not in self._read:
             raise RecordError(
                 "nothing is known of that stage yet"
             )  # what was shown first is not believed first
-        shown = self._shown.setdefault(slot, {})
-        before = self._open(slot, claim.peer)
+        shown = self._shown.setdefault(place, {})
+        before = self._open(place, claim.peer)
         if before is None or before.term <= claim.term:
             shown.pop(claim.peer, None)
             while len(shown) >= SHOWN:
@@ -222,8 +221,8 @@ class ClaimCache:
 
     def _voters(self, claim: ClaimRecord, holding: Holding) -> set[PeerId]:
         """Those whose word counts, and who give it so; whoever shows a forged one has no others."""
-        slot, now = (claim.job, claim.stage), self._now()
-        counting = frozenset({holding.peer}).union(*self._seats(slot, holding.peer))
+        place, now = (claim.job, claim.stage), self._now()
+        counting = frozenset({holding.peer}).union(*self._seats(place, holding.peer))
 
         def matters(said: Testimony) -> bool:
             return said.holding == holding and said.voter in counting and said.is_good(now)
@@ -238,29 +237,29 @@ class ClaimCache:
 
         return (said for said, _ in sound(claim.proof, told, matters, check))
 
-    def is_majority(self, slot: Slot, suspect: PeerId, voters: set[PeerId]) -> bool:
+    def is_majority(self, place: Place, suspect: PeerId, voters: set[PeerId]) -> bool:
         """Whether so many jurors have a word against the stage's holder."""
-        return bool(voters) and tenure.is_majority(voters, self._seats(slot, suspect))
+        return bool(voters) and tenure.is_majority(voters, self._seats(place, suspect))
 
-    def jurors(self, slot: Slot, suspect: PeerId) -> tuple[PeerId, ...]:
+    def jurors(self, place: Place, suspect: PeerId) -> tuple[PeerId, ...]:
         """Whose word counts on whether `suspect` holds the stage."""
-        return tuple(sorted(frozenset().union(*self._seats(slot, suspect))))
+        return tuple(sorted(frozenset().union(*self._seats(place, suspect))))
 
-    def unheard(self, slot: Slot, claim: ClaimRecord, holding: Holding) -> tuple[int, ...]:
+    def unheard(self, place: Place, claim: ClaimRecord, holding: Holding) -> tuple[int, ...]:
         """The stages near this one whose owners, as far as we know, have no word in the claim's proof; the vacant ones too."""
-        law, voters = self._access.law(slot[0]), self._voters(claim, holding)
-        near = () if law is None else tenure.jury(slot[1], law.stages)
-        held = {stage: self._tenures.get((slot[0], stage)) for stage in near}
+        law, voters = self._access.law(place[0]), self._voters(claim, holding)
+        near = () if law is None else tenure.jury(place[1], law.stages)
+        held = {stage: self._tenures.get((place[0], stage)) for stage in near}
         # Whoever holds several has one word, and who is suspected none.
         said = voters | {holding.peer}
         return tuple(
             stage for stage in near if (known := held[stage]) is None or known.claim.peer not in said
         )
 
-    def unproven(self, slot: Slot, own: ClaimRecord) -> Holding | None:
+    def unproven(self, place: Place, own: ClaimRecord) -> Holding | None:
         """Whom a proof of our claim of the stage should be over and is not: the holder whose lease ran out before us, or
         somebody who still claims it under a term that ours does not exceed by right."""
-        known = self._tenures.get(slot)
+        known = self._tenures.get(place)
         if known is None or known.claim.peer != self._peer_id:
             return None
         if not known.settled:
@@ -268,24 +267,24 @@ class ClaimCache:
         now = self._now()
         rivals = [
             Holding(claim.peer, claim.term)
-            for claim in self.seen(slot, own)
+            for claim in self.seen(place, own)
             if claim.role == "owner" and claim.peer != self._peer_id and claim.expires_at > now
         ]
         unproven = [r for r in rivals if r.term <= own.term and not self.proves(own, r)]
         return max(unproven, key=lambda rival: rival.term, default=None)
 
-    def _seats(self, slot: Slot, suspect: PeerId | None = None) -> tuple[Seat, ...]:
-        job, stage = slot
+    def _seats(self, place: Place, suspect: PeerId | None = None) -> tuple[Seat, ...]:
+        job, stage = place
         law = self._access.law(job)
         if law is None:
             return ()
         held = (self._tenures.get((job, other)) for other in tenure.jury(stage, law.stages))
         return tenure.seats((each for each in held if each is not None), suspect, self._now())
 
-    def _is_alone(self, slot: Slot) -> bool:
+    def _is_alone(self, place: Place) -> bool:
         """Whether no stage's owner could ever have a word on this one."""
-        law = self._access.law(slot[0])
-        return law is None or not tenure.jury(slot[1], law.stages)
+        law = self._access.law(place[0])
+        return law is None or not tenure.jury(place[1], law.stages)
 
     def _chosen(self, claim: ClaimRecord) -> bool:
         """Whether the job's author gave the stage to the claim's peer, or one of those to whom it gave any said, however long ago, that
@@ -301,8 +300,8 @@ class ClaimCache:
         law = self._access.law(job)
         return tenure.ceiling(0 if law is None else law.launched_at, self._now())
 
-    def _open(self, slot: Slot, peer: PeerId) -> ClaimRecord | None:
-        shown = self._shown.get(slot, {})
+    def _open(self, place: Place, peer: PeerId) -> ClaimRecord | None:
+        shown = self._shown.get(place, {})
         if peer not in shown:
             return None
         try:

@@ -12,38 +12,37 @@ from dataclasses import replace
 
 from cachetools import FIFOCache
 
-from fusion.swarm.claims.claim_cache import Slot
 from fusion.swarm.directory.api import Directory
-from fusion.swarm.directory.records import ClaimRecord
+from fusion.swarm.directory.records import ClaimRecord, Place
 from fusion.swarm.errors import SwarmError
 
 logger = logging.getLogger(__name__)
 
 
-SAID_SLOTS = 65_536
+SAID_PLACES = 65_536
 
 
 class ClaimPublisher:
     """At most one claim of each stage. `ttl_seconds`: how long the directory keeps what is said."""
 
     def __init__(self, directory: Directory, ttl_seconds: float) -> None:
-        self.owned: dict[Slot, ClaimRecord] = {}
+        self.owned: dict[Place, ClaimRecord] = {}
         self.standing: dict[
-            Slot, ClaimRecord
+            Place, ClaimRecord
         ] = {}  # of stages that we stand by for or run beside their owner
-        self.claiming: dict[Slot, ClaimRecord] = {}  # to be won or lost: nothing else is said of these
+        self.claiming: dict[Place, ClaimRecord] = {}  # to be won or lost: nothing else is said of these
         self.wake = asyncio.Event()  # set when there is something for `say_unsaid`
         self.late: set[asyncio.Task[None]] = set()  # publications that nobody waits for any more
         self._directory = directory
         self._ttl_seconds = ttl_seconds
-        self._unsaid: dict[Slot, ClaimRecord] = {}
+        self._unsaid: dict[Place, ClaimRecord] = {}
         self._now = directory.now
         # How long what we said of a stage lasts, unix seconds.
-        self._until: FIFOCache[Slot, float] = FIFOCache(SAID_SLOTS)
+        self._until: FIFOCache[Place, float] = FIFOCache(SAID_PLACES)
 
-    def of(self, slot: Slot) -> ClaimRecord | None:
+    def of(self, place: Place) -> ClaimRecord | None:
         """Our claim of the stage, an owner's or a standby's, as others may see it."""
-        claim = self.owned.get(slot) or self.standing.get(slot)
+        claim = self.owned.get(place) or self.standing.get(place)
         return None if claim is None else self.dated(claim)
 
     def dated(self, claim: ClaimRecord) -> ClaimRecord:
@@ -52,9 +51,9 @@ class ClaimPublisher:
 
     def claims(self, claim: ClaimRecord) -> ClaimRecord:
         """From now on this is what we claim, until it is won or lost; with its end."""
-        slot = (claim.job, claim.stage)
-        self.claiming[slot] = claim
-        self._until[slot] = self._now() + self._ttl_seconds
+        place = (claim.job, claim.stage)
+        self.claiming[place] = claim
+        self._until[place] = self._now() + self._ttl_seconds
         return self.dated(claim)
 
     def lapsed(self, claim: ClaimRecord) -> bool:
@@ -70,9 +69,9 @@ class ClaimPublisher:
         """As `withdraw`, with the next `say_unsaid`."""
         self.say_soon(_released(claim))
 
-    def leave_unsaid(self, slot: Slot) -> None:
+    def leave_unsaid(self, place: Place) -> None:
         """Forget what `say_soon` was told of the stage."""
-        self._unsaid.pop(slot, None)
+        self._unsaid.pop(place, None)
 
     async def say_unsaid(self) -> None:
         unsaid, self._unsaid = self._unsaid, {}
@@ -80,10 +79,10 @@ class ClaimPublisher:
 
     async def say(self, claim: ClaimRecord) -> None:
         """Publish what we have to say of a stage now: what owns it or stands by for it, else `claim`."""
-        slot = (claim.job, claim.stage)
-        if slot in self.claiming:
+        place = (claim.job, claim.stage)
+        if place in self.claiming:
             return
-        claim = self.of(slot) or claim
+        claim = self.of(place) or claim
         try:
             await self.publish(claim)
         except SwarmError as error:

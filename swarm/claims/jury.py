@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from fusion.swarm.claims.claim_cache import ClaimCache, Slot
+from fusion.swarm.claims.claim_cache import ClaimCache
 from fusion.swarm.claims.claim_publisher import ClaimPublisher
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.claims.testimony import Testimony, open_testimony, seal_testimony
 from fusion.swarm.directory.api import Directory
-from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.directory.records import ClaimRecord, JobId, Place
 from fusion.swarm.errors import RecordError
 from fusion.swarm.transport import PeerId
 
@@ -26,7 +26,7 @@ class Jury:
         self._directory = directory
         self._ours = ours
         self._memory = memory
-        self._against_us: dict[Slot, dict[PeerId, Testimony]] = {}  # what jurors said of our own claim
+        self._against_us: dict[Place, dict[PeerId, Testimony]] = {}  # what jurors said of our own claim
 
     def jurors(self, job: JobId, stage: int, suspect: PeerId) -> tuple[PeerId, ...]:
         """Whose word counts on whether `suspect` still holds the stage, we among them where ours does."""
@@ -64,7 +64,7 @@ class Jury:
     def disowned(self, job: JobId, stage: int, juror: PeerId, refusal: Mapping[str, object]) -> bool:
         """`juror` refuses us with its word: whether by now so many have said that our claim of the stage is over that it
         is."""
-        slot, held = (job, stage), self._ours.owned.get((job, stage))
+        place, held = (job, stage), self._ours.owned.get((job, stage))
         if held is None:
             return True
         holding = Holding(self._peer_id, held.term)
@@ -74,15 +74,15 @@ class Jury:
         testimony = self._opened(job, stage, holding, PeerId(heir), juror, word)
         if testimony is None:
             return False
-        said = self._against_us.setdefault(slot, {})
+        said = self._against_us.setdefault(place, {})
         said[juror] = testimony
         now = self._directory.now()
         voters = {peer for peer, each in said.items() if each.holding == holding and each.is_good(now)}
-        return self._memory.is_majority(slot, self._peer_id, voters)
+        return self._memory.is_majority(place, self._peer_id, voters)
 
-    def forget(self, slot: Slot) -> None:
+    def forget(self, place: Place) -> None:
         """What was said of our claim of the stage: it is a new one, or no more."""
-        self._against_us.pop(slot, None)
+        self._against_us.pop(place, None)
 
     def _opened(
         self, job: JobId, stage: int, holding: Holding, heir: PeerId, voter: PeerId, word: bytes

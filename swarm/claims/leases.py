@@ -20,14 +20,14 @@ from weakref import WeakValueDictionary
 from fusion.swarm.authority.access import Access
 from fusion.swarm.authority.grants import Role
 from fusion.swarm.authority.law import JobLaw
-from fusion.swarm.claims.claim_cache import ClaimCache, Slot
+from fusion.swarm.claims.claim_cache import ClaimCache
 from fusion.swarm.claims.claim_publisher import ClaimPublisher
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.jury import Jury
 from fusion.swarm.claims.standbys import Standbys
 from fusion.swarm.claims.tenure import ROUNDS, Holding, Tenure
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS, Directory
-from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.directory.records import ClaimRecord, JobId, Place
 from fusion.swarm.directory.sealing import MAX_CLAIM_SECONDS
 from fusion.swarm.errors import RecordError, SwarmError
 from fusion.swarm.transport import PeerId
@@ -40,13 +40,13 @@ class LeaseConfig:
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     confirm_seconds: float = 0.3  # between publishing a claim and looking who else published one
     patience_seconds: float = 0.5  # for nodes that take a claim slowly, where somebody waits for a takeover
-    remembered_slots: int = 65_536  # stages whose holder we keep in mind
+    remembered_places: int = 65_536  # stages whose holder we keep in mind
     prove_seconds: float = 3.0  # from one request for testimonies on a stage of ours to the next
 
     def __post_init__(self) -> None:
-        if self.heartbeat_seconds <= 0 or self.confirm_seconds < 0 or self.remembered_slots < 1:
+        if self.heartbeat_seconds <= 0 or self.confirm_seconds < 0 or self.remembered_places < 1:
             raise ValueError(
-                "heartbeat_seconds and remembered_slots must be positive, confirm_seconds at least 0"
+                "heartbeat_seconds and remembered_places must be positive, confirm_seconds at least 0"
             )
         if self.patience_seconds <= 0:
             raise ValueError(f"patience_seconds must be positive, not {self.patience_seconds}")
@@ -57,7 +57,7 @@ class LeaseConfig:
 
 
 # Words of the jurors of a stage against one who held it, in our favour.
-Testimonies = Callable[[Slot, Holding], Awaitable[tuple[bytes, ...]]]
+Testimonies = Callable[[Place, Holding], Awaitable[tuple[bytes, ...]]]
 
 
 class Leases:
@@ -88,15 +88,15 @@ class Leases:
         self._memory = ClaimCache(
             peer_id,
             directory.unsealed,
-            self._config.remembered_slots,
+            self._config.remembered_places,
             directory.now,
             directory.verify,
             self.access,
         )
         self.standbys = Standbys(peer_id, self._ours, self._memory, self.access.chain)
         self.jury = Jury(peer_id, directory, self._ours, self._memory)
-        self._locks: WeakValueDictionary[Slot, asyncio.Lock] = WeakValueDictionary()  # of claims under way
-        self._proving: dict[Slot, float] = {}  # when testimonies were asked for last
+        self._locks: WeakValueDictionary[Place, asyncio.Lock] = WeakValueDictionary()  # of claims under way
+        self._proving: dict[Place, float] = {}  # when testimonies were asked for last
         self._loop: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -166,8 +166,8 @@ class Leases:
 
     def tenure(self, job: JobId, stage: int) -> Tenure | None:
         """Who holds the stage, or held it last, as far as we know; nothing is asked."""
-        slot = (job, stage)
-        return self._memory.tenure(slot, self._ours.of(slot))
+        place = (job, stage)
+        return self._memory.tenure(place, self._ours.of(place))
 
     async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
         """The live claims of a stage, one per peer (ours as we last said it); of those to own it the one that counts."""
@@ -176,8 +176,8 @@ class Leases:
 
     def recent(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
         """What `claims` said last, with our own claim and what was shown to us (`credit`) since; nothing is asked."""
-        slot = (job, stage)
-        return self._memory.recent(slot, self._ours.of(slot))
+        place = (job, stage)
+        return self._memory.recent(place, self._ours.of(place))
 
     async def claims_or_recent(
         self, job: JobId, stage: int, seconds: float | None = None
@@ -212,9 +212,9 @@ class Leases:
         Returns our claim (`ready` False), at once if we hold the stage already; None where another peer
         owns it or won. Raises RecordError (bad arguments) or TransportError (nobody could be asked).
         """
-        slot = (job, stage)
-        async with self._locks.setdefault(slot, asyncio.Lock()):
-            held = self._ours.owned.get(slot)
+        place = (job, stage)
+        async with self._locks.setdefault(place, asyncio.Lock()):
+            held = self._ours.owned.get(place)
             if held is not None:
                 # Whoever is gone, we are not: two who ask may know of different owners before us, and a claim above our
                 # own would leave what we host under it behind.
@@ -226,7 +226,7 @@ class Leases:
             before = self.tenure(job, stage)
             vacant = before is None or not before.lives(self._directory.now())
             # Above what was only spoken of, too, where nobody has to be shown that we follow the holder: it costs a number.
-            known = self._memory.highest(slot) if vacant else self.known_term(job, stage)
+            known = self._memory.highest(place) if vacant else self.known_term(job, stage)
             term = 1 + max(over, known)
             ours = ClaimRecord(
                 job=job,
@@ -240,26 +240,26 @@ class Leases:
                 grants=self.access.chain(job),
                 proof=proof,
             )
-            standing = self._ours.standing.pop(slot, None)  # must not be published over the claim
+            standing = self._ours.standing.pop(place, None)  # must not be published over the claim
             won: ClaimRecord | None = None
             try:
                 won = await self._win(ours, over, confirm)
             finally:
-                tried = self._ours.claiming.pop(slot)
+                tried = self._ours.claiming.pop(place)
                 if won is None:
-                    self._memory.give_up(slot)
+                    self._memory.give_up(place)
                     if standing is not None:
-                        self._ours.standing[slot] = replace(standing, term=max(standing.term, tried.term))
+                        self._ours.standing[place] = replace(standing, term=max(standing.term, tried.term))
                     await self._ours.withdraw(tried)
             if won is not None:
-                self._ours.owned[slot] = won
-                self.jury.forget(slot)
+                self._ours.owned[place] = won
+                self.jury.forget(place)
                 self.tenure(job, stage)
             return won
 
     async def _win(self, ours: ClaimRecord, over: int, confirm: bool) -> ClaimRecord | None:
         """Publish `ours`, raised above every rival, until nobody else can hold its term; None if another wins."""
-        slot = (ours.job, ours.stage)
+        place = (ours.job, ours.stage)
         for _ in range(ROUNDS):
             mine = self._ours.claims(ours)
             await self._ours.publish(ours, self._config.patience_seconds if over else None)
@@ -267,15 +267,15 @@ class Leases:
                 return ours
             if not over:
                 await asyncio.sleep(self._config.confirm_seconds)
-            self._memory.read(slot, await self._directory.claims(*slot))
-            held = self._memory.tenure(slot, mine)
+            self._memory.read(place, await self._directory.claims(*place))
+            held = self._memory.tenure(place, mine)
             if held is None or held.claim.peer != ours.peer:
                 return None
             # A rival of this term may have looked before we published and believe that it won: no two holders may
             # share a term, or receivers could not tell them apart. Nor may we take one that somebody released.
             rivals = [
                 claim.term
-                for claim in self._memory.seen(slot, mine)
+                for claim in self._memory.seen(place, mine)
                 if claim.peer != ours.peer
                 and claim.role in ("owner", "released")
                 and ours.term <= claim.term < held.floor + ROUNDS
@@ -305,8 +305,8 @@ class Leases:
         """Reckon with a sealed claim of an owner that somebody showed us, as if the directory had it, until it expires; it
         may cost us the stage. Raises RecordError for anything else, and for a claim that does not count."""
         claim = self._memory.credit(data)
-        slot = (claim.job, claim.stage)
-        tenure, held = self.tenure(*slot), self._ours.owned.get(slot)
+        place = (claim.job, claim.stage)
+        tenure, held = self.tenure(*place), self._ours.owned.get(place)
         if tenure is None or tenure.holding != (claim.peer, claim.term):
             raise RecordError(f"stage {claim.stage} is not {claim.peer}'s under term {claim.term}")
         if held is not None and claim.peer != self.peer_id:
@@ -325,9 +325,9 @@ class Leases:
     ) -> None:
         """Change what our claim says, an owner's or a standby's; published with the next heartbeat, at once where
         `ready` changed. Ignored for a stage of which we have no claim."""
-        slot = (job, stage)
-        claims = self._ours.owned if slot in self._ours.owned else self._ours.standing
-        held = claims.get(slot)
+        place = (job, stage)
+        claims = self._ours.owned if place in self._ours.owned else self._ours.standing
+        held = claims.get(place)
         if held is None:
             return
         changed = replace(
@@ -336,7 +336,7 @@ class Leases:
             load=held.load if load is None else load,
             ready=held.ready if ready is None else ready,
         )
-        claims[slot] = changed
+        claims[place] = changed
         if changed.ready != held.ready:
             self._ours.say_soon(changed)
 
@@ -351,40 +351,40 @@ class Leases:
 
     async def beat(self) -> None:
         """Renew every claim of ours, then give up those that a higher claim has beaten."""
-        for slot in [*self._ours.owned, *self._ours.standing]:
-            self._ours.leave_unsaid(slot)
+        for place in [*self._ours.owned, *self._ours.standing]:
+            self._ours.leave_unsaid(place)
         await asyncio.gather(
             self._ours.say_unsaid(),
-            *(self._renew(slot) for slot in list(self._ours.owned)),
-            *(self.standbys.renew(slot) for slot in list(self._ours.standing)),
+            *(self._renew(place) for place in list(self._ours.owned)),
+            *(self.standbys.renew(place) for place in list(self._ours.standing)),
         )
 
-    async def _renew(self, slot: Slot) -> None:
-        held = self._ours.owned.get(slot)
+    async def _renew(self, place: Place) -> None:
+        held = self._ours.owned.get(place)
         if held is None:
             return
-        refused = self.refusal(*slot, "own")
+        refused = self.refusal(*place, "own")
         if refused is not None:  # our grant has expired, or was revoked: nobody goes by our claim any more
             self._leave(held, refused)
             await self._ours.withdraw(held)
             return
         grants = self.access.chain(held.job)
         if grants != held.grants:
-            held = self._ours.owned[slot] = replace(held, grants=grants)
+            held = self._ours.owned[place] = replace(held, grants=grants)
         try:
             if self._ours.lapsed(held):
                 # We were away: whoever has followed meanwhile did so rightly, and must be seen before we go on.
-                await self._look(slot)
-            if slot in self._ours.owned:
-                await self._ours.publish(self._ours.owned[slot])
-                await self._look(slot)
+                await self._look(place)
+            if place in self._ours.owned:
+                await self._ours.publish(self._ours.owned[place])
+                await self._look(place)
         except SwarmError as error:
-            logger.warning("claim of stage %d of job %.8s not renewed: %s", slot[1], slot[0], error)
+            logger.warning("claim of stage %d of job %.8s not renewed: %s", place[1], place[0], error)
 
-    async def _look(self, slot: Slot) -> None:
+    async def _look(self, place: Place) -> None:
         """Who holds a stage of ours; we may have lost it."""
-        await self.claims(*slot)
-        held, tenure = self._ours.owned.get(slot), self.tenure(*slot)
+        await self.claims(*place)
+        held, tenure = self._ours.owned.get(place), self.tenure(*place)
         if held is None or tenure is None:  # it may have been released while we looked
             return
         if tenure.claim.peer != self.peer_id:
@@ -392,33 +392,33 @@ class Leases:
                 self._give_way(held, tenure.claim)
                 await self._ours.withdraw(held)
             return
-        unproven = self.unproven(*slot)
+        unproven = self.unproven(*place)
         now = self._directory.now()
-        if unproven is not None and now - self._proving.get(slot, 0.0) >= self._config.prove_seconds:
-            self._proving[slot] = now
+        if unproven is not None and now - self._proving.get(place, 0.0) >= self._config.prove_seconds:
+            self._proving[place] = now
             task = asyncio.create_task(self._prove(held, unproven), name="proving a claim")
             self._ours.late.add(task)
             task.add_done_callback(self._ours.late.discard)
 
     async def _prove(self, held: ClaimRecord, holding: Holding) -> None:
         """Have our claim carry the words of jurors that `holding` is over."""
-        slot = (held.job, held.stage)
-        words = () if self.testimonies is None else await self.testimonies(slot, holding)
-        owned = self._ours.owned.get(slot)
+        place = (held.job, held.stage)
+        words = () if self.testimonies is None else await self.testimonies(place, holding)
+        owned = self._ours.owned.get(place)
         if owned is None or owned.term != held.term:
             return
         # Of a holder whose lease ran out fewer than a majority count too, against rivals that have fewer still.
-        tenure = self.tenure(*slot)
+        tenure = self.tenure(*place)
         some = bool(words) and tenure is not None and not tenure.settled and tenure.lapsed == holding
-        if some or self.jury.is_proof(*slot, holding, self.peer_id, words):
-            self._ours.owned[slot] = replace(owned, proof=words)
+        if some or self.jury.is_proof(*place, holding, self.peer_id, words):
+            self._ours.owned[place] = replace(owned, proof=words)
             self._ours.say_soon(owned)
 
-    def _forget(self, slot: Slot) -> None:
+    def _forget(self, place: Place) -> None:
         """What was about our claim of the stage, which is no more."""
-        self._memory.give_up(slot)
-        self._proving.pop(slot, None)
-        self.jury.forget(slot)
+        self._memory.give_up(place)
+        self._proving.pop(place, None)
+        self.jury.forget(place)
 
     def _give_way(self, held: ClaimRecord, best: ClaimRecord) -> None:
         self._leave(held, f"went from us (term {held.term}) to {best.peer} (term {best.term})")

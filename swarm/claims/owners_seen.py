@@ -11,7 +11,7 @@ from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.authority.signed import sound
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.testimony import Succession, check_succession, successions, told_succession
-from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.directory.records import ClaimRecord, JobId, Place
 from fusion.swarm.identity import Verify
 from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
@@ -28,9 +28,7 @@ class OwnersSeen:
     """Who owned which stage, and under which term, as far as anybody here has looked."""
 
     def __init__(self) -> None:
-        self._seen: FIFOCache[tuple[JobId, int], dict[tuple[int, PeerId], None]] = FIFOCache(
-            REMEMBERED_STAGES
-        )
+        self._seen: FIFOCache[Place, dict[tuple[int, PeerId], None]] = FIFOCache(REMEMBERED_STAGES)
         self._heirs: FIFOCache[JobId, dict[PeerId, Succession]] = FIFOCache(REMEMBERED_JOBS)
 
     def see(self, job: JobId, stage: int, claims: Iterable[ClaimRecord]) -> ClaimRecord | None:

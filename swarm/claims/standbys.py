@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from fusion.swarm.claims.claim_cache import ClaimCache, Slot
+from fusion.swarm.claims.claim_cache import ClaimCache
 from fusion.swarm.claims.claim_publisher import ClaimPublisher
 from fusion.swarm.claims.election import is_idle
-from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.directory.records import ClaimRecord, JobId, Place
 from fusion.swarm.transport import PeerId
 
 
@@ -41,10 +41,10 @@ class Standbys:
         """Say, now and every heartbeat until `stand_down` or a won `Leases.claim`, that we could take the stage over:
         with its state of `step` here, and `ready` in memory; `busy` with stages of our own, so that others go first.
         Ignored for a stage that we own. A replica stays one unless it is `busy`."""
-        slot = (job, stage)
-        if slot in self._ours.owned or slot in self._ours.claiming:
+        place = (job, stage)
+        if place in self._ours.owned or place in self._ours.claiming:
             return
-        before = self._ours.standing.get(slot)
+        before = self._ours.standing.get(place)
         if before is not None and before.role == "replica" and not busy:
             claim = replace(before, score=score, step=step)
         else:
@@ -53,14 +53,14 @@ class Standbys:
                 stage=stage,
                 peer=self._peer_id,
                 role="standby",
-                term=self._memory.term(slot),
+                term=self._memory.term(place),
                 score=score,
                 step=step,
                 load=1.0 if busy else 0.0,
                 ready=ready,
                 grants=self._chain(job),
             )
-        self._ours.standing[slot] = claim
+        self._ours.standing[place] = claim
         if before is None or replace(before, term=claim.term, step=step) != claim:
             self._ours.say_soon(claim)
 
@@ -68,13 +68,13 @@ class Standbys:
         """Say from now on that we run the stage beside its owner, ready for sessions. The term of that claim, which
         stays the same for as long as we say so; 0 where we may not: only who stands by for the stage and owns none
         does."""
-        slot = (job, stage)
-        claim = self._ours.standing.get(slot)
+        place = (job, stage)
+        claim = self._ours.standing.get(place)
         if claim is None or not is_idle(claim):
             return 0
         if claim.role != "replica":
-            term = max(1, claim.term, self._memory.term(slot))
-            claim = self._ours.standing[slot] = replace(
+            term = max(1, claim.term, self._memory.term(place))
+            claim = self._ours.standing[place] = replace(
                 claim, role="replica", term=term, load=0.0, ready=True
             )
             self._ours.say_soon(claim)
@@ -82,18 +82,18 @@ class Standbys:
 
     def only_stand_by(self, job: JobId, stage: int) -> None:
         """Say that we run the stage beside its owner no longer, and only stand by for it."""
-        slot = (job, stage)
-        claim = self._ours.standing.get(slot)
+        place = (job, stage)
+        claim = self._ours.standing.get(place)
         if claim is not None and claim.role == "replica":
-            term = max(claim.term, self._memory.term(slot))
-            claim = self._ours.standing[slot] = replace(claim, role="standby", term=term, load=0.0)
+            term = max(claim.term, self._memory.term(place))
+            claim = self._ours.standing[place] = replace(claim, role="standby", term=term, load=0.0)
             self._ours.say_soon(claim)
 
     def beside(self, job: JobId, stage: int) -> bool:
         """Whether we say that we run the stage beside its owner, or are about to own it ourselves."""
-        slot = (job, stage)
-        claim = self._ours.standing.get(slot)
-        return slot in self._ours.claiming or (claim is not None and claim.role == "replica")
+        place = (job, stage)
+        claim = self._ours.standing.get(place)
+        return place in self._ours.claiming or (claim is not None and claim.role == "replica")
 
     def stand_down(self, job: JobId, stage: int) -> None:
         """No longer stand by for the stage."""
@@ -101,12 +101,12 @@ class Standbys:
         if claim is not None:
             self._ours.withdraw_soon(claim)
 
-    async def renew(self, slot: Slot) -> None:
+    async def renew(self, place: Place) -> None:
         """Say once more that we stand by for the stage, if we do."""
-        claim = self._ours.standing.get(slot)
+        claim = self._ours.standing.get(place)
         if claim is not None:
             if claim.role == "standby":  # sessions know a replica by its term
                 # Not below a claim of ours that was an owner's: readers go by the term where they have seen both.
-                term = max(claim.term, self._memory.term(slot))
-                self._ours.standing[slot] = replace(claim, term=term, grants=self._chain(claim.job))
+                term = max(claim.term, self._memory.term(place))
+                self._ours.standing[place] = replace(claim, term=term, grants=self._chain(claim.job))
             await self._ours.say(claim)

@@ -50,7 +50,7 @@ from fusion.swarm.blobs.blobs import Blobs
 from fusion.swarm.blobs.config import BlobConfig
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
-from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, PeerRecord
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, PeerRecord, Place
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
@@ -69,7 +69,7 @@ class RecordedService(TrainingService):
     def __init__(self, context: Context, plane: Plane) -> None:
         source = StageSource(context, StageGraphs(context))
         super().__init__(context, StageLoader(context, plane, source))
-        self.ran: dict[tuple[JobId, int], TrainingHost] = {}
+        self.ran: dict[Place, TrainingHost] = {}
         self._losses: dict[JobId, list[tuple[int, float]]] = {}
 
     async def _load(self, job: JobId, manifest: Manifest, stage: int, *rest: Any) -> TrainingHost:

@@ -17,7 +17,7 @@ from typing import Any
 from fusion.runtime.belief.shared_work import SharedWork
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.hosting.jobs.gossip import JobGossip
-from fusion.runtime.hosting.jobs.watchers import BUSY, Place, Watchers
+from fusion.runtime.hosting.jobs.watchers import BUSY, Turn, Watchers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.progress import Progress
@@ -101,16 +101,16 @@ class JobServer:
             lead = await self._leads.get(job, lambda: self._lead(job)) if is_digest(job) else None
             await stream.send("redirect", {"lead": lead})
             return
-        with self._watchers.place(stream.remote) as place:
-            await self._follow(stream, job, place)
+        with self._watchers.turn(stream.remote) as turn:
+            await self._follow(stream, job, turn)
 
     async def _lead(self, job: JobId) -> PeerId | None:
         async with self._reading:
             lead = winner(await self._context.leases.claims(job, 0))
         return None if lead is None else lead.peer
 
-    async def _follow(self, stream: Stream, job: JobId, place: Place) -> None:
-        """Tell of the job until it ends, the watcher goes or another one needs its place."""
+    async def _follow(self, stream: Stream, job: JobId, turn: Turn) -> None:
+        """Tell of the job until it ends, the watcher goes or another one needs its turn."""
         gone = asyncio.ensure_future(stream.receive())  # a watcher says nothing more
         last: Progress | None = None
         try:
@@ -121,13 +121,13 @@ class JobServer:
                         # Whoever sees the end asks the directory next: it must know of it, and of the last snapshot.
                         await self._gossip.say(job)
                     await _tell(stream, progress)
-                    self._watchers.told(place)
+                    self._watchers.told(turn)
                     last = progress
                 if (progress is not None and progress.finished) or gone.done():
                     return
-                if place.done():
+                if turn.done():
                     raise ValueError(BUSY)
-                ends: list[asyncio.Future[Any]] = [gone, place]
+                ends: list[asyncio.Future[Any]] = [gone, turn]
                 await asyncio.wait(ends, timeout=WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()

@@ -14,18 +14,18 @@ WATCHERS_PER_PEER = 16
 IDLE_SECONDS = 300.0  # without news, after which one gives way first, where there is no room for another
 BUSY = "busy: too many follow jobs here"
 
-Place = asyncio.Future[None]  # done once it has to be given up
+Turn = asyncio.Future[None]  # done once it has to be given up
 
 
 class Watchers:
     """`clock` gives seconds that only rise."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._shares: Shares[Place] = Shares(clock, WATCHERS, IDLE_SECONDS)
+        self._shares: Shares[Turn] = Shares(clock, WATCHERS, IDLE_SECONDS)
 
     @contextmanager
-    def place(self, peer: PeerId) -> Iterator[Place]:
-        """A place for one stream of `peer`. ValueError where it has its share, or nobody gives way."""
+    def turn(self, peer: PeerId) -> Iterator[Turn]:
+        """One for a stream of `peer`. ValueError where it has its share, or nobody gives way."""
         if self._shares.of(peer) >= WATCHERS_PER_PEER:
             raise ValueError(BUSY)
         while not self._shares.room():
@@ -34,14 +34,14 @@ class Watchers:
                 raise ValueError(BUSY)
             self._shares.release(other)
             other.set_result(None)
-        place: Place = asyncio.get_running_loop().create_future()
-        self._shares.take(place, peer)
+        turn: Turn = asyncio.get_running_loop().create_future()
+        self._shares.take(turn, peer)
         try:
-            yield place
+            yield turn
         finally:
-            self._shares.release(place)
-            place.cancel()
+            self._shares.release(turn)
+            turn.cancel()
 
-    def told(self, place: Place) -> None:
+    def told(self, turn: Turn) -> None:
         """It was told something new."""
-        self._shares.use(place)
+        self._shares.use(turn)

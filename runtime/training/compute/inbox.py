@@ -121,10 +121,10 @@ class Inbox:
     async def _decode(
         self, source: int, frame: Frame, header: TensorHeader, shape: tuple[int, ...], dtype: str
     ) -> None:
-        place = (header.attempt, header.step, header.microbatch, header.edge)
+        which = (header.attempt, header.step, header.microbatch, header.edge)
         sent = Sent(header.codec, header.masked, (frame.payload,))
         try:
-            tensor = await self.codecs.decode(place, frame.kind, sent, shape, dtype, evaluate=header.evaluate)
+            tensor = await self.codecs.decode(which, frame.kind, sent, shape, dtype, evaluate=header.evaluate)
         except ValueError as error:
             raise FrameError(f"{frame.kind} {header.edge[:80]!r}: {error}") from None
         if header.attempt == self._attempt:

@@ -36,7 +36,7 @@ T = TypeVar("T")
 DENSE = "none"
 EVALUATED = "int8"  # in the place of what leaves elements out
 
-_Place = tuple[Attempt, int, int, str]  # attempt, step, microbatch, edge
+_TensorId = tuple[Attempt, int, int, str]  # attempt, step, microbatch, edge
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StageCodecs:
         self._table: dict[str, tuple[str, str]] = {}
         self._feedback = ErrorFeedback()
         # Of each sparse activation of the steps under way: its codec, and the elements that it had.
-        self._masks: dict[_Place, tuple[str, torch.Tensor]] = {}
+        self._masks: dict[_TensorId, tuple[str, torch.Tensor]] = {}
         self._attempt: Attempt = NO_ATTEMPT
         self.use(config.codecs)
 
@@ -129,7 +129,7 @@ class StageCodecs:
 
     async def decode(
         self,
-        place: _Place,
+        tensor_id: _TensorId,
         kind: str,
         sent: Sent,
         shape: tuple[int, ...],
@@ -140,14 +140,14 @@ class StageCodecs:
         """ValueError for bytes that are not a tensor of that shape, or values for elements that we never sent."""
         (payload,), made = sent.buffers, codec(sent.spec)
         if sent.masked:
-            spec, indices = self._masks.get(place, (DENSE, None))
+            spec, indices = self._masks.get(tensor_id, (DENSE, None))
             if kind != "gradient" or spec != sent.spec or not isinstance(made, Sparse):
                 raise ValueError("values for elements that were not sent")
             return await self._run(made.decode_at, payload, shape, dtype, indices)
         if kind == "activation" and isinstance(made, Sparse) and not evaluate:
             decoded = await self._run(made.decode_sparse, payload, shape, dtype)
             if decoded.indices is not None:
-                self._masks[place] = (sent.spec, decoded.indices)
+                self._masks[tensor_id] = (sent.spec, decoded.indices)
             return decoded.tensor
         return await self._run(made.decode, payload, shape, dtype)
 
@@ -156,13 +156,11 @@ class StageCodecs:
     def advance(self, attempt: Attempt, step: int) -> None:
         """What belongs to earlier steps and attempts is forgotten."""
         self._attempt = attempt
-        self._masks = {place: mask for place, mask in self._masks.items() if place[:2] >= (attempt, step)}
+        self._masks = {of: mask for of, mask in self._masks.items() if of[:2] >= (attempt, step)}
 
     def forget(self, attempt: Attempt, edges: Collection[str]) -> None:
         """Of these edges what came in an attempt that we have not begun."""
-        self._masks = {
-            place: mask for place, mask in self._masks.items() if place[0] != attempt or place[3] not in edges
-        }
+        self._masks = {of: mask for of, mask in self._masks.items() if of[0] != attempt or of[3] not in edges}
 
     def commit(self) -> None:
         """What the step has left out is state now."""
@@ -170,7 +168,7 @@ class StageCodecs:
 
     async def discard(self) -> None:
         """Forget the step that is under way; what a partner has sent of an attempt that it began before us is of use yet."""
-        self._masks = {place: mask for place, mask in self._masks.items() if place[0] > self._attempt}
+        self._masks = {of: mask for of, mask in self._masks.items() if of[0] > self._attempt}
         await self._run(self._feedback.discard)  # behind whatever is being encoded
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from fusion.runtime.training.step.messages import Failed, Hello, Ready, encode
 from fusion.runtime.training.step.run_statistics import NO_ATTEMPT
 from fusion.swarm.claims.tenure import SPARE_TERMS, Holding
 from fusion.swarm.claims.testimony import Testimony, seal_testimony
-from fusion.swarm.directory.records import MAX_TERM, JobId
+from fusion.swarm.directory.records import MAX_TERM, Place
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId, call
 
@@ -37,7 +37,6 @@ PAUSE_SECONDS = 0.3
 AROUND = (-1, 0, 1, 2)  # the ceiling of terms
 HIGH = (MAX_TERM - 2, MAX_TERM - 1, MAX_TERM)
 
-Place = tuple[JobId, int]
 Owner = tuple[PeerId, int]  # and its term
 
 

@@ -12,13 +12,12 @@ from fusion.runtime.hosting.standby_assignment import (
     SPARE,
     WANTED,
     Candidate,
-    Place,
     Standby,
     StandbyCapacity,
     UncoveredStage,
     places_to_cover,
 )
-from fusion.swarm.directory.records import JobId
+from fusion.swarm.directory.records import JobId, Place
 from fusion.swarm.transport import PeerId
 
 JOB = JobId("a" * 64)

@@ -19,7 +19,7 @@ from fusion.swarm.blobs.blobs import Blobs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.clock import Clock
-from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, PeerRecord
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, PeerRecord, Place
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
@@ -29,7 +29,6 @@ from fusion.swarm.transport import PeerId
 
 JOB = JobId("a" * 64)
 STAGES = 4
-Place = tuple[JobId, int]
 
 
 def manifest(**changes: object) -> Manifest:

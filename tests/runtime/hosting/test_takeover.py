@@ -20,7 +20,7 @@ from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.claims.testimony import Testimony as Word
 from fusion.swarm.claims.testimony import seal_testimony
-from fusion.swarm.directory.records import ClaimRecord, JobId
+from fusion.swarm.directory.records import ClaimRecord, JobId, Place
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
@@ -246,7 +246,7 @@ def test_standbys_asked_at_the_same_moment_leave_one_owner_and_never_two_of_one_
                 for peer in (owner, *idle, *idle, owner):
                     await peer.context.leases.beat()
                     await peer.look()
-            held: list[tuple[JobId, int]] = []
+            held: list[Place] = []
             for peer in idle:
                 await peer.context.leases.beat()
                 peer.service.on_host = lambda job, term: held.append((job, term))

@@ -17,7 +17,7 @@ from fusion.swarm.claims.tenure import WORD_SECONDS, Holding
 from fusion.swarm.claims.testimony import Testimony as Word
 from fusion.swarm.claims.testimony import seal_testimony
 from fusion.swarm.directory.api import RECORD_TTL_SECONDS
-from fusion.swarm.directory.records import ClaimRecord, JobId, Record
+from fusion.swarm.directory.records import ClaimRecord, JobId, Place, Record
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.clock import ManualClock
@@ -521,8 +521,8 @@ def test_after_a_partition_one_owner_is_left_and_the_other_is_told() -> None:
         ids = [identity.peer_id for identity in room.identities]
         first, _ = await two_stages(room)
 
-        async def asked(slot: tuple[JobId, int], holding: Holding) -> tuple[bytes, ...]:
-            return (juror.jury.testify(*slot, holding, two.peer_id),)
+        async def asked(place: Place, holding: Holding) -> tuple[bytes, ...]:
+            return (juror.jury.testify(*place, holding, two.peer_id),)
 
         two.testimonies = asked
         room.network.partition(ids[:1], ids[1:])

@@ -16,11 +16,11 @@ def test_one_peer_has_its_share_and_gives_it_back() -> None:
         watchers = Watchers(ManualClock())
         with ExitStack() as held:
             for _ in range(WATCHERS_PER_PEER):
-                held.enter_context(watchers.place(PeerId("a")))
-            with pytest.raises(ValueError, match=BUSY), watchers.place(PeerId("a")):
+                held.enter_context(watchers.turn(PeerId("a")))
+            with pytest.raises(ValueError, match=BUSY), watchers.turn(PeerId("a")):
                 pass
-            held.enter_context(watchers.place(PeerId("b")))
-        with watchers.place(PeerId("a")):
+            held.enter_context(watchers.turn(PeerId("b")))
+        with watchers.turn(PeerId("a")):
             pass
 
     asyncio.run(main())
@@ -35,16 +35,16 @@ def test_where_there_is_no_room_the_largest_share_gives_way_and_then_what_is_idl
         clock = ManualClock()
         watchers = Watchers(clock)
         with ExitStack() as held:
-            greedy = [held.enter_context(watchers.place(PeerId("greedy"))) for _ in range(4)]
-            one = held.enter_context(watchers.place(PeerId("one")))
-            two = held.enter_context(watchers.place(PeerId("two")))
-            assert [place.done() for place in greedy] == [False, False, True, True]
-            with pytest.raises(ValueError, match=BUSY), watchers.place(PeerId("greedy")):
+            greedy = [held.enter_context(watchers.turn(PeerId("greedy"))) for _ in range(4)]
+            one = held.enter_context(watchers.turn(PeerId("one")))
+            two = held.enter_context(watchers.turn(PeerId("two")))
+            assert [turn.done() for turn in greedy] == [False, False, True, True]
+            with pytest.raises(ValueError, match=BUSY), watchers.turn(PeerId("greedy")):
                 pass
             clock.advance(IDLE_SECONDS)
-            for place in (one, two, greedy[1]):
-                watchers.told(place)
-            held.enter_context(watchers.place(PeerId("three")))
+            for turn in (one, two, greedy[1]):
+                watchers.told(turn)
+            held.enter_context(watchers.turn(PeerId("three")))
             assert greedy[0].done() and not (one.done() or two.done() or greedy[1].done())
 
     asyncio.run(main())
