@@ -28,7 +28,7 @@ class VacantStage:
     account: PeerId = PeerId("")  # noqa: RUF009 - that its job is charged to
     early: bool = False  # before the head start, because the newest state of the stage is on this peer
     standby: bool = False  # this peer stands by for it
-    idle_heir: bool = False  # so does another one that owns no stage
+    idle_standby: bool = False  # so does another one that owns no stage
 
 
 def stages_to_claim(
@@ -87,9 +87,9 @@ def beside_the_idle(
         vacancy
         for vacancy in vacancies
         if vacancy.score >= 1.0
-        or (vacancy.standby and not vacancy.idle_heir)
+        or (vacancy.standby and not vacancy.idle_standby)
         or vacancy.empty_seconds >= IDLE_FIRST_SECONDS
-        or not (vacancy.idle_heir or has_taker(vacancy))
+        or not (vacancy.idle_standby or has_taker(vacancy))
     )
 
 
@@ -119,7 +119,9 @@ def one_to_hand_on(
     for job, stage in sorted(ours, key=lambda place: (place[0], -place[1])):
         if jobs[job] < 2 or (job, stage) in proposed:
             continue
-        idle = [heir.peer for heir in successors(ours[job, stage]) if heir.ready and is_idle(heir)]
+        idle = [
+            standby.peer for standby in successors(ours[job, stage]) if standby.ready and is_idle(standby)
+        ]
         if idle:
             return job, stage, tuple(idle)
     return None

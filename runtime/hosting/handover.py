@@ -191,31 +191,31 @@ async def pass_on(
             owner = winner(claims)
             if owner is not None and owner.peer != claim.peer:
                 return True  # whose answer was lost
-            standbys = [heir.peer for heir in successors(claims)]
+            standbys = [standby.peer for standby in successors(claims)]
             # Before the stage stands still: those that are not there would keep the job waiting, one after the other.
             order = (await attending(takeover, place, standbys[:LAST_ASKED]))[:LAST_OFFERS]
         if not order:
             return False
         async with asyncio.timeout(seconds):
             handover = await service.pass_on(*place)
-        heir = await takeover.hand_over(*place, claim.term, handover, order)
-        if heir is None:
+        taken = await takeover.hand_over(*place, claim.term, handover, order)
+        if taken is None:
             return False
-        await _until_ready(heir, leases, config)
+        await _until_ready(taken, leases, config)
     except (SwarmError, JobError, TimeoutError) as error:
         reason = one_line(str(error)) or "no answer in time"
         log.warning("stage %d of job %.8s not handed over: %s", claim.stage, claim.job, reason)
         return False
-    log.info("stage %d of job %.8s went on to %s", claim.stage, claim.job, heir.peer)
+    log.info("stage %d of job %.8s went on to %s", claim.stage, claim.job, taken.peer)
     return True
 
 
-async def _until_ready(heir: ClaimRecord, leases: Leases, config: HandoverConfig) -> None:
+async def _until_ready(taken: ClaimRecord, leases: Leases, config: HandoverConfig) -> None:
     """Wait until the peer that took a stage of ours over runs it, but not for ever."""
     with suppress(TimeoutError):
         async with asyncio.timeout(config.settle_seconds):
             while True:
-                owner = await leases.owner(heir.job, heir.stage)
-                if owner is not None and owner.term >= heir.term and owner.ready:
+                owner = await leases.owner(taken.job, taken.stage)
+                if owner is not None and owner.term >= taken.term and owner.ready:
                     return
                 await asyncio.sleep(config.look_seconds)

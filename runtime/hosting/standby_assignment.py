@@ -51,7 +51,7 @@ class UncoveredStage:
     standbys: tuple[Standby, ...] = ()  # not counting ourselves
     ours: bool = False  # we stand by for it now
     short_seconds: float = 0.0  # for how long it has had fewer standbys than wanted
-    heir: PeerId | None = None  # owns the next stage, and holds a copy of this one's snapshots anyway
+    next_owner: PeerId | None = None  # owns the next stage, and holds a copy of this one's snapshots anyway
 
     @property
     def place(self) -> Place:
@@ -155,8 +155,8 @@ def _may_take(candidate: Candidate, opening: UncoveredStage, turn: int) -> bool:
 
 
 def _turn(candidate: Candidate, opening: UncoveredStage, load: int) -> tuple[bool, bool, int, bytes]:
-    heir = not candidate.idle and candidate.peer == opening.heir
-    return not candidate.idle, not heir, load, tie_break(candidate.peer, *opening.place)
+    holds_copy = not candidate.idle and candidate.peer == opening.next_owner
+    return not candidate.idle, not holds_copy, load, tie_break(candidate.peer, *opening.place)
 
 
 def _need(opening: UncoveredStage) -> tuple[int, bytes]:

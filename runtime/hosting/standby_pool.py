@@ -226,7 +226,7 @@ class Pool:
         now: float,
     ) -> UncoveredStage:
         job, stage = place
-        us, owner, heir = (
+        us, owner, next_owner = (
             self._context.peer_id,
             owners.get(place),
             owners.get((job, (stage + 1) % manifest.stages)),
@@ -253,7 +253,7 @@ class Pool:
             standbys=standbys,
             ours=place in self._covered,
             short_seconds=now - since,
-            heir=heir.peer if heir is not None else None,
+            next_owner=next_owner.peer if next_owner is not None else None,
         )
 
     async def _candidates(self) -> Sequence[Candidate]:

@@ -123,7 +123,7 @@ class Takeovers:
         self, place: Place, peer: PeerId, term: int, claims: Sequence[ClaimRecord], asked: set[PeerId]
     ) -> SuspectReply | None:
         """What the first standby says that settles it, the next one asked when one has no answer for a while."""
-        order = deque(heir.peer for heir in successors(claims) if heir.peer not in asked)
+        order = deque(standby.peer for standby in successors(claims) if standby.peer not in asked)
         pending: set[asyncio.Future[SuspectReply]] = set()
         try:
             while order or pending:
@@ -261,9 +261,9 @@ class Takeovers:
         us = self._leases.peer_id
         with suppress(TimeoutError):
             async with asyncio.timeout(HEDGE_SECONDS):
-                for heir in successors(claims):
-                    if is_idle(heir) and heir.peer != us and heir.peer not in gone:
-                        answer = await self._ask(heir.peer, place, peer, term, yours=True)
+                for standby in successors(claims):
+                    if is_idle(standby) and standby.peer != us and standby.peer not in gone:
+                        answer = await self._ask(standby.peer, place, peer, term, yours=True)
                         if answer.claim is not None:
                             return answer
         return None

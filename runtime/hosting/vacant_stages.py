@@ -57,7 +57,7 @@ class VacantStages:
         self._empty_since[place] = since
         score = 1.0 if manifest.proposed[stage] == us else self._fitness
         standbys = successors(claims)
-        order = [heir.peer for heir in standbys]
+        order = [standby.peer for standby in standbys]
         early = early and not order and score < 1.0 and now - since < HEAD_START_SECONDS
         if not early and not should_claim(claims, us, score=score, vacant_seconds=now - since):
             return None
@@ -72,7 +72,7 @@ class VacantStages:
             account=account,
             early=early,
             standby=us in order,
-            idle_heir=any(is_idle(heir) and heir.peer != us for heir in standbys),
+            idle_standby=any(is_idle(standby) and standby.peer != us for standby in standbys),
         )
 
     def vanished(self, place: Place, claims: Sequence[ClaimRecord]) -> PeerId | None:

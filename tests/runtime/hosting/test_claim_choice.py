@@ -117,7 +117,7 @@ def test_a_standby_with_work_of_its_own_leaves_nothing_to_the_idle() -> None:
 
 
 def test_a_standby_with_work_of_its_own_leaves_a_stage_to_one_without_for_a_while() -> None:
-    ours = replace(vacancy(0), standby=True, idle_heir=True)
+    ours = replace(vacancy(0), standby=True, idle_standby=True)
     for peers in ([], [peer("idle", 100)]):
         assert beside_the_idle([ours], PeerId("us"), peers) == ()
         late = replace(ours, empty_seconds=IDLE_FIRST_SECONDS)

@@ -69,7 +69,7 @@ class World:
                     ),
                     ours=stage in self.held[us.peer],
                     owner=PeerId(self.owners[stage]),
-                    heir=PeerId(self.owners[(stage + 1) % len(self.owners)]),
+                    next_owner=PeerId(self.owners[(stage + 1) % len(self.owners)]),
                     short_seconds=self.short[stage],
                 )
                 for stage in self.short
