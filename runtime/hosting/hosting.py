@@ -63,7 +63,7 @@ class Hosting:
         config: HostingConfig | None = None,
         files: JobFiles | None = None,
     ) -> None:
-        assert context.succession is not None, "whoever holds stages takes others over"
+        assert context.takeover is not None, "whoever holds stages takes others over"
         config = config or HostingConfig()
         # Called when stages have ended here, or stand by no more, once for all that did so within REST_SECONDS: a stranger's job may end in
         # dozens of them, and whoever collects garbage then stops the loop for as long as it takes.
@@ -71,7 +71,7 @@ class Hosting:
         self._rest_due = False
         self._context = context
         self._config = config
-        self._takeover = takeover = context.succession
+        self._takeover = takeover = context.takeover
         self.board = board = JobBoard(context.peer_id)
         kept = None if files is None else KeptWords(files, context.clock.monotonic)
         self._gossip = JobGossip(context, services, board, self._snapshotted, kept)

@@ -99,7 +99,7 @@ class Context:
     accounts: Accounts = field(default_factory=Accounts)  # whom what jobs cost is charged to
     pace: NewJobPace = field(default_factory=NewJobPace)  # of jobs that are new to this peer
     home: Path = Path(".")
-    succession: Takeover | None = None  # None in a client: it holds nothing
+    takeover: Takeover | None = None  # None in a client: it holds nothing
     seen: OwnersSeen = field(default_factory=OwnersSeen)  # who had the stages of jobs
     links: LinkMonitor | None = None  # None in a client: it measures nothing
     clock: Clock = Clock()  # noqa: RUF009 - frozen

@@ -88,7 +88,7 @@ async def opened(
             real_pace=measured.pace,
             memory=lent_memory(lent, worker),
             home=config.home,
-            succession=Takeovers(network.transport, network.leases),
+            takeover=Takeovers(network.transport, network.leases),
             links=links,
         )
         again = asyncio.create_task(measured.keep_looking(lambda: context.memory.free_bytes == lent))

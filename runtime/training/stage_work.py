@@ -132,8 +132,8 @@ class StageWork:
                 # Where the job ends its launcher leaves, who alone may have what else we are to hold.
                 self.snapshots.hold(step, index, away, after=self._copied if self._ends else None)
             case m.Move(peer):
-                if self._context.succession is not None:
-                    self._context.succession.give_away(self._here.job, self._here.stage, peer)
+                if self._context.takeover is not None:
+                    self._context.takeover.give_away(self._here.job, self._here.stage, peer)
             case m.Saved(checkpoint):
                 self.snapshots.saved(checkpoint)
                 self._changed()

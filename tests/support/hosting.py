@@ -182,7 +182,7 @@ class Swarm:
             lacks=lacks,
             memory=MemoryBudget(memory_bytes),
             pace=NewJobPace(self.clock),
-            succession=Takeovers(transport, leases, self.check_seconds),
+            takeover=Takeovers(transport, leases, self.check_seconds),
             clock=Clock(self.clock, self.clock),
         )
         service = Pretence(leases if self.pooled else None)

@@ -155,7 +155,7 @@ class Peer:
             worker=given.worker(),
             memory=MemoryBudget(memory_bytes),
             home=home,
-            succession=successors,
+            takeover=successors,
             clock=given.clock,
             random=given.random,
         )

@@ -146,7 +146,7 @@ async def swarm(count: int) -> AsyncIterator[Swarm]:
         successors = Heirs()
         context = Context(
             peer_id=identity.peer_id, transport=transport, directory=directory, leases=leases, worker=None,
-            blobs=cast("Any", None), succession=successors,
+            blobs=cast("Any", None), takeover=successors,
         )  # fmt: skip
         node = Node(context, directory, successors)
         node.frozen.set()

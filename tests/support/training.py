@@ -189,7 +189,7 @@ class Swarm:
             worker=worker,
             codec_worker=await self.stack.enter_async_context(given.worker()),
             home=home,
-            succession=successor,
+            takeover=successor,
             clock=given.clock,
             random=given.random,
         )

@@ -36,7 +36,7 @@ def context(**parts: Any) -> Context:
     except ImportError:
         pass
     else:
-        made["succession"] = Takeovers(parts["transport"], parts["leases"])
+        made["takeover"] = Takeovers(parts["transport"], parts["leases"])
     return Context(**made)
 
 

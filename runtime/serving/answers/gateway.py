@@ -97,7 +97,7 @@ class Gateway:
         clock = context.clock.monotonic
         self._answers: Shares[Place] = Shares(clock, self._config.max_sessions * ANSWER_BYTES, IDLE_SECONDS)
         self._arriving: Shares[Stream] = Shares(clock, LARGE_PROMPTS, ARRIVING_SECONDS)
-        self._reports = OwnerReports(context.succession, self._catalog.newer)
+        self._reports = OwnerReports(context.takeover, self._catalog.newer)
         self._users: LRUCache[PeerId, int] = LRUCache(
             KNOWN_USERS
         )  # stages are told that one is the same, and not who

@@ -19,10 +19,10 @@ REPORT_SECONDS = 8.0  # for those who could replace an owner to find out whether
 
 
 class OwnerReports:
-    """`newer` tells of a stage's owner whether a later one is known; `succession` None: nobody can be asked."""
+    """`newer` tells of a stage's owner whether a later one is known; `takeover` None: nobody can be asked."""
 
-    def __init__(self, succession: Takeover | None, newer: Callable[[JobId, int, Hop], Hop | None]) -> None:
-        self._succession = succession
+    def __init__(self, takeover: Takeover | None, newer: Callable[[JobId, int, Hop], Hop | None]) -> None:
+        self._takeover = takeover
         self._newer = newer
         self._reports: dict[tuple[JobId, int, Hop], asyncio.Task[Hop | None]] = {}
 
@@ -47,11 +47,11 @@ class OwnerReports:
         return await asyncio.shield(report)
 
     async def _report(self, job: JobId, stage: int, hop: Hop) -> Hop | None:
-        if self._succession is None:
+        if self._takeover is None:
             return None
         try:
             async with asyncio.timeout(REPORT_SECONDS):
-                claim = await self._succession.suspect(job, stage, hop.peer, hop.term)
+                claim = await self._takeover.suspect(job, stage, hop.peer, hop.term)
         except (SwarmError, TimeoutError) as error:
             log.info("stage %d of job %.8s: nobody could take it over: %s", stage, job, error_line(error))
             return None

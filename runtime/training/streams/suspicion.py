@@ -38,7 +38,7 @@ class Suspicion:
 
     def begin(self, claim: ClaimRecord, group: asyncio.TaskGroup) -> None:
         """Have others look at the owner of `claim`, which does not answer us, unless that is under way."""
-        if self._context.succession is None:
+        if self._context.takeover is None:
             return
         now = asyncio.get_running_loop().time()
         who = (claim.peer, claim.term)
@@ -56,11 +56,11 @@ class Suspicion:
             task.cancel()
 
     async def _ask(self, claim: ClaimRecord) -> None:
-        succession = self._context.succession
-        assert succession is not None
+        takeover = self._context.takeover
+        assert takeover is not None
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                successor = await succession.suspect(self._job, self._partner, claim.peer, claim.term)
+                successor = await takeover.suspect(self._job, self._partner, claim.peer, claim.term)
         except (SwarmError, ValueError, TimeoutError) as error:
             log.debug(
                 "stage %d: nobody to replace the owner of stage %d: %s", self._stage, self._partner, error

@@ -202,11 +202,11 @@ def test_whoever_comes_when_all_is_over_believes_the_end_that_nobody_proposed_ha
             job, lead, other, standby = await two_stages(made)
             before = await made.record(job)
             made.network.kill(lead.id)
-            await other.context.succession.suspect(job, 0, lead.id, 1)  # type: ignore[union-attr]
+            await other.context.takeover.suspect(job, 0, lead.id, 1)  # type: ignore[union-attr]
             await until(lambda: (job, 0) in standby.service.running)
             await standby.look()
             made.network.kill(other.id)
-            await standby.context.succession.suspect(job, 1, other.id, 1)  # type: ignore[union-attr]
+            await standby.context.takeover.suspect(job, 1, other.id, 1)  # type: ignore[union-attr]
             await until(lambda: (job, 1) in standby.service.running)
             ends(standby, job, 0)
             for stage in (0, 1):  # the other one goes with it
@@ -233,7 +233,7 @@ def test_a_standby_that_leads_an_ended_job_ends_it_when_it_hears(tmp_path: Path)
         async with swarm(tmp_path, pooled=True) as made:
             job, lead, other, standby = await two_stages(made)
             made.network.kill(lead.id)
-            await other.context.succession.suspect(job, 0, lead.id, 1)  # type: ignore[union-attr]
+            await other.context.takeover.suspect(job, 0, lead.id, 1)  # type: ignore[union-attr]
             await until(lambda: (job, 0) in standby.service.running)
             await standby.look()
             assert ((record := await made.record(job)).state, record.term) == ("running", 2)

@@ -28,7 +28,7 @@ def test_a_stage_goes_to_the_peer_that_was_named(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:
             job, owner, other = await trained_by_one(made)
-            owner.context.succession.give_away(job, 0, other.id)
+            owner.context.takeover.give_away(job, 0, other.id)
             await over(owner, (job, 0))
             assert owner.service.passed_on == [(job, 0)] and owner.service.stayed == []
             assert other.hosting.hosted == ((job, 0),) and other.service.handovers[job, 0] == {"step": 7}
@@ -43,7 +43,7 @@ def test_a_stage_that_the_peer_does_not_take_stays(tmp_path: Path) -> None:
         async with swarm(tmp_path) as made:
             job, owner, other = await trained_by_one(made)
             other.hosting._stages.cooling.start((job, 0))
-            owner.context.succession.give_away(job, 0, other.id)
+            owner.context.takeover.give_away(job, 0, other.id)
             await until(lambda: owner.service.stayed == [(job, 0)])
             assert owner.hosting.hosted == ((job, 0),) and other.hosting.hosted == ()
             assert (job, 0) in owner.service.running
@@ -57,9 +57,9 @@ def test_a_stage_is_not_even_stopped_for_a_peer_that_is_gone_or_for_one_we_do_no
     async def main() -> None:
         async with swarm(tmp_path) as made:
             job, owner, other = await trained_by_one(made)
-            owner.context.succession.give_away(job, 1, other.id)
+            owner.context.takeover.give_away(job, 1, other.id)
             made.network.kill(other.id)
-            owner.context.succession.give_away(job, 0, other.id)
+            owner.context.takeover.give_away(job, 0, other.id)
             await asyncio.sleep(0.1)
             assert owner.service.passed_on == [] and owner.hosting.hosted == ((job, 0),)
 

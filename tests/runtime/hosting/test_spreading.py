@@ -197,7 +197,7 @@ def test_a_standby_that_has_taken_a_stage_says_of_the_others_that_it_is_busy(tmp
         async with swarm(tmp_path, pooled=True) as made:
             job, lead, busy, comer = await beside_a_busy_standby(made)
             made.network.kill(lead.id)
-            assert await busy.context.succession.suspect(job, 0, lead.id, 1)  # type: ignore[union-attr]
+            assert await busy.context.takeover.suspect(job, 0, lead.id, 1)  # type: ignore[union-attr]
             await comer.context.leases._ours.say_unsaid()  # no heartbeat has passed
             claims = {claim.peer: claim for claim in await busy.context.leases.claims(job, 1)}
             assert claims[comer.id].role == "standby" and not is_idle(claims[comer.id])
@@ -211,7 +211,7 @@ def test_a_busy_standby_takes_the_stage_when_the_idle_one_died_as_well(tmp_path:
             job, lead, busy, comer = await beside_a_busy_standby(made)
             for peer in (lead, comer):
                 made.network.kill(peer.id)
-            claim = await busy.context.succession.suspect(job, 0, lead.id, 1)  # type: ignore[union-attr]
+            claim = await busy.context.takeover.suspect(job, 0, lead.id, 1)  # type: ignore[union-attr]
             assert claim is not None and claim.peer == busy.id
             await until(lambda: (job, 0) in busy.service.running)
 

@@ -123,7 +123,7 @@ def test_an_owner_that_does_not_speak_the_protocol_is_not_gone(tmp_path: Path) -
             assert (
                 await OwnerProbe(heir.context.transport, made.check_seconds).look(owner.id, job, 0) == SILENT
             )
-            assert await witness.context.succession.suspect(job, 0, owner.id, 1) is None  # type: ignore[union-attr]
+            assert await witness.context.takeover.suspect(job, 0, owner.id, 1) is None  # type: ignore[union-attr]
             assert (job, 0) in owner.service.running and heir.service.begun == []
 
     run(main())
@@ -138,8 +138,8 @@ def test_who_sees_the_owner_vanish_gets_the_claim_of_its_heir(tmp_path: Path) ->
             job, owner, (first, second) = await one_job(made, 2, alone=False)
             witness = await onlooker(made, job)
             vanish(made, owner)
-            assert witness.context.succession is not None
-            claim = await witness.context.succession.suspect(job, 0, owner.id, 1)
+            assert witness.context.takeover is not None
+            claim = await witness.context.takeover.suspect(job, 0, owner.id, 1)
             assert claim is not None and (claim.peer, claim.term, claim.role) == (first.id, 2, "owner")
             await until(lambda: (job, 0) in first.service.running)
             assert first.service.terms[job, 0] == 2 and second.service.begun == []
@@ -162,7 +162,7 @@ def test_a_neighbour_that_has_just_come_is_asked_for_its_word(tmp_path: Path) ->
             after = await neighbour(made, job)  # the heir has not heard of it
             assert before.peer_id in heir.context.leases.jury.jurors(job, 0, owner.id)
             vanish(made, owner)
-            claim = await witness.context.succession.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
+            claim = await witness.context.takeover.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
             assert claim is not None and (claim.peer, claim.term) == (heir.id, 2)
             await after.claims(job, 0)
             assert after.known_holder(job, 0) == heir.id
@@ -177,7 +177,7 @@ def test_many_reports_make_one_takeover(tmp_path: Path) -> None:
             witnesses = [await onlooker(made, job) for _ in range(3)] + [second, first]
             vanish(made, owner)
             claims = await asyncio.gather(
-                *(w.context.succession.suspect(job, 0, owner.id, 1) for w in witnesses * 4)  # type: ignore[union-attr]
+                *(w.context.takeover.suspect(job, 0, owner.id, 1) for w in witnesses * 4)  # type: ignore[union-attr]
             )
             assert {(claim.peer, claim.term) for claim in claims if claim is not None} == {(first.id, 2)}
             assert None not in claims and first.service.begun == [(job, 0)] and second.service.begun == []
@@ -192,7 +192,7 @@ def test_the_next_standby_takes_over_when_the_best_died_as_well(tmp_path: Path) 
             witness = await onlooker(made, job)
             vanish(made, owner)
             vanish(made, first)
-            claim = await witness.context.succession.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
+            claim = await witness.context.takeover.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
             assert claim is not None and claim.peer == second.id
             await until(lambda: (job, 0) in second.service.running)
 
@@ -206,11 +206,11 @@ def test_heirs_may_die_one_after_the_other(tmp_path: Path) -> None:
             witness = await onlooker(made, job)
             for term, heir in enumerate(successors, 2):
                 vanish(made, owner)
-                claim = await witness.context.succession.suspect(job, 0, owner.id, term - 1)  # type: ignore[union-attr]
+                claim = await witness.context.takeover.suspect(job, 0, owner.id, term - 1)  # type: ignore[union-attr]
                 assert claim is not None and (claim.peer, claim.term) == (heir.id, term)
                 owner = heir
             vanish(made, owner)
-            assert await witness.context.succession.suspect(job, 0, owner.id, 3) is None  # type: ignore[union-attr]
+            assert await witness.context.takeover.suspect(job, 0, owner.id, 3) is None  # type: ignore[union-attr]
 
     run(main())
 
@@ -221,8 +221,8 @@ def test_a_late_report_is_answered_with_who_followed_already(tmp_path: Path) -> 
             job, owner, (first,) = await one_job(made, 1, alone=False)
             early, late = await onlooker(made, job), await onlooker(made, job)
             vanish(made, owner)
-            claim = await early.context.succession.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
-            again = await late.context.succession.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
+            claim = await early.context.takeover.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
+            again = await late.context.takeover.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
             assert claim is not None and again is not None and again.term == claim.term
             assert claim.peer == again.peer == first.id
             assert first.service.begun == [(job, 0)]
@@ -296,8 +296,8 @@ def test_a_standby_that_answers_with_a_claim_of_another_stage_takes_nobodys_plac
             witness = await onlooker(made, job)
             answering(liar, "owner", {"claim": NEIGHBOURS[job].sealed(job, 1)})
             vanish(made, owner)
-            assert witness.context.succession is not None
-            claim = await witness.context.succession.suspect(job, 0, owner.id, 1)
+            assert witness.context.takeover is not None
+            claim = await witness.context.takeover.suspect(job, 0, owner.id, 1)
             assert claim is not None and (claim.job, claim.stage, claim.peer) == (job, 0, heir.id)
 
     run(main())
@@ -308,10 +308,10 @@ def test_an_owner_that_lives_keeps_its_stage(tmp_path: Path) -> None:
         async with swarm(tmp_path, pooled=True) as made:
             job, owner, (first,) = await one_job(made, 1)
             witness = await onlooker(made, job)
-            assert await witness.context.succession.suspect(job, 0, owner.id, 1) is None  # type: ignore[union-attr]
+            assert await witness.context.takeover.suspect(job, 0, owner.id, 1) is None  # type: ignore[union-attr]
             # Cut off from the witness alone it lives as well: the standby reaches it.
             made.network.partition([owner.id], [witness.id])
-            assert await witness.context.succession.suspect(job, 0, owner.id, 1) is None  # type: ignore[union-attr]
+            assert await witness.context.takeover.suspect(job, 0, owner.id, 1) is None  # type: ignore[union-attr]
             assert first.service.begun == [] and (job, 0) in owner.service.running
 
     run(main())
@@ -334,7 +334,7 @@ def test_an_owner_that_the_standby_alone_does_not_reach_keeps_its_stage(tmp_path
                     await answers(stream)
 
             handlers[HOLD.name] = busy
-            claim = await witness.context.succession.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
+            claim = await witness.context.takeover.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
             assert len(broken) == breaks
             # Twice each is gone: for the standby that is asked, and for the neighbour that has a word.
             assert (claim is None) == (first.service.begun == []) == (breaks < 4)
@@ -456,7 +456,7 @@ def test_a_frozen_owner_is_followed_when_its_claim_has_run_out_and_rejoins_when_
             job, owner, (first,) = await one_job(made, 1)
             witness = await onlooker(made, job)
             frozen = Frozen(owner)
-            suspect = witness.context.succession.suspect  # type: ignore[union-attr]
+            suspect = witness.context.takeover.suspect  # type: ignore[union-attr]
             assert await suspect(job, 0, owner.id, 1) is None  # it may only sleep for a moment
             assert first.service.begun == []
             made.clock.advance(5.0)  # its claim lasts three heartbeats
@@ -734,7 +734,7 @@ def test_who_leaves_while_another_takes_its_stage_gives_it_to_nobody_else(
                 return await claimed(*place, **how)
 
             monkeypatch.setattr(second.context.leases, "claim", claim)
-            owner.context.succession.give_away(job, 0, second.id)
+            owner.context.takeover.give_away(job, 0, second.id)
             await until(lambda: bool(leaving))
             await leaving[0]
             assert second.hosting.hosted == ((job, 0),) and first.hosting.hosted == owner.hosting.hosted == ()
@@ -783,7 +783,7 @@ def test_whoever_leaves_takes_nothing_over(tmp_path: Path) -> None:
             await first.hosting.leave()
             await first.context.leases.beat()
             vanish(made, owner)
-            claim = await second.context.succession.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
+            claim = await second.context.takeover.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
             assert claim is not None and claim.peer == second.id and first.service.begun == []
 
     run(main())
