@@ -49,7 +49,7 @@ class Pace:
 class Lead:
     """`send(stage, message)` reaches every stage, the lead's own too, and returns at once; `spawn` runs a coroutine
     beside the loop; `put` stores a blob; `changed` is called when the progress did; `clock` counts seconds. `owners` are
-    those of the stages now, `standbys` who stands by for one; `faults`: that this peer remembers of the job;
+    those of the stages now, `spare`: who could take a stage; `faults`: that this peer remembers of the job;
     `state_bytes`: of the largest of its stages.
 
     `newest` is the snapshot that our stage was loaded from, or knows of beside the `handover` that it took over with;
@@ -72,7 +72,7 @@ class Lead:
         changed: Callable[[], None],
         clock: Callable[[], float],
         owners: Callable[[], Mapping[int, PeerId]] = dict,
-        able: Callable[[int], frozenset[PeerId]] = lambda stage: frozenset(),
+        spare: Callable[[int], frozenset[PeerId]] = lambda stage: frozenset(),
         faults: Faults = (),
         state_bytes: int = 0,
     ) -> None:
@@ -87,7 +87,7 @@ class Lead:
         self._clock = clock
         self._owners = owners
         begun = first_state(config, stages, term, newest, handover, samples=samples, faults=faults)
-        self._state = replace(begun, spare=able)
+        self._state = replace(begun, spare=spare)
         self._collector = Collector(stages=stages)
         self._index: Digest | None = None
         # How far the copies are of the newest snapshot, and of the one under way.

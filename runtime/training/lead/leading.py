@@ -46,7 +46,7 @@ class Leading:
         self.lead = Lead(
             here.job, config, plan.stages, here.term, loaded.start, loaded.handover,
             samples=loaded.batches.samples, edges=[edge.name for edge in job.edges], send=send, spawn=spawn,
-            put=put, changed=changed, clock=clock, owners=partners.holders, able=self._able,
+            put=put, changed=changed, clock=clock, owners=partners.holders, spare=self._spare,
             faults=loaded.faults, state_bytes=max(job.state_bytes, default=0),
         )  # fmt: skip
         self._stages = plan.stages
@@ -68,7 +68,7 @@ class Leading:
             owners = self._partners.holders()
             self.lead.tell(owners=tuple(owners.get(stage) for stage in range(self._stages)))
 
-    def _able(self, stage: int) -> frozenset[PeerId]:
+    def _spare(self, stage: int) -> frozenset[PeerId]:
         """Who could take the stage, as the directory said when it was last asked: its standbys, and any peer with memory
         for it, which claims a stage that nobody has."""
         claims = self._context.leases.recent(self._job, stage)
