@@ -214,11 +214,11 @@ class RingStage:
         try:
             chunk.check_in(session.opening)
             if len(plan.incoming) > 1:
-                shares = session.share(chunk, sender, frame.payload, len(plan.incoming))
-                if shares is None:
+                sent = session.take_part(chunk, sender, frame.payload, len(plan.incoming))
+                if sent is None:
                     self._sessions.weigh(session)
                     return
-                parts = tuple((p, shares[p.producer].payload) for p in plan.incoming)
+                parts = tuple((p, sent[p.producer].payload) for p in plan.incoming)
             else:
                 parts = ((parcel, frame.payload),)
             ready = session.in_order(Work(session, chunk, memoryview(b""), parts))

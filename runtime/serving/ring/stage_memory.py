@@ -14,7 +14,7 @@ from fusion.runtime.planes.kv_cache import BLOCK_POSITIONS as MEMORY_BLOCK
 from fusion.runtime.serving.ring.prefix import BLOCK_POSITIONS, positions_of, shared_blocks
 from fusion.runtime.serving.ring.retained import Retained, RetainedPrefixes
 from fusion.runtime.serving.ring.session import SessionId
-from fusion.runtime.serving.ring.stage_session import Kept, Source, StageRunner, StageSession
+from fusion.runtime.serving.ring.stage_session import Kept, ReusedPrefix, StageRunner, StageSession
 
 LEFT_BLOCKS = 1  # at most, of what was retained, that a session which makes it its own does not need
 
@@ -76,11 +76,11 @@ class StageMemory:
 
     async def _begin(self, session: StageSession, capacity: int, positions: int) -> int:
         async with self._beginning:
-            source, taken = self._source(session)
+            prefix, taken = self._reused_prefix(session)
             try:
                 encoded = session.opening.source
                 return await self._worker.run(
-                    self._runner.begin, session.id, capacity, positions, source, encoded
+                    self._runner.begin, session.id, capacity, positions, prefix, encoded
                 )
             except MemoryError:
                 if taken is not None:
@@ -91,10 +91,10 @@ class StageMemory:
                     self._forget([taken.name])
                 raise
 
-    def _source(self, session: StageSession) -> tuple[Source | None, Retained | None]:
+    def _reused_prefix(self, session: StageSession) -> tuple[ReusedPrefix | None, Retained | None]:
         """Where the session finds most of its first positions, and what was retained, if it is to have that for its own."""
         chain, holder = session.opening.prefix, session.gateway_peer
-        best: Source | None = None
+        best: ReusedPrefix | None = None
         if not self._runner.chunks_agree:
             return None, None
         for other in self._sessions():
@@ -102,7 +102,7 @@ class StageMemory:
                 shared = shared_blocks(other.opening.prefix, chain) * BLOCK_POSITIONS
                 positions = min(shared, other.reached)
                 if positions > (0 if best is None else best.positions):
-                    best = Source(other.id, positions)
+                    best = ReusedPrefix(other.id, positions)
         found = self._prefixes.find(holder, chain)
         if found is None or (best is not None and best.positions > found[1] * BLOCK_POSITIONS):
             return best, None
@@ -110,7 +110,7 @@ class StageMemory:
         moved = entry.blocks - blocks <= LEFT_BLOCKS
         if moved:
             self._prefixes.remove(entry)
-        return Source(entry.name, blocks * BLOCK_POSITIONS, moved), entry if moved else None
+        return ReusedPrefix(entry.name, blocks * BLOCK_POSITIONS, moved), entry if moved else None
 
     def end(self, session: StageSession, chain: bytes) -> None:
         """The session has ended: keep what it holds of the blocks of `chain`, if any, and free the rest."""

@@ -33,7 +33,7 @@ PART_BYTES = 1024  # that something which waits counts for, beside its payload
 
 
 @dataclass(frozen=True)
-class Share:
+class Part:
     """What one stage sent of a chunk."""
 
     length: int
@@ -55,15 +55,15 @@ class StageSession:
     source_hops: list[tuple[Parcel, QueuedStream]] = field(default_factory=list)  # for the source
     back: QueuedStream | None = None  # from the last stage to the first
     feed: Feed | None = None  # at the first stage
-    source: memoryview | None = None  # there, until it has been fed
-    drafter: ModelDrafter | None = None  # there, where there is a draft model
+    source: memoryview | None = None  # at the first stage, until it has been fed
+    drafter: ModelDrafter | None = None  # at the first stage, where there is a draft model
     counts: TokenCounts | None = None  # at the last stage, where there are penalties
     verdicts: Verdicts = field(init=False)  # of the last stage, in the worker thread
     user: tuple[PeerId, int] = field(init=False)  # whose it is: one of its gateway's clients'
-    constraint: TokenConstraint | None = None  # there, where there is a schema
-    suppressed: SuppressedTokens | None = None  # there, where the model has tokens that it is not to say
-    parts: dict[int, dict[int, Share]] = field(default_factory=dict)  # order of chunk -> sender -> its share
-    shared: int = 0  # positions of these
+    constraint: TokenConstraint | None = None  # at the last stage, where there is a schema
+    suppressed: SuppressedTokens | None = None  # at the last stage, where tokens are never to be said
+    parts: dict[int, dict[int, Part]] = field(default_factory=dict)  # order of chunk -> sender -> its part
+    waiting_positions: int = 0  # of these
     waiting_bytes: int = 0  # of these, and of what waits for the source
     early: list[Work[StageSession]] = field(default_factory=list)  # chunks that came before the source
     encoded: bool = False  # whether the source has come
@@ -86,25 +86,25 @@ class StageSession:
     def gateway_peer(self) -> PeerId:
         return self.gateway.stream.remote
 
-    def share(
+    def take_part(
         self, chunk: Chunk, sender: int, payload: memoryview, senders: int
-    ) -> Mapping[int, Share] | None:
+    ) -> Mapping[int, Part] | None:
         """Keep what `sender` sent for a chunk; what all of `senders` sent once they have. Chunks before one that is whole do
         not come any more: somebody has found them stale. FrameError where too many wait."""
         # Beside what is known of the sequence as much of guesses may be under way, at most.
-        self.shared += chunk.length
-        if self.shared > senders * (2 * self.opening.capacity + self.opening.source):
+        self.waiting_positions += chunk.length
+        if self.waiting_positions > senders * (2 * self.opening.capacity + self.opening.source):
             raise FrameError("chunks of which other stages never send their part")
-        shares = self.parts.setdefault(chunk.order, {})
-        shares[sender] = share = Share(chunk.length, by_itself(payload))
-        if len(shares) < senders:
-            self.waiting_bytes += share.size_bytes
+        parts = self.parts.setdefault(chunk.order, {})
+        parts[sender] = part = Part(chunk.length, by_itself(payload))
+        if len(parts) < senders:
+            self.waiting_bytes += part.size_bytes
             return None
         self.parts = {order: kept for order, kept in self.parts.items() if order > chunk.order}
         left = [each for kept in self.parts.values() for each in kept.values()]
-        self.shared = sum(each.length for each in left)
+        self.waiting_positions = sum(each.length for each in left)
         self.waiting_bytes = sum(each.size_bytes for each in left) + sum(map(_size_bytes, self.early))
-        return shares
+        return parts
 
     def in_order(self, work: Work[StageSession]) -> Sequence[Work[StageSession]]:
         """What may run now that `work` has come: nothing before the source, of which a part may come over another link and later.
@@ -149,7 +149,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Source:
+class ReusedPrefix:
     """Where a session finds its first positions: at another one, or under the name of what was retained, which may become its
     own."""
 
@@ -210,15 +210,15 @@ class StageRunner:
         session: SessionId,
         capacity: int,
         positions: int,
-        source: Source | None = None,
+        prefix: ReusedPrefix | None = None,
         encoded: int = 0,
     ) -> int:
-        """Begin a session of at most `capacity` positions, with memory for the first and with what it finds at `source`: how
+        """Begin a session of at most `capacity` positions, with memory for the first and with what it finds at `prefix`: how
         many positions it holds. `encoded`: how much an encoder reads. MemoryError, in one line, where these do not fit: all is as before then."""
         plane, held = self._plane, 0
-        moved = source.name if source is not None and source.moved else None
-        if source is not None and isinstance(moved, int):
-            held = plane.resume(session, capacity, moved, source.positions)
+        moved = prefix.name if prefix is not None and prefix.moved else None
+        if prefix is not None and isinstance(moved, int):
+            held = plane.resume(session, capacity, moved, prefix.positions)
         else:
             plane.open(session, capacity, encoded)
         plane.reserve(session, positions)
@@ -229,8 +229,8 @@ class StageRunner:
                 plane.retain(session, moved, held)
             plane.close(session)
             raise
-        if source is not None and moved is None:
-            held = plane.copy(source.name, session, source.positions)
+        if prefix is not None and moved is None:
+            held = plane.copy(prefix.name, session, prefix.positions)
         return held
 
     @property

@@ -146,24 +146,24 @@ def test_nothing_runs_before_the_source() -> None:
             session.in_order(first)
 
 
-def test_shares_that_wait_for_others_are_bounded_by_their_positions() -> None:
+def test_parts_that_wait_for_others_are_bounded_by_their_positions() -> None:
     session: Any = object.__new__(StageSession)
     session.opening, session.parts, session.early = opening(), {}, []
-    session.shared = session.waiting_bytes = 0
+    session.waiting_positions = session.waiting_bytes = 0
     capacity, large = session.opening.capacity, memoryview(bytes(1 << 20))
 
-    def share(number: int, sender: int, length: int) -> Any:
+    def take(number: int, sender: int, length: int) -> Any:
         chunk = Chunk(0, length, sample=True, number=number)
-        return session.share(chunk, sender, large[:length], 2)
+        return session.take_part(chunk, sender, large[:length], 2)
 
     for number in range(1, 100):  # whoever sends both parts may go on
-        assert share(number, 0, capacity) is None and set(share(number, 1, capacity)) == {0, 1}
-    assert not session.parts and not session.shared and not session.waiting_bytes
-    assert share(100, 1, 2) is None and session.waiting_bytes == PART_BYTES + 2
+        assert take(number, 0, capacity) is None and set(take(number, 1, capacity)) == {0, 1}
+    assert not session.parts and not session.waiting_positions and not session.waiting_bytes
+    assert take(100, 1, 2) is None and session.waiting_bytes == PART_BYTES + 2
     assert bytes(session.parts[100][1].payload.obj) == bytes(2), "and no more of the frame"
     with pytest.raises(FrameError, match="never send their part"):
         for number in range(101, 106):
-            share(number, 0, capacity)
+            take(number, 0, capacity)
 
 
 def test_an_answer_ends_with_an_end_token_or_after_max_tokens() -> None:
