@@ -83,6 +83,11 @@ class TrainConfig:
     # The graph says what is rounded; "fp16": and gradients are scaled (`fusion.runtime.training.compute.loss_scale`).
     precision: Precision = "float32"
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the graph's symbols, in one microbatch."""
+        return {"batch": self.microbatch_size, "sequence": self.sequence}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:

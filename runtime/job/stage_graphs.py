@@ -126,7 +126,7 @@ def _check_loss(stages: Sequence[Stage], manifest: Manifest) -> None:
     if maker is None:
         raise Unsupported(f"the graph of {manifest.name} has no loss")
     loss = maker.graph.types[maker.graph.outputs[len(maker.sends) + maker.results.index(0)]]
-    if bind(size(loss.shape), sizes_of(manifest.train)) != 1:
+    if bind(size(loss.shape), manifest.train.sizes) != 1:
         raise Unsupported(f"the loss of {manifest.name} is {loss}, and not one number")
 
 
@@ -144,7 +144,7 @@ def needed_bytes(stage: Stage, manifest: Manifest) -> int:
     if not stage.graph.nodes:
         return weights_bytes(stage)
     needing = [Ref(edge.name) for edge in stage.receives if edge.needs_gradient]
-    memory, sizes = memory_config(config), sizes_of(config)
+    memory, sizes = memory_config(config), config.sizes
     needed = measure_memory(stage.graph, bounds, sizes, training, memory, needing).bytes(0, 1, in_flight)
     if training and memory.error_feedback:
         types = bound_types(stage.graph, sizes)
@@ -155,7 +155,7 @@ def needed_bytes(stage: Stage, manifest: Manifest) -> int:
 def longest_call(stage: Stage, config: Config, flops_per_second: float) -> float:
     """Seconds of one microbatch, of a piece of a session, or of a run of a model that generates nothing, as `call_seconds` has
     them. Without a cache a long session takes longer, but whoever serves such a model means short ones as well."""
-    sizes = sizes_of(config)
+    sizes = config.sizes
     if isinstance(config, ServeConfig) and not config.outputs:
         sizes["sequence"] = min(config.prefill_chunk, config.max_sequence)
     return call_seconds(stage, sizes, flops_per_second)
@@ -186,10 +186,3 @@ def training_memory(optimizer: OptimizerConfig, compression: CompressionConfig) 
 
 def serving_memory(config: ServeConfig) -> MemoryConfig:
     return MemoryConfig(chunk=config.prefill_chunk if config.cache == "kv" else None)
-
-
-def sizes_of(config: Config) -> dict[str, int]:
-    """Of one microbatch, or of the longest session."""
-    if isinstance(config, TrainConfig):
-        return {"batch": config.microbatch_size, "sequence": config.sequence}
-    return config.sizes

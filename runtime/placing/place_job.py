@@ -12,7 +12,7 @@ from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.misfit import DoesNotFit
 from fusion.runtime.device.overrun import LONGEST_SECONDS
 from fusion.runtime.job.manifest import ServeConfig, TrainConfig
-from fusion.runtime.job.stage_graphs import Config, longest_call, sizes_of, training_memory
+from fusion.runtime.job.stage_graphs import Config, longest_call, training_memory
 from fusion.runtime.placing.codec_placement import codec_families, place_with_codecs
 from fusion.runtime.placing.known_network import KnownNetwork, known_network
 from fusion.runtime.placing.place_serving import place_serving
@@ -86,7 +86,7 @@ def _training(
     swarm: KnownNetwork,
     stages: int | None,
 ) -> Placed:
-    sizes, memory = sizes_of(config), training_memory(config.optimizer, config.compression)
+    sizes, memory = config.sizes, training_memory(config.optimizer, config.compression)
     found = place_with_codecs(
         graph,
         swarm.network,

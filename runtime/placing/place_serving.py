@@ -12,7 +12,7 @@ from fusion.dag.placement.place import Placement, place
 from fusion.dag.placement.step_model import step_seconds
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.manifest_wire import MAX_REPLICAS
-from fusion.runtime.job.stage_graphs import serving_memory, sizes_of
+from fusion.runtime.job.stage_graphs import serving_memory
 from fusion.runtime.placing.known_network import KnownNetwork, known_network
 from fusion.runtime.placing.placed_job import Placed, as_asked
 from fusion.runtime.placing.stage_count import Candidate, StageChoice, choose_stages
@@ -45,7 +45,7 @@ def token_seconds(
 
 def _running(config: ServeConfig) -> tuple[dict[str, int], MemoryConfig]:
     """What a token takes counts, and room for the longest session. Without a cache a token runs the whole sequence."""
-    sizes = sizes_of(config)
+    sizes = config.sizes
     running = {**sizes, "sequence": 1} if config.cache == "kv" else dict(sizes)
     return running, replace(serving_memory(config), positions=sizes["sequence"])
 

@@ -17,7 +17,7 @@ from fusion.dag.ir.opset import kept
 from fusion.dag.placement.misfit import size_text
 from fusion.dag.placement.pipeline import held
 from fusion.runtime.job.manifest import ServeConfig, TrainConfig
-from fusion.runtime.job.stage_graphs import Config, memory_config, serving_memory, sizes_of
+from fusion.runtime.job.stage_graphs import Config, memory_config, serving_memory
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.transport import PeerId
 
@@ -40,7 +40,7 @@ def least_memory(
     beside its own memory. As many as the model has pieces, and `most_stages` at most."""
     bounds = (0, *legal_cuts(graph), len(graph.nodes))
     memory = serving_memory(config)
-    tables = measure_memory(graph, bounds, sizes_of(config), False, memory)
+    tables = measure_memory(graph, bounds, config.sizes, False, memory)
     first, last = np.meshgrid(np.arange(len(bounds)), np.arange(len(bounds)), indexing="ij")
     needed = np.where(first < last, tables.bytes(first, last, 1), inf)
     needed[0] += beside_bytes
@@ -65,7 +65,7 @@ def fitted(
     training = isinstance(config, TrainConfig)
     first, count = np.arange(len(owners)), len(owners)
     tables = measure_memory(
-        graph, (0, *cuts, len(graph.nodes)), sizes_of(config), training, memory_config(config)
+        graph, (0, *cuts, len(graph.nodes)), config.sizes, training, memory_config(config)
     )
     free = {peer.peer: peer.free_memory_bytes for peer in peers}
     most = max(free.values(), default=inf)

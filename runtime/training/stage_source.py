@@ -55,7 +55,7 @@ class StageSource:
             stage=stages[index],
             stages=len(stages),
             ties=tuple(group for group in ties if index in group.stages),
-            sizes={"batch": config.microbatch_size, "sequence": config.sequence},
+            sizes=config.sizes,
             memory_bytes=manifest.memory_bytes,
             whole=stages if index == 0 else (),
         )

@@ -77,7 +77,7 @@ class Study:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {"batch": self.train.microbatch_size, "sequence": self.train.sequence}
+        return self.train.sizes
 
 
 def study(steps: int = 240) -> Study:

@@ -53,7 +53,7 @@ class Line:
         self._arriving: set[asyncio.Future[None]] = set()
         parts = split(graph, cuts)
         ties = tie_groups(parts)
-        sizes = {"batch": config.microbatch_size, "sequence": config.sequence}
+        sizes = config.sizes
         made = [
             TorchTrainingStage(part, read(part.graph.variables), config.optimizer, device) for part in parts
         ]

@@ -53,7 +53,7 @@ async def train(precision: Precision, steps: int, seed: int, folder: Path) -> di
     model = sources.builtin(asked.model, seed, byte_level=True, tokenizer=None)
     assert model.training is not None
     graph = trained_graph(model.training, precision)
-    sizes = {"batch": config.microbatch_size, "sequence": config.sequence}
+    sizes = config.sizes
     cuts = place(graph, Network(devices=PEERS), sizes, config.microbatches, scheduler="equal-flops").cuts
     line = Line(graph, cuts, model.read, config, folder / "train", folder / "held_out")
     began, losses = time.process_time(), []

@@ -199,7 +199,7 @@ def residual_shapes(stage: Stage, config: TrainConfig) -> dict[str, tuple[int, .
     """What error feedback may keep at a stage, by edge or variable: float32 tensors of these shapes."""
     if not config.compression.error_feedback:
         return {}
-    sizes = {"batch": config.microbatch_size, "sequence": config.sequence}
+    sizes = config.sizes
     kinds = {edge.name: edge.type for edge in stage.receives if edge.needs_gradient}
     kinds |= {variable.name: variable.type for variable in stage.graph.variables}
     return {

@@ -52,10 +52,6 @@ class Job:
     opset: int = 1  # that its peers have to know
     ops: frozenset[str] = frozenset()  # that they have to run
 
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        return {"batch": self.config.microbatch_size, "sequence": self.config.sequence}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
@@ -69,11 +65,10 @@ class Sight:
 
 def job_of(config: TrainConfig, stages: Sequence[Stage], memory_bytes: Sequence[int]) -> Job:
     """`stages` are all those of the job, `memory_bytes` what each needs."""
-    sizes = {"batch": config.microbatch_size, "sequence": config.sequence}
     return Job(
         config=config,
         edges=edges_of(stages),
-        ties=ties_of(stages, sizes),
+        ties=ties_of(stages, config.sizes),
         memory_bytes=tuple(memory_bytes),
         state_bytes=tuple(state_bytes(stage) for stage in stages),
         opset=max(needed_version(stage.graph) for stage in stages),
@@ -89,10 +84,10 @@ def state_bytes(stage: Stage) -> int:
 def running(job: Job, sight: Sight, codecs: EdgeCodecs) -> Pipeline:
     """The job as it runs now, with that table; ties are a part of each microbatch's traffic."""
     config = job.config
-    costs = codec_costs(codecs, job.edges, job.sizes, sight.speeds, config.compression.reuse_mask)
+    costs = codec_costs(codecs, job.edges, job.config.sizes, sight.speeds, config.compression.reuse_mask)
     flows = []
     for edge in job.edges:
-        dense, elements = DENSE[edge.type.dtype], elements_of(edge.type, job.sizes)
+        dense, elements = DENSE[edge.type.dtype], elements_of(edge.type, job.config.sizes)
         for consumer in edge.consumers:
             flows.append(
                 Flow(
@@ -144,7 +139,7 @@ def better_codecs(job: Job, codecs: EdgeCodecs, now: Sight, known: Sight | None 
     if known is not None and not changed(job, known, now):
         return None
     found = fastest_codecs(
-        job.edges, job.ties, job.sizes, now.owners, now.network, job.config.compression, now.speeds,
+        job.edges, job.ties, job.config.sizes, now.owners, now.network, job.config.compression, now.speeds,
         max(now.compute_seconds, default=0.0), lambda codecs: step_seconds(running(job, now, codecs)).seconds,
     )  # fmt: skip
     if found == codecs or not pays(running(job, now, codecs), running(job, now, found)):

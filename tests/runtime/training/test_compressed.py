@@ -72,7 +72,7 @@ def test_it_trains_and_sends_the_bytes_that_were_planned(
 
 def planned_bytes(stages: Any, forward: str, backward: str, how: dict[str, Any], train: Any) -> int:
     """Payload until the last step's ready: what placement counts on."""
-    sizes = {"batch": train.microbatch_size, "sequence": train.sequence}
+    sizes = train.sizes
     total = 0
     for stage in stages:
         for edge in stage.sends:

@@ -97,7 +97,7 @@ def noisy(true: Sight, draw: random.Random) -> Sight:
 
 def chosen(work: Job, now: Sight) -> tuple[tuple[str, str, str], ...]:
     return choose_codecs(
-        work.edges, work.ties, work.sizes, now.owners, now.network, work.config.compression, now.speeds,
+        work.edges, work.ties, work.config.sizes, now.owners, now.network, work.config.compression, now.speeds,
         max(now.compute_seconds),
     )  # fmt: skip
 
