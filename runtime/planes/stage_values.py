@@ -13,6 +13,22 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 from fusion.runtime.planes.plane import Tensors
 
+VARIABLE, OPTIMIZER = "variable/", "optimizer/"  # what the names in the state of a stage begin with
+
+
+def state_of(variables: Tensors, slots: Tensors) -> dict[str, torch.Tensor]:
+    """The state of a stage: its variables, and what its optimizer keeps."""
+    found = {f"{VARIABLE}{name}": value for name, value in variables.items()}
+    found.update({f"{OPTIMIZER}{name}": value for name, value in slots.items()})
+    return found
+
+
+def state_parts(state: Tensors) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The variables and the slots of such a state, by name; whatever else it has is left out."""
+    variables = {k.removeprefix(VARIABLE): v for k, v in state.items() if k.startswith(VARIABLE)}
+    slots = {k.removeprefix(OPTIMIZER): v for k, v in state.items() if k.startswith(OPTIMIZER)}
+    return variables, slots
+
 
 def selected(names: Sequence[str], inputs: Tensors, device: torch.device | None = None) -> list[torch.Tensor]:
     """What a program takes, in its order, on `device` or where it is. ValueError for an input that is missing."""

@@ -24,7 +24,7 @@ from fusion.runtime.planes.dropout import Masks
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 from fusion.runtime.planes.optimizer import Optimizer, squared_norms
 from fusion.runtime.planes.plane import RngKey, Tensors
-from fusion.runtime.planes.stage_values import checked, output_keys, selected
+from fusion.runtime.planes.stage_values import checked, output_keys, selected, state_of, state_parts
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
 
@@ -166,8 +166,7 @@ class TorchTrainingStage:
     def state(self) -> dict[str, torch.Tensor]:
         # What is committed: a run of a microbatch since may have moved the statistics on.
         values = {**self._values, **self._committed}
-        found = {f"variable/{name}": value.detach() for name, value in values.items()}
-        found.update({f"optimizer/{key}": value for key, value in self._optimizer.state().items()})
+        found = state_of({n: value.detach() for n, value in values.items()}, self._optimizer.state())
         if self.device.type != "cpu":
             return {key: value.to("cpu", copy=True) for key, value in found.items()}
         self._shown = [each for each in self._shown if each() is not None]
@@ -184,8 +183,7 @@ class TorchTrainingStage:
 
     def load_state(self, state: Tensors) -> None:
         """JobError names what is missing or does not fit; nothing has changed then."""
-        variables = {k.removeprefix("variable/"): v for k, v in state.items() if k.startswith("variable/")}
-        slots = {k.removeprefix("optimizer/"): v for k, v in state.items() if k.startswith("optimizer/")}
+        variables, slots = state_parts(state)
         values = {v.name: checked(variables, v) for v in self.stage.graph.variables}
         self._leave_shown()
         self._optimizer.load_state(slots)

@@ -25,7 +25,7 @@ from fusion.runtime.planes.jax_plane.dropped import Dropped
 from fusion.runtime.planes.jax_plane.optimizer import Arrays, Optimizer
 from fusion.runtime.planes.jax_plane.program import Program
 from fusion.runtime.planes.plane import RngKey, Tensors
-from fusion.runtime.planes.stage_values import checked, output_keys, selected
+from fusion.runtime.planes.stage_values import checked, output_keys, selected, state_of, state_parts
 
 # Combinations of shapes whose code is kept: a job has one, and perhaps another in its evaluations.
 MOST_COMPILED = 8
@@ -165,14 +165,11 @@ class JaxTrainingStage:
     def state(self) -> dict[str, torch.Tensor]:
         # What is committed: a run of a microbatch since may have moved the statistics on.
         values = {**self._values, **self._committed}
-        found = {f"variable/{name}": tensor(value) for name, value in values.items()}
-        found.update({f"optimizer/{key}": value for key, value in self._optimizer.state().items()})
-        return found
+        return state_of({n: tensor(value) for n, value in values.items()}, self._optimizer.state())
 
     def load_state(self, state: Tensors) -> None:
         """JobError names what is missing or does not fit; nothing has changed then."""
-        variables = {k.removeprefix("variable/"): v for k, v in state.items() if k.startswith("variable/")}
-        slots = {k.removeprefix("optimizer/"): v for k, v in state.items() if k.startswith("optimizer/")}
+        variables, slots = state_parts(state)
         values = {v.name: checked(variables, v) for v in self.stage.graph.variables}
         self._optimizer.load_state(slots, {name: self._values[name] for name in self._trained})
         self._values = {name: array(value, self._device) for name, value in values.items()}

@@ -23,6 +23,7 @@ from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import TensorType
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build, plain
+from fusion.runtime.planes.stage_values import OPTIMIZER, VARIABLE, state_of, state_parts
 from fusion.runtime.planes.weights_file import STORED_DTYPES, tensors_bytes_of
 from fusion.runtime.training.compute.loss_scale import LOSS_SCALE
 from fusion.runtime.training.data.ledger import Ledger
@@ -34,8 +35,6 @@ from fusion.swarm.transport import PeerId
 
 INDEX_VERSION = 2  # 1 had no ledger
 MAX_INDEX_BYTES = 1 << 20
-VARIABLE = "variable/"
-OPTIMIZER = "optimizer/"
 CODEC = "codec/"
 STATE = "state"  # in the metadata of a shard: which one it is of
 assert set(STORED_DTYPES.values()) == set(DTYPES)  # a snapshot keeps whatever a graph can name
@@ -132,7 +131,12 @@ def load_state(
 
 def variables(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Of a shard's tensors, the variables by name."""
-    return {key.removeprefix(VARIABLE): value for key, value in state.items() if key.startswith(VARIABLE)}
+    return state_parts(state)[0]
+
+
+def untrained(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a stage begins with: its variables, and nothing that an optimizer keeps."""
+    return state_of(weights, {})
 
 
 def count_batches(exported: dict[str, torch.Tensor], stages: Iterable[Stage], runs: int) -> None:

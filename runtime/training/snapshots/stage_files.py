@@ -94,7 +94,7 @@ class StageFiles:
             proposed = [peer for peer in self._manifest.proposed if peer]
             path = await blobs.fetch(self._manifest.weights[stage.index], proposed, max_bytes=self._most)
             weights = await asyncio.to_thread(self._shards.load_weights, path, stage)
-            return {snapshot.VARIABLE + name: tensor for name, tensor in weights.items()}
+            return snapshot.untrained(weights)
         digest, version = await self._shard_of(checkpoint, owners)
         near = self._near(stage.index, owners, snapshot.FURTHEST)
         path = await blobs.fetch(digest, near, max_bytes=self._most)
