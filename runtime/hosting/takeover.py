@@ -50,11 +50,11 @@ CHECK_SECONDS = 1.0  # for an owner that is there to say so
 HEDGE_SECONDS = 1.5  # until the next standby is asked as well
 
 
-def judge(
-    claims: Sequence[ClaimRecord], peer: PeerId, term: int, signs: Mapping[PeerId, Sign]
+def verdict_on(
+    claims: Sequence[ClaimRecord], signs: Mapping[PeerId, Sign]
 ) -> Literal["take", "alive", "frozen"]:
-    """What a standby does about the report that `peer`, who held the stage under `term`, has vanished. `claims` are
-    those of the stage, `signs` what we saw of `peer` and of the owner that the claims name.
+    """What a standby does about the report that whoever held the stage has vanished. `claims` are those of the stage,
+    `signs` what we saw of that peer and of the owner that the claims name.
 
     A report may be wrong or a lie: whoever owns the stage as far as anybody knows must be gone, or be silent with its
     claim run out.
@@ -221,7 +221,7 @@ class Takeovers:
         owner = winner(claims)
         claimed = {claim.peer for claim in claims} & {peer} | (set() if owner is None else {owner.peer})
         signs |= await self._look_at((claimed or {peer}) - signs.keys(), place)
-        verdict = judge(claims, peer, term, signs)
+        verdict = verdict_on(claims, signs)
         if verdict == "take":
             log.info("stage %d of job %.8s: its owner %s is gone", place[1], place[0], peer)
             if holder.occupied and not yours:

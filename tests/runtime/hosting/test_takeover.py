@@ -12,7 +12,7 @@ from support.instant_loop import run
 from fusion.runtime.hosting import jurors
 from fusion.runtime.hosting.handover import LAST_OFFERS
 from fusion.runtime.hosting.owner_probe import GONE, SILENT, OwnerProbe, Sign
-from fusion.runtime.hosting.takeover import Takeovers, judge
+from fusion.runtime.hosting.takeover import Takeovers, verdict_on
 from fusion.runtime.job.protocol import HOLD
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.election import rank, winner
@@ -801,13 +801,13 @@ def claim_of(peer: str, role: Any = "owner", term: int = 1) -> ClaimRecord:
 def test_a_standby_believes_what_it_saw() -> None:
     owner, other = PeerId("owner"), PeerId("other")
     named = [claim_of("owner"), claim_of("us", "standby")]
-    assert judge(named, owner, 1, {owner: GONE}) == "take"
-    assert judge(named, owner, 1, {owner: Sign("holds", 1)}) == "alive"
-    assert judge(named, owner, 1, {owner: SILENT}) == "frozen"
-    assert judge(named[1:], owner, 1, {owner: SILENT}) == "take"  # and its claim has run out
-    assert judge(named, other, 9, {other: GONE}) == "alive"  # nobody looked whether the owner is there
-    assert judge(named, other, 9, {other: GONE, owner: SILENT}) == "frozen"
-    assert judge(named, other, 9, {other: GONE, owner: GONE}) == "take"
+    assert verdict_on(named, {owner: GONE}) == "take"
+    assert verdict_on(named, {owner: Sign("holds", 1)}) == "alive"
+    assert verdict_on(named, {owner: SILENT}) == "frozen"
+    assert verdict_on(named[1:], {owner: SILENT}) == "take"  # and its claim has run out
+    assert verdict_on(named, {other: GONE}) == "alive"  # nobody looked whether the owner is there
+    assert verdict_on(named, {other: GONE, owner: SILENT}) == "frozen"
+    assert verdict_on(named, {other: GONE, owner: GONE}) == "take"
 
 
 class Nobody:
