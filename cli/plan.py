@@ -17,6 +17,7 @@ from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.logs import configure_logging
 from fusion.cli.terminal.output import Output, bytes_text, number_text, seconds_text
 from fusion.runtime.job.admission import AdmissionSpec
+from fusion.runtime.placing.stage_count import listed
 
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
@@ -130,9 +131,9 @@ def summary(found: Plan, names: Mapping[str, str]) -> list[str]:
     slow = [f"{names.get(line.peer, line.peer)} ({seconds_text(line.up_seconds)} up, {seconds_text(line.down_seconds)} down)"
             for line in sorted(found.lines, key=lambda line: -max(line.up_seconds, line.down_seconds))]  # fmt: skip
     if slow:
-        lines.append(f"shared lines, busiest first: {_listed(slow)}")
+        lines.append(f"shared lines, busiest first: {listed(slow, NAMED)}")
     if found.left_out:
-        lines.append(f"left out: {_listed([names.get(peer, peer) for peer in found.left_out])}")
+        lines.append(f"left out: {listed([names.get(peer, peer) for peer in found.left_out], NAMED)}")
     if not all(link.known for link in found.links):
         lines.append(
             "a guess: nobody has measured these links; in a swarm file, [[links]], [[sites]] or [default] would tell"
@@ -158,11 +159,6 @@ def _compression(found: Plan) -> str:
     )
     allowed = f"{', '.join(asked.families)}, at most {asked.ratio:g} times"
     return f"{chosen or 'none pays'} (allowed: {allowed})"
-
-
-def _listed(found: list[str]) -> str:
-    more = len(found) - NAMED
-    return ", ".join(found[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _count(number: int, one: str, many: str) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fusion.cli.terminal.output import seconds_text
+from fusion.cli.terminal.output import percentile, seconds_text
 from fusion.swarm.identity import friendly_name
 
 if TYPE_CHECKING:
@@ -57,14 +56,8 @@ class AnswerTrace:
             "first_token_seconds": self.first_seconds,
             "tokens_per_second": self.tokens_per_second,
             "gap_p50_seconds": median(gaps) if gaps else None,
-            "gap_p95_seconds": percentile(gaps, 0.95) if gaps else None,
+            "gap_p95_seconds": percentile(gaps, 0.95),
         }
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The least of `values`, of which there is one, that so large a share of them does not exceed (nearest rank)."""
-    ordered = sorted(values)
-    return ordered[math.ceil(share * len(ordered)) - 1]
 
 
 def table(trace: AnswerTrace, answer: Answer) -> str:

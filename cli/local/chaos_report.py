@@ -7,8 +7,8 @@ from typing import Any
 
 from fusion.cli.local.chaos_plan import ChaosConfig, Fault
 from fusion.cli.local.chaos_swarm import Injected
-from fusion.cli.local.chaos_timeline import Timeline, percentile
-from fusion.cli.terminal.output import Output
+from fusion.cli.local.chaos_timeline import Timeline
+from fusion.cli.terminal.output import Output, percentile
 
 STALL_WINDOW_SECONDS = 20.0  # after a fault in which a pause is put down to it
 LONG_SECONDS = 10.0  # a recovery for which the report tells what the lead waited for

@@ -6,7 +6,7 @@ committed, so its first word is no commit; each further word with a higher step 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -134,11 +134,3 @@ class Timeline:
     def waits(self, at: float, until: float) -> list[str]:
         """What the leads said that they waited for in this time."""
         return [f"{when - at:+.1f} s {lead}: {text}" for when, lead, text in self.said if at <= when <= until]
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """The nearest-rank percentile; None of nothing."""
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1))]

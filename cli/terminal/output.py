@@ -180,3 +180,9 @@ def seconds_text(seconds: float) -> str:
 def busy_text(shares: Iterable[float]) -> str:
     """Busy share of each stage: "81% 79% 84%"."""
     return " ".join(f"{100 * share:.0f}%" for share in shares)
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The least of `values` that so large a share of them does not exceed (nearest rank); None of nothing."""
+    ordered = sorted(values)
+    return ordered[max(1, math.ceil(share * len(ordered))) - 1] if ordered else None

@@ -30,7 +30,7 @@ from fusion.dag.ir.opset_spec import MAX_LIST, MAX_RANK, REQUIRED, Call, OpSpec,
 
 __all__ = [
     "MAX_LIST", "MAX_RANK", "OPSET", "OPSET_VERSION", "REQUIRED", "Call", "OpSpec", "Parameter",
-    "infer", "kept", "mixed_dims", "needed_version", "spec",
+    "infer", "kept", "mixed_dims", "needed_version", "next_slot", "spec",
 ]  # fmt: skip
 
 OPSET_VERSION = 2  # raised where operators are added; what one of them computes never changes
@@ -100,3 +100,8 @@ def kept(node: Node) -> tuple[int, tuple[Ref, ...]] | None:
     slot = named["slot"]
     assert isinstance(slot, int)
     return slot, tuple(ref for ref in (named[name] for name in found.keeps) if isinstance(ref, Ref))
+
+
+def next_slot(graph: Graph) -> int:
+    """The first number of a cache that no node of the graph has taken."""
+    return 1 + max((cache[0] for node in graph.nodes if (cache := kept(node)) is not None), default=-1)

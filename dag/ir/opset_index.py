@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fusion.dag.ir.graph import TensorType
 from fusion.dag.ir.opset_shapes import (
-    Shape,
     add_up,
     axes,
     axis,
@@ -27,13 +26,9 @@ from fusion.dag.ir.opset_spec import (
     no_mixing,
     op,
 )
-from fusion.dag.ir.opset_views import along, select, slice_
+from fusion.dag.ir.opset_views import along, like, select, slice_
 
 _INDICES = ("int32", "int64")  # to torch uint8 is a mask, and others are no index
-
-
-def _like(t: TensorType, shape: Shape) -> Types:
-    return (TensorType(shape, t.dtype),)
 
 
 def repeat(call: Call) -> Types:
@@ -41,7 +36,7 @@ def repeat(call: Call) -> Types:
     lead = len(repeats) - len(t.shape)
     if lead < 0 or len(repeats) > MAX_RANK or any(isinstance(r, int) and r < 0 for r in repeats):
         raise call.fail(f"cannot repeat {t} {len(repeats)} times")
-    return _like(t, tuple(r * d for r, d in zip(repeats, (1,) * lead + t.shape, strict=True)))
+    return like(t, tuple(r * d for r, d in zip(repeats, (1,) * lead + t.shape, strict=True)))
 
 
 def repeat_interleave(call: Call) -> Types:
@@ -49,9 +44,9 @@ def repeat_interleave(call: Call) -> Types:
     if isinstance(times, int) and times < 0:
         raise call.fail("repeats is negative")
     if dim is None:
-        return _like(t, (volume(call, t.shape) * times,))
+        return like(t, (volume(call, t.shape) * times,))
     at = axis(call, dim, len(t.shape))
-    return _like(t, splice(t.shape, at, t.shape[at] * times) if t.shape else (times,))
+    return like(t, splice(t.shape, at, t.shape[at] * times) if t.shape else (times,))
 
 
 def cat(call: Call) -> Types:
@@ -92,7 +87,7 @@ def index(call: Call) -> Types:
     at = used[0] if together else 0
     if len(rest) + len(found) > MAX_RANK:
         raise call.fail(f"rank is over {MAX_RANK}")
-    return _like(t, (*rest[:at], *found, *rest[at:]))
+    return like(t, (*rest[:at], *found, *rest[at:]))
 
 
 def index_select(call: Call) -> Types:
@@ -100,7 +95,7 @@ def index_select(call: Call) -> Types:
     at = axis(call, call["dim"], len(t.shape))
     if not t.shape or len(i.shape) != 1 or i.dtype not in _INDICES:
         raise call.fail("needs a row of integers and a dimension")
-    return _like(t, splice(t.shape, at, i.shape[0]))
+    return like(t, splice(t.shape, at, i.shape[0]))
 
 
 def gather(call: Call) -> Types:
@@ -108,7 +103,7 @@ def gather(call: Call) -> Types:
     axis(call, call["dim"], len(t.shape))
     if len(i.shape) != len(t.shape) or i.dtype != "int64":
         raise call.fail(f"index {i} does not fit {t}")
-    return _like(t, i.shape)
+    return like(t, i.shape)
 
 
 def scatter(call: Call) -> Types:
@@ -222,7 +217,7 @@ def constant_pad(call: Call) -> Types:
         shape[-1 - i] = shape[-1 - i] + pad[2 * i] + pad[2 * i + 1]
         if isinstance(shape[-1 - i], int) and shape[-1 - i] < 0:
             raise call.fail("a pad takes away more than there is")
-    return _like(t, tuple(shape))
+    return like(t, tuple(shape))
 
 
 def one_hot(call: Call) -> Types:
@@ -237,14 +232,14 @@ def pixel_shuffle(call: Call) -> Types:
     if len(t.shape) < 3 or r <= 0:
         raise call.fail("needs (..., channels, height, width) and a factor above zero")
     *lead, c, h, w = t.shape
-    return _like(t, (*lead, divide(call, c, r * r), h * r, w * r))
+    return like(t, (*lead, divide(call, c, r * r), h * r, w * r))
 
 
 def upsample(call: Call) -> Types:
     t, size = call["self"], call["output_size"]
     if len(t.shape) != 4 or len(size) != 2 or not is_float(t.dtype):
         raise call.fail("needs (batch, channels, height, width) and two sizes")
-    return _like(t, (*t.shape[:2], *size))
+    return like(t, (*t.shape[:2], *size))
 
 
 def _cat_mixes(call: Call) -> Mixed:

@@ -21,14 +21,14 @@ from fusion.dag.ir.opset_spec import MAX_RANK, Call, Family, Infer, Mixed, Mixes
 _FAR = 2**62  # an `end` this far means "to the end" (exports write 2**63 - 1)
 
 
-def _like(t: TensorType, shape: Shape) -> Types:
+def like(t: TensorType, shape: Shape) -> Types:
     return (TensorType(shape, t.dtype),)
 
 
 def view(call: Call) -> Types:
     t = call["self"]
     wanted = call.values["size"] if "size" in call.values else call.values["shape"]
-    return _like(t, resolve_shape(call, wanted, volume(call, t.shape)))
+    return like(t, resolve_shape(call, wanted, volume(call, t.shape)))
 
 
 def flatten(call: Call) -> Types:
@@ -37,7 +37,7 @@ def flatten(call: Call) -> Types:
     start, end = axis(call, call["start_dim"], rank), axis(call, call["end_dim"], rank)
     if start > end:
         raise call.fail("start_dim is after end_dim")
-    return _like(t, (*t.shape[:start], volume(call, t.shape[start : end + 1]), *t.shape[end + 1 :]))
+    return like(t, (*t.shape[:start], volume(call, t.shape[start : end + 1]), *t.shape[end + 1 :]))
 
 
 def unflatten(call: Call) -> Types:
@@ -45,7 +45,7 @@ def unflatten(call: Call) -> Types:
     at = axis(call, call["dim"], len(t.shape))
     if not t.shape or len(t.shape) - 1 + len(call["sizes"]) > MAX_RANK:
         raise call.fail("rank out of range")
-    return _like(t, splice(t.shape, at, *resolve_shape(call, call["sizes"], t.shape[at])))
+    return like(t, splice(t.shape, at, *resolve_shape(call, call["sizes"], t.shape[at])))
 
 
 def transpose(call: Call) -> Types:
@@ -54,14 +54,14 @@ def transpose(call: Call) -> Types:
     shape = list(t.shape)
     if shape:
         shape[a], shape[b] = shape[b], shape[a]
-    return _like(t, tuple(shape))
+    return like(t, tuple(shape))
 
 
 def reverse_dims(call: Call) -> Types:
     t = call["self"]
     if call.op == "aten.t" and len(t.shape) > 2:
         raise call.fail(f"rank {len(t.shape)} is over 2")
-    return _like(t, t.shape[::-1])
+    return like(t, t.shape[::-1])
 
 
 def permute(call: Call) -> Types:
@@ -69,13 +69,13 @@ def permute(call: Call) -> Types:
     order = [axis(call, d, len(t.shape)) for d in call["dims"]]
     if sorted(order) != list(range(len(t.shape))):
         raise call.fail(f"{call['dims']} is not a permutation of the dimensions of {t}")
-    return _like(t, tuple(t.shape[d] for d in order))
+    return like(t, tuple(t.shape[d] for d in order))
 
 
 def squeeze(call: Call) -> Types:
     t = call["self"]
     chosen = axes(call, call.values.get("dim"), len(t.shape)) if call.values.get("dim", ...) != () else ()
-    return _like(t, tuple(d for i, d in enumerate(t.shape) if i not in chosen or d != 1))
+    return like(t, tuple(d for i, d in enumerate(t.shape) if i not in chosen or d != 1))
 
 
 def unsqueeze(call: Call) -> Types:
@@ -83,7 +83,7 @@ def unsqueeze(call: Call) -> Types:
     at = axis(call, call["dim"], len(t.shape) + 1)
     if len(t.shape) >= MAX_RANK:
         raise call.fail(f"rank is over {MAX_RANK}")
-    return _like(t, (*t.shape[:at], 1, *t.shape[at:]))
+    return like(t, (*t.shape[:at], 1, *t.shape[at:]))
 
 
 def expand(call: Call) -> Types:
@@ -100,7 +100,7 @@ def expand(call: Call) -> Types:
         if (isinstance(dim, int) and dim < 0) or old not in (None, 1, dim):
             raise call.fail(f"cannot expand {t} to {TensorType(wanted, t.dtype)}")
         shape.append(dim)
-    return _like(t, tuple(shape))
+    return like(t, tuple(shape))
 
 
 def _parts(call: Call, sizes: list[Dim], at: int) -> Types:
@@ -194,8 +194,8 @@ def slice_(call: Call) -> Types:
     start, end = _bound(call, call["start"], length, 0), _bound(call, call["end"], length, length)
     span = end - start
     if isinstance(span, int):
-        return _like(t, splice(t.shape, at, max(0, -(-span // step))))
-    return _like(t, splice(t.shape, at, divide(call, span, step)))
+        return like(t, splice(t.shape, at, max(0, -(-span // step))))
+    return like(t, splice(t.shape, at, divide(call, span, step)))
 
 
 def select(call: Call) -> Types:
@@ -204,7 +204,7 @@ def select(call: Call) -> Types:
     size = t.shape[at] if t.shape else 0
     if isinstance(index, int) and isinstance(size, int) and not -size <= index < size:
         raise call.fail(f"index {index} of a dimension of {size}")
-    return _like(t, splice(t.shape, at))
+    return like(t, splice(t.shape, at))
 
 
 def narrow(call: Call) -> Types:
@@ -218,7 +218,7 @@ def narrow(call: Call) -> Types:
             raise call.fail(f"[{start}, {start} + {length}) of a dimension of {size}")
     elif isinstance(length, int) and length < 0:
         raise call.fail("length is negative")
-    return _like(t, splice(t.shape, at, length))
+    return like(t, splice(t.shape, at, length))
 
 
 def along(parameter: str, *also: str) -> Mixes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -69,6 +69,10 @@ class Network:
     def __post_init__(self) -> None:
         if len(self.index) != len(self.devices):
             raise ValueError("network: each device needs a name of its own")
+
+    def only(self, peers: Collection[str]) -> Network:
+        """The network with these devices alone."""
+        return Network(devices=tuple(d for d in self.devices if d.peer in peers), links=self.links)
 
     def link(self, a: str, b: str) -> Link:
         """The pair's own limit, from a to b; what their lines allow is not in it."""

@@ -33,4 +33,4 @@ def shortlist(network: Network, limit: int = LIMIT) -> Network:
     for rank, count in ranks:
         left = sorted((d for d in network.devices if d.peer not in chosen), key=speed, reverse=True)
         chosen.update(d.peer for d in sorted(left, key=rank, reverse=True)[:count])
-    return Network(devices=tuple(d for d in network.devices if d.peer in chosen), links=network.links)
+    return network.only(chosen)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import Arg, Graph, Node, Ref, TensorType
-from fusion.dag.ir.opset import infer, kept
+from fusion.dag.ir.opset import infer, next_slot
 from fusion.dag.rewrites.positions import SEQUENCE
 
 CONVOLUTION = "aten.conv1d"
@@ -20,7 +20,7 @@ CONVOLUTION = "aten.conv1d"
 def cache_convolutions(graph: Graph) -> Graph:
     """The graph for a piece of a sequence, as far as convolutions go. Slots go on from those that are taken."""
     types = dict(graph.types)
-    slot = 1 + max((cache[0] for node in graph.nodes if (cache := kept(node)) is not None), default=-1)
+    slot = next_slot(graph)
     nodes: list[Node] = []
     for node in graph.nodes:
         convolution = _causal(graph, node)

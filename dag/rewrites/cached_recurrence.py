@@ -6,14 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion.dag.ir.graph import Graph, Node
-from fusion.dag.ir.opset import kept
+from fusion.dag.ir.opset import next_slot
 
 _WHOLE = "fusion.recurrence"
 
 
 def cache_recurrences(graph: Graph) -> Graph:
     """The graph for a piece of a sequence, as far as recurrences go. Slots go on from those that are taken."""
-    slot = 1 + max((cache[0] for node in graph.nodes if (cache := kept(node)) is not None), default=-1)
+    slot = next_slot(graph)
     nodes: list[Node] = []
     for node in graph.nodes:
         if node.op == _WHOLE:

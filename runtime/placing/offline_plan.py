@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from fusion.compression.reference_speeds import REFERENCE
 from fusion.dag.ir.graph import Graph
-from fusion.dag.placement.network import Network
 from fusion.dag.placement.place import Scheduler
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.spec import JobSpec
@@ -30,7 +29,7 @@ def plan_graph(graph: Graph, spec: JobSpec, swarm: SwarmFile, scheduler: Schedul
     network = swarm.network(spec.train.precision)
     if spec.placement.peers:
         chosen = _chosen(spec.placement.peers, swarm)
-        network = Network(devices=tuple(d for d in network.devices if d.peer in chosen), links=network.links)
+        network = network.only(chosen)
     train = spec.train
     sizes = {"batch": train.microbatch_size, "sequence": train.sequence}
     memory = training_memory(spec.optimizer, spec.compression)

@@ -16,7 +16,7 @@ from fusion.dag.placement.place import Placement
 from fusion.dag.placement.simulate import Trace, simulate
 from fusion.dag.placement.step_model import step_seconds
 from fusion.runtime.job.manifest import CompressionConfig
-from fusion.runtime.placing.swarm_file import BYTES_PER_MBIT
+from fusion.swarm.links.view import BYTES_PER_MBIT
 
 
 @dataclass(frozen=True, kw_only=True)

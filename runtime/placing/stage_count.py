@@ -56,7 +56,7 @@ class StageChoice:
     def line(self, names: Callable[[str], str]) -> str:
         """For people, who know a peer by its name."""
         chosen = self.chosen
-        said = [f"{_count(chosen.stages)} on {_listed([names(p) for p in chosen.peers])}"
+        said = [f"{_count(chosen.stages)} on {listed([names(p) for p in chosen.peers], NAMED)}"
                 f"{', as asked' if self.asked else ''}{', as before' if self.before else ''}: {_text(chosen.token_seconds)} a token predicted{_links(chosen)}"]  # fmt: skip
         said += [f"{_count(count)} would not fit" for count in self.misfits]
         said += [f"{_count(o.stages)} would take {_text(o.token_seconds)}{_links(o)}" for o in self.others]
@@ -92,13 +92,14 @@ def choose_stages(place: PlaceOver) -> StageChoice:
     return StageChoice(chosen=chosen, others=others, misfits=tuple(misfits))
 
 
+def listed(names: Sequence[str], most: int) -> str:
+    """The first `most` of them, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def _count(stages: int) -> str:
     return f"{stages} stage{'s' if stages > 1 else ''}"
-
-
-def _listed(peers: Sequence[str]) -> str:
-    more = len(peers) - NAMED
-    return ", ".join(peers[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _links(candidate: Candidate) -> str:

@@ -51,10 +51,10 @@ from fusion.runtime.job.fields import build
 from fusion.runtime.job.manifest import Precision
 from fusion.runtime.job.size_text import parse_size
 from fusion.runtime.placing.device_table import DeviceRow, device_row
+from fusion.swarm.links.view import BYTES_PER_MBIT
 
 MAX_SWARM_BYTES = 64 << 20
 MAX_PEERS = 1_000_000  # counted out
-BYTES_PER_MBIT = 1e6 / 8
 # Of a device's peak: large products of a transformer in training reach 0.44 to 0.52 of an A100's (Megatron-LM, arXiv 2104.04473).
 EFFICIENCY = 0.5
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from fusion.cli.local.chaos_timeline import percentile
+from fusion.cli.terminal.output import percentile
 
 Row = dict[str, Any]  # of one round: `killed`, `identical`, `stall_seconds`, ...
 ROUNDS_PER_KILL = 3  # at most, over the whole sweep

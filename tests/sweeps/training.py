@@ -35,8 +35,8 @@ from fusion.cli.local import chaos_job
 from fusion.cli.local.chaos import last_lines
 from fusion.cli.local.chaos_job import ChaosJob, another, prepare
 from fusion.cli.local.chaos_swarm import Swarm
-from fusion.cli.local.chaos_timeline import percentile
 from fusion.cli.local.fleet import FleetError, LocalPeer, open_fleet
+from fusion.cli.terminal.output import percentile
 from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.swarm.errors import SwarmError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusion.cli.asking.answer_trace import AnswerTrace, percentile, route_lines, table
+from fusion.cli.asking.answer_trace import AnswerTrace, route_lines, table
 from fusion.runtime.serving.requests.request import Answer
 from fusion.swarm.identity import Identity, friendly_name
 
@@ -47,11 +47,6 @@ def test_what_an_answer_does_not_tell_is_left_open(times: tuple[float, ...]) -> 
     trace = trace_of(*times)
     assert trace.tokens_per_second is None and trace.record()["gap_p95_seconds"] is None
     assert "tokens a second       -" in table(trace, answer_of(len(times)))
-
-
-def test_percentiles_are_values_that_there_are() -> None:
-    assert [percentile([3.0, 1.0, 2.0], share) for share in (0.01, 0.5, 0.95, 1.0)] == [1.0, 2.0, 3.0, 3.0]
-    assert percentile([float(i) for i in range(1, 101)], 0.95) == 95.0
 
 
 def test_a_route_goes_round() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +14,7 @@ from fusion.cli.local.chaos_plan import (
     fault_plan,
     parse_seconds,
 )
-from fusion.cli.local.chaos_timeline import Timeline, percentile
+from fusion.cli.local.chaos_timeline import Timeline
 
 CONFIG = ChaosConfig(peers=6, standbys=2, kill_every_seconds=15.0, minutes=5.0, seed=7)
 JOB = "a" * 64
@@ -172,18 +170,3 @@ def test_words_on_other_jobs_are_left_alone(history: Timeline) -> None:
     assert not history.see("a", {"event": "step", "job": "c" * 64, "at": 30.0, "attempts": 1, "step": 9})
     assert not history.see("a", {"event": "status", "job": JOB})
     assert len(history.commits) == before
-
-
-@given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=50), st.floats(0.01, 1.0))
-def test_a_percentile_is_one_of_the_values_and_bounds_its_share(values: list[float], share: float) -> None:
-    found = percentile(values, share)
-    assert found in values
-    below = sum(value <= found for value in values)
-    assert below >= math.floor(share * 1000) / 1000 * len(values) - 1e-9
-
-
-def test_percentiles_of_little() -> None:
-    assert percentile([], 0.5) is None
-    assert percentile([3.0], 0.95) == 3.0
-    assert percentile([float(i) for i in range(1, 101)], 0.95) == 95.0
-    assert percentile([1.0, 2.0], 0.5) == 1.0

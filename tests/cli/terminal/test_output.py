@@ -2,10 +2,21 @@ from __future__ import annotations
 
 import io
 import json
+import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fusion.cli.terminal.output import Output, bytes_text, flops_text, number_text, rate_text, seconds_text
+from fusion.cli.terminal.output import (
+    Output,
+    bytes_text,
+    flops_text,
+    number_text,
+    percentile,
+    rate_text,
+    seconds_text,
+)
 
 
 class Terminal(io.StringIO):
@@ -168,3 +179,19 @@ def test_no_line_of_ours_carries_what_paints_over_a_terminal() -> None:
         said = text(stream)
         assert "[2J" in said
         assert not any(part in said for part in ("\x1b[2J", "\x9b", "\u202e"))
+
+
+@given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=50), st.floats(0.01, 1.0))
+def test_a_percentile_is_one_of_the_values_and_bounds_its_share(values: list[float], share: float) -> None:
+    found = percentile(values, share)
+    assert found in values
+    below = sum(value <= found for value in values)
+    assert below >= math.floor(share * 1000) / 1000 * len(values) - 1e-9
+
+
+def test_percentiles_of_little() -> None:
+    assert percentile([], 0.5) is None
+    assert percentile([3.0], 0.95) == 3.0
+    assert percentile([float(i) for i in range(1, 101)], 0.95) == 95.0
+    assert percentile([1.0, 2.0], 0.5) == 1.0
+    assert [percentile([3.0, 1.0, 2.0], share) for share in (0.01, 0.5, 0.95, 1.0)] == [1.0, 2.0, 3.0, 3.0]
