@@ -48,11 +48,6 @@ class Placement:
     sent_bytes: tuple[int, ...]  # forward over each cut, for one microbatch
     prediction: Prediction
 
-    @property
-    def bottleneck(self) -> int:
-        """The stage that takes longest."""
-        return max(range(len(self.owners)), key=lambda i: self.stage_seconds[i])
-
 
 def place(
     graph: Graph,

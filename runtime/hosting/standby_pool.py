@@ -108,9 +108,6 @@ class Pool:
     def jobs(self) -> set[JobId]:
         return {job for job, _ in self._covered}
 
-    def covers(self, place: Place) -> bool:
-        return place in self._covered
-
     def step_here(self, place: Place) -> int:
         """The step whose state of the stage is on this peer, as far as the last `beat` knows: that of the job's newest
         snapshot, or -1 where its shard is not here. Whoever has it should host the stage before others."""

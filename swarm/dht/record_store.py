@@ -129,10 +129,6 @@ class RecordStore:
         """Bytes by account."""
         return self._shares
 
-    @property
-    def total_bytes(self) -> int:
-        return self._total
-
     def keys(self) -> Iterator[int]:
         return iter(self._keys)
 

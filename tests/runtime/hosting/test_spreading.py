@@ -169,7 +169,7 @@ async def beside_a_busy_standby(made: Swarm) -> tuple[JobId, Peer, Peer, Peer]:
     for peer in (lead, busy, lead, busy):
         await peer.look()
         await peer.context.leases.beat()
-    await until(lambda: busy.hosting._pool.covers((job, 0)))
+    await until(lambda: (job, 0) in busy.hosting._pool.places)
     comer = await idle(made, job, lead)
     await until(lambda: len(comer.service.prepared) == 2)
     await round_of(made, lead, busy, comer)

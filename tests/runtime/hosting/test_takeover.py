@@ -146,7 +146,7 @@ def test_who_sees_the_owner_vanish_gets_the_claim_of_its_heir(tmp_path: Path) ->
             assert winner(witness.context.leases.recent(job, 0)) == claim
             # Nothing was waited for: the dead owner's claim is still in the directory, and outranked.
             assert {c.peer: c.term for c in await second.context.directory.claims(job, 0)}[owner.id] == 1
-            assert not first.hosting._pool.covers((job, 0))
+            assert (job, 0) not in first.hosting._pool.places
 
     run(main())
 

@@ -77,9 +77,9 @@ def test_it_never_holds_more_than_it_may_and_its_books_are_right(steps: list[tup
             assert {account: list(subkeys) for account, subkeys in counted.subkeys.items()} == {
                 account: [s for s, k in values.items() if k.account == account] for account in of_key
             }
-        assert held == Counter(store.shares) and store.total_bytes == held.total() and len(store) == records
+        assert held == Counter(store.shares) and store._total == held.total() and len(store) == records
         if not held[OWN]:
-            assert store.total_bytes <= SMALL.total_bytes
+            assert store._total <= SMALL.total_bytes
 
 
 @given(st.dictionaries(names, st.integers(0, 1000)), st.sampled_from("abcd"), st.integers(1, 500))
@@ -100,7 +100,7 @@ def test_a_flood_that_ends_late_pushes_out_only_itself() -> None:
     store = RecordStore(StoreLimits(total_bytes=100_000))
     assert store.put(1, "honest", kept("honest", until=6.0), 0.0)
     flood = [store.put(key, "stranger", kept("stranger", until=120.0), 0.0) for key in range(2, 2000)]
-    assert all(flood) and store.total_bytes <= 100_000
+    assert all(flood) and store._total <= 100_000
     assert set(store.at(1, 0.0)) == {"honest"}
     assert store.put(3000, "late", kept("late"), 0.0) and store.put(1, "honest", kept("honest", 8.0), 2.0)
     assert max(store.keys()) == 3000 and 2 not in set(store.keys())  # what it renewed longest ago went

@@ -54,7 +54,7 @@ async def standing_by(made: Swarm) -> tuple[JobId, Peer, Peer]:
     standby.blobs.store.put(lead.blobs.store.path(Digest(job)))
     await standby.look()
     await standby.look()
-    assert standby.hosting._pool.covers((job, 0))
+    assert (job, 0) in standby.hosting._pool.places
     await until(lambda: len(standby.service.prepared) == 1)
     await standby.context.leases.beat()
     await lead.context.leases.beat()  # and reads the claims of its stage
