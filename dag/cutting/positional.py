@@ -7,7 +7,6 @@ positions and small buffers, so that every stage has what it needs: no stage has
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
 from math import prod
 
 from fusion.dag.ir.dims import symbol
@@ -25,9 +24,9 @@ _WRITES = {"aten.batch_norm": ((3, 4), 5)}
 MEAN, COUNTER = "running_mean", "num_batches_tracked"  # as a batch normalisation calls its buffers
 
 
-def repeatable(graph: Graph, inputs: Set[str] = POSITIONAL) -> frozenset[str]:
-    """Names of the nodes that depend only on `inputs`, constants and small buffers, through cheap ops."""
-    free = set(inputs & graph.input_names)
+def repeatable(graph: Graph) -> frozenset[str]:
+    """Names of the nodes that depend only on positions, constants and small buffers, through cheap ops."""
+    free = set(POSITIONAL & graph.input_names)
     written = {ref.name for ref in written_buffers(graph)}
     small = (v.name for v in graph.variables if v.kind == "buffer" and _bytes(v.type) <= BUFFER_BYTES)
     free.update(name for name in small if name not in written)

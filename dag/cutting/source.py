@@ -47,10 +47,9 @@ def operators(graph: Graph) -> frozenset[str]:
     return frozenset(found | {SOURCE_ATTENTION} if SOURCE in graph.symbols else found)
 
 
-def source_values(graph: Graph, received: Collection[str] = ()) -> frozenset[Ref]:
-    """The values that are made once for a session, by nodes of the graph. `received`: inputs that are such values of other
-    stages."""
-    kinds = _kinds(graph, received)
+def source_values(graph: Graph) -> frozenset[Ref]:
+    """The values that are made once for a session, by nodes of the graph."""
+    kinds = _kinds(graph, ())
     return frozenset(
         Ref(node.name, i)
         for node in graph.nodes

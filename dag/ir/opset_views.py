@@ -16,7 +16,7 @@ from fusion.dag.ir.opset_shapes import (
     splice,
     volume,
 )  # fmt: skip
-from fusion.dag.ir.opset_spec import MAX_RANK, Call, Family, Infer, Mixed, Mixes, OpSpec, Types, no_mixing, op
+from fusion.dag.ir.opset_spec import MAX_RANK, Call, Infer, Mixed, Mixes, OpSpec, Types, no_mixing, op
 
 _FAR = 2**62  # an `end` this far means "to the end" (exports write 2**63 - 1)
 
@@ -242,8 +242,8 @@ def _split_mixes(call: Call) -> Mixed:
     return {"self": {at}}
 
 
-def _v(name: str, parameters: str, infer: Infer, mixes: Mixes = no_mixing, family: Family = "view") -> OpSpec:
-    return op(name, parameters, infer, family, mixes=mixes)
+def _v(name: str, parameters: str, infer: Infer, mixes: Mixes = no_mixing) -> OpSpec:
+    return op(name, parameters, infer, "view", mixes=mixes)
 
 
 SPECS: list[OpSpec] = [

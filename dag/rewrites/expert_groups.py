@@ -176,7 +176,7 @@ def _grouped(graph: Graph, layer: _Layer, groups: int) -> Graph:
         if (linear := expert_linear(node)) is not None
         for ref in linear.held
     }
-    copies = [_copy(graph, repeated, g, bounds[g], parts, taken) for g in range(count)]
+    copies = [_copy(repeated, g, bounds[g], parts, taken) for g in range(count)]
     inside = {node.name: copy for node, copy in zip(repeated, copies[0], strict=True)}
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -194,7 +194,6 @@ def _grouped(graph: Graph, layer: _Layer, groups: int) -> Graph:
 
 
 def _copy(
-    graph: Graph,
     repeated: Sequence[Node],
     group: int,
     bound: tuple[int, int],

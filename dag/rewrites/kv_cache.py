@@ -160,7 +160,7 @@ class _Caching:
     def written(self, found: EagerAttention) -> None:
         end, graph = found.end, self.graph
         turned = maker(graph, found.across)
-        if turned is not None and turned.op == "aten.transpose.int" and _last_two(graph, turned):
+        if turned is not None and turned.op == "aten.transpose.int" and _last_two(turned):
             key = turned.args[0]
         else:
             key = self.emit(end, "key_turned", "aten.transpose.int", found.across, -2, -1)
@@ -384,7 +384,7 @@ class _Seen:
         self.window = min((w for w in (self.window, window) if w is not None), default=None)
 
 
-def _last_two(graph: Graph, turned: Node) -> bool:
+def _last_two(turned: Node) -> bool:
     """Whether the node swaps the last two dimensions."""
     rank = len(turned.results[0].shape)
     return {d % rank for d in turned.args[1:] if isinstance(d, int)} == {rank - 1, rank - 2}
