@@ -1,11 +1,6 @@
 """What a peer answers to whoever asks it about a job.
 
-/fusion/job/1   launch {job}                     look at this job now, do not wait for the next heartbeat
-                watch  {job}                     a stream of `progress` frames until the job ends, or one
-                                                 `redirect` {lead} from a peer that neither leads the job nor ran a
-                                                 stage of it to its end
-                stop   {job, statement}          end the job; a statement signed by the key of whoever launched it
-    snapshot {record}                from the lead: its sealed job record, which names a new snapshot
+The frames of /fusion/job/1: docs/protocols.md.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Long-lived streams of the ring: who is at which end, and one link for each neighbour.
 
-/fusion/ring/1   first frame `hello` {job, from, to}, {batches} (`fusion.runtime.serving.ring.batches`); `from` is a stage, or GATEWAY. Then
-    gateway -> stage   open, prompt (to the first stage), ping, slow, close
-    stage -> gateway   opened, token, pong, failed {message, reason, stage}; for all sessions: loading, leaving
-    stage -> later stage   chunk                                     last stage -> first stage   token
+The frames of /fusion/ring/1: docs/protocols.md. The first is a `hello` that says of which stage, or GATEWAY, the link comes, and to
+which it goes; what several sessions send may go in one (`fusion.runtime.serving.ring.batches`).
 """
 
 from __future__ import annotations
