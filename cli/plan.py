@@ -176,7 +176,9 @@ def _rate(mbps: float) -> str:
 
 @dataclass(frozen=True)
 class ServingAsked:
-    path: Path
+    """Over how many peers a model is to be served, who may have a part in it, the model that guesses for it, the dtype that it runs
+    in (None: that of its files), how its matrices are stored, and the tokens of its longest text (None: all that it can read)."""
+
     stages: int | None
     admission: AdmissionSpec
     draft: Path | None
@@ -185,13 +187,13 @@ class ServingAsked:
     context: int | None
 
 
-async def plan_serving(context: Context, asked: ServingAsked, output: Output) -> bool:
+async def plan_serving(context: Context, path: Path, asked: ServingAsked, output: Output) -> bool:
     """Show what serving a model would take on the swarm; whether it fits. Raises as `read_servable`."""
     from fusion.runtime.launch import serving_plan
     from fusion.runtime.launch.servable import read_servable
 
     model = await asyncio.to_thread(
-        read_servable, asked.path, asked.draft, asked.dtype, asked.quantization, output.status, asked.context
+        read_servable, path, asked.draft, asked.dtype, asked.quantization, output.status, asked.context
     )
     seen = await takers(context)
     peers, links = asked.admission.among(seen, lambda peer: peer.peer), await context.directory.links()

@@ -7,7 +7,7 @@ import asyncio
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -148,15 +148,15 @@ def serve(
         )
     client.need_way(way)
     output.status("loading the runtime ...")
-    asked = Asked(
-        name,
+    model = ServingAsked(
         stages,
         admitted,
         draft,
-        None if quantization is None else quantization.value,
         None if dtype is Dtype.auto else dtype.value,
+        None if quantization is None else quantization.value,
         context,
     )
+    asked = Asked(name, model)
     if plan:
         run(_plan(path, asked, way, output), debug=debug)
     elif job is None:
@@ -174,31 +174,13 @@ def _may_be_job(source: str) -> bool:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the model is to be called, over how many peers, who may have a part in it, the model that guesses for it, how its
-    matrices are stored, the dtype that it runs in (None: that of its files), and the tokens of its longest text (None: all that it
-    can read)."""
-
-    name: str
-    stages: int | None
-    admission: AdmissionSpec
-    draft: Path | None
-    quantization: Literal["int8", "int4"] | None
-    dtype: str | None
-    context: int | None
+    name: str  # what it is to be called
+    model: ServingAsked
 
 
 async def _plan(path: Path, asked: Asked, way: client.Way, output: Output) -> None:
     async with client.join(way) as context:
-        wanted = ServingAsked(
-            path,
-            asked.stages,
-            asked.admission,
-            asked.draft,
-            asked.dtype,
-            asked.quantization,
-            asked.context,
-        )
-        fits = await plan_serving(context, wanted, output)
+        fits = await plan_serving(context, path, asked.model, output)
     if not fits:
         raise typer.Exit(1)
 
@@ -216,18 +198,18 @@ async def _hand_over(
     """What serves the model of this directory or file, once the peers hold it. `step`: of the snapshot that it is."""
     from fusion.runtime.launch.launch import prepare_serving
 
-    peers = await takers(context)
+    peers, model = await takers(context), asked.model
     prepared = await asyncio.to_thread(
         prepare_serving,
         *(path, asked.name, peers, context.blobs.store),
-        stages=asked.stages,
+        stages=model.stages,
         links=await context.directory.links(),
         author=author,
-        admission=asked.admission,
-        draft=asked.draft,
-        quantization=asked.quantization,
-        dtype=asked.dtype,
-        context=asked.context,
+        admission=model.admission,
+        draft=model.draft,
+        quantization=model.quantization,
+        dtype=model.dtype,
+        context=model.context,
         home=context.home if step is None else None,
         say=output.status,
     )

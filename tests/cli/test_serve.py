@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fusion.cli import client, job_client, serve
+from fusion.cli.plan import ServingAsked
 from fusion.cli.terminal.output import Output
 from fusion.runtime.belief import reading
 from fusion.runtime.job.admission import AdmissionSpec
@@ -18,7 +19,7 @@ from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.launch import launch
 from fusion.swarm.errors import SwarmError
 
-ASKED = serve.Asked("gpt", None, AdmissionSpec(), None, None, None, None)
+ASKED = serve.Asked("gpt", ServingAsked(None, AdmissionSpec(), None, None, None, None))
 
 
 @pytest.mark.parametrize("error", [JobFailed, SwarmError, asyncio.CancelledError])
