@@ -11,6 +11,7 @@ from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, Graph
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+HALF = frozenset({torch.float16, torch.bfloat16})
 _MAX_SIZES = 256  # combinations of symbol sizes whose dimensions are remembered
 
 

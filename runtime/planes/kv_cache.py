@@ -14,12 +14,12 @@ import torch
 from torch.nn import functional
 
 from fusion.runtime.planes.attention import Scored, all_attention, most_scored, scored_attention
+from fusion.runtime.planes.input_sizes import HALF
 from fusion.runtime.planes.recurrence import first_state, read
 
 # Or an eighth of what a longer sequence has, so that growing costs little for each position.
 BLOCK_POSITIONS = 64
 KEPT_SLOPES = 4  # for the layers of a run, which have the same ones mostly
-_HALF = frozenset({torch.bfloat16, torch.float16})
 _KEY_BLOCK = 512  # keys that scaled_dot_product_attention takes at once on a CPU
 
 
@@ -241,7 +241,7 @@ class SessionCache:
         count = end - start
         # Positions that no query of this run can see need not be read.
         first = 0 if window is None else max(0, start + 1 - window)
-        if scored is None and count > 1 and query.dtype in _HALF:
+        if scored is None and count > 1 and query.dtype in HALF:
             # The library sums keys block by block, and rounds: a prompt in chunks is to have the bits of a whole one.
             first -= first % _KEY_BLOCK
         keys, values, *more = (tensor[:, :, first:end] for tensor in held)

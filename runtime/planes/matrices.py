@@ -10,6 +10,7 @@ import torch
 from fusion.dag.cutting.costs import type_bytes
 from fusion.dag.ir.graph import Graph, Ref
 from fusion.dag.rewrites.experts import EXPERT_LINEAR
+from fusion.runtime.planes.input_sizes import HALF
 from fusion.runtime.planes.kernels.available import kernels
 from fusion.runtime.planes.plane import Tensors
 from fusion.runtime.planes.products.experts import (
@@ -34,7 +35,6 @@ from fusion.runtime.planes.products.packed import (
 from fusion.runtime.planes.products.stored import StoredMatrices
 from fusion.runtime.planes.stage_values import checked
 
-_HALF = frozenset({torch.bfloat16, torch.float16})
 # What blocks add is in nobody's account, so that a stage of very many matrices of one row must not gain much by it.
 _SPARE_BYTES = 64 << 20
 _SPARE_SHARE = 8  # or the share of a stage's variables that is more
@@ -82,7 +82,7 @@ class Matrices:
 
     def _lay_out(self, name: str, value: torch.Tensor) -> Any:
         """A variable as it is kept."""
-        if not self._fixed and value.dtype in _HALF and (name in self._wanted or name in self._tied):
+        if not self._fixed and value.dtype in HALF and (name in self._wanted or name in self._tied):
             (self._alone if self._is_invariant(name, value) else self._by_piece).add(name)
             return value.contiguous()
         packed = None

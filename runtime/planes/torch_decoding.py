@@ -15,7 +15,7 @@ from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.dims import bind
 from fusion.dag.rewrites.end_to_end import EndToEnd, end_to_end
 from fusion.runtime.planes.codegen import compile_graph
-from fusion.runtime.planes.input_sizes import TORCH_DTYPES
+from fusion.runtime.planes.input_sizes import HALF, TORCH_DTYPES
 from fusion.runtime.planes.kv_cache import KeptShape, KeptSource, SessionCache
 from fusion.runtime.planes.matrices import Matrices
 from fusion.runtime.planes.plane import Piece, Tensors
@@ -23,9 +23,6 @@ from fusion.runtime.planes.products.packed import padded
 from fusion.runtime.planes.sequences import Sequences
 from fusion.runtime.planes.sessions import Sessions, slot_shapes, state_bytes_of
 from fusion.runtime.planes.stage_values import joined, output_keys, positions_of, selected
-
-# Attention of these rounds, on a CPU, by how many queries there are, and a token may turn on that.
-HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 class TorchDecodingStage(Sessions[SessionCache]):
@@ -193,7 +190,8 @@ class TorchDecodingStage(Sessions[SessionCache]):
 
 
 def _in_half(stage: Stage, slots: Mapping[int, Sequence[KeptShape]]) -> bool:
-    """Whether the model's attention is in half precision; of a stage without attention by what it hands on."""
+    """Whether the model's attention is in half precision, which rounds, on a CPU, by how many queries there are; of a stage
+    without attention by what it hands on."""
     handed = (TORCH_DTYPES[stage.graph.types[ref].dtype] for ref in stage.graph.outputs)
     return not HALF.isdisjoint({*handed, *(shape.dtype for shapes in slots.values() for shape in shapes)})
 

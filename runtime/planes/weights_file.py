@@ -20,6 +20,7 @@ from fusion.dag.ir.graph import DTYPE_BYTES, TensorType, Variable
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.stage_graphs import file_bytes
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
+from fusion.runtime.planes.stage_values import checked
 
 # As the format spells our dtypes, in the order in which its tensors lie: the last ones first, each dtype by name.
 _SPELLED = {
@@ -73,11 +74,7 @@ def weights_bytes_of(
     def pieces() -> Iterator[bytes | memoryview]:
         yield header
         for variable in ordered:
-            value = read((variable,))[variable.name].detach()
-            if tuple(value.shape) != variable.type.shape or value.dtype != TORCH_DTYPES[variable.type.dtype]:
-                raise JobError(
-                    f"the weight {variable.name} is {value.dtype} {tuple(value.shape)}, not {variable.type}"
-                )
+            value = checked(read((variable,)), variable).detach()
             if value.numel():
                 yield _bytes(value.cpu().contiguous())
 

@@ -19,19 +19,15 @@ from fusion.dag.cutting.source import SOURCE, SOURCE_INPUTS, halves
 from fusion.dag.cutting.stage import Edge, Stage
 from fusion.dag.ir.dims import Poly, bind, symbols_of
 from fusion.dag.ir.errors import GraphError
-from fusion.dag.ir.graph import DTYPE_BYTES, Input
+from fusion.dag.ir.graph import DTYPE_BYTES, Input, TensorType
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
+from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 from fusion.runtime.serving.requests.request import whole
 from fusion.swarm.errors import FrameError
 
 ID_BYTES = 8
 KEPT_LAYOUTS = 64  # positions of a chunk, of which a parcel remembers how it is laid out
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
-    "int64": torch.int64, "int32": torch.int32, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8,
-    "bool": torch.bool,
-}  # fmt: skip
 
 
 Layout = tuple[Edge, tuple[int, ...], int]  # shape, bytes
@@ -102,6 +98,14 @@ class Parcel:
                 inputs[edge.name] = torch.empty(shape, dtype=TORCH_DTYPES[edge.type.dtype])
             offset += size
         return payload[: length * self.id_bytes] if self.ids else None
+
+
+def unpack_source(type_: TensorType, data: memoryview, length: int) -> torch.Tensor:
+    """Ids, or features, of one session as the model's input takes them; the size of `data` has been checked."""
+    given = bytearray(data)
+    if type_.dtype == "int64":
+        return torch.frombuffer(given, dtype=torch.int64).unsqueeze(0)
+    return torch.frombuffer(given, dtype=torch.float32).view(1, -1, length).to(TORCH_DTYPES[type_.dtype])
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fusion.dag.ir.graph import TensorType
 from fusion.runtime.planes.plane import DecodingStage, Piece
 from fusion.runtime.serving.drafts.draft_model import DraftModel
 from fusion.runtime.serving.drafts.drafter import DraftStep, ModelDrafter
 from fusion.runtime.serving.requests.request import Logprobs
 from fusion.runtime.serving.ring.constraint import SuppressedTokens, TokenConstraint
-from fusion.runtime.serving.ring.frames import TORCH_DTYPES, Parcel, RingPlan
+from fusion.runtime.serving.ring.frames import Parcel, RingPlan, unpack_source
 from fusion.runtime.serving.ring.guesses import Verdicts
 from fusion.runtime.serving.ring.penalties import TokenCounts
 from fusion.runtime.serving.ring.sampling import logprobs, sample
@@ -322,7 +321,7 @@ class StageRunner:
         for parcel, payload in work.parts:
             ids = parcel.unpack(payload, chunk.length, inputs) or ids
         if plan.source is not None:
-            inputs[plan.source.name] = _source(plan.source.type, ids, chunk.length)
+            inputs[plan.source.name] = unpack_source(plan.source.type, ids, chunk.length)
         if plan is not self._plan:
             return Piece(work.session.id, chunk.start, inputs), ids
         if self._plan.reads_ids:
@@ -351,14 +350,6 @@ class StageRunner:
         if not work.chunk.sample:
             return Outcome()
         return Outcome(tokens=tuple(_choose(work.session, work.chunk, outputs["result/0"][0])))
-
-
-def _source(type_: TensorType, data: memoryview, length: int) -> torch.Tensor:
-    """Ids, or features, of one session as the model's input takes them; the size of `data` has been checked."""
-    given = bytearray(data)
-    if type_.dtype == "int64":
-        return torch.frombuffer(given, dtype=torch.int64).unsqueeze(0)
-    return torch.frombuffer(given, dtype=torch.float32).view(1, -1, length).to(TORCH_DTYPES[type_.dtype])
 
 
 def _stale(work: Work[StageSession]) -> bool:
