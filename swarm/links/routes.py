@@ -1,7 +1,7 @@
-"""Which replica of each stage a request goes through: the cheapest path.
+"""Which holder of each stage a request goes through: the cheapest path.
 
 Pure: the costs of peers and links go in, a route comes out. A route costs, for each stage, compute + queue, and for each
-link on the way alpha + bytes * beta: shortest path over one layer of replicas per stage.
+link on the way alpha + bytes * beta: shortest path over one layer of holders per stage.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fusion.swarm.transport import PeerId
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replica:
+class Holder:
     """A peer that can run the stage for us."""
 
     peer: PeerId
@@ -27,14 +27,14 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Hopping:
+class LinkTime:
     """What a link costs: one way, `alpha_seconds + bytes * seconds_per_byte`."""
 
     alpha_seconds: float
     seconds_per_byte: float
 
 
-LinkCost = Callable[[PeerId, PeerId], Hopping]
+LinkCost = Callable[[PeerId, PeerId], LinkTime]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +57,18 @@ class Route:
     seconds: float
 
 
-def cheapest(stages: Sequence[Sequence[Replica]], demand: Demand, link: LinkCost) -> Route:
-    """The cheapest route; of equal ones that through the replicas named first. ValueError where a stage has none.
+def cheapest(stages: Sequence[Sequence[Holder]], demand: Demand, link: LinkCost) -> Route:
+    """The cheapest route; of equal ones that through the holders named first. ValueError where a stage has none.
 
-    O(stages * replicas^2), times the replicas of the first stage where the route is a ring.
+    O(stages * holders^2), times the holders of the first stage where the route is a ring.
     """
     if not stages or not all(stages):
-        raise ValueError("every stage needs a replica")
+        raise ValueError("every stage needs a holder")
     if len(demand.hop_bytes) != len(stages) - 1:
         raise ValueError(
             f"hop_bytes has one entry less than the {len(stages)} stages, not {len(demand.hop_bytes)}"
         )
-    firsts = [[replica] for replica in stages[0]] if demand.ring else [list(stages[0])]
+    firsts = [[holder] for holder in stages[0]] if demand.ring else [list(stages[0])]
     best: Route | None = None
     for first in firsts:
         found = _path([first, *stages[1:]], demand, link)
@@ -78,13 +78,13 @@ def cheapest(stages: Sequence[Sequence[Replica]], demand: Demand, link: LinkCost
     return best
 
 
-def seconds(route: Sequence[Replica], demand: Demand, link: LinkCost) -> float:
+def seconds(route: Sequence[Holder], demand: Demand, link: LinkCost) -> float:
     """What one given route costs."""
-    return cheapest([[replica] for replica in route], demand, link).seconds
+    return cheapest([[holder] for holder in route], demand, link).seconds
 
 
-def _path(layers: Sequence[Sequence[Replica]], demand: Demand, link: LinkCost) -> Route:
-    """Shortest path through the layers. For a ring the first layer is one replica."""
+def _path(layers: Sequence[Sequence[Holder]], demand: Demand, link: LinkCost) -> Route:
+    """Shortest path through the layers. For a ring the first layer is one holder."""
 
     def cost(one: PeerId, two: PeerId, size: float) -> float:
         if one == two:
@@ -93,18 +93,18 @@ def _path(layers: Sequence[Sequence[Replica]], demand: Demand, link: LinkCost) -
         return hop.alpha_seconds + size * hop.seconds_per_byte
 
     ways: list[tuple[float, tuple[PeerId, ...]]] = []
-    for replica in layers[0]:
-        begin = 0.0 if demand.start is None else cost(demand.start, replica.peer, demand.start_bytes)
-        ways.append((begin + replica.compute_seconds + replica.queue_seconds, (replica.peer,)))
+    for holder in layers[0]:
+        begin = 0.0 if demand.start is None else cost(demand.start, holder.peer, demand.start_bytes)
+        ways.append((begin + holder.compute_seconds + holder.queue_seconds, (holder.peer,)))
     for layer, size in zip(layers[1:], demand.hop_bytes, strict=True):
         onward = []
-        for replica in layer:
+        for holder in layer:
             best, path = math.inf, ways[0][1]
             for spent, way in ways:
-                total = spent + cost(way[-1], replica.peer, size)
+                total = spent + cost(way[-1], holder.peer, size)
                 if total < best:
                     best, path = total, way
-            onward.append((best + replica.compute_seconds + replica.queue_seconds, (*path, replica.peer)))
+            onward.append((best + holder.compute_seconds + holder.queue_seconds, (*path, holder.peer)))
         ways = onward
     closed = []
     for spent, way in ways:

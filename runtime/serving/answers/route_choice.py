@@ -16,7 +16,7 @@ from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.records import ClaimRecord
 from fusion.swarm.links import routes
-from fusion.swarm.links.routes import Demand, Hopping, Replica
+from fusion.swarm.links.routes import Demand, Holder, LinkTime
 from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import PeerId
 
@@ -124,23 +124,23 @@ class RouteOptions:
             ring_bytes=TOKEN_BYTES,
         )
 
-    def _link(self, one: PeerId, two: PeerId) -> Hopping:
+    def _link(self, one: PeerId, two: PeerId) -> LinkTime:
         known = self.links.link(one, two)
         alpha = UNKNOWN_LINK.alpha_seconds if known.rtt_seconds is None else known.rtt_seconds / 2
-        return Hopping(alpha, 1.0 / (known.bytes_per_second or UNKNOWN_LINK.bytes_per_second))
+        return LinkTime(alpha, 1.0 / (known.bytes_per_second or UNKNOWN_LINK.bytes_per_second))
 
-    def _layers(self, errand: RemainingWork, current: Sequence[PeerId]) -> list[list[Replica]]:
+    def _layers(self, errand: RemainingWork, current: Sequence[PeerId]) -> list[list[Holder]]:
         read = PREFILL_SHARE * errand.known
         share = 1.0 + read / max(errand.tokens, 1) if self.costs.cached else max(1.0, read)
         return [
-            [self._replica(stage, claim, share, current) for claim in layer]
+            [self._holder(stage, claim, share, current) for claim in layer]
             for stage, layer in enumerate(self.stages)
         ]
 
-    def _replica(self, stage: int, claim: ClaimRecord, share: float, current: Sequence[PeerId]) -> Replica:
+    def _holder(self, stage: int, claim: ClaimRecord, share: float, current: Sequence[PeerId]) -> Holder:
         own = bool(current) and current[stage] == claim.peer
         others = max(claim.load, self.ours.get((stage, claim.peer), 0)) - own
         seconds = self.costs.stage_seconds[stage]
         # Each of the other sessions is at this stage, and in the way, for one stage's share of its round.
         queue = seconds * max(others, 0.0) / len(self.stages)
-        return Replica(peer=claim.peer, compute_seconds=seconds * share, queue_seconds=queue)
+        return Holder(peer=claim.peer, compute_seconds=seconds * share, queue_seconds=queue)
