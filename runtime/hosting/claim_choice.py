@@ -34,17 +34,17 @@ class VacantStage:
 def stages_to_claim(
     vacancies: Sequence[VacantStage],
     free_memory_bytes: int,
-    free_seats: int,
+    free_stages: int,
     running: Mapping[PeerId, int] = NOTHING_RUNS,
 ) -> tuple[VacantStage, ...]:
-    """Those of `vacancies` to claim: at most `free_seats`, and together they fit the memory. Authors take turns, whose
-    stages are the fewest here first (`running`: how many of each), and have no more than their share of the seats: to
+    """Those of `vacancies` to claim: at most `free_stages`, and together they fit the memory. Authors take turns, whose
+    stages are the fewest here first (`running`: how many of each), and have no more than their share of what may run here: to
     name us in many manifests moves nobody else out. Of one author's the best score first, then the longest empty."""
-    most = share_of_one(free_seats + sum(running.values()))
+    most = share_of_one(free_stages + sum(running.values()))
     turns = Counter(running)
     chosen: list[VacantStage] = []
     left = sorted(vacancies, key=lambda v: (-v.score, -v.empty_seconds, v.job, v.stage))
-    while len(chosen) < free_seats:
+    while len(chosen) < free_stages:
         fitting = [v for v in left if v.memory_bytes <= free_memory_bytes and turns[v.account] < most]
         if not fitting:
             break
@@ -56,9 +56,9 @@ def stages_to_claim(
     return tuple(chosen)
 
 
-def share_of_one(seats: int) -> int:
-    """Of so many seats, those that the jobs of one account may take: where there are four, one is for others."""
-    return seats - seats // 4
+def share_of_one(stages: int) -> int:
+    """Of so many stages, those that the jobs of one account may take: where there are four, one is for others."""
+    return stages - stages // 4
 
 
 def asks_who_is_idle(vacancies: Sequence[VacantStage], *, busy: bool) -> bool:

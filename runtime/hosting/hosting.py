@@ -39,13 +39,15 @@ class HostingConfig:
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     nudge_seconds: float = 0.2  # from one look to the next, however many ask us to look
     cool_down_seconds: float = 5.0  # after a stage failed here, doubling, before this peer claims it again
-    seats: int = 32  # stages at once: each renews a claim at every heartbeat, which all who keep it check
+    max_stages: int = 32  # at once: each renews a claim at every heartbeat, which all who keep it check
     places: int = 512  # stages looked at in one heartbeat
     handover: HandoverConfig = HandoverConfig()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
-        if self.heartbeat_seconds <= 0 or self.nudge_seconds < 0 or min(self.seats, self.places) < 1:
-            raise ValueError("heartbeat_seconds, seats and places must be positive, nudge_seconds at least 0")
+        if self.heartbeat_seconds <= 0 or self.nudge_seconds < 0 or min(self.max_stages, self.places) < 1:
+            raise ValueError(
+                "heartbeat_seconds, max_stages and places must be positive, nudge_seconds at least 0"
+            )
 
 
 class Hosting:
@@ -80,7 +82,9 @@ class Hosting:
         self._gossip.isolated = self._stages.faults.isolated
         self._pool = Pool(context, services, self._stages.spawn, fitness)
         self._view = JobView(context, board, config.places, self._stages, self.nudge)
-        self._claims = StageClaims(context, self._stages, board, takeover, fitness, config.seats, self.nudge)
+        self._claims = StageClaims(
+            context, self._stages, board, takeover, fitness, config.max_stages, self.nudge
+        )
         self._handovers = Handovers(self._stages, context, takeover, config.handover)
         self._nudged = asyncio.Event()
         self._beating = asyncio.Lock()

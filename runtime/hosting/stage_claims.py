@@ -40,7 +40,7 @@ RECORD_SECONDS = 0.3  # for the directory to say how the job stands, while someb
 
 
 class StageClaims:
-    """At most `seats` stages at once. `nudge` is called when it is known of more stages whether our plane can run them. `fitness` is the score of the claims that nobody proposed."""
+    """At most `max_stages` at once. `nudge` is called when it is known of more stages whether our plane can run them. `fitness` is the score of the claims that nobody proposed."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class StageClaims:
         board: JobBoard,
         takeover: Takeover,
         fitness: float,
-        seats: int,
+        max_stages: int,
         nudge: Callable[[], None],
     ) -> None:
         self._vacancies = VacantStages(context.peer_id, fitness, context.clock.monotonic)
@@ -58,7 +58,7 @@ class StageClaims:
         self._board = board
         self._takeover = takeover
         self._fitness = fitness
-        self._seats = seats
+        self._max_stages = max_stages
         self._runnable = RunnableStages(context, stages.spawn, nudge)
 
     def runs(self, job: JobId, manifest: Manifest, stage: int) -> bool:
@@ -68,8 +68,8 @@ class StageClaims:
         )
 
     @property
-    def _free_seats(self) -> int:
-        return self._seats - len(self._stages.running)
+    def _free_stages(self) -> int:
+        return self._max_stages - len(self._stages.running)
 
     # --- vacant stages
 
@@ -115,7 +115,7 @@ class StageClaims:
             peers = await self._context.directory.peers()
             vacant = our_share(vacant, self._context.peer_id, peers, busy=busy)
         running = Counter(self._stages.accounts())
-        return stages_to_claim(vacant, self._context.memory.free_bytes, self._free_seats, running)
+        return stages_to_claim(vacant, self._context.memory.free_bytes, self._free_stages, running)
 
     async def claim(self, vacancy: VacantStage, known: OpenJob) -> None:
         """Claim a vacant stage and begin it, unless its last owner, of whom the directory knows no more, is there all the
@@ -168,7 +168,7 @@ class StageClaims:
         if known is None or not self._stages.accepting or self._stages.cooling.lasts(place):
             return None
         record, manifest = known
-        if self._free_seats <= 0 or not 0 <= stage < manifest.stages:
+        if self._free_stages <= 0 or not 0 <= stage < manifest.stages:
             return None
         if self._context.leases.refusal(job, stage, "own") is not None:
             return None

@@ -73,7 +73,7 @@ class StandbyCapacity:
     """What this peer has for standing by, for all stages together."""
 
     disk_bytes: int
-    seats: int  # stages
+    max_stages: int
 
 
 def places_to_cover(
@@ -94,7 +94,7 @@ def places_to_cover(
     disk_bytes = room.disk_bytes
     for group in (kept, taken):  # what is here already is worth more than what would have to come
         for opening in sorted(group, key=_need):
-            if len(chosen) < room.seats and opening.disk_bytes <= disk_bytes:
+            if len(chosen) < room.max_stages and opening.disk_bytes <= disk_bytes:
                 disk_bytes -= opening.disk_bytes
                 chosen.append(opening.place)
     return tuple(chosen)

@@ -43,7 +43,7 @@ from fusion.swarm.printable import one_line
 log = logging.getLogger(__name__)
 
 BUSY_SCORE = 1e-3  # of its fitness is what a peer with stages of its own offers: idle standbys go first
-SEATS = 64  # stages at once
+MOST_COVERED = 64  # stages at once
 DISK_SHARE = 0.8  # of the blob store's quota, for stages that we only stand by for
 PREPARES = 2  # at once
 GRACE_SECONDS = 10.0  # a job that the directory does not name for so long is given up
@@ -277,7 +277,7 @@ class Pool:
 
     def _room(self) -> StandbyCapacity:
         quota = self._context.blobs.store.quota_bytes
-        return StandbyCapacity(disk_bytes=int(quota * DISK_SHARE), seats=SEATS)
+        return StandbyCapacity(disk_bytes=int(quota * DISK_SHARE), max_stages=MOST_COVERED)
 
     # --- standing by
 

@@ -230,13 +230,13 @@ class ServingService:
         context, links = self._context, self._context.links
         assert manifest.serve is not None, "callers have looked"
         compute = context.on_behalf_of(manifest.author, place[0], serves=True).compute
-        seat = RingPosition(
+        position = RingPosition(
             job=place[0], name=manifest.name, serve=manifest.serve, peer=context.peer_id, term=term
         )
         ring = RingStage(
             *(context.transport, compute),
             loaded.runner(manifest.serve.max_sequence, lambda: self._account(place)),
-            *(loaded.plan, seat),
+            *(loaded.plan, position),
             doubt=(lambda peer: None) if links is None else links.doubt,
             clock=context.clock.monotonic,
             chain=context.access.chain,

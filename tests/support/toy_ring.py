@@ -324,11 +324,11 @@ async def ring_of(
     for i, hop in enumerate(ring.route):
         transport = MemoryTransport(ring.network, hop.peer)
         plane = ToyPlane(stages[i], lambda *run, i=i: on_run(i, *run))
-        seat = RingPosition(job=JOB, name="toy", serve=ring.serve, peer=hop.peer, term=hop.term)
+        position = RingPosition(job=JOB, name="toy", serve=ring.serve, peer=hop.peer, term=hop.term)
         workers.append(Worker())
         plan = plan_ring(stages, i)
         runner = StageRunner(plane, plan, ring.serve.max_sequence, draft=draft if plan.first else None)
-        stage = RingStage(transport, workers[-1], runner, plan, seat, clock=clock)
+        stage = RingStage(transport, workers[-1], runner, plan, position, clock=clock)
 
         async def handler(stream: Stream, stage: RingStage = stage, old: bool = i in older) -> None:
             said = await hello(stream)

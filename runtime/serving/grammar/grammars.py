@@ -90,7 +90,7 @@ class Grammars:
         self._models: dict[JobId, _Model] = {}
         self._clock = context.clock.monotonic
         self._shares: Shares[_Grammar] = Shares(self._clock, MAX_GRAMMARS, IDLE_SECONDS)
-        self._seats: Shares[_Model] = Shares(self._clock, MAX_MODELS, IDLE_SECONDS)
+        self._model_shares: Shares[_Model] = Shares(self._clock, MAX_MODELS, IDLE_SECONDS)
         self._ending: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
@@ -115,7 +115,7 @@ class Grammars:
         BlobError where the tokenizer cannot be had."""
         model = self._model(job, manifest, holder)
         if not model.holders:
-            self._seat(model, holder)
+            self._count_for(model, holder)
         model.holders[holder] += 1  # nobody ends it meanwhile for having none
         if model.timer is not None:
             model.timer.cancel()
@@ -251,16 +251,16 @@ class Grammars:
         except Exception:
             self._end_model(model)
             raise
-        self._seats.use(model)
+        self._model_shares.use(model)
 
     def _make_room_for_model(self, holder: PeerId) -> None:
         """GrammarsBusy where none has to give way."""
-        if self._seats.room():
+        if self._model_shares.room():
             return
         every = self._models.values()
-        self._seats.used({model: model.used_at for model in every})
+        self._model_shares.used({model: model.used_at for model in every})
         unused = next((model for model in every if not model.holders), None)
-        other = unused or self._seats.yields(holder, 1)
+        other = unused or self._model_shares.yields(holder, 1)
         if other is None:
             raise GrammarsBusy(BUSY)
         self._end_model(other)
@@ -271,7 +271,7 @@ class Grammars:
         if not model.holders[holder]:
             del model.holders[holder]
         if model.holders and model.holder not in model.holders:
-            self._seat(model, next(iter(model.holders)))
+            self._count_for(model, next(iter(model.holders)))
         self._rests(model)
 
     def _rests(self, model: _Model) -> None:
@@ -279,12 +279,12 @@ class Grammars:
         if not model.holders and not model.grammars and self._models.get(model.job) is model:
             model.timer = _later(KEPT_SECONDS, self._end_model, model)
 
-    def _seat(self, model: _Model, holder: PeerId) -> None:
+    def _count_for(self, model: _Model, holder: PeerId) -> None:
         """From now on it counts for this one."""
         if self._models.get(model.job) is model:
             model.holder = holder
-            self._seats.release(model)
-            self._seats.take(model, holder)
+            self._model_shares.release(model)
+            self._model_shares.take(model, holder)
 
     async def _start(
         self, job: JobId, manifest: Manifest, ours: socket.socket, theirs: socket.socket
@@ -330,7 +330,7 @@ class Grammars:
         del self._models[model.job]
         ready = model.ready
         started = ready.done() and not ready.cancelled() and not ready.exception()
-        self._seats.release(model, completed=started)
+        self._model_shares.release(model, completed=started)
         for grammar in list(model.grammars.values()):
             self._end(grammar)
         if model.timer is not None:

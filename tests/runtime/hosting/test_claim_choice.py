@@ -61,15 +61,15 @@ vacancies = st.lists(
 @settings(max_examples=examples(100))
 @given(vacancies, st.integers(0, 200), st.integers(0, 6), st.randoms())
 def test_the_choice_fits_takes_all_it_can_and_does_not_depend_on_the_order(
-    found: list[VacantStage], memory: int, seats: int, random: object
+    found: list[VacantStage], memory: int, stages: int, random: object
 ) -> None:
-    chosen = stages_to_claim(found, memory, seats)
-    assert len(chosen) <= seats and sum(v.memory_bytes for v in chosen) <= memory
+    chosen = stages_to_claim(found, memory, stages)
+    assert len(chosen) <= stages and sum(v.memory_bytes for v in chosen) <= memory
     left = memory - sum(v.memory_bytes for v in chosen)
-    if len(chosen) < min(seats, share_of_one(seats)):
+    if len(chosen) < min(stages, share_of_one(stages)):
         assert all(v in chosen or v.memory_bytes > left for v in found)
     random.shuffle(found)  # type: ignore[attr-defined]
-    assert stages_to_claim(found, memory, seats) == chosen
+    assert stages_to_claim(found, memory, stages) == chosen
 
 
 @settings(max_examples=examples(100))
@@ -78,18 +78,18 @@ def test_the_choice_fits_takes_all_it_can_and_does_not_depend_on_the_order(
     st.integers(0, 12),
     st.dictionaries(st.sampled_from("abc"), st.integers(0, 6)),
 )
-def test_authors_share_the_seats(asked: list[tuple[str, float]], seats: int, running: dict[str, int]) -> None:
+def test_authors_share_the_stages(asked: list[tuple[str, float]], free: int, running: dict[str, int]) -> None:
     found = [
         replace(vacancy(stage=i, score=score, memory=0), account=PeerId(author))
         for i, (author, score) in enumerate(asked)
     ]
-    chosen = stages_to_claim(found, 100, seats, {PeerId(a): n for a, n in running.items()})
-    most = share_of_one(seats + sum(running.values()))
+    chosen = stages_to_claim(found, 100, free, {PeerId(a): n for a, n in running.items()})
+    most = share_of_one(free + sum(running.values()))
     here = {a: running.get(a, 0) + sum(v.account == a for v in chosen) for a in "abc"}
     taken = {a for a in "abc" if any(v.account == a for v in chosen)}
     for a in taken:
         assert here[a] <= most
-        for b in "abc":  # nobody got a seat that another who has fewer still waits for
+        for b in "abc":  # nobody got a stage that another who has fewer still waits for
             waits = any(v.account == b and v not in chosen for v in found)
             assert not waits or here[a] <= here[b] + 1
 

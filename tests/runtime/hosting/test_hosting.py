@@ -218,10 +218,10 @@ def test_the_head_start_counts_from_when_the_owner_left(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_memory_and_seats_are_respected_and_come_back(tmp_path: Path) -> None:
+def test_memory_and_a_number_of_stages_are_respected_and_come_back(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:
-            ours = await made.join(memory_bytes=1000, seats=2)
+            ours = await made.join(memory_bytes=1000, max_stages=2)
             big = await made.launch(made.manifest(ours, memory_bytes=(1001,), name="big"))
             half = made.manifest(ours, ours, ours, memory_bytes=(400, 400, 400), name="half")
             job = await made.launch(half)
@@ -230,7 +230,7 @@ def test_memory_and_seats_are_respected_and_come_back(tmp_path: Path) -> None:
             await until(lambda: len(ours.service.running) == 2)
             await ours.look()
             held = set(ours.hosting.hosted)
-            assert len(held) == 2 and (big, 0) not in held  # two seats
+            assert len(held) == 2 and (big, 0) not in held
             claimed = {(job, 0): 400, (job, 1): 400, (job, 2): 400, (small, 0): 10}
             assert ours.context.memory.free_bytes == 1000 - sum(claimed[place] for place in held)
             while running := list(ours.service.running):
@@ -799,8 +799,8 @@ def test_a_claim_that_cannot_be_made_keeps_nobody_from_the_others(tmp_path: Path
 
 
 def test_a_wrong_configuration_is_named() -> None:
-    with pytest.raises(ValueError, match="seats"):
-        HostingConfig(seats=0)
+    with pytest.raises(ValueError, match="max_stages"):
+        HostingConfig(max_stages=0)
 
 
 def test_an_owner_whose_lease_ran_out_keeps_its_stage_by_its_word_alone_only_for_a_while(

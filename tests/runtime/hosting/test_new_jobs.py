@@ -137,10 +137,10 @@ def test_a_stranger_that_speaks_of_others_new_jobs_does_not_hold_them_up(tmp_pat
     asyncio.run(main())
 
 
-def test_jobs_in_the_name_of_an_author_who_did_not_sign_them_take_none_of_its_seats(tmp_path: Path) -> None:
+def test_jobs_in_the_name_of_an_author_who_did_not_sign_them_take_none_of_its_stages(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:
-            peer = await made.join(seats=8)
+            peer = await made.join(max_stages=8)
             friend, stranger = Identity.generate(), Identity.generate()
             for n in range(8):
                 forged = made.manifest(peer, author=friend.peer_id, salt=f"forged {n}", memory_bytes=(1,))

@@ -21,7 +21,7 @@ from fusion.swarm.directory.records import JobId, Place
 from fusion.swarm.transport import PeerId
 
 JOB = JobId("a" * 64)
-ROOMY = StandbyCapacity(disk_bytes=10**12, seats=64)
+ROOMY = StandbyCapacity(disk_bytes=10**12, max_stages=64)
 MEMORY = 1000
 SCORE = 0.5
 BUSY_SCORE = 0.0005
@@ -103,9 +103,9 @@ def test_more_standbys_share_the_stages() -> None:
 def test_what_does_not_fit_is_left_to_others() -> None:
     us = candidate("us", free=500)
     assert places_to_cover([opening(0), opening(1, memory_bytes=400)], us, [], SCORE, ROOMY) == ((JOB, 1),)
-    room = StandbyCapacity(disk_bytes=2500, seats=64)
+    room = StandbyCapacity(disk_bytes=2500, max_stages=64)
     assert len(places_to_cover([opening(s) for s in range(4)], candidate("us"), [], SCORE, room)) == 2
-    room = StandbyCapacity(disk_bytes=10**12, seats=3)
+    room = StandbyCapacity(disk_bytes=10**12, max_stages=3)
     assert len(places_to_cover([opening(s) for s in range(4)], candidate("us"), [], SCORE, room)) == 3
 
 
@@ -125,7 +125,7 @@ def test_a_stage_without_a_ready_owner_gets_no_new_standby_and_keeps_its_own() -
 
 
 def test_the_stage_with_the_fewest_standbys_comes_first() -> None:
-    room = StandbyCapacity(disk_bytes=1200, seats=64)
+    room = StandbyCapacity(disk_bytes=1200, max_stages=64)
     openings = [opening(0, standby("x")), opening(1), opening(2, standby("x"))]
     assert places_to_cover(openings, candidate("us"), [candidate("x")], SCORE, room) == ((JOB, 1),)
 
@@ -223,13 +223,13 @@ def test_whoever_vanishes_is_replaced_and_newcomers_disturb_nobody(
 @given(peers, st.integers(1, 6), st.integers(0, 4000), st.integers(0, 6), st.randoms(use_true_random=False))
 @settings(max_examples=examples(40))
 def test_the_choice_keeps_its_bounds_and_does_not_depend_on_the_order(
-    drawn: list[tuple[bool, int]], count: int, disk: int, seats: int, random: object
+    drawn: list[tuple[bool, int]], count: int, disk: int, most: int, random: object
 ) -> None:
     everybody = candidates(drawn)
-    us, room = everybody[0], StandbyCapacity(disk_bytes=disk, seats=seats)
+    us, room = everybody[0], StandbyCapacity(disk_bytes=disk, max_stages=most)
     openings = [opening(stage, ours=stage % 2 == 0) for stage in range(count)]
     chosen = places_to_cover(openings, us, everybody, SCORE, room)
-    assert len(chosen) <= seats and sum(1200 for _ in chosen) <= disk
+    assert len(chosen) <= most and sum(1200 for _ in chosen) <= disk
     assert us.free_memory_bytes >= 600 or not chosen
     random.shuffle(openings)  # type: ignore[attr-defined]
     random.shuffle(everybody)  # type: ignore[attr-defined]

@@ -444,7 +444,7 @@ def test_a_stage_that_is_not_running_refuses_streams() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         transport = MemoryTransport(network, PeerId("p0"))
-        seat = RingPosition(
+        position = RingPosition(
             job=JOB,
             name="toy",
             serve=ServeConfig(cache="kv", max_sequence=8, vocabulary=VOCABULARY),
@@ -453,7 +453,7 @@ def test_a_stage_that_is_not_running_refuses_streams() -> None:
         )
         async with Worker() as worker:
             plan = plan_ring(stages, 0)
-            stage = RingStage(transport, worker, StageRunner(ToyPlane(stages[0]), plan, 8), plan, seat)
+            stage = RingStage(transport, worker, StageRunner(ToyPlane(stages[0]), plan, 8), plan, position)
             with pytest.raises(StaleTerm, match="not served here now"):
                 await stage.attend(await _silent_stream(network), GATEWAY)
 
