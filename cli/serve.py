@@ -249,18 +249,18 @@ async def _follow(
     async with client.join(way) as context:
         author = job_client.trainer_identity(way.home)
         context.access.hold(author)
-        from fusion.runtime.launch.served_snapshots import Hands, serve_snapshots
+        from fusion.runtime.launch.served_snapshots import Callbacks, serve_snapshots
 
         known = await job_client.find_current(context, wanted)
         _check_job(known, said)
-        hands = Hands(
+        callbacks = Callbacks(
             hand_over=lambda folder, step: _hand_over(context, folder, asked, author, output, step),
             stop=lambda record: job_client.stop(context, record, author),
             status=output.status,
             note=output.note,
             replaced=lambda job: output.emit({"event": "replaced", "job": job}),
         )
-        await serve_snapshots(context, known, hands, once=once)
+        await serve_snapshots(context, known, callbacks, once=once)
 
 
 def _check_job(known: Known, said: bool) -> None:

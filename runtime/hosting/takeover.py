@@ -186,9 +186,7 @@ class Takeovers:
         holder, leases = self._holder, self._leases
         if (own := self._own(place)) is not None and own.term > term:
             return own
-        if holder is None or not any(
-            (claim.job, claim.stage) == place for claim in leases.standbys.standing()
-        ):
+        if holder is None or not any((claim.job, claim.stage) == place for claim in leases.standbys.mine()):
             return refused("not a standby of that stage")
         owner = winner(leases.recent(*place))
         suspected = set() if owner is None else {owner.peer}

@@ -30,7 +30,7 @@ SILENCE_SECONDS = 120.0  # without a word on the job
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hands:
+class Callbacks:
     """What the command does: `hand_over` gives the model in a directory, the snapshot of a step, to the swarm until that holds
     it; `stop` ends a job; `status` and `note` say how it goes, `replaced` which job has ended."""
 
@@ -41,7 +41,9 @@ class Hands:
     replaced: Callable[[JobId], None]
 
 
-async def serve_snapshots(context: Context, known: Known, hands: Hands, *, once: bool = False) -> None:
+async def serve_snapshots(
+    context: Context, known: Known, callbacks: Callbacks, *, once: bool = False
+) -> None:
     """Until the job is over and its last snapshot served; `once`: until one is. The store of `context` keeps what is served
     and nothing else. ValueError where there is no snapshot and will be none; SwarmError, JobFailed, PlacementError where the
     first cannot be served, or nobody speaks for the job any more."""
@@ -55,7 +57,7 @@ async def serve_snapshots(context: Context, known: Known, hands: Hands, *, once:
         match turn(Seen(snapshot_step=newest, over=known.belief.over), served, clock(), rested_at):
             case "serve":
                 began = clock()
-                served, before = await _serve(context, known, hands, before)
+                served, before = await _serve(context, known, callbacks, before)
                 rested_at = rest_until(began, clock())
                 if once:
                     return
@@ -67,7 +69,7 @@ async def serve_snapshots(context: Context, known: Known, hands: Hands, *, once:
                 if served is None and once:
                     raise ValueError(f"{name} has no snapshot yet; try again in a while, or without --once")
                 waits = "the first snapshot" if served is None else f"a snapshot after step {served}"
-                hands.status(f"waiting for {waits} of {name}; Ctrl-C ends that, and what is served stays")
+                callbacks.status(f"waiting for {waits} of {name}; Ctrl-C ends that, and what is served stays")
                 await asyncio.sleep(LOOK_SECONDS)
         if (belief := await _looked(context, known)) is not None:
             known, heard_at = replace(known, belief=belief), clock()
@@ -84,24 +86,24 @@ async def _looked(context: Context, known: Known) -> Belief | None:
 
 
 async def _serve(
-    context: Context, known: Known, hands: Hands, before: Prepared | None
+    context: Context, known: Known, callbacks: Callbacks, before: Prepared | None
 ) -> tuple[int, Prepared]:
     """Serve the newest snapshot in the place of `before`, which stays where that cannot be: the step that was tried, and what
     is served now."""
     step = known.record.snapshot_step
     try:
         with tempfile.TemporaryDirectory(prefix="fusion-serve-") as folder:
-            hands.status(f"fetching the newest snapshot of {known.record.name}")
+            callbacks.status(f"fetching the newest snapshot of {known.record.name}")
             step = await _fetch(context, known, Path(folder) / "model")
-            made = await hands.hand_over(Path(folder) / "model", step)
+            made = await callbacks.hand_over(Path(folder) / "model", step)
     except (PlacementError, JobError, JobFailed, SwarmError, OSError) as error:  # a full disk, for one
         if before is None:
             raise
-        hands.note(f"the model before stays: {error}")
+        callbacks.note(f"the model before stays: {error}")
         await _keep_only(context, before)
         return step, before
     if before is not None:
-        await _end(context, before, hands)
+        await _end(context, before, callbacks)
     await _keep_only(context, made)
     return step, made
 
@@ -126,19 +128,19 @@ async def _fetch(context: Context, known: Known, folder: Path) -> int:
     return await export(context, known.record.job, folder, known)
 
 
-async def _end(context: Context, before: Prepared, hands: Hands) -> None:
-    hands.status(f"the model before answers for {DRAIN_SECONDS:.0f} s more")
+async def _end(context: Context, before: Prepared, callbacks: Callbacks) -> None:
+    callbacks.status(f"the model before answers for {DRAIN_SECONDS:.0f} s more")
     left = f"fusion-peer jobs stop {before.job[:12]} ends it"
     try:
         await asyncio.sleep(DRAIN_SECONDS)
     except asyncio.CancelledError:
-        hands.note(f"the model before goes on as well; {left}")
+        callbacks.note(f"the model before goes on as well; {left}")
         raise
     try:
         belief = await look(context, before.job, manifest=before.manifest)
         if belief is not None and not belief.over:
-            await hands.stop(belief.record)
+            await callbacks.stop(belief.record)
     except SwarmError as error:
-        hands.note(f"the model before goes on: {error}; {left}")
+        callbacks.note(f"the model before goes on: {error}; {left}")
         return
-    hands.replaced(before.job)
+    callbacks.replaced(before.job)

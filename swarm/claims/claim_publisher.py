@@ -27,9 +27,8 @@ class ClaimPublisher:
 
     def __init__(self, directory: Directory, ttl_seconds: float) -> None:
         self.owned: dict[Place, ClaimRecord] = {}
-        self.standing: dict[
-            Place, ClaimRecord
-        ] = {}  # of stages that we stand by for or run beside their owner
+        # Of stages that we stand by for or run beside their owner.
+        self.standby_claims: dict[Place, ClaimRecord] = {}
         self.claiming: dict[Place, ClaimRecord] = {}  # to be won or lost: nothing else is said of these
         self.wake = asyncio.Event()  # set when there is something for `say_unsaid`
         self.late: set[asyncio.Task[None]] = set()  # publications that nobody waits for any more
@@ -42,7 +41,7 @@ class ClaimPublisher:
 
     def of(self, place: Place) -> ClaimRecord | None:
         """Our claim of the stage, an owner's or a standby's, as others may see it."""
-        claim = self.owned.get(place) or self.standing.get(place)
+        claim = self.owned.get(place) or self.standby_claims.get(place)
         return None if claim is None else self.dated(claim)
 
     def dated(self, claim: ClaimRecord) -> ClaimRecord:

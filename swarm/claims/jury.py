@@ -17,20 +17,20 @@ from fusion.swarm.transport import PeerId
 
 
 class Jury:
-    """Of every stage, as `memory` knows who holds them; `ours` are the claims of this peer, `peer_id`."""
+    """Of every stage, as `cache` knows who holds them; `ours` are the claims of this peer, `peer_id`."""
 
     def __init__(
-        self, peer_id: PeerId, directory: Directory, ours: ClaimPublisher, memory: ClaimCache
+        self, peer_id: PeerId, directory: Directory, ours: ClaimPublisher, cache: ClaimCache
     ) -> None:
         self._peer_id = peer_id
         self._directory = directory
         self._ours = ours
-        self._memory = memory
+        self._cache = cache
         self._against_us: dict[Place, dict[PeerId, Testimony]] = {}  # what jurors said of our own claim
 
     def jurors(self, job: JobId, stage: int, suspect: PeerId) -> tuple[PeerId, ...]:
         """Whose word counts on whether `suspect` still holds the stage, we among them where ours does."""
-        return self._memory.jurors((job, stage), suspect)
+        return self._cache.jurors((job, stage), suspect)
 
     def testify(self, job: JobId, stage: int, holding: Holding, heir: PeerId) -> bytes:
         """Our signed word that `holding` is over, and `heir` to follow."""
@@ -47,17 +47,17 @@ class Jury:
         self, job: JobId, stage: int, holding: Holding, heir: PeerId, words: Iterable[bytes]
     ) -> bool:
         """Whether these testimonies, together, let `heir` follow."""
-        return self._memory.proves(_with_words(job, stage, heir, words), holding)
+        return self._cache.proves(_with_words(job, stage, heir, words), holding)
 
     def unheard(
         self, job: JobId, stage: int, holding: Holding, heir: PeerId, words: Iterable[bytes]
     ) -> tuple[int, ...]:
         """The stages whose owners' words are not among these, as far as we know who they are; nearest first."""
-        return self._memory.unheard((job, stage), _with_words(job, stage, heir, words), holding)
+        return self._cache.unheard((job, stage), _with_words(job, stage, heir, words), holding)
 
     def disowning(self, job: JobId, stage: int, holding: Holding) -> dict[str, object]:
         """Our word that whoever says that it holds the stage so does not, for the one that we refuse."""
-        held = self._memory.tenure((job, stage), self._ours.of((job, stage)))
+        held = self._cache.tenure((job, stage), self._ours.of((job, stage)))
         heir = self._peer_id if held is None or held.holding == holding else held.claim.peer
         return {"heir": heir, "word": self.testify(job, stage, holding, heir)}
 
@@ -78,7 +78,7 @@ class Jury:
         said[juror] = testimony
         now = self._directory.now()
         voters = {peer for peer, each in said.items() if each.holding == holding and each.is_good(now)}
-        return self._memory.is_majority(place, self._peer_id, voters)
+        return self._cache.is_majority(place, self._peer_id, voters)
 
     def forget(self, place: Place) -> None:
         """What was said of our claim of the stage: it is a new one, or no more."""

@@ -85,7 +85,7 @@ class Leases:
         self._directory = directory
         self._config = config or LeaseConfig()
         self._ours = ClaimPublisher(directory, self._config.ttl_seconds)
-        self._memory = ClaimCache(
+        self._cache = ClaimCache(
             peer_id,
             directory.unsealed,
             self._config.remembered_places,
@@ -93,8 +93,8 @@ class Leases:
             directory.verify,
             self.access,
         )
-        self.standbys = Standbys(peer_id, self._ours, self._memory, self.access.chain)
-        self.jury = Jury(peer_id, directory, self._ours, self._memory)
+        self.standbys = Standbys(peer_id, self._ours, self._cache, self.access.chain)
+        self.jury = Jury(peer_id, directory, self._ours, self._cache)
         self._locks: WeakValueDictionary[Place, asyncio.Lock] = WeakValueDictionary()  # of claims under way
         self._proving: dict[Place, float] = {}  # when testimonies were asked for last
         self._loop: asyncio.Task[None] | None = None
@@ -114,7 +114,7 @@ class Leases:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         held = list(self._ours.owned)
-        for job, stage in list(self._ours.standing):
+        for job, stage in list(self._ours.standby_claims):
             self.standbys.stand_down(job, stage)
         results = await asyncio.gather(
             self._ours.say_unsaid(),
@@ -135,7 +135,7 @@ class Leases:
     def know(self, law: JobLaw) -> None:
         """From now on claims of the job count only of those whom its manifest admits, at most at its ceiling of terms, and
         the owners of its stages have a word on each other's."""
-        self._memory.know(law)
+        self._cache.know(law)
 
     def refusal(self, job: JobId, stage: int, role: Role) -> str | None:
         """Why we may not own the stage, or stand by for it; None where we may, or the job's law is not known yet."""
@@ -144,16 +144,16 @@ class Leases:
             job=job, stage=stage, peer=self.peer_id, role="owner" if role == "own" else "standby", term=0, score=0.0,
             step=0, load=0.0, grants=grants,
         )  # fmt: skip
-        return self._memory.refusal(claim)
+        return self._cache.refusal(claim)
 
     def observe(self, job: JobId, stage: int, term: int) -> None:
         """Remember a term that somebody speaks of (in a StaleTerm refusal, a job record): our next claim of a vacant stage
         goes above it. Nobody else's claim counts for less."""
-        self._memory.observe((job, stage), term)
+        self._cache.observe((job, stage), term)
 
     def known_term(self, job: JobId, stage: int) -> int:
         """The term of whoever held the stage last, as far as we know; 0 for none."""
-        return self._memory.term((job, stage))
+        return self._cache.term((job, stage))
 
     def known_holder(self, job: JobId, stage: int) -> PeerId | None:
         """Who held the stage last, as far as we knew when we last looked: costs nothing, however many claim it."""
@@ -162,22 +162,22 @@ class Leases:
 
     def known_tenure(self, job: JobId, stage: int) -> Tenure | None:
         """As `tenure`, as far as we knew when we last looked: for what strangers may ask for, and for every frame."""
-        return self._memory.known((job, stage))
+        return self._cache.known((job, stage))
 
     def tenure(self, job: JobId, stage: int) -> Tenure | None:
         """Who holds the stage, or held it last, as far as we know; nothing is asked."""
         place = (job, stage)
-        return self._memory.tenure(place, self._ours.of(place))
+        return self._cache.tenure(place, self._ours.of(place))
 
     async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
         """The live claims of a stage, one per peer (ours as we last said it); of those to own it the one that counts."""
-        self._memory.read((job, stage), await self._directory.claims(job, stage))
+        self._cache.read((job, stage), await self._directory.claims(job, stage))
         return self.recent(job, stage)
 
     def recent(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
         """What `claims` said last, with our own claim and what was shown to us (`credit`) since; nothing is asked."""
         place = (job, stage)
-        return self._memory.recent(place, self._ours.of(place))
+        return self._cache.recent(place, self._ours.of(place))
 
     async def claims_or_recent(
         self, job: JobId, stage: int, seconds: float | None = None
@@ -226,7 +226,7 @@ class Leases:
             before = self.tenure(job, stage)
             vacant = before is None or not before.lives(self._directory.now())
             # Above what was only spoken of, too, where nobody has to be shown that we follow the holder: it costs a number.
-            known = self._memory.highest(place) if vacant else self.known_term(job, stage)
+            known = self._cache.highest(place) if vacant else self.known_term(job, stage)
             term = 1 + max(over, known)
             ours = ClaimRecord(
                 job=job,
@@ -240,16 +240,17 @@ class Leases:
                 grants=self.access.chain(job),
                 proof=proof,
             )
-            standing = self._ours.standing.pop(place, None)  # must not be published over the claim
+            standby = self._ours.standby_claims.pop(place, None)  # must not be published over the claim
             won: ClaimRecord | None = None
             try:
                 won = await self._win(ours, over, confirm)
             finally:
                 tried = self._ours.claiming.pop(place)
                 if won is None:
-                    self._memory.give_up(place)
-                    if standing is not None:
-                        self._ours.standing[place] = replace(standing, term=max(standing.term, tried.term))
+                    self._cache.give_up(place)
+                    if standby is not None:
+                        term = max(standby.term, tried.term)
+                        self._ours.standby_claims[place] = replace(standby, term=term)
                     await self._ours.withdraw(tried)
             if won is not None:
                 self._ours.owned[place] = won
@@ -267,19 +268,19 @@ class Leases:
                 return ours
             if not over:
                 await asyncio.sleep(self._config.confirm_seconds)
-            self._memory.read(place, await self._directory.claims(*place))
-            held = self._memory.tenure(place, mine)
+            self._cache.read(place, await self._directory.claims(*place))
+            held = self._cache.tenure(place, mine)
             if held is None or held.claim.peer != ours.peer:
                 return None
             # A rival of this term may have looked before we published and believe that it won: no two holders may
             # share a term, or receivers could not tell them apart. Nor may we take one that somebody released.
             rivals = [
                 claim.term
-                for claim in self._memory.seen(place, mine)
+                for claim in self._cache.seen(place, mine)
                 if claim.peer != ours.peer
                 and claim.role in ("owner", "released")
                 and ours.term <= claim.term < held.floor + ROUNDS
-                and (held.over is None or self._memory.proves(claim, held.over))
+                and (held.over is None or self._cache.proves(claim, held.over))
             ]
             if not rivals:
                 return ours
@@ -288,13 +289,13 @@ class Leases:
 
     def behind(self, job: JobId, stage: int) -> ClaimRecord | None:
         """The claim of whoever should be told that the stage was held under its term before; nothing is asked."""
-        return self._memory.behind((job, stage), self._ours.of((job, stage)))
+        return self._cache.behind((job, stage), self._ours.of((job, stage)))
 
     def unproven(self, job: JobId, stage: int) -> Holding | None:
         """Of a stage that we hold: whoever claims it as well, or held it before us, and is not shown to be gone; nothing is
         asked."""
         held = self._ours.owned.get((job, stage))
-        return None if held is None else self._memory.unproven((job, stage), held)
+        return None if held is None else self._cache.unproven((job, stage), held)
 
     def sealed(self, job: JobId, stage: int) -> bytes | None:
         """Our claim of a stage that we own, signed now, to be shown to a peer that has not seen it in the directory."""
@@ -304,7 +305,7 @@ class Leases:
     def credit(self, data: bytes) -> ClaimRecord:
         """Reckon with a sealed claim of an owner that somebody showed us, as if the directory had it, until it expires; it
         may cost us the stage. Raises RecordError for anything else, and for a claim that does not count."""
-        claim = self._memory.credit(data)
+        claim = self._cache.credit(data)
         place = (claim.job, claim.stage)
         tenure, held = self.tenure(*place), self._ours.owned.get(place)
         if tenure is None or tenure.holding != (claim.peer, claim.term):
@@ -326,7 +327,7 @@ class Leases:
         """Change what our claim says, an owner's or a standby's; published with the next heartbeat, at once where
         `ready` changed. Ignored for a stage of which we have no claim."""
         place = (job, stage)
-        claims = self._ours.owned if place in self._ours.owned else self._ours.standing
+        claims = self._ours.owned if place in self._ours.owned else self._ours.standby_claims
         held = claims.get(place)
         if held is None:
             return
@@ -351,12 +352,12 @@ class Leases:
 
     async def beat(self) -> None:
         """Renew every claim of ours, then give up those that a higher claim has beaten."""
-        for place in [*self._ours.owned, *self._ours.standing]:
+        for place in [*self._ours.owned, *self._ours.standby_claims]:
             self._ours.leave_unsaid(place)
         await asyncio.gather(
             self._ours.say_unsaid(),
             *(self._renew(place) for place in list(self._ours.owned)),
-            *(self.standbys.renew(place) for place in list(self._ours.standing)),
+            *(self.standbys.renew(place) for place in list(self._ours.standby_claims)),
         )
 
     async def _renew(self, place: Place) -> None:
@@ -416,7 +417,7 @@ class Leases:
 
     def _forget(self, place: Place) -> None:
         """What was about our claim of the stage, which is no more."""
-        self._memory.give_up(place)
+        self._cache.give_up(place)
         self._proving.pop(place, None)
         self.jury.forget(place)
 

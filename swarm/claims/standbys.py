@@ -22,18 +22,18 @@ class Standbys:
         self,
         peer_id: PeerId,
         ours: ClaimPublisher,
-        memory: ClaimCache,
+        cache: ClaimCache,
         chain: Callable[[JobId], tuple[bytes, ...]],
     ) -> None:
         """`chain`: the grants that we show in a job."""
         self._chain = chain
         self._peer_id = peer_id
         self._ours = ours
-        self._memory = memory
+        self._cache = cache
 
-    def standing(self) -> tuple[ClaimRecord, ...]:
+    def mine(self) -> tuple[ClaimRecord, ...]:
         """Our claims of stages that we stand by for."""
-        return tuple(self._ours.standing.values())
+        return tuple(self._ours.standby_claims.values())
 
     def stand_by(
         self, job: JobId, stage: int, *, score: float, step: int, ready: bool = False, busy: bool = False
@@ -44,7 +44,7 @@ class Standbys:
         place = (job, stage)
         if place in self._ours.owned or place in self._ours.claiming:
             return
-        before = self._ours.standing.get(place)
+        before = self._ours.standby_claims.get(place)
         if before is not None and before.role == "replica" and not busy:
             claim = replace(before, score=score, step=step)
         else:
@@ -53,14 +53,14 @@ class Standbys:
                 stage=stage,
                 peer=self._peer_id,
                 role="standby",
-                term=self._memory.term(place),
+                term=self._cache.term(place),
                 score=score,
                 step=step,
                 load=1.0 if busy else 0.0,
                 ready=ready,
                 grants=self._chain(job),
             )
-        self._ours.standing[place] = claim
+        self._ours.standby_claims[place] = claim
         if before is None or replace(before, term=claim.term, step=step) != claim:
             self._ours.say_soon(claim)
 
@@ -69,12 +69,12 @@ class Standbys:
         stays the same for as long as we say so; 0 where we may not: only who stands by for the stage and owns none
         does."""
         place = (job, stage)
-        claim = self._ours.standing.get(place)
+        claim = self._ours.standby_claims.get(place)
         if claim is None or not is_idle(claim):
             return 0
         if claim.role != "replica":
-            term = max(1, claim.term, self._memory.term(place))
-            claim = self._ours.standing[place] = replace(
+            term = max(1, claim.term, self._cache.term(place))
+            claim = self._ours.standby_claims[place] = replace(
                 claim, role="replica", term=term, load=0.0, ready=True
             )
             self._ours.say_soon(claim)
@@ -83,30 +83,30 @@ class Standbys:
     def only_stand_by(self, job: JobId, stage: int) -> None:
         """Say that we run the stage beside its owner no longer, and only stand by for it."""
         place = (job, stage)
-        claim = self._ours.standing.get(place)
+        claim = self._ours.standby_claims.get(place)
         if claim is not None and claim.role == "replica":
-            term = max(claim.term, self._memory.term(place))
-            claim = self._ours.standing[place] = replace(claim, role="standby", term=term, load=0.0)
+            term = max(claim.term, self._cache.term(place))
+            claim = self._ours.standby_claims[place] = replace(claim, role="standby", term=term, load=0.0)
             self._ours.say_soon(claim)
 
     def beside(self, job: JobId, stage: int) -> bool:
         """Whether we say that we run the stage beside its owner, or are about to own it ourselves."""
         place = (job, stage)
-        claim = self._ours.standing.get(place)
+        claim = self._ours.standby_claims.get(place)
         return place in self._ours.claiming or (claim is not None and claim.role == "replica")
 
     def stand_down(self, job: JobId, stage: int) -> None:
         """No longer stand by for the stage."""
-        claim = self._ours.standing.pop((job, stage), None)
+        claim = self._ours.standby_claims.pop((job, stage), None)
         if claim is not None:
             self._ours.withdraw_soon(claim)
 
     async def renew(self, place: Place) -> None:
         """Say once more that we stand by for the stage, if we do."""
-        claim = self._ours.standing.get(place)
+        claim = self._ours.standby_claims.get(place)
         if claim is not None:
             if claim.role == "standby":  # sessions know a replica by its term
                 # Not below a claim of ours that was an owner's: readers go by the term where they have seen both.
-                term = max(claim.term, self._memory.term(place))
-                self._ours.standing[place] = replace(claim, term=term, grants=self._chain(claim.job))
+                term = max(claim.term, self._cache.term(place))
+                self._ours.standby_claims[place] = replace(claim, term=term, grants=self._chain(claim.job))
             await self._ours.say(claim)

@@ -41,7 +41,7 @@ class MembershipConfig:
     search_seconds: float = 1.0  # between looks at which missing peer is to be tried
     remember_seconds: float = 60.0
     seeds_at_once: int = 16
-    roll: MissingPeersConfig = MissingPeersConfig()  # noqa: RUF009 - frozen
+    missing: MissingPeersConfig = MissingPeersConfig()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         for name in (
@@ -101,7 +101,7 @@ class Membership:
         self._describe = describe
         self._config = config
         self._learn = learn
-        self._roll = MissingPeers(transport.peer_id, config.roll)
+        self._missing = MissingPeers(transport.peer_id, config.missing)
         self._remembered_at = float("-inf")
         self._cached: tuple[str, ...] = ()
         self._complained = False
@@ -188,7 +188,7 @@ class Membership:
         for record in others:
             self._learn(record.peer, record.addresses, record.peer in near)
         now = time.monotonic()
-        self._roll.call(others, near, now)
+        self._missing.update(others, near, now)
         if not others:
             return
         # In a large swarm not all peers should remember the same few; those who answer us, for anybody may list any number of others.
@@ -203,7 +203,7 @@ class Membership:
     async def search(self) -> None:
         """Try the missing peers whose turn it is; whoever answers becomes a neighbour again."""
         limit = asyncio.Semaphore(self._config.seeds_at_once)
-        due = self._roll.due(time.monotonic())
+        due = self._missing.due(time.monotonic())
         answered = await asyncio.gather(
             *(self._try_any(addresses[:_ADDRESSES_EACH], limit) for addresses in due.values()),
             return_exceptions=True,
@@ -213,7 +213,7 @@ class Membership:
                 raise failure
         back = [peer for peer, there in zip(due, answered, strict=True) if there is True]
         for peer in back:
-            self._roll.found(peer)
+            self._missing.found(peer)
         if back:
             logger.info("%d peers that were missing answer again", len(back))
             await self.announce()  # those around them need not wait for our next heartbeat

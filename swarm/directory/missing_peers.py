@@ -46,7 +46,7 @@ class MissingPeers:
         self._met: set[PeerId] = set()  # of the listed, who have answered us
         self._missing: dict[PeerId, Missing] = {}
 
-    def call(self, records: Iterable[PeerRecord], neighbours: Iterable[PeerId], now: float) -> None:
+    def update(self, records: Iterable[PeerRecord], neighbours: Iterable[PeerId], now: float) -> None:
         """The directory lists these peers now, and these answer us; `now` is any clock's seconds."""
         listed = {r.peer: r.addresses for r in records if r.role == "peer" and r.peer != self._us}
         for peer in listed:

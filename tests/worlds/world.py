@@ -351,9 +351,7 @@ class World:
         tenure = process.leases.tenure(held.job, held.stage)
         away = {"freeze", "partition", "vanish"} & set(self.struck) or self.plan.directory_fails > 0
         # Of a stage that followed one whose lease ran out the word of either owner stands.
-        outvoted = process.leases._memory.is_majority(
-            (held.job, held.stage), process.peer_id, set(self.liars)
-        )
+        outvoted = process.leases._cache.is_majority((held.job, held.stage), process.peer_id, set(self.liars))
         contested = (
             self.loop.now - self._began.get((process, held.stage), 0.0) < CONTEST_SECONDS + SETTLING_SECONDS
         )

@@ -204,19 +204,19 @@ class Catalog:
             raise JobError(f"model: {error}") from None
         return [each for each in found if not each.belief.over]
 
-    async def route(self, model: ServedModel, errand: RemainingWork) -> tuple[Hop, ...]:
+    async def route(self, model: ServedModel, work: RemainingWork) -> tuple[Hop, ...]:
         """The best of the routes that there are, as far as is known. A stage may still be on its way into its owner's
         memory: the owner then lets us wait. NoOwner names the first stage that nobody holds, JobFailed says that the
         model is served no longer."""
-        return (await self._ways(model, LINKED_SECONDS)).choose(errand)
+        return (await self._options(model, LINKED_SECONDS)).choose(work)
 
     async def better(
-        self, model: ServedModel, errand: RemainingWork, current: Sequence[Hop]
+        self, model: ServedModel, work: RemainingWork, current: Sequence[Hop]
     ) -> tuple[Hop, ...] | None:
         """Where a session that runs on `current` should move to, if anywhere. Raises as `route` does."""
         if not self.has_choice(model.job):
             return None
-        return (await self._ways(model, self._fresh_seconds)).better(errand, current)
+        return (await self._options(model, self._fresh_seconds)).better(work, current)
 
     def has_choice(self, job: JobId) -> bool:
         """Whether some stage had more than one holder when we last looked."""
@@ -262,7 +262,7 @@ class Catalog:
             raise
         return _Look(self._clock(), stages)
 
-    async def _ways(self, model: ServedModel, links_seconds: float) -> RouteOptions:
+    async def _options(self, model: ServedModel, links_seconds: float) -> RouteOptions:
         """By what is known of links for at most so long."""
         job = model.job
         look = await self._look(model)

@@ -81,30 +81,30 @@ class RouteOptions:
     costs: Costs
     ours: Mapping[tuple[int, PeerId], int]
 
-    def choose(self, errand: RemainingWork) -> tuple[Hop, ...]:
+    def choose(self, work: RemainingWork) -> tuple[Hop, ...]:
         """For a new session."""
-        found = routes.cheapest(self._layers(errand, ()), self._demand(errand), self._link)
+        found = routes.cheapest(self._layers(work, ()), self._demand(work), self._link)
         return self._hops(found.peers)
 
-    def better(self, errand: RemainingWork, current: Sequence[Hop]) -> tuple[Hop, ...] | None:
+    def better(self, work: RemainingWork, current: Sequence[Hop]) -> tuple[Hop, ...] | None:
         """Where a session that runs on `current` should go on: None unless that saves clearly more than it costs to
         read all that is known anew."""
         peers = tuple(hop.peer for hop in current)
         held = [{claim.peer for claim in layer} for layer in self.stages]
         if not all(peer in there for peer, there in zip(peers, held, strict=True)):
             return None  # a claim has run out: the session itself will tell
-        found = routes.cheapest(self._layers(errand, peers), self._demand(errand), self._link)
+        found = routes.cheapest(self._layers(work, peers), self._demand(work), self._link)
         if found.peers == peers:
             return None
-        goes_on = RemainingWork(0, errand.tokens) if self.costs.cached else errand
+        goes_on = RemainingWork(0, work.tokens) if self.costs.cached else work
         layers = self._layers(goes_on, peers)
         stays = routes.seconds(
             [next(r for r in layer if r.peer == peer) for layer, peer in zip(layers, peers, strict=True)],
             self._demand(goes_on),
             self._link,
         )
-        saved = errand.tokens * (stays - found.seconds)
-        if saved > LEAST_GAIN_SECONDS and saved > GAIN * errand.tokens * stays:
+        saved = work.tokens * (stays - found.seconds)
+        if saved > LEAST_GAIN_SECONDS and saved > GAIN * work.tokens * stays:
             return self._hops(found.peers)
         return None
 
@@ -112,9 +112,9 @@ class RouteOptions:
         terms = [{claim.peer: claim.term for claim in layer} for layer in self.stages]
         return tuple(Hop(peer, held[peer]) for peer, held in zip(peers, terms, strict=True))
 
-    def _demand(self, errand: RemainingWork) -> Demand:
+    def _demand(self, work: RemainingWork) -> Demand:
         """For each token, with its share of what goes before the first."""
-        positions = 1.0 + errand.known / max(errand.tokens, 1) if self.costs.cached else float(errand.known)
+        positions = 1.0 + work.known / max(work.tokens, 1) if self.costs.cached else float(work.known)
         return Demand(
             hop_bytes=tuple(size * positions for size in self.costs.hop_bytes),
             start=self.gateway,
@@ -129,9 +129,9 @@ class RouteOptions:
         alpha = UNKNOWN_LINK.alpha_seconds if known.rtt_seconds is None else known.rtt_seconds / 2
         return LinkTime(alpha, 1.0 / (known.bytes_per_second or UNKNOWN_LINK.bytes_per_second))
 
-    def _layers(self, errand: RemainingWork, current: Sequence[PeerId]) -> list[list[Holder]]:
-        read = PREFILL_SHARE * errand.known
-        share = 1.0 + read / max(errand.tokens, 1) if self.costs.cached else max(1.0, read)
+    def _layers(self, work: RemainingWork, current: Sequence[PeerId]) -> list[list[Holder]]:
+        read = PREFILL_SHARE * work.known
+        share = 1.0 + read / max(work.tokens, 1) if self.costs.cached else max(1.0, read)
         return [
             [self._holder(stage, claim, share, current) for claim in layer]
             for stage, layer in enumerate(self.stages)

@@ -440,8 +440,8 @@ def test_who_has_just_begun_to_stand_by_goes_above_an_owner_that_it_never_saw(tm
 
 def forget_claims(peer: Peer, job: JobId) -> None:
     """As if it had come when they had run out."""
-    memory = peer.context.leases._memory
-    for known in (memory._read, memory._tenures, memory._hints):
+    cache = peer.context.leases._cache
+    for known in (cache._read, cache._tenures, cache._hints):
         known.pop((job, 0), None)  # type: ignore[attr-defined]
 
 

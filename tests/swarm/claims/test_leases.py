@@ -256,17 +256,17 @@ def test_a_standby_says_so_until_it_owns_the_stage_or_stands_down() -> None:
         await room.beat()
         [claim] = await other.claims(JOB, 0)
         assert (claim.role, claim.score, claim.step, claim.ready) == ("standby", 0.4, 3, False)
-        assert ours.standbys.standing() == (claim,) and ours.mine() == ()
+        assert ours.standbys.mine() == (claim,) and ours.mine() == ()
         ours.update(JOB, 0, step=9, ready=True)
         for _ in range(9):
             await room.beat()
         [claim] = await other.claims(JOB, 0)
         assert (claim.step, claim.ready) == (9, True)
         owned = await ours.claim(JOB, 0, 0.4)
-        assert owned is not None and ours.standbys.standing() == ()
+        assert owned is not None and ours.standbys.mine() == ()
         ours.standbys.stand_by(JOB, 0, score=0.4, step=3)  # an owner does not
         await room.beat()
-        assert ours.standbys.standing() == () and await other.claims(JOB, 0) == (owned,)
+        assert ours.standbys.mine() == () and await other.claims(JOB, 0) == (owned,)
         other.standbys.stand_by(JOB, 0, score=0.4, step=3)
         other.standbys.stand_by(JOB, 1, score=0.4, step=3)
         await room.beat()
@@ -298,11 +298,11 @@ def test_a_replica_keeps_its_term_until_it_only_stands_by() -> None:
         assert (replica.role, replica.term, replica.load, replica.ready) == ("replica", term, 2.0, True)
         assert winner(await other.claims(JOB, 0)) == other.holds(JOB, 0)
         ours.standbys.only_stand_by(JOB, 0)
-        assert [claim.role for claim in ours.standbys.standing()] == ["standby"]
+        assert [claim.role for claim in ours.standbys.mine()] == ["standby"]
         assert not ours.standbys.beside(JOB, 0)
         assert ours.standbys.serve_beside(JOB, 0) == term, "nobody's word raises it"
         ours.standbys.stand_by(JOB, 0, score=0.3, step=1, ready=True, busy=True)
-        assert [(claim.role, claim.load) for claim in ours.standbys.standing()] == [("standby", 1.0)]
+        assert [(claim.role, claim.load) for claim in ours.standbys.mine()] == [("standby", 1.0)]
         assert ours.standbys.serve_beside(JOB, 0) == 0, "it owns stages of its own"
 
     asyncio.run(scenario())
@@ -340,7 +340,7 @@ def test_whoever_fails_to_claim_stands_by_again() -> None:
         await MemoryDirectory(room.network, rival, room.clock).publish(high)
         ours.standbys.stand_by(JOB, 0, score=0.4, step=99)  # in the middle of it: not said over the claim
         assert await claiming is None
-        [standing] = ours.standbys.standing()
+        [standing] = ours.standbys.mine()
         assert standing.role == "standby" and standing.step == 3
         await room.beat()
         assert {c.peer: c.role for c in await other.claims(JOB, 0)}[ours.peer_id] == "standby"
@@ -582,7 +582,7 @@ def test_forged_testimonies_cost_one_check_for_each_claim_that_shows_them() -> N
         first, _ = await two_stages(room)
         checks = CountedChecks()
 
-        other._memory._verify = checks.verify
+        other._cache._verify = checks.verify
         strangers = [Identity.generate() for _ in range(10)]
         for number, stranger in enumerate(strangers):
             lies = [
@@ -618,7 +618,7 @@ def test_a_claim_is_not_held_against_each_of_thousands_of_peers_and_stages() -> 
                     job=each.job, stage=stage, peer=peer, role="owner", term=1, score=0.5, step=0, load=0.0,
                     expires_at=room.clock() + 6,
                 )  # fmt: skip
-                reader._memory.read((each.job, stage), (claim,))
+                reader._cache.read((each.job, stage), (claim,))
                 assert reader.tenure(each.job, stage) is not None
         CountedId.compared, strangers = 0, [Identity.generate() for _ in range(20)]
         for each in (law, listed):
@@ -628,7 +628,7 @@ def test_a_claim_is_not_held_against_each_of_thousands_of_peers_and_stages() -> 
                 proof = (seal_testimony(word, each.job, 0, one.peer_id, one.sign),)
                 made = claim_record(one, job=each.job, term=2, proof=proof)
                 claims.append(replace(made, expires_at=room.clock() + 6))
-            reader._memory.read((each.job, 0), tuple(claims))
+            reader._cache.read((each.job, 0), tuple(claims))
             reader.recent(each.job, 0)
         assert CountedId.compared <= 8 * len(peers)
 
@@ -895,7 +895,7 @@ def test_thousands_of_claims_that_cannot_count_are_not_ordered(monkeypatch: pyte
             replace(held, peer=peer, term=1 + number % 12, expires_at=room.clock() + 6.0)
             for number, peer in enumerate(counted_ids(200))
         ]
-        reader._memory.read((JOB, 0), (*await room.directories[1].claims(JOB, 0), *strangers))
+        reader._cache.read((JOB, 0), (*await room.directories[1].claims(JOB, 0), *strangers))
         ordered = list[ClaimRecord]()
 
         def counted(claim: ClaimRecord) -> tuple[int, float, bytes]:

@@ -204,13 +204,13 @@ def test_seeds_are_probed_while_all_is_well() -> None:
 def test_the_halves_of_a_swarm_find_each_other_again_without_a_seed() -> None:
     async def scenario() -> None:
         room = Room()
-        first, _, first_near, seed = room.peer(look_seconds=0.005, search_seconds=0.005, roll=QUICK)
+        first, _, first_near, seed = room.peer(look_seconds=0.005, search_seconds=0.005, missing=QUICK)
         second, _, second_near, other = room.peer(
             bootstrap=(address(seed),),
             look_seconds=0.005,
             search_seconds=0.005,
             probe_seconds=1e6,
-            roll=QUICK,
+            missing=QUICK,
         )
         third, *_ = room.peer(bootstrap=(address(seed),))
         async with asyncio.timeout(10), first, second, third:

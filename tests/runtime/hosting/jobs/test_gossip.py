@@ -91,7 +91,7 @@ def test_a_new_snapshot_is_not_said_to_all_that_call_themselves_standbys(
             job, lead, _ = await standing_by(made)
             (ours,) = [c for c in lead.context.leases.recent(job, 0) if c.role == "standby"]
             strangers = [replace(ours, peer=PeerId(f"stranger {i}")) for i in range(2 * TOLD_PEERS)]
-            lead.context.leases._memory.read((job, 0), (ours, *strangers))
+            lead.context.leases._cache.read((job, 0), (ours, *strangers))
             dialled, reach = list[PeerId](), lead.context.transport.open
 
             async def noted(peer: PeerId, protocol: str, **options: Any) -> Any:

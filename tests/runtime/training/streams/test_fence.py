@@ -320,8 +320,8 @@ def test_a_frame_in_a_job_for_some_costs_no_look_at_all_claims_of_its_stage(
             term = await two.host(1, [0])
             await linked(one, two)
             looked = []
-            memory = one.context.leases._memory
-            monkeypatch.setattr(memory, "seen", lambda *slot: looked.append(slot) or ())
+            cache = one.context.leases._cache
+            monkeypatch.setattr(cache, "seen", lambda *place: looked.append(place) or ())
             assert two.neighbours is not None
             for _ in range(20):
                 two.neighbours.post(0, "activation", {})
