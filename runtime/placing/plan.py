@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -11,7 +11,7 @@ from fusion.dag.cutting.costs import node_costs
 from fusion.dag.cutting.memory import MemoryConfig
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.network import Network
-from fusion.dag.placement.pipeline import EdgeCosts, pipeline
+from fusion.dag.placement.pipeline import EdgeCosts, Pipeline, pipeline
 from fusion.dag.placement.place import Placement
 from fusion.dag.placement.simulate import Trace, simulate
 from fusion.dag.placement.step_model import step_seconds
@@ -104,8 +104,29 @@ def planned(
     pipe = pipeline(graph, placement, network, sizes, edge_costs, memory)
     prediction, trace = step_seconds(pipe), trace or simulate(pipe)
     flops = [c.forward_flops + c.backward_flops * placement.training for c in node_costs(graph, sizes)]
-    bounds = list(pairwise((0, *placement.cuts, len(graph.nodes))))
-    stages = tuple(
+    return Plan(
+        stages=_stages(pipe, placement.cuts, flops, network, trace),
+        links=_links(pipe, network, trace, known),
+        lines=_lines(pipe, trace),
+        left_out=placement.left_out,
+        microbatches=pipe.microbatches,
+        schedule=pipe.schedule,
+        in_flight=pipe.in_flight(0),
+        predicted_seconds=prediction.seconds,
+        simulated_seconds=trace.step_seconds,
+        bound_seconds=prediction.bound_seconds,
+        bottleneck=prediction.bottleneck,
+        compression=compression or CompressionConfig(),
+        samples=pipe.microbatches * sizes.get("batch", 1),
+        price_usd=price_usd,
+    )
+
+
+def _stages(
+    pipe: Pipeline, cuts: Sequence[int], flops: Sequence[int], network: Network, trace: Trace
+) -> tuple[PlannedStage, ...]:
+    """`flops`: of each node of the graph in a step."""
+    return tuple(
         PlannedStage(
             stage=s,
             peer=pipe.owners[s],
@@ -117,8 +138,13 @@ def planned(
             seconds=trace.stage_busy_seconds[s],
             busy=trace.stage_busy_seconds[s] / max(trace.step_seconds, 1e-12),
         )
-        for s, (first, end) in enumerate(bounds)
+        for s, (first, end) in enumerate(pairwise((0, *cuts, len(flops))))
     )
+
+
+def _links(
+    pipe: Pipeline, network: Network, trace: Trace, known: Callable[[str, str], bool]
+) -> tuple[PlannedLink, ...]:
     sent: dict[tuple[str, str], list[float]] = {}
     codecs: dict[tuple[str, str], dict[str, None]] = {}
     for flow in pipe.flows:
@@ -131,7 +157,7 @@ def planned(
                 pair = ends[::-1] if way else ends
                 sent.setdefault(pair, [0.0, 0.0])[way] += bytes_ * pipe.microbatches
                 codecs.setdefault(pair, {})[cost.name] = None  # fmt: skip
-    links = tuple(
+    return tuple(
         PlannedLink(
             sender=a,
             receiver=b,
@@ -145,7 +171,10 @@ def planned(
         )
         for a, b in sent
     )
-    lines = tuple(
+
+
+def _lines(pipe: Pipeline, trace: Trace) -> tuple[PlannedLine, ...]:
+    return tuple(
         PlannedLine(peer=peer, up_seconds=up, down_seconds=down)
         for peer in dict.fromkeys(pipe.owners)
         for up, down in [
@@ -153,19 +182,3 @@ def planned(
         ]
         if up or down
     )  # fmt: skip
-    return Plan(
-        stages=stages,
-        links=links,
-        lines=lines,
-        left_out=placement.left_out,
-        microbatches=pipe.microbatches,
-        schedule=pipe.schedule,
-        in_flight=pipe.in_flight(0),
-        predicted_seconds=prediction.seconds,
-        simulated_seconds=trace.step_seconds,
-        bound_seconds=prediction.bound_seconds,
-        bottleneck=prediction.bottleneck,
-        compression=compression or CompressionConfig(),
-        samples=pipe.microbatches * sizes.get("batch", 1),
-        price_usd=price_usd,
-    )
