@@ -15,6 +15,7 @@ from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.errors import NotAdmitted, SwarmError
 from fusion.swarm.printable import error_line
+from fusion.swarm.transport import PeerId
 
 RETRY_SECONDS = 0.5
 
@@ -36,29 +37,39 @@ async def first_token(context: Context, prepared: Prepared, patience_seconds: fl
     if source is not None and source.channels:
         given = {"features": bytes(source.length * source.unit_bytes)}
     request = GenerateRequest(model=prepared.job, max_tokens=1, grants=grants, **given)
-    loop, trouble = asyncio.get_running_loop(), "no answer"
+    trouble = "no answer"
     try:
         async with asyncio.timeout(patience_seconds):
             while True:
                 owner = await _first_owner(context, prepared.job)
                 if owner is not None and owner.ready:
-                    began = loop.time()
                     try:
-                        answer = await complete(context.transport, owner.peer, request)
+                        found = await _one(context, owner.peer, request)
                     except NotAdmitted:
                         return None
-                    except (SwarmError, JobError, JobFailed) as error:
-                        trouble = error_line(error)
-                    else:
-                        if answer.tokens:
-                            seconds = loop.time() - began
-                            return FirstToken(token=answer.tokens[0], seconds=seconds, route=answer.route)
-                        trouble = "an answer without a token"
+                    if isinstance(found, FirstToken):
+                        return found
+                    trouble = found
                 await asyncio.sleep(RETRY_SECONDS)
     except TimeoutError:
         raise JobFailed(
             f"the swarm holds {prepared.manifest.name}, and no token came around in {patience_seconds:.0f} s: {trouble}"
         ) from None
+
+
+async def _one(context: Context, owner: PeerId, request: GenerateRequest) -> FirstToken | str:
+    """What came of asking: a token, or why there is none, in one line. NotAdmitted where we may not ask."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    try:
+        answer = await complete(context.transport, owner, request)
+    except NotAdmitted:
+        raise
+    except (SwarmError, JobError, JobFailed) as error:
+        return error_line(error)
+    if not answer.tokens:
+        return "an answer without a token"
+    return FirstToken(token=answer.tokens[0], seconds=loop.time() - began, route=answer.route)
 
 
 async def _first_owner(context: Context, job: JobId) -> ClaimRecord | None:
