@@ -14,7 +14,7 @@ from fusion.swarm.identity import friendly_name
 
 if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
-    from fusion.runtime.launch.held import Held
+    from fusion.runtime.launch.handed_over import Held
     from fusion.runtime.launch.prepared import Prepared
     from fusion.swarm.directory.records import JobId, PeerRecord
     from fusion.swarm.identity import Identity

@@ -267,7 +267,7 @@ PURE = (
             "ring/guesses",
         )
     ),
-    *(f"runtime/serving/answers/{name}.py" for name in ("failover", "pace", "route_choice")),
+    *(f"runtime/serving/answers/{name}.py" for name in ("failover", "slowdown", "route_choice")),
 )
 
 

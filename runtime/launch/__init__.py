@@ -12,7 +12,7 @@ weights            the weights of a stage as a blob
 prepared           what is ready to be handed over
 expected_seconds   how long a step or a token will take for whoever waits
 shard              from a placed graph to blobs and manifest
-held               how far the swarm has taken a job over
+handed_over        how far the swarm has taken a job over
 first_token        a served model is ready once a token has gone around
 launch             offered to the swarm, until the swarm holds all of it
 export_files       what goes along so that an export can be served

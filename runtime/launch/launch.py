@@ -18,7 +18,7 @@ from fusion.runtime.belief.reading import look
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.protocol import JOB
-from fusion.runtime.launch.held import Held, look_held
+from fusion.runtime.launch.handed_over import Held, look_held
 from fusion.runtime.launch.prepare import prepare_training
 from fusion.runtime.launch.prepare_serving import prepare_serving
 from fusion.runtime.launch.prepared import Prepared

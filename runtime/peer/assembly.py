@@ -19,8 +19,8 @@ from fusion.runtime.serving.graphs.stages import GraphStages
 from fusion.runtime.serving.models import ServedModels
 from fusion.runtime.serving.service import ServingService
 from fusion.runtime.serving.stage_loader import StageLoader as ServingLoader
-from fusion.runtime.training.loader import StageLoader as TrainingLoader
 from fusion.runtime.training.service import TrainingService
+from fusion.runtime.training.stage_loader import StageLoader as TrainingLoader
 from fusion.runtime.training.stage_source import StageSource
 from fusion.swarm.errors import SwarmError
 

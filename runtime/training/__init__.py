@@ -13,7 +13,7 @@ stage_work       its part in the steps, carried out
 stage_handover   its way to the next owner
 stage_source     what a stage is made of, from the swarm
 stage_builder    from that and a state to a stage in memory
-loader           which stages are in memory, and which on their way
+stage_loader     which stages are in memory, and which on their way
 service          training jobs on this peer
 
 Words: a step is one committed update; an attempt, one try at it; a microbatch, a part of its samples; a partner, a stage that a stage

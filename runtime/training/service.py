@@ -15,8 +15,8 @@ from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.training.host import TrainingHost
-from fusion.runtime.training.loader import StageLoader
 from fusion.runtime.training.snapshots.stage_files import sweep
+from fusion.runtime.training.stage_loader import StageLoader
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.handover_state import HandoverState
 from fusion.swarm.directory.records import JobId, JobRecord, Place

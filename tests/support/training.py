@@ -42,8 +42,8 @@ from fusion.runtime.planes.plane import Plane
 from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.host import TrainingHost
 from fusion.runtime.training.lead.lead import Lead
-from fusion.runtime.training.loader import StageLoader
 from fusion.runtime.training.service import TrainingService
+from fusion.runtime.training.stage_loader import StageLoader
 from fusion.runtime.training.stage_source import StageSource
 from fusion.runtime.training.step.events import Committed
 from fusion.swarm.blobs.blobs import Blobs

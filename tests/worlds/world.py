@@ -35,9 +35,9 @@ from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.job.watch import Watch
 from fusion.runtime.planes.plane import DecodingStage, Tensors
-from fusion.runtime.training.loader import StageLoader
 from fusion.runtime.training.service import TrainingService
 from fusion.runtime.training.snapshots import snapshot
+from fusion.runtime.training.stage_loader import StageLoader
 from fusion.swarm.authority.statements import seal_statement, stated
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.leases import Leases

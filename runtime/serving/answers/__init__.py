@@ -1,7 +1,7 @@
 """What a gateway does: from a prompt to a stream of tokens, whatever happens to the stages.
 
 failover          whose fault it is, and what to do; pure
-pace              whether tokens come clearly slower; pure
+slowdown          whether tokens come clearly slower; pure
 route_choice      which holder of each stage; pure
 served_model      a model as a gateway has it: its manifest and its tokenizer
 catalog           which models are served, and by whom

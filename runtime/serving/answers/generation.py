@@ -32,9 +32,9 @@ from fusion.runtime.serving.answers.gateway_session import (
 )
 from fusion.runtime.serving.answers.liveness import Liveness
 from fusion.runtime.serving.answers.moves import Moves
-from fusion.runtime.serving.answers.pace import Pace
 from fusion.runtime.serving.answers.recovery import Recovery, Suspect
 from fusion.runtime.serving.answers.session_pair import SessionPair
+from fusion.runtime.serving.answers.slowdown import Slowdown
 from fusion.runtime.serving.answers.task import Task
 from fusion.runtime.serving.requests.request import Finish, Logprobs, Piece
 from fusion.runtime.serving.ring.session import Hop
@@ -86,7 +86,7 @@ class Generation:
         self._liveness = Liveness(config, self._clock)
         self._recovery = Recovery(self._pair, catalog, suspect, config)
         self._moves = Moves(self._pair, catalog, lambda: self._recovery.flows, self._clock, context.random)
-        self._pace = Pace()
+        self._slowdown = Slowdown()
 
     @property
     def route(self) -> tuple[Hop, ...]:
@@ -132,12 +132,12 @@ class Generation:
             raise Faulted(Fault("absent", error_line(error))) from None
         await pair.begin(route)
         self._liveness.begin()
-        self._pace.begin()
+        self._slowdown.begin()
 
     def _promote(self) -> None:
         self._pair.promote()
         self._liveness.heard()
-        self._pace.begin()
+        self._slowdown.begin()
 
     async def _event(self) -> Event | None:
         """What happens next. None after a silence: the stages were asked whether they are there."""
@@ -195,7 +195,7 @@ class Generation:
         now, guessed = self._clock(), frame.header.get("guessed") is True
         self._liveness.token(now, guessed)
         self._recovery.token()
-        if self._pace.token(now, guessed):
+        if self._slowdown.token(now, guessed):
             log.debug("%s: tokens come slower", session.model.manifest.name)
             session.slow()
         self.finish = finish

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fusion.runtime.serving.drafts.pace import (
+from fusion.runtime.serving.drafts.draft_length import (
     FIRST_DRAFTED,
     HOPEFUL,
     MOST_HOPED,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from fusion.runtime.job.worker import Worker
+from fusion.runtime.serving.drafts.draft_length import Recent
 from fusion.runtime.serving.drafts.drafter import LEAST_REPEATED, STEP_POSITIONS, DraftStep, ModelDrafter
-from fusion.runtime.serving.drafts.pace import Recent
 from fusion.runtime.serving.ring.guesses import Drafter, RepeatDrafter
 from fusion.runtime.serving.ring.sampling import guess
 from fusion.runtime.serving.ring.schedule import Schedule

@@ -29,7 +29,7 @@ from fusion.runtime.job.progress import LoadingPhase, StageLoading
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.job.stage_graphs import weights_bytes, whole_stage
 from fusion.runtime.job.text import TokenizerText
-from fusion.runtime.launch.held import Waiting
+from fusion.runtime.launch.handed_over import Waiting
 from fusion.runtime.launch.launch import Held, Prepared, prepare_serving, prepare_training
 from fusion.runtime.launch.servable import read_servable
 from fusion.runtime.launch.serving_plan import plan_serving

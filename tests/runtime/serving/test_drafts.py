@@ -21,7 +21,7 @@ from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.stage_graphs import needed_bytes
 from fusion.runtime.serving.answers.failover import FailoverConfig
-from fusion.runtime.serving.drafts import pace
+from fusion.runtime.serving.drafts import draft_length
 from fusion.runtime.serving.drafts.draft_files import ABOUT_FILE, GRAPH_FILE, WEIGHTS_FILE, AboutDraft
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Sampling
@@ -44,7 +44,7 @@ SAMPLED = {"sampling": Sampling(temperature=0.7, top_k=20, seed=3)}
 @pytest.fixture(autouse=True)
 def short_trips(monkeypatch: pytest.MonkeyPatch) -> None:
     """Links of a test take no time, and drafting is to be worth it all the same."""
-    monkeypatch.setattr(pace, "STEPS_A_TRIP", 1e-9)
+    monkeypatch.setattr(draft_length, "STEPS_A_TRIP", 1e-9)
 
 
 @functools.cache

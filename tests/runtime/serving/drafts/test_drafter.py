@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusion.runtime.serving.drafts.draft_length import FIRST_DRAFTED, MOST_HOPED
 from fusion.runtime.serving.drafts.drafter import STEP_POSITIONS, DraftStep, ModelDrafter
-from fusion.runtime.serving.drafts.pace import FIRST_DRAFTED, MOST_HOPED
 from fusion.runtime.serving.ring.guesses import RepeatDrafter
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=80)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from support.toy_ring import GREEDY, SHAPES, VOCABULARY, Ring, WholeModel, make_stages, reference, ring_of
 
-from fusion.runtime.serving.drafts import pace
+from fusion.runtime.serving.drafts import draft_length
 from fusion.runtime.serving.drafts.draft_model import DraftModel
 from fusion.runtime.serving.drafts.drafter import DraftStep
 from fusion.runtime.serving.requests.request import Sampling
@@ -25,7 +25,7 @@ POSITIONS = 300
 @pytest.fixture(autouse=True)
 def short_trips(monkeypatch: pytest.MonkeyPatch) -> None:
     """Links of a test take no time, and drafting is to be worth it all the same."""
-    monkeypatch.setattr(pace, "STEPS_A_TRIP", 1e-9)
+    monkeypatch.setattr(draft_length, "STEPS_A_TRIP", 1e-9)
 
 
 def draft_of(plane: WholeModel, positions: int = POSITIONS) -> DraftModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.runtime.serving.drafts.pace import (
+from fusion.runtime.serving.drafts.draft_length import (
     FIRST_DRAFTED,
     HOPEFUL,
     LEAST_ACCEPTANCE,

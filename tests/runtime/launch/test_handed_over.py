@@ -10,7 +10,7 @@ import pytest
 from support.instant_loop import run
 
 from fusion.runtime.launch import launch
-from fusion.runtime.launch.held import Held, look_held
+from fusion.runtime.launch.handed_over import Held, look_held
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, ProviderRecord

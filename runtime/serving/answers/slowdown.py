@@ -14,7 +14,7 @@ AGAIN_SECONDS = 2.0  # after it was said; twice as long each time
 LEAST_SECONDS = 0.003  # that a gap has grown by: less may be anything
 
 
-class Pace:
+class Slowdown:
     """Times are seconds on one clock."""
 
     def __init__(self) -> None:

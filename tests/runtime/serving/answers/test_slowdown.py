@@ -2,13 +2,13 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from fusion.runtime.serving.answers.pace import RECENT, SETTLED, Pace
+from fusion.runtime.serving.answers.slowdown import RECENT, SETTLED, Slowdown
 
 
 def told(*gaps: float) -> list[int]:
     """After which tokens it is said that they come slower."""
-    pace = Pace()
-    return [i for i, now in enumerate(accumulate(gaps, initial=0.0)) if pace.token(now)]
+    slowdown = Slowdown()
+    return [i for i, now in enumerate(accumulate(gaps, initial=0.0)) if slowdown.token(now)]
 
 
 def test_a_pace_that_falls_is_told_soon() -> None:
@@ -35,9 +35,9 @@ def test_single_pauses_and_what_is_hardly_slower_are_not() -> None:
 
 
 def test_a_new_way_has_a_pace_of_its_own() -> None:
-    pace = Pace()
+    slowdown = Slowdown()
     for i in range(40):
-        assert not pace.token(0.02 * i)
-    pace.begin()
+        assert not slowdown.token(0.02 * i)
+    slowdown.begin()
     for i in range(2 * SETTLED):
-        assert not pace.token(10 + 0.2 * i)
+        assert not slowdown.token(10 + 0.2 * i)
