@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
-from support.jobs import even_cuts
 from support.models import Chain
+from support.staged import even_cuts
 from torch import nn
 
 from fusion.dag.cutting.cuts import split
@@ -86,7 +86,7 @@ def training_job(
     module, graph, arrays = of or made()
     config = replace(_config(store.put(save(arrays))), steps=steps)
     job = GraphJob(name=name, graph=graph, variables=variables_from_module(module), author=author)
-    cuts = even_cuts(len(graph.nodes), len(owners))
+    cuts = even_cuts(graph, len(owners))
     return prepare_graph(job, as_asked(graph, config, cuts, owners), store)
 
 
@@ -116,7 +116,7 @@ def true_losses(
     try:
         module, graph, arrays = made()
         batches = Batches(config, list(arrays), store.path(config.data.train), None)
-        parts = split(graph, even_cuts(len(graph.nodes), stages))
+        parts = split(graph, even_cuts(graph, stages))
         planes = [here.training(part, variables_from_module(module), OPTIMIZER) for part in parts]
         for step in range(config.steps):
             yield _step(planes, batches, step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -83,7 +83,3 @@ async def exported(context: Context, prepared: Prepared, directory: Path) -> dic
     """The weights that a finished job ended with, by original name."""
     await export(context, prepared.job, directory)
     return load_file(directory / "model.safetensors")
-
-
-def even_cuts(nodes: int, stages: int) -> Sequence[int]:
-    return tuple(nodes * i // stages for i in range(1, stages))

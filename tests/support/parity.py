@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save
 from support.captured_once import captured_once, once
 from support.families import build, config
-from support.jobs import even_cuts
 from support.models import Chain, Diamond, gpt2, mixtral
+from support.staged import even_cuts, language_loss
 from torch import nn
 from torch.nn import functional
 
@@ -78,12 +78,6 @@ def make(name: str) -> Case:
     return Case(module, trained_graph(graph), arrays, language_loss)
 
 
-def language_loss(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    out = module(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
-    logits = out if isinstance(out, torch.Tensor) else out.logits
-    return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
-
-
 def one_step(
     case: Case, name: str, stages: int, microbatches: int, store: BlobStore, peers: Sequence[PeerId]
 ) -> Prepared:
@@ -102,7 +96,7 @@ def one_step(
     proposed = [peers[i % len(peers)] for i in range(stages)]
     return prepare_graph(
         GraphJob(name=name, graph=case.graph, variables=variables_from_module(case.module)),
-        as_asked(case.graph, config, even_cuts(len(case.graph.nodes), stages), proposed),
+        as_asked(case.graph, config, even_cuts(case.graph, stages), proposed),
         store,
     )
 
@@ -123,7 +117,7 @@ def fifty_steps(store: BlobStore, peers: Sequence[PeerId]) -> tuple[nn.Module, P
     )
     prepared = prepare_graph(
         GraphJob(name="fifty", graph=graph, variables=variables_from_module(module)),
-        as_asked(graph, config, even_cuts(len(graph.nodes), len(peers)), peers),
+        as_asked(graph, config, even_cuts(graph, len(peers)), peers),
         store,
     )
     return module, prepared

@@ -49,13 +49,14 @@ def language(module: nn.Module) -> Case:
         positions = torch.arange(12).repeat(2, 1)
         return {"input_ids": tokens[:, :-1], "position_ids": positions, "targets": tokens[:, 1:]}
 
-    def loss(m: nn.Module, b: dict[str, torch.Tensor]) -> torch.Tensor:
-        out = m(input_ids=b["input_ids"], position_ids=b["position_ids"])
-        logits = out if isinstance(out, torch.Tensor) else out.logits
-        return functional.cross_entropy(logits.flatten(0, 1), b["targets"].flatten())
-
     graph = trained_graph(captured_once(module, training=True, maximum_sequence=16))
-    return Case(module, graph, batch, loss)
+    return Case(module, graph, batch, language_loss)
+
+
+def language_loss(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    out = module(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    logits = out if isinstance(out, torch.Tensor) else out.logits
+    return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
 
 def make(name: str) -> Case:
@@ -110,8 +111,8 @@ def norm(staged: Sequence[TrainingStage]) -> float:
     return total
 
 
-def even_cuts(graph: Graph, stages: int) -> list[int]:
-    return [len(graph.nodes) * i // stages for i in range(1, stages)]
+def even_cuts(graph: Graph, stages: int) -> tuple[int, ...]:
+    return tuple(len(graph.nodes) * i // stages for i in range(1, stages))
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
