@@ -161,14 +161,13 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
         belief = await weigh(context, job, words, manifest)
         record = None if belief is None else belief.record
         if record is not None:  # one that nobody renews runs out
-            async for peer in _tellers(context, record):
-                with suppress(TransportError):  # it is gone, or the lead has moved: another will tell
-                    async for progress in _ask(context, peer, job):
-                        if progress != last:
-                            yield progress
-                        last = progress
-                        if progress.finished:
-                            return
+            async with aclosing(_news(context, record)) as news:
+                async for progress in news:
+                    if progress != last:
+                        yield progress
+                    last = progress
+                    if progress.finished:
+                        return
             if record.state in ENDED:
                 yield replace(last, state=record.state, step=record.step, message=record.message)
                 return
@@ -177,6 +176,15 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
         elif time.monotonic() - heard > SILENCE_SECONDS:
             raise SwarmError(f"nobody speaks for the job {job[:12]} any more")
         await asyncio.sleep(RETRY_SECONDS)
+
+
+async def _news(context: Context, record: JobRecord) -> AsyncGenerator[Progress, None]:
+    """What those say of the job who can tell, one after the other."""
+    async for peer in _tellers(context, record):
+        with suppress(TransportError):  # it is gone, or the lead has moved: another will tell
+            async with aclosing(_ask(context, peer, record.job)) as told:
+                async for progress in told:
+                    yield progress
 
 
 async def _tellers(context: Context, record: JobRecord) -> AsyncIterator[PeerId]:
