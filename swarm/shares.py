@@ -71,6 +71,10 @@ class Shares(Generic[Item]):
         """Since the item was taken or used."""
         return self._clock() - self._held[item].used_at
 
+    def fits(self, amount: int) -> bool:
+        """Whether there could be room for it, if nobody held anything."""
+        return amount <= self._limit
+
     def room(self, amount: int = 1) -> bool:
         return self._of.total() + amount <= self._limit
 
@@ -106,8 +110,9 @@ class Shares(Generic[Item]):
         if completed:
             self._known[held.holder] = None
 
-    def yields(self, asker: PeerId, amount: int = 0) -> Item | None:
-        """What gives way to `amount` more for `asker`; None where nothing does. The caller releases it."""
+    def yields(self, asker: PeerId, amount: int = 0, *, evenly: bool = True) -> Item | None:
+        """What gives way to `amount` more for `asker`; None where nothing does. The caller releases it. `evenly` False: the largest
+        share gives nothing, as what is ended would only begin anew."""
         now = self._clock()
         idle = next(iter(self._held), None)
         if idle is not None and now - self._held[idle].used_at >= self._idle_seconds:
@@ -116,7 +121,7 @@ class Shares(Generic[Item]):
         if asker in self._known and 2 * newcomers.total() > self._of.total():
             return self._newest(newcomers.most_common(1)[0][0])
         largest = max((peer for peer in self._of if peer != asker), key=self._of.__getitem__, default=None)
-        if largest is None:
+        if largest is None or not evenly:
             return None
         newest = self._newest(largest)
         left = self._of[largest] - self._held[newest].amount

@@ -42,7 +42,11 @@ class Stream(Protocol):
 
     @property
     def heard(self) -> bool:
-        """Whether a frame of the other end has come in."""
+        """Whether a frame of the other end has come in, or one is on its way that was allowed once it was announced."""
+
+    @property
+    def arrived_bytes(self) -> int:
+        """What has come in so far, of frames that are not whole yet as well."""
 
     async def send(
         self, kind: str, header: Mapping[str, Any] | None = None, payload: Sequence[Buffer] = ()
@@ -53,6 +57,10 @@ class Stream(Protocol):
     async def receive(self) -> Frame:
         """The next frame. Raises StreamClosed at a clean end, StreamBroken if the other end vanished, FrameError
         for bytes that break a cap (the stream is then closed)."""
+
+    async def announced(self) -> int:
+        """Bytes of the payload of the next frame, once its head is here: one over what is allowed is not read before more is.
+        Raises as `receive`."""
 
     def allow(self, payload_bytes: int) -> None:
         """Take frames with payloads up to this size from now on, also one that waits to be received already; for a

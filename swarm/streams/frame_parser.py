@@ -100,6 +100,11 @@ class FrameParser:
         """Whether a payload has begun to arrive that needs more reads."""
         return self._piece is not None and self._header is not None
 
+    @property
+    def announced(self) -> int:
+        """Bytes of the payload of the next frame, of one that is refused as well; 0 where there is none."""
+        return len(self._ready[0][0].payload) if self._ready else self.refused
+
     def allow(self, payload_bytes: int) -> None:
         """Change the cap on payloads, never above the limits; what waited for that is parsed. Raises FrameError."""
         self.allowed = min(payload_bytes, self._limits.payload_bytes)

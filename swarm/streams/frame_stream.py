@@ -51,6 +51,8 @@ class FrameStream(asyncio.BufferedProtocol):
         self.protocol = protocol
         self.subnet: str | None = None  # the public network of whoever opened it, where that is known
         self.used_at = asyncio.get_running_loop().time()  # when a frame last came in or went out
+        self.arrived_bytes = 0
+        self._awaited = False  # a frame is on its way that was allowed once it was announced
         self._limits = limits
         self._authorizer = authorizer
         self._shown = authorizer is None  # our token, ahead of our first frame
@@ -89,6 +91,7 @@ class FrameStream(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         socket = self._socket
         assert socket is not None
+        self.arrived_bytes += nbytes
         try:
             self._parser.advance(nbytes)
         except FrameError as error:
@@ -145,7 +148,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     @property
     def heard(self) -> bool:
-        return self._parser.heard
+        return self._parser.heard or self._awaited
 
     @property
     def allowed(self) -> int:
@@ -201,36 +204,31 @@ class FrameStream(asyncio.BufferedProtocol):
 
     async def receive(self) -> Frame:
         while not self._parser.ready or self._closed:
-            if self._closed:
-                raise StreamClosed(f"{self.protocol}: we closed this stream")
-            if self._parser.refused and self._failure is None:
+            if self._parser.refused and self._failure is None and not self._closed:
                 self._failure = FrameError(
                     f"a payload of {self._parser.refused} bytes; at most {self._parser.allowed} are allowed now"
                 )
                 self.drop()
-            if self._failure is not None:
-                raise FrameError(f"{self.remote} on {self.protocol}: {self._failure}") from self._failure
-            if self._parser.ended or self.lost.done():
-                raise self._ended()
-            if self._reader is not None:
-                raise RuntimeError("two tasks receive from one stream")
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
+            await self._more()
         frame, size = self._parser.take()
         self.used_at = asyncio.get_running_loop().time()
         self._traffic.received(self.remote, size)
         self._read_on()
         return frame
 
+    async def announced(self) -> int:
+        while self._closed or not (self._parser.ready or self._parser.refused):
+            await self._more()
+        return self._parser.announced
+
     def allow(self, payload_bytes: int) -> None:
+        announced = self._parser.refused > 0
         try:
             self._parser.allow(payload_bytes)
         except FrameError as error:
             self._failure = error
             self.drop()
+        self._awaited |= announced and not self._parser.refused
         self._read_on()
         self._wake_reader()
 
@@ -269,6 +267,22 @@ class FrameStream(asyncio.BufferedProtocol):
         await self._write(message)
 
     # Inside.
+
+    async def _more(self) -> None:
+        """Wait until something comes in. Raises what has ended the stream."""
+        if self._closed:
+            raise StreamClosed(f"{self.protocol}: we closed this stream")
+        if self._failure is not None:
+            raise FrameError(f"{self.remote} on {self.protocol}: {self._failure}") from self._failure
+        if self._parser.ended or self.lost.done():
+            raise self._ended()
+        if self._reader is not None:
+            raise RuntimeError("two tasks receive from one stream")
+        self._reader = asyncio.get_running_loop().create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
 
     def _token(self) -> bytes:
         """The frame that goes ahead of our first one. StreamBroken on a stream of one who has not shown its own."""

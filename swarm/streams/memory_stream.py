@@ -25,12 +25,14 @@ class _Pipe:
     def __init__(self) -> None:
         self.frames: deque[tuple[bytes, bytearray]] = deque()
         self.size = 0
+        self.arrived_bytes = 0
         self.end: Literal["", "closed", "broken"] = ""
         self.changed = asyncio.Event()
 
     def put(self, head: bytes, payload: bytearray) -> None:
         self.frames.append((head, payload))
         self.size += len(head) + len(payload)
+        self.arrived_bytes += len(head) + len(payload)
         self.wake()
 
     def take(self) -> tuple[bytes, bytearray]:
@@ -76,6 +78,10 @@ class MemoryStream:
     def heard(self) -> bool:
         return self._heard or bool(self._incoming.frames)
 
+    @property
+    def arrived_bytes(self) -> int:
+        return self._incoming.arrived_bytes
+
     async def send(
         self, kind: str, header: Mapping[str, Any] | None = None, payload: Sequence[Buffer] = ()
     ) -> None:
@@ -94,14 +100,8 @@ class MemoryStream:
             self._traffic.sent(self.remote, len(head) + size)
 
     async def receive(self) -> Frame:
-        pipe = self._incoming
-        while not pipe.frames:
-            if self._closed:
-                raise StreamClosed(f"{self.protocol}: we closed this stream")
-            if pipe.end:
-                raise self._ended(pipe.end)
-            await pipe.changed.wait()
-        head, payload = pipe.take()
+        await self.announced()
+        head, payload = self._incoming.take()
         self._heard = True
         if len(payload) > self._allowed:
             self.abort()
@@ -112,6 +112,16 @@ class MemoryStream:
         self._traffic.received(self.remote, len(head) + len(payload))
         kind, header = frames.decode_header(memoryview(head)[frames.HEAD_BYTES :])
         return Frame(kind, header, memoryview(payload))
+
+    async def announced(self) -> int:
+        pipe = self._incoming
+        while not pipe.frames:
+            if self._closed:
+                raise StreamClosed(f"{self.protocol}: we closed this stream")
+            if pipe.end:
+                raise self._ended(pipe.end)
+            await pipe.changed.wait()
+        return len(pipe.frames[0][1])
 
     def allow(self, payload_bytes: int) -> None:
         self._allowed = min(payload_bytes, self._limits.payload_bytes)

@@ -50,6 +50,10 @@ class StripedStream:
     def heard(self) -> bool:
         return any(lane.heard for lane in self._stripes)
 
+    @property
+    def arrived_bytes(self) -> int:
+        return sum(lane.arrived_bytes for lane in self._stripes)
+
     async def send(
         self, kind: str, header: Mapping[str, Any] | None = None, payload: Sequence[Buffer] = ()
     ) -> None:
@@ -110,6 +114,10 @@ class StripedStream:
                 raise FrameError(f"{self.remote} on {self.protocol}: {error}") from error
             if whole is not None:
                 return whole
+
+    async def announced(self) -> int:
+        """Of one in pieces, those of its next piece."""
+        return await self._stripes[self._taken % len(self._stripes)].announced()
 
     def allow(self, payload_bytes: int) -> None:
         for lane in self._stripes:

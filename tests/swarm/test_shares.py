@@ -109,3 +109,22 @@ def test_what_a_holder_has_is_counted_and_whether_it_is_the_only_one() -> None:
     assert not shares.alone(A) and shares.count(B) == 1
     shares.release(3)
     assert shares.alone(A) and shares.count(B) == 0
+
+
+def test_what_could_never_be_held_is_told_apart_from_what_has_to_wait() -> None:
+    shares: Shares[int] = Shares(Clock(), limit=6)
+    shares.take(1, A, 6)
+    assert shares.fits(6) and not shares.room(6) and not shares.fits(7)
+
+
+def test_where_what_runs_would_begin_anew_it_gives_way_for_no_larger_share() -> None:
+    clock = Clock()
+    shares: Shares[int] = Shares(clock, limit=4)
+    for item in range(4):
+        shares.take(item, A)
+    assert shares.yields(B, 1) == 3 and shares.yields(B, 1, evenly=False) is None
+    shares.take(9, B)
+    shares.release(9, completed=True)
+    assert shares.yields(B, 1, evenly=False) == 3, "newcomers hold more than half"
+    clock.now += IDLE_SECONDS
+    assert shares.yields(C, 1, evenly=False) == 0, "idle"

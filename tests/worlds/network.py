@@ -33,8 +33,8 @@ class WorldStream:
     """One end of a stream. `twin` is the other end; each belongs to a lane."""
 
     __slots__ = (
-        "_allowed", "_arrives", "_closed", "_end", "_heard", "_inbox", "_network", "_waiter", "held", "lane", "local",
-        "protocol", "remote", "said", "twin",
+        "_allowed", "_arrives", "_closed", "_end", "_heard", "_inbox", "_network", "_waiter", "arrived_bytes", "held",
+        "lane", "local", "protocol", "remote", "said", "twin",
     )  # fmt: skip
 
     twin: WorldStream
@@ -52,6 +52,7 @@ class WorldStream:
         self._closed = self._heard = False
         self._end = ""
         self._waiter: asyncio.Future[None] | None = None
+        self.arrived_bytes = 0
 
     @property
     def heard(self) -> bool:
@@ -97,6 +98,7 @@ class WorldStream:
     def _arrive(self, item: tuple[str, bytes, bytes]) -> None:
         if not self._end and not self._closed:
             self._inbox.append(item)
+            self.arrived_bytes += sum(map(len, item[1:]))
             self._wake()
 
     def _finish(self, how: str) -> None:
@@ -108,7 +110,7 @@ class WorldStream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def receive(self) -> Frame:
+    async def announced(self) -> int:
         while not self._inbox:
             if self._closed:
                 raise StreamClosed(f"{self.protocol}: we closed this stream")
@@ -121,6 +123,10 @@ class WorldStream:
                 await self._waiter
             finally:
                 self._waiter = None
+        return len(self._inbox[0][2])
+
+    async def receive(self) -> Frame:
+        await self.announced()
         kind, head, payload = self._inbox.popleft()
         self._heard = True
         if len(payload) > self._allowed:

@@ -343,3 +343,26 @@ def test_no_more_is_allowed_than_the_limits_say(runner: Any) -> None:
             await two.receive()
 
     runner(main())
+
+
+def test_a_frame_is_announced_before_it_is_read_and_what_comes_of_it_is_counted(runner: Any) -> None:
+    async def main() -> None:
+        one, two, _ = await pair()
+        two.allow(1000)
+        await one.send("small", {}, (b"y" * 10,))
+        assert await two.announced() == 10 and len((await two.receive()).payload) == 10
+        heard = two.heard
+        sending = asyncio.create_task(one.send("large", {}, (b"x" * 3_000_000,)))
+        assert heard and await two.announced() == 3_000_000
+        before = two.arrived_bytes
+        assert before < 200_000, "it is not read"
+        two.allow(3_000_000)
+        assert await two.announced() == 3_000_000
+        assert len((await two.receive()).payload) == 3_000_000
+        assert two.arrived_bytes > 3_000_000
+        await sending
+        one.abort()
+        with pytest.raises(StreamBroken):
+            await two.announced()
+
+    runner(main())

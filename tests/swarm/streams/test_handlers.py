@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,51 @@ def test_a_public_network_has_its_share_however_many_ids_it_makes_up() -> None:
 
 def test_one_behind_a_relay_is_not_counted_as_its_neighbour() -> None:
     assert subnet_of("/ip4/9.9.9.9/tcp/1/p2p/Qm1/p2p-circuit") is None
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_large_first_frame_has_time_where_its_handler_takes_it(
+    monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    monkeypatch.setattr(module, "FIRST_FRAME_SECONDS", 0.1)
+
+    async def main() -> None:
+        loop, ends = asyncio.get_running_loop(), list[FrameStream]()
+        found: asyncio.Future[int] = loop.create_future()
+
+        async def take(stream: Stream) -> None:
+            size = await stream.announced()
+            if taken:
+                stream.allow(size)
+            else:
+                await ends[1].lost
+            found.set_result(len((await stream.receive()).payload))
+
+        for end in socket.socketpair():
+            end.setblocking(False)
+            _, made = await loop.create_connection(lambda: stream("a", None), sock=end)
+            made.allow(1000)
+            await made.write_message(b"\x00")
+            ends.append(made)
+        one, two = ends
+        handlers = Handlers()
+        handlers.add(ECHO, take)
+        head, (payload,), size = one.encode("large", {}, [bytes(1_000_000)])
+        await one.write_message(head + bytes(payload[:1000]))
+        handlers.accept(two)
+        async with asyncio.timeout(20):
+            while handlers._silent:
+                await asyncio.sleep(0.01)
+            if taken:
+                await one.write_message(bytes(payload[1000:]))
+                assert await found == size
+            else:
+                with pytest.raises(StreamBroken):
+                    await one.receive()
+        one.abort()
+        await handlers.aclose()
+
+    asyncio.run(main())
 
 
 @pytest.mark.process
