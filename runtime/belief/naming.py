@@ -7,6 +7,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from fusion.runtime.belief.reading import by_job, in_turn, manifest_of, weigh
 from fusion.runtime.belief.shared_work import SharedWork
@@ -77,18 +78,27 @@ class SharedLooks:
 
 
 async def candidates(
-    context: Context, words: Iterable[JobRecord], look: Look | None = None
+    context: Context,
+    words: Iterable[JobRecord],
+    look: Look | None = None,
+    known: Collection[JobId] = (),
 ) -> tuple[Known, ...]:
-    """The jobs that `words` speak of, as `look` or else `look_into` judges each. Raises SwarmError."""
+    """The jobs that `words` speak of, in the order of their ids, as `look` or else `look_into` judges each. Of more than
+    CANDIDATES those of `known`, and so many others, one of everybody who speaks of some in turn. Raises SwarmError."""
+    told = tuple(words)
+    said = by_job(told)
+    if len(said) > CANDIDATES:
+        turns = dict.fromkeys(record.job for record in in_turn(context.random, told))
+        others = (job for job in turns if job not in known)
+        chosen = {*known, *islice(others, CANDIDATES)}
+        said = {job: records for job, records in said.items() if job in chosen}
     busy = asyncio.Semaphore(LOOKS)
 
     async def one(job: JobId, said: Sequence[JobRecord]) -> Known:
         async with busy:
             return await (look_into(context, job, said) if look is None else look(job, said))
 
-    return tuple(
-        await asyncio.gather(*(one(job, said) for job, said in [*by_job(words).items()][:CANDIDATES]))
-    )
+    return tuple(await asyncio.gather(*(one(job, records) for job, records in said.items())))
 
 
 async def find(

@@ -42,6 +42,7 @@ __all__ = ["Catalog", "NoOwner", "ServedModel"]
 MAX_LOOKS = 256
 MAX_NAMES = 1024  # by which models were asked for
 MAX_MODELS = 64  # whose manifests and tokenizers are kept in memory
+MAX_LISTED = 256  # models that a list shows whatever else is spoken of
 AVOIDED_SECONDS = 3 * HEARTBEAT_SECONDS  # after which the claim of a peer that died has run out
 SEEN_TIMES = 3.0  # as long as a look is believed, it is gone by while the next one is under way; no longer than a claim counts
 # As long as nobody looks at an idle link, a session begins by what was said of links before.
@@ -91,6 +92,7 @@ class Catalog:
         self._linked_at = float("-inf")  # when that was last done
         self._finding: dict[str, asyncio.Task[ServedModel]] = {}
         self._authors: FIFOCache[str, PeerId] = FIFOCache(MAX_NAMES)  # whose model a name meant
+        self._listed: LRUCache[JobId, None] = LRUCache(MAX_LISTED)  # that were served when all were asked for
         self._looks: LRUCache[JobId, _Look] = LRUCache(MAX_LOOKS)
         self._looking: dict[JobId, asyncio.Task[_Look]] = {}
         self._forgotten: set[asyncio.Task[_Look]] = set()  # which are under way and count no more
@@ -157,8 +159,21 @@ class Catalog:
 
     async def served(self) -> tuple[Known, ...]:
         """What the swarm serves now, as far as it is known here. Raises SwarmError."""
-        seen = await candidates(self._context, await self._served(), self._judging.since())
-        return tuple(each for each in seen if not each.belief.over)
+        words, look = await self._served(), self._judging.since()
+        seen = await candidates(self._context, words, look, known=frozenset(self._listed))
+        going = tuple(each for each in seen if not each.belief.over)
+        # Whoever speaks of thousands of jobs keeps none of these out.
+        self._listed.update((each.record.job, None) for each in going if each.manifest is not None)
+        return going
+
+    async def check_asker(self, model: ServedModel, client: PeerId, grants: tuple[bytes, ...]) -> None:
+        """NotAdmitted where the client, with what it shows, may not prompt the model; and as `check_admitted`."""
+        access = self._context.access
+        if client != self._context.peer_id or grants:
+            refused = access.refusal(model.job, client, "ask", None, grants)
+            if refused is not None:
+                raise NotAdmitted(f"model: {model.manifest.name} is not for everybody: {refused}", model.job)
+        await self.check_admitted(model.job, model.manifest)
 
     async def check_admitted(self, job: JobId, manifest: Manifest) -> None:
         """NotAdmitted, naming peers that own stages, where this peer may not prompt the model."""

@@ -106,3 +106,25 @@ def test_of_a_job_whose_manifest_nobody_gives_few_stages_are_read(monkeypatch: p
     record = replace(launched(1, MALLORY), stages=4096)
     assert run(naming.look_into(context, record.job, [record])).manifest is None
     assert len(read) == UNKNOWN_STAGES
+
+
+def test_of_all_jobs_that_are_spoken_of_a_stranger_s_hide_nobody_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids are looked into in their order, and a stranger chooses how those of its jobs begin."""
+    honest, known = launched(1 << 200, ALICE), launched(1 << 201, MALLORY)
+    words = [*(launched(number, MALLORY) for number in range(3 * CANDIDATES)), honest, known]
+
+    async def look_into(context: Any, job: JobId, said: Any) -> Any:
+        return SimpleNamespace(record=said[0])
+
+    monkeypatch.setattr(naming, "look_into", look_into)
+    context: Any = SimpleNamespace(random=Random(7))
+
+    async def main() -> None:
+        found: Any = await naming.candidates(context, words)
+        jobs = [each.record.job for each in found]
+        assert honest.job in jobs and len(jobs) == CANDIDATES and jobs == sorted(jobs)
+        found = await naming.candidates(context, words, known={known.job, JobId("f" * 64)})
+        jobs = [each.record.job for each in found]
+        assert {honest.job, known.job} <= {*jobs} and len(jobs) == CANDIDATES + 1
+
+    run(main())

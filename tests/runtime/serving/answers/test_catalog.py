@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import suppress
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,7 +89,9 @@ class _Published:
         self.given = {*self.jobs}  # whose manifests can be had
         self.under_way = 0
         clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
-        context: Any = SimpleNamespace(clock=clock, directory=SimpleNamespace(words=self._words))
+        context: Any = SimpleNamespace(
+            clock=clock, directory=SimpleNamespace(words=self._words), random=Random(7)
+        )
         monkeypatch.setattr("fusion.runtime.serving.answers.catalog.REFRESH_SECONDS", 0.1)
         monkeypatch.setattr("fusion.runtime.belief.naming.manifest_of", self._manifest)
         monkeypatch.setattr("fusion.runtime.belief.naming.weigh", self._weigh)
@@ -96,7 +99,10 @@ class _Published:
         self.catalog._model = self._model  # type: ignore[method-assign]
 
     async def _words(self) -> Any:
-        return tuple(SimpleNamespace(job=job, kind="serve", state="running", name="n") for job in self.jobs)
+        return tuple(
+            SimpleNamespace(job=job, kind="serve", state="running", name="n", author="launcher")
+            for job in self.jobs
+        )
 
     async def _manifest(self, context: Any, job: JobId, said: Any) -> Any:
         manifest = SimpleNamespace(name="n", author=PeerId(f"author {job}"), launched_at=0)
@@ -446,3 +452,22 @@ def test_models_of_two_authors_need_to_be_told_apart(monkeypatch: pytest.MonkeyP
         await published.catalog.aclose()
 
     asyncio.run(main())
+
+
+def test_a_list_of_all_models_keeps_those_that_it_had_and_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        published = _Published(2 * CANDIDATES, monkeypatch)
+        catalog = published.catalog
+        honest = {*published.jobs}
+        strangers = [JobId(f"{number:063x}-") for number in range(3 * CANDIDATES)]
+        shown = list[int]()
+        for _ in range(2):
+            await asyncio.sleep(60.0)
+            shown.append(len(await catalog.served()))
+        published.jobs = [*strangers, *published.jobs]
+        await asyncio.sleep(60.0)
+        found = {each.record.job for each in await catalog.served() if each.manifest is not None}
+        assert shown == [CANDIDATES, 2 * CANDIDATES] and found == honest
+        await catalog.aclose()
+
+    run(main())
