@@ -5,21 +5,21 @@ come from the last stage. Its link to each stage is also how it learns that one 
 learn that it has. What then happens is in `fusion.runtime.serving.answers.generation`: here are the requests and the clients.
 
     /fusion/generate/1   generate {model, prompt: "text" | "ids", max_tokens, temperature, top_k, top_p, seed,
-                         logits, answered} + the prompt; the answer is `token` {index, id, text} (+ logits) for each
+                         logits, answered, guesses} + the prompt; the answer is `token` {index, id, text} (+ logits) for each
                          token, then `done` {text, finish, prompt_tokens, cached_tokens, route, seconds}, or one `error` {message};
                          of a model that is not for everybody also {closed: its job, ask: peers that take part}, and
                          `generate` may show {grants}
     /fusion/generate/2   the same, and {min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias,
-                         top_logprobs, stop} and the prompt "chat", of which /1 says nothing; `token` has {logprob, top_logprobs}.
-                         "text+schema" and so on: a schema of {schema} bytes comes before the prompt
+                         top_logprobs, stop} and the prompts "chat" and "features" (of {features} bytes, then ids), of which /1 says
+                         nothing; `token` has {logprob, top_logprobs}. "text+schema" and so on: a schema of {schema} bytes
+                         comes before the prompt
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, closing, nullcontext, suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import ParamSpec, TypeVar
@@ -28,45 +28,36 @@ from cachetools import LRUCache
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
-from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
 from fusion.runtime.serving.answers.answer_text import AnswerText
 from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
+from fusion.runtime.serving.answers.clients import Arrivals, Place, place_in, send, tell
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway_session import GatewaySessions
 from fusion.runtime.serving.answers.generation import Generation
 from fusion.runtime.serving.answers.owner_reports import OwnerReports
-from fusion.runtime.serving.answers.task import OpenGrammar, Task, reading
+from fusion.runtime.serving.answers.task import OpenGrammar, Task, reading, tokens_wanted
 from fusion.runtime.serving.answers.text_threads import TextThreads
 from fusion.runtime.serving.requests.request import (
     MAX_SEED,
     Answer,
     GenerateRequest,
     Piece,
-    check_answered,
-    check_biases,
-    check_prompt,
     check_size,
 )
-from fusion.swarm.errors import FrameError, NotAdmitted, StreamBroken, SwarmError
+from fusion.swarm.errors import FrameError, NotAdmitted
 from fusion.swarm.shares import Shares
 from fusion.swarm.transport import Frame, PeerId, Stream
-
-log = logging.getLogger(__name__)
 
 # Of one client at once, while others have some: what each costs this peer is not shared out otherwise.
 ANSWERS_BESIDE = 16
 ANSWER_BYTES = 256 << 10  # that an answer takes here beside its prompt
 LARGE_PROMPTS = 16  # over UNASKED_BYTES, on their way here at once
-ARRIVING_SECONDS = 1.0  # after which one of them gives way to another
-UNREAD_SECONDS = 30.0  # for a client to read a token
 KNOWN_USERS = 4096  # that are told apart; those that asked last
 IDLE_SECONDS = 30.0  # without a token, before an answer gives way to any other
 BUSY = "this peer answers as many requests as it can, and others have fewer: ask again later, or ask another peer"
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-Place = asyncio.Future[None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +87,7 @@ class Gateway:
         self._threads = TextThreads()
         clock = context.clock.monotonic
         self._answers: Shares[Place] = Shares(clock, self._config.max_sessions * ANSWER_BYTES, IDLE_SECONDS)
-        self._arriving: Shares[Stream] = Shares(clock, LARGE_PROMPTS, ARRIVING_SECONDS)
+        self._arriving = Arrivals(clock, LARGE_PROMPTS)
         self._reports = OwnerReports(context.takeover, self._catalog.newer)
         self._users: LRUCache[PeerId, int] = LRUCache(
             KNOWN_USERS
@@ -118,8 +109,42 @@ class Gateway:
         Close the iterator (`contextlib.aclosing`) to stop: that frees the session on every stage.
         """
         began = self._context.clock.monotonic()
+        asker = client or self._context.peer_id
         model = await self._catalog.find(request.model)
-        await self._check_access(model, client or self._context.peer_id, request.grants)
+        await self._catalog.check_asker(model, asker, request.grants)
+        task, prompt_tokens = await self._prepared(model, request, holder or asker)
+        text = await self._text(model, AnswerText, model.text, task.prompt, request.stop)
+        tokens, grammar = list(request.answered), None
+        if request.schema:
+            answered = [token for token in tokens if token not in model.serve.end_tokens]
+            grammar = await self._open_grammar(model.job, model.manifest, request.schema, answered, asker)
+        with nullcontext() if grammar is None else closing(grammar):
+            generation = Generation(
+                self._context,
+                replace(task, grammar=grammar),
+                self._sessions,
+                self._catalog,
+                self._reports.suspect,
+                self._config.failover,
+            )
+            async with aclosing(self._pieces(task, generation, text)) as pieces:
+                async for piece in pieces:
+                    tokens.append(piece.id)
+                    yield piece
+        yield Answer(
+            text=text.whole,
+            tokens=tuple(tokens),
+            finish="stop" if text.stopped else generation.finish,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=generation.cached_tokens,
+            route=_peers(generation),
+            seconds=self._context.clock.monotonic() - began,
+        )
+
+    async def _prepared(
+        self, model: ServedModel, request: GenerateRequest, holder: PeerId
+    ) -> tuple[Task, int]:
+        """What is to be answered, without the grammar, and how many tokens the request's prompt has. Raises JobError, JobFailed."""
         serve = model.serve
         if serve.outputs:
             raise JobError(
@@ -127,84 +152,53 @@ class Gateway:
             )
         check_size(request, serve.longest_prompt)
         if request.prompt is not None:
-            prompt = await self._text(model, model.text.encode, request.prompt, plain=not request.chat)
+            ids = await self._text(model, model.text.encode, request.prompt, plain=not request.chat)
         else:
-            prompt = list(request.prompt_ids or ())
-        read = reading(serve, prompt, request.features)
-        asked, prompt = max(len(prompt), len(read.prompt)), list(read.prompt)
-        max_tokens = request.most_tokens
-        if request.chat or request.max_tokens is None:
-            max_tokens = min(max_tokens, max(1, model.serve.max_sequence - len(prompt)))
-        check_prompt(prompt, max_tokens, model.serve.vocabulary, model.serve.max_sequence)
-        check_answered(request.answered, max_tokens, model.serve.vocabulary)
-        check_biases(request.sampling, model.serve.vocabulary)
-        sampling = request.sampling
+            ids = list(request.prompt_ids or ())
+        read = reading(serve, ids, request.features)
+        prompt = list(read.prompt)
+        max_tokens, sampling = tokens_wanted(request, serve, prompt), request.sampling
         if not request.seeded:
             sampling = replace(sampling, seed=self._context.random.randrange(MAX_SEED))
-        text = await self._text(model, AnswerText, model.text, prompt, request.stop)
-        ends, grammar = model.serve.end_tokens, None
-        if request.schema:
-            answered = [token for token in request.answered if token not in ends]
-            asker = client or self._context.peer_id
-            grammar = await self._open_grammar(model.job, model.manifest, request.schema, answered, asker)
-        with nullcontext() if grammar is None else closing(grammar):
-            task = Task(
-                model=model,
-                prompt=prompt,
-                answered=request.answered,
-                max_tokens=max_tokens,
-                sampling=sampling,
-                logits=request.logits,
-                top_logprobs=request.top_logprobs,
-                user=self._user(holder or client or self._context.peer_id),
-                holder=holder or client or self._context.peer_id,
-                guesses=request.guesses,
-                schema=request.schema.encode(),
-                grammar=grammar,
-                source=read.source,
-                source_length=read.length,
-            )
-            generation = Generation(
-                self._context,
-                task,
-                self._sessions,
-                self._catalog,
-                self._reports.suspect,
-                self._config.failover,
-            )
-            tokens, last = list(request.answered), None
-            # An end token is not text.
-            await self._text(model, text.read, tokens[:-1] if tokens and tokens[-1] in ends else tokens)
-            async with aclosing(generation.tokens()) as chosen:
-                while not text.stopped and (token := await anext(chosen, None)) is not None:
-                    ended = generation.finish == "stop" and token.id in ends
-                    shown = "" if ended else await self._text(model, text.push, token.id)
-                    last = token.piece(len(tokens), shown, _peers(generation))
-                    tokens.append(token.id)
-                    if not text.stopped:
-                        yield last
+        task = Task(
+            model=model,
+            prompt=prompt,
+            answered=request.answered,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            logits=request.logits,
+            top_logprobs=request.top_logprobs,
+            user=self._user(holder),
+            holder=holder,
+            guesses=request.guesses,
+            schema=request.schema.encode(),
+            source=read.source,
+            source_length=read.length,
+        )
+        return task, max(len(ids), len(prompt))
+
+    async def _pieces(
+        self, task: Task, generation: Generation, text: AnswerText
+    ) -> AsyncGenerator[Piece, None]:
+        """Of the tokens that the user does not have yet; that which a stop text ends in once every stage is free."""
+        model, ends, had = task.model, task.model.serve.end_tokens, task.answered
+        # An end token is not text.
+        await self._text(model, text.read, had[:-1] if had and had[-1] in ends else had)
+        last: Piece | None = None
+        async with aclosing(generation.tokens()) as chosen:
+            for index in count(len(had)):
+                token = None if text.stopped else await anext(chosen, None)
+                if token is None:
+                    break
+                ended = generation.finish == "stop" and token.id in ends
+                shown = "" if ended else await self._text(model, text.push, token.id)
+                last = token.piece(index, shown, _peers(generation))
+                if not text.stopped:
+                    yield last
         if not text.stopped:
             await self._text(model, text.finish)
-        elif last is not None:  # every stage is free by now
+        elif last is not None:
             yield last
-        yield Answer(
-            text=text.whole,
-            tokens=tuple(tokens),
-            finish="stop" if text.stopped else generation.finish,
-            prompt_tokens=asked,
-            cached_tokens=generation.cached_tokens,
-            route=_peers(generation),
-            seconds=self._context.clock.monotonic() - began,
-        )
-
-    async def _check_access(self, model: ServedModel, client: PeerId, grants: tuple[bytes, ...]) -> None:
-        """NotAdmitted where the client may not prompt the model, or we may not."""
-        refused = None
-        if client != self._context.peer_id or grants:
-            refused = self._context.access.refusal(model.job, client, "ask", None, grants)
-        if refused is not None:
-            raise NotAdmitted(f"model: {model.manifest.name} is not for everybody: {refused}", model.job)
-        await self._catalog.check_admitted(model.job, model.manifest)
 
     def _user(self, holder: PeerId) -> int:
         number = self._users.get(holder)
@@ -227,8 +221,12 @@ class Gateway:
 
     async def encode(self, model: ServedModel, text: str, *, plain: bool = True) -> tuple[int, ...]:
         """As `Text.encode`. JobError for a text that the model cannot take, JobFailed where its tokenizer takes too long."""
-        check_size(GenerateRequest(prompt=text), model.serve.longest_prompt)
+        self.check_text(model, text)
         return tuple(await self._text(model, model.text.encode, text, plain=plain))
+
+    def check_text(self, model: ServedModel, text: str) -> None:
+        """JobError for a text that the model cannot take, whatever tokens are made of it."""
+        check_size(GenerateRequest(prompt=text), model.serve.longest_prompt)
 
     async def spell(self, model: ServedModel, tokens: Sequence[int]) -> list[bytes]:
         """As `Text.spell`, for each of them."""
@@ -241,16 +239,11 @@ class Gateway:
         there is none, or `holder` has ANSWERS_BESIDE while others have some. Every one that is taken ends in `leave`."""
         if self._answers.count(holder) >= ANSWERS_BESIDE and not self._answers.alone(holder):
             return None
-        bytes_ = ANSWER_BYTES + prompt_bytes
-        while not self._answers.room(bytes_):
-            other = self._answers.yields(holder, bytes_)
-            if other is None:
-                return None
-            self._answers.release(other)
-            other.set_result(None)
-        place: Place = asyncio.get_running_loop().create_future()
-        self._answers.take(place, holder, bytes_)
-        return place
+        return place_in(self._answers, holder, ANSWER_BYTES + prompt_bytes)
+
+    def has_place_for(self, prompt_bytes: int) -> bool:
+        """Whether there ever is a place for such an answer."""
+        return self._answers.fits(ANSWER_BYTES + prompt_bytes)
 
     def use(self, place: Place) -> None:
         """The answer goes on."""
@@ -263,10 +256,15 @@ class Gateway:
     async def attend(self, client: Stream) -> None:
         """Answer one request of a client. It vanishing, or saying anything more, ends the generation; so does another
         client that has fewer, where there is not room for both."""
-        frame = await self._request(client)
+        frame = await self._arriving.first(client)
+        if frame is None:
+            client.abort()  # which sends it to another peer
+            return
+        if frame.kind != "generate":
+            raise FrameError(f"clients send generate, not {frame.kind!r:.40}")
         place = self.place(client.remote, len(frame.payload))
         if place is None:
-            await _tell(client, BUSY)
+            await tell(client, BUSY)
             return
         answer = asyncio.create_task(self._answer(client, frame, place))
         gone = asyncio.create_task(client.receive())
@@ -280,24 +278,7 @@ class Gateway:
         if isinstance(outcome, Exception):
             raise outcome
         if place.done():
-            await _tell(client, BUSY)
-
-    async def _request(self, client: Stream) -> Frame:
-        """The first frame. A prompt of more than UNASKED_BYTES is read only while few such arrive."""
-        other = None if self._arriving.room() else self._arriving.yields(client.remote, 1)
-        if other is not None:
-            self._arriving.release(other)
-            other.abort()
-        if self._arriving.room():
-            self._arriving.take(client, client.remote)
-            client.allow(MAX_PROMPT_BYTES)
-        try:
-            frame = await client.receive()
-        finally:
-            self._arriving.release(client)
-        if frame.kind != "generate":
-            raise FrameError(f"clients send generate, not {frame.kind!r:.40}")
-        return frame
+            await tell(client, BUSY)
 
     async def _answer(self, client: Stream, frame: Frame, place: Place) -> bool:
         """Whether it was given to its end."""
@@ -307,34 +288,20 @@ class Gateway:
                 async for piece in pieces:
                     if isinstance(piece, Piece):
                         self.use(place)
-                        await _send(client, "token", piece.to_header(), piece.logits)
+                        await send(client, "token", piece.to_header(), [piece.logits])
                     else:
-                        await _send(client, "done", _done(piece))
+                        await send(client, "done", _done(piece))
         except NotAdmitted as error:
-            await _tell(client, str(error), closed=error.job, ask=list(error.ask))
+            await tell(client, str(error), closed=error.job, ask=list(error.ask))
             return False
         except (JobError, JobFailed, NoRoute) as error:
-            await _tell(client, str(error))
+            await tell(client, str(error))
             return False
         return True
 
 
 def _peers(generation: Generation) -> tuple[PeerId, ...]:
     return tuple(hop.peer for hop in generation.route)
-
-
-async def _send(client: Stream, kind: str, header: Mapping[str, object], payload: bytes = b"") -> None:
-    try:
-        async with asyncio.timeout(UNREAD_SECONDS):
-            await client.send(kind, header, [payload] if payload else ())
-    except TimeoutError:
-        client.abort()
-        raise StreamBroken(f"{client.remote} does not read its answer") from None
-
-
-async def _tell(client: Stream, message: str, **more: object) -> None:
-    with suppress(SwarmError):  # the client may have gone as well
-        await _send(client, "error", {"message": message, **more})
 
 
 def _done(answer: Answer) -> dict[str, object]:

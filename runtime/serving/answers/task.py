@@ -10,7 +10,14 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.grammar.matcher import GrammarSession
-from fusion.runtime.serving.requests.request import Sampling, pack_tokens
+from fusion.runtime.serving.requests.request import (
+    GenerateRequest,
+    Sampling,
+    check_answered,
+    check_biases,
+    check_prompt,
+    pack_tokens,
+)
 from fusion.runtime.serving.ring.session import check_source
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.transport import PeerId
@@ -46,6 +53,18 @@ class Reading:
     prompt: Sequence[int]
     source: bytes = b""
     length: int = 0
+
+
+def tokens_wanted(request: GenerateRequest, serve: ServeConfig, prompt: Sequence[int]) -> int:
+    """How many tokens the answer that follows `prompt` has at most, those included that the user has. JobError, in one line, for
+    what the model cannot answer so."""
+    wanted = request.most_tokens
+    if request.chat or request.max_tokens is None:
+        wanted = min(wanted, max(1, serve.max_sequence - len(prompt)))
+    check_prompt(prompt, wanted, serve.vocabulary, serve.max_sequence)
+    check_answered(request.answered, wanted, serve.vocabulary)
+    check_biases(request.sampling, serve.vocabulary)
+    return wanted
 
 
 def reading(serve: ServeConfig, ids: Sequence[int], features: bytes) -> Reading:

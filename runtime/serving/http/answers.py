@@ -7,14 +7,14 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from fusion.runtime.serving.answers.gateway import Gateway, Place
+from fusion.runtime.serving.answers.clients import Place
+from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.http.errors import Busy
 from fusion.runtime.serving.http.metrics import Metrics
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
+from fusion.runtime.serving.requests.request import TOKEN_BYTES, Answer, GenerateRequest, Piece
 from fusion.swarm.transport import PeerId
 
 WAITING_PARTS = 64  # that a client has not read yet, before its answers wait for it
-TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ async def parts(
     gateway: Gateway, asked: Sequence[GenerateRequest], holder: PeerId, metrics: Metrics
 ) -> AsyncGenerator[Part]:
     """All of them as they come, until each has its Answer. Raises Busy, and as `Gateway.generate` does, whichever answer
-    fails first. Close it to stop: that frees every session."""
+    fails first. Close it to stop: that frees every session. Answers keep their places until it is closed or asked for more
+    than there are."""
     places = _places(gateway, asked, holder)
     queue = _Parts()
     tasks = [

@@ -12,7 +12,8 @@ from fastapi import Request, Response
 from numpy.typing import NDArray
 
 from fusion.runtime.serving.answers.catalog import ServedModel
-from fusion.runtime.serving.answers.gateway import Gateway, Place
+from fusion.runtime.serving.answers.clients import Place
+from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.graphs.embeddings import check_texts, embeddings
 from fusion.runtime.serving.graphs.gateway import AT_ONCE, GraphGateway
 from fusion.runtime.serving.http.api import Api
@@ -20,12 +21,12 @@ from fusion.runtime.serving.http.errors import ApiError, Busy
 from fusion.runtime.serving.http.events import WholeAnswer
 from fusion.runtime.serving.http.schema import EmbeddingRequest
 from fusion.runtime.serving.http.shapes import json_text
+from fusion.runtime.serving.requests.request import TOKEN_BYTES
 from fusion.swarm.transport import PeerId
 
 MAX_BYTES = 16 << 20  # of an answer
 USUAL_SIZE = 1024  # of a vector: a place is taken before any is there
 NUMBER_BYTES = {True: 6, False: 22}  # in an answer, in base64 or as text
-TOKEN_BYTES = 8
 
 
 class Embeddings:

@@ -21,6 +21,7 @@ from fusion.swarm.transport import PeerId
 MAX_SEED = (1 << 63) - 1
 DEFAULT_MAX_TOKENS = 64
 CHAT_TOKENS = 1024  # of an answer in a chat that says no number, or as many as fit
+TOKEN_BYTES = 8  # of an id, on the wire and where it is counted
 MAX_TOKEN_BYTES = 16  # of text for one position, over a whole prompt: tokens have about 4
 MAX_ANSWERED = 30_000  # token ids that an answer which goes on elsewhere may bring: they travel in the header
 MAX_BIASES = 1024  # entries of `logit_bias`
@@ -390,8 +391,8 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 def unpack_tokens(payload: memoryview) -> list[int]:
     """JobError where the bytes are not a whole number of ids."""
-    if len(payload) % 8:
-        raise JobError("token ids: 8 bytes each")
+    if len(payload) % TOKEN_BYTES:
+        raise JobError(f"token ids: {TOKEN_BYTES} bytes each")
     words = array.array("q")
     words.frombytes(payload)
     if sys.byteorder == "big":

@@ -11,7 +11,7 @@ import pytest
 from support.served import PROMPTS, reference, swarm_of
 
 from fusion.runtime.job.protocol import GENERATE
-from fusion.runtime.serving.answers import gateway
+from fusion.runtime.serving.answers import clients, gateway
 from fusion.runtime.serving.requests.client import complete
 from fusion.runtime.serving.requests.request import GenerateRequest
 from fusion.swarm.errors import RemoteError, StreamBroken
@@ -66,7 +66,8 @@ async def _send_only(transport: Transport, peer: object, request: GenerateReques
 def test_a_client_that_does_not_read_its_answer_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway, "UNREAD_SECONDS", 0.05)
+    monkeypatch.setattr(clients, "UNREAD_SECONDS", 0.05)
+    monkeypatch.setattr(clients, "SLOWEST_BYTES_PER_SECOND", 1 << 30)
     monkeypatch.setattr(memory_stream, "BUFFERED_BYTES", 2048)
 
     async def main() -> None:
@@ -100,11 +101,15 @@ def test_while_many_large_prompts_arrive_small_ones_get_through(
             silent = [await stranger.open(peer.id, GENERATE.name) for _ in range(2)]
             await asyncio.sleep(0)
             large = GenerateRequest(prompt_ids=(1,) * (UNASKED_BYTES // 8 + 1), max_tokens=1)
+            with pytest.raises(
+                RemoteError, match="positions"
+            ):  # it was read: who says nothing takes no place
+                await complete(honest, peer.id, large)
+            arriving = peer.service.gateway._arriving
+            monkeypatch.setattr(arriving, "_has_room", lambda _: False)
             with pytest.raises(StreamBroken):  # which sends a client to another peer
                 await complete(stranger, peer.id, large)
             assert list((await complete(honest, peer.id, ASKED)).tokens) == reference("llama", PROMPT, 8)
-            with pytest.raises(RemoteError, match="positions"):  # it was read: the stranger has made room
-                await complete(honest, peer.id, large)
             for stream in silent:
                 stream.abort()
 

@@ -1,0 +1,99 @@
+"""Clients at the other end of a stream, and what they cost the others: places, frames that are large and slow, answers that nobody
+reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from fusion.runtime.job.protocol import PROTOCOLS
+from fusion.swarm.errors import StreamBroken, SwarmError
+from fusion.swarm.printable import error_line
+from fusion.swarm.shares import Shares
+from fusion.swarm.transport import UNASKED_BYTES, Buffer, Frame, PeerId, Stream
+
+# Of a large frame: one of which so little comes in so long gives way to another.
+ARRIVING_BYTES, ARRIVING_SECONDS = 16 << 10, 1.0
+UNREAD_SECONDS = 30.0  # for a client to read a token
+SLOWEST_BYTES_PER_SECOND = 128 << 10  # beyond that, where an answer is large
+PAYLOAD_BYTES = {each.name: each.payload_bytes for each in PROTOCOLS if each.payload_bytes is not None}
+
+Place = asyncio.Future[None]  # done once it has to be given up
+
+
+def place_in(shares: Shares[Place], holder: PeerId, amount: int = 1) -> Place | None:
+    """A place of that size for `holder`, be it that of others who have to give way; None where there is none. Every one that is
+    taken is released."""
+    if not shares.fits(amount):
+        return None
+    while not shares.room(amount):
+        other = shares.yields(holder, amount)
+        if other is None:
+            return None
+        shares.release(other)
+        other.set_result(None)
+    place: Place = asyncio.get_running_loop().create_future()
+    shares.take(place, holder, amount)
+    return place
+
+
+class Arrivals:
+    """First frames of more than UNASKED_BYTES on their way here, at most `places` at once. One of which nothing comes any more
+    gives way to another; a newcomer's that comes does so for the sake alone of a peer whose frames came whole before, where
+    newcomers hold more than half. `clock` gives seconds that only rise."""
+
+    def __init__(self, clock: Callable[[], float], places: int) -> None:
+        self._shares: Shares[Stream] = Shares(clock, places, ARRIVING_SECONDS)
+        self._arrived: dict[Stream, int] = {}  # bytes of each, when it was last found to come
+
+    async def first(self, stream: Stream) -> Frame | None:
+        """The first frame; None where it is large, and as many arrive as may. Raises as `Stream.receive`."""
+        if await stream.announced() <= UNASKED_BYTES:
+            return await stream.receive()
+        if not self._has_room(stream.remote):
+            return None
+        self._shares.take(stream, stream.remote)
+        self._arrived[stream] = stream.arrived_bytes
+        whole = False
+        try:
+            stream.allow(PAYLOAD_BYTES[stream.protocol])
+            frame = await stream.receive()
+            whole = True
+            return frame
+        finally:
+            self._shares.release(stream, completed=whole)
+            del self._arrived[stream]
+
+    def _has_room(self, asker: PeerId) -> bool:
+        if self._shares.room():
+            return True
+        for stream, before in self._arrived.items():
+            if stream.arrived_bytes - before >= ARRIVING_BYTES:
+                self._shares.use(stream)
+                self._arrived[stream] = stream.arrived_bytes
+        other = self._shares.yields(asker, 1, evenly=False)
+        if other is None:
+            return False
+        self._shares.release(other)
+        other.abort()
+        return True
+
+
+async def send(
+    client: Stream, kind: str, header: Mapping[str, object], payload: Sequence[Buffer] = ()
+) -> None:
+    """A part of an answer. StreamBroken where the client does not read it."""
+    try:
+        async with asyncio.timeout(UNREAD_SECONDS + sum(map(len, payload)) / SLOWEST_BYTES_PER_SECOND):
+            await client.send(kind, header, payload)
+    except TimeoutError:
+        client.abort()
+        raise StreamBroken(f"{client.remote} does not read its answer") from None
+
+
+async def tell(client: Stream, wrong: str | BaseException, **more: object) -> None:
+    """What went wrong, in one line."""
+    message = wrong if isinstance(wrong, str) else error_line(wrong)
+    with suppress(SwarmError):  # the client may have gone as well
+        await send(client, "error", {"message": message, **more})
