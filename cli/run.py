@@ -20,7 +20,7 @@ from fusion.swarm.identity import friendly_name
 from fusion.swarm.lean_imports import is_installed
 
 if TYPE_CHECKING:
-    from fusion.runtime.serving.graphs.client import Made
+    from fusion.runtime.serving.graphs.client import Asking, Made
 
 
 def run(
@@ -61,10 +61,15 @@ async def _run(
 ) -> None:
     found: dict[str, list[Any]] = {}
     last: Made | None = None
+    from fusion.runtime.serving.graphs.client import Asking
+    from fusion.runtime.serving.requests.client import another_peer
+
     async with client.connect(way) as context:
         gateway = await client.gateway(context, way.peer)
+        others = another_peer(context.directory)  # where the gateway vanishes, one of them goes on
+        asking = Asking(context.transport, gateway, others, grants.grants_from(context))
         for part in _parts(arrays, batch):
-            last = await _ask(context, gateway, model, part)
+            last = await _ask(context, asking, model, part)
             for array in last.arrays:
                 found.setdefault(array.name, []).append(_numbers(array))
     assert last is not None
@@ -77,18 +82,14 @@ async def _run(
     output.say(f"{path}: {said}; the last of it in {seconds_text(last.seconds)} through {through}")
 
 
-async def _ask(context: Any, gateway: Any, model: str, part: Mapping[str, Any]) -> Made:
+async def _ask(context: Any, asking: Asking, model: str, part: Mapping[str, Any]) -> Made:
     from fusion.runtime.serving.graphs.arrays import Array
-    from fusion.runtime.serving.graphs.client import run_model
 
     given = [Array(name, value.dtype.name, value.shape, value.tobytes()) for name, value in part.items()]
     try:
-        return await run_model(context.transport, gateway, model, given)
-    except NotAdmitted as error:
-        shown = await grants.grants_from(context)(error.job)  # type: ignore[arg-type]
-        if not shown:
-            raise
-        return await run_model(context.transport, gateway, model, given, shown)
+        return await asking.run(model, given)
+    except NotAdmitted:
+        raise
     except RemoteError as error:
         await job_client.find_model(context, model, "NAME")  # is it the name?
         if str(error).startswith("input: "):

@@ -14,7 +14,9 @@ import pytest
 
 from fusion.cli import main
 from fusion.cli.run import _ask, _joined, _write
+from fusion.runtime.serving.graphs.client import Asking
 from fusion.swarm.errors import FrameError, RemoteError
+from fusion.swarm.transport import PeerId
 
 
 def test_outputs_of_batches_are_put_together() -> None:
@@ -57,9 +59,10 @@ def test_a_name_that_is_not_served_is_called_what_the_command_calls_it(
 
     monkeypatch.setattr("fusion.runtime.serving.graphs.client.run_model", refused)
     monkeypatch.setattr("fusion.cli.job_client.RETRY_SECONDS", 0.0)
-    context = SimpleNamespace(transport=None, directory=SimpleNamespace(words=words))
+    context: Any = SimpleNamespace(transport=None, directory=SimpleNamespace(words=words))
+    asking = Asking(context.transport, PeerId("gateway"))
     with pytest.raises(ValueError, match=r"^NAME: 'digits' is not served"):
-        asyncio.run(_ask(context, None, "digits", {}))
+        asyncio.run(_ask(context, asking, "digits", {}))
 
 
 def test_outputs_can_go_into_a_device_and_a_full_disk_is_named(

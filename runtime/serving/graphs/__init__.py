@@ -2,7 +2,7 @@
 
 arrays       named arrays in a frame
 inputs       whether they are what a model takes; pure
-client       ask any peer
+client       ask any peer, or another one
 stages       the stages that run here
 gateway      in front of those of the swarm
 embeddings   vectors of texts, through it
