@@ -99,6 +99,8 @@ class GraphStages:
             made: list[Array] = await worker.run(partial(_evaluate, held, values))
         except JobError:
             raise
+        except IndexError:  # what the graph says of shapes and dtypes is held by `checked_inputs`
+            raise JobError("input: an index beyond a table of the model") from None
         except (ValueError, RuntimeError) as error:
             raise JobFailed(
                 f"stage {held.stage.index} of {held.manifest.name}: {error_line(error)}"

@@ -7,17 +7,24 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.any_modules import unet
+from support.instant_loop import run
 from support.training import Peer, Swarm, swarm
+from support.uploads import Silent, Upload
 
 from fusion.dag.cutting.cuts import legal_cuts
+from fusion.dag.cutting.stage import Stage
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import Graph, Input, Ref, TensorType
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture.capture import capture_module, variables_from_module
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.protocol import RUN
 from fusion.runtime.job.stage_graphs import StageGraphs
@@ -31,8 +38,9 @@ from fusion.runtime.serving.graphs.client import Made, run_model
 from fusion.runtime.serving.graphs.gateway import GraphGateway
 from fusion.runtime.serving.graphs.stages import GraphStages
 from fusion.runtime.serving.stage_loader import StageLoader
-from fusion.swarm.errors import RemoteError
-from fusion.swarm.transport import call
+from fusion.swarm.directory.records import JobId
+from fusion.swarm.errors import RemoteError, StreamBroken
+from fusion.swarm.transport import PeerId, call
 
 OUTPUTS = ("mask", "area")
 
@@ -189,6 +197,8 @@ def test_a_run_whose_client_has_gone_or_gave_way_ends(
                 asking.append(asyncio.create_task(asked))
                 await begun.acquire()
             await ended.acquire()
+            with pytest.raises(RemoteError, match="as many runs as it can"):
+                await asking[1]
             for task in asking:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
@@ -215,3 +225,111 @@ def test_what_several_stages_made_fits_one_frame(tmp_path: Path, monkeypatch: py
                 await model.ask(images)
 
     asyncio.run(main())
+
+
+def alone(seconds: float = 0.0) -> GraphGateway:
+    """A gateway whose runs take so long, and give nothing."""
+    clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
+    context: Any = SimpleNamespace(clock=clock, peer_id=PeerId("gateway"))
+    nothing: Any = SimpleNamespace(forget_route=None)
+    made = GraphGateway(context, nothing, nothing, nothing)
+
+    async def answer(*_: object) -> Any:
+        await asyncio.sleep(seconds)
+        return [], []
+
+    made.run = answer  # type: ignore[method-assign]
+    return made
+
+
+async def attended(gateway: GraphGateway, uploads: list[Upload], apart: float) -> list[asyncio.Task[None]]:
+    tasks = []
+    for upload in uploads:
+        tasks.append(asyncio.create_task(gateway._attend(upload)))
+        await asyncio.sleep(apart)
+    return tasks
+
+
+def test_uploads_that_take_long_do_not_end_each_other() -> None:
+    async def main() -> None:
+        uploads = [Upload(peer, 80.0) for peer in ("a", "a", "a", "a", "b")]
+        await asyncio.gather(*await attended(alone(), uploads, 3.0))
+        assert [[kind for kind, _ in upload.said] for upload in uploads] == [["done"]] * 4 + [["busy"]]
+
+    run(main())
+
+
+def test_who_says_nothing_takes_no_place_of_an_upload() -> None:
+    async def main() -> None:
+        gateway, upload = alone(), Upload("honest", 50.0)
+        silent: list[Upload] = [Silent("stranger", 1.0) for _ in range(30)]
+        waiting = await attended(gateway, silent[:10], 0.5)
+        attending = asyncio.create_task(gateway._attend(upload))
+        waiting += await attended(gateway, silent[10:], 0.5)
+        await attending
+        assert [kind for kind, _ in upload.said] == ["done"]
+        for each in silent:
+            each.abort()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    run(main())
+
+
+def test_who_had_its_answers_is_no_newcomer() -> None:
+    async def main() -> None:
+        gateway = alone(seconds=5.0)
+        await gateway._attend(Upload("known", 1.0))
+        strangers = [Upload(f"stranger {number}", 0.1) for number in range(4)]
+        running = await attended(gateway, strangers, 0.2)
+        known = Upload("known", 0.1)
+        await gateway._attend(known)
+        assert [kind for kind, _ in known.said] == ["done"]
+        await asyncio.gather(*running)
+        assert sorted(kind for each in strangers for kind, _ in each.said) == ["done"] * 3 + ["error"]
+
+    run(main())
+
+
+def test_a_client_that_does_not_read_what_was_made_is_dropped() -> None:
+    async def main() -> None:
+        client = Upload("a", 1.0)
+        client.reads = False
+        with pytest.raises(StreamBroken, match="does not read its answer"):
+            async with asyncio.timeout(500.0):
+                await alone()._attend(client)
+
+    run(main())
+
+
+def test_an_index_beyond_a_table_is_the_fault_of_the_request() -> None:
+    ids = Input("ids", TensorType((symbol("batch"), 3), "int64"))
+    stage = Stage(0, Graph((ids,), (), (), (Ref("ids"),)), (), (), (0,))
+    table = torch.randn(10, 4)
+
+    class Worker:
+        async def run(self, function: Any) -> Any:
+            return function()
+
+    def evaluate(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"result/0": torch.nn.functional.embedding(values["ids"], table)}
+
+    async def main() -> None:
+        context: Any = SimpleNamespace(on_behalf_of=lambda *_, **__: SimpleNamespace(compute=Worker()))
+        nothing: Any = None
+        stages, job = GraphStages(context, TorchPlane(), nothing, nothing), JobId("job")
+        serve = ServeConfig(cache="recompute", max_sequence=1, vocabulary=1, outputs=("rows",), batch=4)
+        held: Any = SimpleNamespace(
+            stage=stage,
+            manifest=SimpleNamespace(serve=serve, author=PeerId("a"), name="table"),
+            plane=SimpleNamespace(evaluate=evaluate),
+        )
+        stages._held[job, 0] = held
+        for index in (9, 10):
+            given = [Array("ids", "int64", (1, 3), np.full(3, index).tobytes())]
+            if index < len(table):
+                assert (await stages.compute(job, 0, given))[0].shape == (1, 3, 4)
+            else:
+                with pytest.raises(JobError, match="input: an index beyond a table of the model"):
+                    await stages.compute(job, 0, given)
+
+    run(main())
