@@ -1,4 +1,5 @@
-"""Vectors of texts, by a model that makes them: texts of one length go together, as many as its stages have memory for."""
+"""Vectors of texts, by a model that makes them: texts of one length go together, as many as its stages have memory for, and as
+what is sent between them has room in a frame."""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ async def embeddings(
     for place, text in enumerate(texts):
         by_length.setdefault(len(text), []).append(place)
     for length, places in by_length.items():
-        for at in range(0, len(places), model.serve.batch):
-            part = places[at : at + model.serve.batch]
+        most = await graphs.samples_at_once(model, {"sequence": length})
+        for at in range(0, len(places), most):
+            part = places[at : at + most]
             ids = np.array([texts[place] for place in part], dtype="<i8")
             given = Array(INPUT, "int64", (len(part), length), ids.tobytes())
             async with turns:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from fusion.runtime.job.context import Context
@@ -20,7 +20,7 @@ from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
 from fusion.runtime.serving.answers.clients import Arrivals, Place, place_in, send, tell
 from fusion.runtime.serving.graphs.arrays import Array, described, read_arrays
-from fusion.runtime.serving.graphs.inputs import checked_inputs
+from fusion.runtime.serving.graphs.inputs import checked_inputs, most_samples
 from fusion.runtime.serving.graphs.owners import StageOwners
 from fusion.runtime.serving.graphs.stages import GraphStages
 from fusion.swarm.authority.access import chain_of
@@ -170,6 +170,12 @@ class GraphGateway:
             Array(called, a.dtype, a.shape, a.data)
             for called, a in zip(model.serve.outputs, outputs, strict=True)
         ], route
+
+    async def samples_at_once(self, model: ServedModel, sizes: Mapping[str, int]) -> int:
+        """How many samples a run takes whose other dimensions are `sizes`, beside what the model is served for: as many as what
+        each stage reads and makes of them has room in a frame. At least 1. Raises as `run`."""
+        stages, _ = await self._graphs.of(model.job, model.manifest)
+        return most_samples(stages, {**model.serve.sizes, **sizes}, MAX_RUN_BYTES)
 
 
 async def _refuse(stream: Stream, kind: str) -> None:

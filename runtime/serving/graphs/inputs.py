@@ -1,12 +1,14 @@
-"""Whether arrays are what a model takes, or one of its stages; pure."""
+"""Whether arrays are what a model takes, or one of its stages, and of how many samples at most; pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from math import prod
 
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.dims import Dim, bind, symbol, symbols_of
-from fusion.dag.ir.graph import Input
+from fusion.dag.ir.graph import DTYPE_BYTES, Input, TensorType
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.graphs.arrays import Array
 
@@ -45,6 +47,22 @@ def checked_inputs(
             if not fits:
                 raise JobError(f"input: {array} does not fit; the model takes {takes}")
     return {name: given[name] for name in wanted}
+
+
+def most_samples(stages: Sequence[Stage], sizes: Mapping[str, int], frame_bytes: int) -> int:
+    """Of `sizes["batch"]` samples, as many as have room in a frame of that size wherever a stage reads what it is given, and
+    wherever it sends what it makes of them. At least 1."""
+    frames = [[i.type for i in stage.graph.inputs] for stage in stages]
+    frames += [[stage.graph.types[ref] for ref in stage.graph.outputs] for stage in stages]
+
+    def largest(samples: int) -> int:
+        return max((_bytes(types, {**sizes, "batch": samples}) for types in frames), default=0)
+
+    return max(1, bisect_right(range(1, sizes["batch"] + 1), frame_bytes, key=largest))
+
+
+def _bytes(types: Sequence[TensorType], sizes: Mapping[str, int]) -> int:
+    return sum(DTYPE_BYTES[each.dtype] * prod(_most(dim, sizes) for dim in each.shape) for each in types)
 
 
 def _most(dim: Dim, sizes: Mapping[str, int]) -> int:

@@ -9,10 +9,10 @@ import pytest
 
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.dims import symbol
-from fusion.dag.ir.graph import Graph, Input, Ref, TensorType
+from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.graphs.arrays import FIELD, Array, described, read_arrays
-from fusion.runtime.serving.graphs.inputs import checked_inputs
+from fusion.runtime.serving.graphs.inputs import checked_inputs, most_samples
 from fusion.swarm.errors import FrameError
 
 
@@ -95,3 +95,15 @@ def test_no_other_symbol_asks_for_more_than_is_set_aside() -> None:
             elif size:
                 with pytest.raises(JobError, match="does not fit"):
                     checked_inputs((stage,), given, {"batch": 4, "sequence": 1}, edges=True)
+
+
+def test_as_many_samples_as_the_widest_place_between_stages_has_room_for() -> None:
+    sequence = symbol("sequence")
+    narrow = Input("ids", TensorType((B, sequence), "int64"))
+    wide = TensorType((B, sequence, 100), "bfloat16")
+    first = Stage(0, Graph((narrow,), (), (Node("h", "made", (), (wide,)),), (Ref("h"),)), (), (), ())
+    last = Stage(1, Graph((Input("h/0", wide),), (), (), ()), (), (), ())
+    for stages in ((first,), (last,), (first, last)):
+        for frame, most in ((10**9, 16), (200 * 7 * 5, 5), (200 * 7 * 6 - 1, 5), (1, 1)):
+            assert most_samples(stages, {"batch": 16, "sequence": 7}, frame) == most
+    assert most_samples((), {"batch": 16}, 1) == 16
