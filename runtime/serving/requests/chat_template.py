@@ -19,7 +19,7 @@ from fusion.swarm.directory.records import JobId
 from fusion.swarm.printable import one_line
 
 WORKER = Path(__file__).with_name("template_worker.py")
-MEMORY_BYTES = 512 << 20  # of address space; a text of MAX_PROMPT_BYTES takes a quarter of it
+MEMORY_BYTES = 512 << 20  # of address space; what becomes a text of MAX_PROMPT_BYTES takes a quarter of it
 CPU_SECONDS = 2
 RENDER_SECONDS = 6.0  # on a busy machine, the start of the process included
 WAIT_SECONDS = 10.0  # for a turn
@@ -27,11 +27,14 @@ RUNNING = 2  # at once
 KEPT = 2  # processes that wait for the next messages of their model
 KEPT_SECONDS = 60.0
 REMEMBERED_MODELS = 1024
-MAX_REPLY_BYTES = 6 * MAX_PROMPT_BYTES + 64  # as JSON writes it
 
 
 class TemplateFailed(ValueError):
     """The template cannot be rendered with these messages; says why, in one line."""
+
+
+class TextTooLong(TemplateFailed):
+    """It can, and what it writes is longer than the model reads."""
 
 
 class TemplatesBusy(RuntimeError):
@@ -50,8 +53,15 @@ class ChatTemplates:
         self._busy: set[_Worker] = set()
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def render(self, model: JobId, template: str, variables: Mapping[str, Any]) -> str:
-        """The text. A model has one turn at a time, so that others get theirs. Raises TemplateFailed, TemplatesBusy."""
+    async def render(
+        self,
+        model: JobId,
+        template: str,
+        variables: Mapping[str, Any],
+        most_bytes: int = MAX_PROMPT_BYTES,
+    ) -> str:
+        """The text, of at most so many bytes of UTF-8. A model has one turn at a time, so that others get theirs. Raises
+        TemplateFailed, TextTooLong, TemplatesBusy."""
         turn: asyncio.Lock = self._models.setdefault(model, asyncio.Lock())
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -60,7 +70,7 @@ class ChatTemplates:
                     await stack.enter_async_context(self._turns)
             except TimeoutError:
                 raise TemplatesBusy("this peer renders as many chats as it can: ask again later") from None
-            return await self._render(model, template, variables)
+            return await self._render(model, template, variables, min(most_bytes, MAX_PROMPT_BYTES))
 
     async def aclose(self) -> None:
         for model in list(self._kept):
@@ -69,22 +79,28 @@ class ChatTemplates:
             self._end(worker)
         await asyncio.gather(*self._ending)
 
-    async def _render(self, model: JobId, template: str, variables: Mapping[str, Any]) -> str:
+    async def _render(
+        self, model: JobId, template: str, variables: Mapping[str, Any], most_bytes: int
+    ) -> str:
         worker = self._taken(model)
         self._busy.add(worker)
-        text = None
+        rendered = False
         try:
             async with asyncio.timeout(RENDER_SECONDS):
-                text = await worker.render(template, variables)
+                text = await worker.render(template, variables, most_bytes)
+            rendered = True
             return text
         except (TimeoutError, EOFError, OSError):
             raise TemplateFailed("it takes too long, or too much memory") from None
+        except TextTooLong:
+            rendered = True
+            raise
         finally:
             self._busy.discard(worker)
-            if text is None:
-                self._end(worker)
-            else:
+            if rendered:
                 self._keep(model, worker)
+            else:
+                self._end(worker)
 
     def _taken(self, model: JobId) -> _Worker:
         if model not in self._kept:
@@ -116,22 +132,28 @@ class _Worker:
     def __init__(self) -> None:
         self._starting: asyncio.Future[asyncio.subprocess.Process] | None = None
 
-    async def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """Raises TemplateFailed; EOFError, OSError where the process ended."""
+    async def render(self, template: str, variables: Mapping[str, Any], most_bytes: int) -> str:
+        """Raises TemplateFailed, TextTooLong; EOFError, OSError where the process ended."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(_start())
         process = await asyncio.shield(self._starting)
         assert process.stdin is not None and process.stdout is not None
-        data = json.dumps({"template": template, "variables": variables}).encode()
+        asked = {"template": template, "variables": variables, "most_bytes": most_bytes}
+        # Half of a surrogate pair, which a terminal may give, is the process's to refuse.
+        data = json.dumps(asked, ensure_ascii=False).encode(errors="surrogatepass")
         process.stdin.write(len(data).to_bytes(4, "big") + data)
         await process.stdin.drain()
-        length = int.from_bytes(await process.stdout.readexactly(4), "big")
-        if length > MAX_REPLY_BYTES:
+        head = await process.stdout.readexactly(5)
+        length = int.from_bytes(head[1:], "big")
+        if length > MAX_PROMPT_BYTES:
             raise EOFError
-        answer = json.loads(await process.stdout.readexactly(length))
-        if "error" in answer:
-            raise TemplateFailed(one_line(str(answer["error"])))
-        return str(answer["text"])
+        said = str(await process.stdout.readexactly(length), "utf-8", "replace")
+        match head[:1]:
+            case b"t":
+                return said
+            case b"l":
+                raise TextTooLong(f"it writes more than {most_bytes} bytes of text")
+        raise TemplateFailed(one_line(said))
 
     async def aclose(self) -> None:
         if self._starting is None:
@@ -144,7 +166,7 @@ class _Worker:
 
 
 async def _start() -> asyncio.subprocess.Process:
-    limits = (MEMORY_BYTES, CPU_SECONDS, MAX_PROMPT_BYTES)
+    limits = (MEMORY_BYTES, CPU_SECONDS)
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", str(WORKER), str(os.getpid()), *map(str, limits)),
         stdin=asyncio.subprocess.PIPE,

@@ -1,13 +1,14 @@
 """A process that renders the chat templates of one model, and can do nothing else. Run by path, imported by nothing.
 
-    python -I template_worker.py PARENT MEMORY_BYTES CPU_SECONDS OUTPUT_BYTES
+    python -I template_worker.py PARENT MEMORY_BYTES CPU_SECONDS
 
 A template comes with a model, from a stranger. jinja2's sandbox keeps it from Python's internals, but not from looping for
 ever or from making a text of any size; and should the sandbox have a hole, this process holds nothing: it can open no
 file and no socket, start no process, and sees the messages of this model alone. It ends with its parent, at the end
 of its input, and after any render that failed.
 
-Each way, 4 bytes of length and JSON: {"template", "variables"} comes, {"text"} or {"error"} goes.
+4 bytes of length and JSON come, {"template", "variables", "most_bytes"}. A byte, 4 bytes of length and UTF-8 go: `t` and the text,
+`l` where it has more than `most_bytes`, `e` and what is wrong.
 """
 
 from __future__ import annotations
@@ -47,12 +48,17 @@ _LOADING = (
 )
 MAX_POWER = 64  # of an exponent
 LINE_CHARACTERS = 300
+TEXT, LONG, ERROR = b"t", b"l", b"e"
 
 
-def main(parent: int, memory_bytes: int, cpu_seconds: int, output_bytes: int) -> int:
+class _TooLong(Exception):
+    pass
+
+
+def main(parent: int, memory_bytes: int, cpu_seconds: int) -> int:
     _hold_still(parent, memory_bytes)
     for template in _LOADING:
-        _answer({"template": template, "variables": {"list": [{"a": "b"}]}}, output_bytes)
+        _answer({"template": template, "variables": {"list": [{"a": "b"}]}, "most_bytes": 1 << 10})
     if resource is not None:
         for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
             resource.setrlimit(kind, (0, 0))
@@ -62,10 +68,10 @@ def main(parent: int, memory_bytes: int, cpu_seconds: int, output_bytes: int) ->
             most = resource.getrlimit(resource.RLIMIT_CPU)[1]
             until = int(time.process_time()) + cpu_seconds + 1
             resource.setrlimit(resource.RLIMIT_CPU, (until if most < 0 else min(until, most), most))
-        answer = _answer(request, output_bytes)
-        data = json.dumps(answer).encode()
-        _write(len(data).to_bytes(4, "big") + data)
-        if "error" in answer:
+        outcome, data = _answer(request)
+        _write(outcome + len(data).to_bytes(4, "big"))
+        _write(data)
+        if outcome == ERROR:
             break
     return 0
 
@@ -94,21 +100,24 @@ def _hold_still(parent: int, memory_bytes: int) -> None:
             resource.setrlimit(getattr(resource, name), (value, value))
 
 
-def _answer(request: dict[str, Any], output_bytes: int) -> dict[str, str]:
+def _answer(request: dict[str, Any]) -> tuple[bytes, bytes]:
+    """Its kind, and UTF-8."""
     try:
-        return {"text": _render(request["template"], request["variables"], output_bytes)}
+        return TEXT, _render(request["template"], request["variables"], request["most_bytes"])
+    except _TooLong:
+        return LONG, b""
     except MemoryError:
-        return {"error": "it needs too much memory"}
+        return ERROR, b"it needs too much memory"
     except RecursionError:
-        return {"error": "it nests too deeply"}
+        return ERROR, b"it nests too deeply"
     except Exception as error:  # whatever a template brings about is its own fault
         line = " ".join(str(error).split())[:LINE_CHARACTERS]
-        return {
-            "error": line if isinstance(error, TemplateError) and line else f"{type(error).__name__}: {line}"
-        }
+        if not isinstance(error, TemplateError) or not line:
+            line = f"{type(error).__name__}: {line}"
+        return ERROR, line.encode(errors="replace")
 
 
-def _render(template: str, variables: dict[str, Any], output_bytes: int) -> str:
+def _render(template: str, variables: dict[str, Any], most_bytes: int) -> bytes:
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], cache_size=0
     )
@@ -117,13 +126,12 @@ def _render(template: str, variables: dict[str, Any], output_bytes: int) -> str:
         raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace
     )  # as transformers has them
     del environment.globals["lipsum"]  # makes a text of any length
-    parts, size = list[str](), 0
+    text = bytearray()
     for part in environment.from_string(template).generate(**variables):
-        size += len(part)
-        if size > output_bytes:
-            raise TemplateError(f"it writes more than {output_bytes} characters")
-        parts.append(part)
-    return "".join(parts)
+        text += part.encode()
+        if len(text) > most_bytes:
+            raise _TooLong
+    return bytes(text)
 
 
 class _Environment(ImmutableSandboxedEnvironment):

@@ -13,8 +13,9 @@ import psutil
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
 from fusion.runtime.serving.requests import chat_template
-from fusion.runtime.serving.requests.chat_template import WORKER, ChatTemplates, TemplateFailed
+from fusion.runtime.serving.requests.chat_template import WORKER, ChatTemplates, TemplateFailed, TextTooLong
 from fusion.swarm.directory.records import JobId
 
 pytestmark = pytest.mark.process
@@ -160,5 +161,30 @@ def test_the_process_can_open_nothing() -> None:
             if sys.platform == "linux":
                 assert process.rlimit(psutil.RLIMIT_NOFILE) == (0, 0)
                 assert process.rlimit(psutil.RLIMIT_AS)[1] == chat_template.MEMORY_BYTES
+
+    asyncio.run(main())
+
+
+CONTENT = "{{ messages[0].content }}"
+
+
+def test_a_text_has_so_many_bytes_and_one_that_has_more_costs_no_process() -> None:
+    async def main() -> None:
+        async with templates() as opened:
+
+            async def said(text: str, *most: int) -> str:
+                return await opened.render(MODEL, CONTENT, {"messages": [{"content": text}]}, *most)
+
+            assert await said("é" * 500, 1000) == "é" * 500
+            before = workers()
+            with pytest.raises(TextTooLong, match="more than 1000 bytes"):
+                await said("é" * 500 + "a", 1000)
+            large = "中\u2028é" * 1_000_000
+            assert await said(large) == large
+            with pytest.raises(TextTooLong):
+                await said("é" * (MAX_PROMPT_BYTES // 2 + 1))
+            assert workers() == before
+            with pytest.raises(TemplateFailed, match="surrogates not allowed"):
+                await said("half of a pair: \ud800")
 
     asyncio.run(main())
