@@ -193,7 +193,7 @@ class ServingService:
                 retained_bytes=hosted.retained_bytes,
                 tokens=hosted.stage.tokens,
             )
-            for (job, stage), hosted in self._hosted.items()
+            for (job, stage), hosted in list(self._hosted.items())  # the worker's thread gives some up
         ]
 
     async def _ring(self, stream: Stream) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from support.served import swarm_of
+
+from fusion.runtime.serving.service import ServingService
+from fusion.swarm.directory.records import JobId
 
 
 def test_a_warm_standby_hosts_without_loading_again(tmp_path: Path) -> None:
@@ -57,3 +61,21 @@ def test_every_owner_keeps_the_weights_of_the_stage_before(tmp_path: Path) -> No
                     await asyncio.sleep(0.002)
 
     asyncio.run(main())
+
+
+def test_what_stages_do_is_told_while_the_worker_gives_one_up() -> None:
+    """For /metrics; the worker's thread comes in between at any time."""
+    hosted: dict[tuple[JobId, int], Any] = {}
+
+    class Stage:
+        tokens = 3
+
+        @property
+        def sessions(self) -> int:
+            hosted.pop((JobId("job"), 1), None)
+            return 2
+
+    for stage in range(2):
+        hosted[JobId("job"), stage] = SimpleNamespace(stage=Stage(), kv_bytes=1, retained_bytes=0)
+    service: Any = SimpleNamespace(_hosted=hosted)
+    assert [load.stage for load in ServingService.loads(service)] == [0, 1]
