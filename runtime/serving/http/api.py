@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 from fastapi import Request, Response
@@ -20,7 +20,7 @@ from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.http import answers, asking
 from fusion.runtime.serving.http.chat_format import ChatFormats, variables
-from fusion.runtime.serving.http.errors import ApiError, Busy, api_error
+from fusion.runtime.serving.http.errors import ApiError, Busy, api_error, invalid, said_of
 from fusion.runtime.serving.http.events import EventStream, WholeAnswer, events_of, unless_gone
 from fusion.runtime.serving.http.metrics import Metrics
 from fusion.runtime.serving.http.schema import (
@@ -38,8 +38,20 @@ from fusion.runtime.serving.http.shapes import (
     json_parts,
     usage,
 )
-from fusion.runtime.serving.requests.chat_template import ChatTemplates, TemplateFailed, TemplatesBusy
-from fusion.runtime.serving.requests.request import CHAT_TOKENS, Answer, GenerateRequest, Piece, check_length
+from fusion.runtime.serving.requests.chat_template import (
+    ChatTemplates,
+    TemplateFailed,
+    TemplatesBusy,
+    TextTooLong,
+)
+from fusion.runtime.serving.requests.request import (
+    CHAT_TOKENS,
+    MAX_TOKEN_BYTES,
+    Answer,
+    GenerateRequest,
+    Piece,
+    check_length,
+)
 
 log = logging.getLogger(__name__)
 
@@ -105,19 +117,24 @@ class Api:
 
     async def _chat(self, request: Request, body: ChatRequest) -> Response:
         model = await self.find(body.model)
-        prompt = await self._gateway.encode(model, await self._text(model, body), plain=False)
-        most = body.tokens or min(CHAT_TOKENS, _left(model, prompt))
-        top = (body.top_logprobs or 0) if body.logprobs else None
-        asked = asking.requests(body, model.job, [prompt], [most], top, self._context.random)
-        spelling: dict[int, bytes] = {}
-        shape = ChatShape([tool.function.name for tool in body.offered_tools], spelling)
-        return await self._reply(request, body, model, shape, asked, spelling)
+        with said_of("messages"):
+            prompt = await self._gateway.encode(model, await self._text(model, body), plain=False)
+            most = body.tokens or min(CHAT_TOKENS, _left(model, prompt))
+            top = (body.top_logprobs or 0) if body.logprobs else None
+            asked = asking.requests(body, model.job, [prompt], [most], top, self._context.random)
+            spelling: dict[int, bytes] = {}
+            shape = ChatShape([tool.function.name for tool in body.offered_tools], spelling)
+            return await self._reply(request, body, model, shape, asked, spelling)
 
     async def _text(self, model: ServedModel, body: ChatRequest) -> str:
         """The messages as the model's own template writes them."""
-        form = await self._formats.of(model)
+        form, positions = await self._formats.of(model), model.serve.longest_prompt
+        given, most = variables(form, body), positions * MAX_TOKEN_BYTES
         try:
-            return await self._templates.render(model.job, form.template, variables(form, body))
+            return await self._templates.render(model.job, form.template, given, most)
+        except TextTooLong:
+            said = f"messages: more than {most} bytes of text; the model takes {positions} positions"
+            raise invalid(said) from None
         except TemplateFailed as error:
             said = f"messages: the model's chat template does not take them: {error}"
             raise ApiError(400, said, param="messages", code="chat_template_error") from None
@@ -148,15 +165,18 @@ class Api:
             events = events_of(first, parts, heading, shape, body, prompt_tokens, self._context)
             return EventStream(events, parts, self.closing, self.failed)
         ends: dict[int, Answer] = {}
-        async with aclosing(parts):
-            async for part in parts:
+        async with AsyncExitStack() as held:
+            held.push_async_callback(parts.aclose)
+            while len(ends) < len(asked):
+                part = await anext(parts)
                 if isinstance(part.said, Answer):
                     ends[part.choice] = part.said
                 else:
                     shape.keep(part.choice, part.said)
-        choices = [shape.whole(i, ends[i]) for i in range(len(asked))]
-        used = usage(prompt_tokens, list(ends.values()))
-        return WholeAnswer(json_parts(heading.object(shape.whole_object, choices, usage=used)))
+            choices = [shape.whole(i, ends[i]) for i in range(len(asked))]
+            used = usage(prompt_tokens, list(ends.values()))
+            whole = json_parts(heading.object(shape.whole_object, choices, usage=used))
+            return WholeAnswer(whole, held.pop_all())
 
     async def _spelled(
         self, model: ServedModel, parts: AsyncGenerator[answers.Part], spelling: dict[int, bytes]

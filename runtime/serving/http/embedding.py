@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 
 import numpy as np
 from fastapi import Request, Response
@@ -17,7 +17,7 @@ from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.graphs.embeddings import check_texts, embeddings
 from fusion.runtime.serving.graphs.gateway import AT_ONCE, GraphGateway
 from fusion.runtime.serving.http.api import Api
-from fusion.runtime.serving.http.errors import ApiError, Busy
+from fusion.runtime.serving.http.errors import ApiError, Busy, said_of
 from fusion.runtime.serving.http.events import WholeAnswer
 from fusion.runtime.serving.http.schema import EmbeddingRequest
 from fusion.runtime.serving.http.shapes import json_text
@@ -49,31 +49,41 @@ class Embeddings:
             what = "answers in one run" if model.serve.outputs else "generates text"
             said = f"model: {model.manifest.name} {what} and makes no embeddings"
             raise ApiError(400, said, param="model")
+        with said_of("input"):
+            for text in body.texts:
+                if isinstance(text, str):
+                    self._gateway.check_text(model, text)
         # Tokens are made in its place, too: of many texts that takes long.
-        vectors = len(body.texts) * USUAL_SIZE * NUMBER_BYTES[body.as_base64]
-        place = self._gateway.place(holder, TOKEN_BYTES * sum(map(len, body.texts)) + vectors)
+        size = TOKEN_BYTES * sum(map(len, body.texts))
+        size += len(body.texts) * USUAL_SIZE * NUMBER_BYTES[body.as_base64]
+        if not self._gateway.has_place_for(size):
+            raise ApiError(400, "input: too much at once: ask for fewer texts", param="input")
+        place = self._gateway.place(holder, size)
         if place is None:
             raise Busy
         whole, making = False, asyncio.create_task(self._make(model, body, place))
         place.add_done_callback(lambda _: making.cancel())
-        try:
-            made = await making
-            whole = True
-        except asyncio.CancelledError:
-            if not place.done():
-                raise
-            raise Busy from None  # it went to somebody who had fewer
-        finally:
-            making.cancel()
-            await asyncio.gather(making, return_exceptions=True)
-            self._gateway.leave(place, completed=whole)
-        return WholeAnswer(made)
+        async with AsyncExitStack() as held:
+            held.callback(lambda: self._gateway.leave(place, completed=whole))
+            try:
+                made = await making
+                whole = True
+            except asyncio.CancelledError:
+                if not place.done():
+                    raise
+                raise Busy from None  # it went to somebody who had fewer
+            finally:
+                making.cancel()
+                await asyncio.gather(making, return_exceptions=True)
+            return WholeAnswer(made, held.pop_all())
 
     async def _make(self, model: ServedModel, body: EmbeddingRequest, place: Place) -> list[bytes]:
         """The answer, a part at a time."""
-        texts = [
-            await self._gateway.encode(model, text) if isinstance(text, str) else text for text in body.texts
-        ]
+        with said_of("input"):
+            texts = [
+                await self._gateway.encode(model, text) if isinstance(text, str) else text
+                for text in body.texts
+            ]
         check_texts(model, texts)
         vectors = [b""] * len(texts)
         async with aclosing(embeddings(self._graphs, model, texts, self._ours, self._turns)) as made:

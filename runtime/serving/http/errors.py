@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute, StagesFull
@@ -37,9 +39,10 @@ _FIELDS = frozenset(
             "stop",
         ),
         *("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs"),
-        *("answered", "json_schema", "response_format", "input", "dimensions"),
+        *("answered", "json_schema", "response_format", "input", "dimensions", "messages"),
     }
 )
+_OPTIONS = re.compile(r" \(--[^()]*\)$")  # what a line of ours says to the command line
 
 
 class ApiError(Exception):
@@ -101,9 +104,22 @@ def api_error(error: BaseException) -> ApiError:
     return ApiError(500, "a mistake of ours; the peer's log has it", code="internal_error")
 
 
+@contextmanager
+def said_of(field: str) -> Iterator[None]:
+    """What a JobError says of a prompt is said of the field that it was made of."""
+    try:
+        yield
+    except JobError as error:
+        wrong, _, why = str(error).partition(": ")
+        if wrong not in ("prompt", "prompt_ids"):
+            raise
+        raise JobError(f"{field}: {why}") from None
+
+
 def invalid(message: str) -> ApiError:
     """400 for a line of ours, which begins with the field that is wrong."""
+    message = _OPTIONS.sub("", message)
     field = message.partition(":")[0]
     param = _PARAMS.get(field, field) if field in _FIELDS else None
-    long = "positions" in message and field in ("max_tokens", "prompt", "input")
+    long = "positions" in message and field in ("max_tokens", "prompt", "input", "messages")
     return ApiError(400, message, param=param, code="context_length_exceeded" if long else None)

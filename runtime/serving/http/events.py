@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing, nullcontext
+from contextlib import AsyncExitStack, aclosing, nullcontext
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -98,25 +98,28 @@ class EventStream(Response):
 
 
 class WholeAnswer(Response):
-    """An answer at once, from the `parts` of its JSON."""
+    """An answer at once, from the `parts` of its JSON. `held`: what it takes here, which is closed once the client has it, or has
+    gone."""
 
     media_type = "application/json"
 
-    def __init__(self, parts: Sequence[bytes]) -> None:
+    def __init__(self, parts: Sequence[bytes], held: AsyncExitStack | None = None) -> None:
         super().__init__(headers={"Content-Length": str(sum(map(len, parts)))})
         self._parts = parts
+        self._held = held or AsyncExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        sending, size = list[bytes](), 0
-        for part in self._parts:
-            sending.append(part)
-            size += len(part)
-            if size >= PART_BYTES:
-                await _body(send, b"".join(sending))
-                await asyncio.sleep(0)
-                sending, size = [], 0
-        await _body(send, b"".join(sending), more=False)
+        async with self._held:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            sending, size = list[bytes](), 0
+            for part in self._parts:
+                sending.append(part)
+                size += len(part)
+                if size >= PART_BYTES:
+                    await _body(send, b"".join(sending))
+                    await asyncio.sleep(0)
+                    sending, size = [], 0
+            await _body(send, b"".join(sending), more=False)
 
 
 async def events_of(

@@ -30,7 +30,7 @@ REFUSED_SECONDS = 1.0  # for them to read it
 MAX_HEAD_BYTES = 32 << 10
 LOOK_SECONDS = 1.0
 SILENT_SECONDS = 10.0  # for a connection to send the head of a request
-UNREAD_SECONDS = 30.0  # for a client to read something of its answer
+UNREAD_SECONDS = 30.0  # for a client to read a part of its answer, at most 256 KiB
 IDLE_SECONDS = 5  # between two requests on a connection
 STOP_SECONDS = 1
 
@@ -108,6 +108,7 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         over = len(self.connections) - MAX_CONNECTIONS
         self._refused = over > 0
+        self._read = 0  # times that the client has caught up with its answer
         if over > MAX_REFUSED:
             transport.abort()
         elif self._refused:
@@ -125,10 +126,14 @@ class _Connection(H11Protocol):
         ):  # the rest of a body is no HTTP, and its request is answered: no 400 can follow
             self.transport.close()
 
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._read += 1
+
     def waits_for(self) -> tuple[object, float]:
         """What it waits for, and for how many seconds it may."""
         if self.flow.write_paused:
-            return ("read", self.transport.get_write_buffer_size()), UNREAD_SECONDS
+            return ("read", self._read), UNREAD_SECONDS
         if self.cycle is None or self.cycle.response_complete:
             return ("head", self.cycle), SILENT_SECONDS
         return "answer", float("inf")

@@ -461,6 +461,26 @@ def test_a_client_that_does_not_read_is_dropped(tmp_path: Path, monkeypatch: pyt
     asyncio.run(main())
 
 
+def test_what_is_wrong_with_a_chat_is_said_of_its_messages(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path, template=TEMPLATE) as (_, http):
+            for text, says in (
+                ("x" * 500, "the model takes 96 positions"),
+                ("é" * 1000, "more than 1536 bytes of text; the model takes 96 positions"),
+            ):
+                asked = {**GREEDY, "messages": [{"role": "user", "content": text}]}
+                for stream in (False, True):
+                    status, _, data = await ask(
+                        http, "POST", "/v1/chat/completions", {**asked, "stream": stream}
+                    )
+                    error = json.loads(data)["error"]
+                    assert (status, error["param"]) == (400, "messages")
+                    assert error["code"] == "context_length_exceeded"
+                    assert error["message"].startswith("messages: ") and says in error["message"]
+
+    asyncio.run(main())
+
+
 def test_connections_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "MAX_CONNECTIONS", 2)
     monkeypatch.setattr(running, "MAX_REFUSED", 1)
