@@ -50,6 +50,7 @@ from fusion.swarm.blobs.blobs import Blobs
 from fusion.swarm.blobs.config import BlobConfig
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.leases import LeaseConfig, Leases
+from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, PeerRecord, Place
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
@@ -127,6 +128,12 @@ class Peer:
     def holds(self, job: JobId, stage: int) -> int:
         claim = self.context.leases.holds(job, stage)
         return claim.term if claim is not None and stage in self.tasks else 0
+
+    def release(self, job: JobId, stage: int, heir: Peer) -> tuple[bytes, ...]:
+        """Our signed word that the stage is no longer ours and `heir` is to follow, as whoever hands one over gives it: without it the
+        heir's claim counts only where others are late to see ours."""
+        ours = Holding(self.context.peer_id, self.holds(job, stage))
+        return (self.context.leases.jury.testify(job, stage, ours, heir.context.peer_id),)
 
     @property
     def occupied(self) -> bool:

@@ -94,7 +94,7 @@ def test_the_lead_is_handed_over_with_its_books_and_nothing_shows(tmp_path: Path
             await spare.stand_by(work.prepared, 0, record_of(lead, work, left))
             handover = await lead.service.pass_on(job, 0)
             early = dict(lead.service.losses(job))
-            await spare.take_over(job, 0, lead.holds(job, 0), handover)
+            await spare.take_over(job, 0, lead.holds(job, 0), handover, lead.release(job, 0, spare))
             await until(lambda: spare.holds(job, 0) > 0)
             await reached(spare, work, int(handover["step"]) + 3)
             lead.tasks.pop(0).cancel()

@@ -125,7 +125,8 @@ def test_a_killed_stage_changes_nothing_and_neither_does_one_that_is_handed_over
             await until(lambda: spare.holds(job, 2) > 0)
             handover = await spare.service.pass_on(job, 2)
             heir.work[job] = work.prepared.manifest
-            assert await heir.take_over(job, 2, spare.holds(job, 2), handover) is not None
+            word = spare.release(job, 2, heir)
+            assert await heir.take_over(job, 2, spare.holds(job, 2), handover, word) is not None
             await reached(lead, work, int(handover["step"]) + 3)
             spare.tasks.pop(2).cancel()
             losses = await stopped(made, lead, work)
@@ -155,7 +156,7 @@ def test_what_a_codec_left_out_is_lost_without_a_snapshot_of_it(
             job = work.prepared.job
             handover = await before.service.pass_on(job, 1)
             heir.work[job] = work.prepared.manifest
-            await heir.take_over(job, 1, before.holds(job, 1), handover)
+            await heir.take_over(job, 1, before.holds(job, 1), handover, before.release(job, 1, heir))
             await reached(lead, work, int(handover["step"]) + 4)
             before.tasks.pop(1).cancel()
             losses = await stopped(made, lead, work)

@@ -429,7 +429,8 @@ def test_a_stage_is_handed_over_without_a_step_lost(tmp_path: Path, caplog: pyte
             left = await reached(owners[0], work, 5)
             await spare.stand_by(work.prepared, 1, record_of(owners[0], work, left))
             handover = await owners[1].service.pass_on(job, 1)
-            await spare.take_over(job, 1, owners[1].holds(job, 1), handover)
+            word = owners[1].release(job, 1, spare)
+            await spare.take_over(job, 1, owners[1].holds(job, 1), handover, word)
             await until(lambda: spare.holds(job, 1) > 0)
             await reached(owners[0], work, int(handover["step"]) + 3)
             assert owners[0].service.progress(job).discarded == 0  # type: ignore[union-attr]
