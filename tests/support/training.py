@@ -131,7 +131,7 @@ class Peer:
 
     def release(self, job: JobId, stage: int, heir: Peer) -> tuple[bytes, ...]:
         """Our signed word that the stage is no longer ours and `heir` is to follow, as whoever hands one over gives it: without it the
-        heir's claim counts only where others are late to see ours."""
+        heir's claim need not count for others while ours lasts."""
         ours = Holding(self.context.peer_id, self.holds(job, stage))
         return (self.context.leases.jury.testify(job, stage, ours, heir.context.peer_id),)
 
