@@ -12,6 +12,7 @@ protocol       how a protocol is listed, with its cap; those of the swarm itself
 subnets        whose neighbours two addresses are; pure
 recent         what was made of bytes that come back, for a minute
 shares         who holds how much of what has run out, and who gives way; pure
+turns          whoever holds some of it is told when it has to be given up
 lean_imports   leaving out of a library what is not used of it
 coordinates    round trips between peers who never met (Vivaldi)
 streams/       frames over libp2p, and all that makes one stream of them

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from fusion.swarm.shares import Shares
 from fusion.swarm.transport import PeerId
+from fusion.swarm.turns import Turn, Turns
+
+__all__ = ["BUSY", "IDLE_SECONDS", "WATCHERS", "WATCHERS_PER_PEER", "Turn", "Watchers"]
 
 WATCHERS = 256  # in all
 WATCHERS_PER_PEER = 16
 IDLE_SECONDS = 300.0  # without news, after which one gives way first, where there is no room for another
 BUSY = "busy: too many follow jobs here"
 
-Turn = asyncio.Future[None]  # done once it has to be given up
-
 
 class Watchers:
     """`clock` gives seconds that only rise."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._shares: Shares[Turn] = Shares(clock, WATCHERS, IDLE_SECONDS)
+        self._shares = Turns(clock, WATCHERS, IDLE_SECONDS)
 
     @contextmanager
     def turn(self, peer: PeerId) -> Iterator[Turn]:
         """One for a stream of `peer`. ValueError where it has its share, or nobody gives way."""
         if self._shares.of(peer) >= WATCHERS_PER_PEER:
             raise ValueError(BUSY)
-        while not self._shares.room():
-            other = self._shares.yields(peer, 1)
-            if other is None:
-                raise ValueError(BUSY)
-            self._shares.release(other)
-            other.set_result(None)
-        turn: Turn = asyncio.get_running_loop().create_future()
-        self._shares.take(turn, peer)
+        turn = self._shares.turn(peer)
+        if turn is None:
+            raise ValueError(BUSY)
         try:
             yield turn
         finally:

@@ -15,7 +15,7 @@ recovery          to the next session after a fault
 generation        one answer: tokens in order, over as many sessions as it takes
 answer_text       the text of its tokens, up to a stop text
 text_threads      where tokenizers run
-clients           places, large questions on their way, answers that nobody reads
+clients           large questions on their way, answers that nobody reads
 gateway           requests and clients
 
 Words: a route is one holder for each stage.

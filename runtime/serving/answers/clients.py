@@ -1,5 +1,4 @@
-"""Clients at the other end of a stream, and what they cost the others: places, frames that are large and slow, answers that nobody
-reads."""
+"""Clients at the other end of a stream, and what they cost the others: frames that are large and slow, answers that nobody reads."""
 
 from __future__ import annotations
 
@@ -18,24 +17,6 @@ ARRIVING_BYTES, ARRIVING_SECONDS = 16 << 10, 1.0
 UNREAD_SECONDS = 30.0  # for a client to read a token
 SLOWEST_BYTES_PER_SECOND = 128 << 10  # beyond that, where an answer is large
 PAYLOAD_BYTES = {each.name: each.payload_bytes for each in PROTOCOLS if each.payload_bytes is not None}
-
-Place = asyncio.Future[None]  # done once it has to be given up
-
-
-def place_in(shares: Shares[Place], holder: PeerId, amount: int = 1) -> Place | None:
-    """A place of that size for `holder`, be it that of others who have to give way; None where there is none. Every one that is
-    taken is released."""
-    if not shares.fits(amount):
-        return None
-    while not shares.room(amount):
-        other = shares.yields(holder, amount)
-        if other is None:
-            return None
-        shares.release(other)
-        other.set_result(None)
-    place: Place = asyncio.get_running_loop().create_future()
-    shares.take(place, holder, amount)
-    return place
 
 
 class Arrivals:

@@ -30,7 +30,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
 from fusion.runtime.serving.answers.answer_text import AnswerText
 from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
-from fusion.runtime.serving.answers.clients import Arrivals, Place, place_in, send, tell
+from fusion.runtime.serving.answers.clients import Arrivals, send, tell
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway_session import GatewaySessions
 from fusion.runtime.serving.answers.generation import Generation
@@ -45,8 +45,8 @@ from fusion.runtime.serving.requests.request import (
     check_size,
 )
 from fusion.swarm.errors import FrameError, NotAdmitted
-from fusion.swarm.shares import Shares
 from fusion.swarm.transport import Frame, PeerId, Stream
+from fusion.swarm.turns import Turn, Turns
 
 # Of one client at once, while others have some: what each costs this peer is not shared out otherwise.
 ANSWERS_BESIDE = 16
@@ -86,7 +86,7 @@ class Gateway:
         self._catalog = Catalog(context, self._sessions.through)
         self._threads = TextThreads()
         clock = context.clock.monotonic
-        self._answers: Shares[Place] = Shares(clock, self._config.max_sessions * ANSWER_BYTES, IDLE_SECONDS)
+        self._answers = Turns(clock, self._config.max_sessions * ANSWER_BYTES, IDLE_SECONDS)
         self._arriving = Arrivals(clock, LARGE_PROMPTS)
         self._reports = OwnerReports(context.takeover, self._catalog.newer)
         self._users: LRUCache[PeerId, int] = LRUCache(
@@ -234,22 +234,22 @@ class Gateway:
 
     # --- clients
 
-    def place(self, holder: PeerId, prompt_bytes: int) -> Place | None:
+    def place(self, holder: PeerId, prompt_bytes: int) -> Turn | None:
         """Among the answers that we give at once, for whoever `holder` is; done when it has to be given up. None where
         there is none, or `holder` has ANSWERS_BESIDE while others have some. Every one that is taken ends in `leave`."""
         if self._answers.count(holder) >= ANSWERS_BESIDE and not self._answers.alone(holder):
             return None
-        return place_in(self._answers, holder, ANSWER_BYTES + prompt_bytes)
+        return self._answers.turn(holder, ANSWER_BYTES + prompt_bytes)
 
     def has_place_for(self, prompt_bytes: int) -> bool:
         """Whether there ever is a place for such an answer."""
         return self._answers.fits(ANSWER_BYTES + prompt_bytes)
 
-    def use(self, place: Place) -> None:
+    def use(self, place: Turn) -> None:
         """The answer goes on."""
         self._answers.use(place)
 
-    def leave(self, place: Place, *, completed: bool) -> None:
+    def leave(self, place: Turn, *, completed: bool) -> None:
         """The answer has ended; `completed`: as it should."""
         self._answers.release(place, completed=completed)
 
@@ -280,7 +280,7 @@ class Gateway:
         if place.done():
             await tell(client, BUSY)
 
-    async def _answer(self, client: Stream, frame: Frame, place: Place) -> bool:
+    async def _answer(self, client: Stream, frame: Frame, place: Turn) -> bool:
         """Whether it was given to its end."""
         try:
             request = GenerateRequest.from_frame(frame.header, frame.payload)

@@ -18,7 +18,7 @@ from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.protocol import MAX_RUN_BYTES, RUN
 from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
-from fusion.runtime.serving.answers.clients import Arrivals, Place, place_in, send, tell
+from fusion.runtime.serving.answers.clients import Arrivals, send, tell
 from fusion.runtime.serving.graphs.arrays import Array, described, read_arrays
 from fusion.runtime.serving.graphs.inputs import checked_inputs, most_samples
 from fusion.runtime.serving.graphs.owners import StageOwners
@@ -33,8 +33,8 @@ from fusion.swarm.errors import (
     StreamClosed,
     SwarmError,
 )
-from fusion.swarm.shares import Shares
 from fusion.swarm.transport import Frame, PeerId, Stream
+from fusion.swarm.turns import Turns
 
 AT_ONCE = 4  # frames of MAX_RUN_BYTES that arrive here, runs of clients, and stages for others: of each
 BUSY = "this peer has as many runs as it can: ask again later, or ask another peer"
@@ -54,9 +54,7 @@ class GraphGateway:
         clock = context.clock.monotonic
         self._arriving = Arrivals(clock, AT_ONCE)
         # A run waits for stages, and these for nobody: they have places of their own. One that is at work is not idle.
-        self._places: dict[str, Shares[Place]] = {
-            kind: Shares(clock, AT_ONCE, math.inf) for kind in ("run", "stage")
-        }
+        self._places: dict[str, Turns] = {kind: Turns(clock, AT_ONCE, math.inf) for kind in ("run", "stage")}
 
     async def start(self) -> None:
         await self._context.transport.serve(RUN.name, self._attend)
@@ -71,7 +69,7 @@ class GraphGateway:
         places = self._places.get(frame.kind)
         if places is None:
             raise FrameError(f"clients send run, peers stage, not {frame.kind!r:.40}")
-        place = place_in(places, stream.remote)
+        place = places.turn(stream.remote)
         if place is None:
             await _refuse(stream, frame.kind)
             return

@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from fusion.runtime.serving.answers.clients import Place
 from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.http.errors import Busy
 from fusion.runtime.serving.http.metrics import Metrics
 from fusion.runtime.serving.requests.request import TOKEN_BYTES, Answer, GenerateRequest, Piece
 from fusion.swarm.transport import PeerId
+from fusion.swarm.turns import Turn
 
 WAITING_PARTS = 64  # that a client has not read yet, before its answers wait for it
 
@@ -53,8 +53,8 @@ async def parts(
             gateway.leave(place, completed=not left)
 
 
-def _places(gateway: Gateway, asked: Sequence[GenerateRequest], holder: PeerId) -> list[Place]:
-    places = list[Place]()
+def _places(gateway: Gateway, asked: Sequence[GenerateRequest], holder: PeerId) -> list[Turn]:
+    places = list[Turn]()
     for request in asked:
         place = gateway.place(holder, TOKEN_BYTES * len(request.prompt_ids or ()))
         if place is None or any(each.done() for each in places):  # we had to give way to ourselves
@@ -71,7 +71,7 @@ async def _answer(
     choice: int,
     request: GenerateRequest,
     holder: PeerId,
-    place: Place,
+    place: Turn,
     queue: _Parts,
     metrics: Metrics,
 ) -> None:

@@ -12,7 +12,6 @@ from fastapi import Request, Response
 from numpy.typing import NDArray
 
 from fusion.runtime.serving.answers.catalog import ServedModel
-from fusion.runtime.serving.answers.clients import Place
 from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.graphs.embeddings import check_texts, embeddings
 from fusion.runtime.serving.graphs.gateway import AT_ONCE, GraphGateway
@@ -23,6 +22,7 @@ from fusion.runtime.serving.http.schema import EmbeddingRequest
 from fusion.runtime.serving.http.shapes import json_text
 from fusion.runtime.serving.requests.request import TOKEN_BYTES
 from fusion.swarm.transport import PeerId
+from fusion.swarm.turns import Turn
 
 MAX_BYTES = 16 << 20  # of an answer
 USUAL_SIZE = 1024  # of a vector: a place is taken before any is there
@@ -77,7 +77,7 @@ class Embeddings:
                 await asyncio.gather(making, return_exceptions=True)
             return WholeAnswer(made, held.pop_all())
 
-    async def _make(self, model: ServedModel, body: EmbeddingRequest, place: Place) -> list[bytes]:
+    async def _make(self, model: ServedModel, body: EmbeddingRequest, place: Turn) -> list[bytes]:
         """The answer, a part at a time."""
         with said_of("input"):
             texts = [

@@ -77,6 +77,19 @@ def trained() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return vocabulary, [tuple(merge) for merge in state["merges"]]
 
 
+def bytewise(tokenizer: Tokenizer, *splits: str, then: Sequence[Any] = ()) -> Tokenizer:
+    """Splits texts by these expressions, one after the other, and by `then`, and takes their bytes for characters."""
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in splits),
+            *then,
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def llama3(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
     """As the tokenizer.json of Llama 3 has it."""
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
@@ -84,27 +97,13 @@ def llama3(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(split), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return bytewise(tokenizer, split)
 
 
 def seed_coder(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     split = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(split), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return bytewise(tokenizer, split)
 
 
 def deepseek_llm(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
@@ -113,15 +112,7 @@ def deepseek_llm(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokeni
     marks = r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
     east = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
     splits = (r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", marks, r"\s+$", east)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in splits),
-            pre_tokenizers.Digits(individual_digits=False),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return bytewise(tokenizer, *splits, then=[pre_tokenizers.Digits(individual_digits=False)])
 
 
 def deepseek_coder(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:

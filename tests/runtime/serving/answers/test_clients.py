@@ -8,10 +8,10 @@ import pytest
 from support.instant_loop import run
 from support.uploads import Upload
 
-from fusion.runtime.serving.answers.clients import UNREAD_SECONDS, Arrivals, Place, place_in, send
+from fusion.runtime.serving.answers.clients import UNREAD_SECONDS, Arrivals, send
 from fusion.swarm.errors import StreamBroken
-from fusion.swarm.shares import Shares
 from fusion.swarm.transport import Frame, PeerId
+from fusion.swarm.turns import Turns
 
 Arriving = list[asyncio.Task[Frame | None]]
 
@@ -78,12 +78,12 @@ def test_newcomers_hold_half_where_one_asks_whose_frames_came_whole() -> None:
 def test_a_place_that_there_never_is_ends_nobodys() -> None:
     async def main() -> None:
         clock = asyncio.get_running_loop().time
-        shares: Shares[Place] = Shares(clock, 10, idle_seconds=1.0)
-        held = [place_in(shares, PeerId("a"), 5) for _ in range(2)]
+        shares = Turns(clock, 10, idle_seconds=1.0)
+        held = [shares.turn(PeerId("a"), 5) for _ in range(2)]
         await asyncio.sleep(2.0)
-        assert place_in(shares, PeerId("b"), 11) is None
+        assert shares.turn(PeerId("b"), 11) is None
         assert not any(place is None or place.done() for place in held)
-        assert place_in(shares, PeerId("b"), 10) is not None
+        assert shares.turn(PeerId("b"), 10) is not None
         assert all(place is not None and place.done() for place in held)
 
     run(main())

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from fusion.runtime.serving.answers.clients import Place
 from fusion.runtime.serving.http.api import Api
 from fusion.runtime.serving.http.metrics import Metrics
 from fusion.runtime.serving.http.schema import CompletionRequest
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
 from fusion.swarm.transport import PeerId
+from fusion.swarm.turns import Turn
 
 SCOPE: Any = {"type": "http"}
 NOTHING: Any = None
@@ -37,12 +37,12 @@ class _Gateway:
     async def encode(self, model: Any, text: str, *, plain: bool = True) -> tuple[int, ...]:
         return (1, 2)
 
-    def place(self, *_: object) -> Place:
+    def place(self, *_: object) -> Turn:
         return asyncio.get_running_loop().create_future()
 
-    def use(self, place: Place) -> None: ...
+    def use(self, place: Turn) -> None: ...
 
-    def leave(self, place: Place, *, completed: bool) -> None:
+    def leave(self, place: Turn, *, completed: bool) -> None:
         self.left.append(completed)
 
     async def generate(self, request: GenerateRequest, **_: object) -> AsyncGenerator[Piece | Answer, None]:
