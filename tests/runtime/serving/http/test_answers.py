@@ -9,12 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from fusion.runtime.serving.answers.gateway import Gateway, Place
+from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.http import answers
 from fusion.runtime.serving.http.errors import Busy
 from fusion.runtime.serving.http.metrics import Metrics
 from fusion.runtime.serving.requests.request import GenerateRequest, Piece
 from fusion.swarm.transport import PeerId
+from fusion.swarm.turns import Turn
 
 ASKED = GenerateRequest(prompt_ids=(1,))
 
@@ -23,18 +24,18 @@ class _Gateway:
     """Answers without an end; an answer that is closed takes until `go` for it."""
 
     def __init__(self) -> None:
-        self.places: list[Place] = []
+        self.places: list[Turn] = []
         self.given, self.left = 0, 0
         self.closing, self.go = asyncio.Event(), asyncio.Event()
 
-    def place(self, *_: object) -> Place:
+    def place(self, *_: object) -> Turn:
         self.places.append(asyncio.get_running_loop().create_future())
         return self.places[-1]
 
-    def use(self, place: Place) -> None:
+    def use(self, place: Turn) -> None:
         self.given += 1
 
-    def leave(self, place: Place, *, completed: bool) -> None:
+    def leave(self, place: Turn, *, completed: bool) -> None:
         self.left += 1
 
     async def generate(self, *_: object, **__: object) -> AsyncGenerator[Piece, None]:
