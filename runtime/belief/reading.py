@@ -120,7 +120,7 @@ async def weigh(
         numbers = range(min(manifest.stages, READ_STAGES))
     else:  # it has as many as whoever speaks of it says
         numbers = range(min(max((record.stages for record in words), default=0), UNKNOWN_STAGES))
-    claims = await asyncio.gather(*(context.leases.claims(job, stage) for stage in numbers))
+    claims = await context.leases.claims_of(job, numbers)
     return judged(context, job, words, manifest, dict(zip(numbers, claims, strict=True)))
 
 

@@ -69,6 +69,13 @@ class Jurors:
         left = [j for j in jurors if not any(self._jury.is_word(*place, holding, us, j, w) for w in words)]
         return await self._ask_all(place, holding, left, words)
 
+    async def look_at_silent(self, place: Place) -> bool:
+        """Read who holds the stages whose owners, as far as we know them, have no word in a claim of this one that counts for
+        nothing here: up to eight, which no report costs us, but only an answer to our own. Whether there are any."""
+        silent = self._jury.silent(*place)
+        await asyncio.gather(*(self.read((place[0], stage)) for stage in silent))
+        return bool(silent)
+
     async def _ask_all(
         self, place: Place, holding: Holding, jurors: Sequence[PeerId], given: Sequence[bytes]
     ) -> tuple[bytes, ...]:

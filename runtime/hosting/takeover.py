@@ -40,7 +40,7 @@ from fusion.swarm.claims.election import is_idle, successors, winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.records import ClaimRecord, JobId, Place
-from fusion.swarm.errors import SwarmError
+from fusion.swarm.errors import RecordError, SwarmError
 from fusion.swarm.printable import one_line
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call
 
@@ -103,21 +103,19 @@ class Takeovers:
         known = winner(self._leases.recent(*place))
         if known is not None and known.term > term:
             return known
-        fresh = asyncio.ensure_future(self._leases.claims_or_recent(*place))
-        try:
-            asked: set[PeerId] = {peer}
-            answer = await self._ask_successors(place, peer, term, self._leases.recent(*place), asked)
-            if answer is None:  # what we knew of the stage is old
-                answer = await self._ask_successors(place, peer, term, await fresh, asked)
-            if answer is not None and answer.claim is not None:
-                log.info("stage %d of job %.8s goes on at %s", place[1], place[0], answer.claim.peer)
-                return answer.claim
-            # Somebody may have followed already.
-            known = winner(await fresh)
-            return known if known is not None and known.term > term else None
-        finally:
-            fresh.cancel()
-            await asyncio.gather(fresh, return_exceptions=True)
+        asked: set[PeerId] = {peer}
+        answer = await self._ask_successors(place, peer, term, self._leases.recent(*place), asked)
+        if answer is None or answer.claim is None:
+            # What we knew of the stage is old, or somebody may have followed already.
+            await self._leases.claims_or_recent(*place)
+            await self._jurors.look_at_silent(place)
+            fresh = self._leases.recent(*place)
+            answer = answer or await self._ask_successors(place, peer, term, fresh, asked)
+        if answer is not None and answer.claim is not None:
+            log.info("stage %d of job %.8s goes on at %s", place[1], place[0], answer.claim.peer)
+            return answer.claim
+        known = winner(self._leases.recent(*place))
+        return known if known is not None and known.term > term else None
 
     async def _ask_successors(
         self, place: Place, peer: PeerId, term: int, claims: Sequence[ClaimRecord], asked: set[PeerId]
@@ -154,14 +152,19 @@ class Takeovers:
             async with asyncio.timeout(ANSWER_SECONDS):
                 header["word"] = await self._jurors.word_soon(place, Holding(peer, term), heir)
                 reply = await call(self._transport, heir, HOLD.name, "suspect", header)
-            return self._answer(place, reply)
+            return await self._answer(place, reply)
         except (SwarmError, ValueError, TimeoutError) as error:
             return refused(one_line(str(error)) or "no answer")
 
-    def _answer(self, place: Place, reply: Frame) -> SuspectReply:
+    async def _answer(self, place: Place, reply: Frame) -> SuspectReply:
         if reply.kind == "owner":
             sealed = claim_bytes(reply.header.get("claim"))
-            claim = credited(self._leases, place, sealed)
+            try:
+                claim = credited(self._leases, place, sealed)
+            except RecordError:
+                if not await self._jurors.look_at_silent(place):
+                    raise
+                claim = credited(self._leases, place, sealed)
             return SuspectReply("owner", claim.term, claim, sealed)
         if reply.kind == "alive":
             return SuspectReply("alive", whole(reply.header.get("term")))

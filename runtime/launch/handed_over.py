@@ -65,8 +65,7 @@ class Held:
 async def look_held(context: Context, prepared: Prepared) -> Held:
     """As the directory and the owners of what is not ready say now. Anybody may claim a stage or say that he holds a blob: what
     counts is the claims that count (`fusion.swarm.claims.tenure`), and blobs at those who make them. Raises SwarmError."""
-    stages = range(prepared.manifest.stages)
-    claims = await asyncio.gather(*(context.leases.claims(prepared.job, stage) for stage in stages))
+    claims = await context.leases.claims_of(prepared.job, range(prepared.manifest.stages))
     winners = [winner(found) for found in claims]
     owners = [owner for owner in winners if owner is not None]
     late = {
@@ -86,7 +85,7 @@ async def look_held(context: Context, prepared: Prepared) -> Held:
     return Held(
         claimed=len(owners),
         ready=sum(owner.ready for owner in owners),
-        stages=len(stages),
+        stages=len(claims),
         copied=sum(any(provider.peer in takers for provider in found) for found in providers),
         blobs=len(awaited),
         waiting=tuple(

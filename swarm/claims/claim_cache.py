@@ -256,6 +256,19 @@ class ClaimCache:
             stage for stage in near if (known := held[stage]) is None or known.claim.peer not in said
         )
 
+    def silent(self, place: Place, own: ClaimRecord | None) -> tuple[int, ...]:
+        """`unheard`, of all the claims to follow the stage's holder that show words and count for nothing as far as we know."""
+        held = self.tenure(place, own)
+        if held is None or not held.lives(self._now()):
+            return ()
+        void = (
+            claim
+            for claim in self.seen(place, own)
+            if claim.role == "owner" and claim.proof and claim.peer != held.claim.peer
+            and held.claim.term < claim.term <= held.claim.term + tenure.ROUNDS and claim.expires_at > self._now()
+        )  # fmt: skip
+        return tuple(sorted({stage for claim in void for stage in self.unheard(place, claim, held.holding)}))
+
     def unproven(self, place: Place, own: ClaimRecord) -> Holding | None:
         """Whom a proof of our claim of the stage should be over and is not: the holder whose lease ran out before us, or
         somebody who still claims it under a term that ours does not exceed by right."""

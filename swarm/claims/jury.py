@@ -55,6 +55,11 @@ class Jury:
         """The stages whose owners' words are not among these, as far as we know who they are; nearest first."""
         return self._cache.unheard((job, stage), _with_words(job, stage, heir, words), holding)
 
+    def silent(self, job: JobId, stage: int) -> tuple[int, ...]:
+        """The stages near this one whose owners, as far as we know who they are, have no word in a claim to follow its holder which
+        shows words and counts for nothing here: a juror may have followed another a moment ago."""
+        return self._cache.silent((job, stage), self._ours.of((job, stage)))
+
     def disowning(self, job: JobId, stage: int, holding: Holding) -> dict[str, object]:
         """Our word that whoever says that it holds the stage so does not, for the one that we refuse."""
         held = self._cache.tenure((job, stage), self._ours.of((job, stage)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 from weakref import WeakValueDictionary
@@ -173,6 +173,13 @@ class Leases:
         """The live claims of a stage, one per peer (ours as we last said it); of those to own it the one that counts."""
         self._cache.read((job, stage), await self._directory.claims(job, stage))
         return self.recent(job, stage)
+
+    async def claims_of(self, job: JobId, stages: Iterable[int]) -> tuple[tuple[ClaimRecord, ...], ...]:
+        """`claims` of several stages, each judged once all have been read: whoever follows at one does so by the words of those who
+        hold others."""
+        stages = tuple(stages)
+        await asyncio.gather(*(self.claims(job, stage) for stage in stages))
+        return tuple(self.recent(job, stage) for stage in stages)
 
     def recent(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
         """What `claims` said last, with our own claim and what was shown to us (`credit`) since; nothing is asked."""

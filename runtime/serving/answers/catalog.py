@@ -262,8 +262,7 @@ class Catalog:
             looking.exception()  # whoever waits for it has it
 
     async def _look_anew(self, model: ServedModel) -> _Look:
-        indices = range(model.manifest.stages)
-        claims = await asyncio.gather(*(self._context.leases.claims(model.job, stage) for stage in indices))
+        claims = await self._context.leases.claims_of(model.job, range(model.manifest.stages))
         try:
             stages = [_held(model, stage, said) for stage, said in enumerate(claims)]
         except NoOwner:

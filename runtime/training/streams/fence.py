@@ -13,9 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 from fusion.runtime.belief.shared_work import SharedWork
 from fusion.runtime.training.step.messages import Hello
+from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.records import ClaimRecord, JobId
@@ -23,6 +25,8 @@ from fusion.swarm.errors import RecordError, StaleTerm, SwarmError
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
+
+NEAR_SECONDS = 0.5  # for which it does who holds a stage near the partner's, where strangers say hello and show words of its owner
 
 
 class Overtaken(StaleTerm):
@@ -62,6 +66,7 @@ class Fence:
         self._partner = partner
         # Strangers say hello as often as they like: one read at a time, for all that came before it began.
         self._reads: SharedWork[int, ClaimRecord | None] = SharedWork(_now, 0.0)
+        self._near: SharedWork[int, tuple[ClaimRecord, ...]] = SharedWork(_now, NEAR_SECONDS)
         self._holder: _Holder | None = None
 
     @property
@@ -132,7 +137,14 @@ class Fence:
         return owner
 
     async def _owner(self) -> ClaimRecord | None:
-        return await self._leases.owner(self._job, self._partner)
+        leases, job = self._leases, self._job
+        owner = await leases.owner(job, self._partner)
+        silent = leases.jury.silent(job, self._partner)
+        if not silent:
+            return owner
+        read = leases.claims_or_recent
+        await asyncio.gather(*(self._near.get(stage, partial(read, job, stage)) for stage in silent))
+        return winner(leases.recent(job, self._partner))
 
     def _proof(self, peer: PeerId, hello: Hello) -> ClaimRecord | None:
         """The claim that came with the hello, if it shows that `peer` owns its stage."""

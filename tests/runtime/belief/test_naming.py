@@ -96,13 +96,13 @@ def test_of_a_job_whose_manifest_nobody_gives_few_stages_are_read(monkeypatch: p
     async def none(*_: object) -> None:
         return None
 
-    async def claims(_: JobId, stage: int) -> tuple[()]:
-        read.append(stage)
-        return ()
+    async def claims_of(_: JobId, stages: range) -> tuple[tuple[()], ...]:
+        read.extend(stages)
+        return tuple(() for _ in stages)
 
     monkeypatch.setattr(naming, "manifest_of", none)
     monkeypatch.setattr("fusion.runtime.belief.reading.judged", lambda *_: SimpleNamespace())
-    context: Any = SimpleNamespace(leases=SimpleNamespace(claims=claims))
+    context: Any = SimpleNamespace(leases=SimpleNamespace(claims_of=claims_of))
     record = replace(launched(1, MALLORY), stages=4096)
     assert run(naming.look_into(context, record.job, [record])).manifest is None
     assert len(read) == UNKNOWN_STAGES

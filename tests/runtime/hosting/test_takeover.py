@@ -170,6 +170,27 @@ def test_a_neighbour_that_has_just_come_is_asked_for_its_word(tmp_path: Path) ->
     run(main())
 
 
+def test_who_reports_believes_a_successor_by_the_word_of_a_neighbour_that_has_just_come(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (heir,) = await one_job(made, 1, alone=False)
+            witness = await onlooker(made, job)
+            made.clock.advance(4.0)  # no claim contests the owner's by its rank any more
+            before = NEIGHBOURS[job]
+            await before.release(job, 1)
+            after = await neighbour(made, job)
+            await heir.context.leases.claims(job, 1)
+            vanish(made, owner)
+            assert witness.context.leases.jury.jurors(job, 0, owner.id) == (before.peer_id,)
+            claim = await witness.context.takeover.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
+            assert claim is not None and (claim.peer, claim.term) == (heir.id, 2)
+            assert witness.context.leases.jury.jurors(job, 0, owner.id) == (after.peer_id,)
+
+    run(main())
+
+
 def test_many_reports_make_one_takeover(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:

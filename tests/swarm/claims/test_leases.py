@@ -411,6 +411,30 @@ def test_a_claim_that_was_shown_counts_before_the_directory_has_it() -> None:
     asyncio.run(scenario())
 
 
+def test_of_stages_that_are_read_together_each_is_judged_by_who_holds_the_others_now() -> None:
+    async def scenario() -> None:
+        room = Room(5)
+        owner, before, after, heir, reader = room.leases
+        for leases in room.leases:
+            leases.know(JobLaw(job=JOB, author=owner.peer_id, stages=2))
+        await owner.claim(JOB, 0, 1.0)
+        await before.claim(JOB, 1, 1.0)
+        await reader.claims_of(JOB, (0, 1))
+        room.clock.advance(tenures.CONTEST_SECONDS + 1.0)
+        await owner.beat()
+        await before.release(JOB, 1)
+        await after.claim(JOB, 1, 1.0)
+        word = after.jury.testify(JOB, 0, Holding(owner.peer_id, 1), heir.peer_id)
+        await heir.claim(JOB, 0, 0.2, over=1, proof=(word,), confirm=False)
+        assert await reader.owner(JOB, 0) == owner.holds(JOB, 0)  # whose word that is it does not know
+        assert reader.jury.silent(JOB, 0) == (1,)
+        claims = await reader.claims_of(JOB, (0, 1))
+        assert [winner(each) for each in claims] == [heir.holds(JOB, 0), after.holds(JOB, 1)]
+        assert reader.jury.silent(JOB, 0) == ()
+
+    asyncio.run(scenario())
+
+
 def test_what_the_directory_says_later_of_the_same_peer_outweighs_what_was_shown() -> None:
     async def scenario() -> None:
         room = Room(2)

@@ -27,13 +27,13 @@ from fusion.swarm.transport import PeerId
 
 def test_a_gateway_remembers_the_holders_of_so_many_models_and_no_more() -> None:
     async def main() -> None:
-        async def claims(job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+        async def claims_of(job: JobId, stages: range) -> tuple[tuple[ClaimRecord, ...], ...]:
             held = ClaimRecord(
-                job=job, stage=stage, peer=PeerId("p"), role="owner", term=1, score=1.0, step=0, load=0.0, ready=True
+                job=job, stage=0, peer=PeerId("p"), role="owner", term=1, score=1.0, step=0, load=0.0, ready=True
             )  # fmt: skip
-            return (held,)
+            return ((held,),)
 
-        context: Any = SimpleNamespace(clock=Clock(), leases=SimpleNamespace(claims=claims))
+        context: Any = SimpleNamespace(clock=Clock(), leases=SimpleNamespace(claims_of=claims_of))
         catalog = Catalog(context)
         for number in range(3 * MAX_LOOKS):
             model: Any = SimpleNamespace(
@@ -203,15 +203,14 @@ class _Directory:
         self.open = asyncio.Event()
         self.open.set()
 
-    async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+    async def claims_of(self, job: JobId, stages: range) -> tuple[tuple[ClaimRecord, ...], ...]:
         self.reads += 1
         peer = PeerId(self.peer)
         await self.open.wait()
-        return (
-            ClaimRecord(
-                job=job, stage=stage, peer=peer, role="owner", term=1, score=1.0, step=0, load=0.0, ready=True
-            ),
+        owned = ClaimRecord(
+            job=job, stage=0, peer=peer, role="owner", term=1, score=1.0, step=0, load=0.0, ready=True
         )
+        return ((owned,),)
 
 
 @pytest.mark.parametrize("error", [JobError("its tokenizer cannot be read"), BlobError("nobody has it")])
@@ -316,13 +315,13 @@ def test_where_a_look_fails_the_next_session_waits_for_its_own() -> None:
         now, fails = [100.0], [False]
         directory = _Directory()
 
-        async def claims(job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+        async def claims_of(job: JobId, stages: range) -> tuple[tuple[ClaimRecord, ...], ...]:
             if fails[0]:
                 raise SwarmError("no answer")
-            return await directory.claims(job, stage)
+            return await directory.claims_of(job, stages)
 
         context: Any = SimpleNamespace(
-            clock=SimpleNamespace(monotonic=lambda: now[0]), leases=SimpleNamespace(claims=claims)
+            clock=SimpleNamespace(monotonic=lambda: now[0]), leases=SimpleNamespace(claims_of=claims_of)
         )
         catalog = Catalog(context, fresh_seconds=2.0)
         model: Any = SimpleNamespace(job=JobId("0" * 64), manifest=SimpleNamespace(name="m", stages=1))

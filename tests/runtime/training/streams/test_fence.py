@@ -17,7 +17,7 @@ from fusion.runtime.training.streams.fence import Overtaken
 from fusion.runtime.training.streams.partner import PASSED_OVER_SECONDS, Partner
 from fusion.swarm.authority.law import Admission, JobLaw
 from fusion.swarm.claims.leases import LeaseConfig, Leases
-from fusion.swarm.claims.tenure import CONTEST_SECONDS
+from fusion.swarm.claims.tenure import CONTEST_SECONDS, Holding
 from fusion.swarm.directory.records import ClaimRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import Stream
@@ -301,6 +301,55 @@ def test_a_proof_of_a_term_that_is_over_is_refused() -> None:
             assert await say_hello(old, one) == "stale: 2"
             assert await say_hello(new, one, term=2) == "welcome: 1"
             assert await say_hello(old, one) == "stale: 2"
+
+    run(main())
+
+
+def test_who_follows_by_the_word_of_a_neighbour_that_has_just_come_is_welcome() -> None:
+    async def main() -> None:
+        async with swarm(5) as made:
+            one, old, new, before, after = made.nodes
+            for node in made.nodes:
+                node.context.leases.know(JobLaw(job=JOB, author=one.peer, stages=3))
+            await one.host(0, [1])
+            assert await old.context.leases.claim(JOB, 1, 0.5) is not None
+            assert await before.context.leases.claim(JOB, 2, 0.5) is not None
+            await one.context.leases.claims_of(JOB, (1, 2))
+            made.clock.advance(CONTEST_SECONDS + 1.0)
+            await before.context.leases.release(JOB, 2)
+            assert await after.context.leases.claim(JOB, 2, 0.5) is not None
+            await new.context.leases.claims_of(JOB, (0, 1, 2))
+            gone = Holding(old.peer, 1)
+            words = [n.context.leases.jury.testify(JOB, 1, gone, new.peer) for n in (one, after)]
+            claim = await new.context.leases.claim(JOB, 1, 0.5, over=1, proof=tuple(words), confirm=False)
+            assert claim is not None and (sealed := new.context.leases.sealed(JOB, 1)) is not None
+            assert one.context.leases.known_holder(JOB, 2) == before.peer
+            assert await say_hello(new, one, term=claim.term, claim=sealed) == "welcome: 1"
+            assert one.context.leases.known_holder(JOB, 2) == after.peer
+
+    run(main())
+
+
+def test_claims_that_strangers_show_have_neighbours_looked_at_once_in_a_while() -> None:
+    async def main() -> None:
+        async with swarm(4) as made:
+            one, old, stranger, other = made.nodes
+            for node in made.nodes:
+                node.context.leases.know(JobLaw(job=JOB, author=one.peer, stages=3))
+            await one.host(0, [1])
+            assert await old.context.leases.claim(JOB, 1, 0.5) is not None
+            assert await other.context.leases.claim(JOB, 2, 0.5) is not None
+            await one.context.leases.claims_of(JOB, (1, 2))
+            made.clock.advance(CONTEST_SECONDS + 1.0)
+            word = stranger.context.leases.jury.testify(JOB, 1, Holding(old.peer, 1), stranger.peer)
+            await stranger.context.leases.claim(JOB, 1, 0.5, over=1, proof=(word,), confirm=False)
+            sealed = stranger.context.leases.sealed(JOB, 1)
+            assert sealed is not None
+            reads = one.directory.reads
+            for _ in range(10):
+                said = await say_hello(stranger, one, term=2, claim=sealed)
+                assert "no claim of stage 1 at term 2 seen yet" in said
+            assert one.directory.reads - reads == 10 + 2  # the stage, and once its two neighbours
 
     run(main())
 
