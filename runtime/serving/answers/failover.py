@@ -9,7 +9,7 @@ seems to have vanished is reported, and whether it has is for those to find out 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal, get_args
@@ -78,6 +78,14 @@ class Fault:
             blamed = stage
         kind: FaultKind = reason if isinstance(reason, str) and reason in _REASONS else "broken"  # type: ignore[assignment]
         return cls(kind, message[:300], (blamed,))
+
+    def on(self, peers: Sequence[str]) -> Fault:
+        """The fault, of every stage that is its peers' where those are gone; `peers` run the stages, by number."""
+        if self.kind not in ("vanished", "silent"):
+            return self
+        at_fault = {peers[stage] for stage in self.stages if stage < len(peers)}
+        stages = tuple(stage for stage, peer in enumerate(peers) if peer in at_fault)
+        return replace(self, stages=stages or self.stages)
 
 
 class Faulted(Exception):

@@ -41,7 +41,7 @@ class Recovery:
         self._suspect = suspect
         self._config = config
         self._trouble = Trouble(answered=bool(pair.task.answered))
-        self._reports: set[asyncio.Task[None]] = set()  # that nobody waits for
+        self._reports: set[asyncio.Task[bool]] = set()  # that nobody waits for
 
     @property
     def flows(self) -> bool:
@@ -62,6 +62,7 @@ class Recovery:
         closed, unless it may yet go on."""
         pair, model = self._pair, self._pair.task.model
         name, before = model.manifest.name, pair.route
+        fault = fault.on([hop.peer for hop in before])
         self._trouble = self._trouble.with_fault(fault)
         if fault.kind == "broken":
             pair.reuses = False  # it may be that a stage does not hold what it says
@@ -73,12 +74,13 @@ class Recovery:
             line = explain(fault, name, model.manifest.memory_bytes, stalled_seconds)
             raise _GIVEN_UP.get(fault.kind, JobFailed)(line)
         log.info("%s: %s (%s); looking for another way", name, fault.message, fault.kind)
+        followed = False
         if retry.suspects and elsewhere:
             report = asyncio.create_task(self._report(retry.suspects, keep=False))
             self._reports.add(report)
             report.add_done_callback(self._reports.discard)
         elif retry.suspects:
-            await self._report(retry.suspects, keep=retry.keep)
+            followed = await self._report(retry.suspects, keep=retry.keep)
         if retry.keep and pair.current is not None:
             if not pair.events.empty():
                 return  # it has woken up
@@ -88,10 +90,12 @@ class Recovery:
         pair.drop_current()
         if not retry.suspects:
             self._catalog.forget_route(model.job)
-        await asyncio.sleep(retry.pause_seconds)
+        if not followed:  # each of them by the word of a majority: nobody makes us try for ever
+            await asyncio.sleep(retry.pause_seconds)
 
-    async def _report(self, stages: Sequence[int], *, keep: bool) -> None:
-        """Report the owners of these stages. Afterwards the catalog knows the new ones, or that it has to look."""
+    async def _report(self, stages: Sequence[int], *, keep: bool) -> bool:
+        """Report the owners of these stages. Afterwards the catalog knows the new ones, or that it has to look. Whether all
+        have been followed."""
         model, route = self._pair.task.model, self._pair.route
         stages = [stage for stage in stages if self._catalog.owns(model.job, stage, route[stage].peer)]
         reports = asyncio.gather(*(self._suspect(model, stage, route[stage]) for stage in stages))
@@ -99,8 +103,9 @@ class Recovery:
             while not reports.done():
                 await asyncio.wait([reports], timeout=WAKING_SECONDS)
                 if keep and not self._pair.events.empty():
-                    return
+                    return False
             hops = reports.result()
         finally:
             reports.cancel()
         self._catalog.replace(model.job, route, {s: hop for s, hop in zip(stages, hops, strict=True) if hop})
+        return bool(hops) and all(hops)

@@ -43,6 +43,13 @@ def test_only_what_vanished_or_is_silent_is_reported(kind: FaultKind) -> None:
     assert retry is None or retry.keep == (kind == "silent")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_peer_that_is_gone_is_missed_at_every_stage_that_it_ran(kind: FaultKind) -> None:
+    found = fault(kind, 2).on(["a", "b", "a"])
+    assert found.stages == ((0, 2) if kind in ("vanished", "silent") else (2,))
+    assert fault(kind, 2).on([]) == fault(kind, 2)  # on no route yet
+
+
 @pytest.mark.parametrize("kind", ["vanished", "silent", "moved", "absent"])
 def test_missing_peers_are_waited_for_until_the_patience_ends(kind: FaultKind) -> None:
     assert after(kind, 100, stalled_seconds=29.9) is not None

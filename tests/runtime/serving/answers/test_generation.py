@@ -18,6 +18,7 @@ from support.served import VOCABULARY, Peer, Swarm, reference, seeded_reference,
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.serving.answers import moves
 from fusion.runtime.serving.answers.failover import FailoverConfig
+from fusion.runtime.serving.answers.session_pair import SessionPair
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Sampling
 from fusion.runtime.serving.ring.session import Hop
@@ -106,6 +107,34 @@ def test_one_after_another_and_two_at_once(tmp_path: Path) -> None:
             answer = await answer_while(swarm, swarm.peers[8], 50, faults)
             assert list(answer.tokens) == reference("gpt2", PROMPT, 50)
             assert answer.route == (successors[3].id, successors[2].id, successors[1].id)
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_ran_two_stages_is_followed_at_both_before_the_answer_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened: list[tuple[PeerId, ...]] = []
+    begin = SessionPair.begin
+
+    async def counted(pair: SessionPair, route: tuple[Hop, ...]) -> None:
+        opened.append(tuple(hop.peer for hop in route))
+        await begin(pair, route)
+
+    monkeypatch.setattr(SessionPair, "begin", counted)
+
+    async def main() -> None:
+        async with swarm_of(6, tmp_path, failover=PATIENT) as swarm:
+            job = await swarm.serve("llama", 3)
+            first, second, third, heir, other, gateway = swarm.peers
+            await swarm.stand_by(heir, job, 0)
+            await swarm.stand_by(other, job, 2)
+            await third.context.leases.release(job, 2)
+            await swarm.hold(first, job, 2)
+            faults = {9: lambda: swarm.network.kill(first.id)}
+            answer = await answer_while(swarm, gateway, 40, faults)
+            assert list(answer.tokens) == reference("llama", PROMPT, 40)
+            assert opened == [(first.id, second.id, first.id), (heir.id, second.id, other.id)]
 
     asyncio.run(main())
 
