@@ -70,8 +70,8 @@ class Jurors:
         return await self._ask_all(place, holding, left, words)
 
     async def look_at_silent(self, place: Place) -> bool:
-        """Read who holds the stages whose owners, as far as we know them, have no word in a claim of this one that counts for
-        nothing here: up to eight, which no report costs us, but only an answer to our own. Whether there are any."""
+        """Read who holds the stages whose owners, as far as we know them, have no word in a claim of this one that was shown to us
+        and counts for nothing here: up to eight, which no report costs us, but only an answer to our own. Whether there are any."""
         silent = self._jury.silent(*place)
         await asyncio.gather(*(self.read((place[0], stage)) for stage in silent))
         return bool(silent)

@@ -107,9 +107,7 @@ class Takeovers:
         answer = await self._ask_successors(place, peer, term, self._leases.recent(*place), asked)
         if answer is None or answer.claim is None:
             # What we knew of the stage is old, or somebody may have followed already.
-            await self._leases.claims_or_recent(*place)
-            await self._jurors.look_at_silent(place)
-            fresh = self._leases.recent(*place)
+            fresh = await self._leases.claims_or_recent(*place)
             answer = answer or await self._ask_successors(place, peer, term, fresh, asked)
         if answer is not None and answer.claim is not None:
             log.info("stage %d of job %.8s goes on at %s", place[1], place[0], answer.claim.peer)

@@ -257,16 +257,14 @@ class ClaimCache:
         )
 
     def silent(self, place: Place, own: ClaimRecord | None) -> tuple[int, ...]:
-        """`unheard`, of all the claims to follow the stage's holder that show words and count for nothing as far as we know."""
-        held = self.tenure(place, own)
-        if held is None or not held.lives(self._now()):
+        """`unheard`, of the claims to follow the stage's holder that were shown to us with words and count for nothing as far as
+        we know: of a few, however many there are in the directory."""
+        held, now = self.tenure(place, own), self._now()
+        if held is None or not held.lives(now):
             return ()
-        void = (
-            claim
-            for claim in self.seen(place, own)
-            if claim.role == "owner" and claim.proof and claim.peer != held.claim.peer
-            and held.claim.term < claim.term <= held.claim.term + tenure.ROUNDS and claim.expires_at > self._now()
-        )  # fmt: skip
+        shown = (self._open(place, peer) for peer in list(self._shown.get(place, ())))
+        terms = range(held.claim.term + 1, held.claim.term + tenure.ROUNDS + 1)
+        void = [c for c in shown if c is not None and c.proof and c.term in terms and c.expires_at > now]
         return tuple(sorted({stage for claim in void for stage in self.unheard(place, claim, held.holding)}))
 
     def unproven(self, place: Place, own: ClaimRecord) -> Holding | None:

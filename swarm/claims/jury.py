@@ -56,8 +56,8 @@ class Jury:
         return self._cache.unheard((job, stage), _with_words(job, stage, heir, words), holding)
 
     def silent(self, job: JobId, stage: int) -> tuple[int, ...]:
-        """The stages near this one whose owners, as far as we know who they are, have no word in a claim to follow its holder which
-        shows words and counts for nothing here: a juror may have followed another a moment ago."""
+        """The stages near this one whose owners, as far as we know who they are, have no word in a claim to follow its holder that
+        was shown to us with words and counts for nothing here: a juror may have followed another a moment ago."""
         return self._cache.silent((job, stage), self._ours.of((job, stage)))
 
     def disowning(self, job: JobId, stage: int, holding: Holding) -> dict[str, object]:

@@ -427,6 +427,11 @@ def test_of_stages_that_are_read_together_each_is_judged_by_who_holds_the_others
         word = after.jury.testify(JOB, 0, Holding(owner.peer_id, 1), heir.peer_id)
         await heir.claim(JOB, 0, 0.2, over=1, proof=(word,), confirm=False)
         assert await reader.owner(JOB, 0) == owner.holds(JOB, 0)  # whose word that is it does not know
+        assert reader.jury.silent(JOB, 0) == ()  # of those in the directory there may be thousands
+        data = heir.sealed(JOB, 0)
+        assert data is not None
+        with pytest.raises(RecordError, match="is not"):
+            reader.credit(data)
         assert reader.jury.silent(JOB, 0) == (1,)
         claims = await reader.claims_of(JOB, (0, 1))
         assert [winner(each) for each in claims] == [heir.holds(JOB, 0), after.holds(JOB, 1)]
