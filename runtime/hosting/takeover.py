@@ -1,7 +1,7 @@
 """Who follows an owner that vanished or leaves, without waiting for the directory to notice.
 
 Whoever sees an owner vanish asks the stage's standbys, best first. A standby believes nobody's word: it looks for itself
-whether the owner is there. Where it is gone, and a majority of the stage's jurors have seen so for themselves and say it
+whether the owner is there. Where it is gone, and a majority of the stage's voters have seen so for themselves and say it
 in favour of this standby (`fusion.swarm.claims.tenure`), it takes the stage over. The answer carries the new owner's
 signed claim.
 
@@ -30,10 +30,10 @@ from fusion.runtime.hosting.hold_frames import (
     refused,
     whole,
 )
-from fusion.runtime.hosting.jurors import PATIENCE_SECONDS, Jurors
 from fusion.runtime.hosting.owner_probe import GONE, OwnerProbe, Sign
 from fusion.runtime.hosting.single_flight import SingleFlight
 from fusion.runtime.hosting.transfer import ANSWER_SECONDS, Transfer
+from fusion.runtime.hosting.vote_requests import PATIENCE_SECONDS, VoteRequests
 from fusion.runtime.job.context import StageHolder
 from fusion.runtime.job.protocol import HOLD
 from fusion.swarm.claims.election import is_idle, successors, winner
@@ -75,10 +75,10 @@ class Takeovers:
         self._leases = leases
         self._holder: StageHolder | None = None
         self._probe = OwnerProbe(transport, check_seconds)
-        self._jurors = Jurors(transport, leases, self._probe, check_seconds)
-        self._transfer = Transfer(transport, leases, self._jurors.read)
+        self._votes = VoteRequests(transport, leases, self._probe, check_seconds)
+        self._transfer = Transfer(transport, leases, self._votes.read)
         self._flights = SingleFlight()
-        leases.testimonies = self._jurors.testimonies
+        leases.request_votes = self._votes.collect
 
     async def start(self, holder: StageHolder) -> None:
         """As in `Takeover`."""
@@ -141,15 +141,15 @@ class Takeovers:
             await asyncio.gather(*pending, return_exceptions=True)
 
     async def _ask(
-        self, heir: PeerId, place: Place, peer: PeerId, term: int, *, yours: bool = False
+        self, successor: PeerId, place: Place, peer: PeerId, term: int, *, yours: bool = False
     ) -> SuspectReply:
-        if heir == self._leases.peer_id:
+        if successor == self._leases.peer_id:
             return await self._succeed(place, peer, term)
         header = {"job": place[0], "stage": place[1], "peer": peer, "term": term, "yours": yours}
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                header["word"] = await self._jurors.word_soon(place, Holding(peer, term), heir)
-                reply = await call(self._transport, heir, HOLD.name, "suspect", header)
+                header["word"] = await self._votes.vote_soon(place, Holding(peer, term), successor)
+                reply = await call(self._transport, successor, HOLD.name, "suspect", header)
             return await self._answer(place, reply)
         except (SwarmError, ValueError, TimeoutError) as error:
             return refused(one_line(str(error)) or "no answer")
@@ -160,7 +160,7 @@ class Takeovers:
             try:
                 claim = credited(self._leases, place, sealed)
             except RecordError:
-                if not await self._jurors.look_at_silent(place):
+                if not await self._votes.look_at_voters(place):
                     raise
                 claim = credited(self._leases, place, sealed)
             return SuspectReply("owner", claim.term, claim, sealed)
@@ -173,16 +173,16 @@ class Takeovers:
     # --- a standby
 
     async def _succeed(
-        self, place: Place, peer: PeerId, term: int, words: Sequence[bytes] = (), *, yours: bool = False
+        self, place: Place, peer: PeerId, term: int, votes: Sequence[bytes] = (), *, yours: bool = False
     ) -> SuspectReply:
         # Apart, or two that ask each other would both wait.
         key = ("take" if yours else "succeed", place, peer, term)
         return await self._flights.once(
-            key, lambda: self._look_and_take(place, peer, term, words, yours=yours)
+            key, lambda: self._look_and_take(place, peer, term, votes, yours=yours)
         )
 
     async def _look_and_take(
-        self, place: Place, peer: PeerId, term: int, words: Sequence[bytes], *, yours: bool
+        self, place: Place, peer: PeerId, term: int, votes: Sequence[bytes], *, yours: bool
     ) -> SuspectReply:
         holder, leases = self._holder, self._leases
         if (own := self._own(place)) is not None and own.term > term:
@@ -195,7 +195,7 @@ class Takeovers:
         if owner is None or any(claim.peer == peer for claim in leases.recent(*place)):
             suspected.add(peer)
         holding = Holding(peer, term) if owner is None else Holding(owner.peer, owner.term)
-        asking = asyncio.ensure_future(self._jurors.testimonies(place, holding, words))
+        asking = asyncio.ensure_future(self._votes.collect(place, holding, votes))
         try:
             reported = Holding(peer, term)
             return await self._judge_and_take(place, reported, suspected, holding, asking, yours=yours)
@@ -213,7 +213,7 @@ class Takeovers:
         *,
         yours: bool,
     ) -> SuspectReply:
-        """`asking`: for the testimonies that we need, should the owner be gone, against the one of `asked`."""
+        """`asking`: for the votes that we need, should the owner be gone, against the one of `asked`."""
         assert self._holder is not None
         holder, leases, (peer, term) = self._holder, self._leases, reported
         signs, claims = await asyncio.gather(self._look_at(suspected, place), self._read(place))
@@ -227,19 +227,19 @@ class Takeovers:
                 taken = await self._ask_the_idle(place, peer, term, claims, signs)
                 if taken is not None:
                     return taken
-            words: tuple[bytes, ...] = ()
+            votes: tuple[bytes, ...] = ()
             if owner is None:
                 # Its lease is over, and we may never have read it: who has just begun to stand by would use its term again.
                 leases.observe(*place, term)
             else:
                 holding = Holding(owner.peer, owner.term)
-                words = await (asking if holding == asked else self._jurors.testimonies(place, holding))
-                if not leases.jury.is_proof(*place, holding, leases.peer_id, words):
-                    words = await self._jurors.testimonies_after_a_look(place, holding, words)
-                if not leases.jury.is_proof(*place, holding, leases.peer_id, words):
+                votes = await (asking if holding == asked else self._votes.collect(place, holding))
+                if not leases.voting.is_proof(*place, holding, leases.peer_id, votes):
+                    votes = await self._votes.collect_after_a_look(place, holding, votes)
+                if not leases.voting.is_proof(*place, holding, leases.peer_id, votes):
                     log.info("stage %d of job %.8s: its neighbours do not say so", *place[::-1])
                     return SuspectReply("frozen")
-            await holder.take_over(*place, leases.known_term(*place), None, words)
+            await holder.take_over(*place, leases.known_term(*place), None, votes)
             if (own := self._own(place)) is not None:
                 return own
             return refused("the stage could not be taken over here")
@@ -310,24 +310,24 @@ class Takeovers:
             held = self._holder.holds(*place) if self._holder is not None else 0
             await stream.send("holds", {"term": held})
             return
-        term, word = whole(header.get("term")), claim_bytes(header.get("word", b""))
+        term, vote = whole(header.get("term")), claim_bytes(header.get("word", b""))
         if frame.kind == "gone":
             gone = Holding(peer_of(header), term)
-            await stream.send("gone", {"word": await self._jurors.word(place, gone, stream.remote)})
+            await stream.send("gone", {"word": await self._votes.vote(place, gone, stream.remote)})
         elif frame.kind == "suspect":
             yours = header.get("yours") is True
-            answer = await self._succeed(place, peer_of(header), term, [word], yours=yours)
+            answer = await self._succeed(place, peer_of(header), term, [vote], yours=yours)
             await stream.send(answer.kind, answer.header())
         elif frame.kind == "take":
-            answer = await self._take(stream.remote, place, term, header.get("handover"), word)
+            answer = await self._take(stream.remote, place, term, header.get("handover"), vote)
             await stream.send("taking" if answer.kind == "owner" else answer.kind, answer.header())
         else:
             raise ValueError(f"{HOLD.name} knows suspect, holds, gone and take, not {frame.kind[:40]!r}")
 
     async def _take(
-        self, remote: PeerId, place: Place, term: int, handover: object, word: bytes
+        self, remote: PeerId, place: Place, term: int, handover: object, vote: bytes
     ) -> SuspectReply:
-        why_not = await self._transfer.take(self._holder, remote, place, term, handover, word)
+        why_not = await self._transfer.take(self._holder, remote, place, term, handover, vote)
         if why_not is not None:
             return refused(why_not)
         return self._own(place) or refused("the stage could not be taken over here")

@@ -51,8 +51,8 @@ class Transfer:
             log.warning("stage %d of job %.8s: too much to hand over", stage, job)
             return None
         for peer in order:
-            word = leases.jury.testify(job, stage, Holding(leases.peer_id, term), peer)
-            offer = asyncio.create_task(self._offer(peer, (job, stage), {**header, "word": word}))
+            vote = leases.voting.vote(job, stage, Holding(leases.peer_id, term), peer)
+            offer = asyncio.create_task(self._offer(peer, (job, stage), {**header, "word": vote}))
             try:
                 taken = await asyncio.shield(offer)
             except asyncio.CancelledError:
@@ -89,7 +89,7 @@ class Transfer:
         place: Place,
         term: int,
         handover: object,
-        word: bytes,
+        vote: bytes,
     ) -> str | None:
         """Have `holder` claim the stage that `remote` gives us. Why it is not ours to take; None where it was."""
         leases = self._leases
@@ -102,9 +102,9 @@ class Transfer:
         gives = Holding(remote, term)
         if not _holds(gives, leases.recent(*place)) and not _holds(gives, await self._read(place)):
             return f"{remote} does not own the stage under term {term}"
-        if not leases.jury.is_proof(*place, gives, leases.peer_id, (word,)):
+        if not leases.voting.is_proof(*place, gives, leases.peer_id, (vote,)):
             return f"{remote} has not released the stage"
-        await holder.take_over(*place, term, handover, (word,))
+        await holder.take_over(*place, term, handover, (vote,))
         return None
 
 

@@ -47,7 +47,7 @@ class StageHolder(Protocol):
     async def take_over(
         self, job: JobId, stage: int, over: int, handover: Mapping[str, Any] | None, proof: tuple[bytes, ...]
     ) -> ClaimRecord | None:
-        """Claim the stage above the term `over`, with testimonies that its holder is gone, and begin to host it; our claim,
+        """Claim the stage above the term `over`, with votes that its holder is gone, and begin to host it; our claim,
         or None where we did not get it."""
 
     def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:

@@ -57,7 +57,7 @@ class Sight:
     held: frozenset[tuple[int, int, PeerId]] = (
         frozenset()
     )  # (stage, term, peer): who owned one, as far as seen
-    heirs: frozenset[PeerId] = (
+    successors: frozenset[PeerId] = (
         frozenset()
     )  # who followed, by the word of those proposed or of others of these
     us: PeerId | None = None  # our own word is not a stranger's
@@ -268,7 +268,7 @@ def _standing(said: Statement, sight: Sight) -> Standing:
         return Standing.PROVEN
     if said.signer == sight.us or said.signer in sight.owned_one:
         return Standing.VOUCHED
-    if said.signer in sight.heirs or (sight.law is not None and said.signer in sight.law.chosen):
+    if said.signer in sight.successors or (sight.law is not None and said.signer in sight.law.chosen):
         return Standing.VOUCHED
     if said.state == "launching" and sight.law is not None and said.signer == sight.law.author:
         return Standing.LAUNCHED

@@ -1,4 +1,4 @@
-"""The form of what a peer signs for others to carry: grants, lists of grants taken back, statements, testimonies. Pure.
+"""The form of what a peer signs for others to carry: grants, lists of grants taken back, statements, votes. Pure.
 
 It is `msgpack([*fields, signature])`, bounded in bytes, items and texts before anything is made of it. The Ed25519
 signature covers `msgpack(["fusion-" + name, *signed])`, the name so that no form can be taken for another; `signed` are

@@ -18,7 +18,7 @@ from fusion.swarm.authority.signed import sound
 from fusion.swarm.claims import tenure
 from fusion.swarm.claims.election import latest, rank
 from fusion.swarm.claims.tenure import NEVER, Holding, Seat, Tenure
-from fusion.swarm.claims.testimony import Testimony, open_testimony, told
+from fusion.swarm.claims.votes import Vote, open_vote, parse_vote
 from fusion.swarm.directory.records import ClaimRecord, JobId, Place, Record
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Verify
@@ -26,7 +26,7 @@ from fusion.swarm.transport import PeerId
 
 KNOWN_LAWS = 1024  # jobs
 SHOWN = 8  # claims of one stage that were shown to us and are kept
-# How far below the ceiling a term must lie that only somebody's word stands for: a claim above it has to count.
+# How far below the ceiling a term must lie that only somebody's vote stands for: a claim above it has to count.
 HINT_SPARE = 2 * tenure.ROUNDS
 
 # What its peer must be admitted for: whoever stands by may be the next owner only where it may own.
@@ -126,7 +126,7 @@ class ClaimCache:
         """Who holds the stage now, or held it last."""
         view = tenure.View(
             proves=self.proves,
-            words=self.words,
+            votes=self.votes,
             now=self._now(),
             ceiling=self._ceiling(place[0]),
             alone=self._is_alone(place),
@@ -209,63 +209,65 @@ class ClaimCache:
         """Whether the claim's proof shows that whoever held its stage so does not any more."""
         if not claim.proof:
             return False
-        voters = self._voters(claim, holding)
-        return holding.peer in voters or self.is_majority((claim.job, claim.stage), holding.peer, voters)
+        voted = self._voted(claim, holding)
+        return holding.peer in voted or self.is_majority((claim.job, claim.stage), holding.peer, voted)
 
-    def words(self, claim: ClaimRecord, holding: Holding) -> int:
-        """How many jurors say in the claim's proof that whoever held its stage so does not any more."""
+    def votes(self, claim: ClaimRecord, holding: Holding) -> int:
+        """How many voters say in the claim's proof that whoever held its stage so does not any more."""
         if not claim.proof:
             return 0
         found = self._seats((claim.job, claim.stage), holding.peer)
-        return tenure.count(self._voters(claim, holding), found)
+        return tenure.count(self._voted(claim, holding), found)
 
-    def _voters(self, claim: ClaimRecord, holding: Holding) -> set[PeerId]:
-        """Those whose word counts, and who give it so; whoever shows a forged one has no others."""
+    def _voted(self, claim: ClaimRecord, holding: Holding) -> set[PeerId]:
+        """Of those whose vote counts, who voted so in the claim's proof; whoever shows a forged vote has no others."""
         place, now = (claim.job, claim.stage), self._now()
         counting = frozenset({holding.peer}).union(*self._seats(place, holding.peer))
 
-        def matters(said: Testimony) -> bool:
+        def matters(said: Vote) -> bool:
             return said.holding == holding and said.voter in counting and said.is_good(now)
 
-        return {said.voter for said in self._testimonies(claim, matters)}
+        return {said.voter for said in self._read_votes(claim, matters)}
 
-    def _testimonies(self, claim: ClaimRecord, matters: Callable[[Testimony], bool]) -> Iterator[Testimony]:
+    def _read_votes(self, claim: ClaimRecord, matters: Callable[[Vote], bool]) -> Iterator[Vote]:
         """Those in the claim's proof that matter and are no forgeries."""
 
         def check(data: bytes) -> None:
-            open_testimony(data, claim.job, claim.stage, claim.peer, self._verify)
+            open_vote(data, claim.job, claim.stage, claim.peer, self._verify)
 
-        return (said for said, _ in sound(claim.proof, told, matters, check))
+        return (said for said, _ in sound(claim.proof, parse_vote, matters, check))
 
-    def is_majority(self, place: Place, suspect: PeerId, voters: set[PeerId]) -> bool:
-        """Whether so many jurors have a word against the stage's holder."""
-        return bool(voters) and tenure.is_majority(voters, self._seats(place, suspect))
+    def is_majority(self, place: Place, suspect: PeerId, voted: set[PeerId]) -> bool:
+        """Whether those who voted against the stage's holder are a majority."""
+        return bool(voted) and tenure.is_majority(voted, self._seats(place, suspect))
 
-    def jurors(self, place: Place, suspect: PeerId) -> tuple[PeerId, ...]:
-        """Whose word counts on whether `suspect` holds the stage."""
+    def voters(self, place: Place, suspect: PeerId) -> tuple[PeerId, ...]:
+        """Whose vote counts on whether `suspect` holds the stage."""
         return tuple(sorted(frozenset().union(*self._seats(place, suspect))))
 
-    def unheard(self, place: Place, claim: ClaimRecord, holding: Holding) -> tuple[int, ...]:
-        """The stages near this one whose owners, as far as we know, have no word in the claim's proof; the vacant ones too."""
-        law, voters = self._access.law(place[0]), self._voters(claim, holding)
-        near = () if law is None else tenure.jury(place[1], law.stages)
+    def without_vote(self, place: Place, claim: ClaimRecord, holding: Holding) -> tuple[int, ...]:
+        """The stages near this one whose owners, as far as we know, have no vote in the claim's proof; the vacant ones too."""
+        law, voted = self._access.law(place[0]), self._voted(claim, holding)
+        near = () if law is None else tenure.voting_stages(place[1], law.stages)
         held = {stage: self._tenures.get((place[0], stage)) for stage in near}
-        # Whoever holds several has one word, and who is suspected none.
-        said = voters | {holding.peer}
+        # Whoever holds several has one vote, and who is suspected none.
+        said = voted | {holding.peer}
         return tuple(
             stage for stage in near if (known := held[stage]) is None or known.claim.peer not in said
         )
 
-    def silent(self, place: Place, own: ClaimRecord | None) -> tuple[int, ...]:
-        """`unheard`, of the claims to follow the stage's holder that were shown to us with words and count for nothing as far as
-        we know: of a few, however many there are in the directory."""
+    def in_doubt(self, place: Place, own: ClaimRecord | None) -> tuple[int, ...]:
+        """`without_vote`, of the claims to follow the stage's holder that were shown to us with votes and count for nothing as far
+        as we know: of a few, however many there are in the directory."""
         held, now = self.tenure(place, own), self._now()
         if held is None or not held.lives(now):
             return ()
         shown = (self._open(place, peer) for peer in list(self._shown.get(place, ())))
         terms = range(held.claim.term + 1, held.claim.term + tenure.ROUNDS + 1)
         void = [c for c in shown if c is not None and c.proof and c.term in terms and c.expires_at > now]
-        return tuple(sorted({stage for claim in void for stage in self.unheard(place, claim, held.holding)}))
+        return tuple(
+            sorted({stage for claim in void for stage in self.without_vote(place, claim, held.holding)})
+        )
 
     def unproven(self, place: Place, own: ClaimRecord) -> Holding | None:
         """Whom a proof of our claim of the stage should be over and is not: the holder whose lease ran out before us, or
@@ -289,13 +291,13 @@ class ClaimCache:
         law = self._access.law(job)
         if law is None:
             return ()
-        held = (self._tenures.get((job, other)) for other in tenure.jury(stage, law.stages))
+        held = (self._tenures.get((job, other)) for other in tenure.voting_stages(stage, law.stages))
         return tenure.seats((each for each in held if each is not None), suspect, self._now())
 
     def _is_alone(self, place: Place) -> bool:
-        """Whether no stage's owner could ever have a word on this one."""
+        """Whether no stage's owner could ever have a vote on this one."""
         law = self._access.law(place[0])
-        return law is None or not tenure.jury(place[1], law.stages)
+        return law is None or not tenure.voting_stages(place[1], law.stages)
 
     def _chosen(self, claim: ClaimRecord) -> bool:
         """Whether the job's author gave the stage to the claim's peer, or one of those to whom it gave any said, however long ago, that
@@ -305,7 +307,7 @@ class ClaimCache:
             return False
         if stage < len(law.proposed) and law.proposed[stage] == claim.peer:
             return True
-        return any(True for _ in self._testimonies(claim, lambda said: said.voter in law.chosen))
+        return any(True for _ in self._read_votes(claim, lambda said: said.voter in law.chosen))
 
     def _ceiling(self, job: JobId) -> int:
         law = self._access.law(job)

@@ -19,7 +19,7 @@ from fusion.swarm.errors import SwarmError
 logger = logging.getLogger(__name__)
 
 
-SAID_PLACES = 65_536
+PUBLISHED_PLACES = 65_536
 
 
 class ClaimPublisher:
@@ -30,14 +30,14 @@ class ClaimPublisher:
         # Of stages that we stand by for or run beside their owner.
         self.standby_claims: dict[Place, ClaimRecord] = {}
         self.claiming: dict[Place, ClaimRecord] = {}  # to be won or lost: nothing else is said of these
-        self.wake = asyncio.Event()  # set when there is something for `say_unsaid`
+        self.wake = asyncio.Event()  # set when there is something for `publish_due`
         self.late: set[asyncio.Task[None]] = set()  # publications that nobody waits for any more
         self._directory = directory
         self._ttl_seconds = ttl_seconds
-        self._unsaid: dict[Place, ClaimRecord] = {}
+        self._due: dict[Place, ClaimRecord] = {}
         self._now = directory.now
         # How long what we said of a stage lasts, unix seconds.
-        self._until: FIFOCache[Place, float] = FIFOCache(SAID_PLACES)
+        self._until: FIFOCache[Place, float] = FIFOCache(PUBLISHED_PLACES)
 
     def of(self, place: Place) -> ClaimRecord | None:
         """Our claim of the stage, an owner's or a standby's, as others may see it."""
@@ -59,24 +59,24 @@ class ClaimPublisher:
         """Whether nobody can see the claim any more."""
         return self._until.get((claim.job, claim.stage), 0.0) <= self._now()
 
-    def say_soon(self, claim: ClaimRecord) -> None:
-        """Leave it to the next `say_unsaid`."""
-        self._unsaid[claim.job, claim.stage] = claim
+    def publish_soon(self, claim: ClaimRecord) -> None:
+        """Leave it to the next `publish_due`."""
+        self._due[claim.job, claim.stage] = claim
         self.wake.set()
 
     def withdraw_soon(self, claim: ClaimRecord) -> None:
-        """As `withdraw`, with the next `say_unsaid`."""
-        self.say_soon(_released(claim))
+        """As `withdraw`, with the next `publish_due`."""
+        self.publish_soon(_released(claim))
 
-    def leave_unsaid(self, place: Place) -> None:
-        """Forget what `say_soon` was told of the stage."""
-        self._unsaid.pop(place, None)
+    def drop_due(self, place: Place) -> None:
+        """Forget what `publish_soon` was told of the stage."""
+        self._due.pop(place, None)
 
-    async def say_unsaid(self) -> None:
-        unsaid, self._unsaid = self._unsaid, {}
-        await asyncio.gather(*(self.say(claim) for claim in unsaid.values()))
+    async def publish_due(self) -> None:
+        due, self._due = self._due, {}
+        await asyncio.gather(*(self.publish_current(claim) for claim in due.values()))
 
-    async def say(self, claim: ClaimRecord) -> None:
+    async def publish_current(self, claim: ClaimRecord) -> None:
         """Publish what we have to say of a stage now: what owns it or stands by for it, else `claim`."""
         place = (claim.job, claim.stage)
         if place in self.claiming:
@@ -95,8 +95,8 @@ class ClaimPublisher:
 
     async def withdraw(self, claim: ClaimRecord) -> None:
         """Say in place of a claim that we do not hold that we stand by, or that it is released."""
-        self.leave_unsaid((claim.job, claim.stage))
-        await self.say(_released(claim))
+        self.drop_due((claim.job, claim.stage))
+        await self.publish_current(_released(claim))
 
     async def publish(self, claim: ClaimRecord, patience_seconds: float | None = None) -> None:
         """Raises SwarmError. With patience, what takes longer goes on in the background: one node that does not answer

@@ -23,9 +23,9 @@ from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.claim_cache import ClaimCache
 from fusion.swarm.claims.claim_publisher import ClaimPublisher
 from fusion.swarm.claims.election import winner
-from fusion.swarm.claims.jury import Jury
 from fusion.swarm.claims.standbys import Standbys
 from fusion.swarm.claims.tenure import ROUNDS, Holding, Tenure
+from fusion.swarm.claims.voting import Voting
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS, Directory
 from fusion.swarm.directory.records import ClaimRecord, JobId, Place
 from fusion.swarm.directory.sealing import MAX_CLAIM_SECONDS
@@ -41,7 +41,7 @@ class LeaseConfig:
     confirm_seconds: float = 0.3  # between publishing a claim and looking who else published one
     patience_seconds: float = 0.5  # for nodes that take a claim slowly, where somebody waits for a takeover
     remembered_places: int = 65_536  # stages whose holder we keep in mind
-    prove_seconds: float = 3.0  # from one request for testimonies on a stage of ours to the next
+    prove_seconds: float = 3.0  # from one request for votes on a stage of ours to the next
 
     def __post_init__(self) -> None:
         if self.heartbeat_seconds <= 0 or self.confirm_seconds < 0 or self.remembered_places < 1:
@@ -56,17 +56,17 @@ class LeaseConfig:
         return min(3 * self.heartbeat_seconds, MAX_CLAIM_SECONDS)
 
 
-# Words of the jurors of a stage against one who held it, in our favour.
-Testimonies = Callable[[Place, Holding], Awaitable[tuple[bytes, ...]]]
+# The votes of a stage's voters against one who held it, in our favour.
+RequestVotes = Callable[[Place, Holding], Awaitable[tuple[bytes, ...]]]
 
 
 class Leases:
-    """The stages that this peer owns, and in `standbys` those that it stands by for; `jury` is what is said of who holds
+    """The stages that this peer owns, and in `standbys` those that it stands by for; `voting` is what is said of who holds
     them. `async with Leases(...)` renews its claims every heartbeat and releases them at the end; `beat` is one heartbeat,
     for tests that drive the clock themselves.
 
     `on_lost` is called (in the loop, must not block) with our old claim when a higher claim has taken a stage from us;
-    the stage is then no longer in `mine()`. `testimonies` asks the jurors of a stage of ours for their words against
+    the stage is then no longer in `mine()`. `request_votes` asks the voters of a stage of ours for their votes against
     another holder of it.
     """
 
@@ -81,7 +81,7 @@ class Leases:
         self.peer_id = peer_id
         self.access = access or Access(None, directory.now, directory.verify)
         self.on_lost = on_lost
-        self.testimonies: Testimonies | None = None
+        self.request_votes: RequestVotes | None = None
         self._directory = directory
         self._config = config or LeaseConfig()
         self._ours = ClaimPublisher(directory, self._config.ttl_seconds)
@@ -94,9 +94,9 @@ class Leases:
             self.access,
         )
         self.standbys = Standbys(peer_id, self._ours, self._cache, self.access.chain)
-        self.jury = Jury(peer_id, directory, self._ours, self._cache)
+        self.voting = Voting(peer_id, directory, self._ours, self._cache)
         self._locks: WeakValueDictionary[Place, asyncio.Lock] = WeakValueDictionary()  # of claims under way
-        self._proving: dict[Place, float] = {}  # when testimonies were asked for last
+        self._proving: dict[Place, float] = {}  # when votes were asked for last
         self._loop: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -117,7 +117,7 @@ class Leases:
         for job, stage in list(self._ours.standby_claims):
             self.standbys.stand_down(job, stage)
         results = await asyncio.gather(
-            self._ours.say_unsaid(),
+            self._ours.publish_due(),
             *(self.release(job, stage) for job, stage in held),
             return_exceptions=True,
         )
@@ -134,7 +134,7 @@ class Leases:
 
     def know(self, law: JobLaw) -> None:
         """From now on claims of the job count only of those whom its manifest admits, at most at its ceiling of terms, and
-        the owners of its stages have a word on each other's."""
+        the owners of its stages have a vote on each other's."""
         self._cache.know(law)
 
     def refusal(self, job: JobId, stage: int, role: Role) -> str | None:
@@ -175,7 +175,7 @@ class Leases:
         return self.recent(job, stage)
 
     async def claims_of(self, job: JobId, stages: Iterable[int]) -> tuple[tuple[ClaimRecord, ...], ...]:
-        """`claims` of several stages, each judged once all have been read: whoever follows at one does so by the words of those who
+        """`claims` of several stages, each judged once all have been read: whoever follows at one does so by the votes of those who
         hold others."""
         stages = tuple(stages)
         await asyncio.gather(*(self.claims(job, stage) for stage in stages))
@@ -261,7 +261,7 @@ class Leases:
                     await self._ours.withdraw(tried)
             if won is not None:
                 self._ours.owned[place] = won
-                self.jury.forget(place)
+                self.voting.forget(place)
                 self.tenure(job, stage)
             return won
 
@@ -346,7 +346,7 @@ class Leases:
         )
         claims[place] = changed
         if changed.ready != held.ready:
-            self._ours.say_soon(changed)
+            self._ours.publish_soon(changed)
 
     async def release(self, job: JobId, stage: int) -> None:
         """Give the stage up: our claim becomes "released", so that others need not wait for it to expire."""
@@ -360,9 +360,9 @@ class Leases:
     async def beat(self) -> None:
         """Renew every claim of ours, then give up those that a higher claim has beaten."""
         for place in [*self._ours.owned, *self._ours.standby_claims]:
-            self._ours.leave_unsaid(place)
+            self._ours.drop_due(place)
         await asyncio.gather(
-            self._ours.say_unsaid(),
+            self._ours.publish_due(),
             *(self._renew(place) for place in list(self._ours.owned)),
             *(self.standbys.renew(place) for place in list(self._ours.standby_claims)),
         )
@@ -409,24 +409,24 @@ class Leases:
             task.add_done_callback(self._ours.late.discard)
 
     async def _prove(self, held: ClaimRecord, holding: Holding) -> None:
-        """Have our claim carry the words of jurors that `holding` is over."""
+        """Have our claim carry the votes of voters that `holding` is over."""
         place = (held.job, held.stage)
-        words = () if self.testimonies is None else await self.testimonies(place, holding)
+        votes = () if self.request_votes is None else await self.request_votes(place, holding)
         owned = self._ours.owned.get(place)
         if owned is None or owned.term != held.term:
             return
         # Of a holder whose lease ran out fewer than a majority count too, against rivals that have fewer still.
         tenure = self.tenure(*place)
-        some = bool(words) and tenure is not None and not tenure.settled and tenure.lapsed == holding
-        if some or self.jury.is_proof(*place, holding, self.peer_id, words):
-            self._ours.owned[place] = replace(owned, proof=words)
-            self._ours.say_soon(owned)
+        some = bool(votes) and tenure is not None and not tenure.settled and tenure.lapsed == holding
+        if some or self.voting.is_proof(*place, holding, self.peer_id, votes):
+            self._ours.owned[place] = replace(owned, proof=votes)
+            self._ours.publish_soon(owned)
 
     def _forget(self, place: Place) -> None:
         """What was about our claim of the stage, which is no more."""
         self._cache.give_up(place)
         self._proving.pop(place, None)
-        self.jury.forget(place)
+        self.voting.forget(place)
 
     def _give_way(self, held: ClaimRecord, best: ClaimRecord) -> None:
         self._leave(held, f"went from us (term {held.term}) to {best.peer} (term {best.term})")
@@ -447,7 +447,7 @@ class Leases:
                 beat_at = clock.time() + self._config.heartbeat_seconds
                 await self.beat()
             else:
-                await self._ours.say_unsaid()
+                await self._ours.publish_due()
             try:
                 async with asyncio.timeout_at(beat_at):
                     await self._ours.wake.wait()

@@ -10,7 +10,7 @@ from fusion.swarm.authority.belief import Sight
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.authority.signed import sound
 from fusion.swarm.claims.election import winner
-from fusion.swarm.claims.testimony import Succession, check_succession, successions, told_succession
+from fusion.swarm.claims.votes import Succession, check_succession, parse_succession, successions
 from fusion.swarm.directory.records import ClaimRecord, JobId, Place
 from fusion.swarm.identity import Verify
 from fusion.swarm.identity import verify as verify_signature
@@ -18,7 +18,7 @@ from fusion.swarm.transport import PeerId
 
 REMEMBERED_STAGES = 16_384  # whose owners are kept in mind
 REMEMBERED_OWNERS = 4  # of each
-REMEMBERED_JOBS, REMEMBERED_HEIRS = 1024, 16  # and of each job that many of those that followed others
+REMEMBERED_JOBS, REMEMBERED_SUCCESSORS = 1024, 16  # and of each job that many of those that followed others
 CHAIN = 4  # successions that are shown for one peer
 
 Claims = Mapping[int, Sequence[ClaimRecord]]  # the live ones, by stage
@@ -29,7 +29,7 @@ class OwnersSeen:
 
     def __init__(self) -> None:
         self._seen: FIFOCache[Place, dict[tuple[int, PeerId], None]] = FIFOCache(REMEMBERED_STAGES)
-        self._heirs: FIFOCache[JobId, dict[PeerId, Succession]] = FIFOCache(REMEMBERED_JOBS)
+        self._successors: FIFOCache[JobId, dict[PeerId, Succession]] = FIFOCache(REMEMBERED_JOBS)
 
     def see(self, job: JobId, stage: int, claims: Iterable[ClaimRecord]) -> ClaimRecord | None:
         """The owner by these live claims, who is remembered."""
@@ -61,43 +61,48 @@ class OwnersSeen:
             (stage, term, peer) for stage in range(stages) for term, peer in self._seen.get((job, stage), ())
         )
         ours = [claim.step for claim in found.values() if claim is not None and claim.peer == us]
-        heirs: Mapping[PeerId, Succession] = {}
+        successors: Mapping[PeerId, Succession] = {}
         if law is not None:
             proofs = [successions(claim) for claim in found.values() if claim is not None]
-            heirs = self._follow(law, [*proofs, *shown], verify)
+            successors = self._follow(law, [*proofs, *shown], verify)
         return Sight(
-            law=law, owners=owners, held=held, us=us, reached=min(ours, default=0), heirs=frozenset(heirs)
+            law=law,
+            owners=owners,
+            held=held,
+            us=us,
+            reached=min(ours, default=0),
+            successors=frozenset(successors),
         )
 
     def _follow(
         self, law: JobLaw, proofs: Sequence[Sequence[bytes]], verify: Verify
     ) -> Mapping[PeerId, Succession]:
-        """Who followed in the job by the word of those whom its author proposed, or of others who so followed, as far as anybody
+        """Who followed in the job by the vote of those whom its author proposed, or of others who so followed, as far as anybody
         has shown; `proofs` by who carries them."""
-        heirs, before = self._heirs.get(law.job, {}), -1
+        successors, before = self._successors.get(law.job, {}), -1
 
         def matters(one: Succession) -> bool:
-            right = one.voter in law.chosen or one.voter in heirs
-            fresh = one.heir not in law.chosen and one.heir not in heirs
-            return right and fresh and len(heirs) < REMEMBERED_HEIRS
+            right = one.voter in law.chosen or one.voter in successors
+            fresh = one.successor not in law.chosen and one.successor not in successors
+            return right and fresh and len(successors) < REMEMBERED_SUCCESSORS
 
         def check(data: bytes) -> None:
             check_succession(data, law.job, verify)
 
-        while before < len(heirs):  # what was passed over may follow somebody who is known now
-            before = len(heirs)
+        while before < len(successors):  # what was passed over may follow somebody who is known now
+            before = len(successors)
             for proof in proofs:
-                for one, _ in sound(proof, told_succession, matters, check):
-                    heirs[one.heir] = one
-        if heirs:
-            self._heirs[law.job] = heirs
-        return heirs
+                for one, _ in sound(proof, parse_succession, matters, check):
+                    successors[one.successor] = one
+        if successors:
+            self._successors[law.job] = successors
+        return successors
 
     def chain(self, job: JobId, peer: PeerId) -> tuple[bytes, ...]:
-        """What shows others that the peer came to the job by the word of those that were in it before: its own succession,
+        """What shows others that the peer came to the job by the vote of those that were in it before: its own succession,
         that of whoever spoke for it, and so on; none where the author proposed it."""
-        heirs, found = self._heirs.get(job, {}), list[bytes]()
-        while peer in heirs and len(found) < CHAIN:
-            found.append(heirs[peer].data)
-            peer = heirs[peer].voter
+        successors, found = self._successors.get(job, {}), list[bytes]()
+        while peer in successors and len(found) < CHAIN:
+            found.append(successors[peer].data)
+            peer = successors[peer].voter
         return tuple(found)

@@ -62,7 +62,7 @@ class Standbys:
             )
         self._ours.standby_claims[place] = claim
         if before is None or replace(before, term=claim.term, step=step) != claim:
-            self._ours.say_soon(claim)
+            self._ours.publish_soon(claim)
 
     def serve_beside(self, job: JobId, stage: int) -> int:
         """Say from now on that we run the stage beside its owner, ready for sessions. The term of that claim, which
@@ -77,7 +77,7 @@ class Standbys:
             claim = self._ours.standby_claims[place] = replace(
                 claim, role="replica", term=term, load=0.0, ready=True
             )
-            self._ours.say_soon(claim)
+            self._ours.publish_soon(claim)
         return claim.term
 
     def only_stand_by(self, job: JobId, stage: int) -> None:
@@ -87,7 +87,7 @@ class Standbys:
         if claim is not None and claim.role == "replica":
             term = max(claim.term, self._cache.term(place))
             claim = self._ours.standby_claims[place] = replace(claim, role="standby", term=term, load=0.0)
-            self._ours.say_soon(claim)
+            self._ours.publish_soon(claim)
 
     def beside(self, job: JobId, stage: int) -> bool:
         """Whether we say that we run the stage beside its owner, or are about to own it ourselves."""
@@ -109,4 +109,4 @@ class Standbys:
                 # Not below a claim of ours that was an owner's: readers go by the term where they have seen both.
                 term = max(claim.term, self._cache.term(place))
                 self._ours.standby_claims[place] = replace(claim, term=term, grants=self._chain(claim.job))
-            await self._ours.say(claim)
+            await self._ours.publish_current(claim)

@@ -7,14 +7,14 @@ if its term is higher, where
 
 (a) the lease has run out in the reader's own view: a vacancy needs no proof, only a term below the ceiling;
 (b) it proves that the holder does not hold the stage any more, and that its own peer is to follow: the holder's signed
-    release, or such testimonies of a majority of the jurors, the owners of the stages nearest to this one, as the reader
+    release, or such votes of a majority of the voters, the owners of the stages nearest to this one, as the reader
     knows them; it is at most ROUNDS above then;
 (c) it contests a tenure that is not settled, with the same right as that has and a higher rank, at most ROUNDS above the
-    term that both follow; to whom the job's author gave the stage, or who followed by the word of such a peer, goes before any
+    term that both follow; to whom the job's author gave the stage, or who followed by the vote of such a peer, goes before any
     rank. A tenure settles after CONTEST_SECONDS; one that followed a lease which merely ran out, once
     its claim proves that a majority saw that as well: the two halves of a swarm that was divided agree in this way.
     Until then the holder before gets the stage back with the claim that it had, of rivals the one counts with more
-    jurors' words that the holder before is gone, whatever its rank, and who proves that one that was outbid is gone follows
+    votes that the holder before is gone, whatever its rank, and who proves that one that was outbid is gone follows
     it. Whoever was outbid gets it back, if it still claims it, when
     whoever outbid it gives it up or lets its lease run out: readers see a contest at unlike times, so not all of them
     went by it.
@@ -24,15 +24,15 @@ claim, below the ceiling, and its own word that it does not own the stage any mo
 that of the last settled holder is void for ever.
 
 The ceiling is SPARE_TERMS more than the seconds since the job was launched, so that terms cannot be used up: claims that
-need no neighbour's word raise them by less than one a second in the long run. A reader that knows nothing of a stage
-believes that of a peer to whom the author gave it, or who followed by the word of one, if there is such a claim, and else the
+need no neighbour's vote raise them by less than one a second in the long run. A reader that knows nothing of a stage
+believes that of a peer to whom the author gave it, or who followed by the vote of one, if there is such a claim, and else the
 highest; in either case one below the ceiling.
 
-A juror has one word, however many stages it owns or owned, and the holder none against itself. Where an owner's lease merely
-ran out and another peer followed, the word of either stands for that stage: it may have been cut off from us, not gone. Where
-another peer followed by a proof, so does that of the one before for as long as a word is good: two neighbours may die within
+A voter has one vote, however many stages it owns or owned, and the holder none against itself. Where an owner's lease merely
+ran out and another peer followed, the vote of either stands for that stage: it may have been cut off from us, not gone. Where
+another peer followed by a proof, so does that of the one before for as long as a vote is good: two neighbours may die within
 moments, and who saw the second death first has to understand what the second one said of the first.
-Nobody else has a word. A stage that is vacant still counts among the neighbours, and nobody has its word. Where no other peer owns a stage of the job only (a) and a release remain.
+Nobody else has a vote. A stage that is vacant still counts among the neighbours, and nobody has its vote. Where no other peer owns a stage of the job only (a) and a release remain.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ OUTBID = 4  # holders that are remembered of those that a contest for one stage 
 # A reader hears of rivals within a heartbeat, and they of each other within the time that a claim is confirmed in.
 CONTEST_SECONDS = 3.0
 SPARE_TERMS = 64
-JURY_STAGES = 8
-WORD_SECONDS = 12  # two leases: a word that nobody made use of must not be kept for later
+MAX_VOTING_STAGES = 8
+VOTE_SECONDS = 12  # two leases: a vote that nobody made use of must not be kept for later
 
 
 class Holding(NamedTuple):
@@ -85,20 +85,20 @@ NEVER = 0.0
 
 # Whether a claim proves that whoever held the stage so does not any more, and that the claim's peer is to follow.
 Proves = Callable[[ClaimRecord, Holding], bool]
-# How many jurors say so.
-Words = Callable[[ClaimRecord, Holding], int]
-# Those whose word stands for one juror.
+# How many voters say so in the claim's proof.
+CountVotes = Callable[[ClaimRecord, Holding], int]
+# Of one voter: those any of whose votes stands for its own.
 Seat = frozenset[PeerId]
 
 
 @dataclass(frozen=True)
 class View:
-    """What one reader goes by at one moment. `alone`: nobody has a word on the stage, so that there is no majority to
+    """What one reader goes by at one moment. `alone`: nobody has a vote on the stage, so that there is no majority to
     wait for. `now`: unix seconds. `chosen`: whether the job's author gave the stage to the claim's peer, or one of those to
     whom it gave any said that this peer is to follow."""
 
     proves: Proves
-    words: Words
+    votes: CountVotes
     now: float
     ceiling: int
     alone: bool
@@ -207,9 +207,9 @@ def _follower(known: Tenure | None, claim: ClaimRecord, view: View) -> Tenure | 
         if holding.term < claim.term <= holding.term + ROUNDS and view.proves(claim, holding):
             used = known.used if holding == before else max(known.used, before.term)
             return replace(fresh, over=holding, floor=holding.term, used=used)
-    more = 0  # words that its holder before is gone than the tenure has
+    more = 0  # votes that its holder before is gone than the tenure has
     if not known.settled and known.lapsed is not None:
-        more = view.words(claim, known.lapsed) - view.words(known.claim, known.lapsed)
+        more = view.votes(claim, known.lapsed) - view.votes(known.claim, known.lapsed)
     elif view.now - known.since >= CONTEST_SECONDS:
         return None
     if more < 0 or (more == 0 and view.order(claim) <= view.order(known.claim)):
@@ -225,28 +225,28 @@ def _follower(known: Tenure | None, claim: ClaimRecord, view: View) -> Tenure | 
 
 
 def _outbid_unsettled(known: Tenure) -> tuple[Holding, ...]:
-    """Whom the tenure outbid by its term alone, with no majority's word: others may have gone by them ever since."""
+    """Whom the tenure outbid by its term alone, with no majority's vote: others may have gone by them ever since."""
     return () if known.settled else tuple(each.holding for each in known.outbid)
 
 
 def ceiling(launched_at: float, now: float) -> int:
-    """The highest term that a claim may have which no neighbour's word supports. Both in unix seconds."""
+    """The highest term that a claim may have which no neighbour's vote supports. Both in unix seconds."""
     return min(MAX_TERM - 1, SPARE_TERMS + max(0, int(now - launched_at)))
 
 
-def jury(stage: int, stages: int) -> tuple[int, ...]:
-    """The stages whose owners have a word on who holds `stage`: the nearest ones."""
+def voting_stages(stage: int, stages: int) -> tuple[int, ...]:
+    """The stages whose owners have a vote on who holds `stage`: the nearest ones."""
     # A job may have thousands, and somebody may speak of one that it does not have.
-    near = range(max(0, min(stage, stages) - JURY_STAGES), min(stages, stage + JURY_STAGES + 1))
+    near = range(max(0, min(stage, stages) - MAX_VOTING_STAGES), min(stages, stage + MAX_VOTING_STAGES + 1))
     others = sorted((abs(other - stage), other) for other in near if other != stage)
-    return tuple(other for _, other in others[:JURY_STAGES])
+    return tuple(other for _, other in others[:MAX_VOTING_STAGES])
 
 
-def seats(jurors: Iterable[Tenure], suspect: PeerId | None, now: float) -> tuple[Seat, ...]:
-    """Who has a word on whether `suspect` holds its stage: one juror each of the peers that hold `jurors` now. Who held one last
-    has no word any more, but the stage counts: a vacant one must not make the only other neighbour a majority."""
+def seats(near: Iterable[Tenure], suspect: PeerId | None, now: float) -> tuple[Seat, ...]:
+    """Who has a vote on whether `suspect` holds its stage: one seat each of the peers that hold the stages `near` it now. Who held one last
+    has no vote any more, but the stage counts: a vacant one must not make the only other neighbour a majority."""
     found: dict[PeerId, set[PeerId]] = {}
-    for tenure in jurors:
+    for tenure in near:
         if tenure.claim.peer == suspect:
             continue
         voices = found.setdefault(tenure.claim.peer, set())
@@ -254,17 +254,17 @@ def seats(jurors: Iterable[Tenure], suspect: PeerId | None, now: float) -> tuple
             voices.add(tenure.claim.peer)
             if tenure.lapsed is not None:
                 voices.add(tenure.lapsed.peer)
-            if tenure.over is not None and now < tenure.since + WORD_SECONDS:
+            if tenure.over is not None and now < tenure.since + VOTE_SECONDS:
                 voices.add(tenure.over.peer)
     return tuple(frozenset(voices - {suspect}) for voices in found.values())
 
 
-def count(voters: Collection[PeerId], found: Sequence[Seat]) -> int:
-    """How many of the jurors have a word among those of the voters, each of which stands for one of them at most."""
+def count(voted: Collection[PeerId], found: Sequence[Seat]) -> int:
+    """How many of the seats have one who voted, each of whom stands for one seat at most."""
     stands_for: dict[PeerId, int] = {}
 
     def seated(seat: int, tried: set[PeerId]) -> bool:
-        for voter in found[seat].intersection(voters) - tried:
+        for voter in found[seat].intersection(voted) - tried:
             tried.add(voter)
             if voter not in stands_for or seated(stands_for[voter], tried):
                 stands_for[voter] = seat
@@ -274,6 +274,6 @@ def count(voters: Collection[PeerId], found: Sequence[Seat]) -> int:
     return sum(seated(seat, set()) for seat in range(len(found)))
 
 
-def is_majority(voters: Collection[PeerId], found: Sequence[Seat]) -> bool:
-    """Whether more than half of the jurors are among the voters."""
-    return 2 * count(voters, found) > len(found)
+def is_majority(voted: Collection[PeerId], found: Sequence[Seat]) -> bool:
+    """Whether more than half of the seats have one who voted."""
+    return 2 * count(voted, found) > len(found)

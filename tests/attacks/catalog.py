@@ -6,7 +6,7 @@ from attacks.hold import Attack
 from attacks.scripts import (
     directory,
     false_helpers,
-    forged_words,
+    forged_votes,
     hostile_jobs,
     outsiders,
     sessions,
@@ -21,7 +21,7 @@ for part in (
     directory,
     streams,
     hostile_jobs,
-    forged_words,
+    forged_votes,
     stolen_stages,
     false_helpers,
     sessions,

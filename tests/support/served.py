@@ -109,7 +109,7 @@ def _seeded_reference(name: str, prompt: tuple[int, ...], count: int, sampling: 
     return tokens[len(prompt) :]
 
 
-class Heirs:
+class Successors:
     """Peers that take stages over at a word, once the owner has really gone. Implements what serving needs of `Takeover`."""
 
     def __init__(self, swarm: Swarm) -> None:
@@ -124,10 +124,10 @@ class Heirs:
             swarm = self._swarm
             if peer in swarm.network.transports:
                 return None
-            for heir in list(self.standing.get(stage, ())):
-                self.standing[stage].remove(heir)
-                if heir.id in swarm.network.transports:
-                    return await swarm.hold(heir, job, stage, over=term, wait=False)
+            for successor in list(self.standing.get(stage, ())):
+                self.standing[stage].remove(successor)
+                if successor.id in swarm.network.transports:
+                    return await swarm.hold(successor, job, stage, over=term, wait=False)
             return None
 
 
@@ -138,7 +138,7 @@ class Peer:
         home: Path,
         memory_bytes: int,
         failover: FailoverConfig,
-        successors: Heirs,
+        successors: Successors,
         given: Surroundings,
     ) -> None:
         self.identity = given.identity()
@@ -188,7 +188,7 @@ class Swarm:
         self.given = given
         self.peers: list[Peer] = []
         self.owners: list[Peer] = []  # at first, by stage
-        self.successors = Heirs(self)
+        self.successors = Successors(self)
         self.manifests: dict[JobId, Manifest] = {}
         self.author = given.identity()
 
@@ -249,7 +249,7 @@ class Swarm:
         leases = peer.context.leases
         claims = ((old, old.context.leases.holds(job, stage)) for old in self.peers if old is not peer)
         proof = tuple(
-            old.context.leases.jury.testify(job, stage, Holding(old.id, over), peer.id)
+            old.context.leases.voting.vote(job, stage, Holding(old.id, over), peer.id)
             for old, claim in claims
             if claim is not None and claim.term == over
         )

@@ -38,17 +38,17 @@ class Counted(MemoryDirectory):
 
 
 @dataclass
-class Heirs:
-    """Answers suspicions: with the claim that `heir` makes, or not at all."""
+class Successors:
+    """Answers suspicions: with the claim that `successor` makes, or not at all."""
 
     asked: list[tuple[int, PeerId, int]] = field(default_factory=list)
-    heir: Callable[[int, int], Any] | None = None
+    successor: Callable[[int, int], Any] | None = None
     cancelled: int = 0
 
     async def suspect(self, job: JobId, stage: int, peer: PeerId, term: int) -> ClaimRecord | None:
         self.asked.append((stage, peer, term))
         try:
-            return None if self.heir is None else cast("ClaimRecord", await self.heir(stage, term))
+            return None if self.successor is None else cast("ClaimRecord", await self.successor(stage, term))
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -60,7 +60,7 @@ class Node:
 
     context: Context
     directory: Counted
-    successors: Heirs
+    successors: Successors
     neighbours: Partners | None = None
     task: asyncio.Task[None] | None = None
     linked: list[tuple[float, bool]] = field(default_factory=list)
@@ -143,7 +143,7 @@ async def swarm(count: int) -> AsyncIterator[Swarm]:
         transport = MemoryTransport(made.network, identity.peer_id)
         directory = Counted(made.network, identity, made.clock)
         leases = Leases(identity.peer_id, directory, LeaseConfig(confirm_seconds=0.0))
-        successors = Heirs()
+        successors = Successors()
         context = Context(
             peer_id=identity.peer_id, transport=transport, directory=directory, leases=leases, worker=None,
             blobs=cast("Any", None), takeover=successors,

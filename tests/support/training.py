@@ -129,11 +129,11 @@ class Peer:
         claim = self.context.leases.holds(job, stage)
         return claim.term if claim is not None and stage in self.tasks else 0
 
-    def release(self, job: JobId, stage: int, heir: Peer) -> tuple[bytes, ...]:
-        """Our signed word that the stage is no longer ours and `heir` is to follow, as whoever hands one over gives it: without it the
-        heir's claim need not count for others while ours lasts."""
+    def release(self, job: JobId, stage: int, successor: Peer) -> tuple[bytes, ...]:
+        """Our signed vote that the stage is no longer ours and `successor` is to follow, as whoever hands one over gives it: without it the
+        successor's claim need not count for others while ours lasts."""
         ours = Holding(self.context.peer_id, self.holds(job, stage))
-        return (self.context.leases.jury.testify(job, stage, ours, heir.context.peer_id),)
+        return (self.context.leases.voting.vote(job, stage, ours, successor.context.peer_id),)
 
     @property
     def occupied(self) -> bool:

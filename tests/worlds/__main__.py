@@ -5,7 +5,7 @@
     python tests/worlds --replay SEED           one world, with every frame that was sent in it
     python tests/worlds --digest FILE           SHA-256 of what happens in each world: whether two checkouts do the same
     python tests/worlds --plant term            with a bug in it, that has to be found (term, ready, promote;
-                                                with --liars: proof, words, belief)
+                                                with --liars: proof, votes, belief)
 
 Exit 0: everything held in every world. 1: something did not; the seeds are printed, the first ones with their logs.
 """

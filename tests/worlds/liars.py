@@ -1,10 +1,10 @@
 """Peers of a world that mean harm: each has an identity of its own, hosts nothing, and says what it likes, to whom it likes.
 
 What a liar does, and when, is drawn from the world's seed, apart from everything else in it. It claims stages with terms of
-all sizes, with proofs that are forged, its own word, or replayed; it offers itself as the best standby and lets down who asks
+all sizes, with proofs that are forged, its own vote, or replayed; it offers itself as the best standby and lets down who asks
 it to take over, or promises what it does not do; it says that the job is done, stopped, failed, far ahead or elsewhere; it
 says hello for stages that it does not own, with its own claim or one that it saw, and sends the protocol's messages; it
-reports owners as gone, gives stages away that it does not have, and asks neighbours for their word.
+reports owners as gone, gives stages away that it does not have, and asks neighbours for their vote.
 
 A vacant stage of an open job is anybody's, so a liar gets one now and then, and lets it lie: that is no fault of the
 protocol while its lease lasts. It never computes: a wrong number that an owner makes on purpose is not looked for here.
@@ -29,7 +29,7 @@ from fusion.runtime.training.step import messages as m
 from fusion.swarm.authority.statements import Statement, seal_statement
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.tenure import ROUNDS, SPARE_TERMS, Holding
-from fusion.swarm.claims.testimony import Testimony, seal_testimony
+from fusion.swarm.claims.votes import Vote, seal_vote
 from fusion.swarm.directory.records import MAX_TERM, ClaimRecord, Digest, JobRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId, Stream
@@ -82,22 +82,22 @@ class Liar:
         self._seen = [*self._seen, *claims][-40:]
         return stage, winner([claim for claim in claims if claim.peer != self._id])
 
-    def _words(self, stage: int, held: ClaimRecord | None, heir: PeerId) -> tuple[bytes, ...]:
-        """What is to prove that `held` is over: nothing, our own word, the words of others in our hand, or old ones."""
+    def _votes(self, stage: int, held: ClaimRecord | None, successor: PeerId) -> tuple[bytes, ...]:
+        """What is to prove that `held` is over: nothing, our own vote, the votes of others in our hand, or old ones."""
         how = self._rng.randrange(4)
         if held is None or how == 0:
             return ()
         if how == 1:
-            return tuple(word for claim in self._seen for word in claim.proof)[:8]
+            return tuple(vote for claim in self._seen for vote in claim.proof)[:8]
         voters = [self._id] if how == 2 else [*self._world.processes]
         holding = Holding(held.peer, held.term)
         now = int(self._directory.now())
         return tuple(
-            seal_testimony(
-                Testimony(voter=voter, holding=holding, at=now),
+            seal_vote(
+                Vote(voter=voter, holding=holding, at=now),
                 self._world.job,
                 stage,
-                heir,
+                successor,
                 self._directory.sign,
             )
             for voter in voters[:8]
@@ -112,7 +112,7 @@ class Liar:
     async def _claim(self) -> None:
         stage, held = await self._look()
         if held is not None or self._rng.random() < VACANT:
-            await self._publish(stage, "owner", self._term(held), self._words(stage, held, self._id))
+            await self._publish(stage, "owner", self._term(held), self._votes(stage, held, self._id))
 
     async def _stand_by(self) -> None:
         stage, held = await self._look()
@@ -164,7 +164,7 @@ class Liar:
         if owner is None:
             return
         claim = self._directory.sealed(
-            self._record(source, "owner", self._term(held), self._words(source, held, self._id))
+            self._record(source, "owner", self._term(held), self._votes(source, held, self._id))
         )
         shown = self._rng.choice((b"", claim, *list(self._world.bulletin.sealed)[-3:]))
         hello = m.Hello(
@@ -201,17 +201,17 @@ class Liar:
         await stream.send(*m.encode(said, term))
 
     async def _report(self) -> None:
-        """An owner, as gone, to a peer that may stand by for it; or a request for a neighbour's word."""
+        """An owner, as gone, to a peer that may stand by for it; or a request for a neighbour's vote."""
         stage, held = await self._look()
         if held is not None:
-            word = next(iter(self._words(stage, held, self._id)), b"")
+            vote = next(iter(self._votes(stage, held, self._id)), b"")
             kind = self._rng.choice(("suspect", "gone"))
             header = {
                 "job": self._world.job,
                 "stage": stage,
                 "peer": held.peer,
                 "term": held.term,
-                "word": word,
+                "word": vote,
             }
             await self._ask(HOLD.name, kind, {**header, "yours": self._rng.random() < 0.5})
 
@@ -219,9 +219,9 @@ class Liar:
         """A stage that another has, to a peer that stands by for it."""
         stage, held = await self._look()
         if held is not None:
-            heir = self._rng.choice([*self._world.processes])
-            word = next(iter(self._words(stage, held, heir)), b"")
-            header = {"job": self._world.job, "stage": stage, "term": held.term, "handover": {}, "word": word}
+            successor = self._rng.choice([*self._world.processes])
+            vote = next(iter(self._votes(stage, held, successor)), b"")
+            header = {"job": self._world.job, "stage": stage, "term": held.term, "handover": {}, "word": vote}
             await self._ask(HOLD.name, "take", header)
 
     async def _stop(self) -> None:

@@ -15,7 +15,7 @@ from fusion.runtime.training.snapshots import stage_files
 from fusion.runtime.training.step import lead, messages
 from fusion.runtime.training.streams import fence, partners
 from fusion.swarm.authority import belief
-from fusion.swarm.claims import claim_cache, jury, testimony
+from fusion.swarm.claims import claim_cache, votes, voting
 from fusion.swarm.directory.records import ClaimRecord
 from fusion.swarm.transport import PeerId
 
@@ -79,16 +79,16 @@ def believe_any_proof() -> None:
     claim_cache.ClaimCache.proves = lambda *_: True  # type: ignore[method-assign]
 
 
-def count_forged_words() -> None:
-    """Words of neighbours count, whoever signed them."""
-    real = testimony.open_testimony
+def count_forged_votes() -> None:
+    """Votes of neighbours count, whoever signed them."""
+    real = votes.open_vote
 
-    def believe(data: bytes, job: Any, stage: int, heir: PeerId, verify: Any) -> Any:
-        return real(data, job, stage, heir, lambda *_: True)
+    def believe(data: bytes, job: Any, stage: int, successor: PeerId, verify: Any) -> Any:
+        return real(data, job, stage, successor, lambda *_: True)
 
-    for module in (testimony, claim_cache, jury):
-        assert module.open_testimony is real
-        module.open_testimony = believe  # type: ignore[attr-defined]
+    for module in (votes, claim_cache, voting):
+        assert module.open_vote is real
+        module.open_vote = believe  # type: ignore[attr-defined]
 
 
 def believe_anybody_of_a_job() -> None:
@@ -114,7 +114,7 @@ PLANTS: dict[str, Callable[[], None]] = {
     "ready": commit_without_every_ready,
     "promote": promote_from_the_wrong_step,
     "proof": believe_any_proof,
-    "words": count_forged_words,
+    "votes": count_forged_votes,
     "belief": believe_anybody_of_a_job,
     "mistake": fail_as_nobody_expected,
 }

@@ -105,7 +105,7 @@ def test_liars_are_not_believed(worlds: Worlds, count: int) -> None:
     ("plant", "told", "seed"),
     [
         ("proof", "deposed", 150),
-        pytest.param("words", "deposed", 260, marks=pytest.mark.slow),
+        pytest.param("votes", "deposed", 260, marks=pytest.mark.slow),
         pytest.param("belief", "durable", 1, marks=pytest.mark.slow),
     ],
 )

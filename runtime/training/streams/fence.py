@@ -139,11 +139,11 @@ class Fence:
     async def _owner(self) -> ClaimRecord | None:
         leases, job = self._leases, self._job
         owner = await leases.owner(job, self._partner)
-        silent = leases.jury.silent(job, self._partner)
-        if not silent:
+        in_doubt = leases.voting.in_doubt(job, self._partner)
+        if not in_doubt:
             return owner
         read = leases.claims_or_recent
-        await asyncio.gather(*(self._near.get(stage, partial(read, job, stage)) for stage in silent))
+        await asyncio.gather(*(self._near.get(stage, partial(read, job, stage)) for stage in in_doubt))
         return winner(leases.recent(job, self._partner))
 
     def _proof(self, peer: PeerId, hello: Hello) -> ClaimRecord | None:

@@ -240,7 +240,7 @@ class Partner:
         Raises Overtaken, or SwarmError where it is to be asked again."""
         leases, here, now = self._context.leases, self._here, asyncio.get_running_loop().time()
         self._refused_since = min(now, self._refused_since)
-        disowned = leases.jury.disowned(here.job, here.stage, claim.peer, refusal)
+        disowned = leases.voting.disowned(here.job, here.stage, claim.peer, refusal)
         if disowned or now - self._refused_since >= REFUSED_SECONDS:
             leases.observe(here.job, here.stage, term)
             raise Overtaken(here.stage, here.term, term)

@@ -24,7 +24,7 @@ from fusion.runtime.job.protocol import HOLD, RING, STAGE
 from fusion.runtime.training.step.messages import Failed, Hello, Ready, encode
 from fusion.runtime.training.step.run_statistics import NO_ATTEMPT
 from fusion.swarm.claims.tenure import SPARE_TERMS, Holding
-from fusion.swarm.claims.testimony import Testimony, seal_testimony
+from fusion.swarm.claims.votes import Vote, seal_vote
 from fusion.swarm.directory.records import MAX_TERM, Place
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId, call
@@ -55,11 +55,11 @@ def claim(one: Stranger, place: Place, term: int, ttl_seconds: float, proof: Seq
 
 
 def words(one: Stranger, place: Place, owner: Owner) -> list[bytes]:
-    """Of all our identities, none of which is a juror: that the owner is gone and the first of us is to follow."""
+    """Of all our identities, none of which is a voter: that the owner is gone and the first of us is to follow."""
     at = int(time.time())
     return [
-        seal_testimony(
-            Testimony(voter=ally.identity.peer_id, holding=Holding(*owner), at=at),
+        seal_vote(
+            Vote(voter=ally.identity.peer_id, holding=Holding(*owner), at=at),
             *place,
             one.identity.peer_id,
             ally.identity.sign,
@@ -175,7 +175,7 @@ async def inflated_term(one: Stranger) -> dict[str, Any]:
 
 
 async def used_up_terms(one: Stranger) -> dict[str, Any]:
-    """A run of rising terms, one after the other, by four identities; then an owner is killed, and an honest heir has to be
+    """A run of rising terms, one after the other, by four identities; then an owner is killed, and an honest successor has to be
     able to claim its stage."""
     answers: Counter[str] = Counter()
     above = 0

@@ -129,7 +129,7 @@ def test_an_owner_that_has_just_taken_the_lead_gives_it_up_when_its_other_stage_
                 await peer.look()
             await until(lambda: bool(lead.service.running and other.service.running))
             made.network.kill(lead.id)
-            word = other.context.leases.jury.testify(job, 0, Holding(lead.id, 1), other.id)
+            word = other.context.leases.voting.vote(job, 0, Holding(lead.id, 1), other.id)
             await other.hosting.take_over(job, 0, 1, None, (word,))
             await until(lambda: set(other.service.running) == {(job, 0), (job, 1)})
             ends(other, job, 1)

@@ -810,20 +810,20 @@ def test_an_owner_whose_lease_ran_out_keeps_its_stage_by_its_word_alone_only_for
 
     async def main() -> None:
         async with swarm(tmp_path) as made:
-            owner, heir = await made.join(), await made.join()
+            owner, successor = await made.join(), await made.join()
             job = await made.launch(made.manifest(owner))
             await owner.look()
             await until(lambda: (job, 0) in owner.service.running)
             await owner.context.leases.beat()
-            await heir.look()
+            await successor.look()
             begun = made.clock()
-            while not heir.service.begun and made.clock() < begun + 10 * WORD_ALONE_SECONDS:
+            while not successor.service.begun and made.clock() < begun + 10 * WORD_ALONE_SECONDS:
                 made.clock.advance(2.0)  # it claims the stage no more, and says that it has it
                 await made.announce(job)
-                await heir.look()
+                await successor.look()
                 assert owner.hosting.holds(job, 0)
                 await asyncio.sleep(0.01)
-            assert heir.service.begun == [(job, 0)]
+            assert successor.service.begun == [(job, 0)]
             assert made.clock() >= begun + WORD_ALONE_SECONDS
 
     asyncio.run(main())
@@ -835,8 +835,8 @@ def test_an_owner_whose_lease_ran_out_keeps_its_stage_by_its_word_alone_only_for
 def test_a_revoked_owner_that_goes_on_does_not_keep_its_stage_vacant(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:
-            owner, heir = await made.join(), await made.join()
-            admission = Admission(kind="granted", roots=(heir.id,))
+            owner, successor = await made.join(), await made.join()
+            admission = Admission(kind="granted", roots=(successor.id,))
             job = await made.launch(made.manifest(owner, admission=admission))
             grant = Grant(
                 job=job, issuer=made.trainer.peer_id, subject=owner.id, roles=ROLES, valid_from=0,
@@ -847,15 +847,15 @@ def test_a_revoked_owner_that_goes_on_does_not_keep_its_stage_vacant(tmp_path: P
             await owner.look()
             await until(lambda: (job, 0) in owner.service.running)
             await owner.context.leases.beat()
-            await heir.look()
-            assert heir.service.begun == []
+            await successor.look()
+            assert successor.service.begun == []
             gone = seal_revocation(job, [mark(owner.id)], made.clock(), made.trainer)
-            assert heir.context.leases.access.revoke(job, gone)
+            assert successor.context.leases.access.revoke(job, gone)
             for _ in range(10):  # it does not hear of it, or does not care
                 made.clock.advance(2.0)
                 await owner.context.leases.beat()
                 await made.announce(job)
-                await heir.look()
-            assert (job, 0) in heir.service.running and (job, 0) in owner.service.running
+                await successor.look()
+            assert (job, 0) in successor.service.running and (job, 0) in owner.service.running
 
     asyncio.run(main())

@@ -93,18 +93,18 @@ def test_a_stage_that_cannot_be_passed_on_as_nobody_expected_keeps_none_of_the_o
 ) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
-            ours, heir = await made.join(), await made.join()
+            ours, successor = await made.join(), await made.join()
             jobs = [await made.launch(made.manifest(ours, salt=salt)) for salt in "12"]
             await ours.look()
             await until(lambda: len(ours.service.running) == 2)
             await ours.context.leases.beat()
             for _ in range(2):
-                await heir.look()
-            await until(lambda: len(heir.service.prepared) == 2)
-            await heir.context.leases.beat()
+                await successor.look()
+            await until(lambda: len(successor.service.prepared) == 2)
+            await successor.context.leases.beat()
             ours.service.pass_on = fails_for(jobs[0], lambda job, stage: job, ours.service.pass_on)  # type: ignore[method-assign]
             await ours.hosting.leave()
-            await until(lambda: set(heir.service.running) >= {(jobs[1], 0)})
+            await until(lambda: set(successor.service.running) >= {(jobs[1], 0)})
             assert ours.work is not None and not ours.work.done()
 
     asyncio.run(main())

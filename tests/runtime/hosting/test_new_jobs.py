@@ -77,22 +77,22 @@ def test_a_peer_without_work_of_others_takes_all_jobs_up_at_once(tmp_path: Path)
 def test_a_vacant_stage_of_a_job_that_it_knows_waits_for_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:
-            owner, heir = await made.join(), await made.join()
+            owner, successor = await made.join(), await made.join()
             (job,) = await launched(made, owner, Identity.generate(), 1)
             await owner.look()
-            await launched(made, heir, Identity.generate(), 1)
-            await heir.look()
+            await launched(made, successor, Identity.generate(), 1)
+            await successor.look()
             stranger = Identity.generate()
-            heir.context.pace.charge(ANY, stranger.peer_id, 100.0)
-            await launched(made, heir, stranger, 6)
+            successor.context.pace.charge(ANY, stranger.peer_id, 100.0)
+            await launched(made, successor, stranger, 6)
             await owner.leave()
             await made.announce(job)
-            await heir.look()
+            await successor.look()
             made.clock.advance(HEAD_START_SECONDS)
-            heir.context.pace.charge(ANY, stranger.peer_id, 100.0)
-            begun = len(heir.service.begun)
-            await heir.look()
-            assert heir.service.begun[begun:] == [(job, 0)]
+            successor.context.pace.charge(ANY, stranger.peer_id, 100.0)
+            begun = len(successor.service.begun)
+            await successor.look()
+            assert successor.service.begun[begun:] == [(job, 0)]
 
     asyncio.run(main())
 

@@ -198,7 +198,7 @@ def test_a_standby_that_has_taken_a_stage_says_of_the_others_that_it_is_busy(tmp
             job, lead, busy, comer = await beside_a_busy_standby(made)
             made.network.kill(lead.id)
             assert await busy.context.takeover.suspect(job, 0, lead.id, 1)  # type: ignore[union-attr]
-            await comer.context.leases._ours.say_unsaid()  # no heartbeat has passed
+            await comer.context.leases._ours.publish_due()  # no heartbeat has passed
             claims = {claim.peer: claim for claim in await busy.context.leases.claims(job, 1)}
             assert claims[comer.id].role == "standby" and not is_idle(claims[comer.id])
 

@@ -9,7 +9,7 @@ import pytest
 from support.hosting import Peer, Swarm, reads_of, swarm, until
 from support.instant_loop import run
 
-from fusion.runtime.hosting import jurors
+from fusion.runtime.hosting import vote_requests
 from fusion.runtime.hosting.handover import LAST_OFFERS
 from fusion.runtime.hosting.owner_probe import GONE, SILENT, OwnerProbe, Sign
 from fusion.runtime.hosting.takeover import Takeovers, verdict_on
@@ -18,8 +18,8 @@ from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.election import rank, winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.claims.tenure import Holding
-from fusion.swarm.claims.testimony import Testimony as Word
-from fusion.swarm.claims.testimony import seal_testimony
+from fusion.swarm.claims.votes import Vote as Word
+from fusion.swarm.claims.votes import seal_vote
 from fusion.swarm.directory.records import ClaimRecord, JobId, Place
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Identity
@@ -38,14 +38,14 @@ async def one_job(
     owner = await made.join()
     idle = [await made.join() for _ in range(standbys)]
     job = await made.launch(made.manifest(owner, *[None] * (not alone), **changes), stages=2 - alone)
-    juror = None if alone else await neighbour(made, job)
-    if juror is not None:
-        NEIGHBOURS[job] = juror
+    voter = None if alone else await neighbour(made, job)
+    if voter is not None:
+        NEIGHBOURS[job] = voter
     await owner.look()
     await until(lambda: (job, 0) in owner.service.running)
     await owner.context.leases.beat()
-    if juror is not None:
-        await juror.claims(job, 0)
+    if voter is not None:
+        await voter.claims(job, 0)
     for peer in idle:
         await peer.look()
         await until(lambda peer=peer: (job, 0) in peer.service.prepared)  # type: ignore[misc]
@@ -117,14 +117,15 @@ class Frozen:
 def test_an_owner_that_does_not_speak_the_protocol_is_not_gone(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
-            job, owner, (heir,) = await one_job(made, 1)
+            job, owner, (successor,) = await one_job(made, 1)
             witness = await made.join()
             del owner.context.transport.handlers._handlers[HOLD.name]  # type: ignore[attr-defined]
             assert (
-                await OwnerProbe(heir.context.transport, made.check_seconds).look(owner.id, job, 0) == SILENT
+                await OwnerProbe(successor.context.transport, made.check_seconds).look(owner.id, job, 0)
+                == SILENT
             )
             assert await witness.context.takeover.suspect(job, 0, owner.id, 1) is None  # type: ignore[union-attr]
-            assert (job, 0) in owner.service.running and heir.service.begun == []
+            assert (job, 0) in owner.service.running and successor.service.begun == []
 
     run(main())
 
@@ -154,18 +155,18 @@ def test_who_sees_the_owner_vanish_gets_the_claim_of_its_heir(tmp_path: Path) ->
 def test_a_neighbour_that_has_just_come_is_asked_for_its_word(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
-            job, owner, (heir,) = await one_job(made, 1, alone=False)
+            job, owner, (successor,) = await one_job(made, 1, alone=False)
             witness = await onlooker(made, job)
             before = NEIGHBOURS[job]
             await before.release(job, 1)
             made.network.kill(before.peer_id)
-            after = await neighbour(made, job)  # the heir has not heard of it
-            assert before.peer_id in heir.context.leases.jury.jurors(job, 0, owner.id)
+            after = await neighbour(made, job)  # the successor has not heard of it
+            assert before.peer_id in successor.context.leases.voting.voters(job, 0, owner.id)
             vanish(made, owner)
             claim = await witness.context.takeover.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
-            assert claim is not None and (claim.peer, claim.term) == (heir.id, 2)
+            assert claim is not None and (claim.peer, claim.term) == (successor.id, 2)
             await after.claims(job, 0)
-            assert after.known_holder(job, 0) == heir.id
+            assert after.known_holder(job, 0) == successor.id
 
     run(main())
 
@@ -175,18 +176,18 @@ def test_who_reports_believes_a_successor_by_the_word_of_a_neighbour_that_has_ju
 ) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
-            job, owner, (heir,) = await one_job(made, 1, alone=False)
+            job, owner, (successor,) = await one_job(made, 1, alone=False)
             witness = await onlooker(made, job)
             made.clock.advance(4.0)  # no claim contests the owner's by its rank any more
             before = NEIGHBOURS[job]
             await before.release(job, 1)
             after = await neighbour(made, job)
-            await heir.context.leases.claims(job, 1)
+            await successor.context.leases.claims(job, 1)
             vanish(made, owner)
-            assert witness.context.leases.jury.jurors(job, 0, owner.id) == (before.peer_id,)
+            assert witness.context.leases.voting.voters(job, 0, owner.id) == (before.peer_id,)
             claim = await witness.context.takeover.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
-            assert claim is not None and (claim.peer, claim.term) == (heir.id, 2)
-            assert witness.context.leases.jury.jurors(job, 0, owner.id) == (after.peer_id,)
+            assert claim is not None and (claim.peer, claim.term) == (successor.id, 2)
+            assert witness.context.leases.voting.voters(job, 0, owner.id) == (after.peer_id,)
 
     run(main())
 
@@ -225,11 +226,11 @@ def test_heirs_may_die_one_after_the_other(tmp_path: Path) -> None:
         async with swarm(tmp_path, pooled=True) as made:
             job, owner, successors = await one_job(made, 2, alone=False)
             witness = await onlooker(made, job)
-            for term, heir in enumerate(successors, 2):
+            for term, successor in enumerate(successors, 2):
                 vanish(made, owner)
                 claim = await witness.context.takeover.suspect(job, 0, owner.id, term - 1)  # type: ignore[union-attr]
-                assert claim is not None and (claim.peer, claim.term) == (heir.id, term)
-                owner = heir
+                assert claim is not None and (claim.peer, claim.term) == (successor.id, term)
+                owner = successor
             vanish(made, owner)
             assert await witness.context.takeover.suspect(job, 0, owner.id, 3) is None  # type: ignore[union-attr]
 
@@ -257,11 +258,11 @@ def test_standbys_asked_at_the_same_moment_leave_one_owner_and_never_two_of_one_
         async with swarm(tmp_path, pooled=True) as made:
             owner = await made.join()
             idle = [await made.join() for _ in range(2)]
-            jurors = []
+            voters = []
             for number in range(20):
                 manifest = made.manifest(owner, None, name=f"work-{number}", memory_bytes=(1, 1))
                 job = await made.launch(manifest, stages=2)
-                jurors.append((job, await neighbour(made, job)))
+                voters.append((job, await neighbour(made, job)))
                 await owner.look()
                 await until(lambda: (job, 0) in owner.service.running)  # noqa: B023
                 for peer in (owner, *idle, *idle, owner):
@@ -272,8 +273,8 @@ def test_standbys_asked_at_the_same_moment_leave_one_owner_and_never_two_of_one_
                 await peer.context.leases.beat()
                 peer.service.on_host = lambda job, term: held.append((job, term))
             jobs = [job for job, _ in owner.hosting.hosted]
-            for job, juror in jurors:
-                await juror.claims(job, 0)
+            for job, voter in voters:
+                await voter.claims(job, 0)
             vanish(made, owner)
             for job in jobs:
                 header = {"job": job, "stage": 0, "peer": owner.id, "term": 1}
@@ -313,13 +314,13 @@ def answering(peer: Peer, kind: str, header: dict[str, Any]) -> None:
 def test_a_standby_that_answers_with_a_claim_of_another_stage_takes_nobodys_place(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
-            job, owner, (liar, heir) = await one_job(made, 2, alone=False)
+            job, owner, (liar, successor) = await one_job(made, 2, alone=False)
             witness = await onlooker(made, job)
             answering(liar, "owner", {"claim": NEIGHBOURS[job].sealed(job, 1)})
             vanish(made, owner)
             assert witness.context.takeover is not None
             claim = await witness.context.takeover.suspect(job, 0, owner.id, 1)
-            assert claim is not None and (claim.job, claim.stage, claim.peer) == (job, 0, heir.id)
+            assert claim is not None and (claim.job, claim.stage, claim.peer) == (job, 0, successor.id)
 
     run(main())
 
@@ -397,7 +398,7 @@ def test_a_report_with_a_false_word_does_not_hold_a_takeover_up(tmp_path: Path, 
             word = {"nonsense": b"nonsense", "long": bytes(4096)}.get(kind, b"")
             if kind == "forged":
                 said = Word(voter=NEIGHBOURS[job].peer_id, holding=Holding(owner.id, 1), at=int(made.clock()))
-                word = seal_testimony(said, job, 0, first.id, Identity.generate().sign)
+                word = seal_vote(said, job, 0, first.id, Identity.generate().sign)
             header = {"job": job, "stage": 0, "peer": owner.id, "term": 1, "word": word}
             reply = await call(made.client(), first.id, HOLD.name, "suspect", header)
             claim = first.context.leases.holds(job, 0)
@@ -546,7 +547,7 @@ def test_an_owner_that_finds_a_higher_claim_shown_to_it_gives_way_at_once(tmp_pa
             await owner.context.leases.beat()
             with pytest.raises(RecordError):  # nobody bears it out
                 owner.context.leases.credit(directory.sealed(claim))
-            word = NEIGHBOURS[job].jury.testify(job, 0, Holding(owner.id, 1), rival.peer_id)
+            word = NEIGHBOURS[job].voting.vote(job, 0, Holding(owner.id, 1), rival.peer_id)
             claim = replace(claim, proof=(word,))
             assert owner.context.leases.credit(directory.sealed(claim)) == claim
             await until(lambda: owner.hosting.hosted == ())
@@ -578,7 +579,7 @@ def test_an_owner_that_leaves_hands_over_what_it_says(tmp_path: Path) -> None:
 def test_whoever_asks_for_our_word_on_many_terms_has_the_stage_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jurors, "READ_SECONDS", 60.0)
+    monkeypatch.setattr(vote_requests, "READ_SECONDS", 60.0)
 
     async def main() -> None:
         async with swarm(tmp_path) as made:
@@ -588,7 +589,7 @@ def test_whoever_asks_for_our_word_on_many_terms_has_the_stage_read_once(
                 await peer.look()
                 await until(lambda peer=peer: bool(peer.service.running))  # type: ignore[misc]
             await ours.look()
-            assert ours.id in ours.context.leases.jury.jurors(job, 0, owner.id)
+            assert ours.id in ours.context.leases.voting.voters(job, 0, owner.id)
             read = reads_of(ours, monkeypatch)
             stranger = made.client()
             asked = [{"job": job, "stage": 0, "peer": owner.id, "term": term} for term in range(2, 42)]
@@ -613,7 +614,7 @@ def test_a_stage_is_taken_without_the_directory_and_a_stranger_has_none_read(
             for unknown in ("4" * 64, "x"):
                 header = {"job": unknown, "stage": 0, "term": 1, "handover": {}}
                 assert (await call(made.client(), first.id, HOLD.name, "take", header)).kind == "no"
-            word = owner.context.leases.jury.testify(job, 0, Holding(owner.id, 1), first.id)
+            word = owner.context.leases.voting.vote(job, 0, Holding(owner.id, 1), first.id)
             header = {"job": job, "stage": 0, "term": 1, "handover": {"step": 7}, "word": word}
             reply = await call(owner.context.transport, first.id, HOLD.name, "take", header)
             assert reply.kind == "taking" and read == []

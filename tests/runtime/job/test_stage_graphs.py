@@ -53,10 +53,10 @@ def test_a_graph_is_decoded_once_however_many_stages_are_loaded(
         async with swarm_of(3, tmp_path) as swarm:
             job = await swarm.serve("gpt2", 2)
             decoded.clear()
-            heir = swarm.peers[2]
-            await swarm.stand_by(heir, job, 0, 1)  # on disk, weighed, in memory
+            successor = swarm.peers[2]
+            await swarm.stand_by(successor, job, 0, 1)  # on disk, weighed, in memory
             assert len(decoded) == 1
-            graphs = StageGraphs(heir.context)
+            graphs = StageGraphs(successor.context)
             one, two = await asyncio.gather(*(graphs.of(job, swarm.manifests[job]) for _ in range(2)))
             assert one is two and len(decoded) == 2 and len(one[0]) == 2
 

@@ -109,7 +109,7 @@ def test_who_takes_over_from_a_silent_owner_is_asked(monkeypatch: pytest.MonkeyP
     manifest = SimpleNamespace(name="gpt", serve=None, admission=SimpleNamespace(kind="open"))
     prepared: Any = SimpleNamespace(job=JobId("ab" * 32), manifest=manifest)
     monkeypatch.setattr(tokens, "complete", complete)
-    found = run(first_token(context("frozen", "frozen", "heir"), prepared, 180.0))
-    assert found is not None and found.route == ("heir",)
+    found = run(first_token(context("frozen", "frozen", "successor"), prepared, 180.0))
+    assert found is not None and found.route == ("successor",)
     with pytest.raises(JobFailed, match="no token came around in 180 s"):
         run(first_token(context("frozen"), prepared, 180.0))

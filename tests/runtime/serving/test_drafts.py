@@ -154,8 +154,8 @@ def test_whoever_takes_the_first_stage_over_has_the_draft_and_the_answer_goes_on
     async def main() -> None:
         async with swarm_of(4, tmp_path, failover=PATIENT) as swarm:
             job = await serve_with(swarm, draft("llama"))
-            heir = swarm.peers[2]
-            await swarm.stand_by(heir, job, 0)
+            successor = swarm.peers[2]
+            await swarm.stand_by(successor, job, 0)
             request = GenerateRequest(prompt_ids=PROMPT, max_tokens=TOKENS)
             gateway = swarm.peers[-1].id
             async with swarm.client() as transport, aclosing(generate(transport, gateway, request)) as pieces:
@@ -164,7 +164,7 @@ def test_whoever_takes_the_first_stage_over_has_the_draft_and_the_answer_goes_on
                         assert list(piece.tokens) == reference("llama", PROMPT, TOKENS)
                     elif piece.index == 20:
                         swarm.network.kill(swarm.owners[0].id)
-            assert heir.service._hosted[job, 0].loaded.draft is not None
+            assert successor.service._hosted[job, 0].loaded.draft is not None
 
     asyncio.run(main())
 

@@ -18,18 +18,18 @@ def test_a_warm_standby_hosts_without_loading_again(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm_of(3, tmp_path) as swarm:
             job = await swarm.serve("gpt2", 2)
-            heir = swarm.peers[2]
-            await swarm.stand_by(heir, job, 1)
-            await swarm.stand_by(heir, job, 1)  # idempotent
-            plane = heir.service._warm[job, 1].plane
+            successor = swarm.peers[2]
+            await swarm.stand_by(successor, job, 1)
+            await swarm.stand_by(successor, job, 1)  # idempotent
+            plane = successor.service._warm[job, 1].plane
             claim = swarm.owners[1].context.leases.holds(job, 1)
             assert claim is not None
-            await swarm.hold(heir, job, 1, over=claim.term)
-            assert heir.service._hosted[job, 1].loaded.plane is plane and not heir.service._warm
-            await swarm.stand_by(heir, job, 0)
-            heir.service.forget(job, 0)
-            heir.service.forget(job, 0)
-            assert not heir.service._warm
+            await swarm.hold(successor, job, 1, over=claim.term)
+            assert successor.service._hosted[job, 1].loaded.plane is plane and not successor.service._warm
+            await swarm.stand_by(successor, job, 0)
+            successor.service.forget(job, 0)
+            successor.service.forget(job, 0)
+            assert not successor.service._warm
 
     asyncio.run(main())
 
@@ -38,15 +38,15 @@ def test_what_is_kept_warm_makes_room_for_what_runs(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm_of(3, tmp_path, memory_bytes=250_000) as swarm:
             job = await swarm.serve("gpt2", 2)
-            heir = swarm.peers[2]
-            await swarm.stand_by(heir, job, 0, 1)
-            sizes = {place: warm.weights_bytes for place, warm in heir.service._warm.items()}
+            successor = swarm.peers[2]
+            await swarm.stand_by(successor, job, 0, 1)
+            sizes = {place: warm.weights_bytes for place, warm in successor.service._warm.items()}
             assert sizes and sum(sizes.values()) <= 250_000
             for stage in (0, 1):
                 claim = swarm.owners[stage].context.leases.holds(job, stage)
                 assert claim is not None
-                await swarm.hold(heir, job, stage, over=claim.term)
-            assert set(heir.service._hosted) == {(job, 0), (job, 1)} and not heir.service._warm
+                await swarm.hold(successor, job, stage, over=claim.term)
+            assert set(successor.service._hosted) == {(job, 0), (job, 1)} and not successor.service._warm
 
     asyncio.run(main())
 

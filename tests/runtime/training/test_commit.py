@@ -208,11 +208,11 @@ def test_two_neighbours_that_vanish_at_once_cost_a_snapshot_and_not_the_job(
             job = work.prepared.job
             early = dict(lead.service.losses(job))
             await asyncio.gather(made.kill(owners[1]), made.kill(owners[2]))
-            for stage, heir in ((1, one), (2, two)):
+            for stage, successor in ((1, one), (2, two)):
                 await made.forgets(work, stage)
-                heir.work[job] = work.prepared.manifest
-                heir.context.leases.know(work.prepared.manifest.law(job))
-                assert await heir.take_over(job, stage, 1, None) is not None
+                successor.work[job] = work.prepared.manifest
+                successor.context.leases.know(work.prepared.manifest.law(job))
+                assert await successor.take_over(job, stage, 1, None) is not None
             gone_back: list[int] = []
             everyone = leads.Lead._everyone
 

@@ -111,7 +111,7 @@ def test_a_killed_stage_changes_nothing_and_neither_does_one_that_is_handed_over
         module = GPT(TINY)
         train = compressed(module, 3, forward, backward, LONG, **how)
         async with swarm(tmp_path / "rough", 5) as made:
-            lead, _, victim, spare, heir = made.peers
+            lead, _, victim, spare, successor = made.peers
             work = language_job(lead, module, train, 3)
             await launch(lead.context, work.prepared)
             for stage in range(3):
@@ -124,9 +124,9 @@ def test_a_killed_stage_changes_nothing_and_neither_does_one_that_is_handed_over
             job = work.prepared.job
             await until(lambda: spare.holds(job, 2) > 0)
             handover = await spare.service.pass_on(job, 2)
-            heir.work[job] = work.prepared.manifest
-            word = spare.release(job, 2, heir)
-            assert await heir.take_over(job, 2, spare.holds(job, 2), handover, word) is not None
+            successor.work[job] = work.prepared.manifest
+            word = spare.release(job, 2, successor)
+            assert await successor.take_over(job, 2, spare.holds(job, 2), handover, word) is not None
             await reached(lead, work, int(handover["step"]) + 3)
             spare.tasks.pop(2).cancel()
             losses = await stopped(made, lead, work)
@@ -146,7 +146,7 @@ def test_what_a_codec_left_out_is_lost_without_a_snapshot_of_it(
         forward, backward, how = WAYS[2]
         train = compressed(module, 2, forward, backward, replace(LONG, snapshot_every=1), **how)
         async with swarm(tmp_path / "rough", 3) as made:
-            lead, before, heir = made.peers
+            lead, before, successor = made.peers
             work = language_job(lead, module, train, 2)
             await launch(lead.context, work.prepared)
             await lead.host(work.prepared, 0)
@@ -155,8 +155,10 @@ def test_what_a_codec_left_out_is_lost_without_a_snapshot_of_it(
             monkeypatch.setattr(snapshot, "residuals", lambda state: {})
             job = work.prepared.job
             handover = await before.service.pass_on(job, 1)
-            heir.work[job] = work.prepared.manifest
-            await heir.take_over(job, 1, before.holds(job, 1), handover, before.release(job, 1, heir))
+            successor.work[job] = work.prepared.manifest
+            await successor.take_over(
+                job, 1, before.holds(job, 1), handover, before.release(job, 1, successor)
+            )
             await reached(lead, work, int(handover["step"]) + 4)
             before.tasks.pop(1).cancel()
             losses = await stopped(made, lead, work)

@@ -77,10 +77,10 @@ def test_what_only_one_peer_holds_after_a_takeover_is_copied_at_once(tmp_path: P
     async def main() -> None:
         torch.manual_seed(1)
         async with swarm(tmp_path, 5) as made:
-            lead, victim, heir, holder, launcher = made.peers
+            lead, victim, successor, holder, launcher = made.peers
             work = language_job(launcher, GPT(TINY), replace(LONG, snapshot_every=25), 4)
             await launch(launcher.context, work.prepared)
-            for stage, peer in enumerate((lead, victim, heir, holder)):
+            for stage, peer in enumerate((lead, victim, successor, holder)):
                 await peer.host(work.prepared, stage)
             job = work.prepared.job
             at = await reached(holder, work, 51, snapshot_step=50)  # the second one: its copies are beside it
@@ -88,9 +88,9 @@ def test_what_only_one_peer_holds_after_a_takeover_is_copied_at_once(tmp_path: P
             index = decode_index(lead.context.blobs.store.path(at.snapshot).read_bytes(), job, 4)
             assert not holder.context.blobs.store.has(index.shards[1])
             await made.kill(victim)
-            heir.context.leases.observe(job, 1, 1)
+            successor.context.leases.observe(job, 1, 1)
             await made.forgets(work, 1)
-            await heir.host(work.prepared, 1)
+            await successor.host(work.prepared, 1)
             await until(lambda: lead.service.progress(job).attempts >= 2)  # type: ignore[union-attr]
             await until(lambda: holder.context.blobs.store.has(index.shards[1]))
             now = lead.service.progress(job)

@@ -237,9 +237,9 @@ def test_an_owner_of_a_term_that_is_over_is_refused(tmp_path: Path) -> None:
             assert "a frame of term 0 on a stream of term 1" in await say(old, incarnation=incarnation)
             # The stage goes to another peer, as its owner says itself: what the old owner says now is refused.
             claim = (await intruder.context.leases.claims(job_id, 1))[0]
-            heir, holding = intruder.context.peer_id, Holding(claim.peer, claim.term)
-            word = old.context.leases.jury.testify(job_id, 1, holding, heir)
-            await intruder.context.directory.publish(replace(claim, peer=heir, term=2, proof=(word,)))
+            successor, holding = intruder.context.peer_id, Holding(claim.peer, claim.term)
+            word = old.context.leases.voting.vote(job_id, 1, holding, successor)
+            await intruder.context.directory.publish(replace(claim, peer=successor, term=2, proof=(word,)))
             assert await say(old, incarnation=incarnation) == "stale: 2"
             await until(lambda: old.context.leases.holds(job_id, 1) is None)
 

@@ -182,12 +182,12 @@ def test_who_followed_those_proposed_ends_a_job_that_nobody_owns_any_more(forged
     """The words of a proposed lead that died are signed, and repeated for as long as anybody likes."""
     replayed = with_statement(said(MALLORY), LEAD, TRUTH)
     records = [replayed, ended(THIRD), *forged]
-    found = judged(records, replace(sight(seen=False), heirs=frozenset({THIRD.peer_id})))
+    found = judged(records, replace(sight(seen=False), successors=frozenset({THIRD.peer_id})))
     assert (found.record.state, found.record.step, found.record.snapshot) == ("done", 90, TRUE)
     assert found.vouched and not found.settled
     assert judged([replayed, ended(THIRD)], sight(seen=False)).record.state == "running"
     # Where others own the stages, it is they who know.
-    seen = replace(sight(*OWNERS[:2]), heirs=frozenset({MALLORY.peer_id}))
+    seen = replace(sight(*OWNERS[:2]), successors=frozenset({MALLORY.peer_id}))
     assert not judged([TRUTH, ended(MALLORY)], seen).over
 
 

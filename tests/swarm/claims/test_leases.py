@@ -13,9 +13,8 @@ from fusion.swarm.claims import tenure as tenures
 from fusion.swarm.claims.claim_cache import ClaimCache
 from fusion.swarm.claims.election import rank, winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
-from fusion.swarm.claims.tenure import WORD_SECONDS, Holding
-from fusion.swarm.claims.testimony import Testimony as Word
-from fusion.swarm.claims.testimony import seal_testimony
+from fusion.swarm.claims.tenure import VOTE_SECONDS, Holding
+from fusion.swarm.claims.votes import Vote, seal_vote
 from fusion.swarm.directory.api import RECORD_TTL_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, JobId, Place, Record
 from fusion.swarm.errors import RecordError
@@ -103,13 +102,13 @@ def test_a_claim_is_won_renewed_updated_and_released() -> None:
 def test_a_dead_owner_s_stage_falls_vacant_and_the_next_term_is_higher() -> None:
     async def scenario() -> None:
         room = Room(2)
-        dead, heir = room.leases
+        dead, successor = room.leases
         first = await dead.claim(JOB, 0, 1.0)
-        assert first is not None and await heir.owner(JOB, 0) == first
+        assert first is not None and await successor.owner(JOB, 0) == first
         room.clock.advance(RECORD_TTL_SECONDS)  # nobody renews
-        assert await heir.owner(JOB, 0) is None
+        assert await successor.owner(JOB, 0) is None
         # The claim and its term are gone from the directory, but not from the mind of who saw it.
-        taken = await heir.claim(JOB, 0, 0.1)
+        taken = await successor.claim(JOB, 0, 0.1)
         assert taken is not None and taken.term == 2
 
     asyncio.run(scenario())
@@ -179,18 +178,18 @@ def test_200_duels_leave_one_owner_and_never_two_of_one_term(over: int) -> None:
 def test_over_a_term_the_claims_up_to_it_count_as_gone() -> None:
     async def scenario() -> None:
         room = Room(3)
-        dead, heir, late = room.leases
+        dead, successor, late = room.leases
         await dead.claim(JOB, 0, 1.0)
-        assert await heir.claim(JOB, 0, 0.1) is None
-        taken = await heir.claim(JOB, 0, 0.1, over=1)
+        assert await successor.claim(JOB, 0, 0.1) is None
+        taken = await successor.claim(JOB, 0, 0.1, over=1)
         assert taken is not None and taken.term == 2 and await late.owner(JOB, 0) == taken
-        # Another who knows of a later owner that is gone does not move the heir from what it hosts under its claim.
-        assert await heir.claim(JOB, 0, 0.1, over=2) == taken
+        # Another who knows of a later owner that is gone does not move the successor from what it hosts under its claim.
+        assert await successor.claim(JOB, 0, 0.1, over=2) == taken
         assert await late.claim(JOB, 0, 1.0, over=1) is None  # somebody followed already
         assert await late.claim(JOB, 0, 1.0, over=2) is not None
         # Nor is a term taken that somebody has held and released since.
         await late.release(JOB, 0)
-        await heir.beat()
+        await successor.beat()
         newcomer = room.restart(0)
         again = await newcomer.claim(JOB, 0, 1.0, over=1)
         assert again is not None and again.term == 4
@@ -201,12 +200,12 @@ def test_over_a_term_the_claims_up_to_it_count_as_gone() -> None:
 def test_a_vacant_stage_is_claimed_above_what_was_only_spoken_of() -> None:
     async def scenario() -> None:
         room = Room(2)
-        gone, heir = room.leases
+        gone, successor = room.leases
         await gone.claim(JOB, 0, 1.0)
-        await heir.claims(JOB, 0)
+        await successor.claims(JOB, 0)
         room.clock.advance(60.0)
-        heir.observe(JOB, 0, 5)  # a later owner, whose claim the heir has never read
-        taken = await heir.claim(JOB, 0, 0.1, over=1)
+        successor.observe(JOB, 0, 5)  # a later owner, whose claim the successor has never read
+        taken = await successor.claim(JOB, 0, 0.1, over=1)
         assert taken is not None and taken.term == 6
 
     asyncio.run(scenario())
@@ -235,14 +234,14 @@ def test_a_node_that_takes_no_record_holds_up_no_takeover() -> None:
 def test_a_stage_that_its_owner_hands_over_is_claimed_without_a_look() -> None:
     async def scenario() -> None:
         room = Room(2)
-        owner, heir = room.leases
+        owner, successor = room.leases
         await owner.claim(JOB, 0, 1.0)
 
         async def nothing(job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
             raise AssertionError("nothing is read")
 
         room.directories[1].claims = nothing  # type: ignore[method-assign]
-        claim = await heir.claim(JOB, 0, 0.1, over=1, confirm=False)
+        claim = await successor.claim(JOB, 0, 0.1, over=1, confirm=False)
         assert claim is not None and claim.term == 2
 
     asyncio.run(scenario())
@@ -300,7 +299,7 @@ def test_a_replica_keeps_its_term_until_it_only_stands_by() -> None:
         ours.standbys.only_stand_by(JOB, 0)
         assert [claim.role for claim in ours.standbys.mine()] == ["standby"]
         assert not ours.standbys.beside(JOB, 0)
-        assert ours.standbys.serve_beside(JOB, 0) == term, "nobody's word raises it"
+        assert ours.standbys.serve_beside(JOB, 0) == term, "nobody's vote raises it"
         ours.standbys.stand_by(JOB, 0, score=0.3, step=1, ready=True, busy=True)
         assert [(claim.role, claim.load) for claim in ours.standbys.mine()] == [("standby", 1.0)]
         assert ours.standbys.serve_beside(JOB, 0) == 0, "it owns stages of its own"
@@ -385,15 +384,15 @@ def test_what_changes_is_said_at_once_and_nothing_else() -> None:
 def test_a_claim_that_was_shown_counts_before_the_directory_has_it() -> None:
     async def scenario() -> None:
         room = Room(3)
-        owner, reader, heir = room.leases
+        owner, reader, successor = room.leases
         ids = [identity.peer_id for identity in room.identities]
         old = await owner.claim(JOB, 0, 1.0)
         await reader.claims(JOB, 0)
         room.network.partition(
             ids[:1] + ids[2:], ids[1:2]
         )  # from here on the reader's directory learns nothing
-        new = await heir.claim(JOB, 0, 0.2, over=1)
-        data = heir.sealed(JOB, 0)
+        new = await successor.claim(JOB, 0, 0.2, over=1)
+        data = successor.sealed(JOB, 0)
         assert old is not None and new is not None and data is not None
         assert await reader.owner(JOB, 0) == old
         assert reader.credit(data) == new
@@ -414,7 +413,7 @@ def test_a_claim_that_was_shown_counts_before_the_directory_has_it() -> None:
 def test_of_stages_that_are_read_together_each_is_judged_by_who_holds_the_others_now() -> None:
     async def scenario() -> None:
         room = Room(5)
-        owner, before, after, heir, reader = room.leases
+        owner, before, after, successor, reader = room.leases
         for leases in room.leases:
             leases.know(JobLaw(job=JOB, author=owner.peer_id, stages=2))
         await owner.claim(JOB, 0, 1.0)
@@ -424,18 +423,18 @@ def test_of_stages_that_are_read_together_each_is_judged_by_who_holds_the_others
         await owner.beat()
         await before.release(JOB, 1)
         await after.claim(JOB, 1, 1.0)
-        word = after.jury.testify(JOB, 0, Holding(owner.peer_id, 1), heir.peer_id)
-        await heir.claim(JOB, 0, 0.2, over=1, proof=(word,), confirm=False)
-        assert await reader.owner(JOB, 0) == owner.holds(JOB, 0)  # whose word that is it does not know
-        assert reader.jury.silent(JOB, 0) == ()  # of those in the directory there may be thousands
-        data = heir.sealed(JOB, 0)
+        vote = after.voting.vote(JOB, 0, Holding(owner.peer_id, 1), successor.peer_id)
+        await successor.claim(JOB, 0, 0.2, over=1, proof=(vote,), confirm=False)
+        assert await reader.owner(JOB, 0) == owner.holds(JOB, 0)  # whose vote that is it does not know
+        assert reader.voting.in_doubt(JOB, 0) == ()  # of those in the directory there may be thousands
+        data = successor.sealed(JOB, 0)
         assert data is not None
         with pytest.raises(RecordError, match="is not"):
             reader.credit(data)
-        assert reader.jury.silent(JOB, 0) == (1,)
+        assert reader.voting.in_doubt(JOB, 0) == (1,)
         claims = await reader.claims_of(JOB, (0, 1))
-        assert [winner(each) for each in claims] == [heir.holds(JOB, 0), after.holds(JOB, 1)]
-        assert reader.jury.silent(JOB, 0) == ()
+        assert [winner(each) for each in claims] == [successor.holds(JOB, 0), after.holds(JOB, 1)]
+        assert reader.voting.in_doubt(JOB, 0) == ()
 
     asyncio.run(scenario())
 
@@ -467,16 +466,16 @@ def test_what_the_directory_says_later_of_the_same_peer_outweighs_what_was_shown
 def test_a_higher_claim_that_is_shown_to_an_owner_costs_it_the_stage() -> None:
     async def scenario() -> None:
         room = Room(2)
-        owner, heir = room.leases
+        owner, successor = room.leases
         held = await owner.claim(JOB, 0, 1.0)
-        await heir.claim(JOB, 0, 0.1, over=1)
-        data = heir.sealed(JOB, 0)
+        await successor.claim(JOB, 0, 0.1, over=1)
+        data = successor.sealed(JOB, 0)
         assert data is not None
         owner.credit(data)
         assert owner.mine() == () and room.lost[0] == [held]
         await owner.beat()
-        claims = {c.peer: c.role for c in await heir.claims(JOB, 0)}
-        assert claims == {owner.peer_id: "released", heir.peer_id: "owner"}
+        claims = {c.peer: c.role for c in await successor.claims(JOB, 0)}
+        assert claims == {owner.peer_id: "released", successor.peer_id: "owner"}
 
     asyncio.run(scenario())
 
@@ -522,10 +521,10 @@ def law(stages: int, launched_at: int = 0) -> JobLaw:
 
 async def two_stages(room: Room) -> tuple[ClaimRecord, ClaimRecord]:
     """The first peer owns stage 0, the second stage 1, for long enough that nobody contests it; all know of both."""
-    one, juror = room.leases[:2]
+    one, voter = room.leases[:2]
     for leases in room.leases:
         leases.know(law(2))
-    first, second = await one.claim(JOB, 0, 1.0), await juror.claim(JOB, 1, 1.0)
+    first, second = await one.claim(JOB, 0, 1.0), await voter.claim(JOB, 1, 1.0)
     assert first is not None and second is not None
     for _ in range(5):
         await room.beat()
@@ -539,21 +538,21 @@ async def see(room: Room) -> None:
             await leases.claims(JOB, stage)
 
 
-def against(juror: Leases, claim: ClaimRecord, heir: Leases) -> bytes:
-    return juror.jury.testify(claim.job, claim.stage, Holding(claim.peer, claim.term), heir.peer_id)
+def against(voter: Leases, claim: ClaimRecord, successor: Leases) -> bytes:
+    return voter.voting.vote(claim.job, claim.stage, Holding(claim.peer, claim.term), successor.peer_id)
 
 
 def test_after_a_partition_one_owner_is_left_and_the_other_is_told() -> None:
     async def scenario() -> None:
         room = Room(3)
-        one, juror, two = room.leases
+        one, voter, two = room.leases
         ids = [identity.peer_id for identity in room.identities]
         first, _ = await two_stages(room)
 
         async def asked(place: Place, holding: Holding) -> tuple[bytes, ...]:
-            return (juror.jury.testify(*place, holding, two.peer_id),)
+            return (voter.voting.vote(*place, holding, two.peer_id),)
 
-        two.testimonies = asked
+        two.request_votes = asked
         room.network.partition(ids[:1], ids[1:])
         for _ in range(int(RECORD_TTL_SECONDS) + 1):
             await room.beat()
@@ -578,36 +577,36 @@ def test_after_a_partition_one_owner_is_left_and_the_other_is_told() -> None:
 def test_without_a_majority_s_word_no_claim_costs_a_live_owner_anything() -> None:
     async def scenario() -> None:
         room = Room(4)
-        one, juror, thief, other = room.leases
+        one, voter, thief, other = room.leases
         first, _ = await two_stages(room)
         for term in (2, 2 + 8, 1000, 2**31 - 1, 2**31):
-            for proof in ((), (against(thief, first, thief),), (against(juror, first, other),), (b"x",)):
+            for proof in ((), (against(thief, first, thief),), (against(voter, first, other),), (b"x",)):
                 stolen = claim_record(room.identities[2], term=term, score=1.0, proof=proof)
                 await room.directories[2].publish(stolen)
-                for leases in (one, juror, other):
+                for leases in (one, voter, other):
                     with pytest.raises(RecordError):
                         leases.credit(room.directories[2].sealed(stolen))
                 await one.beat()
-                assert winner(await juror.claims(JOB, 0)) == first
+                assert winner(await voter.claims(JOB, 0)) == first
                 assert winner(await one.claims(JOB, 0)) == first and one.mine() == (first,)
-                assert juror.known_term(JOB, 0) == 1
+                assert voter.known_term(JOB, 0) == 1
         assert room.lost == [[], [], [], []]
-        # With the word of the only juror it is another matter; for that peer, not for another one.
-        word = against(juror, first, other)
-        assert other.jury.is_proof(JOB, 0, Holding(first.peer, 1), other.peer_id, [word])
-        taken = await other.claim(JOB, 0, 0.1, over=1, proof=(word,))
+        # With the vote of the only voter it is another matter; for that peer, not for another one.
+        vote = against(voter, first, other)
+        assert other.voting.is_proof(JOB, 0, Holding(first.peer, 1), other.peer_id, [vote])
+        taken = await other.claim(JOB, 0, 0.1, over=1, proof=(vote,))
         assert taken is not None and taken.term == 2
-        assert juror.credit(other.sealed(JOB, 0) or b"") == taken
+        assert voter.credit(other.sealed(JOB, 0) or b"") == taken
         await one.beat()
         assert one.mine() == () and room.lost[0] == [first]
 
     asyncio.run(scenario())
 
 
-def test_forged_testimonies_cost_one_check_for_each_claim_that_shows_them() -> None:
+def test_forged_votes_cost_one_check_for_each_claim_that_shows_them() -> None:
     async def scenario() -> None:
         room = Room(4)
-        juror, other = room.leases[1:3]
+        voter, other = room.leases[1:3]
         first, _ = await two_stages(room)
         checks = CountedChecks()
 
@@ -615,16 +614,16 @@ def test_forged_testimonies_cost_one_check_for_each_claim_that_shows_them() -> N
         strangers = [Identity.generate() for _ in range(10)]
         for number, stranger in enumerate(strangers):
             lies = [
-                Word(voter=juror.peer_id, holding=Holding(first.peer, 1), at=int(room.clock()) + i)
+                Vote(voter=voter.peer_id, holding=Holding(first.peer, 1), at=int(room.clock()) + i)
                 for i in range(4)
             ]
             own = [replace(lie, voter=stranger.peer_id) for lie in lies]
-            words = [seal_testimony(each, JOB, 0, stranger.peer_id, stranger.sign) for each in (*own, *lies)]
-            claim = claim_record(stranger, term=2, score=number / 10, proof=tuple(words))
+            votes = [seal_vote(each, JOB, 0, stranger.peer_id, stranger.sign) for each in (*own, *lies)]
+            claim = claim_record(stranger, term=2, score=number / 10, proof=tuple(votes))
             await MemoryDirectory(room.network, stranger, room.clock).publish(claim)
         for _ in range(3):
             assert winner(await other.claims(JOB, 0)) == first
-            assert checks.signers == [juror.peer_id] * len(strangers)  # of each once, and never again
+            assert checks.signers == [voter.peer_id] * len(strangers)  # of each once, and never again
 
     asyncio.run(scenario())
 
@@ -653,8 +652,8 @@ def test_a_claim_is_not_held_against_each_of_thousands_of_peers_and_stages() -> 
         for each in (law, listed):
             claims = []
             for one in strangers:
-                word = Word(voter=one.peer_id, holding=Holding(peers[0], 1), at=7)
-                proof = (seal_testimony(word, each.job, 0, one.peer_id, one.sign),)
+                vote = Vote(voter=one.peer_id, holding=Holding(peers[0], 1), at=7)
+                proof = (seal_vote(vote, each.job, 0, one.peer_id, one.sign),)
                 made = claim_record(one, job=each.job, term=2, proof=proof)
                 claims.append(replace(made, expires_at=room.clock() + 6))
             reader._cache.read((each.job, 0), tuple(claims))
@@ -689,17 +688,17 @@ def test_nobody_holds_more_stages_than_the_job_gives_it_and_another_one_once_it_
 def test_a_newcomer_takes_the_word_of_whom_the_author_chose_for_more_than_a_higher_term() -> None:
     async def scenario() -> None:
         room = Room(4)
-        one, juror, heir, _ = room.leases
+        one, voter, successor, _ = room.leases
         first, _ = await two_stages(room)
-        taken = await heir.claim(JOB, 0, 0.2, over=1, proof=(against(juror, first, heir),))
+        taken = await successor.claim(JOB, 0, 0.2, over=1, proof=(against(voter, first, successor),))
         assert taken is not None and taken.term == 2
         await one.beat()
         liar = Identity.generate()
-        lie = Word(voter=juror.peer_id, holding=Holding(taken.peer, 2), at=int(room.clock()))
-        word = seal_testimony(lie, JOB, 0, liar.peer_id, liar.sign)
-        claim = claim_record(liar, term=40, score=1.0, proof=(word,))
+        lie = Vote(voter=voter.peer_id, holding=Holding(taken.peer, 2), at=int(room.clock()))
+        vote = seal_vote(lie, JOB, 0, liar.peer_id, liar.sign)
+        claim = claim_record(liar, term=40, score=1.0, proof=(vote,))
         await MemoryDirectory(room.network, liar, room.clock).publish(claim)
-        for chosen, owner in (((one.peer_id, juror.peer_id), taken), ((), claim)):
+        for chosen, owner in (((one.peer_id, voter.peer_id), taken), ((), claim)):
             late = room.restart(3)  # of what was seen before nothing is known
             late.know(replace(law(2), proposed=chosen))
             found = winner(await late.claims(JOB, 0))
@@ -714,7 +713,7 @@ def test_of_two_neighbours_that_die_at_once_the_second_one_s_word_on_the_first_s
 
     async def scenario() -> None:
         room = Room(6)
-        lead, first, second, last, heir, other = room.leases
+        lead, first, second, last, successor, other = room.leases
         for leases in room.leases:
             leases.know(law(4))
         owners = (lead, first, second, last)
@@ -725,26 +724,26 @@ def test_of_two_neighbours_that_die_at_once_the_second_one_s_word_on_the_first_s
         _, of_first, of_second, _ = claims
         assert of_first is not None and of_second is not None
 
-        words = against(lead, of_second, other), against(last, of_second, other)
-        assert await other.claim(JOB, 2, 0.2, over=1, proof=words) is not None
-        words = against(second, of_first, heir), against(lead, of_first, heir)
-        taken = await heir.claim(JOB, 1, 0.2, over=1, proof=words)
+        votes = against(lead, of_second, other), against(last, of_second, other)
+        assert await other.claim(JOB, 2, 0.2, over=1, proof=votes) is not None
+        votes = against(second, of_first, successor), against(lead, of_first, successor)
+        taken = await successor.claim(JOB, 1, 0.2, over=1, proof=votes)
         assert taken is not None and taken.term == 2
-        for leases in (lead, last, heir, other):
+        for leases in (lead, last, successor, other):
             assert winner(await leases.claims(JOB, 1)) == taken
 
-        # Later it has no word any more, and before it had one for one stage.
-        word = [against(second, taken, other)]
-        assert not other.jury.is_proof(JOB, 1, Holding(taken.peer, 2), other.peer_id, word)
-        word.append(against(lead, taken, other))
-        assert other.jury.is_proof(JOB, 1, Holding(taken.peer, 2), other.peer_id, word)
-        for _ in range(WORD_SECONDS):
+        # Later it has no vote any more, and before it had one for one stage.
+        vote = [against(second, taken, other)]
+        assert not other.voting.is_proof(JOB, 1, Holding(taken.peer, 2), other.peer_id, vote)
+        vote.append(against(lead, taken, other))
+        assert other.voting.is_proof(JOB, 1, Holding(taken.peer, 2), other.peer_id, vote)
+        for _ in range(VOTE_SECONDS):
             await lead.beat(), await last.beat(), await other.beat()
             room.clock.advance(1.0)
             for stage in range(4):
                 await other.claims(JOB, stage)
-        word = [against(second, taken, other), against(lead, taken, other)]
-        assert not other.jury.is_proof(JOB, 1, Holding(taken.peer, 2), other.peer_id, word)
+        vote = [against(second, taken, other), against(lead, taken, other)]
+        assert not other.voting.is_proof(JOB, 1, Holding(taken.peer, 2), other.peer_id, vote)
 
     asyncio.run(scenario())
 
@@ -768,7 +767,7 @@ def test_a_term_that_somebody_spoke_of_before_the_law_was_known_blocks_no_claim(
     async def scenario() -> None:
         room = Room(2)
         one, other = room.leases
-        one.observe(JOB, 0, 5000)  # a stranger's word
+        one.observe(JOB, 0, 5000)  # a stranger's vote
         for leases in (one, other):
             leases.know(law(1, launched_at=int(room.clock()) - 10))
         claim = await one.claim(JOB, 0, 1.0)
@@ -813,12 +812,12 @@ def test_one_neighbour_of_two_cannot_disown_an_owner() -> None:
             await one.claims(JOB, stage)
         holding = Holding(first.peer, first.term)
         for _ in range(3):
-            assert not one.jury.disowned(JOB, 0, liar.peer_id, liar.jury.disowning(JOB, 0, holding))
-        assert not one.jury.disowned(JOB, 0, third.peer_id, liar.jury.disowning(JOB, 0, holding)), (
+            assert not one.voting.disowned(JOB, 0, liar.peer_id, liar.voting.disowning(JOB, 0, holding))
+        assert not one.voting.disowned(JOB, 0, third.peer_id, liar.voting.disowning(JOB, 0, holding)), (
             "another's word"
         )
-        assert not one.jury.disowned(JOB, 0, third.peer_id, {"heir": 1, "word": b"x"})
-        assert one.jury.disowned(JOB, 0, third.peer_id, third.jury.disowning(JOB, 0, holding))
+        assert not one.voting.disowned(JOB, 0, third.peer_id, {"successor": 1, "word": b"x"})
+        assert one.voting.disowned(JOB, 0, third.peer_id, third.voting.disowning(JOB, 0, holding))
 
     asyncio.run(scenario())
 
@@ -905,7 +904,7 @@ def test_nothing_is_kept_of_stages_that_were_given_up() -> None:
             both = await asyncio.gather(leases.claim(JOB, stage, 0.5), leases.claim(JOB, stage, 0.5))
             assert both[0] is not None and both[0] == both[1]  # one after the other
             await leases.release(JOB, stage)
-        assert not leases._locks and not leases._proving and not leases.jury._against_us
+        assert not leases._locks and not leases._proving and not leases.voting._against_us
 
     asyncio.run(main())
 

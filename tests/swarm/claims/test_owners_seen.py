@@ -8,10 +8,9 @@ from support.directory_records import JOB, digest
 
 from fusion.swarm.authority.belief import Sight
 from fusion.swarm.authority.law import JobLaw
-from fusion.swarm.claims.owners_seen import CHAIN, REMEMBERED_HEIRS, OwnersSeen
+from fusion.swarm.claims.owners_seen import CHAIN, REMEMBERED_SUCCESSORS, OwnersSeen
 from fusion.swarm.claims.tenure import Holding
-from fusion.swarm.claims.testimony import Testimony as Word
-from fusion.swarm.claims.testimony import seal_testimony, successions
+from fusion.swarm.claims.votes import Vote, seal_vote, successions
 from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.identity import Identity
 
@@ -21,13 +20,13 @@ LAW = JobLaw(
 )
 
 
-def claim(heir: Identity, voter: Identity, over: Identity, **changes: Any) -> ClaimRecord:
-    """Of `heir` under term 2, since `voter` says that `over` is gone; `signer` signs that, where it is another."""
+def claim(successor: Identity, voter: Identity, over: Identity, **changes: Any) -> ClaimRecord:
+    """Of `successor` under term 2, since `voter` says that `over` is gone; `signer` signs that, where it is another."""
     job, stage = changes.get("job", JOB), changes.get("stage", 1)
-    testimony = Word(voter=voter.peer_id, holding=Holding(over.peer_id, 1), at=7)
-    word = seal_testimony(testimony, job, stage, heir.peer_id, changes.get("signer", voter).sign)
+    vote = Vote(voter=voter.peer_id, holding=Holding(over.peer_id, 1), at=7)
+    vote = seal_vote(vote, job, stage, successor.peer_id, changes.get("signer", voter).sign)
     return ClaimRecord(
-        job=job, stage=stage, peer=heir.peer_id, role="owner", term=2, score=0.5, step=0, load=0.0, proof=(b"junk", word)
+        job=job, stage=stage, peer=successor.peer_id, role="owner", term=2, score=0.5, step=0, load=0.0, proof=(b"junk", vote)
     )  # fmt: skip
 
 
@@ -44,19 +43,19 @@ def sight(
 def test_who_follows_by_the_word_of_those_proposed_and_of_others_who_so_followed() -> None:
     seen = OwnersSeen()
     first, second = claim(CAT, ANN, BOB), claim(DAN, CAT, ANN, stage=0)
-    assert sight(seen, *shown(second)).heirs == frozenset()  # nobody knows who spoke for it
-    assert sight(seen, *shown(second, first)).heirs == {CAT.peer_id, DAN.peer_id}
-    assert sight(seen).heirs == {CAT.peer_id, DAN.peer_id}  # what was shown once is kept
+    assert sight(seen, *shown(second)).successors == frozenset()  # nobody knows who spoke for it
+    assert sight(seen, *shown(second, first)).successors == {CAT.peer_id, DAN.peer_id}
+    assert sight(seen).successors == {CAT.peer_id, DAN.peer_id}  # what was shown once is kept
     assert seen.chain(JOB, CAT.peer_id) == tuple(shown(first))
     assert seen.chain(JOB, DAN.peer_id) == tuple(shown(second, first))
     assert seen.chain(JOB, ANN.peer_id) == () and seen.chain(JobId(digest("other")), CAT.peer_id) == ()
     again = OwnersSeen()
-    assert sight(again, *seen.chain(JOB, DAN.peer_id)).heirs == {CAT.peer_id, DAN.peer_id}
+    assert sight(again, *seen.chain(JOB, DAN.peer_id)).successors == {CAT.peer_id, DAN.peer_id}
 
 
 def test_the_claim_of_a_live_owner_shows_whom_it_followed() -> None:
     seen, first = OwnersSeen(), claim(CAT, ANN, BOB)
-    assert sight(seen, live=(first,)).heirs == {CAT.peer_id}
+    assert sight(seen, live=(first,)).successors == {CAT.peer_id}
     assert seen.chain(JOB, CAT.peer_id) == tuple(shown(first))
 
 
@@ -71,16 +70,16 @@ def test_a_stranger_follows_nobody_by_its_own_word_or_by_one_for_another() -> No
     moved = told.replace(b"\x97\x01", b"\x97\x02", 1)
     assert stolen != told != moved
     for each in (*shown(own), *shown(forged), *shown(other_job), stolen, moved, told[:-1]):
-        assert sight(seen, each).heirs == frozenset()
-    assert sight(seen, *shown(claim(CAT, ANN, BOB)), law=None).heirs == frozenset()
+        assert sight(seen, each).successors == frozenset()
+    assert sight(seen, *shown(claim(CAT, ANN, BOB)), law=None).successors == frozenset()
 
 
 def test_no_more_heirs_are_kept_of_a_job_and_no_more_shown_than_a_record_has_room_for() -> None:
-    seen, line = OwnersSeen(), [ANN, *(Identity.generate() for _ in range(REMEMBERED_HEIRS + 4))]
-    claims = [claim(heir, voter, BOB) for voter, heir in pairwise(line)]
-    found = sight(seen, *shown(*claims)).heirs
-    assert found == {one.peer_id for one in line[1 : REMEMBERED_HEIRS + 1]}
-    assert len(seen.chain(JOB, line[REMEMBERED_HEIRS].peer_id)) == CHAIN
+    seen, line = OwnersSeen(), [ANN, *(Identity.generate() for _ in range(REMEMBERED_SUCCESSORS + 4))]
+    claims = [claim(successor, voter, BOB) for voter, successor in pairwise(line)]
+    found = sight(seen, *shown(*claims)).successors
+    assert found == {one.peer_id for one in line[1 : REMEMBERED_SUCCESSORS + 1]}
+    assert len(seen.chain(JOB, line[REMEMBERED_SUCCESSORS].peer_id)) == CHAIN
 
 
 def test_who_carries_a_forged_succession_is_not_heard_further_and_costs_one_check() -> None:
@@ -94,9 +93,10 @@ def test_who_carries_a_forged_succession_is_not_heard_further_and_costs_one_chec
     for _ in range(3):
         proofs = [*([*each, *honest] for each in forged), of_nobody]
         assert (
-            seen.sight(JOB, LAW, 3, {}, DAN.peer_id, shown=proofs, verify=checks.verify).heirs == frozenset()
+            seen.sight(JOB, LAW, 3, {}, DAN.peer_id, shown=proofs, verify=checks.verify).successors
+            == frozenset()
         )
         assert checks.signers == [ANN.peer_id] * len(forged)  # of each once, and never again
-    assert seen.sight(JOB, LAW, 3, {}, DAN.peer_id, shown=[honest], verify=checks.verify).heirs == {
+    assert seen.sight(JOB, LAW, 3, {}, DAN.peer_id, shown=[honest], verify=checks.verify).successors == {
         CAT.peer_id
     }

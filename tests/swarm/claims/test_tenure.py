@@ -12,20 +12,20 @@ from support.operations import operations
 from fusion.swarm.claims.election import rank
 from fusion.swarm.claims.tenure import (
     CONTEST_SECONDS,
-    JURY_STAGES,
+    MAX_VOTING_STAGES,
     NEVER,
     ROUNDS,
     SPARE_TERMS,
-    WORD_SECONDS,
+    VOTE_SECONDS,
     Holding,
     Tenure,
     View,
     ceiling,
     count,
     is_majority,
-    jury,
     seats,
     settle,
+    voting_stages,
 )
 from fusion.swarm.directory.records import MAX_TERM, ClaimRecord
 from fusion.swarm.transport import PeerId
@@ -49,12 +49,12 @@ def view(
     *,
     highest: int = 1000,
     alone: bool = False,
-    words: Mapping[str, int] | None = None,
+    votes: Mapping[str, int] | None = None,
 ) -> View:
-    """`proven`: whose claims prove that who held the stage is gone; `words`: how many jurors say so for each peer."""
+    """`proven`: whose claims prove that who held the stage is gone; `votes`: how many voters say so for each peer."""
     return View(
         proves=lambda claim, holding: (claim.peer, holding) in proven,
-        words=lambda claim, holding: (words or {}).get(claim.peer, 0),
+        votes=lambda claim, holding: (votes or {}).get(claim.peer, 0),
         now=now,
         ceiling=highest,
         alone=alone,
@@ -123,24 +123,24 @@ def test_contenders_of_one_right_go_by_rank_for_a_while() -> None:
     assert owner(settle(first, [rival], view(later, alone=True))) == ("bob", 6)
 
 
-def test_of_those_who_followed_a_lease_that_ran_out_the_one_with_more_words_counts() -> None:
+def test_of_those_who_followed_a_lease_that_ran_out_the_one_with_more_votes_counts() -> None:
     bob = replace(held("bob", 6), since=10.0, until=30.0, floor=5, lapsed=ANN, settled=False)
     claims = [claim("bob", 6, until=30.0), claim("eve", 7, score=1.0, until=30.0)]
     late = 10.0 + CONTEST_SECONDS
     for now in (late - 1.0, late):
-        assert owner(settle(bob, claims, view(now, words={"bob": 1}))) == ("bob", 6)
+        assert owner(settle(bob, claims, view(now, votes={"bob": 1}))) == ("bob", 6)
     # The halves of a swarm that was divided have as many each, or none: they go by rank.
-    assert owner(settle(bob, claims, view(late, words={"bob": 1, "eve": 1}))) == ("eve", 7)
+    assert owner(settle(bob, claims, view(late, votes={"bob": 1, "eve": 1}))) == ("eve", 7)
     assert owner(settle(bob, claims, view(late))) == ("eve", 7)
-    # Whoever has the neighbours' words was claimed first under a lower term than a liar's that has none: it gets the stage.
+    # Whoever has the neighbours' votes was claimed first under a lower term than a liar's that has none: it gets the stage.
     eve = replace(held("eve", 13), since=10.0, until=30.0, floor=5, lapsed=ANN, settled=False)
     won = settle(
-        eve, [claim("bob", 6, until=30.0), claim("eve", 13, until=30.0)], view(late, words={"bob": 1})
+        eve, [claim("bob", 6, until=30.0), claim("eve", 13, until=30.0)], view(late, votes={"bob": 1})
     )
     assert won is not None and won.holding == ("bob", 6) and won.used == 13
     for term in (5, 5 + ROUNDS + 1):
         rival = claim("bob", term, until=30.0)
-        assert owner(settle(eve, [rival], view(late, words={"bob": 1}))) == ("eve", 13)
+        assert owner(settle(eve, [rival], view(late, votes={"bob": 1}))) == ("eve", 13)
 
 
 def test_a_reader_that_knows_nothing_goes_by_the_author_before_the_highest_term() -> None:
@@ -261,11 +261,15 @@ def test_terms_grow_by_the_second() -> None:
     assert ceiling(0.0, 1e18) == MAX_TERM - 1
 
 
-def test_the_jury_is_the_owners_of_the_nearest_stages() -> None:
-    assert jury(0, 1) == () and jury(1, 3) == (0, 2) and jury(5, 100)[:4] == (4, 6, 3, 7)
-    assert all(len(jury(stage, 64)) == JURY_STAGES for stage in range(64))
-    assert jury(70, 64)[:2] == (63, 62), "even of a stage that the job does not have"
-    assert operations(lambda: jury(2000, 4096)) < 2 * operations(lambda: jury(20, 40))
+def test_the_voters_are_the_owners_of_the_nearest_stages() -> None:
+    assert (
+        voting_stages(0, 1) == ()
+        and voting_stages(1, 3) == (0, 2)
+        and voting_stages(5, 100)[:4] == (4, 6, 3, 7)
+    )
+    assert all(len(voting_stages(stage, 64)) == MAX_VOTING_STAGES for stage in range(64))
+    assert voting_stages(70, 64)[:2] == (63, 62), "even of a stage that the job does not have"
+    assert operations(lambda: voting_stages(2000, 4096)) < 2 * operations(lambda: voting_stages(20, 40))
     tenures = [held("bob"), held("bob"), held("cat"), held("ann"), held("dan", until=0.5)]
     found = seats(tenures, PeerId("ann"), 1.0)
     # Each once, not the suspect. A vacant stage counts, so that the other neighbour is no majority by itself; who held it
@@ -281,16 +285,16 @@ def test_the_jury_is_the_owners_of_the_nearest_stages() -> None:
     cut_off = replace(held("cat"), lapsed=Holding(PeerId("eve"), 4))
     assert frozenset({"cat", "eve"}) in seats([cut_off], PeerId("ann"), 1.0)
     followed = replace(held("cat", since=0.0, until=99.0), over=Holding(PeerId("eve"), 4))
-    assert seats([followed], PeerId("ann"), WORD_SECONDS - 1.0) == (frozenset({"cat", "eve"}),)
-    assert seats([followed], PeerId("ann"), float(WORD_SECONDS)) == (frozenset({"cat"}),)
+    assert seats([followed], PeerId("ann"), VOTE_SECONDS - 1.0) == (frozenset({"cat", "eve"}),)
+    assert seats([followed], PeerId("ann"), float(VOTE_SECONDS)) == (frozenset({"cat"}),)
 
 
 def test_half_is_no_majority() -> None:
     two = (frozenset({PeerId("bob")}), frozenset({PeerId("cat"), PeerId("eve")}))
     assert not is_majority([PeerId("bob")], two)
-    assert not is_majority([PeerId("cat"), PeerId("eve")], two)  # one juror's two voices
+    assert not is_majority([PeerId("cat"), PeerId("eve")], two)  # one voter's two voices
     assert is_majority([PeerId("bob"), PeerId("eve")], two)
-    # One peer's word stands for one juror, whichever lets the others be counted too.
+    # One peer's vote stands for one voter, whichever lets the others be counted too.
     ann, bob, cat, eve = map(PeerId, ("ann", "bob", "cat", "eve"))
     seats_of_two = (frozenset({bob, eve}), frozenset({cat, eve}), frozenset({ann}))
     assert count([eve], seats_of_two) == 1 and count([eve, bob], seats_of_two) == 2
@@ -332,16 +336,16 @@ def test_no_sequence_of_claims_uses_the_terms_up(steps: list[tuple[list[ClaimRec
     """Whoever says what, with the word of a majority or without: terms stay below the ceiling but for ROUNDS for every
     time that a majority had its word."""
     known: Tenure | None = None
-    now, words = 0.0, 0
+    now, votes = 0.0, 0
     for claims, majority, pause in steps:
         now += pause
         proven = {(c.peer, known.holding) for c in claims} if known is not None and majority else NOBODY
         before = known
         known = settle(known, claims, view(now, proven, highest=ceiling(0.0, now)))
-        words += known is not None and known.over is not None and known != before
+        votes += known is not None and known.over is not None and known != before
         if before is not None and known is not None:
             assert max(known.claim.term, known.used) >= max(before.claim.term, before.used)
-        assert known is None or known.claim.term <= ceiling(0.0, now) + ROUNDS * words
+        assert known is None or known.claim.term <= ceiling(0.0, now) + ROUNDS * votes
 
 
 @given(

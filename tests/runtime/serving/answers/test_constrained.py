@@ -109,7 +109,7 @@ def test_an_owner_may_die_in_the_middle_of_it(
             await swarm.stand_by(swarm.peers[2], job, 0, 1)
             expected = [await answer_while(swarm, SETTINGS[name]) for name in ("greedy", "everything")]
             # One is under way when the owner dies, without guesses, which could bring its end before; the other goes on at the
-            # heir from the beginning.
+            # successor from the beginning.
             owner = swarm.owners[victim].id
             deaths = {1: lambda: swarm.network.kill(owner)}
             _, first = await answer_while(swarm, SETTINGS["greedy"], deaths, guesses=False)

@@ -74,14 +74,14 @@ def test_any_stage_may_die_at_any_token(victim: int, sampling: Sampling, tmp_pat
     async def main() -> None:
         async with swarm_of(6, tmp_path, failover=PATIENT) as swarm:
             job = await swarm.serve("llama", 3)
-            gateway, heir = swarm.peers[5], swarm.peers[3]
-            await swarm.stand_by(heir, job, 0, 1, 2)
+            gateway, successor = swarm.peers[5], swarm.peers[3]
+            await swarm.stand_by(successor, job, 0, 1, 2)
             old = swarm.owners[victim].id
             answer = await answer_while(
                 swarm, gateway, 40, {at: lambda: swarm.network.kill(old)}, sampling=sampling
             )
             assert list(answer.tokens) == expected
-            assert answer.route[victim] == heir.id
+            assert answer.route[victim] == successor.id
             assert [hop for i, hop in enumerate(answer.route) if i != victim] == [
                 peer.id for i, peer in enumerate(swarm.owners) if i != victim
             ]
@@ -96,8 +96,8 @@ def test_one_after_another_and_two_at_once(tmp_path: Path) -> None:
         async with swarm_of(9, tmp_path, failover=PATIENT) as swarm:
             job = await swarm.serve("gpt2", 3)
             successors = swarm.peers[3:7]
-            for stage, heir in zip((0, 2, 1, 0), successors, strict=True):
-                await swarm.stand_by(heir, job, stage)
+            for stage, successor in zip((0, 2, 1, 0), successors, strict=True):
+                await swarm.stand_by(successor, job, stage)
             kill = swarm.network.kill
             faults: dict[int, Callable[[], Any]] = {
                 3: lambda: kill(swarm.owners[1].id),
@@ -126,15 +126,15 @@ def test_a_peer_that_ran_two_stages_is_followed_at_both_before_the_answer_goes_o
     async def main() -> None:
         async with swarm_of(6, tmp_path, failover=PATIENT) as swarm:
             job = await swarm.serve("llama", 3)
-            first, second, third, heir, other, gateway = swarm.peers
-            await swarm.stand_by(heir, job, 0)
+            first, second, third, successor, other, gateway = swarm.peers
+            await swarm.stand_by(successor, job, 0)
             await swarm.stand_by(other, job, 2)
             await third.context.leases.release(job, 2)
             await swarm.hold(first, job, 2)
             faults = {9: lambda: swarm.network.kill(first.id)}
             answer = await answer_while(swarm, gateway, 40, faults)
             assert list(answer.tokens) == reference("llama", PROMPT, 40)
-            assert opened == [(first.id, second.id, first.id), (heir.id, second.id, other.id)]
+            assert opened == [(first.id, second.id, first.id), (successor.id, second.id, other.id)]
 
     asyncio.run(main())
 
@@ -171,8 +171,8 @@ def test_a_stage_that_dies_while_the_prompt_is_read_or_before_it_is_opened(tmp_p
             assert (await swarm.ask(5, prompt_ids=PROMPT, max_tokens=2)).route  # the route is known now
             swarm.network.kill(swarm.owners[1].id)
             asked = asyncio.create_task(swarm.ask(5, prompt_ids=prompt, max_tokens=9))
-            heir = swarm.peers[3].service
-            while not heir._hosted or not any(s.ran for s in heir._hosted[job, 1].stage._sessions):
+            successor = swarm.peers[3].service
+            while not successor._hosted or not any(s.ran for s in successor._hosted[job, 1].stage._sessions):
                 await asyncio.sleep(0)
             swarm.network.kill(swarm.owners[2].id)
             answer = await asked

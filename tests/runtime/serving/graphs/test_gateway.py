@@ -128,16 +128,16 @@ def test_outputs_are_the_module_s_and_go_on_when_an_owner_is_killed(tmp_path: Pa
             assert made.route == tuple(peer.context.peer_id for peer in model.swarm.peers[:3])
             for array in made.arrays:
                 torch.testing.assert_close(numbers(array), wanted[array.name])
-            heir = model.swarm.peers[3].context
+            successor = model.swarm.peers[3].context
             await model.swarm.kill(model.swarm.peers[1])
             del model.stages[1]
             asked = asyncio.create_task(model.ask(images.numpy()))
             while await model.swarm.peers[0].context.leases.owner(model.prepared.job, 1) is not None:
                 await asyncio.sleep(0.05)
-            heir.leases.observe(model.prepared.job, 1, 1)
+            successor.leases.observe(model.prepared.job, 1, 1)
             await model.host(2, 1)
             again = await asked
-            assert again.route[1] == heir.peer_id
+            assert again.route[1] == successor.peer_id
             for array, before in zip(again.arrays, made.arrays, strict=True):
                 assert bytes(array.data) == bytes(before.data)
 

@@ -320,7 +320,7 @@ def test_who_follows_by_the_word_of_a_neighbour_that_has_just_come_is_welcome() 
             assert await after.context.leases.claim(JOB, 2, 0.5) is not None
             await new.context.leases.claims_of(JOB, (0, 1, 2))
             gone = Holding(old.peer, 1)
-            words = [n.context.leases.jury.testify(JOB, 1, gone, new.peer) for n in (one, after)]
+            words = [n.context.leases.voting.vote(JOB, 1, gone, new.peer) for n in (one, after)]
             claim = await new.context.leases.claim(JOB, 1, 0.5, over=1, proof=tuple(words), confirm=False)
             assert claim is not None and (sealed := new.context.leases.sealed(JOB, 1)) is not None
             assert one.context.leases.known_holder(JOB, 2) == before.peer
@@ -341,7 +341,7 @@ def test_claims_that_strangers_show_have_neighbours_looked_at_once_in_a_while() 
             assert await other.context.leases.claim(JOB, 2, 0.5) is not None
             await one.context.leases.claims_of(JOB, (1, 2))
             made.clock.advance(CONTEST_SECONDS + 1.0)
-            word = stranger.context.leases.jury.testify(JOB, 1, Holding(old.peer, 1), stranger.peer)
+            word = stranger.context.leases.voting.vote(JOB, 1, Holding(old.peer, 1), stranger.peer)
             await stranger.context.leases.claim(JOB, 1, 0.5, over=1, proof=(word,), confirm=False)
             sealed = stranger.context.leases.sealed(JOB, 1)
             assert sealed is not None

@@ -64,7 +64,7 @@ def test_the_need_of_a_stage_in_words() -> None:
 
 
 def test_a_killed_owner_is_followed_without_a_look_at_the_directory() -> None:
-    """Its neighbours ask for an heir at once, and link to it at once."""
+    """Its neighbours ask for an successor at once, and link to it at once."""
 
     async def main() -> None:
         async with swarm(4) as made:
@@ -81,7 +81,7 @@ def test_a_killed_owner_is_followed_without_a_look_at_the_directory() -> None:
                 assert sealed is not None
                 return one.context.leases.credit(sealed)
 
-            one.successors.heir = three.successors.heir = follow
+            one.successors.successor = three.successors.successor = follow
             victim = two.peer
             reads = [node.directory.reads for node in (one, three)]
             await made.kill(two)
@@ -104,7 +104,7 @@ def test_whoever_was_not_told_of_the_heir_is_dialled_by_it() -> None:
             await two.host(1, [0])
             await linked(one, two, for_seconds=1.0)
             await made.kill(two)
-            await asyncio.sleep(3.0)  # one.heirs knows of nobody
+            await asyncio.sleep(3.0)  # one.successors knows of nobody
             assert not one.now_linked
             asked = len(one.successors.asked)
             assert 1 <= asked <= 3  # not with every try
@@ -185,7 +185,7 @@ def test_a_peer_that_does_not_answer_the_redial_is_suspected_and_trusted_again_w
             async def nobody(stage: int, term: int) -> None:
                 await asyncio.Event().wait()
 
-            one.successors.heir = nobody
+            one.successors.successor = nobody
             two.frozen.clear()
             made.cut(one, two)
             await asyncio.sleep(PATIENCE_SECONDS / 2)
@@ -207,7 +207,7 @@ def test_an_owner_that_was_never_linked_and_cannot_be_dialled_is_suspected() -> 
             one, two, spare = made.nodes
             await two.host(1, [0])
             await made.kill(two)
-            one.successors.heir = lambda stage, term: _takes_over(spare, one, stage, term)
+            one.successors.successor = lambda stage, term: _takes_over(spare, one, stage, term)
             await one.host(0, [1])
             began = now()
             await linked(one, spare)
@@ -231,7 +231,7 @@ def test_an_owner_that_left_without_an_heir_is_reported_when_the_directory_names
             await one.host(0, [1])
             await two.host(1, [0])
             await linked(one, two)
-            one.successors.heir = lambda stage, term: _takes_over(spare, one, stage, term)
+            one.successors.successor = lambda stage, term: _takes_over(spare, one, stage, term)
             await two.end()
             await two.context.leases.release(JOB, 1)
             await linked(one, spare)
@@ -321,7 +321,7 @@ def test_an_answer_to_a_suspicion_that_is_over_changes_nothing() -> None:
             assert neighbours is not None
             claim = await other.context.leases.claim(JOB, 1, 0.5, over=1, confirm=False)
             assert claim is not None
-            one.successors.heir = lambda stage, term: _late(claim)
+            one.successors.successor = lambda stage, term: _late(claim)
             made.cut(one, two)
             with suppress(StaleTerm):
                 await asyncio.sleep(2.0)

@@ -29,8 +29,7 @@ from fusion.runtime.serving.requests.client import complete
 from fusion.runtime.serving.requests.request import GenerateRequest
 from fusion.swarm.authority.statements import CARRIED, seal_statement, stated
 from fusion.swarm.claims.tenure import Holding
-from fusion.swarm.claims.testimony import Testimony as Word
-from fusion.swarm.claims.testimony import seal_testimony
+from fusion.swarm.claims.votes import Vote, seal_vote
 from fusion.swarm.directory.records import MAX_PROOFS, ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import Identity
@@ -190,10 +189,10 @@ def _lying_claim(
     (owner, term), now = route[stage], int(time.time())
     voters = [PeerId(peer) for other, (peer, _) in enumerate(route) if other != stage]
     words = [
-        Word(voter=voters[i % len(voters)], holding=Holding(PeerId(owner), term), at=now - i)
+        Vote(voter=voters[i % len(voters)], holding=Holding(PeerId(owner), term), at=now - i)
         for i in range(MAX_PROOFS)
     ]
-    proof = tuple(seal_testimony(word, job, stage, identity.peer_id, _any_signature) for word in words)
+    proof = tuple(seal_vote(word, job, stage, identity.peer_id, _any_signature) for word in words)
     claim: ClaimRecord = claim_record(identity, job=job, stage=stage, term=term + 1, proof=proof)
     return claim
 

@@ -1,10 +1,10 @@
-"""Signed words on who holds a stage: a peer says that another, or itself, does not hold it any more, and who is to follow.
+"""Signed votes on who holds a stage: a peer says that another, or itself, does not hold it any more, and who is to follow.
 
-A testimony is `msgpack([voter, peer, term, at, signature])`, about 190 bytes. It rides in the `proof` of a claim: job,
-stage and successor are the claim's own, so that nobody else can use it. A holder's word on itself is its release.
+A vote is `msgpack([voter, peer, term, at, signature])`, about 190 bytes. It rides in the `proof` of a claim: job,
+stage and successor are the claim's own, so that nobody else can use it. A holder's vote on itself is its release.
 
-A succession is a testimony with its stage and successor, `msgpack([stage, heir, voter, peer, term, at, signature])`, about 250
-bytes, that outlives the claim: it rides in the `proof` of job records, where it shows those who come later that `heir` did
+A succession is a vote with its stage and successor, `msgpack([stage, successor, voter, peer, term, at, signature])`, about 250
+bytes, that outlives the claim: it rides in the `proof` of job records, where it shows those who come later that `successor` did
 not come to the job by itself.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 
 from fusion.swarm.authority.signed import SignedForm
-from fusion.swarm.claims.tenure import WORD_SECONDS, Holding
+from fusion.swarm.claims.tenure import VOTE_SECONDS, Holding
 from fusion.swarm.directory.records import MAX_PROOF_BYTES, ClaimRecord, JobId
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Verify
@@ -31,60 +31,58 @@ SUCCESSION = replace(FORM, max_items=7)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Testimony:
+class Vote:
     voter: PeerId
     holding: Holding  # who does not hold the stage, under which term
     at: int  # unix seconds
 
     def is_good(self, now: float) -> bool:
-        return self.at - CLOCKS_SECONDS <= now <= self.at + WORD_SECONDS + CLOCKS_SECONDS
+        return self.at - CLOCKS_SECONDS <= now <= self.at + VOTE_SECONDS + CLOCKS_SECONDS
 
 
-def seal_testimony(
-    testimony: Testimony, job: JobId, stage: int, heir: PeerId, sign: Callable[[bytes], bytes]
-) -> bytes:
+def seal_vote(vote: Vote, job: JobId, stage: int, successor: PeerId, sign: Callable[[bytes], bytes]) -> bytes:
     """`sign` signs with the voter's key."""
-    fields = [testimony.voter, *testimony.holding, testimony.at]
-    return FORM.seal(fields, sign, _signed(testimony, job, stage, heir))
+    fields = [vote.voter, *vote.holding, vote.at]
+    return FORM.seal(fields, sign, _signed(vote, job, stage, successor))
 
 
-def open_testimony(data: bytes, job: JobId, stage: int, heir: PeerId, verify: Verify) -> Testimony:
-    """Raises RecordError for bytes that are no testimony, Forged where its voter did not give it in favour of `heir`."""
-    testimony, signature = _read(data)
-    FORM.check(testimony.voter, signature, _signed(testimony, job, stage, heir), verify)
-    return testimony
+def open_vote(data: bytes, job: JobId, stage: int, successor: PeerId, verify: Verify) -> Vote:
+    """Raises RecordError for bytes that are no vote, Forged where its voter did not give it in favour of `successor`."""
+    vote, signature = _read(data)
+    FORM.check(vote.voter, signature, _signed(vote, job, stage, successor), verify)
+    return vote
 
 
-def told(data: bytes) -> Testimony:
+def parse_vote(data: bytes) -> Vote:
     """What it is said to be, whoever may have signed it. Raises RecordError."""
     return _read(data)[0]
 
 
 @recent(4096)  # claims come back every heartbeat with the same proof
-def _read(data: bytes) -> tuple[Testimony, bytes]:
+def _read(data: bytes) -> tuple[Vote, bytes]:
     match FORM.unpack(data):
         case [str(voter), str(peer), int(term), int(at), bytes(signature)]:
-            return Testimony(voter=PeerId(voter), holding=Holding(PeerId(peer), term), at=at), signature
+            return Vote(voter=PeerId(voter), holding=Holding(PeerId(peer), term), at=at), signature
         case _:
             raise FORM.malformed()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Succession:
-    """`testimony` says that `heir` is to follow in the stage of a job; `data` is what shows it."""
+    """`vote` says that `successor` is to follow in the stage of a job; `data` is what shows it."""
 
     stage: int
-    heir: PeerId
-    testimony: Testimony
+    successor: PeerId
+    vote: Vote
     data: bytes
 
     @property
     def voter(self) -> PeerId:
-        return self.testimony.voter
+        return self.vote.voter
 
 
 def successions(claim: ClaimRecord) -> list[bytes]:
-    """One for each testimony in the claim's proof."""
+    """One for each vote in the claim's proof."""
     found = []
     for data in claim.proof:
         with suppress(RecordError):
@@ -94,7 +92,7 @@ def successions(claim: ClaimRecord) -> list[bytes]:
     return found
 
 
-def told_succession(data: bytes) -> Succession:
+def parse_succession(data: bytes) -> Succession:
     """What it is said to be, whoever may have signed it. Raises RecordError."""
     return _read_succession(data)[0]
 
@@ -102,19 +100,19 @@ def told_succession(data: bytes) -> Succession:
 def check_succession(data: bytes, job: JobId, verify: Verify) -> None:
     """Raises RecordError for bytes that are no succession, Forged where its voter did not sign it for that job."""
     said, signature = _read_succession(data)
-    signed = _signed(said.testimony, job, said.stage, said.heir)
+    signed = _signed(said.vote, job, said.stage, said.successor)
     SUCCESSION.check(said.voter, signature, signed, verify)
 
 
 @recent(4096)  # job records come back every heartbeat with the same ones
 def _read_succession(data: bytes) -> tuple[Succession, bytes]:
     match SUCCESSION.unpack(data):
-        case [int(stage), str(heir), str(voter), str(peer), int(term), int(at), bytes(signature)]:
-            testimony = Testimony(voter=PeerId(voter), holding=Holding(PeerId(peer), term), at=at)
-            return Succession(stage=stage, heir=PeerId(heir), testimony=testimony, data=data), signature
+        case [int(stage), str(successor), str(voter), str(peer), int(term), int(at), bytes(signature)]:
+            vote = Vote(voter=PeerId(voter), holding=Holding(PeerId(peer), term), at=at)
+            return Succession(stage=stage, successor=PeerId(successor), vote=vote, data=data), signature
         case _:
             raise SUCCESSION.malformed()
 
 
-def _signed(testimony: Testimony, job: JobId, stage: int, heir: PeerId) -> list[Any]:
-    return [job, stage, *testimony.holding, heir, testimony.voter, testimony.at]
+def _signed(vote: Vote, job: JobId, stage: int, successor: PeerId) -> list[Any]:
+    return [job, stage, *vote.holding, successor, vote.voter, vote.at]
