@@ -41,7 +41,7 @@ class Stream(Protocol):
     protocol: str
 
     @property
-    def heard(self) -> bool:
+    def has_received(self) -> bool:
         """Whether a frame of the other end has come in, or one is on its way that was allowed once it was announced."""
 
     @property

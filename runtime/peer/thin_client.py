@@ -54,7 +54,7 @@ async def open_thin(config: ClientConfig) -> AsyncIterator[Context]:
             try:
                 yield context
             except StreamBroken as error:
-                if transport.heard(gateway):
+                if transport.has_received_from(gateway):
                     raise
                 raise ClosedSwarm(NO_MEMBER) from error  # it hangs up on whoever is no member
     finally:

@@ -11,7 +11,7 @@ from cachetools import FIFOCache
 from fusion.swarm.authority import grants
 from fusion.swarm.authority.grants import Role
 from fusion.swarm.authority.law import JobLaw
-from fusion.swarm.authority.revocation import Revocation, newer, open_revocation, told
+from fusion.swarm.authority.revocation import Revocation, newer, open_revocation, parse_unverified
 from fusion.swarm.authority.signed import sound
 from fusion.swarm.authority.wallet import Chain, Wallet
 from fusion.swarm.directory.records import MAX_GRANT_BYTES, MAX_GRANTS, JobId
@@ -95,7 +95,9 @@ class Access:
             return said.job == job and said.issuer in law.issuers and newer(said, known.get(said.issuer))
 
         new = False
-        for said, _ in sound(proof, told, matters, lambda data: open_revocation(data, self._verify)):
+        for said, _ in sound(
+            proof, parse_unverified, matters, lambda data: open_revocation(data, self._verify)
+        ):
             known[said.issuer] = said
             self._revoked[job], new = known, True
         return new

@@ -200,7 +200,7 @@ def _majority(ends: Sequence[_Word], sight: Sight, stages: int) -> list[_Word]:
             voices = rest
         votes = sum(peer in signers for peer in voices.values())
         if votes >= fewest and 2 * votes > len(voices):
-            return _most_said(agreed, voices, sight)
+            return _most_voted(agreed, voices, sight)
         ours = sight.us is not None and any(peer == sight.us for peer, _ in sight.owners.values())
         early = state == "done" and sight.law is not None and sight.reached < sight.law.steps
         if state != "stopped" and ours and not early:
@@ -214,7 +214,7 @@ def _majority(ends: Sequence[_Word], sight: Sight, stages: int) -> list[_Word]:
     return []
 
 
-def _most_said(agreed: Sequence[_Word], voices: Mapping[int, PeerId], sight: Sight) -> list[_Word]:
+def _most_voted(agreed: Sequence[_Word], voices: Mapping[int, PeerId], sight: Sight) -> list[_Word]:
     """Of the words of voices on an end those on what it came to that most voices say, and of several such the most of all who
     own a stage or owned one: any of them may lie about that. Of as many on each side what we say ourselves, and else what most
     of those say whom the author chose."""

@@ -60,7 +60,7 @@ def open_revocation(data: bytes, verify: Verify = verify_signature) -> Revocatio
     return revocation
 
 
-def told(data: bytes) -> Revocation:
+def parse_unverified(data: bytes) -> Revocation:
     """What it is said to be, whoever may have signed it. Raises RecordError."""
     return _read(data)[0]
 

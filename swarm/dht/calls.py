@@ -94,11 +94,11 @@ class Calls:
 
     async def ask_clocks(self) -> None:
         """Ask those anew who told of their clocks a while ago: one that was wrong then may have been set since."""
-        await asyncio.gather(*map(self._ask_clock, self._told_before(_CLOCK_SECONDS)))
-        for peer in self._told_before(_CLOCK_KEPT_SECONDS):
+        await asyncio.gather(*map(self._ask_clock, self._sampled_before(_CLOCK_SECONDS)))
+        for peer in self._sampled_before(_CLOCK_KEPT_SECONDS):
             del self._told[peer]
 
-    def _told_before(self, seconds: float) -> list[PeerId]:
+    def _sampled_before(self, seconds: float) -> list[PeerId]:
         now = time.monotonic()
         return [peer for peer, (_, at) in self._told.items() if now - at >= seconds]
 

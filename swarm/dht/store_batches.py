@@ -36,7 +36,7 @@ class StoreBatches:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for waiting in self._waiting.values():  # whose task had not begun
-            _tell(waiting, [])
+            _set_results(waiting, [])
         self._waiting.clear()
 
     async def _send(self, node: Node) -> None:
@@ -50,7 +50,7 @@ class StoreBatches:
         try:
             taken = await self._store(node, [offer for offer, _ in part])
         finally:
-            _tell(part, taken)
+            _set_results(part, taken)
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -58,7 +58,7 @@ class StoreBatches:
         task.add_done_callback(self._tasks.discard)
 
 
-def _tell(waiting: Sequence[Waiting], taken: Sequence[bool]) -> None:
+def _set_results(waiting: Sequence[Waiting], taken: Sequence[bool]) -> None:
     for number, (_, future) in enumerate(waiting):
         if not future.done():
             future.set_result(number < len(taken) and taken[number])

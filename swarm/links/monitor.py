@@ -84,7 +84,7 @@ class LinkMonitor:
         self._config = config = config or LinkConfig()
         self._clock = clock
         self._host = ProbeHost(
-            receive_log, lambda: self.coordinate, self._reported, self._train_came, clock=clock
+            receive_log, lambda: self.coordinate, self._reported, self._train_received, clock=clock
         )
         self._table = LinkTable(transport.peer_id, config.neighbours)
         self._sent: dict[PeerId, int] = {}  # probes left out, as of the last tick
@@ -208,7 +208,7 @@ class LinkMonitor:
             into = after(
                 neighbour.into.estimate, report, report.together, now, sum(busy) - found.busy_seconds
             )
-            self._table.came(neighbour, into, now, firm=firm)
+            self._table.learned_incoming(neighbour, into, now, firm=firm)
             if (
                 self._table.listed(peer)
                 and not neighbour.traffic.reporting
@@ -241,7 +241,7 @@ class LinkMonitor:
         others = sum(each.seconds for each in together) - report.seconds if report.sharers == 1 else math.inf
         self._learned(neighbour, after(neighbour.out.estimate, report, max(up, report.together), now, others))
 
-    def _train_came(self, peer: PeerId, sample: Sample) -> None:
+    def _train_received(self, peer: PeerId, sample: Sample) -> None:
         neighbour, now = self._table.find(peer), self._clock()
         if neighbour is None:
             return
@@ -250,7 +250,7 @@ class LinkMonitor:
             neighbour.traffic.came = (*neighbour.traffic.came, rate)[-WITNESSES:]
             high = max(neighbour.traffic.came) if len(neighbour.traffic.came) == WITNESSES else high
         known = neighbour.into.estimate or RateEstimate(bytes_per_second=rate, at=now)
-        self._table.came(
+        self._table.learned_incoming(
             neighbour,
             known.updated(rate, max(rate, high), TRAIN_WEIGHT_SECONDS, now),
             now,
@@ -312,7 +312,7 @@ class LinkMonitor:
         now = self._clock()
         crossed = self._bytes_with(neighbour.peer) - before
         quiet = crossed < QUIET_BYTES and now - neighbour.traffic.active_at > TOGETHER_SECONDS
-        neighbour.answers.came(took, now, quiet=quiet)
+        neighbour.answers.succeeded(took, now, quiet=quiet)
         rtt = neighbour.answers.rtt.seconds
         assert rtt is not None
         direction = tie_break(self._transport.peer_id, neighbour.peer)

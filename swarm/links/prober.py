@@ -97,7 +97,7 @@ class Prober:
         measuring = neighbour.measuring
         if now - measuring.trained_at < self._config.again_seconds:
             return False
-        if neighbour.told(now) and not measuring.pressed:
+        if neighbour.measured_by_traffic(now) and not measuring.pressed:
             return False
         if measuring.settled_at is not None and now - measuring.settled_at >= self._config.stale_seconds:
             neighbour.doubt()
@@ -204,7 +204,9 @@ class Prober:
 
     def _alone(self, neighbour: Neighbour) -> bool:
         now = self._clock()
-        return not any(other.told(now) for other in self._table.every() if other is not neighbour)
+        return not any(
+            other.measured_by_traffic(now) for other in self._table.every() if other is not neighbour
+        )
 
     def _traffic_bytes(self) -> int:
         """What went out so far, probes left out."""

@@ -279,7 +279,7 @@ class ProbeLine:
         async with self._turn, asyncio.timeout(timeout_seconds):
             stream = await self._opened()
             began = self._clock()
-            await self._say(stream, "ping")
+            await self._send(stream, "ping")
             frame = await self._answer(stream, "pong")
             took = max(self._clock() - began, 1e-6)
             coordinate, error = frame.get("coordinate"), frame.get("error")
@@ -300,14 +300,14 @@ class ProbeLine:
         async with self._turn, asyncio.timeout(timeout_seconds):
             stream = await self._opened()
             asked = self._clock()
-            await self._say(stream, "want", {"bytes": size, "pressed": pressed})
+            await self._send(stream, "want", {"bytes": size, "pressed": pressed})
             frame = checked(await stream.receive())
             if frame.kind == "busy":
                 return None
             if frame.kind != "go":
                 raise FrameError(f"want: go or busy, not {frame.kind!r:.40}")
             began = self._clock()
-            await self._say(stream, "train", {}, payload)
+            await self._send(stream, "train", {}, payload)
             spacing = _number(await self._answer(stream, "rate"), "bytes_per_second")
             return train(size, self._clock() - began, rtt_seconds, began - asked, spacing)
 
@@ -318,7 +318,7 @@ class ProbeLine:
                 async with self._turn:
                     await self._opened()
             if self._stream is not None:
-                await self._say(self._stream, "report", report.to_header())
+                await self._send(self._stream, "report", report.to_header())
 
     def drop(self) -> None:
         """The stream is of no more use; the next question opens another."""
@@ -331,7 +331,7 @@ class ProbeLine:
             stream = await self._transport.open(self.peer, PROBE.name)
             try:
                 # The first exchange on a stream also settles its protocol, which takes a round trip of its own.
-                await self._say(stream, "ping")
+                await self._send(stream, "ping")
                 checked(await stream.receive())
             except BaseException:
                 stream.abort()
@@ -339,7 +339,7 @@ class ProbeLine:
             self._stream = stream
         return self._stream
 
-    async def _say(
+    async def _send(
         self, stream: Stream, kind: str, header: Mapping[str, Any] | None = None, payload: bytes = b""
     ) -> None:
         self.sent_bytes += _FRAME_BYTES + len(payload)  # first: what is on its way must not count as traffic

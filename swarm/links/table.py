@@ -44,7 +44,7 @@ class Answers:
     failures: int = 0  # to answer, since it last did
     muted_until: float = -math.inf
 
-    def came(self, took_seconds: float, now: float, *, quiet: bool) -> None:
+    def succeeded(self, took_seconds: float, now: float, *, quiet: bool) -> None:
         self.count, self.failures = self.count + 1, 0
         self.rtt = self.rtt.updated(now, took_seconds, quiet=quiet)
 
@@ -149,7 +149,7 @@ class Neighbour:
             self.doubt()
             self.measuring.pressed = True
 
-    def told(self, now: float) -> bool:
+    def measured_by_traffic(self, now: float) -> bool:
         """Whether traffic tells what `out` is."""
         report = self.traffic.report
         return report is not None and now - report[0] < TOGETHER_SECONDS
@@ -248,7 +248,9 @@ class LinkTable:
                 neighbour.out.firm(now)
             self._doubt_others(neighbour, now)
 
-    def came(self, neighbour: Neighbour, estimate: RateEstimate, now: float, *, firm: bool) -> None:
+    def learned_incoming(
+        self, neighbour: Neighbour, estimate: RateEstimate, now: float, *, firm: bool
+    ) -> None:
         """What is known of the link from there to us now; `firm`: it is more than a bound. One that fell by much casts
         doubt on the others: it may be our own line, and lines often fall both ways."""
         if firm:

@@ -47,7 +47,7 @@ class FrameParser:
             deque()
         )  # frames not yet taken, their size on the wire, what they take of memory
         self.ready_bytes = 0  # of memory
-        self.heard = False  # whether a frame has arrived
+        self.has_received = False  # whether a frame has arrived
         self.ended = False  # the sender said that no more frames come
         self.preamble: bytes | None = None
         self.allowed = limits.payload_bytes
@@ -171,7 +171,7 @@ class FrameParser:
         taken = size + CONTAINER_BYTES * containers
         self._ready.append((Frame(kind, header, payload), size, taken))
         self.ready_bytes += taken
-        self.heard = True
+        self.has_received = True
         self._header = self._lengths = None
 
     def _parse_preamble(self) -> bool:

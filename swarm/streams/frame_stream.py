@@ -104,7 +104,7 @@ class FrameStream(asyncio.BufferedProtocol):
             return
         self._time(nbytes)
         if self._parser.ended:
-            self._say_end()
+            self._send_end()
             self._over.set()
         if self._closed:
             self._parser.forget()
@@ -147,8 +147,8 @@ class FrameStream(asyncio.BufferedProtocol):
         return self.lost.done() and not self._closed and not self._parser.ended
 
     @property
-    def heard(self) -> bool:
-        return self._parser.heard or self._awaited
+    def has_received(self) -> bool:
+        return self._parser.has_received or self._awaited
 
     @property
     def allowed(self) -> int:
@@ -248,7 +248,7 @@ class FrameStream(asyncio.BufferedProtocol):
                 if self._reading_paused and not self._socket.is_closing():
                     self._socket.resume_reading()
                 async with self.turn:
-                    self._say_end()
+                    self._send_end()
                 await self._over.wait()
                 if not self._socket.is_closing():
                     self._socket.write_eof()
@@ -296,7 +296,7 @@ class FrameStream(asyncio.BufferedProtocol):
         """Look at what came first; whether anything may be done with this stream. One who is no member gets no word."""
         if self._parser.ready:
             frame, _ = self._parser.take()
-            self._parser.heard = self._parser.ready > 0
+            self._parser.has_received = self._parser.ready > 0
             assert self._authorizer is not None
             said = frame.header.get("token") if frame.kind == TOKEN else None
             self._admitted = self._authorizer.admits(self.remote, said)
@@ -352,7 +352,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self._parser.forget()
             self._wake_reader()
 
-    def _say_end(self) -> None:
+    def _send_end(self) -> None:
         if not self._admitted and not self._ours:
             return  # not even that
         if not self._end_said and self._socket is not None and not self._socket.is_closing():

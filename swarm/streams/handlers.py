@@ -96,7 +96,7 @@ class Handlers:
 
     def _await_first_frame(self, stream: Stream) -> None:
         if len(self._silent) >= self._most_silent:
-            self._silent = {each: until for each, until in self._silent.items() if not each.heard}
+            self._silent = {each: until for each, until in self._silent.items() if not each.has_received}
         if len(self._silent) >= self._most_silent:
             self._hang_up(next(iter(self._silent)))
         loop = asyncio.get_running_loop()
@@ -107,14 +107,14 @@ class Handlers:
     def _hang_up_on_late(self) -> None:
         loop = asyncio.get_running_loop()
         for stream, until in list(self._silent.items()):
-            if stream.heard or until <= loop.time():
+            if stream.has_received or until <= loop.time():
                 self._hang_up(stream)
         first = min(self._silent.values(), default=None)
         self._timer = None if first is None else loop.call_at(first, self._hang_up_on_late)
 
     def _hang_up(self, stream: Stream) -> None:
         del self._silent[stream]
-        if not stream.heard:
+        if not stream.has_received:
             logger.debug("hung up on %s, which opened %s and said nothing", stream.remote, stream.protocol)
             stream.abort()
 

@@ -72,11 +72,11 @@ class MemoryStream:
         self._allowed = allowed
         self._turn = asyncio.Lock()
         self._closed = False
-        self._heard = False
+        self._has_received = False
 
     @property
-    def heard(self) -> bool:
-        return self._heard or bool(self._incoming.frames)
+    def has_received(self) -> bool:
+        return self._has_received or bool(self._incoming.frames)
 
     @property
     def arrived_bytes(self) -> int:
@@ -102,7 +102,7 @@ class MemoryStream:
     async def receive(self) -> Frame:
         await self.announced()
         head, payload = self._incoming.take()
-        self._heard = True
+        self._has_received = True
         if len(payload) > self._allowed:
             self.abort()
             raise FrameError(

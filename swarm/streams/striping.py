@@ -47,8 +47,8 @@ class StripedStream:
             lane.lost.add_done_callback(partial(self._lost, lane))
 
     @property
-    def heard(self) -> bool:
-        return any(lane.heard for lane in self._stripes)
+    def has_received(self) -> bool:
+        return any(lane.has_received for lane in self._stripes)
 
     @property
     def arrived_bytes(self) -> int:

@@ -132,7 +132,7 @@ class ThinTransport:
     def traffic(self) -> Mapping[PeerId, Traffic]:
         return self._counter.snapshot()
 
-    def heard(self, peer: PeerId) -> bool:
+    def has_received_from(self, peer: PeerId) -> bool:
         """Whether it has said anything to us."""
         return self._counter.snapshot().get(peer, Traffic()).received_bytes > 0
 

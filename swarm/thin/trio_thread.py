@@ -47,7 +47,7 @@ class TrioThread:
         answer: asyncio.Future[T] = loop.create_future()
         scope = trio.CancelScope()
 
-        def tell(result: T | None, error: Exception | None) -> None:
+        def deliver(result: T | None, error: Exception | None) -> None:
             if answer.done():
                 if error is None and unused is not None:
                     unused(result)  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ class TrioThread:
                         error = caught
             finally:
                 with suppress(RuntimeError):  # the other loop is closed: nobody waits
-                    loop.call_soon_threadsafe(tell, result, error)
+                    loop.call_soon_threadsafe(deliver, result, error)
 
         try:
             self._token.run_sync_soon(self.nursery.start_soon, run)

@@ -238,12 +238,12 @@ async def members_of_a_closed_swarm_are_answered_and_nobody_else() -> None:
             async with client(far.address, authorizer=member, identity=ours) as near:
                 await near.gateway()
                 assert (await call(near, far.peer_id, ECHO, "hi")).kind == "hi"
-                assert near.heard(far.peer_id)
+                assert near.has_received_from(far.peer_id)
             async with client(far.address) as near:
                 await near.gateway()
                 with pytest.raises(StreamBroken):
                     await call(near, far.peer_id, ECHO, "hi")
-                assert not near.heard(far.peer_id)
+                assert not near.has_received_from(far.peer_id)
 
 
 async def uvloop_is_as_good_as_the_standard_loop() -> None:

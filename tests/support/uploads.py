@@ -17,7 +17,7 @@ UPLOAD_BYTES = 32 << 20
 class Upload:
     """The end at the peer that is asked. A frame of UPLOAD_BYTES comes within `seconds`, or stops coming after `stops`."""
 
-    protocol, heard = RUN.name, True
+    protocol, has_received = RUN.name, True
 
     def __init__(self, peer: str, seconds: float, *, stops: float = math.inf, kind: str = "run") -> None:
         self.remote = PeerId(peer)

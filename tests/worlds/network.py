@@ -55,7 +55,7 @@ class WorldStream:
         self.arrived_bytes = 0
 
     @property
-    def heard(self) -> bool:
+    def has_received(self) -> bool:
         return self._heard or bool(self._inbox)
 
     async def send(

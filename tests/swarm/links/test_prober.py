@@ -246,7 +246,7 @@ def test_one_that_comes_in_slower_casts_doubt_on_the_others() -> None:
         await world.run(DOUBT_SECONDS)
         for rate in (16, 1.6):
             estimate = RateEstimate(bytes_per_second=rate * MBPS, at=world.clock())
-            world.table.came(world.neighbours[0], estimate, world.clock(), firm=True)
+            world.table.learned_incoming(world.neighbours[0], estimate, world.clock(), firm=True)
         assert [neighbour.measuring.settled_at is None for neighbour in world.neighbours] == [False, True]
 
     world(work, 16, 16)

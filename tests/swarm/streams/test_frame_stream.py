@@ -351,9 +351,9 @@ def test_a_frame_is_announced_before_it_is_read_and_what_comes_of_it_is_counted(
         two.allow(1000)
         await one.send("small", {}, (b"y" * 10,))
         assert await two.announced() == 10 and len((await two.receive()).payload) == 10
-        heard = two.heard
+        has_received = two.has_received
         sending = asyncio.create_task(one.send("large", {}, (b"x" * 3_000_000,)))
-        assert heard and await two.announced() == 3_000_000
+        assert has_received and await two.announced() == 3_000_000
         before = two.arrived_bytes
         assert before < 200_000, "it is not read"
         two.allow(3_000_000)
