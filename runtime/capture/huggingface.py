@@ -154,7 +154,7 @@ def open_model(
     text = config.get_text_config()
     files = weights_files(directory) if weights else {}
     stored = stored_dtypes(files.values())
-    chosen = model_dtype(dtype, _said_dtype(config), stored, str(directory))
+    chosen = model_dtype(dtype, _configured_dtype(config), stored, str(directory))
     if weights:
         module, held = _stored_module(config, directory, chosen, files)
     else:
@@ -237,7 +237,7 @@ def config_for(model_type: str, values: Mapping[str, Any], model: Path) -> Any:
         raise JobError(f"{model}: transformers knows no such {model_type} model: {_line(error)}") from error
 
 
-def _said_dtype(config: Any) -> str | None:
+def _configured_dtype(config: Any) -> str | None:
     said = getattr(config, "dtype", None)
     return None if said is None else str(said).removeprefix("torch.")
 

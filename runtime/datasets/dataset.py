@@ -17,7 +17,7 @@ from fusion.runtime.job.spec import spread
 SAY_SECONDS = 1.0  # between two words on how far it is
 
 Array = npt.NDArray[Any]
-Say = Callable[[str], None]
+ReportLine = Callable[[str], None]
 T = TypeVar("T")
 
 
@@ -32,7 +32,7 @@ class Source(Protocol):
     def classes(self) -> Mapping[str, Sequence[str]]:
         """Of each array of labels that was read the names that these are the places of."""
 
-    def read(self, names: Sequence[str], limit_bytes: int, say: Say) -> dict[str, Array]:
+    def read(self, names: Sequence[str], limit_bytes: int, say: ReportLine) -> dict[str, Array]:
         """These of them, all of one length of at least 1, together at most so large."""
 
 
@@ -95,7 +95,7 @@ def require_room(needed_bytes: int, limit_bytes: int, where: str) -> None:
         raise JobError(f"{where}: {needed_bytes} bytes of samples; data.limit_bytes is {limit_bytes}")
 
 
-def told(items: Iterable[T], total: int, what: str, say: Say) -> Iterator[T]:
+def with_progress(items: Iterable[T], total: int, what: str, say: ReportLine) -> Iterator[T]:
     """`items`, with a word now and then on how many have been read: "packing the data: 1,200 of 5,000 images"."""
     last = time.monotonic()
     for count, item in enumerate(items):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fusion.runtime.datasets.dataset import Array, Say, checked, require_room
+from fusion.runtime.datasets.dataset import Array, ReportLine, checked, require_room
 from fusion.runtime.job.errors import JobError
 
 SUFFIX = ".npy"
@@ -33,7 +33,7 @@ class Npz:
         if not self.names:
             raise JobError(f"{path} holds no arrays: np.savez(path, name=array, ...) writes such a file")
 
-    def read(self, names: Sequence[str], limit_bytes: int, say: Say) -> dict[str, Array]:
+    def read(self, names: Sequence[str], limit_bytes: int, say: ReportLine) -> dict[str, Array]:
         """See `Source`."""
         found: dict[str, Array] = {}
         left = limit_bytes

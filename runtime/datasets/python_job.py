@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from fusion.runtime.capture.python.python_model import PythonModel
-from fusion.runtime.datasets.dataset import Dataset, Say, parted
+from fusion.runtime.datasets.dataset import Dataset, ReportLine, parted
 from fusion.runtime.datasets.sources import source
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.spec import DatasetSpec, JobSpec, PythonConfig
@@ -16,7 +16,7 @@ from fusion.runtime.job.spec import DatasetSpec, JobSpec, PythonConfig
 TEXT_INPUTS = ("input_ids", "position_ids", "targets")  # of samples of text, int64 (sequence) each
 
 
-def python_job(spec: JobSpec, tokenizer: Tokenizer | None, say: Say) -> tuple[PythonModel, Dataset]:
+def python_job(spec: JobSpec, tokenizer: Tokenizer | None, say: ReportLine) -> tuple[PythonModel, Dataset]:
     """With a model of kind python. Of texts the samples are two that stand for all. Raises JobError. Blocking: it reads the
     samples."""
     assert isinstance(spec.model, PythonConfig)

@@ -34,7 +34,7 @@ class Accounts:
         # The author that has signed, and what; nothing where it said so itself.
         self._signed: LRUCache[JobId, tuple[PeerId, tuple[bytes, ...]]] = LRUCache(REMEMBERED)
 
-    def hear(self, job: JobId, author: PeerId, words: Iterable[JobRecord], verify: Verify) -> None:
+    def record_launch(self, job: JobId, author: PeerId, words: Iterable[JobRecord], verify: Verify) -> None:
         """Words on the job, in records that are signed by their own authors; its manifest names `author`."""
         known = self._signed.get(job, (None, ()))
         if known[0] == author and known[1]:

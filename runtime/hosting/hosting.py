@@ -177,7 +177,9 @@ class Hosting:
         ours = self._our_jobs
         # An end that nobody proves is kept by nobody.
         said = [belief.record for belief in beliefs.values() if belief.settled or not belief.over]
-        self.board.hear(said, ours, await self._view.leaderless(ours, self._stages.running, claims))
+        self.board.update_from_directory(
+            said, ours, await self._view.leaderless(ours, self._stages.running, claims)
+        )
         if self._stages.leaving:
             return
         # Which of our stages an idle peer should have (`claim_choice.one_to_hand_on`): before there are more of them.

@@ -95,7 +95,7 @@ class JobView:
     def _know(self, job: JobId, manifest: Manifest, said: Iterable[JobRecord]) -> None:
         """From now on the job's law holds here, and it is charged to its author."""
         self._taken_up.add(job)
-        self._context.accounts.hear(job, manifest.author, said, self._context.directory.verify)
+        self._context.accounts.record_launch(job, manifest.author, said, self._context.directory.verify)
         self._context.leases.know(manifest.law(job))
 
     def _take_up(self, offered: Mapping[JobId, Sequence[JobRecord]]) -> None:

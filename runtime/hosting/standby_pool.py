@@ -166,7 +166,7 @@ class Pool:
         for other, covered in self._covered.items():
             if not covered.busy:
                 covered.busy, covered.score = True, self._fitness * BUSY_SCORE
-                self._say(other, covered)
+                self._publish_standby(other, covered)
 
     def follow(self, record: JobRecord) -> None:
         """The job has come to a new snapshot: bring it here now rather than at the next heartbeat."""
@@ -294,14 +294,14 @@ class Pool:
             self._covered[place] = covered
             account = self._context.accounts.of(place[0], manifest.author)
             self._context.pace.charge(place[0], account, STANDBY_SECONDS)
-            self._say(place, covered)
+            self._publish_standby(place, covered)
             return
         if record is not None:
             covered.seen_at = self._clock()
             covered.record = max(record, covered.record, key=job_order)
         if (covered.score, covered.busy) != (score, busy):
             covered.score, covered.busy = score, busy
-            self._say(place, covered)
+            self._publish_standby(place, covered)
 
     def _stop(self, place: Place) -> None:
         covered = self._covered.pop(place)
@@ -312,7 +312,7 @@ class Pool:
         self._services[covered.manifest.kind].forget(*place)
         self.on_stop()
 
-    def _say(self, place: Place, covered: _Covered) -> None:
+    def _publish_standby(self, place: Place, covered: _Covered) -> None:
         step, ready = max(covered.step, 0), covered.step >= 0
         standbys = self._context.leases.standbys
         standbys.stand_by(*place, score=covered.score, step=step, ready=ready, busy=covered.busy)

@@ -54,7 +54,7 @@ class Progress:
     def finished(self) -> bool:
         return self.state in ("done", "stopped", "failed")
 
-    def told(self, **fields: object) -> Progress:
+    def with_fields(self, **fields: object) -> Progress:
         """With these fields changed. What another peer said ends up here too, and a record carries only clean lines."""
         clean = {name: one_line(value) if isinstance(value, str) else value for name, value in fields.items()}
         return replace(self, **clean)  # type: ignore[arg-type]

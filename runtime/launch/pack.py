@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from fusion.dag.ir.graph import TensorType, Variable
-from fusion.runtime.datasets.dataset import Array, Dataset, Say, told
+from fusion.runtime.datasets.dataset import Array, Dataset, ReportLine, with_progress
 from fusion.runtime.datasets.sources import json_lines
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import DataConfig
@@ -26,7 +26,7 @@ def pack_data(
     vocabulary: int,
     sequence: int,
     store: BlobStore,
-    say: Say,
+    say: ReportLine,
 ) -> DataConfig:
     """Texts for a language model, one behind the other. JobError where they do not make one sample of `sequence` tokens."""
     rows = (
@@ -54,11 +54,11 @@ def _pack_files(data: DataSpec, tokenizer: Tokenizer | None, vocabulary: int) ->
     return (train, f"{len(data.files)} files"), (held_out, f"{len(data.held_out)} files")
 
 
-def _pack_lines(data: DatasetSpec, tokenizer: Tokenizer | None, vocabulary: int, say: Say) -> Rows:
+def _pack_lines(data: DatasetSpec, tokenizer: Tokenizer | None, vocabulary: int, say: ReportLine) -> Rows:
     def read(path: Path) -> list[str]:
         lines = json_lines(data, path, tokenizer, 0)
         texts, size = list[str](), 0
-        for text in told(lines.texts(data.text), len(lines), "lines", say):
+        for text in with_progress(lines.texts(data.text), len(lines), "lines", say):
             texts.append(text)
             size += len(text)
             if size > data.limit_bytes:  # no more of it: a corpus may be larger than the memory

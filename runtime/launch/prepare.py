@@ -11,7 +11,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import DataConfig, TrainConfig
 from fusion.runtime.job.spec import JobSpec
 from fusion.runtime.launch.prepared import Prepared
-from fusion.runtime.launch.shard import GraphJob, Say, prepare_graph, silent
+from fusion.runtime.launch.shard import GraphJob, ReportLine, prepare_graph, silent
 from fusion.runtime.placing.place_job import place_job
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
@@ -25,7 +25,7 @@ def prepare_training(
     *,
     links: Sequence[LinkRecord] = (),
     author: Identity | None = None,
-    say: Say = silent,
+    say: ReportLine = silent,
 ) -> Prepared:
     """Capture the model, place it on `peers`, shard weights, pack data; `links` is what they have measured. Raises
     JobError, CaptureError, PlacementError. Blocking, for seconds: run it in a thread."""

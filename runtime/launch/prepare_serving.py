@@ -12,7 +12,7 @@ from typing import Literal
 from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.servable import read_servable
-from fusion.runtime.launch.shard import GraphJob, Say, prepare_graph, silent
+from fusion.runtime.launch.shard import GraphJob, ReportLine, prepare_graph, silent
 from fusion.runtime.placing.placed_before import PlacementsBefore
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
@@ -36,7 +36,7 @@ def prepare_serving(
     dtype: str | None = None,
     context: int | None = None,
     home: Path | None = None,
-    say: Say = silent,
+    say: ReportLine = silent,
 ) -> Prepared:
     """A Hugging Face model directory, one written by `jobs export`, or a GGUF file, as a job that serves it under `name`. A
     model whose attention is not recognised is served by computing the whole prefix anew for each token, which is exact. `draft`:

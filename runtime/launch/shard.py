@@ -30,7 +30,7 @@ from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.identity import Identity, friendly_name
 
-Say = Callable[[str], None]  # gets one line each time the work enters another phase
+ReportLine = Callable[[str], None]  # gets one line each time the work enters another phase
 SYSTEM_RANDOM = SystemRandom()
 
 
@@ -58,7 +58,7 @@ def prepare_graph(
     job: GraphJob,
     placed: Placed,
     store: BlobStore,
-    say: Say = silent,
+    say: ReportLine = silent,
     random: Random = SYSTEM_RANDOM,
     now: Callable[[], float] = time.time,
 ) -> Prepared:

@@ -18,7 +18,7 @@ from fusion.runtime.job.manifest import DataConfig
 from fusion.runtime.job.spec import DatasetSpec, HuggingFaceConfig, JobSpec, PythonConfig
 from fusion.runtime.launch.export_files import export_files, graph_files
 from fusion.runtime.launch.pack import pack_data, pack_samples
-from fusion.runtime.launch.shard import Say
+from fusion.runtime.launch.shard import ReportLine
 from fusion.swarm.blobs.store import BlobStore
 
 BYTES = 256  # token ids where there is no tokenizer
@@ -36,14 +36,14 @@ class TrainingJob:
     byte_level: bool = False
 
 
-def training_job(spec: JobSpec, store: BlobStore, say: Say) -> TrainingJob:
+def training_job(spec: JobSpec, store: BlobStore, say: ReportLine) -> TrainingJob:
     """Raises JobError, CaptureError. Blocking, for seconds."""
     if isinstance(spec.model, PythonConfig):
         return _python_job(spec, store, say)
     return _language_job(spec, store, say)
 
 
-def _language_job(spec: JobSpec, store: BlobStore, say: Say) -> TrainingJob:
+def _language_job(spec: JobSpec, store: BlobStore, say: ReportLine) -> TrainingJob:
     assert not isinstance(spec.model, PythonConfig)
     tokenizer = read_tokenizer(spec.data.tokenizer)
     say("capturing the model")
@@ -73,7 +73,7 @@ def _language_job(spec: JobSpec, store: BlobStore, say: Say) -> TrainingJob:
     )
 
 
-def _python_job(spec: JobSpec, store: BlobStore, say: Say) -> TrainingJob:
+def _python_job(spec: JobSpec, store: BlobStore, say: ReportLine) -> TrainingJob:
     assert isinstance(spec.model, PythonConfig)
     tokenizer = read_tokenizer(spec.data.tokenizer)
     say(f"running {spec.model.path.name}")

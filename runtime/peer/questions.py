@@ -25,12 +25,12 @@ async def serve_questions(
 ) -> None:
     """Answer from now on. `hosted`: the stages that run here; `loading`: those that are on their way into memory."""
     await context.transport.serve(
-        STATUS.name, lambda stream: tell_status(stream, context, hosted(), loading())
+        STATUS.name, lambda stream: answer_status(stream, context, hosted(), loading())
     )
     await context.transport.serve(DIRECTORY.name, DirectoryServer(directory).attend)
 
 
-async def tell_status(
+async def answer_status(
     stream: Stream,
     context: Context,
     hosted: Sequence[Place],

@@ -86,9 +86,9 @@ class StageLoader:
 
     def under_way(self) -> list[StageLoading]:
         """The stages that are on their way into memory."""
-        return [self._told(place, step) for place, step in self._steps.items()]
+        return [self._stage_loading(place, step) for place, step in self._steps.items()]
 
-    def _told(self, place: Place, step: _Step) -> StageLoading:
+    def _stage_loading(self, place: Place, step: _Step) -> StageLoading:
         fetched = self._context.blobs.progress(step.weights)
         return StageLoading(
             job=place[0],

@@ -119,7 +119,7 @@ class TrainingHost:
         terms = tuple(sorted(self.partners.linked_terms.items()))
         self._mailbox.put(Linked(terms) if linked else Unlinked())
         if self._leading is not None:
-            self._leading.tell_owners()
+            self._leading.report_owners()
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         assert self._group is not None

@@ -65,7 +65,7 @@ class TrainingService:
                 await host.run()
             except JobFailed as error:
                 if host.lead is not None:
-                    host.lead.tell(state="failed", error=str(error)[:300])
+                    host.lead.update_progress(state="failed", error=str(error)[:300])
                 raise
             finally:
                 if self._hosts.get((job, stage)) is host:

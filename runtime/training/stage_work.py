@@ -71,7 +71,7 @@ class StageWork:
             context.real_pace,
         )
         self.snapshots = StageSnapshots(
-            loaded, inbox.codecs, compute, self._partners.holders, self._tell, spawn, clock
+            loaded, inbox.codecs, compute, self._partners.holders, self._send_to_lead, spawn, clock
         )
         self.handover = StageHandover(outbox, self.snapshots)
         self._copied = loaded.files.copied
@@ -93,11 +93,13 @@ class StageWork:
     async def _act(self, action: e.StageAction) -> None:
         match action:
             case m.Join():
-                self._tell(replace(action, newest=self.snapshots.newest, before=self.snapshots.before))
+                self._send_to_lead(
+                    replace(action, newest=self.snapshots.newest, before=self.snapshots.before)
+                )
             case m.Suspect():
-                self._tell(replace(action, text=self._partners.waiting_for[:300]))
+                self._send_to_lead(replace(action, text=self._partners.waiting_for[:300]))
             case m.Ready() | m.Leaving() | m.Lack():
-                self._tell(action)
+                self._send_to_lead(action)
             case e.Run(attempt, _, after):
                 if attempt != self._attempt:
                     self._attempt = attempt
@@ -148,7 +150,7 @@ class StageWork:
             await self._applying
             self._applying = None
 
-    def _tell(self, message: m.Message) -> None:
+    def _send_to_lead(self, message: m.Message) -> None:
         """The lead."""
         self._outbox.send(0, message)
 
@@ -160,7 +162,7 @@ class StageWork:
             if after.evaluate:
                 loss = await self._rad.evaluate(attempt, step)
                 if loss is not None:
-                    self._tell(m.Evaluated(step, loss))
+                    self._send_to_lead(m.Evaluated(step, loss))
             if after.snapshot:
                 await self.snapshots.take(version)
             if after.finish:
@@ -177,7 +179,7 @@ class StageWork:
     async def _fail(self, attempt: Attempt, error: Exception) -> None:
         """Our arithmetic failed: this peer gives the stage up, for another may have more luck (memory, say)."""
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        self._tell(m.Failed(attempt, text))
+        self._send_to_lead(m.Failed(attempt, text))
         await self._partners.flush()
 
     async def _restore(self, load: e.Load, before: asyncio.Task[None] | None) -> None:

@@ -142,7 +142,7 @@ class GGUFTokenizer:
 
 def read_tokenizer(header: GGUFHeader, architecture: str) -> GGUFTokenizer:
     """JobError for a tokenizer of a kind that is not read, or one that cannot be."""
-    said = _Said(header)
+    said = _TokenizerMetadata(header)
     kind = said.text("model", "none")
     if kind in ("none", "no_vocab"):
         return GGUFTokenizer(None)
@@ -169,7 +169,7 @@ def read_tokenizer(header: GGUFHeader, architecture: str) -> GGUFTokenizer:
     return GGUFTokenizer(data, _ends(said, vocabulary, ids), _chat(header, vocabulary, ids))
 
 
-class _Said:
+class _TokenizerMetadata:
     """What the file says under `tokenizer.ggml.`"""
 
     def __init__(self, header: GGUFHeader) -> None:
@@ -245,7 +245,7 @@ class _Vocabulary:
     kinds: tuple[float, ...]  # of each token
 
     @classmethod
-    def of(cls, said: _Said) -> _Vocabulary:
+    def of(cls, said: _TokenizerMetadata) -> _Vocabulary:
         tokens = tuple(token or f"[EMPTY_{n}]" for n, token in enumerate(said.texts("tokens")))
         if len(set(tokens)) < len(tokens):
             raise JobError(f"{said.header.path} has the same token twice in its tokenizer")
@@ -258,7 +258,7 @@ class _Vocabulary:
 _Ids = Mapping[str, int | None]
 
 
-def _byte_level(said: _Said, vocabulary: _Vocabulary, ids: _Ids, architecture: str) -> Tokenizer:
+def _byte_level(said: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids, architecture: str) -> Tokenizer:
     """GPT-2's: text is split by an expression, bytes are written as characters, and merged in the order of training."""
     name = said.text("pre", "gpt-2" if architecture == "gpt2" else None)
     splitting = _BY_NAME.get(name)
@@ -280,7 +280,9 @@ def _byte_level(said: _Said, vocabulary: _Vocabulary, ids: _Ids, architecture: s
     return tokenizer
 
 
-def _sentencepiece(said: _Said, vocabulary: _Vocabulary, ids: _Ids, architecture: str) -> Tokenizer:
+def _sentencepiece(
+    said: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids, architecture: str
+) -> Tokenizer:
     """SentencePiece's BPE: spaces are visible characters, unknown characters are bytes."""
     tokens = _visible_spaces(vocabulary.tokens)
     vocab = {token: n for n, token in enumerate(tokens)}
@@ -321,7 +323,7 @@ def _visible_spaces(tokens: Sequence[str]) -> list[str]:
     return found
 
 
-def _merges(said: _Said) -> list[tuple[str, str]]:
+def _merges(said: _TokenizerMetadata) -> list[tuple[str, str]]:
     found = []
     for merge in said.texts("merges"):
         at = merge.find(" ", 1)
@@ -332,7 +334,7 @@ def _merges(said: _Said) -> list[tuple[str, str]]:
 
 
 def _implied_merges(
-    said: _Said, tokens: Sequence[str], vocab: Mapping[str, int], scores: Sequence[float]
+    said: _TokenizerMetadata, tokens: Sequence[str], vocab: Mapping[str, int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
     """Any two tokens that make a third may be merged; the better its score, the sooner. As transformers orders them."""
     if sum(len(token) ** 2 for token in tokens) > MAX_SPLITS:
@@ -347,7 +349,7 @@ def _implied_merges(
     return [(token[:at], token[at:]) for _, at, _, token in found]
 
 
-def _add_ends(tokenizer: Tokenizer, said: _Said, ids: _Ids, begins: bool) -> None:
+def _add_ends(tokenizer: Tokenizer, said: _TokenizerMetadata, ids: _Ids, begins: bool) -> None:
     """Have a prompt begin with the first token and end with the last, as far as the file wants it."""
     pieces: list[str] = ["$A"]
     special = []
@@ -368,7 +370,9 @@ def _add_ends(tokenizer: Tokenizer, said: _Said, ids: _Ids, begins: bool) -> Non
         tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=special)
 
 
-def _add_special(said: _Said, tokenizer: Tokenizer, vocabulary: _Vocabulary, *, strips: bool) -> None:
+def _add_special(
+    said: _TokenizerMetadata, tokenizer: Tokenizer, vocabulary: _Vocabulary, *, strips: bool
+) -> None:
     """Tokens that are found in a text before it is split: those for what is not text, and whole words of their own. `strips`: whether
     they take away the spaces behind them, which no file says."""
     if sum(kind in _SPECIAL for kind in vocabulary.kinds) > MAX_SPECIAL:
@@ -391,7 +395,7 @@ def _add_special(said: _Said, tokenizer: Tokenizer, vocabulary: _Vocabulary, *, 
     )
 
 
-def _ends(said: _Said, vocabulary: _Vocabulary, ids: _Ids) -> tuple[int, ...]:
+def _ends(said: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids) -> tuple[int, ...]:
     named = [ids["eos_token_id"], said.token_id("eot_token_id", None), said.token_id("eom_token_id", None)]
     marked = [
         n

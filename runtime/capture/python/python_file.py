@@ -57,7 +57,7 @@ class PythonFile:
         except JobError:
             raise
         except (Exception, SystemExit) as error:
-            raise JobError(f"{self._where(error)}: {_said(error)}") from error
+            raise JobError(f"{self._where(error)}: {_error_text(error)}") from error
         finally:
             sys.path.remove(folder)
 
@@ -73,7 +73,7 @@ class PythonFile:
         return str(self.path)
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg}"

@@ -223,7 +223,7 @@ class JobBoard:
         ended = before is not None and record.state in ENDED and before.state not in ENDED
         self._words[record.job] = record if before is None or ended else max(record, before, key=job_order)
 
-    def hear(
+    def update_from_directory(
         self, records: Sequence[JobRecord], concerned: Collection[JobId], leaderless: Collection[JobId]
     ) -> None:
         """What the directory says of all jobs, which of them we hold stages of or stand by for, and which of those

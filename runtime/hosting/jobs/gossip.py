@@ -75,8 +75,8 @@ class JobGossip:
         if self._files is not None:
             for record in await self._files.load():
                 self._board.remember(record)
-        self._board.hear((), (), ())
-        await self._say(*self._repeated())
+        self._board.update_from_directory((), (), ())
+        await self._publish_all(*self._repeated())
 
     # --- what our own stages know
 
@@ -115,7 +115,7 @@ class JobGossip:
         self._board.conclude(record, progress, record.term)
         with suppress(TimeoutError):
             async with asyncio.timeout(TELL_SECONDS):
-                await self.say(record.job)
+                await self.publish_job(record.job)
 
     def concludes(self, record: JobRecord) -> bool:
         """Whether our own lead has ended the job, and may have last words to say. It has not where we took the lead
@@ -141,14 +141,14 @@ class JobGossip:
     async def publish(self) -> None:
         """Say how the jobs stand that we speak for, where that was not said lately."""
         self._update()
-        await asyncio.gather(self._say_if_due(*self._board.led, *self._repeated()), self._keep())
+        await asyncio.gather(self._publish_if_due(*self._board.led, *self._repeated()), self._keep())
 
     async def last_word(self) -> None:
         """We leave: say what we know of every job, so that whoever leads next knows it too. Before our claims are
         released, or others would see a job without a lead and without its newest snapshot."""
         self._update()
         ours = [self._repeat(record) for record in self._board.led]
-        await asyncio.gather(self._say(*ours, *self._repeated()), self._keep())
+        await asyncio.gather(self._publish_all(*ours, *self._repeated()), self._keep())
 
     async def follow(self) -> None:
         """Say at once, for ever, when a job that we lead has come to a new snapshot or to its end."""
@@ -161,14 +161,16 @@ class JobGossip:
         self._update()
         changed = self._board.changed()
         running = [record for record in changed if record.state not in ENDED]
-        await asyncio.gather(self._keep(), self._say_if_due(*changed), *map(self._tell_standbys, running))
+        await asyncio.gather(
+            self._keep(), self._publish_if_due(*changed), *map(self._notify_standbys, running)
+        )
 
-    async def say(self, job: JobId) -> None:
+    async def publish_job(self, job: JobId) -> None:
         """What we have to say of one job, where that was not said lately: anybody may ask for it, as often as they like."""
         record = self._board.word(job)
         if record is None:
             return
-        await self._say_if_due(record if self._board.leads(job) else self._repeat(record))
+        await self._publish_if_due(record if self._board.leads(job) else self._repeat(record))
 
     async def _keep(self) -> None:
         self._context.blobs.hold(self, self._board.needed_blobs())
@@ -177,13 +179,13 @@ class JobGossip:
             words = (carried(self._newest(record)) for record in self._board.to_keep())
             await self._files.keep(words, self._board.gone)
 
-    async def _say(self, *records: JobRecord) -> None:
+    async def _publish_all(self, *records: JobRecord) -> None:
         await asyncio.gather(*map(self._publish, map(self._signed, records)))
 
-    async def _say_if_due(self, *records: JobRecord) -> None:
-        await asyncio.gather(*map(self._say_one_if_due, records))
+    async def _publish_if_due(self, *records: JobRecord) -> None:
+        await asyncio.gather(*map(self._publish_one_if_due, records))
 
-    async def _say_one_if_due(self, record: JobRecord) -> None:
+    async def _publish_one_if_due(self, record: JobRecord) -> None:
         """Where what we say of the job has changed, or was said too long ago. Whoever is on the way of saying it is waited for."""
         async with self._saying.setdefault(record.job, asyncio.Lock()):
             signed = self._signed(record)
@@ -226,16 +228,16 @@ class JobGossip:
 
     # --- what single peers get to hear
 
-    async def tell_owners(self, record: JobRecord) -> None:
+    async def notify_owners(self, record: JobRecord) -> None:
         """The owners of the other stages need not wait for their next heartbeat to learn that the job has ended."""
         claims = await asyncio.gather(
             *(self._context.directory.claims(record.job, s) for s in range(1, min(record.stages, TOLD_PEERS)))
         )
         owners = {owner.peer for owner in map(winner, claims) if owner is not None}
         owners.discard(self._context.peer_id)
-        await asyncio.gather(*(self._tell(peer, "launch", {"job": record.job}) for peer in owners))
+        await asyncio.gather(*(self._notify(peer, "launch", {"job": record.job}) for peer in owners))
 
-    async def _tell_standbys(self, record: JobRecord) -> None:
+    async def _notify_standbys(self, record: JobRecord) -> None:
         """They bring the snapshot to themselves now, and not when they look into the directory next."""
         self._snapshotted(record)
         stages = range(min(record.stages, TOLD_PEERS))
@@ -247,7 +249,7 @@ class JobGossip:
             # Anybody may stand by, under any number of ids; whom we do not tell reads it in the directory.
             standbys = self._context.random.sample(standbys, TOLD_PEERS)
         sealed = self._context.directory.sealed(self._signed(record), ttl_seconds=JOB_TTL_SECONDS)
-        await asyncio.gather(*(self._tell(peer, "snapshot", {"record": sealed}) for peer in standbys))
+        await asyncio.gather(*(self._notify(peer, "snapshot", {"record": sealed}) for peer in standbys))
 
     async def pass_on(self, job: JobId, revocation: bytes) -> None:
         """All who have to do with the job learn of a revocation that was new to us: its lead may be whom it is about."""
@@ -256,7 +258,7 @@ class JobGossip:
         known = {claim.peer for stage in stages for claim in self._context.leases.recent(job, stage)}
         header = {"job": job, "revocation": revocation}
         known.discard(self._context.peer_id)
-        await asyncio.gather(*(self._tell(peer, "revoke", header) for peer in sorted(known)[:TOLD_PEERS]))
+        await asyncio.gather(*(self._notify(peer, "revoke", header) for peer in sorted(known)[:TOLD_PEERS]))
 
     def follow_lead(self, sender: PeerId, data: object) -> None:
         """A lead told us, its standby, of a new snapshot. Raises RecordError, ValueError. Others than the lead as we
@@ -273,7 +275,7 @@ class JobGossip:
             self._board.remember(record)
         self._snapshotted(record)
 
-    async def _tell(self, peer: PeerId, kind: str, header: Mapping[str, Any]) -> None:
+    async def _notify(self, peer: PeerId, kind: str, header: Mapping[str, Any]) -> None:
         with suppress(SwarmError, TimeoutError):
             async with asyncio.timeout(TELL_SECONDS):
                 await call(self._context.transport, peer, JOB.name, kind, header)

@@ -67,14 +67,14 @@ class JobServer:
             await self._watch(stream, job)
         elif frame.kind == "stop":
             record = self._stop(job, frame.header.get("statement"))
-            await self._gossip.say(job)
+            await self._gossip.publish_job(job)
             await stream.send("ok")
-            await self._gossip.tell_owners(record)
+            await self._gossip.notify_owners(record)
         elif frame.kind == "revoke":
             new = self._revoke(job, frame.header.get("revocation"))
             await stream.send("ok")
             if new is not None:
-                await self._gossip.say(job)
+                await self._gossip.publish_job(job)
                 await self._gossip.pass_on(job, new)
         elif frame.kind == "snapshot":
             self._gossip.follow_lead(stream.remote, frame.header.get("record"))
@@ -114,9 +114,9 @@ class JobServer:
                 if progress is not None and progress != last:
                     if progress.finished:
                         # Whoever sees the end asks the directory next: it must know of it, and of the last snapshot.
-                        await self._gossip.say(job)
-                    await _tell(stream, progress)
-                    self._watchers.told(turn)
+                        await self._gossip.publish_job(job)
+                    await _send_progress(stream, progress)
+                    self._watchers.notified(turn)
                     last = progress
                 if (progress is not None and progress.finished) or gone.done():
                     return
@@ -162,7 +162,7 @@ class JobServer:
         return record
 
 
-async def _tell(stream: Stream, progress: Progress) -> None:
+async def _send_progress(stream: Stream, progress: Progress) -> None:
     """StreamBroken for a watcher that takes nothing."""
     try:
         async with asyncio.timeout(UNREAD_SECONDS):

@@ -10,7 +10,7 @@ from fusion.runtime.job.progress import Progress
 from fusion.swarm.directory.records import JobId, JobRecord
 
 
-def unheard(progress: Progress) -> None:
+def ignore_progress(progress: Progress) -> None:
     """For whoever hosts a stage and does not ask how its job stood when it left."""
 
 
@@ -23,7 +23,7 @@ class Service(Protocol):
         term: int,
         handover: Mapping[str, Any] | None = None,
         *,
-        left: Callable[[Progress], None] = unheard,
+        left: Callable[[Progress], None] = ignore_progress,
     ) -> None:
         """Run one stage under our claim's `term` until its job ends (returns), it is cancelled, or it fails: raises
         JobFailed for the whole job, anything else where only this peer cannot go on. `handover`: what the owner before

@@ -36,6 +36,6 @@ class Watchers:
             self._shares.release(turn)
             turn.cancel()
 
-    def told(self, turn: Turn) -> None:
+    def notified(self, turn: Turn) -> None:
         """It was told something new."""
         self._shares.use(turn)

@@ -73,7 +73,7 @@ async def send(
         raise StreamBroken(f"{client.remote} does not read its answer") from None
 
 
-async def tell(client: Stream, wrong: str | BaseException, **more: object) -> None:
+async def send_error(client: Stream, wrong: str | BaseException, **more: object) -> None:
     """What went wrong, in one line."""
     message = wrong if isinstance(wrong, str) else error_line(wrong)
     with suppress(SwarmError):  # the client may have gone as well

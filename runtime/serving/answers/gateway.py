@@ -30,7 +30,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
 from fusion.runtime.serving.answers.answer_text import AnswerText
 from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
-from fusion.runtime.serving.answers.clients import Arrivals, send, tell
+from fusion.runtime.serving.answers.clients import Arrivals, send, send_error
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway_session import GatewaySessions
 from fusion.runtime.serving.answers.generation import Generation
@@ -264,7 +264,7 @@ class Gateway:
             raise FrameError(f"clients send generate, not {frame.kind!r:.40}")
         place = self.place(client.remote, len(frame.payload))
         if place is None:
-            await tell(client, BUSY)
+            await send_error(client, BUSY)
             return
         answer = asyncio.create_task(self._answer(client, frame, place))
         gone = asyncio.create_task(client.receive())
@@ -278,7 +278,7 @@ class Gateway:
         if isinstance(outcome, Exception):
             raise outcome
         if place.done():
-            await tell(client, BUSY)
+            await send_error(client, BUSY)
 
     async def _answer(self, client: Stream, frame: Frame, place: Turn) -> bool:
         """Whether it was given to its end."""
@@ -292,10 +292,10 @@ class Gateway:
                     else:
                         await send(client, "done", _done(piece))
         except NotAdmitted as error:
-            await tell(client, str(error), closed=error.job, ask=list(error.ask))
+            await send_error(client, str(error), closed=error.job, ask=list(error.ask))
             return False
         except (JobError, JobFailed, NoRoute) as error:
-            await tell(client, str(error))
+            await send_error(client, str(error))
             return False
         return True
 

@@ -95,7 +95,7 @@ class GatewaySession:
             said["guesses"] = True
         self.links[0].post("prompt", {"session": self.id, **said}, [source, pack_tokens(tokens)])
 
-    def tell(self, stage: int, what: Frame | Fault) -> None:
+    def put_event(self, stage: int, what: Frame | Fault) -> None:
         """FrameError where more waits than a session has to say."""
         if self.events.qsize() > UNREAD_EVENTS + 2 * self.opening.capacity:
             raise FrameError("more than a session has to say")
@@ -133,7 +133,12 @@ class GatewaySessions:
     ) -> None:
         """`chain`: the grants that we show in a job."""
         self._links = RingLinks(
-            transport, on_frame=self._heard, on_end=self._lost, needed=self._needed, clock=clock, chain=chain
+            transport,
+            on_frame=self._received,
+            on_end=self._lost,
+            needed=self._needed,
+            clock=clock,
+            chain=chain,
         )
         self._reach_seconds = reach_seconds
         self._clock = clock
@@ -220,16 +225,16 @@ class GatewaySessions:
             message = f"{session.where(stage)} cannot be reached: {reason}"
             raise Faulted(Fault("vanished", message, (stage,))) from None
 
-    def _heard(self, ends: LinkEnds, frame: Frame) -> None:
+    def _received(self, ends: LinkEnds, frame: Frame) -> None:
         if frame.kind in ("leaving", "loading"):  # said once for all sessions of the stage
             for session in self._through(ends):
                 session.heard[ends.stage] = self._clock()
                 if frame.kind == "leaving":
-                    session.tell(ends.stage, frame)
+                    session.put_event(ends.stage, frame)
             return
         if frame.kind == "tokens":
             for each in frames_of(frame):
-                self._heard(ends, each)
+                self._received(ends, each)
             return
         name = frame.header.get("session")
         found = self._sessions.get(SessionId(name)) if isinstance(name, str) else None
@@ -243,15 +248,15 @@ class GatewaySessions:
                 found.ran[ends.stage] = whole(frame.header, "ran", 0)
             case "failed":
                 fault = Fault.from_failed(frame.header, ends.stage, len(found.route))
-                found.tell(ends.stage, fault)
+                found.put_event(ends.stage, fault)
             case "token":
-                self._heard_token(found, ends.stage, frame)
+                self._received_token(found, ends.stage, frame)
             case "opened":
-                self._heard_opened(found, ends.stage, frame)
+                self._received_opened(found, ends.stage, frame)
             case _:
                 raise FrameError(f"stages send opened, token, failed and pong, not {frame.kind!r:.40}")
 
-    def _heard_token(self, session: GatewaySession, stage: int, frame: Frame) -> None:
+    def _received_token(self, session: GatewaySession, stage: int, frame: Frame) -> None:
         if stage != len(session.route) - 1:
             raise FrameError("only the last stage chooses tokens")
         position, token = whole(frame.header, "position", -1), whole(frame.header, "id", -1)
@@ -260,21 +265,21 @@ class GatewaySessions:
         logprobs_of(session, frame)
         if frame.payload and not session.opening.logits:
             raise FrameError("logits that nobody asked for")
-        session.tell(stage, frame)
+        session.put_event(stage, frame)
         session.reached = max(session.reached, position)
         session.unread_bytes += unread_bytes(frame)
         if session.unread_bytes > UNREAD_BYTES:  # another session goes on once these have been read
-            session.tell(stage, Fault("moved", "the client reads its answer too slowly"))
+            session.put_event(stage, Fault("moved", "the client reads its answer too slowly"))
             self.close(session)
 
-    def _heard_opened(self, session: GatewaySession, stage: int, frame: Frame) -> None:
+    def _received_opened(self, session: GatewaySession, stage: int, frame: Frame) -> None:
         held = whole(frame.header, "held", 0)  # the release before says nothing of it
         session.held[stage] = max(0, min(held, positions_of(session.opening.prefix)))
         what = _older(session, stage, frame) or frame
         link = session.links[stage]
         said = {"guesses", "early", *session.opening.newer} & {*_known(frame)}
         session.knows[stage] = self._knows[link] = self._knows.get(link, frozenset()) | said
-        session.tell(stage, what)
+        session.put_event(stage, what)
 
     def _lost(self, ends: LinkEnds, reason: str) -> None:
         log.info("ring: stage %d on %s: %s", ends.stage, friendly_name(ends.peer), reason)

@@ -136,7 +136,7 @@ class Generation:
 
     def _promote(self) -> None:
         self._pair.promote()
-        self._liveness.heard()
+        self._liveness.received()
         self._slowdown.begin()
 
     async def _event(self) -> Event | None:
@@ -160,7 +160,7 @@ class Generation:
         if isinstance(what, Fault):
             self._lose(session, what)
             return None
-        self._liveness.heard()
+        self._liveness.received()
         match what.kind:
             case "opened":
                 session.waiting.discard(event.stage)
@@ -216,7 +216,7 @@ class Generation:
         if not fits:
             raise Faulted(fault)
         if said == "stop":
-            session.tell(last, fault)  # it gives no more; what it gave may stay, and the grammar has it
+            session.put_event(last, fault)  # it gives no more; what it gave may stay, and the grammar has it
             return ""
         return said
 

@@ -33,7 +33,7 @@ class Liveness:
         self._asked = 0.0
         self._pulse.begin(self._clock())
 
-    def heard(self) -> None:
+    def received(self) -> None:
         self._asked = 0.0
 
     def token(self, now: float, guessed: bool) -> None:

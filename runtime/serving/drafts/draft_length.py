@@ -45,7 +45,7 @@ class Trips:
         if len(self._fed) > MOST_TIMED:
             del self._fed[next(iter(self._fed))]
 
-    def came(self, position: int, now: float) -> None:
+    def returned(self, position: int, now: float) -> None:
         """The token for that position is here, and those before it are."""
         if (then := self._fed.get(position)) is not None:
             self.seconds.add(now - then)

@@ -314,7 +314,7 @@ class Grammars:
             }
             try:
                 async with asyncio.timeout(LOAD_SECONDS):
-                    refused = await _say(ours, json.dumps(about).encode(), data)
+                    refused = await _request(ours, json.dumps(about).encode(), data)
             except (OSError, TimeoutError):
                 refused = "its tokenizer takes too much time or memory"
             if refused is not None:
@@ -350,14 +350,14 @@ async def _compile(model: socket.socket, ours: socket.socket, theirs: socket.soc
             raise JobFailed("response_format: the process that reads schemas has ended") from None
     try:
         async with asyncio.timeout(COMPILE_SECONDS):
-            refused = await _say(ours, schema.encode())
+            refused = await _request(ours, schema.encode())
     except (OSError, TimeoutError):
         raise GrammarRefused(TOO_MUCH) from None
     if refused is not None:
         raise GrammarRefused(f"response_format: {refused}")
 
 
-async def _say(connection: socket.socket, text: bytes, data: bytes = b"") -> str | None:
+async def _request(connection: socket.socket, text: bytes, data: bytes = b"") -> str | None:
     """What is wrong with it, if anything. OSError where the other end is not there any more, or answers what no worker does: it
     reads what strangers sent."""
     loop = asyncio.get_running_loop()

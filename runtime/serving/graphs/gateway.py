@@ -18,7 +18,7 @@ from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.protocol import MAX_RUN_BYTES, RUN
 from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
-from fusion.runtime.serving.answers.clients import Arrivals, send, tell
+from fusion.runtime.serving.answers.clients import Arrivals, send, send_error
 from fusion.runtime.serving.graphs.arrays import Array, described, read_arrays
 from fusion.runtime.serving.graphs.inputs import checked_inputs, most_samples
 from fusion.runtime.serving.graphs.owners import StageOwners
@@ -92,11 +92,11 @@ class GraphGateway:
         try:
             return await (self._run if frame.kind == "run" else self._run_stage)(stream, frame)
         except NotAdmitted as error:
-            await tell(stream, str(error), closed=error.job, ask=list(error.ask))
+            await send_error(stream, str(error), closed=error.job, ask=list(error.ask))
         except (PeerUnreachable, StreamBroken, StreamClosed, FrameError):
             raise
         except (JobError, JobFailed, SwarmError) as error:
-            await tell(stream, error)
+            await send_error(stream, error)
         return False
 
     async def _run(self, stream: Stream, frame: Frame) -> bool:
@@ -179,7 +179,7 @@ class GraphGateway:
 async def _refuse(stream: Stream, kind: str) -> None:
     """There is no place for it, or no more."""
     with suppress(SwarmError):
-        await (tell(stream, BUSY) if kind == "run" else send(stream, "busy", {}))
+        await (send_error(stream, BUSY) if kind == "run" else send(stream, "busy", {}))
 
 
 def _check_size(arrays: Sequence[Array], what: str) -> None:

@@ -20,7 +20,7 @@ from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.http import answers, asking
 from fusion.runtime.serving.http.chat_format import ChatFormats, variables
-from fusion.runtime.serving.http.errors import ApiError, Busy, api_error, invalid, said_of
+from fusion.runtime.serving.http.errors import ApiError, Busy, api_error, attributed_to, invalid
 from fusion.runtime.serving.http.events import EventStream, WholeAnswer, events_of, unless_gone
 from fusion.runtime.serving.http.metrics import Metrics
 from fusion.runtime.serving.http.schema import (
@@ -117,7 +117,7 @@ class Api:
 
     async def _chat(self, request: Request, body: ChatRequest) -> Response:
         model = await self.find(body.model)
-        with said_of("messages"):
+        with attributed_to("messages"):
             prompt = await self._gateway.encode(model, await self._text(model, body), plain=False)
             most = body.tokens or min(CHAT_TOKENS, _left(model, prompt))
             top = (body.top_logprobs or 0) if body.logprobs else None

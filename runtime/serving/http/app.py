@@ -51,7 +51,7 @@ def _routes(api: Api, embeddings: Embeddings, metrics: Metrics) -> APIRouter:
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
 
-            async def tell(request: Request) -> Response:
+            async def handle_errors(request: Request) -> Response:
                 try:
                     return await handle(request)
                 except RequestValidationError as error:
@@ -65,7 +65,7 @@ def _routes(api: Api, embeddings: Embeddings, metrics: Metrics) -> APIRouter:
                 except Exception as error:
                     return reply(api.failed(error))
 
-            return tell
+            return handle_errors
 
     router = APIRouter(route_class=Route, responses=ERRORS)
 

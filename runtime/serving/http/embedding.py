@@ -16,7 +16,7 @@ from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.graphs.embeddings import check_texts, embeddings
 from fusion.runtime.serving.graphs.gateway import AT_ONCE, GraphGateway
 from fusion.runtime.serving.http.api import Api
-from fusion.runtime.serving.http.errors import ApiError, Busy, said_of
+from fusion.runtime.serving.http.errors import ApiError, Busy, attributed_to
 from fusion.runtime.serving.http.events import WholeAnswer
 from fusion.runtime.serving.http.schema import EmbeddingRequest
 from fusion.runtime.serving.http.shapes import json_text
@@ -49,7 +49,7 @@ class Embeddings:
             what = "answers in one run" if model.serve.outputs else "generates text"
             said = f"model: {model.manifest.name} {what} and makes no embeddings"
             raise ApiError(400, said, param="model")
-        with said_of("input"):
+        with attributed_to("input"):
             for text in body.texts:
                 if isinstance(text, str):
                     self._gateway.check_text(model, text)
@@ -79,7 +79,7 @@ class Embeddings:
 
     async def _make(self, model: ServedModel, body: EmbeddingRequest, place: Turn) -> list[bytes]:
         """The answer, a part at a time."""
-        with said_of("input"):
+        with attributed_to("input"):
             texts = [
                 await self._gateway.encode(model, text) if isinstance(text, str) else text
                 for text in body.texts
@@ -109,10 +109,10 @@ def _check(body: EmbeddingRequest, texts: int, size: int) -> None:
 
 
 def _entries(as_base64: bool, places: Sequence[int], vectors: NDArray[np.float32]) -> list[bytes]:
-    def told(vector: NDArray[np.float32]) -> object:
+    def json_value(vector: NDArray[np.float32]) -> object:
         return base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()
 
     return [
-        json_text({"object": "embedding", "index": place, "embedding": told(vector)})
+        json_text({"object": "embedding", "index": place, "embedding": json_value(vector)})
         for place, vector in zip(places, vectors, strict=True)
     ]

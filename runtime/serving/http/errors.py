@@ -105,7 +105,7 @@ def api_error(error: BaseException) -> ApiError:
 
 
 @contextmanager
-def said_of(field: str) -> Iterator[None]:
+def attributed_to(field: str) -> Iterator[None]:
     """What a JobError says of a prompt is said of the field that it was made of."""
     try:
         yield

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from fusion.runtime.job.context import Context
 from fusion.runtime.serving.http.answers import Part
 from fusion.runtime.serving.http.errors import ApiError
-from fusion.runtime.serving.http.route import RouteTeller
+from fusion.runtime.serving.http.route import RouteReporter
 from fusion.runtime.serving.http.schema import Settings
 from fusion.runtime.serving.http.shapes import Heading, Json, Shape, json_text, usage
 from fusion.runtime.serving.requests.request import Answer
@@ -133,7 +133,7 @@ async def events_of(
 ) -> AsyncGenerator[bytes]:
     """`prompt_tokens` and the route are told of where `body` asks for it."""
     more: Json = {"usage": None} if body.usage_at_the_end else {}
-    teller = RouteTeller(context) if body.tells_route else None
+    reporter = RouteReporter(context) if body.reports_route else None
     kind = shape.chunk_object
 
     def chunk(choice: Json) -> bytes:
@@ -144,9 +144,9 @@ async def events_of(
 
     ends, begun = list[Answer](), set[int]()
     part: Part | None = first
-    with nullcontext() if teller is None else teller:
+    with nullcontext() if reporter is None else reporter:
         while part is not None:
-            for found in () if teller is None else teller.news(part):
+            for found in () if reporter is None else reporter.news(part):
                 yield on_route(found)
             if part.choice not in begun:
                 begun.add(part.choice)
@@ -157,7 +157,7 @@ async def events_of(
             if isinstance(part.said, Answer):
                 ends.append(part.said)
             part = await anext(parts, None)
-        for found in () if teller is None else await teller.last_news():
+        for found in () if reporter is None else await reporter.last_news():
             yield on_route(found)
     if body.usage_at_the_end:
         yield event(heading.object(kind, [], usage=usage(prompt_tokens, ends)))

@@ -20,7 +20,7 @@ FRESH_SECONDS = 5.0
 LOOK_SECONDS = 1.0  # for such a look
 
 
-def told(choice: int, us: PeerId, route: Sequence[PeerId], view: LinkView) -> Json:
+def route_json(choice: int, us: PeerId, route: Sequence[PeerId], view: LinkView) -> Json:
     """For answer number `choice`: the peer that was asked, and its stages in order. `round_trip_ms` is from each to the next one
     and back, from the last stage to the first; null where nobody knows it, or both are one peer."""
     ways = zip([us, *route], [*route, route[0]], strict=True)
@@ -34,14 +34,15 @@ def _hop(peer: PeerId, trip: float | None) -> Json:
     return {"peer": str(peer), "name": friendly_name(peer), "round_trip_ms": milliseconds}
 
 
-class RouteTeller:
+class RouteReporter:
     """One stream's. Entered once, while the stream is sent."""
 
     def __init__(self, context: Context) -> None:
         self._us = context.peer_id
         self._links = context.links
         self._routes: dict[int, tuple[PeerId, ...]] = {}
-        self._told: dict[int, tuple[tuple[PeerId, ...], bool]] = {}  # the route, and whether after the look
+        # the route, and whether after the look
+        self._reported: dict[int, tuple[tuple[PeerId, ...], bool]] = {}
         self._looking: asyncio.Future[None]
 
     def __enter__(self) -> None:
@@ -53,21 +54,21 @@ class RouteTeller:
     def news(self, part: Part) -> list[Json]:
         """What has to be said before `part` is."""
         self._routes[part.choice] = part.said.route
-        return self._untold([part.choice])
+        return self._unreported([part.choice])
 
     async def last_news(self) -> list[Json]:
         """Likewise after the last part."""
         await asyncio.wait([self._looking])
-        return self._untold(list(self._routes))
+        return self._unreported(list(self._routes))
 
-    def _untold(self, choices: Sequence[int]) -> list[Json]:
+    def _unreported(self, choices: Sequence[int]) -> list[Json]:
         # Round trips change all the time: only another route, or what the look has shown, is worth an event.
-        new = [each for each in choices if self._told.get(each) != self._state(each)]
+        new = [each for each in choices if self._reported.get(each) != self._state(each)]
         if not new:
             return []
-        self._told |= {choice: self._state(choice) for choice in new}
+        self._reported |= {choice: self._state(choice) for choice in new}
         view = LinkView() if self._links is None else self._links.snapshot()
-        return [told(choice, self._us, self._routes[choice], view) for choice in new]
+        return [route_json(choice, self._us, self._routes[choice], view) for choice in new]
 
     def _state(self, choice: int) -> tuple[tuple[PeerId, ...], bool]:
         return self._routes[choice], self._looking.done()

@@ -136,7 +136,7 @@ class Settings(Body):
         return self.stream_options is not None and self.stream_options.include_usage is True
 
     @property
-    def tells_route(self) -> bool:
+    def reports_route(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_route is True
 
 

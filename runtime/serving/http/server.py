@@ -48,7 +48,7 @@ async def open_http(
     serving = asyncio.create_task(
         _serve(listening, port, config, context, gateway, graphs, loads), name="http"
     )
-    serving.add_done_callback(_tell)
+    serving.add_done_callback(_log_end)
     try:
         yield HttpServer(config, port)
     finally:
@@ -100,6 +100,6 @@ def _load() -> None:
     import fusion.runtime.serving.http.running  # noqa: F401
 
 
-def _tell(serving: asyncio.Task[None]) -> None:
+def _log_end(serving: asyncio.Task[None]) -> None:
     if not serving.cancelled() and (error := serving.exception()) is not None:
         log.error("the HTTP API has ended: %r", error)

@@ -108,7 +108,7 @@ def json_parts(value: object) -> list[bytes]:
     return parts
 
 
-class _Told:
+class _WrittenLogprobs:
     """The log-probabilities of whole answers, written as each token comes: to write all of them at once would hold the loop for
     seconds, and as objects they take ten times the memory."""
 
@@ -159,7 +159,7 @@ class CompletionShape:
 
     def __init__(self, spelling: Spelling) -> None:
         self._sent = _Sent()
-        self._told = _Told()
+        self._told = _WrittenLogprobs()
         self._spelling = spelling
 
     def begin(self, choice: int) -> list[Json]:
@@ -206,7 +206,7 @@ class ChatShape:
 
     def __init__(self, tools: Collection[str], spelling: Spelling) -> None:
         self._sent = _Sent()
-        self._told = _Told()
+        self._told = _WrittenLogprobs()
         self._tools = tools
         self._spelling = spelling
         self._reading: dict[int, ToolCallStream] = {}

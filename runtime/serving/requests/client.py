@@ -197,10 +197,10 @@ async def _ask(transport: Transport, peer: PeerId, request: GenerateRequest) -> 
     try:
         header, prompt = request.to_frame()
         await _send(stream, header, prompt)
-        async with listening(transport, peer, stream) as heard:
+        async with listening(transport, peer, stream) as received:
             while True:
                 frame = checked(await stream.receive())
-                heard()
+                received()
                 if frame.kind == "done":
                     yield _answer(frame, tokens)
                     return

@@ -23,7 +23,7 @@ async def listening(transport: Transport, peer: PeerId, stream: Stream) -> Async
     where the peer neither sends one for SILENT_SECONDS nor says on another stream that it is there."""
     frames = 0
 
-    def heard() -> None:
+    def received() -> None:
         nonlocal frames
         frames += 1
 
@@ -37,7 +37,7 @@ async def listening(transport: Transport, peer: PeerId, stream: Stream) -> Async
 
     watching = asyncio.create_task(watch())
     try:
-        yield heard
+        yield received
     except (StreamClosed, StreamBroken):
         if watching.done():
             raise StreamBroken(

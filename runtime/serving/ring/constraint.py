@@ -37,7 +37,7 @@ class NotConstrained(Exception):
 
 
 @dataclass(frozen=True)
-class SaidAtOpening:
+class OpeningPayload:
     """What the last stage is told of a session beside its header, where the settings need it."""
 
     counts: TokenCounts | None = None
@@ -45,7 +45,7 @@ class SaidAtOpening:
     answered: Sequence[int] = ()
 
     @classmethod
-    def of(cls, opening: Opening, payload: memoryview, vocabulary: int) -> SaidAtOpening:
+    def of(cls, opening: Opening, payload: memoryview, vocabulary: int) -> OpeningPayload:
         """JobError where it is not what was announced, or not of this model."""
         schema = ""
         if opening.schema_bytes:
@@ -56,7 +56,7 @@ class SaidAtOpening:
 
 
 async def constraint_of(
-    constrain: Constrain, said: SaidAtOpening, serve: ServeConfig, gateway: PeerId
+    constrain: Constrain, said: OpeningPayload, serve: ServeConfig, gateway: PeerId
 ) -> TokenConstraint | None:
     """For the session of a gateway that has said so. Raises NotConstrained."""
     if not said.schema:

@@ -55,10 +55,10 @@ class Drafting:
         if session.drafter is not None and chunk.sample:
             session.drafter.trips.fed(chunk.end, self._clock())
 
-    def came(self, session: StageSession, position: int) -> None:
+    def returned(self, session: StageSession, position: int) -> None:
         """The token for that position has come back."""
         if session.drafter is not None:
-            session.drafter.trips.came(position, self._clock())
+            session.drafter.trips.returned(position, self._clock())
 
     async def step(self) -> Sequence[StageSession]:
         """Run the model once for some of the sessions that wait for tokens: which ones; nobody where it is not worth it."""

@@ -158,7 +158,7 @@ class Gateways:
         if session is None:
             raise StaleTerm(f"{self._sessions.here} does not know this session")
         if session.gateway is stream:
-            self._sessions.heard(session)
+            self._sessions.record_activity(session)
         stream.post("pong", {"session": session.id, "ran": session.ran})
 
     def _slow(self, stream: QueuedStream, frame: Frame) -> None:

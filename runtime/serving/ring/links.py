@@ -148,7 +148,7 @@ class RingLinks:
                 return known.stream
             link = QueuedStream(
                 await dial(self._transport, ends.peer, RING, self._hello(ends)),
-                on_frame=lambda frame: self._heard(ends, link, checked(frame)),
+                on_frame=lambda frame: self._received(ends, link, checked(frame)),
                 on_end=lambda ended: self._ended(ends, link, ended.reason),
             )
             self._links[ends] = _Dialled(link, self._clock())
@@ -177,7 +177,7 @@ class RingLinks:
         chain = self._chain(ends.job)
         return {**ends.to_header(), BATCHES: True, **({"grants": list(chain)} if chain else {})}
 
-    def _heard(self, ends: LinkEnds, link: QueuedStream, frame: Frame) -> None:
+    def _received(self, ends: LinkEnds, link: QueuedStream, frame: Frame) -> None:
         if frame.kind == BATCHES:
             self.taking.add(link)
         else:

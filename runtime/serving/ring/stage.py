@@ -269,7 +269,7 @@ class RingStage:
         for place, token in enumerate(tokens, position):
             session.feed.push(place, token)
         self._tokens += len(tokens)
-        self._drafting.came(session, position + len(tokens) - 1)
+        self._drafting.returned(session, position + len(tokens) - 1)
         self._advance(session)
         if self._drafting.running:
             self._arrived.set()  # more may be guessed now
@@ -371,7 +371,7 @@ class RingStage:
         self, work: Work[StageSession], outcome: Outcome, tokens: TurnFrames, chunks: TurnFrames
     ) -> None:
         session, chunk = work.session, work.chunk
-        self._sessions.heard(session, ran=chunk.end)
+        self._sessions.record_activity(session, ran=chunk.end)
         if outcome.tokens:
             self._answer(session, outcome.tokens, tokens)
         hops = session.hops if chunk.start >= 0 else session.source_hops

@@ -14,7 +14,7 @@ from fusion.runtime.job.worker import Worker
 from fusion.runtime.serving.ring.constraint import (
     Constrain,
     NotConstrained,
-    SaidAtOpening,
+    OpeningPayload,
     constraint_of,
     suppressed_by,
     unconstrained,
@@ -150,14 +150,14 @@ class StageSessions:
             raise StaleTerm(f"{self.here} is leaving")
         asker = gateway.stream.remote
         if not self._openings.spend(asker):
-            self.tell(gateway, opening.session, f"{self.here} is busy: ask again later", "full")
+            self.send_failure(gateway, opening.session, f"{self.here} is busy: ask again later", "full")
             gateway.rest(BUSY_SECONDS)
             return
-        said = SaidAtOpening()
+        said = OpeningPayload()
         if self._plan.last:
-            said = SaidAtOpening.of(opening, payload, serve.vocabulary)
+            said = OpeningPayload.of(opening, payload, serve.vocabulary)
         if self._early.gave_up(opening.session):
-            self.tell(gateway, opening.session, f"{self.here}: {TOO_EARLY}", "broken")
+            self.send_failure(gateway, opening.session, f"{self.here}: {TOO_EARLY}", "broken")
             return
         session = StageSession(opening, gateway, heard_at=self._clock(), counts=said.counts)
         session.suppressed = self._suppressed
@@ -165,14 +165,14 @@ class StageSessions:
             other = self._shares.yields(asker, opening.capacity)
             if other is None:
                 message = f"{self.here} runs {len(self)} sessions already: ask again later"
-                self.tell(gateway, opening.session, message, "full")
+                self.send_failure(gateway, opening.session, message, "full")
                 return
             self._give_way(other)
             self.schedule.admit(session)
         self._shares.take(session, asker, opening.capacity)
         session.task = self._tasks.create_task(self._prepare(session, said))
 
-    async def _prepare(self, session: StageSession, said: SaidAtOpening) -> None:
+    async def _prepare(self, session: StageSession, said: OpeningPayload) -> None:
         """Reach the stages we feed, reserve memory, then tell the gateway."""
         opening = session.opening
         serve, asker = self._position.serve, session.gateway_peer
@@ -250,7 +250,7 @@ class StageSessions:
 
     # --- ends
 
-    def heard(self, session: StageSession, *, ran: int = 0) -> None:
+    def record_activity(self, session: StageSession, *, ran: int = 0) -> None:
         """The gateway asked about the session, or a chunk of it `ran`, up to that position."""
         session.heard_at = self._clock()
         if ran:
@@ -290,7 +290,7 @@ class StageSessions:
         if session is not None and session.gateway is gateway:
             self.drop(session)
         reason: FailedReason = "refused" if isinstance(error, JobError) else "moved"
-        self.tell(gateway, frame.header.get("session"), str(error), reason)
+        self.send_failure(gateway, frame.header.get("session"), str(error), reason)
 
     def broke(self, session: StageSession, error: Exception) -> None:
         """It could not be run here."""
@@ -327,10 +327,10 @@ class StageSessions:
     ) -> None:
         """`stage`: whose fault it is; ours where it is left out."""
         if not session.closed:
-            self.tell(session.gateway, session.id, message, reason, stage)
+            self.send_failure(session.gateway, session.id, message, reason, stage)
             self.drop(session)
 
-    def tell(
+    def send_failure(
         self,
         gateway: QueuedStream,
         session: object,

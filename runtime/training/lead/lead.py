@@ -105,7 +105,7 @@ class Lead:
             step=newest.step if handover is None else handover.step,
             codecs=self._codecs_in_words(),
         )  # fmt: skip
-        self._tell_books()
+        self._report_books()
 
     def learn(self, checkpoint: Checkpoint) -> None:
         """The snapshot that our stage was loaded from, now with its ledger; before anything is received."""
@@ -114,7 +114,7 @@ class Lead:
             self._state = replace(self._state, ledger=checkpoint.ledger, history=checkpoint.version.history)
         self._period = SnapshotPeriod(began=self._clock(), taken=self._clock(), cost_seconds=self._first_cost)
         self._watched = self._clock()
-        self._tell_books()
+        self._report_books()
 
     @property
     def waiting_for(self) -> str:
@@ -155,7 +155,7 @@ class Lead:
     def change_codecs(self, codecs: EdgeCodecs) -> None:
         """Send tensors by that table from the next step on."""
         self._event(e.ChangeCodecs(codecs))
-        self.tell(codecs=self._codecs_in_words())
+        self.update_progress(codecs=self._codecs_in_words())
         log.info("step %d: codecs are %s", self._state.step, self._codecs_in_words())
 
     def move(self, stage: int, peer: PeerId) -> None:
@@ -166,9 +166,9 @@ class Lead:
         """End the job after the step that is under way, with a snapshot."""
         self._event(e.Stop())
 
-    def tell(self, **fields: object) -> None:
+    def update_progress(self, **fields: object) -> None:
         """Change what the progress says."""
-        progress = self.progress.told(**fields)
+        progress = self.progress.with_fields(**fields)
         if progress != self.progress:
             self.progress = progress
             self._changed()
@@ -180,11 +180,11 @@ class Lead:
                 self._watch()
                 self._look_around()
                 self._event(message, stage)
-                self._tell_books()
+                self._report_books()
             case m.Suspect():
                 log.info("stage %d: %s", stage, message.text)
                 self._event(message, stage)
-                self._tell_books()
+                self._report_books()
             case m.Ready():
                 self._look_at_the_clock()
                 if len(self._state.ready) == self._stages - 1:
@@ -192,7 +192,7 @@ class Lead:
                 self._event(message, stage)
             case m.Evaluated(step, loss):
                 if step == self._state.step:  # watchers wait for a later one than they have seen
-                    self.tell(validation_loss=loss, validation_step=step)
+                    self.update_progress(validation_loss=loss, validation_step=step)
             case m.Shard():
                 self._shard(stage, message)
             case m.Held(step, index):
@@ -240,7 +240,7 @@ class Lead:
                 self._collector, self._index = Collector(stages=self._stages), None
                 self._snapshot(after)
                 self._everyone(action)
-                self.tell(step=step, attempts=self._state.count, message="", **self._books())
+                self.update_progress(step=step, attempts=self._state.count, message="", **self._books())
             case m.Commit():
                 self._snapshot(action.after)
                 self._everyone(action)
@@ -255,7 +255,7 @@ class Lead:
                 self._period = self._period.restored(self._clock())
                 self._away = m.NEXT_STAGE  # whose copies everybody makes anew (`StageSnapshots.hold_again`)
                 self._everyone(action)
-                self._tell_books()
+                self._report_books()
             case e.Committed():
                 self._committed(action)
             case e.FellBack(lost):
@@ -290,8 +290,8 @@ class Lead:
             "snapshot": held.digest, "snapshot_step": held.step,
         }  # fmt: skip
 
-    def _tell_books(self) -> None:
-        self.tell(**self._books())
+    def _report_books(self) -> None:
+        self.update_progress(**self._books())
 
     def _everyone(self, message: m.Message) -> None:
         # The others first: our own stage starts to compute at once, theirs have a link to cross.
@@ -306,7 +306,7 @@ class Lead:
         self._computed.append(tuple(_share(r.busy) * took / config.microbatches for r in reports))
         tokens = config.microbatches * config.microbatch_size * max(1, config.sequence)
         seconds = self._times[-1] - self._times[0]
-        self.tell(
+        self.update_progress(
             step=committed.step + 1,
             tokens_per_second=tokens * (len(self._times) - 1) / seconds if seconds > 0 else 0.0,
             busy=tuple(round(report.busy, 4) for report in reports),
@@ -354,7 +354,7 @@ class Lead:
             self._period = self._period.durable(self._clock(), self._collector.seconds)
             self._event(saved)
             self._everyone(saved)
-            self.tell(snapshot=index, snapshot_step=saved.checkpoint.step)
+            self.update_progress(snapshot=index, snapshot_step=saved.checkpoint.step)
             if self._state.phase == "running" and self._ends_at(step):
                 self.finish("done" if step >= self._config.steps else "stopped")
 
@@ -367,7 +367,7 @@ class Lead:
         """Tell everyone, ourselves included, that the job has ended."""
         if not self._finishing:
             self._finishing = True
-            self.tell(state=state, error=text[:300], message="")
+            self.update_progress(state=state, error=text[:300], message="")
             # All that is known of the job, but who held as many stages as it may have: we may be killed any moment.
             figures = replace(self.progress, owners=(), busy=())
             self._everyone(m.Finish(state, text[:300], figures))

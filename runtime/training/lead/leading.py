@@ -62,11 +62,11 @@ class Leading:
         group.create_task(self._tuner.run())
         group.create_task(self._look_for_peers())
 
-    def tell_owners(self) -> None:
+    def report_owners(self) -> None:
         """Who holds which stage has changed."""
         if not self.lead.progress.finished:
             owners = self._partners.holders()
-            self.lead.tell(owners=tuple(owners.get(stage) for stage in range(self._stages)))
+            self.lead.update_progress(owners=tuple(owners.get(stage) for stage in range(self._stages)))
 
     def _spare(self, stage: int) -> frozenset[PeerId]:
         """Who could take the stage, as the directory said when it was last asked: its standbys, and any peer with memory
@@ -88,4 +88,4 @@ class Leading:
             await asyncio.sleep(WAIT_SECONDS)
             if not self.lead.progress.finished:
                 waiting = self._partners.waiting_for or self.lead.waiting_for
-                self.lead.tell(message=waiting[:300])
+                self.lead.update_progress(message=waiting[:300])

@@ -107,7 +107,7 @@ class Partner:
                 said = str(error) or "no answer"
                 self._waits = said if isinstance(error, _Vacant) else f"stage {self.stage}: {said}"
                 self._shown = None
-                told = await self._told(pause)
+                told = await self._wait_for_news(pause)
                 pause = RETRY_SECONDS if told else min(2 * pause, LONGEST_RETRY_SECONDS)
                 continue
             if stream is None:  # another peer owns the stage now
@@ -116,9 +116,9 @@ class Partner:
             broke = await self._use(stream)
             if loop.time() - began < RETRY_SECONDS:
                 # Whoever welcomes and then refuses is not dialled in a spin.
-                await self._told(RETRY_SECONDS)
+                await self._wait_for_news(RETRY_SECONDS)
 
-    async def _told(self, seconds: float) -> bool:
+    async def _wait_for_news(self, seconds: float) -> bool:
         """Wait so long, or until somebody tells us of an owner of the stage."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -295,7 +295,7 @@ class Partner:
             before.abort()
             self._changed()  # whatever was under way on the old stream is lost
         self.incoming = stream
-        self._hear(claim)
+        self._record_owner(claim)
         self._changed()
 
     def dismiss(self, stream: Stream) -> None:
@@ -308,9 +308,9 @@ class Partner:
     def _succeeded(self, claim: ClaimRecord, term: int) -> None:
         """The owner under `term` was replaced, as those say who were asked to look at it."""
         if claim.term > max(term, self.fence.highest):
-            self._hear(claim)
+            self._record_owner(claim)
 
-    def _hear(self, claim: ClaimRecord) -> None:
+    def _record_owner(self, claim: ClaimRecord) -> None:
         """That peer owns the stage, not one whose time is over: link to it now."""
         link, shown = self.outgoing, self._shown
         if link is not None:

@@ -16,7 +16,7 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fusion.runtime.datasets import dataset
-from fusion.runtime.datasets.dataset import Dataset, parted, told
+from fusion.runtime.datasets.dataset import Dataset, parted, with_progress
 from fusion.runtime.datasets.image_folders import ImageFolders
 from fusion.runtime.datasets.jsonl import JsonLines
 from fusion.runtime.datasets.npz import Npz
@@ -346,5 +346,5 @@ def test_two_samples_stand_for_all() -> None:
 def test_packing_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(dataset, "SAY_SECONDS", 0.0)
-    assert list(told(range(3), 3, "lines", said.append)) == [0, 1, 2]
+    assert list(with_progress(range(3), 3, "lines", said.append)) == [0, 1, 2]
     assert said[-1] == "packing the data: 2 of 3 lines"

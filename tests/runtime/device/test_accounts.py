@@ -51,7 +51,7 @@ def signed(record: JobRecord, said: JobRecord, signer: Identity, by: Identity | 
 def test_a_job_is_its_author_s_once_the_author_has_signed(word: JobRecord, account: str) -> None:
     accounts = Accounts()
     assert accounts.of(JOB, AUTHOR.peer_id) == UNSIGNED
-    accounts.hear(JOB, AUTHOR.peer_id, [word], verify)
+    accounts.record_launch(JOB, AUTHOR.peer_id, [word], verify)
     assert accounts.of(JOB, AUTHOR.peer_id) == accounts.whose(JOB, AUTHOR.peer_id).author == account
     assert accounts.of(JobId("1" * 64), AUTHOR.peer_id) == UNSIGNED
 
@@ -68,13 +68,13 @@ def test_what_the_author_signed_is_carried_on_as_no_word_of_its_own() -> None:
     accounts = Accounts()
     running = replace(WORD, state="running", lead=OTHER.peer_id)
     assert accounts.carried(running) == running
-    accounts.hear(JOB, AUTHOR.peer_id, [signed(WORD, WORD, AUTHOR)], verify)
+    accounts.record_launch(JOB, AUTHOR.peer_id, [signed(WORD, WORD, AUTHOR)], verify)
     carried = accounts.carried(running)
     assert carried.proof and not opened(carried.proof, JOB, verify)
     assert accounts.carried(carried) == carried
     ended = replace(running, state="done")
     assert accounts.carried(ended) == ended
     later = Accounts()
-    later.hear(JOB, AUTHOR.peer_id, [carried], verify)
+    later.record_launch(JOB, AUTHOR.peer_id, [carried], verify)
     assert later.of(JOB, AUTHOR.peer_id) == AUTHOR.peer_id == speaker(carried, verify)
     assert later.carried(running) == carried

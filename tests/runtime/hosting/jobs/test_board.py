@@ -53,7 +53,7 @@ def test_an_older_word_never_displaces_a_newer_one() -> None:
         for told in ((old, newer), (newer, old)):
             board = JobBoard(US)
             for record in told:
-                board.hear([record], {old.job}, ())
+                board.update_from_directory([record], {old.job}, ())
             assert board.word(old.job) == newer
 
 
@@ -61,17 +61,17 @@ def test_an_end_that_was_heard_is_said_again_to_whoever_says_that_the_job_goes_o
     done = word(state="done", lead=None)
     unaware = replace(done, state="running", term=1, step=4)
     board = JobBoard(US)
-    board.hear([unaware], (), ())
+    board.update_from_directory([unaware], (), ())
     assert board.repeated == () and not board.over(unaware)
     board.end(JOB, 2, done)
-    board.hear([done], (), ())
+    board.update_from_directory([done], (), ())
     assert board.repeated == () and board.over(unaware)  # somebody else says it
-    board.hear([unaware], (), ())
+    board.update_from_directory([unaware], (), ())
     assert board.repeated == (done,)
-    board.hear([done], (), ())
+    board.update_from_directory([done], (), ())
     assert board.repeated == ()
     again = replace(unaware, term=3)
-    board.hear([again], (), ())  # it was taken up again
+    board.update_from_directory([again], (), ())  # it was taken up again
     assert board.repeated == () and not board.over(again)
 
 
@@ -82,7 +82,7 @@ def test_what_has_ended_before_our_eyes_stays_ended_whatever_others_say() -> Non
     assert board.repeated == (ended,) and board.final(JOB) == FINAL
     late = word(term=4, step=95, snapshot_step=20)
     assert board.over(late)
-    board.hear([late], (), ())
+    board.update_from_directory([late], (), ())
     assert board.word(JOB) == ended  # whatever number somebody gives to what it says
     assert [record.state for record in board.repeated] == ["done"] and board.final(JOB) == FINAL
 
@@ -109,23 +109,23 @@ def test_how_a_job_failed_is_forgotten_once_it_is_taken_up_again() -> None:
     final = board.final(JOB)
     assert final is not None and (final.state, final.error, final.samples) == ("failed", "out of luck", 720)
     assert board.over(word(term=3)) and not board.over(word(term=4))
-    board.hear([word(term=4)], (), ())
+    board.update_from_directory([word(term=4)], (), ())
     assert board.final(JOB) is None and board.repeated == ()
     board.end(JOB, 4, word(term=4, state="failed"))
-    board.hear([word(term=4, state="failed")], (), ())
+    board.update_from_directory([word(term=4, state="failed")], (), ())
     assert board.final(JOB) is None  # that it failed the second time we know from others
 
 
 def test_what_lies_on_the_disk_is_needed_until_others_run_the_job_or_it_has_ended() -> None:
     board = JobBoard(US)
     board.remember(word())
-    board.hear([word()], {JOB}, ())
+    board.update_from_directory([word()], {JOB}, ())
     assert board.to_keep() == (word(),) and not board.gone(JOB)
-    board.hear([word()], (), ())
+    board.update_from_directory([word()], (), ())
     assert board.to_keep() == () and board.gone(JOB)  # another leads it, and we have nothing to do with it
-    board.hear([word(lead=None)], (), ())
+    board.update_from_directory([word(lead=None)], (), ())
     assert not board.gone(JOB)
-    board.hear([word(lead=None, state="done")], (), ())
+    board.update_from_directory([word(lead=None, state="done")], (), ())
     assert board.gone(JOB)
 
 
@@ -150,7 +150,7 @@ def test_the_board_believes_the_newest_of_what_it_heard(records: list[JobRecord]
     board = JobBoard(US)
     best: JobRecord | None = None
     for record in records:
-        board.hear([record], {JOB}, ())
+        board.update_from_directory([record], {JOB}, ())
         # It is told only what is to be believed: of an end also the word of an earlier lead.
         over = best is not None and best.state not in ENDED and record.state in ENDED
         best = record if best is None or over else max(best, record, key=job_order)
@@ -161,9 +161,9 @@ def test_the_blobs_of_a_job_are_needed_for_as_long_as_it_concerns_us() -> None:
     board, record = JobBoard(US), word()
     board.see({JOB: (record, MANIFEST)})
     assert board.needed_blobs() == frozenset()
-    board.hear([record], {JOB}, ())
+    board.update_from_directory([record], {JOB}, ())
     assert board.needed_blobs() == {JOB, MANIFEST.graph, *MANIFEST.weights, SNAPSHOT}
-    board.hear([replace(record, snapshot=LAST, snapshot_step=20)], {JOB}, ())
+    board.update_from_directory([replace(record, snapshot=LAST, snapshot_step=20)], {JOB}, ())
     assert LAST in board.needed_blobs() and SNAPSHOT not in board.needed_blobs()
-    board.hear([record], (), ())
+    board.update_from_directory([record], (), ())
     assert board.needed_blobs() == frozenset()

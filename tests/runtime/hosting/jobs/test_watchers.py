@@ -43,7 +43,7 @@ def test_where_there_is_no_room_the_largest_share_gives_way_and_then_what_is_idl
                 pass
             clock.advance(IDLE_SECONDS)
             for turn in (one, two, greedy[1]):
-                watchers.told(turn)
+                watchers.notified(turn)
             held.enter_context(watchers.turn(PeerId("three")))
             assert greedy[0].done() and not (one.done() or two.done() or greedy[1].done())
 

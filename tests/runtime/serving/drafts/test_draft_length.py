@@ -67,11 +67,11 @@ def test_a_trip_is_from_the_chunk_to_the_token_behind_it() -> None:
     trips = Trips()
     trips.fed(10, 1.0)
     trips.fed(14, 1.1)
-    trips.came(12, 1.3)  # of tokens that were guessed and came at once, only the last one's trip is known
+    trips.returned(12, 1.3)  # of tokens that were guessed and came at once, only the last one's trip is known
     assert trips.seconds.value is None
-    trips.came(14, 1.6)
+    trips.returned(14, 1.6)
     assert trips.seconds.value == 0.5
     for end in range(1000):  # whoever never answers does not fill the memory
         trips.fed(end, 2.0)
-    trips.came(10, 9.0)
+    trips.returned(10, 9.0)
     assert trips.seconds.value == 0.5

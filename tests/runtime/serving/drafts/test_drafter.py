@@ -136,7 +136,7 @@ def test_where_the_text_repeats_nothing_is_drafted() -> None:
 def test_no_step_where_it_would_hold_up_more_than_it_saves(trip: float) -> None:
     drafter = drafter_of([1, 2, 3])
     drafter.trips.fed(3, 0.0)
-    drafter.trips.came(3, trip)
+    drafter.trips.returned(3, trip)
     assert (drafter.next_step(9, 9, 0.001) is not None) == (trip > 0.001)
 
 
@@ -146,7 +146,7 @@ def test_guesses_that_are_wrong_are_drafted_less_far() -> None:
         drafter.drafted(step_of(drafter), 5)
         drafter.trips.fed(position + 1, 0.0)
         drafter.push(6)
-        drafter.trips.came(position + 1, 0.1)
+        drafter.trips.returned(position + 1, 0.1)
     drafter.drafted(step_of(drafter), 5)
     assert drafter.next_step(9, 9, 0.001) is None
 
@@ -155,7 +155,7 @@ def test_where_a_fair_share_of_guesses_is_right_a_wrong_one_changes_nothing() ->
     drafter = drafter_of([1])
     assert drafter.least == FIRST_DRAFTED
     drafter.trips.fed(1, 0.0)
-    drafter.trips.came(1, 0.4)
+    drafter.trips.returned(1, 0.4)
     for right in (True, False) * 20:
         drafter.drafted(step_of(drafter), 5)
         drafter.next_step(0, 9, 0.001)

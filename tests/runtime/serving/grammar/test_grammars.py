@@ -172,7 +172,7 @@ def test_a_process_that_has_answered_and_gone_is_heard() -> None:
         with ours, theirs:
             worker._answer(theirs, error="a pattern")
             theirs.close()
-            return await grammars._say(ours, b"{}")
+            return await grammars._request(ours, b"{}")
 
     assert asyncio.run(main()) == "a pattern"
 
@@ -185,7 +185,7 @@ def test_an_answer_of_a_worker_that_is_no_answer_is_as_if_it_had_gone(answer: by
         with ours, theirs:
             theirs.sendall(struct.pack("<I", len(answer)) + answer)
             with pytest.raises(OSError):
-                await grammars._say(ours, b"{}")
+                await grammars._request(ours, b"{}")
 
     asyncio.run(main())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusion.runtime.serving.http.route import told
+from fusion.runtime.serving.http.route import route_json
 from fusion.swarm.directory.records import LinkRecord, Pair
 from fusion.swarm.identity import Identity
 from fusion.swarm.links.view import link_view
@@ -23,7 +23,7 @@ def test_a_hop_is_told_with_its_round_trip_and_the_last_one_goes_back_to_the_fir
             )
         ],
     )
-    found = told(3, US, (ONE, ONE, TWO), view)
+    found = route_json(3, US, (ONE, ONE, TWO), view)
     assert found["index"] == 3
     assert (found["gateway"]["peer"], found["gateway"]["round_trip_ms"]) == (US, 2.0)
     hops = [(hop["peer"], hop["round_trip_ms"]) for hop in found["stages"]]
@@ -31,5 +31,5 @@ def test_a_hop_is_told_with_its_round_trip_and_the_last_one_goes_back_to_the_fir
 
 
 def test_what_nobody_has_measured_is_null() -> None:
-    found = told(0, US, (ONE, TWO), link_view((), ()))
+    found = route_json(0, US, (ONE, TWO), link_view((), ()))
     assert {hop["round_trip_ms"] for hop in (found["gateway"], *found["stages"])} == {None}

@@ -148,7 +148,7 @@ def test_of_several_stops_those_that_are_empty_are_left_out() -> None:
 def test_options_of_a_stream_that_are_null_are_off() -> None:
     said = {**HI, "stream_options": {"include_usage": None, "include_route": None}}
     asked = ChatRequest.model_validate(said)
-    assert asked.usage_at_the_end is False and asked.tells_route is False
+    assert asked.usage_at_the_end is False and asked.reports_route is False
 
 
 def test_a_response_format_is_the_schema_that_is_asked_for() -> None:
