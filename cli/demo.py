@@ -74,21 +74,25 @@ class Figures:
 async def _demo(count: int, steps: int, output: Output) -> Figures:
     figures = Figures(peers=count + 1)
     async with open_fleet() as fleet:
-        output.say(f"1. {count + 1} peers start as processes of their own and find each other")
+        output.print_line(f"1. {count + 1} peers start as processes of their own and find each other")
         bootstrap, workers = await _start_peers(fleet, count, output)
-        output.say("\n2. They train a GPT on Python's standard library, a stage each, with no coordinator")
+        output.print_line(
+            "\n2. They train a GPT on Python's standard library, a stage each, with no coordinator"
+        )
         await _train(fleet, workers, steps, figures, output)
-        output.say("\n3. The trained model is exported, and the swarm serves it")
+        output.print_line("\n3. The trained model is exported, and the swarm serves it")
         exported = fleet.root / "exported"
         home = str(fleet.root / "trainer")
         via = ("--home", home, "--peer", workers[0].address)
         await fleet.run("export", "jobs", "export", MODEL_NAME, str(exported), *via)
         sizes = [file.stat().st_size for file in exported.iterdir()]
-        output.say(f"   exported {len(sizes)} files, {bytes_text(sum(sizes))}")
+        output.print_line(f"   exported {len(sizes)} files, {bytes_text(sum(sizes))}")
         await fleet.run(
             "serve", "serve", str(exported), "--name", "demo", "--stages", str(len(workers)), *via
         )
-        output.say(f"\n4. The bootstrap peer, which neither launched nor trained it, goes on from {PROMPT!r}")
+        output.print_line(
+            f"\n4. The bootstrap peer, which neither launched nor trained it, goes on from {PROMPT!r}"
+        )
         await _generate(fleet, bootstrap, figures, output)
     figures.seconds = time.monotonic() - figures.started
     _conclude(figures, output)
@@ -98,7 +102,7 @@ async def _demo(count: int, steps: int, output: Output) -> Figures:
 async def _start_peers(fleet: Fleet, count: int, output: Output) -> tuple[LocalPeer, list[LocalPeer]]:
     # It lends next to nothing, so that it only introduces the others and, later, answers for them.
     bootstrap = await fleet.start_peer("bootstrap", "--memory", "1MiB")
-    output.say(f"   {_introduction(bootstrap)}  (bootstrap)")
+    output.print_line(f"   {_introduction(bootstrap)}  (bootstrap)")
     async with asyncio.TaskGroup() as tasks:
         starting = [
             tasks.create_task(fleet.start_peer(f"peer-{i + 1}", bootstrap=(bootstrap.address,)))
@@ -106,7 +110,7 @@ async def _start_peers(fleet: Fleet, count: int, output: Output) -> tuple[LocalP
         ]
     workers = [task.result() for task in starting]
     for worker in workers:
-        output.say(f"   {_introduction(worker)}")
+        output.print_line(f"   {_introduction(worker)}")
     return bootstrap, workers
 
 
@@ -125,11 +129,11 @@ async def _train(
     def show(record: Record) -> None:
         if record["event"] == "launched":
             figures.stages = record["stages"]
-            output.say(
+            output.print_line(
                 f"   {record['parameters']:,} parameters, {BLOCKS} blocks, in {record['stages']} stages:"
             )
             for stage, peer in enumerate(record["proposed"]):
-                output.say(f"   stage {stage}  {names.get(peer, peer)}")
+                output.print_line(f"   stage {stage}  {names.get(peer, peer)}")
         elif record["event"] == "progress":
             learn(record, figures, output)
 
@@ -144,7 +148,7 @@ def learn(record: Record, figures: Figures, output: Output) -> None:
     figures.losses += [(step, loss) for step, loss in record["losses"]]
     if record["validation_loss"] is not None and record["validation_loss"] != figures.validation_loss:
         figures.validation_loss = record["validation_loss"]
-        output.say(
+        output.print_line(
             f"   step {record['validation_step']:>5}  loss on held-out files {figures.validation_loss:.3f}"
         )
     if record["loss"] is not None:
@@ -172,12 +176,12 @@ async def _generate(fleet: Fleet, gateway: LocalPeer, figures: Figures, output: 
     figures.text = PROMPT + answer["text"]
     figures.tokens_per_second = len(answer["tokens"]) / max(answer["seconds"], 1e-9)
     for line in figures.text.splitlines():
-        output.say(f"   | {line}")
+        output.print_line(f"   | {line}")
 
 
 def _conclude(figures: Figures, output: Output) -> None:
     first, last = figures.record()["loss_first"], figures.record()["loss_last"]
-    output.say(
+    output.print_line(
         f"\n{figures.peers} peers, {figures.stages} stages, {figures.steps} steps: loss {first:.3f} -> {last:.3f}, "
         f"{figures.validation_loss:.3f} on held-out files; answered at {figures.tokens_per_second:.0f} tokens/s; "
         f"{figures.seconds:.0f} s in all. Every process and file of it is gone."

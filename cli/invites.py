@@ -89,7 +89,7 @@ async def _invite(
         )  # fmt: skip
     text = invites.to_text([seal_grant(grant, issuer)])
     output.emit({"job": law.job, "name": law.name, "peer": who, "until": grant.valid_until, "invite": text})
-    output.say(text)
+    output.print_line(text)
     output.note(
         f"whoever runs that peer accepts it with: fusion-peer jobs accept {text[:24]}..., or start --invite"
     )
@@ -106,7 +106,7 @@ def accept(
     grant = grants.keep(text, folder)
     output.emit({"job": grant.job, "roles": list(grant.roles), "until": grant.valid_until})
     day = time.strftime("%Y-%m-%d %H:%M", time.localtime(grant.valid_until))
-    output.say(f"this home may {', '.join(grant.roles)} in the job {grant.job[:12]} until {day}")
+    output.print_line(f"this home may {', '.join(grant.roles)} in the job {grant.job[:12]} until {day}")
 
 
 def revoke(
@@ -136,20 +136,24 @@ async def _revoke(job: str, who: str, way: client.Way, output: Output) -> None:
         marks = {mark(PeerId(who)), *(before.marks if before is not None else ())}
         data = seal_revocation(law.job, marks, time.time(), issuer)
         owners = await asyncio.gather(*(context.leases.owner(law.job, stage) for stage in range(law.stages)))
-        heard = await tell(context, {owner.peer for owner in owners if owner is not None}, law.job, data)
+        heard = await send_revocation(
+            context, {owner.peer for owner in owners if owner is not None}, law.job, data
+        )
     if not heard:
         raise SwarmError(f"no owner of a stage of {law.name} could be told; try again in a moment")
     output.emit({"job": law.job, "name": law.name, "revoked": who, "told": heard})
-    output.say(f"{who} takes no part in {law.name} any more: {heard} peers have heard, and tell the others")
+    output.print_line(
+        f"{who} takes no part in {law.name} any more: {heard} peers have heard, and tell the others"
+    )
 
 
-async def tell(context: Context, owners: Iterable[PeerId], job: JobId, revocation: bytes) -> int:
+async def send_revocation(context: Context, owners: Iterable[PeerId], job: JobId, revocation: bytes) -> int:
     """How many of them have heard of it. All are told at once: whoever is revoked may be one of them, and say nothing."""
     from fusion.runtime.job.protocol import JOB
     from fusion.swarm.errors import SwarmError
     from fusion.swarm.transport import call
 
-    async def has_heard(owner: PeerId) -> bool:
+    async def has_received(owner: PeerId) -> bool:
         with suppress(SwarmError, TimeoutError):
             async with asyncio.timeout(TELL_SECONDS):
                 await call(
@@ -158,7 +162,7 @@ async def tell(context: Context, owners: Iterable[PeerId], job: JobId, revocatio
                 return True
         return False
 
-    return sum(await asyncio.gather(*map(has_heard, owners)))
+    return sum(await asyncio.gather(*map(has_received, owners)))
 
 
 def checked_roles(roles: list[str] | tuple[str, ...]) -> tuple[Role, ...]:

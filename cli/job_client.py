@@ -180,14 +180,14 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
 
 async def _news(context: Context, record: JobRecord) -> AsyncGenerator[Progress, None]:
     """What those say of the job who can tell, one after the other."""
-    async for peer in _tellers(context, record):
+    async for peer in _peers_to_ask(context, record):
         with suppress(TransportError):  # it is gone, or the lead has moved: another will tell
             async with aclosing(_ask(context, peer, record.job)) as told:
                 async for progress in told:
                     yield progress
 
 
-async def _tellers(context: Context, record: JobRecord) -> AsyncIterator[PeerId]:
+async def _peers_to_ask(context: Context, record: JobRecord) -> AsyncIterator[PeerId]:
     """Who can say how a job stands, best first: whoever leads it, and of one that has ended also those who ran its
     other stages to the end."""
     if record.lead is not None:

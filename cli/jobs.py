@@ -87,7 +87,7 @@ async def _watch(job: str, way: client.Way, output: Output) -> None:
         record = await job_client.find_job(context, job)
         last = await follow(context, record.job, output)
     output.emit({"event": "done", "job": record.job, "state": last.state, "step": last.step})
-    output.say(f"{record.name} is {last.state} after {last.step} steps")
+    output.print_line(f"{record.name} is {last.state} after {last.step} steps")
 
 
 @app.command()
@@ -110,7 +110,7 @@ async def _stop(job: str, way: client.Way, output: Output) -> None:
         record = await job_client.find_job(context, job)
         await job_client.stop(context, record, author)
     output.emit({"job": record.job, "name": record.name, "state": "stopped"})
-    output.say(f"{record.name} ({record.job[:12]}) is stopped")
+    output.print_line(f"{record.name} ({record.job[:12]}) is stopped")
 
 
 app.command()(invites.invite)
@@ -150,8 +150,8 @@ async def _export(job: str, directory: Path, way: client.Way, output: Output) ->
     output.emit({"job": record.job, "name": record.name, "directory": str(directory), "step": step})
     if (doubt := job_client.unproven(known)) is not None:
         output.note(doubt)
-    output.say(f"{record.name} at step {step} is in {directory}; serve it with: "
-               f"fusion-peer serve {shlex.quote(str(directory))} --name {record.name}")  # fmt: skip
+    output.print_line(f"{record.name} at step {step} is in {directory}; serve it with: "
+                      f"fusion-peer serve {shlex.quote(str(directory))} --name {record.name}")  # fmt: skip
 
 
 def shown(job: JobRecord) -> dict[str, Any]:

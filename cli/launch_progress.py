@@ -34,13 +34,13 @@ async def offer(context: Context, prepared: Prepared, output: Output) -> JobId:
     from fusion.runtime.launch.launch import launch
 
     manifest = prepared.manifest
-    output.say(f"{manifest.name} ({manifest.kind}): {prepared.parameters:,} parameters in "
-               f"{manifest.stages} stage{'s'[: manifest.stages > 1]}, "
-               f"job {prepared.job[:12]}")  # fmt: skip
+    output.print_line(f"{manifest.name} ({manifest.kind}): {prepared.parameters:,} parameters in "
+                      f"{manifest.stages} stage{'s'[: manifest.stages > 1]}, "
+                      f"job {prepared.job[:12]}")  # fmt: skip
     if prepared.stage_count is not None:
-        output.say(prepared.stage_count.line(friendly_name))
+        output.print_line(prepared.stage_count.line(friendly_name))
     if manifest.serve is not None:
-        output.say(await _to_fetch(context, prepared))
+        output.print_line(await _to_fetch(context, prepared))
     job = await launch(context, prepared)
     output.emit({
         "event": "launched", "job": job, "name": manifest.name, "kind": manifest.kind, "stages": manifest.stages,
@@ -115,7 +115,7 @@ async def until_answering(context: Context, prepared: Prepared, output: Output) 
                 "route": list(found.route),
             }
         )
-        output.say(
+        output.print_line(
             f"its first token came around {len(found.route)} peer{'s' * (len(found.route) != 1)} in {seconds_text(found.seconds)}"
         )
 

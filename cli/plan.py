@@ -110,7 +110,7 @@ def show(found: Plan, output: Output, names: Mapping[str, str] | None = None) ->
             ],
         )
     for line in summary(found, called):
-        output.say(line)
+        output.print_line(line)
 
 
 def summary(found: Plan, names: Mapping[str, str]) -> list[str]:
@@ -224,7 +224,7 @@ def show_serving(found: ServingPlan, output: Output, names: Mapping[str, str]) -
             ],
         )
     for line in serving_summary(found):
-        output.say(line)
+        output.print_line(line)
 
 
 def serving_summary(found: ServingPlan) -> list[str]:

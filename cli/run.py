@@ -79,7 +79,7 @@ async def _run(
     output.emit({"event": "made", "outputs": shapes, "route": list(last.route), "seconds": last.seconds})
     said = ", ".join(f"{name} {value.dtype}{list(value.shape)}" for name, value in whole.items())
     through = ", ".join(map(friendly_name, last.route))
-    output.say(f"{path}: {said}; the last of it in {seconds_text(last.seconds)} through {through}")
+    output.print_line(f"{path}: {said}; the last of it in {seconds_text(last.seconds)} through {through}")
 
 
 async def _ask(context: Any, asking: Asking, model: str, part: Mapping[str, Any]) -> Made:

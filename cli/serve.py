@@ -234,7 +234,7 @@ async def _hand_over(
     asking = f"ask it with: fusion-peer {how}"
     if serve is not None and serve.embeds:
         asking = "any peer's HTTP API answers for it: /v1/embeddings"
-    output.say(f"the swarm serves {what}; {asking}")
+    output.print_line(f"the swarm serves {what}; {asking}")
     return prepared
 
 

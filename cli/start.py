@@ -107,7 +107,7 @@ def start(
     json: options.Json = False,
     debug: options.Debug = False,
     stop_with: options.StopWith = None,
-    tell_steps: Annotated[
+    print_steps: Annotated[
         bool,
         typer.Option("--tell-steps", hidden=True, help="Print each committed step of the jobs led here."),
     ] = False,
@@ -147,11 +147,11 @@ def start(
         swarm_key=swarm_key,
         **chosen,
     )
-    lending = Lending(config, output, tell_steps=tell_steps)
+    lending = Lending(config, output, print_steps=print_steps)
     run_until_stopped(
         lending.run(), parent=stop_with, debug=debug, extra_seconds=lambda: lending.hand_over_seconds
     )
-    output.say("stopped")
+    output.print_line("stopped")
     output.emit({"event": "stopped"})
 
 
@@ -159,10 +159,10 @@ class Lending:
     """A peer that is opened anew when its p2pd died: same home and ports, so that it is the same peer to the others,
     without the stages it had, which its standbys have taken over meanwhile."""
 
-    def __init__(self, config: PeerConfig, output: Output, *, tell_steps: bool = False) -> None:
-        """`tell_steps`: print what `fusion.cli.local.chaos_trace` reads, for tests that watch each step."""
+    def __init__(self, config: PeerConfig, output: Output, *, print_steps: bool = False) -> None:
+        """`print_steps`: print what `fusion.cli.local.chaos_trace` reads, for tests that watch each step."""
         self._config = config
-        self._tell_steps = tell_steps
+        self._print_steps = print_steps
         self._output = output
         self._peer: Peer | None = None
 
@@ -202,14 +202,14 @@ class Lending:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     async def _attend(self, peer: Peer) -> None:
-        from fusion.cli.local.chaos_trace import tell_steps
+        from fusion.cli.local.chaos_trace import print_steps
 
         output = self._output
         _introduce(peer, self._config, output)
         failing = asyncio.create_task(peer.failed())
-        telling = [asyncio.create_task(_tell_announced(peer, self._config, output))]
-        if self._tell_steps:
-            telling.append(asyncio.create_task(tell_steps(peer, output)))
+        telling = [asyncio.create_task(_report_announced(peer, self._config, output))]
+        if self._print_steps:
+            telling.append(asyncio.create_task(print_steps(peer, output)))
         last: dict[str, Any] = {}
         invited: tuple[str, ...] = ()
         try:
@@ -219,7 +219,7 @@ class Lending:
                 if lines != invited:
                     invited = lines
                     for line in lines:
-                        output.say(line)
+                        output.print_line(line)
                 now = activity(peer)
                 if now != last:
                     output.emit({"event": "status", **now})
@@ -255,14 +255,14 @@ def _same_http(peer: Peer) -> HttpConfig | None:
     return None if peer.http is None else replace(peer.http.config, port=peer.http.port)
 
 
-async def _tell_announced(peer: Peer, config: PeerConfig, output: Output) -> None:
+async def _report_announced(peer: Peer, config: PeerConfig, output: Output) -> None:
     await peer.announcement.done.wait()
     from fusion.swarm.swarm_key import keep_key, load_key
 
     if config.swarm_key is not None:  # it is right: the next start needs no option
         keep_key(config.home, load_key(config.swarm_key))
     output.emit({"event": "announced", "peer_id": peer.context.peer_id})
-    output.say("announced: the swarm knows this peer")
+    output.print_line("announced: the swarm knows this peer")
 
 
 def _introduce(peer: Peer, config: PeerConfig, output: Output) -> None:
@@ -280,12 +280,12 @@ def _introduce(peer: Peer, config: PeerConfig, output: Output) -> None:
             "http": None if peer.http is None else peer.http.url,
         }
     )
-    output.say(f"{record.name} is up: {record.device}, {flops_text(record.flops_per_second)}, "
-               f"lends {bytes_text(record.memory_bytes)}")  # fmt: skip
+    output.print_line(f"{record.name} is up: {record.device}, {flops_text(record.flops_per_second)}, "
+                      f"lends {bytes_text(record.memory_bytes)}")  # fmt: skip
     if peer.unused_gpu:
-        output.say("nothing is computed on this machine's GPU: `fusion-peer start --device cuda` does")
+        output.print_line("nothing is computed on this machine's GPU: `fusion-peer start --device cuda` does")
     if peer.http is not None:
-        output.say(f"programs ask it over OpenAI's API at {peer.http.url}")
+        output.print_line(f"programs ask it over OpenAI's API at {peer.http.url}")
 
 
 def invitation(addresses: Sequence[str], listen: Sequence[str]) -> tuple[str, ...]:

@@ -68,10 +68,10 @@ async def _status(way: client.Way, output: Output) -> None:
         {
             "peers": [asdict(each) for each in peers],
             "jobs": [shown(job) for job in jobs],
-            "stages": [said_in(stage.owner) for stage in stages if stage.owner is not None],
-            "replicas": [said_in(claim) for stage in stages for claim in stage.replicas],
+            "stages": [claim_fields(stage.owner) for stage in stages if stage.owner is not None],
+            "replicas": [claim_fields(claim) for stage in stages for claim in stage.replicas],
             "standbys": [
-                {**said_in(claim), "behind": stage.behind(claim)}
+                {**claim_fields(claim), "behind": stage.behind(claim)}
                 for stage in stages
                 for claim in stage.standbys
             ],
@@ -91,7 +91,7 @@ async def _status(way: client.Way, output: Output) -> None:
         output.note(f"no answer about links from {', '.join(silent)}")
 
 
-def said_in(claim: ClaimRecord) -> dict[str, Any]:
+def claim_fields(claim: ClaimRecord) -> dict[str, Any]:
     """What `--json` says of a claim: not what it is believed for."""
     return {
         name: value for name, value in asdict(claim).items() if name not in ("grants", "proof", "expires_at")

@@ -30,6 +30,6 @@ def new(
     output = Output(as_json=json)
     key = new_key(file)
     output.emit({"event": "swarm-key", "file": str(file), "swarm": key.peer_id})
-    output.say(
+    output.print_line(
         f"the key of a new swarm is in {file}; each member starts with: fusion-peer start --swarm-key FILE"
     )

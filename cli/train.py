@@ -70,11 +70,11 @@ async def _train(spec: JobSpec, detach: bool, way: client.Way, output: Output) -
         job = await offer(context, prepared, output)
         if detach:
             await until_held(context, prepared, output)
-            output.say(f"the swarm holds it; watch it with: fusion-peer jobs watch {job[:12]}")
+            output.print_line(f"the swarm holds it; watch it with: fusion-peer jobs watch {job[:12]}")
             return
         last = await _watch(context, prepared, output)
         output.emit({"event": "done", "job": job, "state": last.state, "step": last.step})
-        output.say(
+        output.print_line(
             f"{last.state} after {last.step} steps; take the model, which peers keep for a day, with: "
             f"fusion-peer jobs export {job[:12]} DIR"
         )

@@ -68,7 +68,7 @@ def demo(steps: int) -> None:
             shown = run("status", "--peer", address, "--home", home, columns=STATUS_WIDTH)
         draw("status", ("status",), shown, STATUS_DRAWN)
 
-    def hear(data: bytes) -> None:
+    def receive(data: bytes) -> None:
         said.extend(data)
         if WATCH.search(said) and not looking.is_set():
             looking.set()
@@ -76,7 +76,7 @@ def demo(steps: int) -> None:
             looks[0].start()
 
     steps_asked = () if steps == 600 else ("--steps", str(steps))
-    shown = run("demo", *steps_asked, "--stop-with", str(os.getpid()), heard=hear)
+    shown = run("demo", *steps_asked, "--stop-with", str(os.getpid()), heard=receive)
     for thread in looks:
         thread.join()
     draw("demo", ("demo", *steps_asked), shown)

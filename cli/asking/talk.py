@@ -38,7 +38,7 @@ class Talk:
             except KeyboardInterrupt:
                 if not self._lines.interactive:
                     raise
-                self._output.say()
+                self._output.print_line()
             except (ValueError, SwarmError) as error:
                 if not self._lines.interactive:
                     raise
@@ -60,7 +60,7 @@ class Talk:
             case Command("/route"):
                 self._route()
             case Command("/help"):
-                self._output.say("\n".join(COMMANDS.values()))
+                self._output.print_line("\n".join(COMMANDS.values()))
                 self._output.emit({"commands": list(COMMANDS)})
         return True
 
@@ -83,18 +83,18 @@ class Talk:
     def _route(self) -> None:
         answer = None if self._last is None else self._last.answer
         if self._last is None or answer is None:
-            self._output.say("a route is known once an answer has come to its end")
+            self._output.print_line("a route is known once an answer has come to its end")
             self._output.emit({"route": []})
             return
         trips = self._loop.run(self._partner.trips(answer.route))
         timing = self._last.trace.record()
         self._output.emit({"route": list(answer.route), "round_trip_seconds": trips, **timing})
         for line in route_lines(answer.route, trips):
-            self._output.say(line)
+            self._output.print_line(line)
         first, gap = timing["first_token_seconds"], timing["gap_p50_seconds"]
         if first is not None:
             rest = "" if gap is None else f", then {seconds_text(gap)} a token"
-            self._output.say(f"the first token came after {seconds_text(first)}{rest}")
+            self._output.print_line(f"the first token came after {seconds_text(first)}{rest}")
 
 
 def _record(turn: Turn) -> dict[str, Any]:

@@ -105,8 +105,10 @@ async def _chaos(config: ChaosConfig, output: Output) -> ChaosReport:
 
 async def _both_runs(report: ChaosReport, swarm: Swarm, output: Output) -> None:
     config = report.config
-    output.say(f"1. {config.peers} peers start: {config.stages} train, {config.standby_count} stand by; "
-               f"seed {config.seed}")  # fmt: skip
+    output.print_line(
+        f"1. {config.peers} peers start: {config.stages} train, {config.standby_count} stand by; "
+        f"seed {config.seed}"
+    )
     from fusion.cli.local import chaos_job
 
     preparing = asyncio.create_task(
@@ -116,11 +118,13 @@ async def _both_runs(report: ChaosReport, swarm: Swarm, output: Output) -> None:
     plan = await preparing
     trial = await _trial(plan, swarm, output)
     report.steps = max(TRIAL_STEPS, int(trial * config.minutes * 60 * EXPECTED_GOODPUT))
-    output.say(f"\n2. A quiet run of {report.steps} steps, about {report.steps / trial:.0f} s")
+    output.print_line(f"\n2. A quiet run of {report.steps} steps, about {report.steps / trial:.0f} s")
     report.quiet = await train(plan, "quiet", report.steps, swarm, output)
     # Longer than the run should take, in case it is slower than expected.
     report.plan = fault_plan(config, 3 * config.minutes * 60 + 120)
-    output.say(f"\n3. The same {report.steps} steps, a peer killed every {config.kill_every_seconds:g} s")
+    output.print_line(
+        f"\n3. The same {report.steps} steps, a peer killed every {config.kill_every_seconds:g} s"
+    )
     report.faulted = await train(plan, "faulted", report.steps, swarm, output, report)
 
 

@@ -152,31 +152,35 @@ def show(report: ChaosReport, output: Output) -> None:
     )
     for each in record["faults"]:
         for line in each["waits"]:
-            output.say(f"   {each['kind']} of {each['role']}: {line}")
-    output.say(
+            output.print_line(f"   {each['kind']} of {each['role']}: {line}")
+    output.print_line(
         f"{report.steps} steps under {record['kills']} kills, {record['stops']} stops, {record['partitions']} "
         f"partitions; seed {record['seed']}"
     )
-    output.say(f"goodput    {record['goodput']} of the quiet run ({record['steps_per_second']} against "
-               f"{record['quiet_steps_per_second']} steps/s)")  # fmt: skip
-    output.say(
+    output.print_line(
+        f"goodput    {record['goodput']} of the quiet run ({record['steps_per_second']} against "
+        f"{record['quiet_steps_per_second']} steps/s)"
+    )
+    output.print_line(
         f"recovery   p50 {_seconds(record['recovery_p50_seconds'])}, p95 "
         f"{_seconds(record['recovery_p95_seconds'])}, max {_seconds(record['recovery_max_seconds'])} from the kill "
         f"of an owner to the next commit; p95 {_seconds(record['new_step_p95_seconds'])} to the next new step"
     )
-    output.say(f"discarded  {record['discarded_steps']} steps, {record['replayed_steps']} replayed")
+    output.print_line(f"discarded  {record['discarded_steps']} steps, {record['replayed_steps']} replayed")
     if report.exact:
-        output.say("exact      yes: the weights of every stage are those of the quiet run, bit for bit")
+        output.print_line(
+            "exact      yes: the weights of every stage are those of the quiet run, bit for bit"
+        )
         return
-    output.say("exact      NO: " + "; ".join(record["differences"]))
-    output.say("last words of the peers:")
+    output.print_line("exact      NO: " + "; ".join(record["differences"]))
+    output.print_line("last words of the peers:")
     for name, words in record["last_words"].items():
         for line in words.splitlines():
-            output.say(f"   {name}: {line}")
-    output.say("the faults were:")
+            output.print_line(f"   {name}: {line}")
+    output.print_line("the faults were:")
     for fault in report.plan:
-        output.say(f"   {fault}")
-    output.say(f"repeat it with:\n   {report.config.command}")
+        output.print_line(f"   {fault}")
+    output.print_line(f"repeat it with:\n   {report.config.command}")
 
 
 def _seconds(value: float | None) -> str:

@@ -85,7 +85,7 @@ class Swarm:
         known = [peer.address for peer in self.peers[-BOOTSTRAPS:]]
         name = f"peer-{self._count}"
 
-        def hear(record: Record) -> None:
+        def observe(record: Record) -> None:
             timeline = self.timelines.get(str(record.get("job")))
             if timeline is not None and timeline.see(name, record):
                 self._changed.set()
@@ -94,7 +94,7 @@ class Swarm:
             self.on_record(name, record)
 
         return await self.fleet.start_peer(
-            name, *self.arguments, *arguments, command=self.command, on_record=hear, bootstrap=known
+            name, *self.arguments, *arguments, command=self.command, on_record=observe, bootstrap=known
         )
 
     # --- watching

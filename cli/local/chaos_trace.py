@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.05  # for jobs that we have begun to lead
 
 
-async def tell_steps(peer: Peer, output: Output) -> None:
+async def print_steps(peer: Peer, output: Output) -> None:
     """Print every change in the progress of the training jobs that this peer leads, and their ends, until cancelled."""
     from fusion.runtime.training.service import TrainingService
 
@@ -27,7 +27,7 @@ async def tell_steps(peer: Peer, output: Output) -> None:
     training = peer.parts.services["train"]
     assert isinstance(training, TrainingService)
 
-    def tell(progress: Progress) -> None:
+    def report(progress: Progress) -> None:
         record = progress.to_header()
         del record["recent"]  # a loss of each step: `loss` has told it already
         output.emit({"event": "step", "at": time.time(), **record})
@@ -36,7 +36,7 @@ async def tell_steps(peer: Peer, output: Output) -> None:
 
     async def follow(job: JobId) -> None:
         async for progress in training.watch(job):
-            tell(progress)
+            report(progress)
 
     async with asyncio.TaskGroup() as tasks:
         followed: dict[JobId, asyncio.Task[None]] = {}
@@ -50,5 +50,5 @@ async def tell_steps(peer: Peer, output: Output) -> None:
             for job in hosted - ended - set(followed):
                 final = peer.parts.hosting.board.final(job)
                 if final is not None:
-                    tell(final)
+                    report(final)
             await asyncio.sleep(LOOK_SECONDS)

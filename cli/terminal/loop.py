@@ -227,11 +227,11 @@ def _new_loop() -> asyncio.AbstractEventLoop:
         loop = asyncio.new_event_loop()
     else:
         loop = uvloop.new_event_loop()
-    loop.set_exception_handler(_tell_in_one_line)
+    loop.set_exception_handler(_log_in_one_line)
     return loop
 
 
-def _tell_in_one_line(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _log_in_one_line(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """What nobody awaited, such as a library's own task that p2pd's end broke: a line, no traceback."""
     error = context.get("exception")
     log.debug("%s: %r", context.get("message", "in the event loop"), error, exc_info=error)

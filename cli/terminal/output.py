@@ -23,7 +23,7 @@ QUIET_SECONDS = 5.0  # between two status lines where they cannot be rewritten i
 
 @dataclass
 class Output:
-    """`as_json`: only `emit` prints to stdout, and `say` and `status` print nothing."""
+    """`as_json`: only `emit` prints to stdout, and `print_line` and `status` print nothing."""
 
     as_json: bool = False
     stdout: TextIO = field(default_factory=lambda: sys.stdout)
@@ -33,7 +33,7 @@ class Output:
     _shown_at: float = float("-inf")
     _within_line: bool = False  # that `write` has begun
 
-    def say(self, text: str = "") -> None:
+    def print_line(self, text: str = "") -> None:
         if not self.as_json:
             self._clear()
             print(printable(text, "\n"), file=self.stdout, flush=True)
@@ -101,7 +101,7 @@ class Output:
 
         found = list(rows)
         if not found:
-            self.say(f"{title}: none")
+            self.print_line(f"{title}: none")
             return
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for column in columns:

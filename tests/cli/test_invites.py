@@ -40,7 +40,7 @@ def test_an_owner_that_says_nothing_keeps_no_other_from_hearing_of_a_revocation(
             if peer != "gone":
                 await MemoryTransport(network, peer).serve(JOB.name, owner(peer))
         context: Any = SimpleNamespace(transport=MemoryTransport(network, PeerId("user")))
-        return await invites.tell(context, OWNERS, JobId("ab" * 32), b"list")
+        return await invites.send_revocation(context, OWNERS, JobId("ab" * 32), b"list")
 
     assert run(main()) == 2 and told == ["one", "two"]
 

@@ -44,7 +44,7 @@ def text(stream: object) -> str:
 
 def test_json_is_all_there_is_on_stdout() -> None:
     out = output(as_json=True)
-    out.say("hello")
+    out.print_line("hello")
     out.write("piece")
     out.table("T", ("a",), [("b",)])
     out.status("working")
@@ -91,7 +91,7 @@ def test_a_line_that_was_begun_is_ended_once(pieces: list[str], whole: str) -> N
 def test_text_prints_no_json() -> None:
     out = output()
     out.emit({"a": 1})
-    out.say("hello")
+    out.print_line("hello")
     assert text(out.stdout) == "hello\n"
 
 
@@ -115,7 +115,7 @@ def test_a_terminal_shows_one_line_that_changes() -> None:
     out.status("step 1")
     out.status("step 2")
     assert text(out.stderr) == "\r\x1b[2Kstep 1\r\x1b[2Kstep 2"
-    out.say("done")
+    out.print_line("done")
     assert text(out.stderr).endswith("\r\x1b[2K") and text(out.stdout) == "done\n"
 
 
@@ -169,7 +169,7 @@ def test_generated_text_is_harmless_on_a_terminal_and_itself_in_a_pipe(stream: s
 def test_no_line_of_ours_carries_what_paints_over_a_terminal() -> None:
     evil = "\x1b[2J\x9b\u202e"
     out = Output(stdout=Terminal(), stderr=Terminal(), clock=Clock())
-    out.say(evil)
+    out.print_line(evil)
     out.note(evil)
     out.status(evil)
     out.end_status()
