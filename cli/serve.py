@@ -211,7 +211,7 @@ async def _hand_over(
         dtype=model.dtype,
         context=model.context,
         home=context.home if step is None else None,
-        say=output.status,
+        report=output.status,
     )
     job = await offer(context, prepared, output)
     try:

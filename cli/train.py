@@ -63,7 +63,7 @@ async def _train(spec: JobSpec, detach: bool, way: client.Way, output: Output) -
             *(spec, peers, context.blobs.store),
             links=await context.directory.links(),
             author=author,
-            say=output.status,
+            report=output.status,
         )
         if prepared.plan is not None:
             show(prepared.plan, output, {peer.peer: peer.name for peer in peers})

@@ -32,7 +32,7 @@ class Source(Protocol):
     def classes(self) -> Mapping[str, Sequence[str]]:
         """Of each array of labels that was read the names that these are the places of."""
 
-    def read(self, names: Sequence[str], limit_bytes: int, say: ReportLine) -> dict[str, Array]:
+    def read(self, names: Sequence[str], limit_bytes: int, report: ReportLine) -> dict[str, Array]:
         """These of them, all of one length of at least 1, together at most so large."""
 
 
@@ -95,11 +95,11 @@ def require_room(needed_bytes: int, limit_bytes: int, where: str) -> None:
         raise JobError(f"{where}: {needed_bytes} bytes of samples; data.limit_bytes is {limit_bytes}")
 
 
-def with_progress(items: Iterable[T], total: int, what: str, say: ReportLine) -> Iterator[T]:
+def with_progress(items: Iterable[T], total: int, what: str, report: ReportLine) -> Iterator[T]:
     """`items`, with a word now and then on how many have been read: "packing the data: 1,200 of 5,000 images"."""
     last = time.monotonic()
     for count, item in enumerate(items):
         if time.monotonic() - last >= SAY_SECONDS:
             last = time.monotonic()
-            say(f"packing the data: {count:,} of {total:,} {what}")
+            report(f"packing the data: {count:,} of {total:,} {what}")
         yield item

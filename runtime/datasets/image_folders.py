@@ -42,7 +42,7 @@ class ImageFolders:
         if not self._files:
             raise JobError(f"{path} must hold a folder of images for each class; it holds no such image")
 
-    def read(self, names: Sequence[str], limit_bytes: int, say: ReportLine) -> dict[str, Array]:
+    def read(self, names: Sequence[str], limit_bytes: int, report: ReportLine) -> dict[str, Array]:
         """See `Source`."""
         total, (height, width) = len(self._files), self._size
         labels = np.array([label for _, label in self._files], dtype=np.int64)
@@ -51,7 +51,7 @@ class ImageFolders:
         require_room(total * CHANNELS * height * width, limit_bytes, str(self._path))
         images = np.empty((total, CHANNELS, height, width), dtype=np.uint8)
         files = (file for file, _ in self._files)
-        for i, file in enumerate(with_progress(files, total, "images", say)):
+        for i, file in enumerate(with_progress(files, total, "images", report)):
             images[i] = self._image(file)
         return {name: value for name, value in ((IMAGES, images), (LABELS, labels)) if name in names}
 

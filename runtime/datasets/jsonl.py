@@ -59,7 +59,7 @@ class JsonLines:
         for number, value in self._values(field):
             yield self._text(number, field, value)
 
-    def read(self, names: Sequence[str], limit_bytes: int, say: ReportLine) -> dict[str, Array]:
+    def read(self, names: Sequence[str], limit_bytes: int, report: ReportLine) -> dict[str, Array]:
         """See `Source`."""
         found: dict[str, Array] = {}
         fields = dict.fromkeys(self._masks.get(name, name) for name in names)
@@ -68,7 +68,7 @@ class JsonLines:
                 found[field] = self._labels(field)
             elif field in self._texts:
                 require_room(9 * self._sequence * len(self), limit_bytes, str(self._path))
-                found[field], mask = self._tokens(field, say)
+                found[field], mask = self._tokens(field, report)
                 if field + MASK in self._masks:
                     found[field + MASK] = mask
             else:
@@ -90,7 +90,7 @@ class JsonLines:
             made[i] = places[text]
         return made
 
-    def _tokens(self, field: str, say: ReportLine) -> tuple[Array, Array]:
+    def _tokens(self, field: str, report: ReportLine) -> tuple[Array, Array]:
         if self._sequence < 1:
             raise JobError(
                 f"train.sequence must be at least 1: as many tokens of {field!r:.80} make a sample"
@@ -98,7 +98,7 @@ class JsonLines:
         total = len(self)
         ids = np.full((total, self._sequence), PADDING, dtype=np.int64)
         mask = np.zeros((total, self._sequence), dtype=bool)
-        for i, text in enumerate(with_progress(self.texts(field), total, "lines", say)):
+        for i, text in enumerate(with_progress(self.texts(field), total, "lines", report)):
             row = list(self._encode(text))[: self._sequence]
             ids[i, : len(row)], mask[i, : len(row)] = row, True
         return ids, mask

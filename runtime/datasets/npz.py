@@ -33,13 +33,13 @@ class Npz:
         if not self.names:
             raise JobError(f"{path} holds no arrays: np.savez(path, name=array, ...) writes such a file")
 
-    def read(self, names: Sequence[str], limit_bytes: int, say: ReportLine) -> dict[str, Array]:
+    def read(self, names: Sequence[str], limit_bytes: int, report: ReportLine) -> dict[str, Array]:
         """See `Source`."""
         found: dict[str, Array] = {}
         left = limit_bytes
         with self._opened() as archive:
             for name in names:
-                say(f"reading {name} of {self._path.name}")
+                report(f"reading {name} of {self._path.name}")
                 require_room(_size(archive, name), left, str(self._path))
                 with archive.open(name + SUFFIX) as file:
                     found[name] = np.lib.format.read_array(file, allow_pickle=False)

@@ -16,7 +16,7 @@ from fusion.runtime.job.spec import DatasetSpec, JobSpec, PythonConfig
 TEXT_INPUTS = ("input_ids", "position_ids", "targets")  # of samples of text, int64 (sequence) each
 
 
-def python_job(spec: JobSpec, tokenizer: Tokenizer | None, say: ReportLine) -> tuple[PythonModel, Dataset]:
+def python_job(spec: JobSpec, tokenizer: Tokenizer | None, report: ReportLine) -> tuple[PythonModel, Dataset]:
     """With a model of kind python. Of texts the samples are two that stand for all. Raises JobError. Blocking: it reads the
     samples."""
     assert isinstance(spec.model, PythonConfig)
@@ -26,7 +26,7 @@ def python_job(spec: JobSpec, tokenizer: Tokenizer | None, say: ReportLine) -> t
         return model, Dataset({name: np.zeros((2, sequence), np.int64) for name in TEXT_INPUTS}, None)
     samples = source(data, data.path, tokenizer, sequence)
     model = PythonModel(spec.model, samples.names, seed)
-    arrays = samples.read(model.inputs, data.limit_bytes, say)
+    arrays = samples.read(model.inputs, data.limit_bytes, report)
     if not isinstance(data.held_out, Path):
         return model, parted(arrays, data.held_out, str(data.path))
     others = source(data, data.held_out, tokenizer, sequence, samples.classes)
@@ -36,4 +36,4 @@ def python_job(spec: JobSpec, tokenizer: Tokenizer | None, say: ReportLine) -> t
                 f"data.held_out: {data.held_out} has no {name!r} (it has: {', '.join(others.names)})"
             )
     left = data.limit_bytes - sum(array.nbytes for array in arrays.values())
-    return model, parted(arrays, others.read(model.inputs, left, say), str(data.path))
+    return model, parted(arrays, others.read(model.inputs, left, report), str(data.path))

@@ -26,13 +26,13 @@ def pack_data(
     vocabulary: int,
     sequence: int,
     store: BlobStore,
-    say: ReportLine,
+    report: ReportLine,
 ) -> DataConfig:
     """Texts for a language model, one behind the other. JobError where they do not make one sample of `sequence` tokens."""
     rows = (
         _pack_files(data, tokenizer, vocabulary)
         if isinstance(data, DataSpec)
-        else _pack_lines(data, tokenizer, vocabulary, say)
+        else _pack_lines(data, tokenizer, vocabulary, report)
     )
     digests: list[Digest | None] = []
     for row, what in rows:
@@ -54,11 +54,11 @@ def _pack_files(data: DataSpec, tokenizer: Tokenizer | None, vocabulary: int) ->
     return (train, f"{len(data.files)} files"), (held_out, f"{len(data.held_out)} files")
 
 
-def _pack_lines(data: DatasetSpec, tokenizer: Tokenizer | None, vocabulary: int, say: ReportLine) -> Rows:
+def _pack_lines(data: DatasetSpec, tokenizer: Tokenizer | None, vocabulary: int, report: ReportLine) -> Rows:
     def read(path: Path) -> list[str]:
         lines = json_lines(data, path, tokenizer, 0)
         texts, size = list[str](), 0
-        for text in with_progress(lines.texts(data.text), len(lines), "lines", say):
+        for text in with_progress(lines.texts(data.text), len(lines), "lines", report):
             texts.append(text)
             size += len(text)
             if size > data.limit_bytes:  # no more of it: a corpus may be larger than the memory

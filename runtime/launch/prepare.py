@@ -25,17 +25,17 @@ def prepare_training(
     *,
     links: Sequence[LinkRecord] = (),
     author: Identity | None = None,
-    say: ReportLine = silent,
+    report: ReportLine = silent,
 ) -> Prepared:
     """Capture the model, place it on `peers`, shard weights, pack data; `links` is what they have measured. Raises
     JobError, CaptureError, PlacementError. Blocking, for seconds: run it in a thread."""
     from fusion.runtime.launch.training_job import training_job  # with all that captures a model
 
-    made = training_job(spec, store, say)
+    made = training_job(spec, store, report)
     config = train_config(spec, made.data)
     admitted = spec.admission.among(peers, lambda peer: peer.peer)
     chosen = _chosen(admitted, spec.placement.peers)
-    say(f"placing it on {len(chosen)} peers")
+    report(f"placing it on {len(chosen)} peers")
     placed = place_job(made.graph, config, chosen, links, spec.placement.stages)
     job = GraphJob(
         name=spec.name,
@@ -48,7 +48,7 @@ def prepare_training(
         admission=spec.admission,
         limits=spec.limits,
     )
-    return prepare_graph(job, placed, store, say)
+    return prepare_graph(job, placed, store, report)
 
 
 def train_config(spec: JobSpec, data: DataConfig) -> TrainConfig:

@@ -36,17 +36,17 @@ def prepare_serving(
     dtype: str | None = None,
     context: int | None = None,
     home: Path | None = None,
-    say: ReportLine = silent,
+    report: ReportLine = silent,
 ) -> Prepared:
     """A Hugging Face model directory, one written by `jobs export`, or a GGUF file, as a job that serves it under `name`. A
     model whose attention is not recognised is served by computing the whole prefix anew for each token, which is exact. `draft`:
     the directory or file of a small model of the same tokens that guesses for it. `quantization`: how its large matrices are
     stored; JobError for a model without any. `dtype`: that it runs in (`open_model`). `context`: tokens of the longest text, if not those that it can read. `home`: where it is kept on which peers
     models were served the last time, if it is to count."""
-    found = read_servable(path, draft, dtype, quantization, say, context)
+    found = read_servable(path, draft, dtype, quantization, report, context)
     model, drafted = found.model, found.draft
     admitted = admission.among(peers, lambda peer: peer.peer)
-    say(f"placing it on {len(admitted)} peers")
+    report(f"placing it on {len(admitted)} peers")
     graph, placed = found.placed(admitted, links, stages, home)
     if home is not None:
         PlacementsBefore(home).remember(graph, placed)
@@ -61,4 +61,4 @@ def prepare_serving(
         author=author or Identity.generate(),
         admission=admission,
     )
-    return prepare_graph(job, placed, store, say)
+    return prepare_graph(job, placed, store, report)

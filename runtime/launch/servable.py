@@ -61,7 +61,7 @@ def read_servable(
     draft: Path | None,
     dtype: str | None,
     quantization: Literal["int8", "int4"] | None,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     context: int | None = None,
 ) -> Servable:
     """`draft`: the directory or file of a small model of the same tokens that guesses for it; `dtype`: that it runs in (`open_model`);
@@ -71,19 +71,19 @@ def read_servable(
         if dtype not in (None, FLOAT32):
             raise JobError(f"--dtype: a model with its matrices as {quantization} computes in {FLOAT32}")
         dtype = FLOAT32
-    say("reading the model")
+    report("reading the model")
     model = sources.in_files(path, dtype)
     if context is not None:
         model = _of_context(model, context)
     about = model.about
     if draft is not None and model.source is not None:
         raise JobError("draft: no model guesses for an encoder-decoder")
-    say(f"it runs in {dtype_text(model.dtype, model.stored_dtypes)}")
+    report(f"it runs in {dtype_text(model.dtype, model.stored_dtypes)}")
     if about.outputs:
         return _one_run(path, model, draft, quantization)
     if model.tokenizer is None and not about.byte_level:
-        say("it has no tokenizer: prompts are token ids")
-    say("rewriting its graph for decoding")
+        report("it has no tokenizer: prompts are token ids")
+    report("rewriting its graph for decoding")
     try:
         graph, cached = (
             serving_graph(
@@ -101,11 +101,11 @@ def read_servable(
             raise JobError(
                 f"draft: nothing can be guessed for a model without a KV cache ({reason})"
             ) from None
-        say(f"no KV cache for this model ({reason}): each token will compute the whole prefix")
+        report(f"no KV cache for this model ({reason}): each token will compute the whole prefix")
         graph, cached = serving_graph(model.inference, cache="recompute"), False
     read, parameters = model.read, parameter_count(graph)
     if quantization is not None:
-        say(f"storing its matrices as {quantization}")
+        report(f"storing its matrices as {quantization}")
         graph, read = quantised_model(graph, model.read, quantization)
     elif model.blocks is not None:
         graph, read = stored_model(graph, model.read, model.blocks)
@@ -119,7 +119,7 @@ def read_servable(
     )
     drafted = None
     if draft is not None:
-        say("reading its draft model")
+        report("reading its draft model")
         drafted = prepare_draft(sources.in_files(draft), model, config)
     return Servable(model=model, graph=graph, config=config, read=read, parameters=parameters, draft=drafted)
 

@@ -72,7 +72,7 @@ def plan_serving(
     peers: Sequence[PeerRecord],
     links: Sequence[LinkRecord],
     stages: int | None,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     home: Path | None = None,
 ) -> ServingPlan:
     """`home`: see `prepare_serving`. Blocking: the weights are read, to tell by their hashes who has them. Raises JobError, and PlacementError where it would
@@ -86,7 +86,7 @@ def plan_serving(
         cache_bytes=kept_bytes(found.graph, found.config),
         peers=len(peers),
     )
-    say(f"placing it on {len(peers)} peers")
+    report(f"placing it on {len(peers)} peers")
     try:
         _, placed = found.placed(peers, links, stages, home)
     except PlacementError as error:
@@ -96,7 +96,7 @@ def plan_serving(
             needed=least_memory(found.graph, found.config, MOST_STAGES, found.beside_bytes),
         )
     free = {peer.peer: peer.free_memory_bytes for peer in peers}
-    say("hashing its weights")
+    report("hashing its weights")
     return replace(
         whole,
         stages=tuple(

@@ -58,14 +58,14 @@ def prepare_graph(
     job: GraphJob,
     placed: Placed,
     store: BlobStore,
-    say: ReportLine = silent,
+    report: ReportLine = silent,
     random: Random = SYSTEM_RANDOM,
     now: Callable[[], float] = time.time,
 ) -> Prepared:
     """`placed`: where its stages are to run, and how (`fusion.runtime.placing.placed_job`). Blocking: run it in a
     thread."""
     config, parts, graph = placed.config, placed.parts, job.graph
-    say(f"sharding its weights into {len(parts)} stages")
+    report(f"sharding its weights into {len(parts)} stages")
     read = job.variables if callable(job.variables) else _reader(job.variables)
     data = config.data if isinstance(config, TrainConfig) else None
     manifest = Manifest(

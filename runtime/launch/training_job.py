@@ -36,17 +36,17 @@ class TrainingJob:
     byte_level: bool = False
 
 
-def training_job(spec: JobSpec, store: BlobStore, say: ReportLine) -> TrainingJob:
+def training_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> TrainingJob:
     """Raises JobError, CaptureError. Blocking, for seconds."""
     if isinstance(spec.model, PythonConfig):
-        return _python_job(spec, store, say)
-    return _language_job(spec, store, say)
+        return _python_job(spec, store, report)
+    return _language_job(spec, store, report)
 
 
-def _language_job(spec: JobSpec, store: BlobStore, say: ReportLine) -> TrainingJob:
+def _language_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> TrainingJob:
     assert not isinstance(spec.model, PythonConfig)
     tokenizer = read_tokenizer(spec.data.tokenizer)
-    say("capturing the model")
+    report("capturing the model")
     if isinstance(spec.model, HuggingFaceConfig):
         model = sources.huggingface(spec.model, training=True, seed=spec.train.seed)
         tokenizer = tokenizer or read_tokenizer(model.tokenizer)
@@ -62,10 +62,10 @@ def _language_job(spec: JobSpec, store: BlobStore, say: ReportLine) -> TrainingJ
         raise JobError(
             f"train.sequence must be at most {model.about.max_sequence}, what the model was built for"
         )
-    say("packing the data")
+    report("packing the data")
     return TrainingJob(
         graph=trained_graph(model.training, spec.train.precision),
-        data=pack_data(spec.data, tokenizer, model.about.vocabulary, spec.train.sequence, store, say),
+        data=pack_data(spec.data, tokenizer, model.about.vocabulary, spec.train.sequence, store, report),
         read=model.read,
         files=export_files(model),
         tokenizer=model.tokenizer,
@@ -73,20 +73,20 @@ def _language_job(spec: JobSpec, store: BlobStore, say: ReportLine) -> TrainingJ
     )
 
 
-def _python_job(spec: JobSpec, store: BlobStore, say: ReportLine) -> TrainingJob:
+def _python_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> TrainingJob:
     assert isinstance(spec.model, PythonConfig)
     tokenizer = read_tokenizer(spec.data.tokenizer)
-    say(f"running {spec.model.path.name}")
-    model, data = python_job(spec, tokenizer, say)
-    say("capturing the model")
+    report(f"running {spec.model.path.name}")
+    model, data = python_job(spec, tokenizer, report)
+    report("capturing the model")
     graphs = model.capture({name: torch.from_numpy(array) for name, array in data.example().items()})
-    say("packing the data")
+    report("packing the data")
     packed = (
         pack_samples(data, store)
         if isinstance(spec.data, DatasetSpec)
         else pack_data(
             *(spec.data, tokenizer, BYTES if tokenizer is None else tokenizer.get_vocab_size()),
-            *(spec.train.sequence, store, say),
+            *(spec.train.sequence, store, report),
         )
     )
     files: dict[str, bytes | Path] = {}

@@ -97,7 +97,7 @@ def prepared_job(job_file: Path, store: BlobStore, peers: list[PeerRecord]) -> P
 def test_a_job_file_becomes_blobs_that_hold_everything(job_file: Path, store: BlobStore) -> None:
     said: list[str] = []
     prepared = prepare_training(
-        spec.load(job_file), [peer("A"), peer("B")], store, author=ME, say=said.append
+        spec.load(job_file), [peer("A"), peer("B")], store, author=ME, report=said.append
     )
     manifest = manifests.decode(store.path(prepared.job).read_bytes())  # type: ignore[arg-type]
     assert manifest == prepared.manifest and manifest.author == ME.peer_id and manifest.byte_level
@@ -497,7 +497,7 @@ def test_a_gguf_file_is_served_as_it_is_stored(store: BlobStore, tmp_path: Path)
     gguf_files.write(path, build(llama), "Q8_0", tokenizer=write)
     peers = [replace(peer(name), opset=2) for name in ("A", "B")]
     said: list[str] = []
-    served = prepare_serving(path, "m", peers, store, stages=2, draft=path, say=said.append).manifest
+    served = prepare_serving(path, "m", peers, store, stages=2, draft=path, report=said.append).manifest
     assert served.serve is not None and served.serve.cache == "kv" and served.opset == 2
     files = dict(served.files)
     assert store.path(files["chat_template.jinja"]).read_text() == "{{ messages }}"
