@@ -21,7 +21,7 @@ from fusion.runtime.peer.peer_file import RunningPeer, written_down
 from fusion.runtime.peer.questions import serve_questions
 from fusion.swarm.control.server import ControlServer
 from fusion.swarm.directory.membership import Membership, MembershipConfig
-from fusion.swarm.directory.records import PeerRecord, Place
+from fusion.swarm.directory.records import MAX_ADDRESS, MAX_ADDRESSES, PeerRecord, Place
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.transport import PeerId
 
@@ -81,7 +81,7 @@ def record_of(context: Context, capability: Capability, started_at: float) -> Pe
     return PeerRecord(
         peer=context.peer_id,
         name=friendly_name(context.peer_id),
-        addresses=context.transport.addresses,
+        addresses=_recorded(context.transport.addresses),
         role="peer",
         device=capability.device,
         flops_per_second=capability.flops_per_second,
@@ -99,3 +99,8 @@ def record_of(context: Context, capability: Capability, started_at: float) -> Pe
         coordinate=() if links is None else links.coordinate.parts,
         coordinate_error=0.0 if links is None else links.coordinate.error,
     )
+
+
+def _recorded(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Those of the addresses, the most useful ones first, that a record has room for: it would be refused with more."""
+    return tuple(each for each in addresses if len(each) <= MAX_ADDRESS)[:MAX_ADDRESSES]

@@ -32,6 +32,7 @@ MAX_STATEMENTS = 32  # that a job record carries
 MAX_SPEEDS, MAX_SPEED = 32, 1e6  # seconds for one of anything
 MAX_LACKS = 32  # operators that a peer names
 MAX_NAME = 64
+MAX_ADDRESSES, MAX_ADDRESS = 12, 256  # of a peer, and characters of each
 MAX_PROOF_BYTES = 512  # of one of either
 
 
@@ -188,8 +189,8 @@ def _byte_strings(count: int, size: int) -> Check:
 
 
 def _addresses(value: object) -> bool:
-    one = _text(256)
-    return isinstance(value, tuple) and len(value) <= 12 and all(one(item) for item in value)
+    one = _text(MAX_ADDRESS)
+    return isinstance(value, tuple) and len(value) <= MAX_ADDRESSES and all(one(item) for item in value)
 
 
 def _coordinate(value: object) -> bool:
