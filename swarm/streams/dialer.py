@@ -3,25 +3,34 @@
 libp2p refuses to dial an address again for 6 s after it failed, then 9, 14, ... up to five minutes: a peer that is
 back after a second, or a swarm that a cut link had divided, would stay out of reach for that long. So whatever may
 make p2pd dial asks `reach` first, which knocks at the peer's known addresses itself; p2pd dials what answered.
+
+And p2pd takes 40 s to notice that a connection died without a word (a router forgot it, a machine slept or changed its network).
+So whoever waits for a first answer says so by `unanswered`: a connection over which nothing comes any more is given up
+if the peer answers at an address of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from fusion.swarm.errors import PeerUnreachable
+from fusion.swarm.errors import PeerUnreachable, TransportError
 from fusion.swarm.transport import PeerId
+
+logger = logging.getLogger(__name__)
 
 BANNER = b"\x13/multistream/1.0.0\n"  # what a libp2p host says to whoever connects, before it is asked
 
 Connected = Callable[[], Awaitable[frozenset[PeerId]]]
 Dial = Callable[[PeerId, Sequence[str]], Awaitable[None]]
+Lives = Callable[[PeerId], Awaitable[bool]]
+HangUp = Callable[[PeerId], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +42,8 @@ class DialerConfig:
     fresh_seconds: float = 0.25
     addresses_per_peer: int = 8
     peers: int = 4096
+    examine_seconds: float = 3.0  # between two looks at whether the connection to a peer lives
+    examined_at_once: int = 64  # connections
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -41,8 +52,8 @@ class DialerConfig:
 
 
 class Dialer:
-    """`connected()` asks p2pd whom it is connected to, `dial(peer, addresses)` makes it dial. Both raise
-    TransportError."""
+    """`connected()` asks p2pd whom it is connected to, `dial(peer, addresses)` makes it dial, `hang_up(peer)` end the
+    connection. `lives(peer)`: whether anything comes over it. All raise TransportError."""
 
     def __init__(
         self,
@@ -50,6 +61,9 @@ class Dialer:
         dial: Dial,
         config: DialerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        lives: Lives | None = None,
+        hang_up: HangUp | None = None,
     ) -> None:
         self._ask_connected = connected
         self._dial = dial
@@ -62,6 +76,10 @@ class Dialer:
         self._tasks: set[asyncio.Task[frozenset[PeerId]]] = set()
         self._dialling: dict[PeerId, asyncio.Task[None]] = {}
         self._shaken: dict[PeerId, float] = {}  # when a stream to it broke
+        self._lives = lives
+        self._hang_up = hang_up
+        self._examining: set[asyncio.Task[None]] = set()
+        self._examined: dict[PeerId, float] = {}  # when, of late
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
         """The peer says, or we were told, that it listens at these multiaddrs (that end in /p2p/<peer id>). Where none of them
@@ -92,6 +110,19 @@ class Dialer:
             now = self._clock()
             self._shaken = {p: at for p, at in self._shaken.items() if now - at < self._config.shaken_seconds}
             self._shaken[peer] = now
+
+    def unanswered(self, peer: PeerId) -> None:
+        """The peer has taken longer than usual to answer. It may be slow; or the connection may have died, which is looked into."""
+        now = self._clock()
+        self._examined = {
+            p: at for p, at in self._examined.items() if now - at < self._config.examine_seconds
+        }
+        if peer in self._examined or len(self._examining) >= self._config.examined_at_once:
+            return
+        self._examined[peer] = now
+        task = asyncio.create_task(self._examine(peer), name=f"examine the connection to {peer}")
+        self._examining.add(task)
+        task.add_done_callback(self._examining.discard)
 
     async def connected(self, *, max_age_seconds: float = 0.0) -> frozenset[PeerId]:
         """The peers that p2pd was connected to at most so long ago."""
@@ -129,8 +160,8 @@ class Dialer:
             connected = peer in await self.connected(max_age_seconds=self._config.fresh_seconds)
         if connected and not self._is_shaken(peer):
             return
-        learned_at, addresses = self._book.get(peer, (float("-inf"), ()))
-        if self._clock() - learned_at > self._config.remember_seconds:
+        addresses = self._known(peer)
+        if not addresses:
             return
         task = self._dialling.get(peer)
         if task is None:  # those who want the same peer at the same time share one dial
@@ -145,10 +176,32 @@ class Dialer:
                 raise
 
     async def aclose(self) -> None:
-        dials, lists = list(self._dialling.values()), list(self._tasks)
-        for task in (*dials, *lists):
+        tasks = [*self._examining, *self._dialling.values(), *self._tasks]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*dials, *lists, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _known(self, peer: PeerId) -> tuple[str, ...]:
+        learned_at, addresses = self._book.get(peer, (float("-inf"), ()))
+        return addresses if self._clock() - learned_at <= self._config.remember_seconds else ()
+
+    async def _examine(self, peer: PeerId) -> None:
+        if self._lives is None or self._hang_up is None:
+            return
+        addresses = self._known(peer)
+        try:
+            if not addresses or peer not in await self.connected():
+                return
+            # At the same time, and the same peer's p2pd says both: one that is frozen or cut off answers neither.
+            lives, knocks = await asyncio.gather(self._lives(peer), self._knock(addresses))
+            if lives or not any(map(_went_well, knocks.values())):
+                return
+            logger.debug("the connection to %s is dead, and it answers a new one", peer)
+            await self._hang_up(peer)
+            self.doubt(peer)
+            await self.reach(peer)
+        except TransportError as error:
+            logger.debug("no new connection to %s: %s", peer, error)
 
     def _is_shaken(self, peer: PeerId) -> bool:
         return self._clock() - self._shaken.get(peer, float("-inf")) < self._config.shaken_seconds
@@ -160,9 +213,20 @@ class Dialer:
             task.exception()  # whoever waited has it; perhaps nobody does any longer
 
     async def _knock_and_dial(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        doors = [address for address in addresses if tcp_target(address) is not None]
-        knocks = [asyncio.create_task(accepts(address, self._config.knock_seconds)) for address in doors]
-        waiting = set(knocks)
+        knocks = await self._knock(addresses)
+        answered = [address for address, task in knocks.items() if _went_well(task)]
+        others = [address for address in addresses if address not in knocks]
+        if not answered and not others:
+            reasons = [str(task.exception()) for task in knocks.values() if not task.cancelled()]
+            raise PeerUnreachable(f"cannot reach {peer}: {reasons[0] if reasons else 'nobody answers'}")
+        await self._dial(peer, answered or others)
+
+    async def _knock(self, addresses: Sequence[str]) -> dict[str, asyncio.Task[None]]:
+        """At all of them that are plain TCP, until one answers or none does. The tasks are over; those that were not needed are
+        cancelled."""
+        doors = dict.fromkeys(address for address in addresses if tcp_target(address) is not None)
+        knocks = {a: asyncio.create_task(accepts(a, self._config.knock_seconds)) for a in doors}
+        waiting = set(knocks.values())
         try:
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -171,13 +235,8 @@ class Dialer:
         finally:
             for task in waiting:
                 task.cancel()
-            await asyncio.gather(*knocks, return_exceptions=True)
-        answered = [a for a, task in zip(doors, knocks, strict=True) if _went_well(task)]
-        others = [address for address in addresses if address not in doors]
-        if not answered and not others:
-            reasons = [str(task.exception()) for task in knocks if not task.cancelled()]
-            raise PeerUnreachable(f"cannot reach {peer}: {reasons[0] if reasons else 'nobody answers'}")
-        await self._dial(peer, answered or others)
+            await asyncio.gather(*knocks.values(), return_exceptions=True)
+        return knocks
 
 
 async def accepts(address: str, seconds: float) -> None:

@@ -147,6 +147,11 @@ class FrameStream(asyncio.BufferedProtocol):
         return self.lost.done() and not self._closed and not self._parser.ended
 
     @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that came in, and bytes that wait for p2pd to take them: they change while the connection carries something."""
+        return self.arrived_bytes, 0 if self._socket is None else self._socket.get_write_buffer_size()
+
+    @property
     def has_received(self) -> bool:
         return self._parser.has_received or self._awaited
 

@@ -39,7 +39,9 @@ from fusion.swarm.streams.p2pd import Daemon
 from fusion.swarm.streams.p2pd_control import (
     CONTROL_SECONDS,
     GONE,
+    SILENT_SECONDS,
     AttachedP2P,
+    answers_ping,
     ask,
     attach,
     check_answer,
@@ -57,6 +59,7 @@ logger = logging.getLogger(__name__)
 
 _ADDRESS_SECONDS = 10.0  # libp2p learns its outside addresses little by little
 _KNOCK_SECONDS = 3.0
+_PING_SECONDS = 3.0  # for a few bytes to come back over a connection that may be full
 _CONNECTED_SECONDS = 2.0  # how old p2pd's list may be for the many small calls of the DHT, until one fails
 
 
@@ -68,8 +71,9 @@ class P2PTransport:
         self.p2p = p2p  # for the DHT, which runs in this loop
         self._config = config
         self._daemon = daemon
-        self._contacts = Dialer(self._list_connected, self._dial)
+        self._contacts = Dialer(self._list_connected, self._dial, lives=self._lives, hang_up=self._disconnect)
         p2p.before_call, p2p.call_failed = self._before_call, self._contacts.doubt
+        p2p.unanswered = lambda peer: self._contacts.unanswered(PeerId(peer.to_base58()))
         daemon.ended.add_done_callback(lambda _: p2p.bury())
         self._handlers = Handlers(per_peer=config.streams_per_peer, idle_seconds=config.idle_seconds)
         self.counter = TrafficCounter()
@@ -203,6 +207,13 @@ class P2PTransport:
                 answer.set_result(data)
 
         stream: FrameStream | None = None
+
+        def late() -> None:
+            if stream is None or not (stream.has_received or stream.lost.done()):
+                self._contacts.unanswered(peer)
+
+        # p2pd may say that a stream is open before the other end has said anything.
+        timer = loop.call_later(SILENT_SECONDS, late)
         try:
             async with asyncio.timeout(self._config.dial_seconds):
                 await self._contacts.reach(peer)
@@ -222,6 +233,7 @@ class P2PTransport:
                 data = await answer
             check_answer(data, f"cannot open {protocol} to {peer}")
         except BaseException as error:
+            timer.cancel()
             if stream is not None:
                 stream.abort()
             if isinstance(error, TimeoutError):
@@ -331,8 +343,18 @@ class P2PTransport:
         """End libp2p's refusal to dial the peer by a connection that ends at once."""
         async with detour(host, port) as around:
             await self._connect_to(peer, [f"{around}/p2p/{peer}"])
-            request = p2pd_pb2.DisconnectRequest(peer=to_bytes(peer))
-            await ask(self._daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request))
+            await self._disconnect(peer)
+
+    async def _disconnect(self, peer: PeerId) -> None:
+        request = p2pd_pb2.DisconnectRequest(peer=to_bytes(peer))
+        await ask(self._daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request))
+
+    async def _lives(self, peer: PeerId) -> bool:
+        """Whether anything comes or goes over the connection to the peer. A full one may keep a ping waiting."""
+        before = {stream: stream.progress for stream in self._streams if stream.remote == peer}
+        if await answers_ping(self._daemon, to_bytes(peer), _PING_SECONDS):
+            return True
+        return any(stream.progress != was for stream, was in before.items() if not stream.lost.done())
 
     async def _connect_to(self, peer: PeerId, addresses: Sequence[str]) -> None:
         request = p2pd_pb2.ConnectRequest(peer=to_bytes(peer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -23,25 +24,33 @@ from fusion.swarm.streams.p2pd import Daemon
 CONTROL_SECONDS = 30.0  # for p2pd to answer on its own machine
 GONE = "p2pd is gone"
 NOT_SPOKEN = "protocols not supported"
+SILENT_SECONDS = 1.5  # without a first answer, after which a connection may have died
+_PING = "/ipfs/ping/1.0.0"  # every libp2p host answers it, whatever our process beside it does
+_PING_BYTES = 32
 
 
 class AttachedP2P(P2P):  # type: ignore[misc]
     """hivemind's P2P, which asks us before it calls another peer, and fails at once when p2pd is dead: by itself it
     would wait for answers until every caller's time is up."""
 
-    before_call: Callable[[PeerID], Awaitable[None]]  # these two are the transport's
+    before_call: Callable[[PeerID], Awaitable[None]]  # these three are the transport's
     call_failed: Callable[[], None]  # p2pd did not get through
+    unanswered: Callable[[PeerID], None]  # for longer than usual
     dead = False
 
     async def call_protobuf_handler(self, peer_id: PeerID, *arguments: Any, **options: Any) -> Any:
         if self.dead:
             raise P2PDaemonError(GONE)
         await self.before_call(peer_id)
+        # By a timer: whoever gives a call up cancels it, for reasons of its own as well.
+        late = asyncio.get_running_loop().call_later(SILENT_SECONDS, self.unanswered, peer_id)
         try:
             return await super().call_protobuf_handler(peer_id, *arguments, **options)
         except P2PDaemonError:
             self.call_failed()
             raise
+        finally:
+            late.cancel()
 
     async def remove_protobuf_handler(self, *arguments: Any, **options: Any) -> None:
         if not self.dead:
@@ -130,6 +139,32 @@ async def ask(daemon: Daemon, request: p2pd_pb2.Request) -> p2pd_pb2.Response:
     if response.type == p2pd_pb2.Response.ERROR:
         raise PeerUnreachable(reason(response.error.msg))
     return response
+
+
+async def answers_ping(daemon: Daemon, peer: bytes, seconds: float) -> bool:
+    """Whether the connection to the peer carries a few bytes there and back within so many seconds; True as well where
+    p2pd knows that there is none. Raises TransportError where p2pd itself does not answer."""
+    opening = p2pd_pb2.StreamOpenRequest(peer=peer, proto=[_PING], timeout=int(CONTROL_SECONDS))
+    response = p2pd_pb2.Response()
+    writer = None
+    try:
+        async with asyncio.timeout(seconds):
+            reader, writer = await asyncio.open_unix_connection(str(daemon.control_path))
+            writer.write(framed(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)))
+            await read_pbmsg_safe(reader, response)
+            if response.type != p2pd_pb2.Response.ERROR:
+                writer.write(os.urandom(_PING_BYTES))
+                await reader.readexactly(_PING_BYTES)
+    except TimeoutError:
+        return False
+    except asyncio.IncompleteReadError:
+        return True  # the connection ended meanwhile
+    except (OSError, DecodeError) as error:
+        raise unanswered(error) from error
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+    return True
 
 
 def check_answer(data: bytes | None, what: str) -> None:

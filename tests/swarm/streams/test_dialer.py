@@ -312,3 +312,37 @@ def test_a_hint_is_tried_beside_what_the_peer_itself_said() -> None:
             await daemon.contacts.reach(PEER)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("lives", "greeting", "cut"), [(False, BANNER, True), (True, BANNER, False), (False, None, False)]
+)
+def test_only_a_connection_over_which_nothing_comes_is_given_up_and_only_for_a_new_one(
+    lives: bool, greeting: bytes | None, cut: bool
+) -> None:
+    async def scenario() -> None:
+        daemon = Daemon()
+        daemon.connected.add(PEER)
+        asked: list[PeerId] = []
+
+        async def alive(peer: PeerId) -> bool:
+            asked.append(peer)
+            return lives
+
+        async def hang_up(peer: PeerId) -> None:
+            daemon.connected.discard(peer)
+
+        contacts = Dialer(
+            daemon._list, daemon._dial, DialerConfig(knock_seconds=0.2 if greeting is None else SECONDS),
+            clock=lambda: daemon.now, lives=alive, hang_up=hang_up,
+        )  # fmt: skip
+        async with host(greeting) as address:
+            contacts.learn(PEER, [address])
+            for _ in range(3):  # looked into once
+                contacts.unanswered(PEER)
+            await asyncio.gather(*contacts._examining)
+        assert asked == [PEER] and daemon.connected == {PEER}
+        assert daemon.dialled == ([(PEER, (address,))] if cut else [])
+        await contacts.aclose()
+
+    asyncio.run(scenario())

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,7 @@ from fusion.swarm.identity import Identity
 from fusion.swarm.streams.p2p import P2PTransport
 from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.streams.p2pd import daemon_cores, usable_cores
+from fusion.swarm.streams.p2pd_control import SILENT_SECONDS
 from fusion.swarm.transport import Stream
 
 pytestmark = pytest.mark.process
@@ -223,6 +225,75 @@ def test_a_peer_that_is_back_is_reached_at_once(place: Path) -> None:
                     with pytest.raises(PeerUnreachable, match="refused"):
                         await one.open(other.peer_id, ECHO)
                 listen = (address.rpartition("/p2p/")[0],)
+
+    uvloop.run(main())
+
+
+@asynccontextmanager
+async def forwarder(port: int, works: asyncio.Event) -> AsyncIterator[int]:
+    """A port of a router in between, which forgets connections without a word: nothing is passed on unless it `works`."""
+    tasks: list[asyncio.Task[None]] = []
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(1 << 16):
+            await works.wait()
+            writer.write(piece)
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far = await asyncio.open_connection("127.0.0.1", port)
+        tasks.extend(asyncio.create_task(pipe(*each)) for each in ((reader, far[1]), (far[0], writer)))
+
+    server = await asyncio.start_server(forward, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_a_connection_that_died_without_a_word_is_given_up_for_a_new_one(place: Path) -> None:
+    """p2pd alone takes 40 s to notice."""
+
+    async def main() -> None:
+        works = asyncio.Event()
+        works.set()
+        configs = [
+            P2PConfig(identity=Identity.generate(), listen=LOOPBACK, runtime_dir=place) for _ in range(2)
+        ]
+        async with P2PTransport.start(configs[0]) as one, P2PTransport.start(configs[1]) as other:
+            await other.serve(ECHO, echo)
+            peer, direct = other.peer_id, other.addresses[0]
+            async with forwarder(int(direct.split("/")[4]), works) as port:
+                await one.connect(f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}")
+                stream = await one.open(peer, ECHO)
+                await stream.send("k")
+                await stream.receive()
+                one.learn(peer, [direct])
+                works.clear()
+                async with asyncio.timeout(20):
+                    with pytest.raises(TransportError):
+                        await (await one.open(peer, ECHO)).receive()
+                    again = await one.open(peer, ECHO)
+                    await again.send("k")
+                    await again.receive()
+
+    uvloop.run(main())
+
+
+def test_a_peer_that_is_slow_to_answer_keeps_its_connection(place: Path) -> None:
+    async def hesitate(stream: Stream) -> None:
+        await stream.receive()
+        await asyncio.sleep(2 * SILENT_SECONDS)
+        await stream.send("at last")
+
+    async def main() -> None:
+        async with two(place, ECHO, hesitate) as (one, other):
+            one.learn(other.peer_id, other.addresses)
+            stream = await one.open(other.peer_id, ECHO)
+            await stream.send("k")
+            assert (await stream.receive()).kind == "at last"
 
     uvloop.run(main())
 
