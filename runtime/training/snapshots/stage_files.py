@@ -53,7 +53,9 @@ class Shards(Protocol):
     ) -> dict[str, torch.Tensor]: ...
 
 
-COPY_TIMES = 2  # the memory that the manifest has for a stage, which a copy of its shard may take on the disk
+COPY_TIMES = (
+    2  # the memory that the manifest has for a stage, which the tensors of a copy of its shard may take
+)
 
 
 class StageFiles:
@@ -163,9 +165,10 @@ class StageFiles:
                 owners = {**owners, before: await self._owner_of(before, look=look)}
                 copies = copies_at(self._stage.index, stages, owners)
         for stage in copies:
-            # Whoever wrote the index may be a stranger. A shard is no larger than what its stage has in memory.
+            # Whoever wrote the index may be a stranger. A shard is no larger than what its stage has in memory, but for its
+            # header, which is most of the shard of a very small stage.
             needs = self._manifest.memory_bytes
-            most = COPY_TIMES * needs[stage] if needs else None
+            most = file_bytes(COPY_TIMES * needs[stage], 0) if needs else None
             await self._blobs.fetch(index.shards[stage], self._near(stage, owners), max_bytes=most)
             self._keep(index.step, index_digest, index.shards[stage])
 

@@ -11,9 +11,10 @@ import torch
 
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph
+from fusion.runtime.job.stage_graphs import SAFETENSORS_HEADER_BYTES
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.snapshots.snapshot import Index, encode_index
-from fusion.runtime.training.snapshots.stage_files import StageFiles
+from fusion.runtime.training.snapshots.stage_files import COPY_TIMES, StageFiles
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.history import Version
 from fusion.swarm.blobs.blobs import Blobs
@@ -65,11 +66,12 @@ def test_a_copy_of_a_neighbours_shard_is_no_larger_than_its_stage(tmp_path: Path
 
     async def main() -> None:
         identity, network = Identity.generate(), MemoryNetwork()
-        store = BlobStore(tmp_path / "blobs", 1 << 20, Needs())
+        store = BlobStore(tmp_path / "blobs", 4 << 20, Needs())
         async with MemoryTransport(network, identity.peer_id) as transport:
             blobs = Blobs(store, transport, MemoryDirectory(network, identity))
             context: Any = SimpleNamespace(blobs=blobs, home=tmp_path)
-            for size, fits in ((2000, True), (2001, False)):
+            most = 2000 + SAFETENSORS_HEADER_BYTES
+            for size, fits in ((most, True), (most + 1, False)):
                 manifest: Any = SimpleNamespace(train=None, stages=2, memory_bytes=(1000, 10))
                 files = StageFiles(context, JOB, manifest, Stage(1, Graph((), (), (), ()), (), (), ()))
                 shards = (store.put(bytes(size)), Digest("b" * 64))
@@ -79,8 +81,34 @@ def test_a_copy_of_a_neighbours_shard_is_no_larger_than_its_stage(tmp_path: Path
                 if fits:
                     await files.replicate(index, owners)
                     continue
-                with pytest.raises(BlobError, match="2001 bytes; at most 2000"):
+                with pytest.raises(BlobError, match=f"{most + 1} bytes; at most {most}"):
                     await files.replicate(index, owners)
+
+    asyncio.run(main())
+
+
+def test_a_shard_that_is_mostly_header_is_held_too(tmp_path: Path) -> None:
+    """Of a layer with 2 inputs and 1 output, under AdamW: without the last copy the job could not end."""
+
+    async def main() -> None:
+        identity, network = Identity.generate(), MemoryNetwork()
+        store = BlobStore(tmp_path / "blobs", 1 << 20, Needs())
+        async with MemoryTransport(network, identity.peer_id) as transport:
+            blobs = Blobs(store, transport, MemoryDirectory(network, identity))
+            context: Any = SimpleNamespace(blobs=blobs, home=tmp_path, random=Random(0))
+            state = {"variable/weight": torch.zeros(1, 2), "variable/bias": torch.zeros(1)}
+            for name, value in tuple(state.items()):
+                for slot in ("step", "exp_avg", "exp_avg_sq"):
+                    state[f"optimizer/{name.removeprefix('variable/')}/{slot}"] = torch.zeros_like(value)
+            needed = sum(4 * tensor.numel() for tensor in state.values())
+            manifest: Any = SimpleNamespace(train=None, stages=2, memory_bytes=(needed, needed))
+            files = StageFiles(context, JOB, manifest, Stage(1, Graph((), (), (), ()), (), (), ()))
+            shard = await files.save(Version(1), state)
+            ledger = Ledger(steps=1, samples=1, head="e" * 64)
+            made = Index(job=JOB, step=1, shards=(shard, Digest("b" * 64)), ledger=ledger)
+            index = store.put(encode_index(made))
+            assert store.path(shard).stat().st_size > COPY_TIMES * needed
+            await files.replicate(index, {0: PeerId("one"), 1: identity.peer_id})
 
     asyncio.run(main())
 
