@@ -61,7 +61,8 @@ class PythonModel:
         file, loss, names = self._file, self._loss, list[str]()
 
         def trained(made: Any, *arrays: torch.Tensor) -> torch.Tensor:
-            return _total(made if loss is None else loss(made, *arrays))
+            named = dict(zip(self._loss_inputs, arrays, strict=True))
+            return _total(made if loss is None else _called(loss, made, named))
 
         def shown(made: Any) -> tuple[torch.Tensor, ...]:
             named = _named(made)
@@ -107,20 +108,30 @@ class PythonModel:
 def _wanted(
     function: Callable[..., Any], arrays: Collection[str], where: str, given: int = 0
 ) -> tuple[str, ...]:
-    """The arrays that the function takes by its parameters' names, after so many that it is `given`."""
+    """The arrays that the function takes by its parameters' names, after so many that it is `given`. JobError for a parameter
+    without a default that the data does not have."""
     parameters = list(inspect.signature(function).parameters.values())
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
     if len(plain) < given:
         raise JobError(f"{where} must take what forward returned as its first argument")
-    found = []
-    for parameter in plain[given:]:
-        if parameter.name in arrays:
+    found, skipped = [], False
+    for parameter in (*plain[given:], *(p for p in parameters if p.kind is p.KEYWORD_ONLY)):
+        by_place = parameter.kind is parameter.POSITIONAL_ONLY
+        if parameter.name in arrays and not (by_place and skipped):
             found.append(parameter.name)
         elif parameter.default is parameter.empty:
             raise JobError(f"{where} takes {parameter.name!r}; the data has {', '.join(sorted(arrays))}")
-        elif given:
-            break  # those behind it would take its place
+        else:
+            skipped = skipped or by_place  # those behind it that go by place too would take its place
     return tuple(found)
+
+
+def _called(loss: Callable[..., Any], made: Any, arrays: Mapping[str, torch.Tensor]) -> Any:
+    """The loss of what forward returned, with `arrays` by name where the parameter can be named."""
+    named = dict(arrays)
+    parameters = inspect.signature(loss).parameters.values()
+    placed = [named.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in named]
+    return loss(made, *placed, **named)
 
 
 def _total(loss: Any) -> torch.Tensor:

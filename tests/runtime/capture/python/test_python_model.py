@@ -92,11 +92,44 @@ def test_a_forward_that_gives_the_loss_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("parameters", "inputs"),
+    [
+        ("made, labels, other=None, y=0", ("labels", "other", "y")),
+        ("made, labels, smoothing=0.1, y=0", ("labels", "y")),
+        ("made, *, y, labels", ("y", "labels")),
+        ("made, labels, *, smoothing=0.1, y=0", ("labels", "y")),
+        ("made, labels, /, *, y=0", ("labels", "y")),
+        ("made, labels, smoothing=0.1, y=0, /", ("labels",)),
+        ("y, labels", ("labels",)),
+    ],
+)
+def test_a_loss_gets_every_array_that_it_names(
+    tmp_path: Path, parameters: str, inputs: tuple[str, ...]
+) -> None:
+    body = TWO[: TWO.index("def loss")] + f"def loss({parameters}):\n    "
+    body += f"scores = {parameters.split(',')[0]}['scores']\n    "
+    body += "total = F.cross_entropy(scores, labels)\n    "
+    body += "return total + y.mean()\n" if "y" in inputs else "return total\n"
+    model, graphs = made(tmp_path, body)
+    assert model._loss_inputs == inputs
+    read = {ref.name for node in graphs.training.nodes for ref in node.refs()}
+    assert {name for name in inputs if name != "other"} <= read
+
+
+def test_forward_gets_arrays_that_it_takes_by_name_alone(tmp_path: Path) -> None:
+    model, _ = made(
+        tmp_path, TWO.replace("def forward(self, x, y, scale=1.0)", "def forward(self, x, *, scale=1.0, y)")
+    )
+    assert model.inputs == ("x", "y", "labels")
+
+
+@pytest.mark.parametrize(
     ("old", "new", "says"),
     [
         ("return Net(width)", "return 3", "model must return an nn.Module, not int"),
         ("def loss(made, labels, y)", "def loss(made, label)", "loss takes 'label'; the data has labels, other, x, y"),
         ("def forward(self, x, y,", "def forward(self, image, y,", "forward of Net takes 'image'; the data has"),
+        ("def loss(made, labels, y)", "def loss(made, labels, y, *, weight)", "loss takes 'weight'; the data has labels"),
         ("def loss(made, labels, y)", "def loss()", "loss must take what forward returned as its first argument"),
         ('{"class": F.cross_entropy(made["scores"], labels)', '{"class": F.cross_entropy(made["scores"], labels, reduction="none")',
          "must return one number to train on, not float32[batch]: take its mean"),
