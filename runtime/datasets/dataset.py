@@ -71,12 +71,14 @@ def parted(arrays: Mapping[str, Array], held_out: float | Mapping[str, Array], w
 
 
 def checked(arrays: Mapping[str, Array], where: str) -> dict[str, Array]:
-    """As they are trained on: of dtypes that a graph has, float64 as float32, all of one length."""
+    """As they are trained on: of dtypes that a graph has, in native byte order, float64 as float32, all of one length. JobError
+    where they are none, or a number is too large for float32."""
     found: dict[str, Array] = {}
     for name, array in arrays.items():
         if array.ndim == 0 or len(array) == 0:
             raise JobError(f"{where}: {name} has shape {array.shape}; its first dimension must count samples")
-        made = array.astype(np.float32) if array.dtype == np.float64 else array
+        of_64_bits = array.dtype.kind == "f" and array.dtype.itemsize == 8  # in either byte order
+        made = in_single(array, name, where) if of_64_bits else array
         if made.dtype.name not in DTYPE_BYTES:
             raise JobError(
                 f"{where}: {name} is of dtype {array.dtype}; those that can be trained on: {', '.join(DTYPE_BYTES)}"
@@ -87,6 +89,20 @@ def checked(arrays: Mapping[str, Array], where: str) -> dict[str, Array]:
         said = ", ".join(f"{name} has {len(array)}" for name, array in found.items())
         raise JobError(f"{where}: the arrays must have as many samples each: {said}")
     return found
+
+
+def in_single(array: Array, name: str, where: str, first: int = 0) -> Array:
+    """As float32. JobError, naming the sample (the array's first is number `first`), where a finite number does not fit."""
+    with np.errstate(over="ignore"):
+        made = array.astype(np.float32)
+    lost = np.isinf(made) & np.isfinite(array)
+    if lost.any():
+        at = tuple(np.argwhere(lost)[0])
+        raise JobError(
+            f"{where}: {name} of sample {first + int(at[0])} (the first is 0) is {float(array[at]):.3g}; "
+            f"numbers must be within {float(np.finfo(np.float32).max):.3g} of 0, as float32 is"
+        )
+    return made
 
 
 def require_room(needed_bytes: int, limit_bytes: int, where: str) -> None:

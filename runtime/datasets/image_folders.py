@@ -37,7 +37,7 @@ class ImageFolders:
             (file, places[folder.name])
             for folder in folders
             for file in sorted(folder.rglob("*"))
-            if file.is_file() and not file.name.startswith(".")
+            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
         ]
         if not self._files:
             raise JobError(f"{path} must hold a folder of images for each class; it holds no such image")

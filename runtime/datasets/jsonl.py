@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fusion.runtime.datasets.dataset import Array, ReportLine, checked, require_room, with_progress
+from fusion.runtime.datasets.dataset import Array, ReportLine, checked, in_single, require_room, with_progress
 from fusion.runtime.job.errors import JobError
 
 MASK = "_mask"  # what the mask of a text adds to its name
@@ -107,10 +107,11 @@ class JsonLines:
         values, blocks = (value for _, value in self._values(field)), list[Array]()
         try:
             while block := list(islice(values, BLOCK_LINES)):
-                blocks.append(_floats(np.array(block)))
+                first = BLOCK_LINES * len(blocks)
+                blocks.append(self._floats(np.array(block), field, first))
                 if blocks[-1].dtype.kind not in "bif":
                     raise ValueError("no numbers")
-            return _floats(np.concatenate(blocks))
+            return self._floats(np.concatenate(blocks), field)
         except JobError:
             raise
         except (ValueError, OverflowError):
@@ -118,6 +119,19 @@ class JsonLines:
                 f"{self._path}: {field!r:.80} must be numbers, or lists of them of one shape, in every line; or a text, "
                 "and a class if data.classes names it"
             ) from None
+
+    def _floats(self, array: Array, field: str, first: int = 0) -> Array:
+        """In single precision where it has fractions; `first`: the number of its first sample."""
+        if array.dtype.kind != "f":
+            return array
+        if not np.isfinite(
+            array
+        ).all():  # what JSON itself does not know: NaN, and 1e400, which Python reads as infinite
+            sample = first + int(np.argwhere(~np.isfinite(array))[0][0])
+            raise JobError(
+                f"{self._path}: {field!r:.80} of sample {sample} (the first is 0) must be finite numbers"
+            )
+        return in_single(array, f"{field!r:.80}", str(self._path), first)
 
     def _text(self, number: int, field: str, value: Any) -> str:
         if not isinstance(value, str):
@@ -140,11 +154,6 @@ class JsonLines:
             yield number, found[field]
         if count != self._count:
             raise JobError(f"{self._path} changed while it was read")
-
-
-def _floats(array: Array) -> Array:
-    """In single precision where it has fractions."""
-    return array.astype(np.float32) if array.dtype.kind == "f" else array
 
 
 def _is_whole(text: str) -> bool:

@@ -197,6 +197,10 @@ def parse(text: str, base: Path) -> JobSpec:
         validate_amounts(vars(train))
         model, data = _model(table["model"], base, train.sequence), _data(table["data"], base)
         _check_together(model, data, train)
+        if isinstance(data, DataSpec) and train.evaluate_every > 0 and not data.held_out:
+            raise JobError(
+                "train.evaluate_every needs data that is held out: give data.held_out files of its own"
+            )
         return JobSpec(
             name=table["name"],
             model=model,
@@ -356,7 +360,7 @@ class _DataTable:
 
 def _data(table: Any, base: Path) -> DataSpec | DatasetSpec:
     if isinstance(table, dict) and (kind := table.get("kind", "text")) != "text":
-        if kind not in _OF_KIND:
+        if kind not in tuple(_OF_KIND):  # a list or a table has no hash
             raise JobError(f'data.kind must be "text", "npz", "images" or "jsonl", not {kind!r:.40}')
         return _dataset(kind, {key: value for key, value in table.items() if key != "kind"}, base)
     if isinstance(table, dict):
@@ -369,6 +373,10 @@ def _data(table: Any, base: Path) -> DataSpec | DatasetSpec:
         held_out = _expand(data.held_out, base, "data.held_out")
     else:
         held_out = tuple(files[i] for i in spread(len(files), _share(data.held_out)))
+        if data.held_out > 0 and not held_out and "held_out" in table:
+            raise JobError(
+                "data.held_out: a share of the files, of which there is one: list files to hold out, or set it to 0"
+            )
     train = tuple(sorted(set(files) - set(held_out)))
     if not train:
         raise JobError("data.files: every file is held out, nothing is left to train on")

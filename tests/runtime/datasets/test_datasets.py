@@ -72,6 +72,36 @@ def test_arrays_that_are_no_samples(tmp_path: Path, arrays: dict[str, Any], says
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
+def test_arrays_of_the_other_byte_order_are_as_those_of_ours(tmp_path: Path) -> None:
+    path = npz(tmp_path, x=np.array([1.5, 2], ">f8"), y=np.array([1, 2], ">i4"))
+    found = Npz(path).read(["x", "y"], LIMIT, silent)
+    assert found["x"].dtype == np.float32 and found["x"].dtype.isnative and found["x"].tolist() == [1.5, 2]
+    assert found["y"].dtype == np.int32 and found["y"].dtype.isnative and found["y"].tolist() == [1, 2]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_number_beyond_float32_is_named(tmp_path: Path) -> None:
+    path = npz(tmp_path, x=np.array([[0.0, np.inf], [1.0, 1e300]]))
+    with pytest.raises(
+        JobError, match=r"data\.npz: x of sample 1 \(the first is 0\) is 1e\+300; numbers must be"
+    ):
+        Npz(path).read(["x"], LIMIT, silent)
+    infinite = Npz(npz(tmp_path, x=np.array([0.0, np.inf]))).read(["x"], LIMIT, silent)
+    assert np.isinf(infinite["x"]).tolist() == [False, True]  # somebody's own
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [("1e300", "is 1e\\+300"), ("NaN", "finite"), ("1e400", "finite"), ("-Infinity", "finite")],
+)
+def test_a_json_number_that_float32_has_not_is_named(tmp_path: Path, number: str, says: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"x": [1, 2.5]}\n' * 5000 + f'{{"x": [1, {number}]}}\n')
+    with pytest.raises(JobError, match=rf"'x' of sample 5000 .*{says}"):
+        JsonLines(path, (), encoder(None), 0).read(["x"], LIMIT, silent)
+
+
 @pytest.mark.parametrize("says", ["is damaged", "is encrypted"])
 def test_an_npz_that_cannot_be_unpacked(tmp_path: Path, says: str) -> None:
     path = tmp_path / "data.npz"
@@ -130,6 +160,8 @@ def images(folder: Path) -> Path:
         for i in range(count):
             Image.new("RGB", (100, 60), colour).save(folder / name / f"{i}.png")
     (folder / ".hidden").mkdir()
+    (folder / "cat" / ".checkpoints").mkdir()
+    Image.new("RGB", (4, 4)).save(folder / "cat" / ".checkpoints" / "0.png")
     (folder / "cat" / ".DS_Store").write_bytes(b"x")
     return folder
 

@@ -88,6 +88,18 @@ def test_held_out_files_by_pattern_are_not_trained_on(base: Path) -> None:
         ('files = ["src/*.py"]', 'files = ["src/*.py"]\nheld_out = 1.5', "data.held_out must be from 0"),
         ('files = ["src/*.py"]', 'files = ["src/m1.py"]\nheld_out = ["src/m1.py"]', "every file is held out"),
         ('files = ["src/*.py"]', 'files = ["src/*.py"]\ntokenizer = "t.json"', "data.tokenizer must be"),
+        ('files = ["src/*.py"]', 'kind = ["text"]\nfiles = ["src/*.py"]', 'data.kind must be "text", "npz"'),
+        ('files = ["src/*.py"]', 'kind = {a = 1}\nfiles = ["src/*.py"]', 'data.kind must be "text", "npz"'),
+        (
+            'files = ["src/*.py"]',
+            'files = ["src/m1.py"]\nheld_out = 0.2',
+            "data.held_out: a share of the files, of which",
+        ),
+        (
+            'files = ["src/*.py"]\n[train]',
+            'files = ["src/m1.py"]\n[train]\nevaluate_every = 2',
+            "train.evaluate_every needs data that is held out",
+        ),
         ('name = "small"', "", "name is missing"),
         ('name = "small"', 'name = "small"\nstray = 1', "'stray' is not known"),
         ('name = "small"', "name = ", "not TOML"),
