@@ -190,16 +190,17 @@ async def _until_stopped(
         deadline = threading.Timer(STOP_BUDGET_SECONDS + extra_seconds(), os._exit, (1,))
         deadline.daemon = True
         deadline.start()
-        work.cancel()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(work.cancel)
 
     def hang_up() -> None:
         if not asked:  # shell and kernel may both say that the terminal is gone: it asks for no haste
             stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+    _on_signal(loop, signal.SIGINT, stop)
+    _on_signal(loop, signal.SIGTERM, stop)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` leaves it
-        loop.add_signal_handler(signal.SIGHUP, hang_up)
+        _on_signal(loop, signal.SIGHUP, hang_up)
     watcher = asyncio.ensure_future(wait_until_orphaned(parent)) if parent is not None else None
     if watcher is not None:
         watcher.add_done_callback(lambda ended: None if ended.cancelled() or asked else stop())
@@ -212,6 +213,13 @@ async def _until_stopped(
     finally:
         if watcher is not None:
             watcher.cancel()
+
+
+def _on_signal(loop: asyncio.AbstractEventLoop, number: signal.Signals, ask: Callable[[], None]) -> None:
+    """Have `ask` called in the main thread, between two bytecodes of whatever it runs."""
+    # The loop calls handlers of its own only once it runs again, but with one it is woken by the signal.
+    loop.add_signal_handler(number, lambda: None)
+    signal.signal(number, lambda number, frame: ask())
 
 
 async def wait_until_orphaned(parent: int) -> None:

@@ -88,6 +88,59 @@ def test_what_blocks_does_not_keep_it_alive(handover: str) -> None:
     assert process.wait(timeout=30) == 1
 
 
+BLOCKED = """
+import asyncio, time
+from fusion.cli.terminal import loop
+loop.STOP_BUDGET_SECONDS = {budget}
+async def main():
+    print("up", flush=True)
+    time.sleep(600)
+loop.run_until_stopped(main())
+"""
+
+
+def blocked(budget: float) -> subprocess.Popen[str]:
+    """A peer whose loop has been blocked since before it was asked to stop."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", BLOCKED.format(budget=budget)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_blocked_loop_is_ended_by_the_deadline(number: int) -> None:
+    process = blocked(budget=0.3)
+    process.send_signal(number)
+    try:
+        assert process.wait(timeout=30) == 1
+    finally:
+        process.kill()
+
+
+def test_a_second_signal_ends_a_blocked_loop_at_once() -> None:
+    process = blocked(budget=600)
+    try:
+        for _ in range(600):  # two that come at once are one
+            if process.poll() is not None:
+                break
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        assert process.returncode == 130
+    finally:
+        process.kill()
+
+
+def test_a_second_signal_does_not_wait_for_threads_after_the_loop() -> None:
+    process = peer("threading.Thread(target=time.sleep, args=(600,)).start()")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(3)][-1] == "stopped\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+
+
 def test_a_command_that_is_interrupted_waits_for_no_thread() -> None:
     """One that captures a model, say, for minutes."""
     code = (
