@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 from fusion.swarm.authority.access import Access
@@ -39,7 +39,9 @@ logger = logging.getLogger(__name__)
 class LeaseConfig:
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     confirm_seconds: float = 0.3  # between publishing a claim and looking who else published one
-    patience_seconds: float = 0.5  # for nodes that take a claim slowly, where somebody waits for a takeover
+    patience_seconds: float = (
+        0.5  # for nodes that take a claim slowly, where somebody waits for what comes next
+    )
     remembered_places: int = 65_536  # stages whose holder we keep in mind
     prove_seconds: float = 3.0  # from one request for votes on a stage of ours to the next
 
@@ -97,6 +99,7 @@ class Leases:
         self.voting = Voting(peer_id, directory, self._ours, self._cache)
         self._locks: WeakValueDictionary[Place, asyncio.Lock] = WeakValueDictionary()  # of claims under way
         self._proving: dict[Place, float] = {}  # when votes were asked for last
+        self._renewing: dict[Place, asyncio.Task[None]] = {}
         self._loop: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -108,7 +111,9 @@ class Leases:
 
     async def aclose(self) -> None:
         """Release every stage and stop renewing. Idempotent."""
-        tasks = [*self._ours.late] if self._loop is None else [self._loop, *self._ours.late]
+        tasks = [*self._ours.late, *self._renewing.values()]
+        if self._loop is not None:
+            tasks.append(self._loop)
         self._loop = None
         for task in tasks:
             task.cancel()
@@ -359,13 +364,33 @@ class Leases:
 
     async def beat(self) -> None:
         """Renew every claim of ours, then give up those that a higher claim has beaten."""
-        for place in [*self._ours.owned, *self._ours.standby_claims]:
-            self._ours.drop_due(place)
-        await asyncio.gather(
-            self._ours.publish_due(),
-            *(self._renew(place) for place in list(self._ours.owned)),
-            *(self.standbys.renew(place) for place in list(self._ours.standby_claims)),
-        )
+        await asyncio.gather(*self._begin_beat())
+
+    def _begin_beat(self) -> list[asyncio.Task[None]]:
+        """A task for each claim: one whose directory nodes are slow must not hold up the others. Where the last one is not done
+        yet, the claim is only said once more, unless it has lapsed meanwhile."""
+        begun: list[asyncio.Task[None]] = []
+        for place, held in list(self._ours.owned.items()):
+            if place not in self._renewing:
+                begun.append(self._begin(place, self._renew(place)))
+            elif not self._ours.lapsed(held):
+                self._ours.publish_soon(held)
+        for place in list(self._ours.standby_claims):
+            if place not in self._renewing:
+                begun.append(self._begin(place, self.standbys.renew(place)))
+        return [self._begin_publishing(), *begun]
+
+    def _begin(self, place: Place, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self._ours.drop_due(place)
+        task = self._renewing[place] = asyncio.create_task(work, name="renewing a claim")
+        task.add_done_callback(lambda _: self._renewing.pop(place))
+        return task
+
+    def _begin_publishing(self) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._ours.publish_due(), name="publishing claims")
+        self._ours.late.add(task)
+        task.add_done_callback(self._ours.late.discard)
+        return task
 
     async def _renew(self, place: Place) -> None:
         held = self._ours.owned.get(place)
@@ -384,7 +409,7 @@ class Leases:
                 # We were away: whoever has followed meanwhile did so rightly, and must be seen before we go on.
                 await self._look(place)
             if place in self._ours.owned:
-                await self._ours.publish(self._ours.owned[place])
+                await self._ours.publish(self._ours.owned[place], self._config.patience_seconds)
                 await self._look(place)
         except SwarmError as error:
             logger.warning("claim of stage %d of job %.8s not renewed: %s", place[1], place[0], error)
@@ -439,17 +464,18 @@ class Leases:
             self.on_lost(held)
 
     async def _renew_for_ever(self) -> None:
-        clock = asyncio.get_running_loop()
-        beat_at = clock.time()
+        """Waits for none of what it begins."""
+        clock, beat_at, due = asyncio.get_running_loop(), 0.0, True
         while True:
-            self._ours.wake.clear()
-            if clock.time() >= beat_at:
+            if due:
                 beat_at = clock.time() + self._config.heartbeat_seconds
-                await self.beat()
+                self._begin_beat()
             else:
-                await self._ours.publish_due()
+                self._begin_publishing()
+            self._ours.wake.clear()
             try:
                 async with asyncio.timeout_at(beat_at):
                     await self._ours.wake.wait()
+                due = False
             except TimeoutError:
-                continue
+                due = True

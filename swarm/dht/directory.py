@@ -27,7 +27,7 @@ from fusion.swarm.dht.values import MAX_SUBKEYS, key_id, node_id
 from fusion.swarm.dht.wire import CALL_ERRORS, NotOfThisSwarm, Wire
 from fusion.swarm.directory.api import JOB_KEYS, PEER_KEYS, RECORD_TTL_SECONDS
 from fusion.swarm.directory.by_key import DirectoryByKey, R
-from fusion.swarm.directory.keys import key_of, subkey_of
+from fusion.swarm.directory.keys import key_of, subject_of, subkey_of
 from fusion.swarm.directory.records import Record
 from fusion.swarm.directory.sealing import (
     CLOCK_TOLERANCE_SECONDS,
@@ -98,8 +98,7 @@ class HivemindDirectory(DirectoryByKey):
         self._seen: dict[str, dict[str, Sealed]] = {}  # of GLANCED_KEYS, by subkey
         self._seen_at: dict[str, float] = {}
         self._glancing = asyncio.Lock()
-        self._reads: dict[str, asyncio.Future[list[Sealed]]] = {}  # waiting for the next lookup
-        self._reader: asyncio.Task[None] | None = None
+        self._reads: dict[str, dict[str, asyncio.Future[list[Sealed]]]] = {}  # waiting for the next lookups
         self._readers: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -126,8 +125,9 @@ class HivemindDirectory(DirectoryByKey):
         for task in self._readers:
             task.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
-        for future in self._reads.values():
-            future.cancel()
+        for reads in self._reads.values():
+            for future in reads.values():
+                future.cancel()
         self._reads.clear()
         await self._calls.aclose()
         await self._service.aclose()
@@ -288,18 +288,23 @@ class HivemindDirectory(DirectoryByKey):
         return read
 
     async def _search(self, keys: Sequence[str]) -> list[list[Sealed]]:
-        """What the swarm holds under each of the keys. Reads asked for at the same moment share one lookup."""
+        """What the swarm holds under each of the keys. Reads asked for at the same moment share one lookup, but for those of
+        different jobs: nodes that stand beside one's keys must not hold up the others'."""
         loop = asyncio.get_running_loop()
-        futures = [self._reads.setdefault(key, loop.create_future()) for key in keys]
-        if self._reader is None:
-            self._reader = asyncio.create_task(self._read())
-            self._readers.add(self._reader)
-            self._reader.add_done_callback(self._readers.discard)
+        futures = []
+        for key in keys:
+            subject = subject_of(key)
+            if subject not in self._reads:
+                self._reads[subject] = {}
+                reader = asyncio.create_task(self._read(subject))
+                self._readers.add(reader)
+                reader.add_done_callback(self._readers.discard)
+            futures.append(self._reads[subject].setdefault(key, loop.create_future()))
         return await asyncio.gather(*(asyncio.shield(future) for future in futures))
 
-    async def _read(self) -> None:
+    async def _read(self, subject: str) -> None:
         await asyncio.sleep(0)  # let everybody who is ready now ask
-        reads, self._reads, self._reader = self._reads, {}, None
+        reads = self._reads.pop(subject)
         try:
             ids = {key: key_id(key) for key in reads}
             found = await self._lookup(ids.values())

@@ -60,3 +60,9 @@ def links_key(shard: int) -> str:
 
 def providers_key(digest: Digest) -> str:
     return f"providers/{digest}"
+
+
+def subject_of(key: str) -> str:
+    """What the key is about: one job's claims, or all of what is spread over shards. The same for keys read together."""
+    kind, _, rest = key.partition("/")
+    return "/".join((kind, rest.split("/")[0])) if kind == "claims" else kind

@@ -5,8 +5,9 @@ import random
 from dataclasses import replace
 
 import pytest
+from support import instant_loop
 from support.counted_checks import CountedChecks, CountedId, counted_ids
-from support.directory_records import JOB, claim_record, provider_record
+from support.directory_records import JOB, claim_record, digest, provider_record
 
 from fusion.swarm.authority.law import Admission, JobLaw, Limits
 from fusion.swarm.claims import tenure as tenures
@@ -23,6 +24,7 @@ from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 
+OTHER_JOB = JobId(digest("another job"))
 PROMPT = LeaseConfig(confirm_seconds=0)
 
 
@@ -376,6 +378,40 @@ def test_what_changes_is_said_at_once_and_nothing_else() -> None:
             assert len(published) == 4
 
     asyncio.run(scenario())
+
+
+class StalledDirectory(MemoryDirectory):
+    """What is `stalled` is never read."""
+
+    stalled: Place | None = None
+
+    async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+        if (job, stage) == self.stalled:
+            await asyncio.sleep(3600)
+        return await super().claims(job, stage)
+
+
+@pytest.mark.parametrize("seen", [JOB, OTHER_JOB], ids=["its own", "another"])
+def test_a_stage_whose_claims_are_read_slowly_holds_up_no_renewal(seen: JobId) -> None:
+    """Neither another stage's nor its own."""
+
+    async def scenario() -> None:
+        network, start = MemoryNetwork(), asyncio.get_running_loop().time
+        owner, reader = (
+            StalledDirectory(network, Identity.generate(), lambda: 1_000_000.0 + start()) for _ in range(2)
+        )
+        leases = Leases(owner._identity.peer_id, owner)
+        await leases.claim(JOB, 0, 1.0)
+        await leases.claim(OTHER_JOB, 0, 1.0)
+        async with leases:
+            await asyncio.sleep(5.0)
+            owner.stalled = (JOB, 0)
+            for _ in range(300):
+                await asyncio.sleep(0.1)
+                assert len(await reader.claims(seen, 0)) == 1
+            owner.stalled = None
+
+    instant_loop.run(scenario())
 
 
 # --- claims that are shown

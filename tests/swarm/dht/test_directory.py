@@ -34,7 +34,8 @@ from fusion.swarm.dht.record_store import Kept, RecordStore
 from fusion.swarm.dht.values import key_id, node_id
 from fusion.swarm.dht.wire import FoundAt
 from fusion.swarm.directory.api import PEER_KEYS
-from fusion.swarm.directory.keys import jobs_key, key_of, shard, subkey_of
+from fusion.swarm.directory.keys import claims_key, jobs_key, key_of, shard, subkey_of
+from fusion.swarm.directory.records import JobId
 from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS, seal
 from fusion.swarm.errors import PeerUnreachable, RecordError
 from fusion.swarm.identity import Identity
@@ -334,6 +335,32 @@ def test_a_node_that_does_not_tell_of_a_key_is_not_taken_at_its_word() -> None:
             short[:] = [liar]
             directory._seen.clear()
             assert await directory.jobs(max_age_seconds=1e-9) == (record,)
+
+    asyncio.run(scenario())
+
+
+def test_the_claims_of_one_job_are_read_though_another_s_are_slow() -> None:
+    async def scenario() -> None:
+        identity, peer = Identity.generate(), Identity.generate().peer_id
+        p2p: Any = None
+        directory = HivemindDirectory(p2p, identity, DhtConfig(client=True))
+        directory._service.table.seen(Node(node_id(peer), peer))
+        record = claim_record(identity)
+        kept = {subkey_of(record): seal(record, identity, time.time() + 6.0)}
+        slow, slower = key_id(claims_key(JobId(digest("another job")), 0)), asyncio.Event()
+
+        async def told(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
+            if slow in keys:
+                await slower.wait()
+            return NodeReply({key: kept if key == key_id(key_of(record)) else {} for key in keys}, {})
+
+        directory._ask = told  # type: ignore[method-assign]
+        other = asyncio.create_task(directory.claims(JobId(digest("another job")), 0))
+        async with asyncio.timeout(10):
+            assert await directory.claims(JOB, 0) == (record,)
+        assert not other.done()
+        slower.set()
+        assert await other == ()
 
     asyncio.run(scenario())
 
