@@ -14,6 +14,7 @@ from typing import Any, NewType, Protocol, runtime_checkable
 from fusion.swarm.errors import NotAdmitted, RemoteError
 
 UNASKED_BYTES = 64 * 1024
+UNASKED_HEADER_BYTES = 32 * 1024
 MAX_ASK = 8  # other peers that an error names
 
 PeerId = NewType("PeerId", str)  # base58 text of the libp2p peer id
@@ -60,12 +61,12 @@ class Stream(Protocol):
 
     async def announced(self) -> int:
         """Bytes of the payload of the next frame, once its head is here: one over what is allowed is not read before more is.
-        Raises as `receive`."""
+        More than UNASKED_BYTES as well where its header is. Raises as `receive`."""
 
     def allow(self, payload_bytes: int) -> None:
         """Take frames with payloads up to this size from now on, also one that waits to be received already; for a
         larger one `receive` raises FrameError. A stream that a stranger opened takes UNASKED_BYTES until its handler
-        knows who that is; one that we opened takes what answers may have where the transport was told, else what its limits allow."""
+        knows who that is, and headers of UNASKED_HEADER_BYTES until that allows anything or has sent something; one that we opened takes what answers may have where the transport was told, else what its limits allow."""
 
     async def aclose(self) -> None:
         """Finish our side after what was sent has gone out. Idempotent."""

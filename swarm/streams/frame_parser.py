@@ -1,7 +1,8 @@
 """Bytes as they arrive, cut into frames. No I/O: a stream asks where to put bytes and says how many came.
 
 Small frames are cut from one buffer, so that one read may bring many; a large payload is read straight into the
-memory it will be used from. Nothing is allocated for a length over the caps, and memory for a payload is only
+memory it will be used from. A header stays as it came until its frame is taken: decoded it may take twenty times as much
+memory. Nothing is allocated for a length over the caps, and memory for a payload is only
 backed by the machine as its bytes arrive (numpy.empty does not touch its pages), so a peer that announces 512 MiB
 and sends nothing costs nothing.
 """
@@ -11,15 +12,8 @@ from __future__ import annotations
 from collections import deque
 
 from fusion.swarm.errors import FrameError
-from fusion.swarm.streams.frames import (
-    CONTAINER_BYTES,
-    DEFAULT_LIMITS,
-    HEAD_BYTES,
-    FrameLimits,
-    decode_counted,
-    decode_head,
-)
-from fusion.swarm.transport import Frame, Header
+from fusion.swarm.streams.frames import DEFAULT_LIMITS, HEAD_BYTES, FrameLimits, decode_head, decode_header
+from fusion.swarm.transport import UNASKED_BYTES, Buffer, Frame
 
 SCRATCH_BYTES = 64 * 1024
 _MAX_PREAMBLE_BYTES = 64 * 1024 - 16  # p2pd's own messages are a few hundred bytes
@@ -43,15 +37,16 @@ class FrameParser:
     """
 
     def __init__(self, limits: FrameLimits = DEFAULT_LIMITS, *, preamble: bool = False) -> None:
-        self._ready: deque[tuple[Frame, int, int]] = (
+        self._ready: deque[tuple[Buffer, memoryview]] = (
             deque()
-        )  # frames not yet taken, their size on the wire, what they take of memory
-        self.ready_bytes = 0  # of memory
+        )  # headers and payloads of frames not yet taken
+        self.ready_bytes = 0  # of these, as on the wire
         self.has_received = False  # whether a frame has arrived
         self.ended = False  # the sender said that no more frames come
         self.preamble: bytes | None = None
         self.allowed = limits.payload_bytes
-        # The size of a payload over `allowed`, which is not read: nothing behind it is parsed.
+        self.allowed_header = limits.header_bytes
+        # Of a frame over `allowed` or `allowed_header`, which is not read, as `announced` says it: nothing behind it is parsed.
         self.refused = 0
         self._limits = limits
         self._wants_preamble = preamble
@@ -59,7 +54,7 @@ class FrameParser:
         self._start = 0  # of what arrived in the scratch buffer and is not parsed yet
         self._end = 0
         self._lengths: tuple[int, int] | None = None  # of the frame being read: header, payload
-        self._header: tuple[str, Header, int] | None = None
+        self._header: Buffer | None = None  # of that frame
         self._piece: memoryview | None = None  # a header or payload that is read straight into its own memory
         self._filled = 0
 
@@ -80,7 +75,7 @@ class FrameParser:
                 return
             piece, self._piece = self._piece, None
             if self._header is None:
-                self._header = decode_counted(piece)
+                self._header = piece
             else:
                 self._emit(piece)
         while self._parse_one():
@@ -102,21 +97,39 @@ class FrameParser:
 
     @property
     def announced(self) -> int:
-        """Bytes of the payload of the next frame, of one that is refused as well; 0 where there is none."""
-        return len(self._ready[0][0].payload) if self._ready else self.refused
+        """Bytes of the payload of the next frame, of one that is refused as well; 0 where there is none. At least
+        UNASKED_BYTES more than its header has, where that is refused."""
+        return len(self._ready[0][1]) if self._ready else self.refused
+
+    @property
+    def refusal(self) -> str:
+        """Why the next frame is refused."""
+        header_bytes, payload_bytes = self._lengths or (0, 0)
+        if header_bytes > self.allowed_header:
+            return f"a header of {header_bytes} bytes; at most {self.allowed_header} are allowed now"
+        return f"a payload of {payload_bytes} bytes; at most {self.allowed} are allowed now"
 
     def allow(self, payload_bytes: int) -> None:
         """Change the cap on payloads, never above the limits; what waited for that is parsed. Raises FrameError."""
         self.allowed = min(payload_bytes, self._limits.payload_bytes)
-        if self.refused and self.refused <= self.allowed:
+        self._look_again()
+
+    def allow_headers(self, header_bytes: int) -> None:
+        """As `allow`, for headers."""
+        self.allowed_header = min(header_bytes, self._limits.header_bytes)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        if self.refused:
             self.refused = 0
             self.advance(0)
 
     def take(self) -> tuple[Frame, int]:
-        """The oldest frame and its size on the wire in bytes; there must be one."""
-        frame, size, taken = self._ready.popleft()
-        self.ready_bytes -= taken
-        return frame, size
+        """The oldest frame and its size on the wire in bytes; there must be one. Raises FrameError for a header that is none."""
+        header, payload = self._ready.popleft()
+        size = HEAD_BYTES + len(header) + len(payload)
+        self.ready_bytes -= size
+        return Frame(*decode_header(header), payload), size
 
     def forget(self) -> None:
         """Drop the frames that nobody will take any more."""
@@ -139,6 +152,9 @@ class FrameParser:
                 self.ended = True
                 return True
         header_bytes, payload_bytes = self._lengths
+        if header_bytes > self.allowed_header:
+            self.refused = max(payload_bytes, UNASKED_BYTES + header_bytes)
+            return False
         if payload_bytes > self.allowed:
             self.refused = payload_bytes
             return False
@@ -147,7 +163,7 @@ class FrameParser:
                 if header_bytes + HEAD_BYTES > SCRATCH_BYTES:
                     self._read_apart(memoryview(bytearray(header_bytes)))
                 return False
-            self._header = decode_counted(self._scratch[self._start : self._start + header_bytes])
+            self._header = bytes(self._scratch[self._start : self._start + header_bytes])
             self._start += header_bytes
         if self._end - self._start < payload_bytes:
             self._read_apart(_empty(payload_bytes))
@@ -166,11 +182,8 @@ class FrameParser:
 
     def _emit(self, payload: memoryview) -> None:
         assert self._header is not None and self._lengths is not None
-        kind, header, containers = self._header
-        size = HEAD_BYTES + sum(self._lengths)
-        taken = size + CONTAINER_BYTES * containers
-        self._ready.append((Frame(kind, header, payload), size, taken))
-        self.ready_bytes += taken
+        self._ready.append((self._header, payload))
+        self.ready_bytes += HEAD_BYTES + sum(self._lengths)
         self.has_received = True
         self._header = self._lengths = None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 from fusion.swarm.errors import FrameError, StreamBroken, StreamClosed, TransportError
@@ -18,7 +19,7 @@ from fusion.swarm.streams.frame_parser import FrameParser
 from fusion.swarm.streams.frames import FrameLimits, Message
 from fusion.swarm.streams.traffic import TrafficCounter
 from fusion.swarm.swarm_key import Authorizer
-from fusion.swarm.transport import UNASKED_BYTES, Buffer, Frame, PeerId
+from fusion.swarm.transport import UNASKED_BYTES, UNASKED_HEADER_BYTES, Buffer, Frame, PeerId
 
 # Of frames that wait here before we stop reading; one frame more may be on its way in. Of a stream that takes no more
 # than UNASKED_BYTES, as strangers open them, so much and no more.
@@ -45,7 +46,8 @@ class FrameStream(asyncio.BufferedProtocol):
         allowed: int | None = None,
         authorizer: Authorizer | None = None,
     ) -> None:
-        """`allowed`: the largest payload to take at first; see `Stream.allow`. `authorizer`: of a closed swarm, whose
+        """`allowed`: the largest payload to take at first; see `Stream.allow`. Of whoever opens a stream to us for which it is
+        given, headers of UNASKED_HEADER_BYTES until then, or until we have said something. `authorizer`: of a closed swarm, whose
         members alone are heard and answered."""
         self.remote = remote
         self.protocol = protocol
@@ -62,6 +64,9 @@ class FrameStream(asyncio.BufferedProtocol):
         self._opened: Callable[[FrameStream, bytes | None], None] | None = opened
         self._parser = FrameParser(limits, preamble=True)
         self._parser.allow(limits.payload_bytes if allowed is None else allowed)
+        self._asked = self._ours or allowed is None  # headers are as large as the limits say
+        if not self._asked:
+            self._parser.allow_headers(UNASKED_HEADER_BYTES)
         self._socket: asyncio.Transport | None = None
         self._failure: FrameError | None = None
         self._closed = False
@@ -95,8 +100,7 @@ class FrameStream(asyncio.BufferedProtocol):
         try:
             self._parser.advance(nbytes)
         except FrameError as error:
-            self._failure = error
-            self.drop()
+            self._fail(error)
         if self._opened is not None and self._parser.preamble is not None:
             opened, self._opened = self._opened, None
             opened(self, self._parser.preamble)
@@ -181,6 +185,7 @@ class FrameStream(asyncio.BufferedProtocol):
         if len(head) + size > _JOINED_BYTES:
             return False
         socket.write(b"".join((head, *views)))
+        self._take_all_headers()
         self.used_at = asyncio.get_running_loop().time()
         self._traffic.sent(self.remote, len(head) + size)
         return True
@@ -204,18 +209,21 @@ class FrameStream(asyncio.BufferedProtocol):
             except asyncio.CancelledError:
                 self.abort()
                 raise
+        self._take_all_headers()
         self.used_at = asyncio.get_running_loop().time()
         self._traffic.sent(self.remote, len(head) + size)
 
     async def receive(self) -> Frame:
         while not self._parser.ready or self._closed:
             if self._parser.refused and self._failure is None and not self._closed:
-                self._failure = FrameError(
-                    f"a payload of {self._parser.refused} bytes; at most {self._parser.allowed} are allowed now"
-                )
-                self.drop()
+                self._fail(FrameError(self._parser.refusal))
             await self._more()
-        frame, size = self._parser.take()
+        try:
+            frame, size = self._parser.take()
+        except FrameError as error:
+            self._parser.forget()
+            self._fail(error)
+            raise self._refused(error) from error
         self.used_at = asyncio.get_running_loop().time()
         self._traffic.received(self.remote, size)
         self._read_on()
@@ -227,15 +235,21 @@ class FrameStream(asyncio.BufferedProtocol):
         return self._parser.announced
 
     def allow(self, payload_bytes: int) -> None:
+        self._asked = True
         announced = self._parser.refused > 0
         try:
             self._parser.allow(payload_bytes)
+            self._parser.allow_headers(self._limits.header_bytes)
         except FrameError as error:
-            self._failure = error
-            self.drop()
+            self._fail(error)
         self._awaited |= announced and not self._parser.refused
         self._read_on()
         self._wake_reader()
+
+    def _take_all_headers(self) -> None:
+        """We have said something: who is told so may have much to say."""
+        if not self._asked:
+            self.allow(self._parser.allowed)
 
     async def aclose(self) -> None:
         if self._closed:
@@ -278,7 +292,7 @@ class FrameStream(asyncio.BufferedProtocol):
         if self._closed:
             raise StreamClosed(f"{self.protocol}: we closed this stream")
         if self._failure is not None:
-            raise FrameError(f"{self.remote} on {self.protocol}: {self._failure}") from self._failure
+            raise self._refused(self._failure) from self._failure
         if self._parser.ended or self.lost.done():
             raise self._ended()
         if self._reader is not None:
@@ -300,11 +314,12 @@ class FrameStream(asyncio.BufferedProtocol):
     def _admit(self) -> bool:
         """Look at what came first; whether anything may be done with this stream. One who is no member gets no word."""
         if self._parser.ready:
-            frame, _ = self._parser.take()
-            self._parser.has_received = self._parser.ready > 0
             assert self._authorizer is not None
-            said = frame.header.get("token") if frame.kind == TOKEN else None
-            self._admitted = self._authorizer.admits(self.remote, said)
+            with suppress(FrameError):
+                frame, _ = self._parser.take()
+                said = frame.header.get("token") if frame.kind == TOKEN else None
+                self._admitted = self._authorizer.admits(self.remote, said)
+            self._parser.has_received = self._parser.ready > 0
         elif not (self._parser.ended or self._parser.refused or self._failure):
             return False  # half a frame
         if not self._admitted:
@@ -343,6 +358,13 @@ class FrameStream(asyncio.BufferedProtocol):
             await asyncio.shield(self._writable)
         if self.lost.done():
             raise self._ended()
+
+    def _fail(self, error: FrameError) -> None:
+        self._failure = error
+        self.drop()
+
+    def _refused(self, error: FrameError) -> FrameError:
+        return FrameError(f"{self.remote} on {self.protocol}: {error}")
 
     def _ended(self) -> TransportError:
         if self._closed:

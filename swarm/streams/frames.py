@@ -11,6 +11,7 @@ Both lengths are held against `FrameLimits` before anything is read or allocated
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,10 @@ END = _HEAD.pack(0, 0)  # the last thing on a stream that its sender closed; wit
 
 MAX_KIND_CHARACTERS = 64
 MAX_CONTAINERS = 4096  # lists and maps in one header: an empty one is a byte on the wire and 64 in memory
-CONTAINER_BYTES = 96  # of memory that we count for each
+CONTAINER_BYTES = 96  # of memory that we count for each in a header that waits to be sent
+# Of memory for all values of one header: short texts take twenty times their bytes. The most that is sent are 30 000 token
+# ids, and batches of 1024 headers; both fit.
+MAX_VALUE_BYTES = 2 << 20
 _MAX_DEPTH = 16  # of lists and maps in a header
 
 
@@ -83,13 +87,8 @@ def decode_head(data: Buffer, limits: FrameLimits = DEFAULT_LIMITS, offset: int 
 
 
 def decode_header(data: Buffer) -> tuple[str, Header]:
-    """Kind and header of a frame. Raises FrameError for bytes that are not exactly one header."""
-    kind, header, _ = decode_counted(data)
-    return kind, header
-
-
-def decode_counted(data: Buffer) -> tuple[str, Header, int]:
-    """As `decode_header`, and how many lists and maps the header consists of, at most MAX_CONTAINERS."""
+    """Kind and header of a frame. Raises FrameError for bytes that are not exactly one header, or one of more than
+    MAX_CONTAINERS lists and maps or MAX_VALUE_BYTES of memory."""
     containers = _Containers()
     try:
         value = msgpack.unpackb(
@@ -114,21 +113,28 @@ def decode_counted(data: Buffer) -> tuple[str, Header, int]:
     if not isinstance(header, dict):
         raise FrameError("a header that is not [kind, map]")
     _check_keys(header, _MAX_DEPTH)
-    return kind, header, containers.count
+    return kind, header
 
 
 class _Containers:
-    """Called with each list and map as it is made, so that a header of too many is given up before they are."""
+    """Called with each list and map as it is made, so that a header of too many, or of too much in them, is given up before
+    they are."""
 
-    __slots__ = ("count",)
+    __slots__ = ("count", "value_bytes")
 
     def __init__(self) -> None:
         self.count = 0
+        self.value_bytes = 0  # of memory
 
-    def __call__(self, made: Any) -> Any:
+    def __call__(self, made: dict[Any, Any] | list[Any]) -> dict[Any, Any] | list[Any]:
         self.count += 1
         if self.count > MAX_CONTAINERS:
             raise FrameError(f"a header of more than {MAX_CONTAINERS} lists and maps")
+        self.value_bytes += sum(map(sys.getsizeof, made))
+        if isinstance(made, dict):
+            self.value_bytes += sum(map(sys.getsizeof, made.values()))
+        if self.value_bytes > MAX_VALUE_BYTES:
+            raise FrameError(f"a header whose values take more than {MAX_VALUE_BYTES} bytes of memory")
         return made
 
 

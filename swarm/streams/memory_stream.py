@@ -14,7 +14,7 @@ from fusion.swarm.errors import FrameError, StreamBroken, StreamClosed, Transpor
 from fusion.swarm.streams import frames
 from fusion.swarm.streams.frames import DEFAULT_LIMITS, FrameLimits
 from fusion.swarm.streams.traffic import TrafficCounter
-from fusion.swarm.transport import UNASKED_BYTES, Buffer, Frame, PeerId
+from fusion.swarm.transport import UNASKED_BYTES, UNASKED_HEADER_BYTES, Buffer, Frame, PeerId
 
 BUFFERED_BYTES = 1 << 20  # what a stream holds before its sender has to wait; one frame always fits
 
@@ -70,6 +70,7 @@ class MemoryStream:
         self._limits = limits
         self._traffic = traffic
         self._allowed = allowed
+        self._asked = allowed > UNASKED_BYTES  # headers are as large as the limits say
         self._turn = asyncio.Lock()
         self._closed = False
         self._has_received = False
@@ -97,12 +98,18 @@ class MemoryStream:
                     break
                 await pipe.changed.wait()
             pipe.put(head, bytearray().join(views))
+            self._asked = True
             self._traffic.sent(self.remote, len(head) + size)
 
     async def receive(self) -> Frame:
         await self.announced()
         head, payload = self._incoming.take()
         self._has_received = True
+        if self._large_header(head):
+            self.abort()
+            raise FrameError(
+                f"{self.remote} on {self.protocol}: a header of {len(head)} bytes is not allowed now"
+            )
         if len(payload) > self._allowed:
             self.abort()
             raise FrameError(
@@ -121,9 +128,14 @@ class MemoryStream:
             if pipe.end:
                 raise self._ended(pipe.end)
             await pipe.changed.wait()
-        return len(pipe.frames[0][1])
+        head, payload = pipe.frames[0]
+        return max(len(payload), UNASKED_BYTES + len(head)) if self._large_header(head) else len(payload)
+
+    def _large_header(self, head: bytes) -> bool:
+        return not self._asked and len(head) > frames.HEAD_BYTES + UNASKED_HEADER_BYTES
 
     def allow(self, payload_bytes: int) -> None:
+        self._asked = True
         self._allowed = min(payload_bytes, self._limits.payload_bytes)
 
     async def aclose(self) -> None:

@@ -16,26 +16,31 @@ from fusion.swarm.streams.frame_stream import UNREAD_BYTES, FrameStream
 from fusion.swarm.streams.frames import DEFAULT_LIMITS, FrameLimits
 from fusion.swarm.streams.queued_stream import QueuedStream
 from fusion.swarm.streams.traffic import TrafficCounter
-from fusion.swarm.transport import PeerId
+from fusion.swarm.transport import UNASKED_BYTES, PeerId
 
 SMALL = FrameLimits(header_bytes=200_000, payload_bytes=300_000)
 
 
-async def pair(limits: FrameLimits = DEFAULT_LIMITS) -> tuple[FrameStream, FrameStream, socket.socket]:
-    """Two streams on the ends of one socket, past their preambles, and the first one's socket."""
+async def pair(
+    limits: FrameLimits = DEFAULT_LIMITS, *, opened_to_us: bool = False
+) -> tuple[FrameStream, FrameStream, socket.socket]:
+    """Two streams on the ends of one socket, past their preambles, and the first one's socket. `opened_to_us`: the second one
+    is that of a stranger."""
     loop = asyncio.get_running_loop()
     sockets = socket.socketpair()
     streams = []
-    for end in sockets:
+    for number, end in enumerate(sockets):
+        stranger = opened_to_us and number == 1
         end.setblocking(False)
         opened = loop.create_future()
         _, stream = await loop.create_connection(
-            lambda opened=opened: FrameStream(  # type: ignore[misc]
+            lambda opened=opened, stranger=stranger: FrameStream(  # type: ignore[misc]
                 limits,
                 TrafficCounter(),
                 lambda _, data: opened.set_result(data),
-                PeerId("them"),
+                PeerId("" if stranger else "them"),
                 "/fusion/test/1",
+                UNASKED_BYTES if stranger else None,
             ),
             sock=end,
         )
@@ -364,5 +369,48 @@ def test_a_frame_is_announced_before_it_is_read_and_what_comes_of_it_is_counted(
         one.abort()
         with pytest.raises(StreamBroken):
             await two.announced()
+
+    runner(main())
+
+
+def test_who_was_not_answered_yet_has_little_to_say(runner: Any) -> None:
+    large = {"ids": list(range(30_000))}
+
+    async def main() -> None:
+        for how in ("nothing", "answered", "allowed"):
+            one, two, _ = await pair(opened_to_us=True)
+            await one.send("hello")
+            assert (await two.receive()).kind == "hello"
+            sending = asyncio.create_task(one.send("large", large, (b"x",)))
+            assert await two.announced() > UNASKED_BYTES
+            if how == "nothing":
+                with pytest.raises(FrameError, match=r"a header of .* at most 32768 are allowed now"):
+                    await two.receive()
+                await asyncio.gather(sending, return_exceptions=True)
+                continue
+            if how == "answered":
+                await two.send("welcome")
+            else:
+                two.allow(UNASKED_BYTES)
+            assert await two.announced() == 1
+            frame = await two.receive()
+            assert frame.header == large and bytes(frame.payload) == b"x"
+            await sending
+
+    runner(main())
+
+
+def test_a_header_that_is_none_closes_the_stream(runner: Any) -> None:
+    async def main() -> None:
+        one, two, _ = await pair()
+        await one.send("good")
+        await one.write_message((3).to_bytes(4, "big") + bytes(8) + b"\x92\xa1k")
+        await one.send("behind it")
+        assert (await two.receive()).kind == "good"
+        for _ in range(2):
+            with pytest.raises(FrameError, match="them on /fusion/test/1: a header that is not msgpack"):
+                await two.receive()
+        with pytest.raises(StreamBroken):
+            await one.receive()
 
     runner(main())

@@ -15,7 +15,6 @@ from support.examples import examples
 from fusion.swarm.errors import FrameError
 from fusion.swarm.streams.frame_parser import SCRATCH_BYTES, FrameParser
 from fusion.swarm.streams.frames import (
-    CONTAINER_BYTES,
     DEFAULT_LIMITS,
     END,
     HEAD_BYTES,
@@ -139,16 +138,55 @@ def test_a_header_of_empties_is_given_up_before_it_fills_the_memory(empty: bytes
         tracemalloc.stop()
 
 
-def test_unread_frames_are_counted_by_what_they_take_of_memory() -> None:
+def test_a_header_of_short_texts_is_given_up_before_it_fills_the_memory() -> None:
+    short = {"a": ["%02x" % (n % 256) for n in range(86_000)]}
+    with pytest.raises(FrameError, match="bytes of memory"):
+        decode_header(msgpack.packb(["k", short]))
+    parts = {"a": [["%02x" % (n % 256) for n in range(500)] for _ in range(150)]}
+    with pytest.raises(FrameError, match="bytes of memory"):
+        decode_header(msgpack.packb(["k", parts]))
+    names = {"a": {f"{n:x}": n for n in range(30_000)}}
+    with pytest.raises(FrameError, match="bytes of memory"):
+        decode_header(msgpack.packb(["k", names]))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {
+            "answered": [150_000 + n for n in range(30_000)],
+            "logit_bias": [[n + 300, 0.5] for n in range(1024)],
+        },
+        {
+            "of": [
+                {"session": f"{n:032x}", "start": 900, "length": 16, "sample": True, "number": 400}
+                | {"guesses": [100_000 + k for k in range(15)]}
+                for n in range(1024)
+            ]
+        },
+        {"route": [[f"12D3KooW{n:044x}", 1000] for n in range(4090)]},
+        {"owners": [f"12D3KooW{n:044x}" for n in range(4096)], "busy": [0.5] * 4096},
+    ],
+    ids=["answered", "chunks", "route", "progress"],
+)
+def test_the_largest_headers_that_are_sent_have_room(header: dict[str, Any]) -> None:
+    data = wire("k", header)
+    assert decode_header(data[HEAD_BYTES:]) == ("k", header)
+
+
+@pytest.mark.parametrize("value", ["ab", []], ids=["texts", "lists"])
+def test_unread_frames_take_no_more_memory_than_is_counted(value: object) -> None:
+    data = wire("k", {"a": [value] * 4000}) * 4
     parser = FrameParser()
-    data = wire("k", {"a": [[]] * 4000})
-    for at in range(0, len(data), 1000):
-        part = data[at : at + 1000]
-        parser.room()[: len(part)] = part
-        parser.advance(len(part))
-    assert parser.ready == 1 and parser.ready_bytes > 4000 * CONTAINER_BYTES
-    assert parser.take()[1] == len(data)
-    assert parser.ready_bytes == 0
+    tracemalloc.start()
+    try:
+        feed(parser, data, [1000])
+        assert parser.ready == 4 and parser.ready_bytes == len(data)
+        assert tracemalloc.get_traced_memory()[0] < len(data) + 8192
+    finally:
+        tracemalloc.stop()
+    assert parser.take()[1] == len(data) // 4
+    assert parser.ready_bytes == len(data) * 3 // 4
 
 
 def test_a_header_msgpack_cannot_carry_is_the_callers_mistake() -> None:
@@ -209,7 +247,7 @@ def test_any_cut_of_the_bytes_gives_the_same_frames(
     feed(parser, data + (END + b"whatever follows" if ends else b""), sizes)
     assert parser.preamble == b"abc"
     assert parser.ended is ends
-    assert parser.ready_bytes == len(data) - 4 + 2 * CONTAINER_BYTES * len(bodies)
+    assert parser.ready_bytes == len(data) - 4
     for number, body in enumerate(bodies, 1):
         frame, size = parser.take()
         assert (frame.kind, frame.header, bytes(frame.payload)) == (str(number), header, body)
