@@ -165,7 +165,8 @@ class BlobStore:
         """Start, or go on with, fetching a blob, for members of `job` alone where one is named. `close` the result. Raises
         QuotaExceeded, BlobError."""
         index = decode_index(index_bytes, digest)
-        with self._lock:
+        # Until then whoever makes room may be deleting its file; afterwards nobody may choose it.
+        with self._moving, self._lock:
             self._resumable.pop(digest, None)
         try:
             there = min(disk.held_bytes(self._partial / digest), index.size_bytes)
@@ -215,6 +216,17 @@ class BlobStore:
         """Delete what is here of a blob on its way."""
         with self._lock:
             self._resumable.pop(digest, None)
+        self._unlink_partial(digest)
+
+    def _forget_resumable(self, digest: Digest) -> None:
+        """As `forget_partial`, unless somebody has gone on with it since it was chosen."""
+        with self._moving:
+            with self._lock:
+                if self._resumable.pop(digest, None) is None:
+                    return
+            self._unlink_partial(digest)
+
+    def _unlink_partial(self, digest: Digest) -> None:
         with disk.errors(f"cannot delete blob {digest[:8]}"):
             (self._partial / digest).unlink(missing_ok=True)
             (self._partial / f"{digest}.index").unlink(missing_ok=True)
@@ -335,7 +347,7 @@ class BlobStore:
                 half = next(iter(self._resumable), None)
                 held = dict(self._held)
             if half is not None:
-                self.forget_partial(half)
+                self._forget_resumable(half)
                 continue
             needs = self.needs
             chosen = [] if needs is None else victims(held, needs.all(), missing, self._now())

@@ -250,3 +250,29 @@ def test_a_restart_knows_what_was_used_when_and_sweeps_what_is_a_day_old(tmp_pat
     assert not again.has(old) and again.has(used)
     assert not partial.exists()
     assert BlobStore(tmp_path, 1000, now=clock).used_bytes == 1  # and without needs nothing goes
+
+
+def test_a_half_fetched_blob_that_is_gone_on_with_makes_no_room(tmp_path: Path) -> None:
+    parts = [bytes([n + 1]) * CHUNK_BYTES for n in range(3)]
+    index = index_of(parts)
+    store = BlobStore(tmp_path, 5 * CHUNK_BYTES, spare_bytes=lambda _: 1 << 40)
+    half = store.begin(index.encode(), index.digest)
+    half.write(0, parts[0])
+    half.close()
+    forget, begun = store._forget_resumable, []
+
+    def meanwhile(digest: Digest) -> None:
+        if not begun:  # another thread goes on with what was just chosen
+            store.quota_bytes = 16 * CHUNK_BYTES
+            begun.append(store.begin(index.encode(), index.digest))
+        forget(digest)
+
+    store._forget_resumable = meanwhile  # type: ignore[method-assign]
+    store.put(bytes(4 * CHUNK_BYTES))
+    (partial,) = begun
+    assert partial.missing == {1, 2}
+    for chunk in partial.missing.copy():
+        partial.write(chunk, parts[chunk])
+    partial.close()
+    assert store.path(index.digest).read_bytes() == b"".join(parts)
+    assert store.used_bytes == 7 * CHUNK_BYTES
