@@ -7,6 +7,7 @@ partial_blob    one on its way into a store
 store           blobs on disk, under a quota
 fetch           one blob on its way here, from several holders
 upload_budget   how much a peer gives away, shared fairly
+unread          memory for what readers have not taken yet, and who gives way where there is none
 serve           blobs for others, a share for each reader
 announce        telling the swarm what a store holds
 config          what may be set of all that

@@ -20,8 +20,7 @@ from typing import Self
 from fusion.swarm.authority.access import Access
 from fusion.swarm.blobs.announce import BlobAnnouncer
 from fusion.swarm.blobs.config import BlobConfig
-from fusion.swarm.blobs.fetch import Fetch, Fetched, ask_index
-from fusion.swarm.blobs.index import decode_index
+from fusion.swarm.blobs.fetch import Fetch, Fetched, ask_index, decoded
 from fusion.swarm.blobs.partial_blob import PartialBlob
 from fusion.swarm.blobs.serve import BlobServer
 from fusion.swarm.blobs.store import BlobStore
@@ -252,7 +251,7 @@ class Blobs:
         """Raises BlobError where none of the holders has the blob, TooLarge, QuotaExceeded."""
         request = {"digest": digest, **self._leave(job)}
         giver, data = await ask_index(self._transport, holders, request, patience_seconds)
-        size = decode_index(data, digest).size_bytes
+        size = (await decoded(data, digest)).size_bytes
         if max_bytes is not None and size > max_bytes:
             raise TooLarge(digest, size, max_bytes)
         partial = await self._begun(data, digest, job)

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.swarm.blobs.index import decode_index
+from fusion.swarm.blobs.index import BlobIndex, decode_index
 from fusion.swarm.blobs.partial_blob import BadChunk, PartialBlob
+from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import BlobError, FrameError, NotAdmitted, QuotaExceeded, SwarmError
 from fusion.swarm.protocol import BLOB
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call, checked
@@ -24,6 +25,7 @@ SILENT_SECONDS = 10.0
 MOST_ASKED = 64  # holders at once, silent ones included
 ALONE_CHUNKS = 16
 WINDOW = 16  # chunks asked of one holder and not yet here
+LARGE_INDEX_BYTES = 64 << 10  # decoded in a thread: one of 8 MiB takes a tenth of a second
 PATIENCE = 100  # times that a holder may ask us to wait for one chunk
 
 
@@ -64,13 +66,20 @@ async def ask_index(
     raise BlobError(trouble)
 
 
+async def decoded(data: bytes | memoryview, digest: Digest) -> BlobIndex:
+    """As `decode_index`, which does not hold the loop up."""
+    if len(data) <= LARGE_INDEX_BYTES:
+        return decode_index(data, digest)
+    return await asyncio.to_thread(decode_index, data, digest)
+
+
 async def _index_from(
     transport: Transport, holder: PeerId, request: Mapping[str, Any], timeout_seconds: float
 ) -> bytes:
     try:
         async with asyncio.timeout(timeout_seconds):
             frame = await call(transport, holder, BLOB.name, "index", request)
-        decode_index(frame.payload, request["digest"])
+        await decoded(frame.payload, request["digest"])
         return bytes(frame.payload)
     except TimeoutError:
         raise BlobError(f"{holder} did not answer") from None

@@ -6,27 +6,31 @@ Memory is the limit: a chunk is read only once there is room for it, and stays u
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
-from typing import Any
-from weakref import WeakValueDictionary
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
 from cachetools import TTLCache
 
 from fusion.swarm.authority.access import Access, chain_of
 from fusion.swarm.blobs.config import BlobConfig
-from fusion.swarm.blobs.index import CHUNK_BYTES
+from fusion.swarm.blobs.index import CHUNK_BYTES, HASH_BYTES
 from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.blobs.unread import Slot, UnreadChunks
 from fusion.swarm.blobs.upload_budget import UploadBudget
 from fusion.swarm.directory.records import Digest, JobId, is_digest
 from fusion.swarm.errors import FrameError, RecordError, StreamClosed, SwarmError
+from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.transport import PeerId, Stream
 
 MAX_CHUNKS_ASKED = 64  # in one request
 UNREAD_CHUNKS = 8  # chunks in memory that one reader has not taken yet, over all its streams
 ALL_UNREAD_CHUNKS = 128  # and all readers together
+SUBNET_READERS = 4  # a public network has as much as so many readers, and is left once so many took nothing
 SHUNNED_SECONDS = 60.0  # for which a reader that took nothing gets nothing
 WAIT_SECONDS = 5.0  # between two words to a reader whom the upload budget keeps waiting
+
+T = TypeVar("T")
 
 
 class BlobServer:
@@ -39,9 +43,9 @@ class BlobServer:
         self._access = access
         self._config = config
         self._uploads = asyncio.Semaphore(config.uploads)
-        self._unread = asyncio.Semaphore(ALL_UNREAD_CHUNKS)
-        self._unread_by: WeakValueDictionary[PeerId, asyncio.Semaphore] = WeakValueDictionary()
+        self._unread = UnreadChunks(ALL_UNREAD_CHUNKS, UNREAD_CHUNKS, SUBNET_READERS * UNREAD_CHUNKS)
         self._slow: TTLCache[PeerId, None] = TTLCache(1024, SHUNNED_SECONDS)
+        self._slow_networks: TTLCache[str, int] = TTLCache(1024, SHUNNED_SECONDS)  # how many of each
         self._budget = budget or UploadBudget(config.upload_bytes_per_second)
 
     async def aclose(self) -> None:
@@ -69,12 +73,11 @@ class BlobServer:
                 }
                 await self._send(stream, "error", closed)
                 continue
-            match frame.kind, frame.header.get("chunks"):
+            kind, chunks = frame.kind, frame.header.get("chunks")
+            del frame  # whatever else it says takes no memory while the reader takes its chunks
+            match kind, chunks:
                 case "index", _:
-                    data = await asyncio.to_thread(self._store.index, digest)
-                    # Without a word while it waits: who asks for an index takes nothing else for an answer.
-                    await self._budget.spend(stream.remote, len(data), first=True)
-                    await self._send(stream, "index", {}, [data])
+                    await self._send_index(stream, digest)
                 case "get", list() as chunks if len(chunks) <= MAX_CHUNKS_ASKED:
                     await self._send_chunks(stream, digest, chunks)
                 case _:
@@ -99,24 +102,49 @@ class BlobServer:
         for chunk in chunks:
             if type(chunk) is not int:
                 raise FrameError("a blob request that is not one")
-            if stream.remote in self._slow:
-                raise FrameError("whoever took nothing of a chunk is left alone for a while")
+            self._check_reads(stream)
             await self._send_chunk(stream, digest, chunk)
+
+    def _check_reads(self, stream: Stream) -> None:
+        network = _network(stream)
+        slow = network is not None and self._slow_networks.get(network, 0) >= SUBNET_READERS
+        if slow or stream.remote in self._slow:
+            raise FrameError("whoever took nothing of a chunk is left alone for a while")
+
+    async def _send_index(self, stream: Stream, digest: Digest) -> None:
+        """Without a word while it waits: who asks for an index takes nothing else for an answer."""
+        self._check_reads(stream)
+        size = HASH_BYTES * -(-self._store.size(digest) // CHUNK_BYTES)
+        slot = await self._unread.acquire(stream.remote, _network(stream), 1 + size // CHUNK_BYTES)
+        async with self._used(slot):
+            data = await asyncio.to_thread(self._store.index, digest)
+            await self._budget.spend(stream.remote, len(data), first=True)
+            slot.since = asyncio.get_running_loop().time()
+            await self._send(stream, "index", {}, [data])
 
     async def _send_chunk(self, stream: Stream, digest: Digest, chunk: int) -> None:
         """Read it only once there is room for it: it stays in memory until the reader has taken it."""
         reader = stream.remote
-        own = self._unread_by.setdefault(reader, asyncio.Semaphore(UNREAD_CHUNKS))
-        async with AsyncExitStack() as turns:
-            if self._budget.limited:
-                size = min(CHUNK_BYTES, self._store.size(digest) - chunk * CHUNK_BYTES)
-                await self._patiently(stream, self._budget.spend(reader, max(0, size)))
-            for turn in (own, self._unread):
-                await self._patiently(stream, turn.acquire())
-                turns.callback(turn.release)
+        if self._budget.limited:
+            size = min(CHUNK_BYTES, self._store.size(digest) - chunk * CHUNK_BYTES)
+            await self._patiently(stream, self._budget.spend(reader, max(0, size)))
+        slot = await self._patiently(stream, self._unread.acquire(reader, _network(stream)))
+        async with self._used(slot):
             async with self._uploads:
                 data = await asyncio.to_thread(self._store.read_chunk, digest, chunk)
+            slot.since = asyncio.get_running_loop().time()
             await self._send(stream, "chunk", {"index": chunk}, [data])
+
+    @asynccontextmanager
+    async def _used(self, slot: Slot) -> AsyncIterator[None]:
+        """Until its reader has taken what is sent out of it. FrameError where it gives way to others."""
+        try:
+            async with asyncio.timeout(None) as slot.until:
+                yield
+        except TimeoutError:
+            raise FrameError("gave way to others: too little of it was taken") from None
+        finally:
+            self._unread.release(slot)
 
     async def _send(
         self,
@@ -130,15 +158,18 @@ class BlobServer:
             async with asyncio.timeout(self._config.chunk_seconds):
                 await stream.send(kind, header, payload)
         except TimeoutError:
+            network = _network(stream)
+            if network is not None and stream.remote not in self._slow:
+                self._slow_networks[network] = self._slow_networks.get(network, 0) + 1
             self._slow[stream.remote] = None
             raise FrameError(f"nothing of a {kind} was taken for {self._config.chunk_seconds:g} s") from None
 
-    async def _patiently(self, stream: Stream, turn: Coroutine[Any, Any, object]) -> None:
+    async def _patiently(self, stream: Stream, turn: Coroutine[Any, Any, T]) -> T:
         """Wait for a turn, and tell the reader now and then that we are still there: it leaves a holder that says
         nothing."""
         talking = asyncio.create_task(self._soothe(stream))
         try:
-            await turn
+            return await turn
         finally:
             talking.cancel()
             await asyncio.wait([talking])
@@ -148,3 +179,7 @@ class BlobServer:
             while True:
                 await asyncio.sleep(WAIT_SECONDS)
                 await self._send(stream, "wait")
+
+
+def _network(stream: Stream) -> str | None:
+    return stream.subnet if isinstance(stream, FrameStream) else None

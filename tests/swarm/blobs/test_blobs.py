@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.instant_loop import run
 
+from fusion.swarm.authority.access import Access
 from fusion.swarm.blobs.announce import ANNOUNCED_AT_ONCE
 from fusion.swarm.blobs.blobs import Blobs
 from fusion.swarm.blobs.config import BlobConfig
@@ -29,10 +30,12 @@ from fusion.swarm.blobs.index import (
     index_of,
 )
 from fusion.swarm.blobs.partial_blob import BadChunk, PartialBlob
+from fusion.swarm.blobs.serve import ALL_UNREAD_CHUNKS, BlobServer
 from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.blobs.unread import UnreadChunks
 from fusion.swarm.blobs.upload_budget import BURST_SECONDS, UploadBudget
 from fusion.swarm.directory.records import Digest, ProviderRecord
-from fusion.swarm.errors import BlobError, QuotaExceeded, RemoteError, SwarmError
+from fusion.swarm.errors import BlobError, QuotaExceeded, RemoteError, StreamClosed, SwarmError
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
@@ -40,7 +43,7 @@ from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.protocol import BLOB, MAX_INDEX_BYTES
 from fusion.swarm.streams.memory_stream import MemoryStream
-from fusion.swarm.transport import PeerId, Stream, call, checked
+from fusion.swarm.transport import Frame, PeerId, Stream, call, checked
 
 QUOTA = 64 << 20
 PROMPT = BlobConfig(retry_seconds=0, attempts=2, chunk_seconds=5)
@@ -864,3 +867,71 @@ def test_held_blobs_stay_announced(tmp_path: Path) -> None:
 def test_a_bad_setting_is_named() -> None:
     with pytest.raises(ValueError, match="holders"):
         BlobConfig(holders=0)
+
+
+class Reader:
+    """The holder's end of a stream to one that asks once, and takes what it is sent or does not."""
+
+    protocol = BLOB.name
+
+    def __init__(self, remote: str, frame: Frame, *, takes: bool) -> None:
+        self.remote = PeerId(remote)
+        self.got = asyncio.Event()
+        self._asked: list[Frame] = [frame]
+        self._takes = takes
+
+    async def receive(self) -> Frame:
+        if not self._asked:
+            raise StreamClosed("asked all")
+        return self._asked.pop()
+
+    async def send(self, kind: str, header: object = None, payload: object = ()) -> None:
+        if kind != "wait":
+            if not self._takes:
+                await asyncio.Event().wait()
+            self.got.set()
+
+
+@pytest.mark.parametrize("kind", ["get", "index"])
+def test_many_readers_who_take_nothing_keep_nobody_from_reading(tmp_path: Path, kind: str) -> None:
+    store = BlobStore(tmp_path, QUOTA)
+    frame = Frame(kind, {"digest": store.put(b"data"), "chunks": [0]})
+    read = 0
+    index = store.index
+
+    def counted(digest: Digest) -> bytes:
+        nonlocal read
+        read += 1
+        return index(digest)
+
+    store.index = counted  # type: ignore[method-assign]
+
+    async def scenario() -> None:
+        server = BlobServer(store, Access(), BlobConfig(chunk_seconds=30))
+        idle = [Reader(f"idle{n}", frame, takes=False) for n in range(24) for _ in range(8)]
+        tasks = [asyncio.create_task(server.attend(each)) for each in idle]  # type: ignore[arg-type]
+        await asyncio.sleep(0.3)
+        assert server._unread._total == ALL_UNREAD_CHUNKS and read <= ALL_UNREAD_CHUNKS
+        honest = Reader("honest", frame, takes=True)
+        tasks.append(asyncio.create_task(server.attend(honest)))  # type: ignore[arg-type]
+        async with asyncio.timeout(5):
+            await honest.got.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert server._unread._total == 0 and not server._unread._held
+
+    asyncio.run(scenario())
+
+
+def test_a_network_has_no_more_unread_than_four_readers() -> None:
+    async def scenario() -> None:
+        unread = UnreadChunks(128, 8, 32)
+        for n in range(32):
+            await unread.acquire(PeerId(f"one{n // 2}"), "203.0.113.0/24")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await unread.acquire(PeerId("another"), "203.0.113.0/24")
+        await unread.acquire(PeerId("another"), "198.51.100.0/24")
+
+    asyncio.run(scenario())
