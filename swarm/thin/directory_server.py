@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgpack
+from cachetools import TTLCache
 
 from fusion.swarm.dht.request_budget import BudgetConfig, RequestBudget, spend_all
 from fusion.swarm.errors import FrameError
@@ -30,6 +31,14 @@ ANSWER_BYTES = 4 << 20  # in all
 # What clients may have looked up, in keys: each, and all of them together.
 CLIENT = BudgetConfig(per_second=32.0, burst=1024.0)
 EVERYBODY = BudgetConfig(per_second=256.0, burst=8192.0)
+# And beside a key what was found under it, once it was looked up: its signatures are checked, and other nodes told it.
+RECORD, KIB = 0.1, 0.04
+# What other nodes give us for clients, in their tokens (`fusion.swarm.dht.service`): half of what they give a peer, so that our own
+# claims always find theirs. A question, and what is told in answer.
+OURS = BudgetConfig(per_second=BudgetConfig.per_second / 2, burst=BudgetConfig.burst / 2)
+OUR_KEY, OUR_KIB = 1.25, 0.05
+TOLD_SECONDS = 0.5  # for which what was found is told again
+TOLD_BYTES = 16 << 20  # of records that are remembered for that
 SUBNET_CLIENTS = 4  # a network may use as much of us as so many clients
 BUSY = "busy: ask less"
 
@@ -45,32 +54,45 @@ class SealedDirectory(Protocol):
         """The live records under each of the keys, as their authors signed them."""
 
 
+class _Budget(RequestBudget):
+    """One that can be in debt: what a lookup costs is known afterwards."""
+
+    def charge(self, account: str, tokens: float) -> None:
+        self._left[account] = (self._has(account) - tokens, self._clock())
+
+
 class DirectoryServer:
-    """`attend` for each stream of the protocol. What is asked for is paid for before it is looked up."""
+    """`attend` for each stream of the protocol. Keys are paid for before they are looked up, what was found under them
+    afterwards."""
 
     def __init__(self, directory: SealedDirectory, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds that only rise."""
         self._directory = directory
-        self._clients = RequestBudget(CLIENT, clock)
-        self._subnets = RequestBudget(
+        self._clients = _Budget(CLIENT, clock)
+        self._subnets = _Budget(
             BudgetConfig(per_second=SUBNET_CLIENTS * CLIENT.per_second, burst=SUBNET_CLIENTS * CLIENT.burst),
             clock,
         )
-        self._everybody = RequestBudget(EVERYBODY, clock)
+        self._everybody = _Budget(EVERYBODY, clock)
+        self._ours = _Budget(OURS, clock)
+        self._told: TTLCache[str, Sequence[bytes]] = TTLCache(
+            TOLD_BYTES, TOLD_SECONDS, clock, lambda records: 1024 + _size(records)
+        )
 
     async def attend(self, stream: Stream) -> None:
         frame = await stream.receive()
         if frame.kind != "read":
             raise FrameError(f"{DIRECTORY.name} knows read, not {frame.kind!r:.40}")
         keys = _keys(frame)
-        accounts: list[tuple[RequestBudget, str]] = [(self._clients, stream.remote), (self._everybody, "")]
+        accounts: list[tuple[_Budget, str]] = [(self._clients, stream.remote), (self._everybody, "")]
         if isinstance(stream, FrameStream) and stream.subnet is not None:
             accounts.append((self._subnets, stream.subnet))
         if not spend_all(accounts, len(keys)):
             raise ValueError(BUSY)
-        found = await self._directory.sealed_under(keys)
+        found = await self._look_up(keys, accounts)
         total = 0
-        for key, records in zip(keys, found, strict=True):
+        for key in keys:
+            records = found[key]
             told, size = [], 0
             for data in records:
                 size += len(data)
@@ -82,6 +104,31 @@ class DirectoryServer:
                 break
             await stream.send("values", {"key": key, "now": self._directory.now()}, [msgpack.packb(told)])
         await stream.send("done")
+
+    async def _look_up(
+        self, keys: Sequence[str], accounts: Sequence[tuple[_Budget, str]]
+    ) -> dict[str, Sequence[bytes]]:
+        """ValueError where clients have used up what other nodes give us for them."""
+        found = {key: told for key in keys if (told := self._told.get(key)) is not None}
+        unknown = [key for key in keys if key not in found]
+        # The directory looks peers and jobs up no more often by itself, however many ask.
+        searched = [key for key in unknown if not key.startswith(("peers/", "jobs/"))]
+        if not self._ours.spend("", OUR_KEY * len(searched)):
+            raise ValueError(BUSY)
+        if unknown:
+            found |= zip(unknown, await self._directory.sealed_under(unknown), strict=True)
+        for key in searched:
+            kib = _size(found[key]) / 1024
+            self._ours.charge("", OUR_KIB * kib)
+            for budget, account in accounts:
+                budget.charge(account, RECORD * len(found[key]) + KIB * kib)
+            if 1024 + 1024 * kib <= TOLD_BYTES:
+                self._told[key] = found[key]
+        return found
+
+
+def _size(records: Sequence[bytes]) -> int:
+    return sum(map(len, records))
 
 
 def _keys(frame: Frame) -> list[str]:

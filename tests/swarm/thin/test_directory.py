@@ -12,6 +12,7 @@ import msgpack
 import pytest
 from support.directory_records import claim_record, job_record, link_record, peer_record, provider_record
 
+from fusion.swarm.dht.request_budget import BudgetConfig
 from fusion.swarm.directory.keys import jobs_key, peers_key, shard
 from fusion.swarm.directory.sealing import seal
 from fusion.swarm.errors import (
@@ -29,7 +30,7 @@ from fusion.swarm.protocol import DIRECTORY
 from fusion.swarm.thin import directory_server, remote_directory
 from fusion.swarm.thin.directory_server import BUSY, CLIENT, MAX_KEYS, DirectoryServer
 from fusion.swarm.thin.remote_directory import RemoteDirectory
-from fusion.swarm.transport import Handler, PeerId, Stream, call
+from fusion.swarm.transport import Frame, Handler, PeerId, Stream, call
 
 NOW = 1_700_000_000.0
 
@@ -290,3 +291,69 @@ def test_a_peer_that_is_there_and_tells_nothing_is_given_up(monkeypatch: pytest.
 def test_keys_of_all_kinds_can_be_asked_for() -> None:
     for key in (peers_key(15), jobs_key(0), f"claims/{'a' * 64}/65535", f"providers/{'0' * 64}", "links/3"):
         assert directory_server._KEY.fullmatch(key)
+
+
+class Asker:
+    """The server's end of a stream on which a client reads these keys."""
+
+    protocol = DIRECTORY.name
+
+    def __init__(self, remote: str, keys: Sequence[str]) -> None:
+        self.remote = PeerId(remote)
+        self._keys = list(keys)
+
+    async def receive(self) -> Frame:
+        return Frame("read", {"keys": self._keys})
+
+    async def send(self, kind: str, header: object = None, payload: object = ()) -> None: ...
+
+
+class Full:
+    """A directory with 400 records under each key."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def now(self) -> float:
+        return NOW
+
+    async def sealed_under(self, keys: Sequence[str]) -> list[list[bytes]]:
+        self.asked += len(keys)
+        return [[bytes(1000)] * 400 for _ in keys]
+
+
+def test_what_was_just_found_is_not_looked_up_again() -> None:
+    async def main() -> None:
+        clock, full = Clock(), Full()
+        server = DirectoryServer(full, clock)
+        for n in range(20):
+            await server.attend(Asker(f"client{n}", [f"providers/{'a' * 64}"]))  # type: ignore[arg-type]
+        assert full.asked == 1
+        clock.now += directory_server.TOLD_SECONDS
+        await server.attend(Asker("client", [f"providers/{'a' * 64}"]))  # type: ignore[arg-type]
+        assert full.asked == 2
+
+    asyncio.run(main())
+
+
+def test_full_keys_cost_a_client_what_they_cost_us_and_all_clients_half_of_what_nodes_give_us() -> None:
+    async def main() -> None:
+        clock, full = Clock(), Full()
+        server = DirectoryServer(full, clock)
+
+        async def read(client: str) -> None:
+            key = f"providers/{full.asked:064x}"
+            await server.attend(Asker(client, [key]))  # type: ignore[arg-type]
+
+        with pytest.raises(ValueError, match=BUSY):
+            for _ in range(30):
+                await read("greedy")
+        assert 10 < full.asked < 30
+        await read("another")
+        with pytest.raises(ValueError, match=BUSY):
+            for n in range(2000):
+                await read(f"client{n}")
+        node_tokens = full.asked * (directory_server.OUR_KEY + directory_server.OUR_KIB * 400_000 / 1024)
+        assert node_tokens < BudgetConfig.burst / 2 + 50
+
+    asyncio.run(main())
