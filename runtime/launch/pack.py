@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ def pack_data(
 ) -> DataConfig:
     """Texts for a language model, one behind the other. JobError where they do not make one sample of `sequence` tokens."""
     rows = (
-        _pack_files(data, tokenizer, vocabulary)
+        _pack_files(data, tokenizer, vocabulary, report)
         if isinstance(data, DataSpec)
         else _pack_lines(data, tokenizer, vocabulary, report)
     )
@@ -47,10 +47,18 @@ def pack_data(
 Rows = tuple[tuple[Array | None, str], tuple[Array | None, str]]  # training, held-out; and what they are of
 
 
-def _pack_files(data: DataSpec, tokenizer: Tokenizer | None, vocabulary: int) -> Rows:
-    held_out_limit = data.limit_bytes // 10
-    train = pack_text(data.files, tokenizer, data.limit_bytes - held_out_limit, vocabulary)
-    held_out = pack_text(data.held_out, tokenizer, held_out_limit, vocabulary) if data.held_out else None
+def _pack_files(data: DataSpec, tokenizer: Tokenizer | None, vocabulary: int, report: ReportLine) -> Rows:
+    held_out_limit = data.limit_bytes // 10 if data.held_out else 0
+
+    def read(files: Sequence[Path], limit_bytes: int, what: str) -> Array:
+        row = pack_text(files, tokenizer, limit_bytes, vocabulary)
+        there = sum(file.stat().st_size for file in files)
+        if there > limit_bytes:
+            report(f"read {limit_bytes:,} of {there:,} bytes of {what} (data.limit_bytes)")
+        return row
+
+    train = read(data.files, data.limit_bytes - held_out_limit, "text")
+    held_out = read(data.held_out, held_out_limit, "held-out text") if data.held_out else None
     return (train, f"{len(data.files)} files"), (held_out, f"{len(data.held_out)} files")
 
 
