@@ -355,15 +355,23 @@ class HivemindDirectory(DirectoryByKey):
 
     async def _lookup(self, ids: Iterable[int]) -> Found:
         found = await lookup(ids, self._start_nodes, self._ask, self._config.lookup)
-        self._holders.found(found.nearest, time.monotonic())
+        self._holders.found(self._to_hold(found), time.monotonic())
         return found
+
+    def _to_hold(self, found: Found) -> dict[int, tuple[Node, ...]]:
+        """The nodes that keep each key: the nearest, and the nearest of each path, or whoever puts enough ids next to a key on
+        one path would have all of it to withhold."""
+        kept = self._config.replicas
+        return {
+            key: tuple(dict.fromkeys((*near[:kept], *found.best[key]))) for key, near in found.nearest.items()
+        }
 
     async def _nearest(self, key: str) -> tuple[Node, ...]:
         """The nodes that keep our records under `key`."""
         wanted = key_id(key)
         nodes = self._holders.of(wanted, self._answering(), time.monotonic())
         if not nodes:
-            nodes = (await self._lookup([wanted])).nearest[wanted][: self._config.replicas]
+            nodes = self._to_hold(await self._lookup([wanted]))[wanted]
         return nodes
 
     def _answering(self) -> list[Node]:

@@ -15,7 +15,8 @@ from fusion.swarm.dht.lookup import Key, Node
 
 
 class Holders:
-    """`replicas` nodes keep each key; what a search told is good for `seconds`, unless something speaks against it."""
+    """The `replicas` nearest nodes keep each key, and whoever else a search named to keep it; that is good for `seconds`, unless
+    something speaks against it."""
 
     def __init__(self, replicas: int, seconds: float) -> None:
         self._replicas = replicas
@@ -28,7 +29,7 @@ class Holders:
         self._found = {key: entry for key, entry in self._found.items() if entry[0] > now}
         self._asked = {key: node for key, node in self._asked.items() if key in self._found}
         for key, nodes in nearest.items():
-            self._found[key] = (now + self._seconds, tuple(nodes[: self._replicas]))
+            self._found[key] = (now + self._seconds, tuple(nodes))
 
     def of(self, key: Key, known: Iterable[Node], now: float) -> tuple[Node, ...]:
         """The nodes that keep the key; none where a search has to tell: one of the nodes that are `known`, those that
@@ -36,7 +37,8 @@ class Holders:
         until, nodes = self._found.get(key, (0.0, ()))
         if now >= until or not nodes:
             return ()
-        within = max(node.id ^ key for node in nodes) if len(nodes) >= self._replicas else 1 << 160
+        nearest = nodes[: self._replicas]
+        within = max(node.id ^ key for node in nearest) if len(nodes) >= self._replicas else 1 << 160
         newcomers = any(node.id ^ key < within and node not in nodes for node in known)
         return () if newcomers else nodes
 

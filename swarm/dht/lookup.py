@@ -5,7 +5,8 @@ Made for a swarm in which nodes die without a word: a round of questions waits f
 quick ones make likely, and a node that does not answer costs no more than its own answer.
 
 And in which some nodes lie: a search goes along paths that share no node (S/Kademlia, Baumgart and Mies 2007, section 4.4). What
-one node says leads only its own path astray, and a path on which nobody answers any longer is left.
+one node says leads only its own path astray, a path on which nobody answers any longer is left, and so is one that was
+waited for in two rounds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from fusion.swarm.yielding import yielding
 
 Key = int  # 160 bits, like a node's id
 
+LEAST_PATIENCE = 0.2  # of all that there is, for a round after it has been used up
+LATE_ROUNDS = 2  # of a path, after which it is left
 KEYS_AT_ONCE = 32  # of a search, before others run: a few milliseconds
 
 
@@ -38,10 +41,12 @@ class NodeReply:
 
 @dataclass(frozen=True)
 class Found:
-    """Every distinct value met, by key and subkey, and the answering nodes nearest to each key, nearest first."""
+    """Every distinct value met, by key and subkey, and the answering nodes nearest to each key, nearest first. `best`: of each
+    path the nearest that answered, which nodes of another path cannot displace."""
 
     values: Mapping[Key, Mapping[str, frozenset[bytes]]]
     nearest: Mapping[Key, tuple[Node, ...]]
+    best: Mapping[Key, tuple[Node, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +55,9 @@ class LookupConfig:
     paths: int = 3  # that share no node; each has its part of the breadth
     rounds: int = 12  # a bound on what nodes that make up neighbours can cost
     known_per_key: int = 128
-    patience_seconds: float = 2.0  # for the rest of a round, once one node has answered; machines may be busy
+    patience_seconds: float = (
+        2.0  # in all, for the rest of rounds in which one node has answered; machines may be busy
+    )
 
     def __post_init__(self) -> None:
         for name in ("breadth", "paths", "rounds", "known_per_key", "patience_seconds"):
@@ -69,6 +76,7 @@ class _Path:
     breadth: int  # its part of the search's
     known: dict[int, Node] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
+    late_rounds: int = 0
     left: bool = False
 
 
@@ -91,6 +99,7 @@ async def lookup(
     searches: dict[Key, _Search] = {}
     async for key in yielding(keys, KEYS_AT_ONCE):
         searches[key] = _Search(_paths(start(key), config))
+    patience = config.patience_seconds
     for turn in range(config.rounds):
         questions: dict[Node, list[Key]] = {}
         asked: dict[Key, set[int]] = {}
@@ -101,15 +110,18 @@ async def lookup(
                 questions.setdefault(node, []).append(key)
         if not questions:
             break
-        answers = await ask_all(questions, ask, config.patience_seconds)
+        answers, late, waited = await _ask_round(questions, ask, patience)
+        # Never none: whoever answers a little later than the first is no liar, and must be heard.
+        patience = max(patience - waited, config.patience_seconds * LEAST_PATIENCE)
         for node, answer in answers.items():
             async for key in yielding(questions[node], KEYS_AT_ONCE):
                 _take(searches[key], key, node, answer, config.known_per_key)
         async for key in yielding(searches, KEYS_AT_ONCE):
-            _leave(searches[key], asked[key])
+            _leave(searches[key], asked[key], late)
     return Found(
         {key: {sub: frozenset(values) for sub, values in s.values.items()} for key, s in searches.items()},
         {key: tuple(_nearest(key, s.answered.values())[: config.breadth]) for key, s in searches.items()},
+        {key: _best(key, search) for key, search in searches.items()},
     )
 
 
@@ -171,13 +183,23 @@ def _unasked(search: _Search, *, left: bool) -> dict[int, Node]:
     }
 
 
-def _leave(search: _Search, asked: set[int]) -> None:
-    """Leave the paths on which nobody answered who was asked in this round, but for the last one."""
+def _leave(search: _Search, asked: set[int], late: set[int]) -> None:
+    """Leave the paths on which nobody answered who was asked in this round, and those with somebody who was waited for in
+    vain a second time, but for the last one."""
     for path in search.paths:
         fresh = path.asked & asked
         others = any(not other.left for other in search.paths if other is not path)
-        if fresh and others and not fresh & search.answered.keys():
+        path.late_rounds += bool(fresh & late)
+        if fresh and others and (path.late_rounds >= LATE_ROUNDS or not fresh & search.answered.keys()):
             path.left = True
+
+
+def _best(key: Key, search: _Search) -> tuple[Node, ...]:
+    answered = (
+        [node for node in search.answered.values() if search.path_of[node.id] is path]
+        for path in search.paths
+    )
+    return tuple(_nearest(key, nodes)[0] for nodes in answered if nodes)
 
 
 def _nearest(key: Key, among: Iterable[Node]) -> list[Node]:
@@ -199,22 +221,30 @@ async def ask_all(
     questions: Mapping[Node, Sequence[Key]], ask: Ask, patience_seconds: float
 ) -> dict[Node, NodeReply]:
     """What the nodes answered that did, each to its own keys. Once one has, the others are given `patience_seconds`."""
+    return (await _ask_round(questions, ask, patience_seconds))[0]
+
+
+async def _ask_round(
+    questions: Mapping[Node, Sequence[Key]], ask: Ask, patience_seconds: float
+) -> tuple[dict[Node, NodeReply], set[int], float]:
+    """As `ask_all`, with the ids of the nodes that had not answered by then, and how many seconds they were given."""
     tasks = {asyncio.ensure_future(ask(node, tuple(keys))): node for node, keys in questions.items()}
     waiting = set(tasks)
     answers: dict[Node, NodeReply] = {}
     loop = asyncio.get_running_loop()
-    deadline: float | None = None  # of the round; none before the first answer
+    first: float | None = None  # when one answered; the round has no end before that
     try:
-        while waiting and (deadline is None or loop.time() < deadline):
-            left = None if deadline is None else deadline - loop.time()
+        while waiting and (first is None or loop.time() < first + patience_seconds):
+            left = None if first is None else first + patience_seconds - loop.time()
             done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 answer = task.result()
                 if answer is not None:
                     answers[tasks[task]] = answer
-                    deadline = deadline or loop.time() + patience_seconds
+                    first = loop.time() if first is None else first
+        waited = 0.0 if first is None else loop.time() - first
     finally:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-    return answers
+    return answers, {tasks[task].id for task in waiting}, waited

@@ -25,15 +25,15 @@ def swarm(size: int, draw: random.Random) -> list[Node]:
 def told(nodes: list[Node], keys: list[int]) -> Holders:
     """As after a search for the keys."""
     holders = Holders(REPLICAS, SECONDS)
-    holders.found({key: sorted(nodes, key=lambda node: node.id ^ key)[:8] for key in keys}, now=0.0)
+    holders.found({key: sorted(nodes, key=lambda node: node.id ^ key)[:REPLICAS] for key in keys}, now=0.0)
     return holders
 
 
 def test_what_a_search_told_lasts_for_a_while() -> None:
-    holders, nodes = Holders(REPLICAS, SECONDS), [node(i) for i in range(8)]
+    holders, nodes = Holders(REPLICAS, SECONDS), [node(i) for i in range(REPLICAS + 2)]
     assert holders.of(0, (), now=0.0) == ()
     holders.found({0: nodes, 1: []}, now=10.0)
-    assert holders.of(0, nodes, now=69.0) == tuple(nodes[:REPLICAS])
+    assert holders.of(0, nodes, now=69.0) == tuple(nodes)
     assert holders.of(1, nodes, now=10.0) == ()  # nobody answered
     assert holders.of(0, nodes, now=70.0) == ()
     holders.found({0: nodes}, now=80.0)

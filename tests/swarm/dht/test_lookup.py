@@ -6,6 +6,7 @@ import random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support import instant_loop
 from support.examples import examples
 from support.held_up import Calls
 
@@ -104,7 +105,7 @@ def test_one_question_serves_all_keys_of_a_node() -> None:
 def test_nothing_is_found_where_there_is_nobody() -> None:
     world = World(1, 1)
     found = asyncio.run(lookup([7], lambda _: [], world.ask, CONFIG))
-    assert found == Found({7: {}}, {7: ()})
+    assert found == Found({7: {}}, {7: ()}, {7: ()})
 
 
 def test_a_silent_node_is_waited_for_only_as_long_as_the_others_make_likely() -> None:
@@ -176,6 +177,55 @@ def test_one_that_names_only_invented_nodes_withholds_nothing(seed: int, liars: 
     assert rounds <= 3  # one round of its path
     honest = [node for node in found.nearest[key] if node != liar]
     assert len(set(honest) & set(world.nearest(key, 5))) >= 4
+
+
+def test_a_path_on_which_one_answers_and_another_is_silent_each_time_is_left() -> None:
+    """And of all the rounds together no more is waited than the patience, and a little."""
+    config = LookupConfig(breadth=8)
+    world = World(60, 3)
+    key = random.Random(4).getrandbits(BITS)
+    # Each names the next one, and a silent one between that and itself.
+    chain = [Node(key ^ (2 * step), PeerId(f"chain {step}")) for step in range(30, 0, -1)]
+    silent = [Node(key ^ (2 * step - 1), PeerId(f"silent {step}")) for step in range(30, 0, -1)]
+    for holder in world.nearest(key, 5):
+        world.values[holder][key] = {"a": b"value"}
+    asked = []
+
+    async def ask(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
+        await asyncio.sleep(0.001)
+        if node in silent:
+            await asyncio.sleep(3.0)
+            return None
+        if node in chain:
+            asked.append(node)
+            at = chain.index(node)
+            return NodeReply({}, {key: [*chain[at + 1 : at + 2], silent[at]] for key in keys})
+        return await world.ask(node, keys)
+
+    async def scenario() -> tuple[Found, float]:
+        begin = [chain[0], *world.knows[world.nodes[0]][-7:]]
+        found = await lookup([key], lambda _: begin, ask, config)
+        return found, asyncio.get_running_loop().time()
+
+    found, seconds = instant_loop.run(scenario())
+    assert found.values[key] == {"a": {b"value"}}
+    assert len(asked) <= 5
+    assert seconds <= 1.5 * config.patience_seconds
+
+
+def test_the_nearest_of_each_path_are_told_whoever_is_nearer_on_another() -> None:
+    world = World(60, 5)
+    key = random.Random(6).getrandbits(BITS)
+    liars = [Node(key ^ step, PeerId(f"liar {step}")) for step in range(1, 9)]
+
+    async def ask(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
+        return NodeReply({}, dict.fromkeys(keys, liars)) if node in liars else await world.ask(node, keys)
+
+    begin = [liars[0], *world.knows[world.nodes[0]]]
+    found = asyncio.run(lookup([key], lambda _: begin, ask, LookupConfig()))
+    assert set(found.nearest[key][:5]) <= set(liars)
+    honest = set(found.best[key]) - set(liars)
+    assert len(honest) == 2 and honest <= set(world.nearest(key, 8))
 
 
 def test_the_number_of_questions_is_what_it_was() -> None:
