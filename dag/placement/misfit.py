@@ -17,7 +17,7 @@ class DoesNotFit(PlacementError):
         listed = ", ".join(f"{name} {size_text(bytes_)}" for name, bytes_ in self.offered[:_LISTED])
         more = len(self.offered) - _LISTED
         super().__init__(
-            f"{needed}; what peers offer: {listed}{f' and {more} others less' if more > 0 else ''}"
+            f"{needed}; what peers offer: {listed}{f' and {more} others at most as much' if more > 0 else ''}"
         )
 
     def named(self, names: Mapping[str, str]) -> DoesNotFit:

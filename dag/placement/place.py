@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from fusion.dag.cutting.memory import MemoryConfig
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
-from fusion.dag.placement.baselines import equal_flops, equal_ops, exact
+from fusion.dag.placement.baselines import equal_flops, equal_ops, exact, too_large
 from fusion.dag.placement.codec_cost import CodecCost
 from fusion.dag.placement.local_moves import improve
 from fusion.dag.placement.misfit import DoesNotFit, size_text
@@ -67,7 +68,8 @@ def place(
     `sizes` are those of one microbatch. "op-fence" asks the others as well, and is never slower by the model than any
     of them; the others stand alone, for comparison. `wire` is what every floating value costs to send, `gpipe` says that
     the job will run that schedule, which holds all microbatches at once.
-    PlacementError if there are too few devices or cuts, or the model does not fit their memory.
+    PlacementError if there are too few devices or cuts, the model does not fit their memory, or the scheduler that stands
+    alone does not place it.
     """
     if microbatches < 1:
         raise PlacementError(f"microbatches must be at least 1, not {microbatches}")
@@ -92,7 +94,9 @@ def place(
     proposed = [choice for find in _SCHEDULERS[scheduler] if (choice := find(options)) is not None]
     ranked = sorted(((options.outlook(c), c) for c in proposed), key=lambda item: (item[0].seconds, item[1]))
     if not ranked or not np.isfinite(ranked[0][0].seconds):
-        raise _misfit(options, stages, microbatches if training else None)
+        raise _failure(
+            options, scheduler, ranked[0][1] if ranked else None, microbatches if training else None
+        )
     outlook, choice = ranked[0]
     if scheduler == "op-fence" and choice != proposed[0]:
         outlook, choice = improve(options, ranked[0], _TRIES)
@@ -160,7 +164,28 @@ def _predicted(
     )
 
 
-def _misfit(options: Space, stages: int | None, microbatches: int | None) -> DoesNotFit:
+def _failure(
+    options: Space, scheduler: Scheduler, proposed: Choice | None, microbatches: int | None
+) -> PlacementError:
+    """Why there is no placement; `proposed` is what the scheduler asks for, if anything. A baseline that finds none says
+    nothing of whether the model fits."""
+    if scheduler == "exact" and (reason := too_large(options)):
+        return PlacementError(f"exact: {reason} (op-fence places any number)")
+    if scheduler in ("equal-ops", "equal-flops") and proposed is not None:
+        held = options.least_held(len(proposed.order))
+        for s, (first, last) in enumerate(pairwise(proposed.bounds)):
+            device = options.network.devices[proposed.order[s]]
+            needed = float(options.segments.memory(first, last, held[s]))
+            if needed > device.memory_bytes:
+                return PlacementError(
+                    f"{scheduler}: its stage {s} needs {size_text(needed)}, and {device.peer}, whose turn it is, "
+                    f"offers {size_text(device.memory_bytes)} (op-fence looks for who has room)"
+                )
+    return _misfit(options, microbatches)
+
+
+def _misfit(options: Space, microbatches: int | None) -> DoesNotFit:
+    stages = options.stages
     segments, held, count = options.segments, int(options.least_held(1)[0]), len(options.segments.bounds)
     where = f" in {stages} stages" if stages else ""
     where += f" with {microbatches} microbatches" if microbatches else ""

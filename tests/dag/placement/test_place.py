@@ -132,6 +132,27 @@ def test_memory_binds():
         place(graph, network([device("small", memory=1000)]), SIZES, 1, stages=1, training=False)
 
 
+def test_a_baseline_that_finds_nothing_says_why_itself():
+    graph = mlp([64] * 13)
+    many = network([device(f"p{i}") for i in range(13)])
+    with pytest.raises(PlacementError, match=r"^exact: it searches at most 12 peers, and there are 13"):
+        place(graph, many, SIZES, 4, scheduler="exact")
+    deep = network([device(f"p{i}") for i in range(12)])
+    with pytest.raises(PlacementError, match=r"^exact: 12 peers and \d+ cuts are too many"):
+        place(mlp([8] * 100), deep, SIZES, 4, scheduler="exact")
+    (need,) = place(graph, network([device("a")]), SIZES, 4).memory_bytes
+    uneven = network([device("a", memory=need), device("b", memory=need // 8)])
+    assert place(graph, uneven, SIZES, 4).owners
+    for scheduler in ("equal-ops", "equal-flops"):
+        with pytest.raises(PlacementError, match=rf"^{scheduler}: its stage 1 needs .* and b, .* offers"):
+            place(graph, uneven, SIZES, 4, scheduler=scheduler)
+
+
+def test_a_misfit_does_not_say_that_equal_peers_offer_less():
+    with pytest.raises(PlacementError, match=r"and 2 others at most as much$"):
+        place(mlp([64] * 3), network([device(f"p{i}", memory=10) for i in range(10)]), SIZES, 1)
+
+
 def test_training_needs_more_memory_than_serving():
     graph, one = mlp([64] * 9), [device("a")]
     training, serving = (place(graph, network(one), SIZES, 4, training=t) for t in (True, False))
