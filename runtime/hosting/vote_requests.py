@@ -67,10 +67,10 @@ class VoteRequests:
         left = [w for w in voters if not any(self._voting.is_vote(*place, holding, us, w, v) for v in votes)]
         return await self._ask_all(place, holding, left, votes)
 
-    async def look_at_voters(self, place: Place) -> bool:
-        """Read who holds the stages whose owners, as far as we know them, have no vote in a claim of this one that was shown to us
-        and counts for nothing here: up to eight, which no report costs us, but only an answer to our own. Whether there are any."""
-        in_doubt = self._voting.in_doubt(*place)
+    async def look_at_voters(self, place: Place, claimant: PeerId | None = None) -> bool:
+        """Read who holds the stages `in_doubt` (`fusion.swarm.claims.voting`): up to eight, which a report costs us only for a peer
+        that claims the stage with votes. Whether there are any."""
+        in_doubt = self._voting.in_doubt(*place, claimant)
         await asyncio.gather(*(self.read((place[0], stage)) for stage in in_doubt))
         return bool(in_doubt)
 
@@ -102,8 +102,9 @@ class VoteRequests:
             return b""
         held = leases.tenure(*place)
         if held is None or held.holding != holding:
-            # It may be that we have not heard of it yet.
+            # It may be that we have not heard of it yet, or not of those by whose votes it followed.
             await self.read(place)
+            await self.look_at_voters(place, holding.peer)
             held = leases.tenure(*place)
         owner = winner(leases.recent(*place))
         if held is None:

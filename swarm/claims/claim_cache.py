@@ -256,15 +256,19 @@ class ClaimCache:
             stage for stage in near if (known := held[stage]) is None or known.claim.peer not in said
         )
 
-    def in_doubt(self, place: Place, own: ClaimRecord | None) -> tuple[int, ...]:
-        """`without_vote`, of the claims to follow the stage's holder that were shown to us with votes and count for nothing as far
-        as we know: of a few, however many there are in the directory."""
+    def in_doubt(
+        self, place: Place, own: ClaimRecord | None, claimant: PeerId | None = None
+    ) -> tuple[int, ...]:
+        """`without_vote`, of the claims to follow the stage's holder that have votes and count for nothing as far as we know: those
+        that were shown to us and the one that we read of `claimant`, however many there are in the directory."""
         held, now = self.tenure(place, own), self._now()
         if held is None or not held.lives(now):
             return ()
-        shown = (self._open(place, peer) for peer in list(self._shown.get(place, ())))
+        shown = [self._open(place, peer) for peer in list(self._shown.get(place, ()))]
+        read = [c for c in self._read.get(place, ()) if c.peer == claimant and c.role == "owner"]
         terms = range(held.claim.term + 1, held.claim.term + tenure.ROUNDS + 1)
-        void = [c for c in shown if c is not None and c.proof and c.term in terms and c.expires_at > now]
+        claims = [c for c in (*shown, *read) if c is not None and self.refusal(c) is None]
+        void = [c for c in claims if c.proof and c.term in terms and c.expires_at > now]
         return tuple(
             sorted({stage for claim in void for stage in self.without_vote(place, claim, held.holding)})
         )

@@ -55,10 +55,11 @@ class Voting:
         """The stages whose owners' votes are not among these, as far as we know who they are; nearest first."""
         return self._cache.without_vote((job, stage), _with_votes(job, stage, successor, votes), holding)
 
-    def in_doubt(self, job: JobId, stage: int) -> tuple[int, ...]:
+    def in_doubt(self, job: JobId, stage: int, claimant: PeerId | None = None) -> tuple[int, ...]:
         """The stages near this one whose owners, as far as we know who they are, have no vote in a claim to follow its holder that
-        was shown to us with votes and counts for nothing here: a voter may have followed another a moment ago."""
-        return self._cache.in_doubt((job, stage), self._ours.of((job, stage)))
+        shows votes and counts for nothing here, one that was shown to us or that `claimant` published: a voter may have followed
+        another a moment ago."""
+        return self._cache.in_doubt((job, stage), self._ours.of((job, stage)), claimant)
 
     def disowning(self, job: JobId, stage: int, holding: Holding) -> dict[str, object]:
         """Our vote that whoever says that it holds the stage so does not, for the one that we refuse."""
