@@ -115,8 +115,9 @@ class BlobServer:
         """Without a word while it waits: who asks for an index takes nothing else for an answer."""
         self._check_reads(stream)
         size = HASH_BYTES * -(-self._store.size(digest) // CHUNK_BYTES)
-        slot = await self._unread.acquire(stream.remote, _network(stream), 1 + size // CHUNK_BYTES)
+        slot = Slot(stream.remote, _network(stream), 1 + size // CHUNK_BYTES)
         async with self._used(slot):
+            await self._unread.acquire(slot)
             data = await asyncio.to_thread(self._store.index, digest)
             await self._budget.spend(stream.remote, len(data), first=True)
             slot.since = asyncio.get_running_loop().time()
@@ -128,8 +129,9 @@ class BlobServer:
         if self._budget.limited:
             size = min(CHUNK_BYTES, self._store.size(digest) - chunk * CHUNK_BYTES)
             await self._patiently(stream, self._budget.spend(reader, max(0, size)))
-        slot = await self._patiently(stream, self._unread.acquire(reader, _network(stream)))
+        slot = Slot(reader, _network(stream))
         async with self._used(slot):
+            await self._patiently(stream, self._unread.acquire(slot))
             async with self._uploads:
                 data = await asyncio.to_thread(self._store.read_chunk, digest, chunk)
             slot.since = asyncio.get_running_loop().time()

@@ -15,12 +15,18 @@ IDLE_SECONDS = 1.0  # after which what was not taken may give way
 
 @dataclass(eq=False)
 class Slot:
-    """Room for `amount` chunks. `until` ends what is sent out of it."""
+    """Room for `amount` chunks of a reader, of a public network or of none that is known. `since`: when it was taken, or something
+    was sent out of it. `until` ends what is sent."""
 
-    holders: tuple[str, ...]
-    amount: int
-    since: float
+    reader: PeerId
+    network: str | None
+    amount: int = 1
+    since: float = 0.0
     until: asyncio.Timeout | None = None
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        return (self.reader,) if self.network is None else (self.reader, self.network)
 
 
 class UnreadChunks:
@@ -35,27 +41,25 @@ class UnreadChunks:
         # One stream of each reader waits at a time: else who opens many would have most turns.
         self._turns: WeakValueDictionary[PeerId, asyncio.Lock] = WeakValueDictionary()
 
-    async def acquire(self, reader: PeerId, network: str | None, amount: int = 1) -> Slot:
-        """Wait for room. `release` the result."""
-        amount = min(amount, self._of_reader)
-        loop = asyncio.get_running_loop()
-        holders = (reader,) if network is None else (reader, network)
-        turn = self._turns.setdefault(reader, asyncio.Lock())
+    async def acquire(self, slot: Slot) -> None:
+        """Wait for room, of at most what one reader may have. `release` it also where the wait is cancelled: that may come when it
+        is over."""
+        slot.amount = min(slot.amount, self._of_reader)
+        turn = self._turns.setdefault(slot.reader, asyncio.Lock())
         async with turn:
-            while not self._may_hold(holders, amount) or not self._make_room(holders, amount):
+            while not self._may_hold(slot) or not self._make_room(slot):
                 self._changed.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(IDLE_SECONDS):
                         await self._changed.wait()
-        slot = Slot(holders, amount, loop.time())
+        slot.since = asyncio.get_running_loop().time()
         self._slots[slot] = None
-        self._total += amount
-        for holder in holders:
-            self._held[holder] += amount
-        return slot
+        self._total += slot.amount
+        for holder in slot.holders:
+            self._held[holder] += slot.amount
 
     def release(self, slot: Slot) -> None:
-        """Harmless where it was taken away."""
+        """Harmless where it was taken away, or never given."""
         if slot not in self._slots:
             return
         del self._slots[slot]
@@ -66,19 +70,17 @@ class UnreadChunks:
                 del self._held[holder]
         self._changed.set()
 
-    def _may_hold(self, holders: tuple[str, ...], amount: int) -> bool:
-        limits = (self._of_reader, self._of_network)
-        return all(
-            self._held[holder] + amount <= limit for holder, limit in zip(holders, limits, strict=False)
-        )
+    def _may_hold(self, slot: Slot) -> bool:
+        limits = zip(slot.holders, (self._of_reader, self._of_network), strict=False)
+        return all(self._held[holder] + slot.amount <= limit for holder, limit in limits)
 
-    def _make_room(self, holders: tuple[str, ...], amount: int) -> bool:
+    def _make_room(self, wanted: Slot) -> bool:
         """Whether there is room; others give way where they hold more than who asks would."""
         now = asyncio.get_running_loop().time()
-        while self._total + amount > self._limit:
+        while self._total + wanted.amount > self._limit:
             idle = [slot for slot in self._slots if now - slot.since >= IDLE_SECONDS]
             most = max(idle, key=lambda slot: self._held[slot.holders[-1]], default=None)
-            if most is None or self._held[most.holders[-1]] < self._held[holders[-1]] + amount:
+            if most is None or self._held[most.holders[-1]] < self._held[wanted.holders[-1]] + wanted.amount:
                 return False
             if most.until is not None:
                 most.until.reschedule(now)

@@ -32,7 +32,7 @@ from fusion.swarm.blobs.index import (
 from fusion.swarm.blobs.partial_blob import BadChunk, PartialBlob
 from fusion.swarm.blobs.serve import ALL_UNREAD_CHUNKS, BlobServer
 from fusion.swarm.blobs.store import BlobStore
-from fusion.swarm.blobs.unread import UnreadChunks
+from fusion.swarm.blobs.unread import Slot, UnreadChunks
 from fusion.swarm.blobs.upload_budget import BURST_SECONDS, UploadBudget
 from fusion.swarm.directory.records import Digest, ProviderRecord
 from fusion.swarm.errors import BlobError, QuotaExceeded, RemoteError, StreamClosed, SwarmError
@@ -928,10 +928,10 @@ def test_a_network_has_no_more_unread_than_four_readers() -> None:
     async def scenario() -> None:
         unread = UnreadChunks(128, 8, 32)
         for n in range(32):
-            await unread.acquire(PeerId(f"one{n // 2}"), "203.0.113.0/24")
+            await unread.acquire(Slot(PeerId(f"one{n // 2}"), "203.0.113.0/24"))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await unread.acquire(PeerId("another"), "203.0.113.0/24")
-        await unread.acquire(PeerId("another"), "198.51.100.0/24")
+                await unread.acquire(Slot(PeerId("another"), "203.0.113.0/24"))
+        await unread.acquire(Slot(PeerId("another"), "198.51.100.0/24"))
 
     asyncio.run(scenario())
