@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 from weakref import WeakValueDictionary
 
 from fusion.swarm.authority.access import Access
@@ -23,6 +23,7 @@ from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.claim_cache import ClaimCache
 from fusion.swarm.claims.claim_publisher import ClaimPublisher
 from fusion.swarm.claims.election import winner
+from fusion.swarm.claims.heartbeat import Heartbeat
 from fusion.swarm.claims.standbys import Standbys
 from fusion.swarm.claims.tenure import ROUNDS, Holding, Tenure
 from fusion.swarm.claims.voting import Voting
@@ -39,9 +40,7 @@ logger = logging.getLogger(__name__)
 class LeaseConfig:
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     confirm_seconds: float = 0.3  # between publishing a claim and looking who else published one
-    patience_seconds: float = (
-        0.5  # for nodes that take a claim slowly, where somebody waits for what comes next
-    )
+    patience_seconds: float = 0.5  # for nodes that take a claim slowly, where something waits for it
     remembered_places: int = 65_536  # stages whose holder we keep in mind
     prove_seconds: float = 3.0  # from one request for votes on a stage of ours to the next
 
@@ -99,11 +98,13 @@ class Leases:
         self.voting = Voting(peer_id, directory, self._ours, self._cache)
         self._locks: WeakValueDictionary[Place, asyncio.Lock] = WeakValueDictionary()  # of claims under way
         self._proving: dict[Place, float] = {}  # when votes were asked for last
-        self._renewing: dict[Place, asyncio.Task[None]] = {}
+        self._heartbeat = Heartbeat(
+            self._ours, self._renew, self.standbys.renew, self._config.heartbeat_seconds
+        )
         self._loop: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._loop = asyncio.create_task(self._renew_for_ever(), name="leases")
+        self._loop = asyncio.create_task(self._heartbeat.run(), name="leases")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -111,13 +112,11 @@ class Leases:
 
     async def aclose(self) -> None:
         """Release every stage and stop renewing. Idempotent."""
-        tasks = [*self._ours.late, *self._renewing.values()]
-        if self._loop is not None:
-            tasks.append(self._loop)
+        tasks = [*self._ours.late] if self._loop is None else [self._loop, *self._ours.late]
         self._loop = None
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(self._heartbeat.aclose(), *tasks, return_exceptions=True)
         held = list(self._ours.owned)
         for job, stage in list(self._ours.standby_claims):
             self.standbys.stand_down(job, stage)
@@ -364,33 +363,7 @@ class Leases:
 
     async def beat(self) -> None:
         """Renew every claim of ours, then give up those that a higher claim has beaten."""
-        await asyncio.gather(*self._begin_beat())
-
-    def _begin_beat(self) -> list[asyncio.Task[None]]:
-        """A task for each claim: one whose directory nodes are slow must not hold up the others. Where the last one is not done
-        yet, the claim is only said once more, unless it has lapsed meanwhile."""
-        begun: list[asyncio.Task[None]] = []
-        for place, held in list(self._ours.owned.items()):
-            if place not in self._renewing:
-                begun.append(self._begin(place, self._renew(place)))
-            elif not self._ours.lapsed(held):
-                self._ours.publish_soon(held)
-        for place in list(self._ours.standby_claims):
-            if place not in self._renewing:
-                begun.append(self._begin(place, self.standbys.renew(place)))
-        return [self._begin_publishing(), *begun]
-
-    def _begin(self, place: Place, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        self._ours.drop_due(place)
-        task = self._renewing[place] = asyncio.create_task(work, name="renewing a claim")
-        task.add_done_callback(lambda _: self._renewing.pop(place))
-        return task
-
-    def _begin_publishing(self) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._ours.publish_due(), name="publishing claims")
-        self._ours.late.add(task)
-        task.add_done_callback(self._ours.late.discard)
-        return task
+        await self._heartbeat.beat()
 
     async def _renew(self, place: Place) -> None:
         held = self._ours.owned.get(place)
@@ -462,20 +435,3 @@ class Leases:
         logger.info("stage %d of job %.8s: %s", held.stage, held.job, reason)
         if self.on_lost is not None:
             self.on_lost(held)
-
-    async def _renew_for_ever(self) -> None:
-        """Waits for none of what it begins."""
-        clock, beat_at, due = asyncio.get_running_loop(), 0.0, True
-        while True:
-            if due:
-                beat_at = clock.time() + self._config.heartbeat_seconds
-                self._begin_beat()
-            else:
-                self._begin_publishing()
-            self._ours.wake.clear()
-            try:
-                async with asyncio.timeout_at(beat_at):
-                    await self._ours.wake.wait()
-                due = False
-            except TimeoutError:
-                due = True

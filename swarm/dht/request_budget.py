@@ -30,7 +30,7 @@ def refilled(left: float, seconds: float, config: BudgetConfig) -> float:
 
 
 class RequestBudget:
-    """`spend` for each request, before anything is done for it."""
+    """`spend` for each request, before anything is done for it; `charge` for what it turned out to cost beside that."""
 
     def __init__(
         self, config: BudgetConfig | None = None, clock: Callable[[], float] = time.monotonic
@@ -42,6 +42,10 @@ class RequestBudget:
     def spend(self, account: str, tokens: float) -> bool:
         """Whether `account` can pay; if so, it has. What costs more than the burst never can be paid."""
         return spend_all([(self, account)], tokens)
+
+    def charge(self, account: str, tokens: float) -> None:
+        """For what is known only afterwards; `account` may be in debt, and pays nothing more until that is gone."""
+        self._left[account] = (self._has(account) - tokens, self._clock())
 
     def _has(self, account: str) -> float:
         left, then = self._left.get(account, (self._config.burst, self._clock()))

@@ -54,13 +54,6 @@ class SealedDirectory(Protocol):
         """The live records under each of the keys, as their authors signed them."""
 
 
-class _Budget(RequestBudget):
-    """One that can be in debt: what a lookup costs is known afterwards."""
-
-    def charge(self, account: str, tokens: float) -> None:
-        self._left[account] = (self._has(account) - tokens, self._clock())
-
-
 class DirectoryServer:
     """`attend` for each stream of the protocol. Keys are paid for before they are looked up, what was found under them
     afterwards."""
@@ -68,13 +61,13 @@ class DirectoryServer:
     def __init__(self, directory: SealedDirectory, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds that only rise."""
         self._directory = directory
-        self._clients = _Budget(CLIENT, clock)
-        self._subnets = _Budget(
+        self._clients = RequestBudget(CLIENT, clock)
+        self._subnets = RequestBudget(
             BudgetConfig(per_second=SUBNET_CLIENTS * CLIENT.per_second, burst=SUBNET_CLIENTS * CLIENT.burst),
             clock,
         )
-        self._everybody = _Budget(EVERYBODY, clock)
-        self._ours = _Budget(OURS, clock)
+        self._everybody = RequestBudget(EVERYBODY, clock)
+        self._ours = RequestBudget(OURS, clock)
         self._told: TTLCache[str, Sequence[bytes]] = TTLCache(
             TOLD_BYTES, TOLD_SECONDS, clock, lambda records: 1024 + _size(records)
         )
@@ -84,7 +77,7 @@ class DirectoryServer:
         if frame.kind != "read":
             raise FrameError(f"{DIRECTORY.name} knows read, not {frame.kind!r:.40}")
         keys = _keys(frame)
-        accounts: list[tuple[_Budget, str]] = [(self._clients, stream.remote), (self._everybody, "")]
+        accounts: list[tuple[RequestBudget, str]] = [(self._clients, stream.remote), (self._everybody, "")]
         if isinstance(stream, FrameStream) and stream.subnet is not None:
             accounts.append((self._subnets, stream.subnet))
         if not spend_all(accounts, len(keys)):
@@ -106,7 +99,7 @@ class DirectoryServer:
         await stream.send("done")
 
     async def _look_up(
-        self, keys: Sequence[str], accounts: Sequence[tuple[_Budget, str]]
+        self, keys: Sequence[str], accounts: Sequence[tuple[RequestBudget, str]]
     ) -> dict[str, Sequence[bytes]]:
         """ValueError where clients have used up what other nodes give us for them."""
         found = {key: told for key in keys if (told := self._told.get(key)) is not None}

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from support.instant_loop import run
-from support.stages import JOB, Node, linked, say_hello, swarm, until
+from support.stages import JOB, Node, Swarm, linked, say_hello, swarm, until
 
 from fusion.runtime.job.fields import plain
 from fusion.runtime.job.protocol import STAGE
@@ -305,23 +305,29 @@ def test_a_proof_of_a_term_that_is_over_is_refused() -> None:
     run(main())
 
 
-def test_who_follows_by_the_word_of_a_neighbour_that_has_just_come_is_welcome() -> None:
+async def settled(made: Swarm, *owners: Node) -> None:
+    """A job of three stages with these owners, of whom the first one knows the others, for so long that nothing is contested."""
+    first = owners[0]
+    for node in made.nodes:
+        node.context.leases.know(JobLaw(job=JOB, author=first.peer, stages=3))
+    await first.host(0, [1])
+    for stage, owner in enumerate(owners[1:], 1):
+        assert await owner.context.leases.claim(JOB, stage, 0.5) is not None
+    await first.context.leases.claims_of(JOB, (1, 2))
+    made.clock.advance(CONTEST_SECONDS + 1.0)
+
+
+def test_who_follows_by_the_vote_of_a_neighbour_that_has_just_come_is_welcome() -> None:
     async def main() -> None:
         async with swarm(5) as made:
             one, old, new, before, after = made.nodes
-            for node in made.nodes:
-                node.context.leases.know(JobLaw(job=JOB, author=one.peer, stages=3))
-            await one.host(0, [1])
-            assert await old.context.leases.claim(JOB, 1, 0.5) is not None
-            assert await before.context.leases.claim(JOB, 2, 0.5) is not None
-            await one.context.leases.claims_of(JOB, (1, 2))
-            made.clock.advance(CONTEST_SECONDS + 1.0)
+            await settled(made, one, old, before)
             await before.context.leases.release(JOB, 2)
             assert await after.context.leases.claim(JOB, 2, 0.5) is not None
             await new.context.leases.claims_of(JOB, (0, 1, 2))
             gone = Holding(old.peer, 1)
-            words = [n.context.leases.voting.vote(JOB, 1, gone, new.peer) for n in (one, after)]
-            claim = await new.context.leases.claim(JOB, 1, 0.5, over=1, proof=tuple(words), confirm=False)
+            votes = [n.context.leases.voting.vote(JOB, 1, gone, new.peer) for n in (one, after)]
+            claim = await new.context.leases.claim(JOB, 1, 0.5, over=1, proof=tuple(votes), confirm=False)
             assert claim is not None and (sealed := new.context.leases.sealed(JOB, 1)) is not None
             assert one.context.leases.known_holder(JOB, 2) == before.peer
             assert await say_hello(new, one, term=claim.term, claim=sealed) == "welcome: 1"
@@ -334,15 +340,9 @@ def test_claims_that_strangers_show_have_neighbours_looked_at_once_in_a_while() 
     async def main() -> None:
         async with swarm(4) as made:
             one, old, stranger, other = made.nodes
-            for node in made.nodes:
-                node.context.leases.know(JobLaw(job=JOB, author=one.peer, stages=3))
-            await one.host(0, [1])
-            assert await old.context.leases.claim(JOB, 1, 0.5) is not None
-            assert await other.context.leases.claim(JOB, 2, 0.5) is not None
-            await one.context.leases.claims_of(JOB, (1, 2))
-            made.clock.advance(CONTEST_SECONDS + 1.0)
-            word = stranger.context.leases.voting.vote(JOB, 1, Holding(old.peer, 1), stranger.peer)
-            await stranger.context.leases.claim(JOB, 1, 0.5, over=1, proof=(word,), confirm=False)
+            await settled(made, one, old, other)
+            vote = stranger.context.leases.voting.vote(JOB, 1, Holding(old.peer, 1), stranger.peer)
+            await stranger.context.leases.claim(JOB, 1, 0.5, over=1, proof=(vote,), confirm=False)
             sealed = stranger.context.leases.sealed(JOB, 1)
             assert sealed is not None
             reads = one.directory.reads
