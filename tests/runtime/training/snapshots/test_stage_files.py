@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -61,6 +63,21 @@ def test_an_index_that_names_a_blob_of_another_job_deletes_it_for_nobody_who_nee
     asyncio.run(main())
 
 
+@asynccontextmanager
+async def of_last_of_two(
+    tmp_path: Path, memory_bytes: int
+) -> AsyncIterator[tuple[StageFiles, BlobStore, PeerId]]:
+    """The files of the last of two stages that need so much memory each, their store, and the peer that runs it."""
+    identity, network = Identity.generate(), MemoryNetwork()
+    store = BlobStore(tmp_path / "blobs", 1 << 20, Needs())
+    async with MemoryTransport(network, identity.peer_id) as transport:
+        blobs = Blobs(store, transport, MemoryDirectory(network, identity))
+        context: Any = SimpleNamespace(blobs=blobs, home=tmp_path, random=Random(0))
+        manifest: Any = SimpleNamespace(train=None, stages=2, memory_bytes=(memory_bytes, memory_bytes))
+        files = StageFiles(context, JOB, manifest, Stage(1, Graph((), (), (), ()), (), (), ()))
+        yield files, store, identity.peer_id
+
+
 def test_a_copy_of_a_neighbours_shard_is_no_larger_than_its_stage(tmp_path: Path) -> None:
     """A hostile lead could have the next stage fill its disk."""
 
@@ -91,24 +108,18 @@ def test_a_shard_that_is_mostly_header_is_held_too(tmp_path: Path) -> None:
     """Of a layer with 2 inputs and 1 output, under AdamW: without the last copy the job could not end."""
 
     async def main() -> None:
-        identity, network = Identity.generate(), MemoryNetwork()
-        store = BlobStore(tmp_path / "blobs", 1 << 20, Needs())
-        async with MemoryTransport(network, identity.peer_id) as transport:
-            blobs = Blobs(store, transport, MemoryDirectory(network, identity))
-            context: Any = SimpleNamespace(blobs=blobs, home=tmp_path, random=Random(0))
-            state = {"variable/weight": torch.zeros(1, 2), "variable/bias": torch.zeros(1)}
-            for name, value in tuple(state.items()):
-                for slot in ("step", "exp_avg", "exp_avg_sq"):
-                    state[f"optimizer/{name.removeprefix('variable/')}/{slot}"] = torch.zeros_like(value)
-            needed = sum(4 * tensor.numel() for tensor in state.values())
-            manifest: Any = SimpleNamespace(train=None, stages=2, memory_bytes=(needed, needed))
-            files = StageFiles(context, JOB, manifest, Stage(1, Graph((), (), (), ()), (), (), ()))
+        state = {"variable/weight": torch.zeros(1, 2), "variable/bias": torch.zeros(1)}
+        for name, value in tuple(state.items()):
+            for slot in ("step", "exp_avg", "exp_avg_sq"):
+                state[f"optimizer/{name.removeprefix('variable/')}/{slot}"] = torch.zeros_like(value)
+        needed = sum(4 * tensor.numel() for tensor in state.values())
+        async with of_last_of_two(tmp_path, needed) as (files, store, us):
             shard = await files.save(Version(1), state)
             ledger = Ledger(steps=1, samples=1, head="e" * 64)
             made = Index(job=JOB, step=1, shards=(shard, Digest("b" * 64)), ledger=ledger)
             index = store.put(encode_index(made))
             assert store.path(shard).stat().st_size > COPY_TIMES * needed
-            await files.replicate(index, {0: PeerId("one"), 1: identity.peer_id})
+            await files.replicate(index, {0: PeerId("one"), 1: us})
 
     asyncio.run(main())
 
@@ -117,13 +128,7 @@ def test_what_never_became_a_snapshot_is_not_kept_in_the_place_of_the_one_before
     """A save that others did not hold in time, or a snapshot that was given up: nobody goes back there."""
 
     async def main() -> None:
-        identity, network = Identity.generate(), MemoryNetwork()
-        store = BlobStore(tmp_path / "blobs", 1 << 20, Needs())
-        async with MemoryTransport(network, identity.peer_id) as transport:
-            blobs = Blobs(store, transport, MemoryDirectory(network, identity))
-            context: Any = SimpleNamespace(blobs=blobs, home=tmp_path, random=Random(0))
-            manifest: Any = SimpleNamespace(train=None, stages=2, memory_bytes=(100, 100))
-            files = StageFiles(context, JOB, manifest, Stage(1, Graph((), (), (), ()), (), (), ()))
+        async with of_last_of_two(tmp_path, 100) as (files, store, us):
             shards = [
                 await files.save(Version(step), {"variable/w": torch.tensor(float(step))})
                 for step in (1, 2, 3)
