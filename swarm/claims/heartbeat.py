@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fusion.swarm.claims.claim_publisher import ClaimPublisher
@@ -31,9 +31,10 @@ class Heartbeat:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def beat(self) -> Awaitable[Any]:
-        """Begin one renewal of each claim, to be awaited or not. One whose directory nodes are slow must not hold up the others: where
-        the last renewal of an owner's claim is not done yet, the claim is only published once more, unless it has lapsed meanwhile."""
+    def beat(self) -> list[asyncio.Task[None]]:
+        """Begin one renewal of each claim: these tasks, to be awaited or not. One whose directory nodes are slow must not hold up the
+        others: where the last renewal of an owner's claim is not done yet, the claim is only published once more, unless it has
+        lapsed meanwhile."""
         begun: list[asyncio.Task[None]] = []
         for place, held in list(self._ours.owned.items()):
             if place not in self._renewing:
@@ -43,7 +44,7 @@ class Heartbeat:
         for place in list(self._ours.standby_claims):
             if place not in self._renewing:
                 begun.append(self._begin(place, self._renew_standby))
-        return asyncio.gather(self._begin_publishing(), *begun)
+        return [self._begin_publishing(), *begun]
 
     async def run(self) -> None:
         """A heartbeat every so many seconds, and what is due in between at once, for ever. Waits for none of what it begins."""

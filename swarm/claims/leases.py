@@ -363,7 +363,7 @@ class Leases:
 
     async def beat(self) -> None:
         """Renew every claim of ours, then give up those that a higher claim has beaten."""
-        await self._heartbeat.beat()
+        await asyncio.gather(*self._heartbeat.beat())
 
     async def _renew(self, place: Place) -> None:
         held = self._ours.owned.get(place)

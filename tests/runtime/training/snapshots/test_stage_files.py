@@ -128,7 +128,7 @@ def test_what_never_became_a_snapshot_is_not_kept_in_the_place_of_the_one_before
     """A save that others did not hold in time, or a snapshot that was given up: nobody goes back there."""
 
     async def main() -> None:
-        async with of_last_of_two(tmp_path, 100) as (files, store, us):
+        async with of_last_of_two(tmp_path, 100) as (files, store, _):
             shards = [
                 await files.save(Version(step), {"variable/w": torch.tensor(float(step))})
                 for step in (1, 2, 3)
