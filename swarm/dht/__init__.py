@@ -9,6 +9,7 @@ record_store     what we keep for others, shared out among them
 request_budget   how much of us each of them may use
 clock            what time it is for the swarm; pure
 wire             hivemind's three calls, as values with caps
+call_server      others' calls, taken from p2pd on a socket of ours, and how many of them
 service          what we answer
 store_batches    what goes to the same node at the same moment
 calls            what we ask, and who does not answer

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from hivemind.p2p import P2P
-
 from fusion.swarm.dht.calls import Calls, offer_of
 from fusion.swarm.dht.holders import Holders
 from fusion.swarm.dht.lookup import KEYS_AT_ONCE, Found, LookupConfig, Node, ask_all, lookup
@@ -37,8 +35,9 @@ from fusion.swarm.directory.sealing import (
     seal,
     unseal,
 )
-from fusion.swarm.errors import ClosedSwarm, PeerUnreachable, RecordError
+from fusion.swarm.errors import ClosedSwarm, PeerUnreachable, RecordError, TransportError
 from fusion.swarm.identity import Signer
+from fusion.swarm.streams.p2pd_control import AttachedP2P
 from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import PeerId
 
@@ -72,7 +71,7 @@ class HivemindDirectory(DirectoryByKey):
     into a swarm; alone it is a swarm of one."""
 
     def __init__(
-        self, p2p: P2P, identity: Signer, config: DhtConfig, authorizer: Authorizer | None = None
+        self, p2p: AttachedP2P, identity: Signer, config: DhtConfig, authorizer: Authorizer | None = None
     ) -> None:
         self._identity = identity
         self._config = config
@@ -104,7 +103,7 @@ class HivemindDirectory(DirectoryByKey):
     @classmethod
     async def start(
         cls,
-        p2p: P2P,
+        p2p: AttachedP2P,
         identity: Signer,
         config: DhtConfig | None = None,
         authorizer: Authorizer | None = None,
@@ -134,7 +133,7 @@ class HivemindDirectory(DirectoryByKey):
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):  # a daemon that is dead already never answers
                 await self._wire.aclose()
-        except CALL_ERRORS as error:
+        except (*CALL_ERRORS, TransportError) as error:
             logger.debug("DHT node not taken down: %r", error)
 
     # Membership of the DHT.

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import islice
 
 import msgpack
-from cachetools import TTLCache
 
 from fusion.swarm.dht.guard import Offer, check_offer
 from fusion.swarm.dht.lookup import Node
@@ -21,7 +20,7 @@ from fusion.swarm.dht.record_store import OWN, Kept, RecordStore
 from fusion.swarm.dht.request_budget import BudgetConfig, RequestBudget, spend_all
 from fusion.swarm.dht.routing_table import RoutingTable
 from fusion.swarm.dht.values import ID_BYTES, node_id, pack_values
-from fusion.swarm.dht.wire import MAX_NEIGHBOURS, MAX_OFFERS, FoundAt
+from fusion.swarm.dht.wire import MAX_NEIGHBOURS, MAX_OFFERS, FoundAt, Sender
 from fusion.swarm.errors import RecordError
 from fusion.swarm.transport import PeerId
 
@@ -37,9 +36,6 @@ _ADMITTED_AT_ONCE = (
 _HANDED_OVER = 512  # records to one newcomer
 _WALKED_KEYS = 4096  # looked through for it
 _WALKED_AT_ONCE = 32
-_LOOK_SECONDS = 1.0  # from an unknown sender to a look at who is connected from where: one does for many
-_WITHOUT_SECONDS = 60.0  # for which one that was then in no public network counts as such
-_WITHOUT = 4096
 # Tokens: tenths of a millisecond.
 _REQUEST = 1.0
 _OFFER = 2.0
@@ -96,41 +92,28 @@ class DhtService:
         )
         self._newcomers: dict[Node, bool] = {}  # whether it is being let in already
         self._admitting: set[asyncio.Task[None] | None] = set()
-        self._without: TTLCache[PeerId, None] = TTLCache(_WITHOUT, _WITHOUT_SECONDS)  # a public network
-        self._looking: asyncio.Task[None] | None = None
 
     async def aclose(self) -> None:
-        tasks = [task for task in (*self._admitting, self._looking) if task is not None]
+        tasks = [task for task in self._admitting if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # What others ask.
 
-    def place(self, sender: PeerId) -> None:
-        if sender in self._subnet_of or sender in self._without:
-            return
-        self._without[sender] = None
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look(), name="networks of DHT clients")
-
-    async def _look(self) -> None:
-        await asyncio.sleep(_LOOK_SECONDS)
-        self._subnet_of = await self._subnets()
-
-    def ping(self, sender: PeerId, claimed: bytes) -> None:
+    def ping(self, sender: Sender) -> None:
         self._pay(sender, _REQUEST)
-        self._meet(sender, claimed)
+        self._meet(sender)
 
-    def store(self, sender: PeerId, claimed: bytes, offers: Sequence[Offer]) -> list[bool]:
+    def store(self, sender: Sender, offers: Sequence[Offer]) -> list[bool]:
         self._pay(sender, _REQUEST + _OFFER * len(offers))
-        self._meet(sender, claimed)
+        self._meet(sender)
         return [self._keep(sender, offer) for offer in offers]
 
-    def find(self, sender: PeerId, claimed: bytes, keys: Sequence[int]) -> list[FoundAt]:
+    def find(self, sender: Sender, keys: Sequence[int]) -> list[FoundAt]:
         """Of as many of the keys as an answer has room for: the first ones."""
         self._pay(sender, _REQUEST + _KEY * len(keys))
-        self._meet(sender, claimed)
+        self._meet(sender)
         told: list[tuple[int, Mapping[str, Kept]]] = []
         total = 0
         for key in keys:
@@ -141,28 +124,28 @@ class DhtService:
             told.append((key, values))
             total += size
         self._pay(sender, _ANSWERED_KIB * total / 1024)
-        return [self._found(sender, key, values) for key, values in told]
+        return [self._found(sender.peer, key, values) for key, values in told]
 
     def _found(self, sender: PeerId, key: int, values: Mapping[str, Kept]) -> FoundAt:
         packed = pack_values((s, kept.data, kept.until) for s, kept in values.items()) if values else None
         near = self.table.nearest(key, MAX_NEIGHBOURS + 1)
         return FoundAt(packed, [node for node in near if node.peer != sender][:MAX_NEIGHBOURS])
 
-    def _pay(self, sender: PeerId, tokens: float) -> None:
-        accounts: list[tuple[RequestBudget, str]] = [(self._budget, sender)]
-        if (subnet := self._subnet_of.get(sender)) is not None:
-            accounts.append((self._of_subnets, subnet))
+    def _pay(self, sender: Sender, tokens: float) -> None:
+        accounts: list[tuple[RequestBudget, str]] = [(self._budget, sender.peer)]
+        if sender.subnet is not None:
+            accounts.append((self._of_subnets, sender.subnet))
         if not spend_all(accounts, tokens):
             raise Busy(BUSY)
 
-    def _keep(self, sender: PeerId, offer: Offer) -> bool:
+    def _keep(self, sender: Sender, offer: Offer) -> bool:
         now = self._now()
         try:
             subkey = check_offer(offer, now)
         except RecordError as error:
             logger.debug("refused to store a record: %s", error)
             return False
-        kept = Kept(offer.data, offer.until, sender, self._subnet_of.get(sender, sender))
+        kept = Kept(offer.data, offer.until, sender.peer, sender.subnet or sender.peer)
         return self.records.put(int.from_bytes(offer.key, "big"), subkey, kept, now)
 
     # What we keep.
@@ -175,15 +158,15 @@ class DhtService:
 
     # Whom we know.
 
-    def _meet(self, peer: PeerId, claimed: bytes) -> None:
-        node = Node(node_id(peer), peer)
-        if not claimed:  # a client: no node
+    def _meet(self, sender: Sender) -> None:
+        if not sender.claimed:  # a client: no node
             return
-        if claimed != node.id.to_bytes(ID_BYTES, "big"):
-            logger.debug("a node id that is not that of %s", peer)
+        node = Node(node_id(sender.peer), sender.peer)
+        if sender.claimed != node.id.to_bytes(ID_BYTES, "big"):
+            logger.debug("a node id that is not that of %s", sender.peer)
         elif node in self.table:
             self.table.seen(node)
-        elif len(self._newcomers) < _NEWCOMERS and self._budget.spend(peer, _NEWCOMER):
+        elif len(self._newcomers) < _NEWCOMERS and self._budget.spend(sender.peer, _NEWCOMER):
             self._newcomers[node] = False
             if len(self._admitting) < _ADMITTED_AT_ONCE:
                 self._admitting.add(asyncio.create_task(self._admit_waiting(), name="new DHT nodes"))

@@ -10,19 +10,20 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
-from hivemind.p2p import P2P, P2PContext
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.proto import auth_pb2, dht_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
+from fusion.swarm.dht.call_server import Caller, CallServer, Method
 from fusion.swarm.dht.guard import Offer
 from fusion.swarm.dht.lookup import Node
 from fusion.swarm.dht.values import ID_BYTES, node_id
+from fusion.swarm.streams.p2pd_control import AttachedP2P
 from fusion.swarm.streams.peer_ids import from_bytes, to_bytes, to_hivemind
 from fusion.swarm.subnets import subnet_of
 from fusion.swarm.swarm_key import Authorizer
@@ -62,15 +63,22 @@ class NotOfThisSwarm(ValueError):
         return ""
 
 
-class Server(Protocol):
-    """Who answers. `sender` is who asks, `claimed` the node id it gives itself: empty for one that is no node. What they
-    raise goes to the sender as one line. `place` comes before each of the others, for the network that a request counts as one
-    of: peer ids are free."""
+@dataclass(frozen=True)
+class Sender:
+    """Who asks: `claimed` is the node id it gives itself, empty for one that is no node. A request counts as one of its public
+    network as well, where that is known: peer ids are free."""
 
-    def place(self, sender: PeerId) -> None: ...
-    def ping(self, sender: PeerId, claimed: bytes) -> None: ...
-    def store(self, sender: PeerId, claimed: bytes, offers: Sequence[Offer]) -> list[bool]: ...
-    def find(self, sender: PeerId, claimed: bytes, keys: Sequence[int]) -> list[FoundAt]: ...
+    peer: PeerId
+    claimed: bytes = b""
+    subnet: str | None = None
+
+
+class Server(Protocol):
+    """Who answers. What it raises goes to the sender as one line."""
+
+    def ping(self, sender: Sender) -> None: ...
+    def store(self, sender: Sender, offers: Sequence[Offer]) -> list[bool]: ...
+    def find(self, sender: Sender, keys: Sequence[int]) -> list[FoundAt]: ...
 
 
 class Wire:
@@ -79,7 +87,7 @@ class Wire:
 
     def __init__(
         self,
-        p2p: P2P,
+        p2p: AttachedP2P,
         peer: PeerId,
         client: bool,
         now: Callable[[], float] = time.time,
@@ -93,47 +101,54 @@ class Wire:
         self._subnets_at = float("-inf")
         self._info = dht_pb2.NodeInfo(node_id=b"" if client else node_id(peer).to_bytes(ID_BYTES, "big"))
         self._now = now
+        self._answering: CallServer | None = None
 
     async def serve(self, server: Server) -> None:
+        """Raises TransportError where p2pd does not let us."""
         if self._client:
             return
 
-        def sender_of(request: Any, context: P2PContext) -> PeerId:
-            sender = self._member(request, context)
-            server.place(sender)
-            return sender
-
-        async def ping(request: Any, context: P2PContext) -> Any:
-            server.ping(sender_of(request, context), request.peer.node_id)
+        def ping(sender: Sender, request: Any) -> Any:
+            server.ping(sender)
             return dht_pb2.PingResponse(peer=self._info, dht_time=self._now(), auth=self._answer_auth())
 
-        async def store(request: Any, context: P2PContext) -> Any:
-            taken = server.store(sender_of(request, context), request.peer.node_id, _offers(request))
+        def store(sender: Sender, request: Any) -> Any:
+            taken = server.store(sender, _offers(request))
             taken += [False] * (len(request.keys) - len(taken))
             return dht_pb2.StoreResponse(store_ok=taken, peer=self._info, auth=self._answer_auth())
 
-        async def find(request: Any, context: P2PContext) -> Any:
-            sender = sender_of(request, context)
+        def find(sender: Sender, request: Any) -> Any:
             if len(request.keys) > MAX_KEYS or any(len(key) != ID_BYTES for key in request.keys):
                 raise ValueError(f"at most {MAX_KEYS} keys of {ID_BYTES} bytes")
-            keys = [int.from_bytes(key, "big") for key in request.keys]
-            found = server.find(sender, request.peer.node_id, keys)
+            found = server.find(sender, [int.from_bytes(key, "big") for key in request.keys])
             return dht_pb2.FindResponse(
                 results=map(_result, found), peer=self._info, auth=self._answer_auth()
             )
 
-        calls: tuple[tuple[str, Callable[[Any, P2PContext], Awaitable[Any]], Any, int], ...] = (
-            ("ping", ping, dht_pb2.PingRequest, _MAX_PING_BYTES),
-            ("store", store, dht_pb2.StoreRequest, _MAX_STORE_BYTES),
-            ("find", find, dht_pb2.FindRequest, _MAX_FIND_BYTES),
+        def method(answer: Callable[[Sender, Any], Any], kind: Any, most_bytes: int) -> Method:
+            def answered(caller: Caller, data: bytes) -> bytes:
+                request = _Capped(kind, most_bytes).FromString(data)
+                self._check_member(caller.peer, request)
+                sender = Sender(caller.peer, request.peer.node_id, caller.subnet)
+                packed: bytes = answer(sender, request).SerializeToString()
+                return packed
+
+            return Method(answered, most_bytes)
+
+        methods = {
+            "ping": method(ping, dht_pb2.PingRequest, _MAX_PING_BYTES),
+            "store": method(store, dht_pb2.StoreRequest, _MAX_STORE_BYTES),
+            "find": method(find, dht_pb2.FindRequest, _MAX_FIND_BYTES),
+        }
+        self._answering = await CallServer.start(
+            self._p2p.daemon, {_NAME.format(name): each for name, each in methods.items()}
         )
-        for name, handler, kind, cap in calls:
-            await self._p2p.add_protobuf_handler(_NAME.format(name), handler, _Capped(kind, cap))
 
     async def aclose(self) -> None:
-        if not self._client:
-            for name in ("ping", "store", "find"):
-                await self._p2p.remove_protobuf_handler(_NAME.format(name))
+        """Raises TransportError where p2pd does not answer."""
+        if self._answering is not None:
+            answering, self._answering = self._answering, None
+            await answering.aclose()
 
     async def ping(self, peer: PeerId, seconds: float) -> float | None:
         """The other's clock when it answered, in unix seconds. One of CALL_ERRORS, as of the other two calls."""
@@ -196,14 +211,12 @@ class Wire:
 
     # In a closed swarm, in the messages' fields that hivemind has for it.
 
-    def _member(self, request: Any, context: P2PContext) -> PeerId:
-        """Who asks. NotOfThisSwarm for one who has not shown that it is a member."""
-        sender = _sender(context)
+    def _check_member(self, sender: PeerId, request: Any) -> None:
+        """NotOfThisSwarm for one who has not shown that it is a member."""
         if self._authorizer is not None:
             shown = request.auth.client_access_token.signature
             if not self._authorizer.admits(sender, shown):
                 raise NotOfThisSwarm
-        return sender
 
     def _answer_auth(self) -> Any:
         """Our own proof, for an answer; None in an open swarm."""
@@ -232,10 +245,6 @@ def _subnet(address: Multiaddr) -> str | None:
         return subnet_of(str(address))
     except Exception:  # the parser of multiaddrs raises whatever its codecs do
         return None
-
-
-def _sender(context: P2PContext) -> PeerId:
-    return from_bytes(context.remote_id.to_bytes())
 
 
 def _offers(request: Any) -> list[Offer]:

@@ -29,6 +29,21 @@ def delimited(message: bytes) -> bytes:
     return bytes(head) + message
 
 
+def delimited_length(data: Buffer, start: int = 0, end: int | None = None) -> tuple[int, int] | None:
+    """The length of the message that p2pd begins at `start`, and where its bytes begin; None where more of the length has to
+    come first. Raises FrameError for one of 2^28 bytes or more."""
+    length = shift = 0
+    for at in range(start, len(data) if end is None else end):
+        byte = data[at]
+        length |= (byte & 0x7F) << shift
+        shift += 7
+        if not byte & 0x80:
+            return length, at + 1
+        if shift >= 28:
+            raise FrameError("p2pd sent a message that is too long")
+    return None
+
+
 class FrameParser:
     """`room()` is where the next bytes go, `advance(n)` says that n came; `ready` frames wait to be taken.
 
@@ -188,23 +203,18 @@ class FrameParser:
         self._header = self._lengths = None
 
     def _parse_preamble(self) -> bool:
-        length = shift = 0
-        for at in range(self._start, self._end):
-            byte = self._scratch[at]
-            length |= (byte & 0x7F) << shift
-            shift += 7
-            if length > _MAX_PREAMBLE_BYTES or shift > 28:
-                raise FrameError("p2pd sent a message that is too long")
-            if byte & 0x80:
-                continue
-            start, end = at + 1, at + 1 + length
-            if self._end < end:
-                return False
-            self.preamble = bytes(self._scratch[start:end])
-            self._start = end
-            self._wants_preamble = False
-            return True
-        return False
+        found = delimited_length(self._scratch, self._start, self._end)
+        if found is None:
+            return False
+        length, start = found
+        if length > _MAX_PREAMBLE_BYTES:
+            raise FrameError("p2pd sent a message that is too long")
+        if self._end < start + length:
+            return False
+        self.preamble = bytes(self._scratch[start : start + length])
+        self._start = start + length
+        self._wants_preamble = False
+        return True
 
 
 def _empty(size: int) -> memoryview:

@@ -45,7 +45,9 @@ from fusion.swarm.streams.p2pd_control import (
     ask,
     attach,
     check_answer,
+    disconnect,
     framed,
+    hand_over,
     unanswered,
 )
 from fusion.swarm.streams.peer_ids import from_bytes, to_bytes
@@ -252,11 +254,7 @@ class P2PTransport:
         gathering = Gathering(handler)
         self._handlers.add(protocol, handler)
         self._handlers.add(protocol + SUFFIX, gathering.attend)
-        listen = Multiaddr(f"/unix{self._listen_path}").to_bytes()
-        request = p2pd_pb2.StreamHandlerRequest(
-            addr=listen, proto=[protocol, protocol + SUFFIX], balanced=False
-        )
-        await ask(self._daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request))
+        await hand_over(self._daemon, [protocol, protocol + SUFFIX], self._listen_path)
 
     def traffic(self) -> Mapping[PeerId, Traffic]:
         return self.counter.snapshot()
@@ -346,8 +344,7 @@ class P2PTransport:
             await self._disconnect(peer)
 
     async def _disconnect(self, peer: PeerId) -> None:
-        request = p2pd_pb2.DisconnectRequest(peer=to_bytes(peer))
-        await ask(self._daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request))
+        await disconnect(self._daemon, peer)
 
     async def _lives(self, peer: PeerId) -> bool:
         """Whether anything comes or goes over the connection to the peer. A full one may keep a ping waiting."""

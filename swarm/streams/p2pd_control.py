@@ -1,11 +1,12 @@
-"""What is said to a p2pd that we started: requests over connections of their own, and hivemind's `P2P` over it for the DHT."""
+"""What is said to a p2pd that we started: requests over connections of their own, and hivemind's `P2P` over it, for our calls of the DHT."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import DecodeError, Message
@@ -20,6 +21,8 @@ from fusion.swarm.errors import PeerUnreachable, TransportError, UnknownProtocol
 from fusion.swarm.printable import error_line
 from fusion.swarm.streams.frame_parser import delimited
 from fusion.swarm.streams.p2pd import Daemon
+from fusion.swarm.streams.peer_ids import to_bytes
+from fusion.swarm.transport import PeerId
 
 CONTROL_SECONDS = 30.0  # for p2pd to answer on its own machine
 GONE = "p2pd is gone"
@@ -33,6 +36,7 @@ class AttachedP2P(P2P):  # type: ignore[misc]
     """hivemind's P2P, which asks us before it calls another peer, and fails at once when p2pd is dead: by itself it
     would wait for answers until every caller's time is up."""
 
+    daemon: Daemon
     before_call: Callable[[PeerID], Awaitable[None]]  # these three are the transport's
     call_failed: Callable[[], None]  # p2pd did not get through
     unanswered: Callable[[PeerID], None]  # for longer than usual
@@ -52,10 +56,6 @@ class AttachedP2P(P2P):  # type: ignore[misc]
         finally:
             late.cancel()
 
-    async def remove_protobuf_handler(self, *arguments: Any, **options: Any) -> None:
-        if not self.dead:
-            await super().remove_protobuf_handler(*arguments, **options)
-
     def bury(self) -> None:
         self.dead = True
         control = self._client.control
@@ -68,7 +68,7 @@ class AttachedP2P(P2P):  # type: ignore[misc]
 
 
 class _Control(ControlClient):  # type: ignore[misc]
-    """hivemind's connection to p2pd, for the calls of the DHT and the answers to others'. By itself it writes the length
+    """hivemind's connection to p2pd, for our calls of the DHT. By itself it writes the length
     of each message byte by byte, then the message: here all that waits goes out in one write."""
 
     async def _write_to_persistent_conn(self, writer: asyncio.StreamWriter) -> None:
@@ -90,17 +90,10 @@ class _Waiting(dict[Any, "asyncio.Future[Any]"]):
         return future is not None and not future.done()
 
 
-class _Answering(dict[Any, "asyncio.Task[Any]"]):
-    """Others' calls that we are answering. hivemind takes none of them out that its caller took back."""
-
-    def __setitem__(self, call: Any, task: asyncio.Task[Any]) -> None:
-        super().__setitem__(call, task)
-        task.add_done_callback(lambda _: self.pop(call, None))
-
-
 async def attach(daemon: Daemon) -> AttachedP2P:
     """As hivemind's `P2P.replicate`, with a control connection of our own."""
     p2p = AttachedP2P()
+    p2p.daemon = daemon
     p2p._child, p2p._alive = None, True
     p2p._daemon_listen_maddr = Multiaddr(f"/unix{daemon.control_path}")
     p2p._client_listen_maddr = Multiaddr(f"/unix{daemon.directory / 'h.sock'}")
@@ -112,7 +105,6 @@ async def attach(daemon: Daemon) -> AttachedP2P:
             persistent_conn_max_msg_size=DEFAULT_MAX_MSG_SIZE,
         )
         p2p._client.control._pending_calls = _Waiting(p2p._client.control._pending_calls)
-        p2p._client.control._handler_tasks = _Answering()
         await p2p._ping_daemon()
     return p2p
 
@@ -141,6 +133,26 @@ async def ask(daemon: Daemon, request: p2pd_pb2.Request) -> p2pd_pb2.Response:
     return response
 
 
+async def hand_over(daemon: Daemon, protocols: Sequence[str], socket: Path) -> None:
+    """From now on p2pd gives each incoming stream of these protocols to whoever listens there, as a connection. Raises
+    TransportError."""
+    request = p2pd_pb2.StreamHandlerRequest(addr=_unix(socket), proto=protocols, balanced=False)
+    await ask(daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request))
+
+
+async def take_back(daemon: Daemon, protocols: Sequence[str], socket: Path) -> None:
+    """Ends `hand_over`."""
+    request = p2pd_pb2.RemoveStreamHandlerRequest(addr=_unix(socket), proto=protocols)
+    kind = p2pd_pb2.Request.REMOVE_STREAM_HANDLER
+    await ask(daemon, p2pd_pb2.Request(type=kind, removeStreamHandler=request))
+
+
+async def disconnect(daemon: Daemon, peer: PeerId) -> None:
+    """Ends the connections to a peer, and every stream over them. Raises TransportError."""
+    request = p2pd_pb2.DisconnectRequest(peer=to_bytes(peer))
+    await ask(daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request))
+
+
 async def answers_ping(daemon: Daemon, peer: bytes, seconds: float) -> bool:
     """Whether the connection to the peer carries a few bytes there and back within so many seconds; True as well where
     p2pd knows that there is none. Raises TransportError where p2pd itself does not answer."""
@@ -165,6 +177,11 @@ async def answers_ping(daemon: Daemon, peer: bytes, seconds: float) -> bool:
         if writer is not None:
             writer.transport.abort()
     return True
+
+
+def _unix(socket: Path) -> bytes:
+    address: bytes = Multiaddr(f"/unix{socket}").to_bytes()
+    return address
 
 
 def check_answer(data: bytes | None, what: str) -> None:

@@ -1,0 +1,305 @@
+"""Others' calls, one message each way as hivemind sends them, taken from p2pd as streams.
+
+p2pd can hand such a call over as a message. It then keeps all that has come of it, up to 4 MiB, and an answer that nobody reads,
+for as long as the connection lasts, and no limit counts them. So each call is a socket here, as a stream of frames is: closed
+once it is answered, or too large, or late. Who calls, and from which public network, p2pd says on it first.
+
+A further call takes the place of the oldest where calls or their bytes have become too many: an honest one is over in milliseconds,
+however many others are left open. No peer has more than its share of both, and no public network, peer ids being free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import cast
+
+from google.protobuf.message import DecodeError
+from hivemind.proto import p2pd_pb2
+from hivemind.utils.multiaddr import Multiaddr
+
+from fusion.swarm.errors import FrameError, TransportError
+from fusion.swarm.streams.frame_parser import delimited, delimited_length
+from fusion.swarm.streams.p2pd import Daemon
+from fusion.swarm.streams.p2pd_control import disconnect, hand_over, take_back
+from fusion.swarm.streams.peer_ids import from_bytes
+from fusion.swarm.subnets import subnet_of
+from fusion.swarm.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+_ENVELOPE_BYTES = 512  # around a request: an id, a peer id, a name
+_MOST_INFO_BYTES = 1 << 12  # p2pd's own words on a call: a peer id, an address, a name
+_BACKLOG = 512
+_SOCKET = "c.sock"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallLimits:
+    seconds: float = 15.0  # from a call's beginning to the last byte of its answer; callers give up earlier
+    per_peer: int = 64  # calls under way
+    per_subnet: int = 256
+    in_all: int = 512
+    peer_bytes: int = 8 << 20  # of requests on their way in and of answers on their way out
+    bytes_in_all: int = 32 << 20
+
+
+@dataclass(frozen=True)
+class Caller:
+    peer: PeerId
+    subnet: str | None  # the public network it calls from, where that is known
+
+
+@dataclass(frozen=True)
+class Method:
+    """`answer` gets a request of at most so many bytes; what it raises goes to the caller, as hivemind has it."""
+
+    answer: Callable[[Caller, bytes], bytes]
+    most_bytes: int
+
+
+class CallServer:
+    """Answers the calls that reach a p2pd. Made by `await CallServer.start(...)`, ended by `aclose`."""
+
+    def __init__(self, daemon: Daemon, methods: Mapping[str, Method], limits: CallLimits) -> None:
+        self.methods = dict(methods)
+        self._limits = limits
+        self._daemon = daemon
+        self._path = daemon.directory / _SOCKET
+        self._server: asyncio.AbstractServer | None = None
+        self._calls: dict[_Call, float] = {}  # and when each is late; oldest first
+        self._of: Counter[PeerId | str] = Counter()  # calls of each peer, and from each public network
+        self._bytes: Counter[PeerId] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+        self._hanging_up: dict[PeerId, asyncio.Task[None]] = {}
+
+    @classmethod
+    async def start(
+        cls, daemon: Daemon, methods: Mapping[str, Method], limits: CallLimits | None = None
+    ) -> CallServer:
+        """Raises TransportError where p2pd does not take it, as where a method is served already."""
+        made = cls(daemon, methods, limits or CallLimits())
+        loop = asyncio.get_running_loop()
+        made._server = await loop.create_unix_server(
+            lambda: _Call(made), path=str(made._path), backlog=_BACKLOG
+        )
+        try:
+            await hand_over(daemon, list(methods), made._path)
+        except BaseException:
+            made._server.close()
+            raise
+        return made
+
+    async def aclose(self) -> None:
+        """Raises TransportError where p2pd does not answer, and is closed nevertheless."""
+        if self._server is not None:
+            self._server.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        for call in list(self._calls):
+            call.abort()
+        for task in self._hanging_up.values():
+            task.cancel()
+        await asyncio.gather(*self._hanging_up.values(), return_exceptions=True)
+        await take_back(self._daemon, list(self.methods), self._path)
+
+    # What calls ask.
+
+    def begin(self, call: _Call) -> None:
+        """A call, of whose caller nothing is known yet."""
+        while len(self._calls) >= self._limits.in_all:
+            next(iter(self._calls)).abort()
+        loop = asyncio.get_running_loop()
+        self._calls[call] = loop.time() + self._limits.seconds
+        if self._timer is None:
+            self._timer = loop.call_later(self._limits.seconds, self._end_late)
+
+    def count(self, caller: Caller) -> bool:
+        """Whether there is room for one more of this caller; if so, it counts."""
+        if self._of[caller.peer] >= self._limits.per_peer:
+            return False
+        if caller.subnet is not None:
+            if self._of[caller.subnet] >= self._limits.per_subnet:
+                return False
+            self._of[caller.subnet] += 1
+        self._of[caller.peer] += 1
+        return True
+
+    def hold(self, call: _Call, caller: Caller, size: int) -> bool:
+        """Whether so many bytes may be kept for it, in place of what was; the oldest calls make room for them."""
+        others = self._bytes[caller.peer] - call.held
+        if others + size > self._limits.peer_bytes:
+            return False
+        self._bytes[caller.peer], call.held = others + size, size
+        while self._bytes.total() > self._limits.bytes_in_all:
+            next(iter(self._calls)).abort()
+        return call in self._calls
+
+    def over(self, call: _Call, caller: Caller | None) -> None:
+        self._calls.pop(call, None)
+        if caller is None:
+            return
+        self._bytes[caller.peer] -= call.held
+        if self._bytes[caller.peer] <= 0:
+            del self._bytes[caller.peer]
+        for holder in (caller.peer, caller.subnet):
+            if holder is not None:
+                self._of[holder] -= 1
+                if self._of[holder] <= 0:
+                    del self._of[holder]
+
+    def _end_late(self) -> None:
+        loop = asyncio.get_running_loop()
+        for call, late in list(self._calls.items()):
+            if late > loop.time():
+                break
+            if call.unread and call.caller is not None:
+                self._hang_up(call.caller.peer)
+            call.abort()
+        first = next(iter(self._calls.values()), None)
+        self._timer = None if first is None else loop.call_at(first, self._end_late)
+
+    def _hang_up(self, peer: PeerId) -> None:
+        """On one that has not read an answer and not given it up either: p2pd would keep its part of it for as long as the
+        connection lasts."""
+        if peer not in self._hanging_up:
+            logger.debug("hung up on %s: it does not read our answers", peer)
+            task = asyncio.create_task(self._disconnect(peer), name="hanging up")
+            self._hanging_up[peer] = task
+            task.add_done_callback(lambda _: self._hanging_up.pop(peer, None))
+
+    async def _disconnect(self, peer: PeerId) -> None:
+        with suppress(TransportError):
+            await disconnect(self._daemon, peer)
+
+
+class _Call(asyncio.Protocol):
+    """One call: what p2pd says of it, the request, the answer."""
+
+    def __init__(self, server: CallServer) -> None:
+        self.caller: Caller | None = None
+        self.held = 0  # bytes, of the request or of the answer
+        self._server = server
+        self._socket: asyncio.Transport | None = None
+        self._arrived = bytearray()
+        self._method: Method | None = None
+        self._expected: int | None = None  # bytes of the request
+        self._answered = False
+
+    @property
+    def unread(self) -> bool:
+        """Whether there is an answer that could not be sent yet."""
+        return self._answered and self._socket is not None and self._socket.get_write_buffer_size() > 0
+
+    def abort(self) -> None:
+        if self._socket is not None:
+            self._socket.abort()
+        self._end()
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._socket = cast(asyncio.Transport, transport)
+        self._server.begin(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._answered:
+            return  # what follows a request is nobody's
+        self._arrived += data
+        try:
+            if self.caller is None and not self._meet():
+                return
+            if self._expected is None and not self._expect():
+                return
+            if len(self._arrived) >= (self._expected or 0):
+                self._answer()
+        except (FrameError, DecodeError, ValueError) as error:
+            logger.debug("a call that makes no sense: %s", error)
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+
+    # Step by step; False where more bytes have to come first.
+
+    def _meet(self) -> bool:
+        message = self._next(_MOST_INFO_BYTES)
+        if message is None:
+            return False
+        info = p2pd_pb2.StreamInfo.FromString(message)
+        self._method = self._server.methods.get(info.proto)
+        caller = Caller(from_bytes(info.peer), _subnet(info.addr))
+        if self._method is None or not self._server.count(caller):
+            self.abort()
+            return False
+        self.caller = caller
+        return True
+
+    def _expect(self) -> bool:
+        found = delimited_length(self._arrived)
+        if found is None:
+            return False
+        length, start = found
+        assert self._method is not None and self.caller is not None
+        most = self._method.most_bytes + _ENVELOPE_BYTES
+        if length > most:
+            raise FrameError(f"a request of {length} bytes; at most {most}")
+        if not self._server.hold(self, self.caller, length):
+            self.abort()
+            return False
+        del self._arrived[:start]
+        self._expected = length
+        return True
+
+    def _answer(self) -> None:
+        assert self._method is not None and self.caller is not None and self._socket is not None
+        request = p2pd_pb2.PersistentConnectionRequest.FromString(bytes(self._arrived[: self._expected]))
+        self._arrived = bytearray()
+        if not request.HasField("callUnary"):
+            raise FrameError("no call")
+        try:
+            answered = p2pd_pb2.CallUnaryResponse(
+                response=self._method.answer(self.caller, request.callUnary.data)
+            )
+        except Exception as error:  # the boundary between peers: whatever is asked of us, the node goes on
+            answered = p2pd_pb2.CallUnaryResponse(error=repr(error).encode())
+        reply = p2pd_pb2.PersistentConnectionRequest(callId=request.callId, unaryResponse=answered)
+        message = delimited(reply.SerializeToString())
+        if not self._server.hold(self, self.caller, len(message)):
+            self.abort()
+            return
+        self._answered = True
+        self._socket.write(message)
+        self._socket.close()
+
+    def _next(self, most_bytes: int) -> bytes | None:
+        """One message off the front of what has come."""
+        found = delimited_length(self._arrived)
+        if found is None:
+            return None
+        length, start = found
+        if length > most_bytes:
+            raise FrameError(f"a message of {length} bytes; at most {most_bytes}")
+        if len(self._arrived) < start + length:
+            return None
+        message = bytes(self._arrived[start : start + length])
+        del self._arrived[: start + length]
+        return message
+
+    def _end(self) -> None:
+        self._arrived = bytearray()
+        caller, self.caller = self.caller, None
+        self._server.over(self, caller)
+
+
+@lru_cache(1024)
+def _subnet(address: bytes) -> str | None:
+    try:
+        return subnet_of(str(Multiaddr(address)))
+    except Exception:  # the parser of multiaddrs raises whatever its codecs do
+        return None
