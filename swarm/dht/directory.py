@@ -13,13 +13,14 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from fusion.swarm.dht.calls import Calls, offer_of
 from fusion.swarm.dht.holders import Holders
 from fusion.swarm.dht.lookup import KEYS_AT_ONCE, Found, LookupConfig, Node, ask_all, lookup
+from fusion.swarm.dht.remembered import Remembered
 from fusion.swarm.dht.service import DhtService
 from fusion.swarm.dht.values import MAX_SUBKEYS, key_id, node_id
 from fusion.swarm.dht.wire import CALL_ERRORS, NotOfThisSwarm, Wire
@@ -94,7 +95,7 @@ class HivemindDirectory(DirectoryByKey):
         self._ask = self._calls.ask
         self._expiries: dict[tuple[str, str], float] = {}  # of our own records
         self._holders = Holders(config.replicas, config.holders_seconds)
-        self._seen: dict[str, dict[str, Sealed]] = {}  # of GLANCED_KEYS, by subkey
+        self._seen: dict[str, Remembered] = {}  # of GLANCED_KEYS
         self._seen_at: dict[str, float] = {}
         self._glancing = asyncio.Lock()
         self._reads: dict[str, dict[str, asyncio.Future[list[Sealed]]]] = {}  # waiting for the next lookups
@@ -244,8 +245,8 @@ class HivemindDirectory(DirectoryByKey):
                 if wanted:
                     await self._search(sorted(wanted))
         now = self.now()
-        seen = (sorted(self._seen.get(key, {}).items()) for key in keys)
-        return [[sealed for _, sealed in each if sealed.is_good(now)] for each in seen]
+        seen = (self._seen[key].good(now) if key in self._seen else {} for key in keys)
+        return [[each[subkey] for subkey in sorted(each)] for each in seen]
 
     async def sealed_under(self, keys: Sequence[str]) -> list[list[bytes]]:
         """The live records under each of the keys, as their authors signed them, for clients that check them again. Of peers
@@ -280,7 +281,7 @@ class HivemindDirectory(DirectoryByKey):
                 if key not in answer.values:  # it told of others alone
                     continue
                 values = answer.values[key]
-                await self._checked(ids[key], {subkey: (data,) for subkey, data in values.items()})
+                await self._checked(ids[key], {subkey: {data: (node,)} for subkey, data in values.items()})
                 read.add(ids[key])
                 if not self._holders.of(key, answer.nearest.get(key, ()), now):
                     self._holders.forget([key])  # a nearer node has come: the next glance searches
@@ -322,12 +323,15 @@ class HivemindDirectory(DirectoryByKey):
             for future in reads.values():
                 future.cancel()
 
-    async def _checked(self, key: str, values: Mapping[str, Iterable[bytes]]) -> list[Sealed]:
+    async def _checked(
+        self, key: str, values: Mapping[str, Mapping[bytes, Collection[Node]]]
+    ) -> list[Sealed]:
         """The records among the values, and among what we hold and remember, that pass every check. Others run meanwhile:
         a stranger's answer can have thousands of signatures."""
         now = self.now()
-        newest = {s: sealed for s, sealed in self._seen.get(key, {}).items() if sealed.is_good(now)}
-        for n, (subkey, data) in enumerate([*_each(values), *self._stored(key_id(key))], start=1):
+        newest = self._seen[key].good(now) if key in self._seen else {}
+        told_by: dict[str, set[str]] = {}
+        for n, (subkey, data, accounts) in enumerate(self._each(key, values), start=1):
             if n % _CHECKED_AT_ONCE == 0:
                 await asyncio.sleep(0)
             try:
@@ -335,20 +339,23 @@ class HivemindDirectory(DirectoryByKey):
             except RecordError as error:
                 logger.debug("dropped a record at %s of %.80s: %s", key, subkey, error)
                 continue
+            told_by.setdefault(subkey, set()).update(accounts)
             if subkey not in newest or sealed.expires_at > newest[subkey].expires_at:
                 newest[subkey] = sealed
         if key in GLANCED_KEYS:
-            for subkey, sealed in self._seen.get(key, {}).items():  # another reader's, meanwhile
-                before = newest[subkey].expires_at if subkey in newest else now
-                if sealed.expires_at > before and sealed.is_good(now):
-                    newest[subkey] = sealed
-            self._seen[key] = dict(list(newest.items())[:MAX_SUBKEYS])  # those known longest stay
+            self._seen.setdefault(key, Remembered()).add(newest, told_by, now)
             self._seen_at[key] = time.monotonic()
         return [newest[subkey] for subkey in sorted(newest)]
 
-    def _stored(self, key: int) -> list[tuple[str, bytes]]:
-        """What we hold under the key ourselves."""
-        return [(subkey, kept.data) for subkey, kept in self._service.values(key).items()]
+    def _each(
+        self, key: str, values: Mapping[str, Mapping[bytes, Collection[Node]]]
+    ) -> Iterator[tuple[str, bytes, Iterable[str]]]:
+        """What others have under the key, and what we hold ourselves: subkey, bytes, and the accounts that have it."""
+        for subkey, candidates in values.items():
+            for data, nodes in candidates.items():
+                yield subkey, data, (self._service.account(node.peer) for node in nodes)
+        for subkey, kept in list(self._service.values(key_id(key)).items()):
+            yield subkey, kept.data, (kept.account,)
 
     # Searching.
 
@@ -386,9 +393,3 @@ class HivemindDirectory(DirectoryByKey):
         if len(self._expiries) > MAX_SUBKEYS:
             self._expiries = {s: expiry for s, expiry in self._expiries.items() if expiry > now}
         self._expiries[slot] = expires_at
-
-
-def _each(values: Mapping[str, Iterable[bytes]]) -> Iterator[tuple[str, bytes]]:
-    for subkey, candidates in values.items():
-        for data in candidates:
-            yield subkey, data

@@ -12,7 +12,7 @@ waited for in two rounds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusion.swarm.transport import PeerId
@@ -41,10 +41,10 @@ class NodeReply:
 
 @dataclass(frozen=True)
 class Found:
-    """Every distinct value met, by key and subkey, and the answering nodes nearest to each key, nearest first. `best`: of each
+    """Every distinct value met, by key and subkey, with the nodes that have it, and the answering nodes nearest to each key, nearest first. `best`: of each
     path the nearest that answered, which nodes of another path cannot displace."""
 
-    values: Mapping[Key, Mapping[str, frozenset[bytes]]]
+    values: Mapping[Key, Mapping[str, Mapping[bytes, Collection[Node]]]]
     nearest: Mapping[Key, tuple[Node, ...]]
     best: Mapping[Key, tuple[Node, ...]]
 
@@ -87,7 +87,7 @@ class _Search:
     paths: list[_Path]
     path_of: dict[int, _Path] = field(default_factory=dict)  # of each node that was asked
     answered: dict[int, Node] = field(default_factory=dict)
-    values: dict[str, set[bytes]] = field(default_factory=dict)
+    values: dict[str, dict[bytes, list[Node]]] = field(default_factory=dict)
     turned_back: bool = False  # to what paths named that were left
 
 
@@ -119,7 +119,7 @@ async def lookup(
         async for key in yielding(searches, KEYS_AT_ONCE):
             _leave(searches[key], asked[key], late)
     return Found(
-        {key: {sub: frozenset(values) for sub, values in s.values.items()} for key, s in searches.items()},
+        {key: search.values for key, search in searches.items()},
         {key: tuple(_nearest(key, s.answered.values())[: config.breadth]) for key, s in searches.items()},
         {key: _best(key, search) for key, search in searches.items()},
     )
@@ -209,7 +209,7 @@ def _nearest(key: Key, among: Iterable[Node]) -> list[Node]:
 def _take(search: _Search, key: Key, node: Node, answer: NodeReply, known_per_key: int) -> None:
     search.answered[node.id] = node
     for subkey, value in answer.values.get(key, {}).items():
-        search.values.setdefault(subkey, set()).add(value)
+        search.values.setdefault(subkey, {}).setdefault(value, []).append(node)
     known = search.path_of[node.id].known
     for other in answer.nearest.get(key, ()):
         if len(known) >= known_per_key:

@@ -148,6 +148,10 @@ class DhtService:
         kept = Kept(offer.data, offer.until, sender.peer, sender.subnet or sender.peer)
         return self.records.put(int.from_bytes(offer.key, "big"), subkey, kept, now)
 
+    def account(self, peer: PeerId) -> str:
+        """Whose share a node's part in things counts as: its own, or that of its public network, where that is known."""
+        return self._subnet_of.get(peer, peer)
+
     # What we keep.
 
     def values(self, key: int) -> Mapping[str, Kept]:

@@ -35,7 +35,7 @@ from fusion.swarm.dht.values import key_id, node_id
 from fusion.swarm.dht.wire import FoundAt
 from fusion.swarm.directory.api import PEER_KEYS
 from fusion.swarm.directory.keys import claims_key, jobs_key, key_of, shard, subkey_of
-from fusion.swarm.directory.records import JobId
+from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS, seal
 from fusion.swarm.errors import PeerUnreachable, RecordError
 from fusion.swarm.identity import Identity
@@ -339,6 +339,40 @@ def test_a_node_that_does_not_tell_of_a_key_is_not_taken_at_its_word() -> None:
     asyncio.run(scenario())
 
 
+def test_a_node_that_tells_a_thousand_names_of_its_own_hides_no_job_that_others_tell() -> None:
+    async def scenario() -> None:
+        p2p: Any = None
+        directory = HivemindDirectory(p2p, Identity.generate(), DhtConfig(client=True))
+        nodes = [Node(node_id(p), p) for p in (Identity.generate().peer_id for _ in range(4))]
+        for node in nodes:
+            directory._service.table.seen(node)
+        until = time.time() + 60
+        author, liar = Identity.generate(), nodes[0]
+        record = job_record(author)
+        key = key_of(record)
+        place = key_id(key)
+        forged: dict[str, bytes] = {}
+        while len(forged) < 1024:
+            stranger = Identity.generate()
+            its = job_record(stranger)
+            forged[subkey_of(its)] = seal(its, stranger, until)
+        honest: dict[str, bytes] = {}
+
+        async def told(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
+            values = forged if node is liar else honest
+            return NodeReply({k: values if k == place else {} for k in keys}, dict.fromkeys(keys, nodes))
+
+        directory._ask = told  # type: ignore[method-assign]
+        assert len(await directory.records([key], JobRecord, max_age_seconds=60.0)) == 1024
+        honest[subkey_of(record)] = seal(record, author, until)
+        for _ in range(len(nodes)):
+            directory._seen_at.clear()
+            listed = await directory.records([key], JobRecord, max_age_seconds=1e-9)
+        assert record in listed and len(listed) == 1024
+
+    asyncio.run(scenario())
+
+
 def test_the_claims_of_one_job_are_read_though_another_s_are_slow() -> None:
     async def scenario() -> None:
         identity, peer = Identity.generate(), Identity.generate().peer_id
@@ -393,12 +427,14 @@ def test_records_end_when_their_author_said() -> None:
     async def scenario() -> None:
         async with swarm(False, False) as (author, reader):
             await author.directory.publish(peer_record(author.identity), ttl_seconds=5.0)
-            (sealed,) = author.directory._stored(key_id(key_of(peer_record(author.identity))))
+            place = key_id(key_of(peer_record(author.identity)))
+            (stored,) = author.directory._service.values(place).values()
             assert len(await reader.directory.peers()) == 1
             real = reader.directory.now
             reader.directory.now = lambda: real() + 5.0  # type: ignore[method-assign]
             assert await reader.directory.peers() == ()
-            assert sealed in reader.directory._stored(key_id(key_of(peer_record(author.identity))))
+            (kept,) = reader.directory._service.values(place).values()
+            assert kept.data == stored.data
 
     uvloop.run(scenario())
 
