@@ -222,7 +222,7 @@ class ClaimCache:
     def _voted(self, claim: ClaimRecord, holding: Holding) -> set[PeerId]:
         """Of those whose vote counts, who voted so in the claim's proof; whoever shows a forged vote has no others."""
         place, now = (claim.job, claim.stage), self._now()
-        counting = frozenset({holding.peer}).union(*self._seats(place, holding.peer))
+        counting = {holding.peer, *self.voters(place, holding.peer)}
 
         def matters(said: Vote) -> bool:
             return said.holding == holding and said.voter in counting and said.is_good(now)
@@ -243,7 +243,7 @@ class ClaimCache:
 
     def voters(self, place: Place, suspect: PeerId) -> tuple[PeerId, ...]:
         """Whose vote counts on whether `suspect` holds the stage."""
-        return tuple(sorted(frozenset().union(*self._seats(place, suspect))))
+        return tuple(sorted({voice for seat in self._seats(place, suspect) for voice in seat.voices}))
 
     def without_vote(self, place: Place, claim: ClaimRecord, holding: Holding) -> tuple[int, ...]:
         """The stages near this one whose owners, as far as we know, have no vote in the claim's proof; the vacant ones too."""

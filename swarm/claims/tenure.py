@@ -87,8 +87,14 @@ NEVER = 0.0
 Proves = Callable[[ClaimRecord, Holding], bool]
 # How many voters say so in the claim's proof.
 CountVotes = Callable[[ClaimRecord, Holding], int]
-# Of one voter: those any of whose votes stands for its own.
-Seat = frozenset[PeerId]
+
+
+class Seat(NamedTuple):
+    """Of one voter: those any of whose votes stands for its own. `fresh`: they followed the very peer that is suspected, and votes from
+    before are still good."""
+
+    voices: frozenset[PeerId]
+    fresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -245,18 +251,23 @@ def voting_stages(stage: int, stages: int) -> tuple[int, ...]:
 def seats(near: Iterable[Tenure], suspect: PeerId | None, now: float) -> tuple[Seat, ...]:
     """Who has a vote on whether `suspect` holds its stage: one seat each of the peers that hold the stages `near` it now. Who held one last
     has no vote any more, but the stage counts: a vacant one must not make the only other neighbour a majority."""
-    found: dict[PeerId, set[PeerId]] = {}
+    voices: dict[PeerId, set[PeerId]] = {}
+    fresh: dict[PeerId, bool] = {}
     for tenure in near:
-        if tenure.claim.peer == suspect:
+        peer = tenure.claim.peer
+        if peer == suspect:
             continue
-        voices = found.setdefault(tenure.claim.peer, set())
+        found = voices.setdefault(peer, set())
+        followed = tenure.over or tenure.lapsed
+        lately = followed is not None and followed.peer == suspect and now < tenure.since + VOTE_SECONDS
+        fresh[peer] = fresh.get(peer, True) and lately
         if tenure.lives(now):
-            voices.add(tenure.claim.peer)
+            found.add(peer)
             if tenure.lapsed is not None:
-                voices.add(tenure.lapsed.peer)
+                found.add(tenure.lapsed.peer)
             if tenure.over is not None and now < tenure.since + VOTE_SECONDS:
-                voices.add(tenure.over.peer)
-    return tuple(frozenset(voices - {suspect}) for voices in found.values())
+                found.add(tenure.over.peer)
+    return tuple(Seat(frozenset(found - {suspect}), fresh[peer]) for peer, found in voices.items())
 
 
 def count(voted: Collection[PeerId], found: Sequence[Seat]) -> int:
@@ -264,7 +275,7 @@ def count(voted: Collection[PeerId], found: Sequence[Seat]) -> int:
     stands_for: dict[PeerId, int] = {}
 
     def seated(seat: int, tried: set[PeerId]) -> bool:
-        for voter in found[seat].intersection(voted) - tried:
+        for voter in found[seat].voices.intersection(voted) - tried:
             tried.add(voter)
             if voter not in stands_for or seated(stands_for[voter], tried):
                 stands_for[voter] = seat
@@ -275,5 +286,7 @@ def count(voted: Collection[PeerId], found: Sequence[Seat]) -> int:
 
 
 def is_majority(voted: Collection[PeerId], found: Sequence[Seat]) -> bool:
-    """Whether more than half of the seats have one who voted."""
-    return 2 * count(voted, found) > len(found)
+    """Whether more than half of the seats have one who voted; those that are fresh may be left out, as they were when the votes were
+    given: of a peer with two stages that is gone, whoever follows at one must not void what lets another follow at the other."""
+    before = [seat for seat in found if not seat.fresh]
+    return any(2 * count(voted, seats) > len(seats) for seats in (found, before))

@@ -262,9 +262,13 @@ class Catalog:
             looking.exception()  # whoever waits for it has it
 
     async def _look_anew(self, model: ServedModel) -> _Look:
-        claims = await self._context.leases.claims_of(model.job, range(model.manifest.stages))
+        leases = self._context.leases
+        claims = await leases.claims_of(model.job, range(model.manifest.stages))
         try:
-            stages = [_held(model, stage, said) for stage, said in enumerate(claims)]
+            stages = [
+                _held(model, stage, said, leases.behind(model.job, stage))
+                for stage, said in enumerate(claims)
+            ]
         except NoOwner:
             self._forget_names(model.job)  # the author may serve another one
             known = await candidates(self._context, await self._context.directory.words(model.job))
@@ -396,8 +400,12 @@ class Catalog:
             return self._jobs[1]
 
 
-def _held(model: ServedModel, stage: int, claims: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]:
-    held = holders(claims)
+def _held(
+    model: ServedModel, stage: int, claims: tuple[ClaimRecord, ...], behind: ClaimRecord | None
+) -> tuple[ClaimRecord, ...]:
+    """Who runs the stage; where nobody holds it by right any more, `behind`, who claims it all the same: we may have gone by a rival
+    that gave way to it where others look, and would wait for ever."""
+    held = holders(claims if behind is None else (*claims, behind))
     if held:
         return held
     name = model.manifest.name

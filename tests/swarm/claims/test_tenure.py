@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.directory_records import JOB
@@ -18,6 +19,7 @@ from fusion.swarm.claims.tenure import (
     SPARE_TERMS,
     VOTE_SECONDS,
     Holding,
+    Seat,
     Tenure,
     View,
     ceiling,
@@ -271,34 +273,64 @@ def test_the_voters_are_the_owners_of_the_nearest_stages() -> None:
     assert voting_stages(70, 64)[:2] == (63, 62), "even of a stage that the job does not have"
     assert operations(lambda: voting_stages(2000, 4096)) < 2 * operations(lambda: voting_stages(20, 40))
     tenures = [held("bob"), held("bob"), held("cat"), held("ann"), held("dan", until=0.5)]
-    found = seats(tenures, PeerId("ann"), 1.0)
+    ann = PeerId("ann")
+
+    def found(*near: Tenure, now: float = 1.0) -> list[list[str]]:
+        return sorted(sorted(seat.voices) for seat in seats(near, ann, now))
+
     # Each once, not the suspect. A vacant stage counts, so that the other neighbour is no majority by itself; who held it
     # last has no word, whether it gave the stage up or its lease ran out.
-    assert sorted(map(sorted, found)) == [[], ["bob"], ["cat"]]
+    assert found(*tenures) == [[], ["bob"], ["cat"]]
     for until in (NEVER, 0.5):
         gone = held("dan", until=until)
-        assert set(seats([held("bob"), gone], PeerId("ann"), 1.0)) == {frozenset({"bob"}), frozenset()}
-        assert not is_majority([PeerId("bob"), PeerId("dan")], seats([held("bob"), gone], PeerId("ann"), 1.0))
-        assert not is_majority([PeerId("dan")], seats([gone], PeerId("ann"), 1.0)), (
-            "the only other stage's last owner"
-        )
+        assert found(held("bob"), gone) == [[], ["bob"]]
+        assert not is_majority([PeerId("bob"), PeerId("dan")], seats([held("bob"), gone], ann, 1.0))
+        assert not is_majority([PeerId("dan")], seats([gone], ann, 1.0)), "the only other stage's last owner"
     cut_off = replace(held("cat"), lapsed=Holding(PeerId("eve"), 4))
-    assert frozenset({"cat", "eve"}) in seats([cut_off], PeerId("ann"), 1.0)
+    assert found(cut_off) == [["cat", "eve"]]
     followed = replace(held("cat", since=0.0, until=99.0), over=Holding(PeerId("eve"), 4))
-    assert seats([followed], PeerId("ann"), VOTE_SECONDS - 1.0) == (frozenset({"cat", "eve"}),)
-    assert seats([followed], PeerId("ann"), float(VOTE_SECONDS)) == (frozenset({"cat"}),)
+    assert found(followed, now=VOTE_SECONDS - 1.0) == [["cat", "eve"]]
+    assert found(followed, now=float(VOTE_SECONDS)) == [["cat"]]
+
+
+@pytest.mark.parametrize("by", ["over", "lapsed"])
+def test_who_followed_the_suspect_at_another_stage_does_not_void_votes_from_before(by: str) -> None:
+    """An owner of two stages is gone: who voted before anybody had followed it at the other one was a majority then."""
+    ann, bob, cat, dan = map(PeerId, ("ann", "bob", "cat", "dan"))
+    others = held("bob", until=99.0)
+    assert is_majority([bob], seats([others, held("ann", until=99.0)], ann, 1.0))
+    follower = replace(held("cat", since=0.0, until=99.0), **{by: Holding(ann, 4)})
+    assert is_majority([bob], seats([others, follower], ann, 1.0))
+    assert not is_majority([cat], seats([others, follower], ann, 1.0)), "nor is it one by itself"
+    assert not is_majority([bob], seats([others, follower], ann, float(VOTE_SECONDS))), (
+        "for as long as votes are good"
+    )
+    more = held("dan", until=99.0)
+    assert not is_majority([bob], seats([others, more, follower], ann, 1.0))
+    assert is_majority([bob, cat], seats([others, more, follower], ann, 1.0)), "its own vote counts"
+    elsewhere = replace(held("cat", since=0.0, until=99.0), **{by: Holding(dan, 4)})
+    assert not is_majority([bob], seats([others, elsewhere], ann, 1.0)), (
+        "whom it followed was not the suspect"
+    )
+    assert not is_majority([bob], seats([others, held("cat", until=99.0), follower], ann, 1.0)), (
+        "it had a vote before"
+    )
+
+
+def seats_of(*voices: set[str]) -> tuple[Seat, ...]:
+    return tuple(Seat(frozenset(map(PeerId, each))) for each in voices)
 
 
 def test_half_is_no_majority() -> None:
-    two = (frozenset({PeerId("bob")}), frozenset({PeerId("cat"), PeerId("eve")}))
+    two = seats_of({"bob"}, {"cat", "eve"})
     assert not is_majority([PeerId("bob")], two)
     assert not is_majority([PeerId("cat"), PeerId("eve")], two)  # one voter's two voices
     assert is_majority([PeerId("bob"), PeerId("eve")], two)
     # One peer's vote stands for one voter, whichever lets the others be counted too.
     ann, bob, cat, eve = map(PeerId, ("ann", "bob", "cat", "eve"))
-    seats_of_two = (frozenset({bob, eve}), frozenset({cat, eve}), frozenset({ann}))
-    assert count([eve], seats_of_two) == 1 and count([eve, bob], seats_of_two) == 2
-    assert count([eve, cat], seats_of_two) == 2 and count([ann, bob, cat, eve], seats_of_two) == 3
+    three = seats_of({"bob", "eve"}, {"cat", "eve"}, {"ann"})
+    assert count([eve], three) == 1 and count([eve, bob], three) == 2
+    assert count([eve, cat], three) == 2 and count([ann, bob, cat, eve], three) == 3
     assert not is_majority([], ()) and not is_majority([PeerId("bob")], ())
 
 

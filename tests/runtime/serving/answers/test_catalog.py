@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,19 @@ from fusion.runtime.serving.answers.catalog import (
     SEEN_TIMES,
     Catalog,
 )
+from fusion.swarm.claims.leases import Leases
 from fusion.swarm.clock import Clock
 from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
 from fusion.swarm.errors import BlobError, SwarmError
+from fusion.swarm.identity import Identity
+from fusion.swarm.memory.clock import ManualClock
+from fusion.swarm.memory.directory import MemoryDirectory
+from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.transport import PeerId
+
+
+def nobody(job: JobId, stage: int) -> None:
+    """Nobody claims a stage without a right to it."""
 
 
 def test_a_gateway_remembers_the_holders_of_so_many_models_and_no_more() -> None:
@@ -33,7 +43,9 @@ def test_a_gateway_remembers_the_holders_of_so_many_models_and_no_more() -> None
             )  # fmt: skip
             return ((held,),)
 
-        context: Any = SimpleNamespace(clock=Clock(), leases=SimpleNamespace(claims_of=claims_of))
+        context: Any = SimpleNamespace(
+            clock=Clock(), leases=SimpleNamespace(claims_of=claims_of, behind=nobody)
+        )
         catalog = Catalog(context)
         for number in range(3 * MAX_LOOKS):
             model: Any = SimpleNamespace(
@@ -212,6 +224,9 @@ class _Directory:
         )
         return ((owned,),)
 
+    def behind(self, job: JobId, stage: int) -> None:
+        """Nobody."""
+
 
 @pytest.mark.parametrize("error", [JobError("its tokenizer cannot be read"), BlobError("nobody has it")])
 def test_however_many_ask_for_a_model_that_cannot_be_loaded_it_is_tried_now_and_then(
@@ -291,6 +306,32 @@ def test_a_session_begins_by_what_was_seen_last_while_we_look_again() -> None:
     asyncio.run(main())
 
 
+def test_a_gateway_that_went_by_a_rival_finds_the_owner_that_the_rival_gave_way_to() -> None:
+    """It saw the higher of two claims for a moment; the lower one is void for it from then on."""
+
+    async def main() -> None:
+        clock, network = ManualClock(), MemoryNetwork()
+        identities = [Identity.generate() for _ in range(3)]
+        owner, rival, reader = (MemoryDirectory(network, each, clock) for each in identities)
+        leases = Leases(identities[2].peer_id, reader)
+        job = JobId("0" * 64)
+        claim = ClaimRecord(
+            job=job, stage=0, peer=identities[0].peer_id, role="owner", term=11, score=1.0, step=0, load=0.0, ready=True
+        )  # fmt: skip
+        higher = replace(claim, peer=identities[1].peer_id, term=12)
+        await rival.publish(higher)
+        ((read,),) = await leases.claims_of(job, [0])
+        assert (read.peer, read.term) == (higher.peer, 12)
+        await rival.publish(replace(higher, role="standby"))
+        await owner.publish(claim)
+        context: Any = SimpleNamespace(clock=Clock(), leases=leases)
+        model: Any = SimpleNamespace(job=job, manifest=SimpleNamespace(name="m", stages=1))
+        look = await Catalog(context)._look(model)
+        assert [held.peer for held in look.stages[0]] == [identities[0].peer_id]
+
+    asyncio.run(main())
+
+
 def test_no_look_outlives_the_catalog() -> None:
     async def main() -> None:
         directory = _Directory()
@@ -321,7 +362,8 @@ def test_where_a_look_fails_the_next_session_waits_for_its_own() -> None:
             return await directory.claims_of(job, stages)
 
         context: Any = SimpleNamespace(
-            clock=SimpleNamespace(monotonic=lambda: now[0]), leases=SimpleNamespace(claims_of=claims_of)
+            clock=SimpleNamespace(monotonic=lambda: now[0]),
+            leases=SimpleNamespace(claims_of=claims_of, behind=nobody),
         )
         catalog = Catalog(context, fresh_seconds=2.0)
         model: Any = SimpleNamespace(job=JobId("0" * 64), manifest=SimpleNamespace(name="m", stages=1))
