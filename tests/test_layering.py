@@ -96,7 +96,7 @@ LIBRARY_LAYERS = {
 LIBRARY_FILES = {
     "hivemind": {
         *("swarm/streams/p2p.py", "swarm/streams/p2pd_control.py", "swarm/streams/peer_ids.py"),
-        *("swarm/dht/wire.py", "swarm/dht/calls.py", "swarm/dht/directory.py"),
+        *("swarm/dht/wire.py", "swarm/dht/calls.py", "swarm/dht/call_server.py"),
     },
     "libp2p": {"swarm/thin/connection.py"},
     "trio": {f"swarm/thin/{name}.py" for name in ("connection", "dialer", "trio_thread")},

@@ -54,7 +54,7 @@ async def open_network(
         config = replace(config, listen=listen)
     async with (
         P2PTransport.start(config) as transport,
-        await HivemindDirectory.start(transport.p2p, identity, dht, authorizer) as directory,
+        await HivemindDirectory.start(transport.p2p, identity, dht) as directory,
         Blobs(
             store,
             transport,

@@ -23,7 +23,7 @@ from fusion.swarm.dht.lookup import KEYS_AT_ONCE, Found, LookupConfig, Node, ask
 from fusion.swarm.dht.remembered import Remembered
 from fusion.swarm.dht.service import DhtService
 from fusion.swarm.dht.values import MAX_SUBKEYS, key_id, node_id
-from fusion.swarm.dht.wire import CALL_ERRORS, NotOfThisSwarm, Wire
+from fusion.swarm.dht.wire import CALL_ERRORS, P2P, NotOfThisSwarm, Wire
 from fusion.swarm.directory.api import JOB_KEYS, PEER_KEYS, RECORD_TTL_SECONDS
 from fusion.swarm.directory.by_key import DirectoryByKey, R
 from fusion.swarm.directory.keys import key_of, subject_of, subkey_of
@@ -38,8 +38,6 @@ from fusion.swarm.directory.sealing import (
 )
 from fusion.swarm.errors import ClosedSwarm, PeerUnreachable, RecordError, TransportError
 from fusion.swarm.identity import Signer
-from fusion.swarm.streams.p2pd_control import AttachedP2P
-from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -71,12 +69,10 @@ class HivemindDirectory(DirectoryByKey):
     """Implements `fusion.swarm.directory.api.Directory`. Made by `await HivemindDirectory.start(...)`; `join` brings it
     into a swarm; alone it is a swarm of one."""
 
-    def __init__(
-        self, p2p: AttachedP2P, identity: Signer, config: DhtConfig, authorizer: Authorizer | None = None
-    ) -> None:
+    def __init__(self, p2p: P2P, identity: Signer, config: DhtConfig) -> None:
         self._identity = identity
         self._config = config
-        self._wire = Wire(p2p, identity.peer_id, config.client, authorizer=authorizer)
+        self._wire = Wire(p2p, identity.peer_id, config.client)
         self._service = DhtService(
             identity.peer_id,
             self.now,
@@ -104,14 +100,12 @@ class HivemindDirectory(DirectoryByKey):
     @classmethod
     async def start(
         cls,
-        p2p: AttachedP2P,
+        p2p: P2P,
         identity: Signer,
         config: DhtConfig | None = None,
-        authorizer: Authorizer | None = None,
     ) -> Self:
-        """A node on a running `P2P` of this event loop (`P2PTransport.p2p`), whose identity must be `identity`.
-        `authorizer`: of a closed swarm."""
-        made = cls(p2p, identity, config or DhtConfig(), authorizer)
+        """A node on a running `P2P` of this event loop (`P2PTransport.p2p`), whose identity must be `identity`."""
+        made = cls(p2p, identity, config or DhtConfig())
         await made._wire.serve(made._service)
         return made
 

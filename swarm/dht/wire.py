@@ -23,7 +23,7 @@ from fusion.swarm.dht.call_server import Caller, CallServer, Method
 from fusion.swarm.dht.guard import Offer
 from fusion.swarm.dht.lookup import Node
 from fusion.swarm.dht.values import ID_BYTES, node_id
-from fusion.swarm.streams.p2pd_control import AttachedP2P
+from fusion.swarm.streams.p2pd import Daemon
 from fusion.swarm.streams.peer_ids import from_bytes, to_bytes, to_hivemind
 from fusion.swarm.subnets import subnet_of
 from fusion.swarm.swarm_key import Authorizer
@@ -81,20 +81,29 @@ class Server(Protocol):
     def find(self, sender: Sender, keys: Sequence[int]) -> list[FoundAt]: ...
 
 
+class P2P(Protocol):
+    """hivemind's, over a p2pd that we started (`fusion.swarm.streams.p2pd_control.AttachedP2P`). `authorizer`: of a closed swarm, whose
+    members alone are asked and answered."""
+
+    daemon: Daemon
+    authorizer: Authorizer | None
+
+    async def call_protobuf_handler(self, peer_id: Any, name: str, request: Any, kind: Any) -> Any: ...
+    async def list_peers(self) -> Any: ...
+
+
 class Wire:
-    """Calls to other nodes over `p2p`, and the answers of ours. `client`: we have no node, nobody is answered.
-    `authorizer`: of a closed swarm, whose members alone are asked and answered."""
+    """Calls to other nodes over `p2p`, and the answers of ours. `client`: we have no node, nobody is answered."""
 
     def __init__(
         self,
-        p2p: AttachedP2P,
+        p2p: P2P,
         peer: PeerId,
         client: bool,
         now: Callable[[], float] = time.time,
-        authorizer: Authorizer | None = None,
     ) -> None:
         self._p2p = p2p
-        self._authorizer = authorizer
+        self._authorizer = p2p.authorizer
         self._peer = peer
         self._client = client
         self._subnet_of: dict[PeerId, str] = {}

@@ -112,7 +112,7 @@ class P2PTransport:
         )
         transport: P2PTransport | None = None
         try:
-            transport = cls(config, daemon, await attach(daemon))
+            transport = cls(config, daemon, await attach(daemon, config.authorizer))
             await transport._start()
         except BaseException as error:
             if transport is not None:

@@ -22,6 +22,7 @@ from fusion.swarm.printable import error_line
 from fusion.swarm.streams.frame_parser import delimited
 from fusion.swarm.streams.p2pd import Daemon
 from fusion.swarm.streams.peer_ids import to_bytes
+from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import PeerId
 
 CONTROL_SECONDS = 30.0  # for p2pd to answer on its own machine
@@ -37,6 +38,7 @@ class AttachedP2P(P2P):  # type: ignore[misc]
     would wait for answers until every caller's time is up."""
 
     daemon: Daemon
+    authorizer: Authorizer | None  # of a closed swarm
     before_call: Callable[[PeerID], Awaitable[None]]  # these three are the transport's
     call_failed: Callable[[], None]  # p2pd did not get through
     unanswered: Callable[[PeerID], None]  # for longer than usual
@@ -90,10 +92,10 @@ class _Waiting(dict[Any, "asyncio.Future[Any]"]):
         return future is not None and not future.done()
 
 
-async def attach(daemon: Daemon) -> AttachedP2P:
+async def attach(daemon: Daemon, authorizer: Authorizer | None = None) -> AttachedP2P:
     """As hivemind's `P2P.replicate`, with a control connection of our own."""
     p2p = AttachedP2P()
-    p2p.daemon = daemon
+    p2p.daemon, p2p.authorizer = daemon, authorizer
     p2p._child, p2p._alive = None, True
     p2p._daemon_listen_maddr = Multiaddr(f"/unix{daemon.control_path}")
     p2p._client_listen_maddr = Multiaddr(f"/unix{daemon.directory / 'h.sock'}")

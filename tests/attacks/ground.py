@@ -191,7 +191,7 @@ async def _author(
     authorizer = None if key is None else Authorizer(key, identity.peer_id)
     config = P2PConfig(identity=identity, listen=LOOPBACK, authorizer=authorizer)
     transport = await stack.enter_async_context(P2PTransport.start(config))
-    directory = await HivemindDirectory.start(transport.p2p, identity, DhtConfig(client=True), authorizer)
+    directory = await HivemindDirectory.start(transport.p2p, identity, DhtConfig(client=True))
     stack.push_async_callback(directory.aclose)
     await directory.join(await transport.connect(address))
     return directory, identity

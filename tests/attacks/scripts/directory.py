@@ -10,9 +10,11 @@ from typing import Any
 import msgpack
 from attacks.ground import HONEST_JOB, Ground
 from attacks.hold import Attack
+from attacks.processor import family
 from attacks.stranger import Offer, Stranger, store_request
 from attacks.verdict import Verdict
-from hivemind.proto import dht_pb2
+from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
+from hivemind.proto import dht_pb2, p2pd_pb2
 from support.directory_records import claim_record, digest, job_record, peer_record, provider_record
 
 from fusion.swarm.dht.values import key_id
@@ -21,12 +23,17 @@ from fusion.swarm.directory.keys import claims_key, shard
 from fusion.swarm.directory.records import JobId, Record
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import Identity
+from fusion.swarm.streams.p2pd_control import framed
+from fusion.swarm.streams.peer_ids import to_bytes
+from fusion.swarm.transport import PeerId
 
 LONG_SECONDS = 118.0  # as long as a record may last
 CLAIM_SECONDS = 6.0
 IDENTITIES = 1024
 BATCH = 64  # records or keys in one request
 SLOW_SECONDS = 3.0  # half a lease
+MOST_HELD = 600  # calls of ours that are open
+DAEMON_MIB = 192  # of a peer's p2pd, which has 60 in quiet
 
 
 # --- Packets that end a process, or hold it.
@@ -288,6 +295,67 @@ async def little_is_sent(ground: Ground, verdict: Verdict) -> None:
         verdict.notes["fault: amplified"] = f"{verdict.notes['received_bytes']} bytes for small pings"
 
 
+async def unfinished_calls(stranger: Stranger) -> dict[str, Any]:
+    """Calls that are half sent, and calls whose long answers are not read: p2pd keeps its part of each by itself."""
+    records = [
+        stranger.sealed(job_record(stranger.identity, name=f"n{n}" * 40), LONG_SECONDS) for n in range(64)
+    ]
+    await stranger.everywhere("store", store_request(records))
+    find = dht_pb2.FindRequest(keys=[offer.key.to_bytes(20, "big") for offer in records]).SerializeToString()
+    held: list[asyncio.StreamWriter] = []
+    opened = 0
+    while stranger.time_left:
+        for peer in stranger.peers:
+            await stranger.pace()
+            half = await _begin_call(stranger, peer, "store", bytes(1 << 20), sent=(1 << 20) - 4096)
+            unread = await _begin_call(stranger, peer, "find", find)
+            began = [writer for writer in (half, unread) if writer is not None]
+            held += began
+            opened += len(began)
+        for writer in held[:-MOST_HELD]:
+            writer.transport.abort()
+        del held[:-MOST_HELD]
+    for writer in held:
+        writer.transport.abort()
+    return {"opened": opened}
+
+
+async def _begin_call(
+    stranger: Stranger, peer: PeerId, method: str, request: bytes, sent: int | None = None
+) -> asyncio.StreamWriter | None:
+    """A call of which so many bytes are sent, and no answer is read; None where it was refused."""
+    reader, writer = await asyncio.open_unix_connection(
+        str(stranger.transport._daemon.control_path), limit=1024
+    )
+    protocol = f"DHTProtocol.rpc_{method}"
+    opening = p2pd_pb2.StreamOpenRequest(peer=to_bytes(peer), proto=[protocol], timeout=5)
+    call = p2pd_pb2.CallUnaryRequest(peer=to_bytes(peer), proto=protocol, data=request)
+    message = framed(p2pd_pb2.PersistentConnectionRequest(callId=os.urandom(16), callUnary=call))
+    try:
+        async with asyncio.timeout(5):
+            writer.write(framed(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)))
+            response = p2pd_pb2.Response()
+            await read_pbmsg_safe(reader, response)
+            if response.type != p2pd_pb2.Response.OK:
+                raise ConnectionError(response.error.msg)
+            writer.write(message if sent is None else message[:sent])
+            await writer.drain()
+    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+        writer.transport.abort()
+        return None
+    reader._transport.pause_reading()  # type: ignore[attr-defined]
+    return writer
+
+
+async def daemons_stay_small(ground: Ground, verdict: Verdict) -> None:
+    """p2pd gives back what it took a while later."""
+    for peer in ground.living:
+        daemons = [each for each in family(peer.process.pid) if each.name() == "p2pd"]
+        verdict.notes[f"{peer.name}_p2pd_mib"] = mib = max(each.memory_info().rss >> 20 for each in daemons)
+        if mib > DAEMON_MIB:
+            verdict.notes["fault: p2pd"] = f"that of {peer.name} has {mib} MiB"
+
+
 ATTACKS = {
     "extensions": Attack(extensions),
     "many_keys": Attack(many_keys),
@@ -298,4 +366,5 @@ ATTACKS = {
     "eviction": Attack(eviction, seconds=90.0, check=nothing_was_pushed_out),
     "foreign_ids": Attack(foreign_ids, seconds=15.0, check=reads_are_quick),
     "storage_walk": Attack(storage_walk, seconds=10.0, check=little_is_sent),
+    "unfinished_calls": Attack(unfinished_calls, seconds=20.0, check=daemons_stay_small),
 }

@@ -90,7 +90,7 @@ def test_others_run_while_an_answer_full_of_made_up_nodes_is_read() -> None:
                 turns += 1
                 await asyncio.sleep(0)
 
-        p2p: Any = SimpleNamespace(call_protobuf_handler=answered)
+        p2p: Any = SimpleNamespace(call_protobuf_handler=answered, authorizer=None)
         beside = asyncio.create_task(others())
         here = Identity.generate().peer_id
         found = await Wire(p2p, here, client=True).find(here, range(32), 5.0)
@@ -116,7 +116,7 @@ def test_a_peer_at_an_address_that_cannot_be_read_keeps_nobody_out() -> None:
         async def list_peers() -> list[PeerInfo]:
             return connected
 
-        p2p: Any = SimpleNamespace(list_peers=list_peers)
+        p2p: Any = SimpleNamespace(list_peers=list_peers, authorizer=None)
         assert await Wire(p2p, plain, client=True).subnets() == {plain: "9.9.9.0/24"}
 
     asyncio.run(scenario())

@@ -42,6 +42,8 @@ from fusion.swarm.identity import Identity
 from fusion.swarm.streams.p2p import P2PTransport
 from fusion.swarm.streams.p2p_config import P2PConfig
 
+NOWHERE = SimpleNamespace(authorizer=None)  # in the place of a P2P that nothing is sent over
+
 
 @dataclass
 class Member:
@@ -299,7 +301,7 @@ def test_a_glance_goes_past_nodes_that_are_gone(four: Four) -> None:
 def test_a_search_that_fails_is_told_and_cancels_nobody() -> None:
     async def scenario() -> None:
         identity, peer = Identity.generate(), Identity.generate().peer_id
-        p2p: Any = None
+        p2p: Any = NOWHERE
         directory = HivemindDirectory(p2p, identity, DhtConfig(client=True))
         directory._service.table.seen(Node(node_id(peer), peer))
 
@@ -316,7 +318,7 @@ def test_a_search_that_fails_is_told_and_cancels_nobody() -> None:
 def test_a_node_that_does_not_tell_of_a_key_is_not_taken_at_its_word() -> None:
     async def scenario() -> None:
         identity = Identity.generate()
-        p2p: Any = None
+        p2p: Any = NOWHERE
         directory = HivemindDirectory(p2p, identity, DhtConfig(client=True))
         nodes = [Node(node_id(p), p) for p in (Identity.generate().peer_id for _ in range(2))]
         for node in nodes:
@@ -341,7 +343,7 @@ def test_a_node_that_does_not_tell_of_a_key_is_not_taken_at_its_word() -> None:
 
 def test_a_node_that_tells_a_thousand_names_of_its_own_hides_no_job_that_others_tell() -> None:
     async def scenario() -> None:
-        p2p: Any = None
+        p2p: Any = NOWHERE
         directory = HivemindDirectory(p2p, Identity.generate(), DhtConfig(client=True))
         nodes = [Node(node_id(p), p) for p in (Identity.generate().peer_id for _ in range(4))]
         for node in nodes:
@@ -376,7 +378,7 @@ def test_a_node_that_tells_a_thousand_names_of_its_own_hides_no_job_that_others_
 def test_the_claims_of_one_job_are_read_though_another_s_are_slow() -> None:
     async def scenario() -> None:
         identity, peer = Identity.generate(), Identity.generate().peer_id
-        p2p: Any = None
+        p2p: Any = NOWHERE
         directory = HivemindDirectory(p2p, identity, DhtConfig(client=True))
         directory._service.table.seen(Node(node_id(peer), peer))
         record = claim_record(identity)
@@ -404,7 +406,7 @@ def test_a_peer_whose_clock_was_ahead_is_heard_again_once_it_is_set(monkeypatch:
         identity, ahead = Identity.generate(), [3600.0]
         clocks = SimpleNamespace(time=lambda: time.time() + ahead[0], monotonic=time.monotonic)
         monkeypatch.setattr(calls, "time", clocks)
-        p2p: Any = None
+        p2p: Any = NOWHERE
         directory = HivemindDirectory(p2p, identity, DhtConfig())
         before, now = (peer_record(identity, free_memory_bytes=free) for free in (1, 2))
         key, subkey = key_of(now), subkey_of(now)

@@ -44,7 +44,7 @@ async def peers(
             gate = None if key is None else Authorizer(key, identity.peer_id)
             config = P2PConfig(identity=identity, listen=LOOPBACK, runtime_dir=place, authorizer=gate)
             transport = await stack.enter_async_context(P2PTransport.start(config))
-            directory = await HivemindDirectory.start(transport.p2p, identity, None, gate)
+            directory = await HivemindDirectory.start(transport.p2p, identity)
             found.append((transport, await stack.enter_async_context(directory)))
             await transport.serve(ECHO, echo)
             if len(found) > 1:

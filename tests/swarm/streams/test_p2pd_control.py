@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from fusion.swarm.streams.p2pd_control import _Answering, _Waiting
+from fusion.swarm.streams.p2pd_control import _Waiting
 
 
 def test_a_call_that_was_given_up_takes_no_answer() -> None:
@@ -15,21 +15,3 @@ def test_a_call_that_was_given_up_takes_no_answer() -> None:
         assert calls.pop("given up", None) is not None
 
     asyncio.run(main())
-
-
-def test_a_call_that_its_caller_took_back_is_not_kept() -> None:
-    async def answered_and_taken_back() -> None:
-        answering = _Answering()
-
-        async def answer(call: int) -> None:
-            answering.pop(call)  # as hivemind does at the end of an answer
-
-        for call in range(3):
-            answering[call] = asyncio.create_task(answer(call))
-        answering[1].cancel()  # before it had its turn
-        assert len(answering) == 3
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert not answering
-
-    asyncio.run(answered_and_taken_back())
