@@ -141,6 +141,7 @@ def export(
 
 
 async def _export(job: str, directory: Path, way: client.Way, output: Output) -> None:
+    from fusion.runtime.job.model_files import is_exported_directory
     from fusion.runtime.launch.export import export as export_job
 
     async with client.connect(way) as context:
@@ -150,8 +151,10 @@ async def _export(job: str, directory: Path, way: client.Way, output: Output) ->
     output.emit({"job": record.job, "name": record.name, "directory": str(directory), "step": step})
     if (doubt := job_client.unproven(known)) is not None:
         output.note(doubt)
-    output.print_line(f"{record.name} at step {step} is in {directory}; serve it with: "
-                      f"fusion-peer serve {shlex.quote(str(directory))} --name {record.name}")  # fmt: skip
+    served = f"serve it with: fusion-peer serve {shlex.quote(str(directory))} --name {record.name}"
+    if not is_exported_directory(directory):
+        served = "these are its tensors alone: its forward gives a loss, which nobody can ask for, so it cannot be served"
+    output.print_line(f"{record.name} at step {step} is in {directory}; {served}")
 
 
 def shown(job: JobRecord) -> dict[str, Any]:

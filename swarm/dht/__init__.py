@@ -3,7 +3,7 @@
 lookup           finding keys and nodes; pure but for `ask`
 holders          which nodes keep which keys, and which few to ask; pure
 values           how hivemind writes values, read with caps; where keys and nodes lie
-remembered       what was read under keys that all share, a share for each who tells; pure
+remembered       what was read under keys that all share, a share for each who reports it; pure
 routing_table    the nodes we know; pure
 guard            what others may store with us; pure
 record_store     what we keep for others, shared out among them

@@ -324,7 +324,7 @@ class HivemindDirectory(DirectoryByKey):
         a stranger's answer can have thousands of signatures."""
         now = self.now()
         newest = self._seen[key].good(now) if key in self._seen else {}
-        told_by: dict[str, set[str]] = {}
+        reported_by: dict[str, set[str]] = {}
         for n, (subkey, data, accounts) in enumerate(self._each(key, values), start=1):
             if n % _CHECKED_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -333,11 +333,11 @@ class HivemindDirectory(DirectoryByKey):
             except RecordError as error:
                 logger.debug("dropped a record at %s of %.80s: %s", key, subkey, error)
                 continue
-            told_by.setdefault(subkey, set()).update(accounts)
+            reported_by.setdefault(subkey, set()).update(accounts)
             if subkey not in newest or sealed.expires_at > newest[subkey].expires_at:
                 newest[subkey] = sealed
         if key in GLANCED_KEYS:
-            self._seen.setdefault(key, Remembered()).add(newest, told_by, now)
+            self._seen.setdefault(key, Remembered()).add(newest, reported_by, now)
             self._seen_at[key] = time.monotonic()
         return [newest[subkey] for subkey in sorted(newest)]
 

@@ -29,7 +29,7 @@ def test_what_ends_later_stays_until_it_ends() -> None:
     assert key.good(9.0).keys() == {"a"}
 
 
-def test_a_name_is_remembered_with_all_who_told_it() -> None:
+def test_a_name_is_remembered_with_all_who_reported_it() -> None:
     key = Remembered(most=4)
     key.add({"a": sealed(9.0)}, {"a": ["honest"]}, 0.0)
     key.add({"a": sealed(9.0)}, {"a": ("liar",)}, 0.0)
@@ -38,7 +38,7 @@ def test_a_name_is_remembered_with_all_who_told_it() -> None:
     assert "a" in key.good(1.0) and len(key.good(1.0)) == 4
 
 
-def test_one_that_tells_more_than_there_is_room_for_keeps_nobody_out() -> None:
+def test_one_that_reports_more_than_there_is_room_for_keeps_nobody_out() -> None:
     key, lies = Remembered(most=16), names("lie", 16)
     key.add(dict.fromkeys(lies, sealed(9.0)), dict.fromkeys(lies, ("liar",)), 0.0)
     assert key.good(0.0).keys() == set(lies)
@@ -49,7 +49,7 @@ def test_one_that_tells_more_than_there_is_room_for_keeps_nobody_out() -> None:
     assert set(honest) < key.good(0.0).keys()
 
 
-def test_of_one_who_tells_too_much_what_is_known_longest_stays() -> None:
+def test_of_one_who_reports_too_much_what_is_known_longest_stays() -> None:
     assert fairly(dict.fromkeys(names("n", 9), ("one",)), 4) == names("n", 4)
 
 
@@ -57,12 +57,12 @@ def test_of_one_who_tells_too_much_what_is_known_longest_stays() -> None:
     st.dictionaries(st.text(max_size=3), st.sets(st.sampled_from("abcde"), max_size=3), max_size=40),
     st.integers(1, 50),
 )
-def test_room_is_used_up_and_everybody_has_a_share(told_by: dict[str, set[str]], most: int) -> None:
-    kept = fairly(told_by, most)
-    assert len(kept) == min(most, len(told_by)) == len(set(kept))
-    accounts = {account for tellers in told_by.values() for account in tellers}
+def test_room_is_used_up_and_everybody_has_a_share(reported_by: dict[str, set[str]], most: int) -> None:
+    kept = fairly(reported_by, most)
+    assert len(kept) == min(most, len(reported_by)) == len(set(kept))
+    accounts = {account for reporters in reported_by.values() for account in reporters}
     for account in accounts:
-        alone = [name for name, tellers in told_by.items() if tellers == {account}]
-        others = sum(tellers != {account} and account in tellers for tellers in told_by.values())
+        alone = [name for name, reporters in reported_by.items() if reporters == {account}]
+        others = sum(reporters != {account} and account in reporters for reporters in reported_by.values())
         share = most // len(accounts)
         assert len([name for name in alone if name in kept]) >= min(len(alone), share - others)
