@@ -299,7 +299,8 @@ class Leases:
         return None
 
     def behind(self, job: JobId, stage: int) -> ClaimRecord | None:
-        """The claim of whoever should be told that the stage was held under its term before; nothing is asked."""
+        """The claim of whoever should be told that the stage was held under its term before; nothing is asked. Whoever only asks the
+        stage for something goes by it: it may be a rival that we went by who gave way to it, and then nobody else will come."""
         return self._cache.behind((job, stage), self._ours.of((job, stage)))
 
     def unproven(self, job: JobId, stage: int) -> Holding | None:

@@ -403,8 +403,7 @@ class Catalog:
 def _held(
     model: ServedModel, stage: int, claims: tuple[ClaimRecord, ...], behind: ClaimRecord | None
 ) -> tuple[ClaimRecord, ...]:
-    """Who runs the stage; where nobody holds it by right any more, `behind`, who claims it all the same: we may have gone by a rival
-    that gave way to it where others look, and would wait for ever."""
+    """Who runs the stage; where nobody holds it by right any more, `behind` (of `Leases`), who claims it all the same."""
     held = holders(claims if behind is None else (*claims, behind))
     if held:
         return held

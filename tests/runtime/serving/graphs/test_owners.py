@@ -33,6 +33,12 @@ JOB = JobId("a" * 64)
 NEVER = 3000.0
 
 
+def _claim(peer: str, term: int) -> ClaimRecord:
+    return ClaimRecord(
+        job=JOB, stage=0, peer=PeerId(peer), role="owner", term=term, score=1.0, step=0, load=0.0, ready=True
+    )
+
+
 class Owners:
     """A gateway of one stage, and peers that own it as `who` says at each second; None: nobody."""
 
@@ -40,14 +46,12 @@ class Owners:
         self.loop = asyncio.get_running_loop()
         self.network = MemoryNetwork()
         self.asked: list[str] = []
+        self.behind: ClaimRecord | None = None  # who claims the stage all the same
         transport = MemoryTransport(self.network, PeerId("gateway"))
 
         async def owner(job: JobId, stage: int) -> ClaimRecord | None:
             found = who(self.loop.time())
-            return found and ClaimRecord(
-                job=job, stage=stage, peer=PeerId(found[0]), role="owner", term=found[1], score=1.0, step=0,
-                load=0.0, ready=True,
-            )  # fmt: skip
+            return found and _claim(*found)
 
         async def nothing(*_: object) -> None: ...
 
@@ -61,7 +65,7 @@ class Owners:
         context: Any = SimpleNamespace(
             peer_id=transport.peer_id,
             transport=transport,
-            leases=SimpleNamespace(owner=owner),
+            leases=SimpleNamespace(owner=owner, behind=lambda job, stage: self.behind),
             clock=SimpleNamespace(monotonic=self.loop.time),
             access=SimpleNamespace(chain=lambda job: (), refusal=lambda *_: None),
         )
@@ -124,6 +128,16 @@ def test_a_frozen_owner_is_left_as_soon_as_another_owns_the_stage() -> None:
         await owners.peer("next", 1.0)
         assert await owners.run() == ["next"] and owners.asked == ["frozen", "next"]
         assert owners.loop.time() < 10.0
+
+    run(main())
+
+
+def test_where_nobody_owns_the_stage_by_right_whoever_claims_it_is_asked() -> None:
+    async def main() -> None:
+        owners = Owners(lambda now: None)
+        owners.behind = _claim("late", 1)
+        await owners.peer("late", 1.0)
+        assert await owners.run() == ["late"]
 
     run(main())
 
