@@ -16,19 +16,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import cast
 
 from google.protobuf.message import DecodeError
 from hivemind.proto import p2pd_pb2
-from hivemind.utils.multiaddr import Multiaddr
 
 from fusion.swarm.errors import FrameError, TransportError
 from fusion.swarm.streams.frame_parser import delimited, delimited_length
 from fusion.swarm.streams.p2pd import Daemon
-from fusion.swarm.streams.p2pd_control import disconnect, hand_over, take_back
+from fusion.swarm.streams.p2pd_control import disconnect, hand_over, public_network, take_back
 from fusion.swarm.streams.peer_ids import from_bytes
-from fusion.swarm.subnets import subnet_of
 from fusion.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -233,7 +230,7 @@ class _Call(asyncio.Protocol):
             return False
         info = p2pd_pb2.StreamInfo.FromString(message)
         self._method = self._server.methods.get(info.proto)
-        caller = Caller(from_bytes(info.peer), _subnet(info.addr))
+        caller = Caller(from_bytes(info.peer), public_network(info.addr))
         if self._method is None or not self._server.count(caller):
             self.abort()
             return False
@@ -295,11 +292,3 @@ class _Call(asyncio.Protocol):
         self._arrived = bytearray()
         caller, self.caller = self.caller, None
         self._server.over(self, caller)
-
-
-@lru_cache(1024)
-def _subnet(address: bytes) -> str | None:
-    try:
-        return subnet_of(str(Multiaddr(address)))
-    except Exception:  # the parser of multiaddrs raises whatever its codecs do
-        return None

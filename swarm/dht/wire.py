@@ -17,15 +17,14 @@ from typing import Any, Protocol
 from google.protobuf.message import DecodeError
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.proto import auth_pb2, dht_pb2
-from hivemind.utils.multiaddr import Multiaddr
 
 from fusion.swarm.dht.call_server import Caller, CallServer, Method
 from fusion.swarm.dht.guard import Offer
 from fusion.swarm.dht.lookup import Node
 from fusion.swarm.dht.values import ID_BYTES, node_id
 from fusion.swarm.streams.p2pd import Daemon
+from fusion.swarm.streams.p2pd_control import public_network
 from fusion.swarm.streams.peer_ids import from_bytes, to_bytes, to_hivemind
-from fusion.swarm.subnets import subnet_of
 from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import PeerId
 from fusion.swarm.yielding import yielding
@@ -196,7 +195,11 @@ class Wire:
             except CALL_ERRORS as error:
                 logger.debug("p2pd does not say who is connected: %r", error)
                 return self._subnet_of
-            found = ((info.peer_id, _subnet(address)) for info in connected for address in info.addrs)
+            found = (
+                (info.peer_id, public_network(address.to_bytes()))
+                for info in connected
+                for address in info.addrs
+            )
             self._subnet_of = {from_bytes(peer.to_bytes()): subnet for peer, subnet in found if subnet}
         return self._subnet_of
 
@@ -246,14 +249,6 @@ class _Capped:
         if len(data) > self._most_bytes:
             raise ValueError(f"a message of {len(data)} bytes; at most {self._most_bytes}")
         return self._kind.FromString(data)
-
-
-def _subnet(address: Multiaddr) -> str | None:
-    """None as well for an address of a kind that hivemind does not know: p2pd dials more kinds."""
-    try:
-        return subnet_of(str(address))
-    except Exception:  # the parser of multiaddrs raises whatever its codecs do
-        return None
 
 
 def _offers(request: Any) -> list[Offer]:

@@ -48,13 +48,13 @@ from fusion.swarm.streams.p2pd_control import (
     disconnect,
     framed,
     hand_over,
+    public_network,
     unanswered,
 )
 from fusion.swarm.streams.peer_ids import from_bytes, to_bytes
 from fusion.swarm.streams.reachable import is_loopback, local_network, reachable
 from fusion.swarm.streams.striping import Gathering, join
 from fusion.swarm.streams.traffic import TrafficCounter
-from fusion.swarm.subnets import subnet_of
 from fusion.swarm.transport import UNASKED_BYTES, Handler, PeerId, Stream, Traffic
 
 logger = logging.getLogger(__name__)
@@ -294,8 +294,7 @@ class P2PTransport:
             return
         stream.remote = from_bytes(info.peer)
         stream.protocol = info.proto
-        with suppress(Exception):  # the parser of multiaddrs raises whatever its codecs do
-            stream.subnet = subnet_of(str(Multiaddr(info.addr)))
+        stream.subnet = public_network(info.addr)
         self._hold(stream)
         self._handlers.accept(stream)
 

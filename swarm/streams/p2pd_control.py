@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fusion.swarm.printable import error_line
 from fusion.swarm.streams.frame_parser import delimited
 from fusion.swarm.streams.p2pd import Daemon
 from fusion.swarm.streams.peer_ids import to_bytes
+from fusion.swarm.subnets import subnet_of
 from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import PeerId
 
@@ -184,6 +186,16 @@ async def answers_ping(daemon: Daemon, peer: bytes, seconds: float) -> bool:
 def _unix(socket: Path) -> bytes:
     address: bytes = Multiaddr(f"/unix{socket}").to_bytes()
     return address
+
+
+@lru_cache(1024)
+def public_network(address: bytes) -> str | None:
+    """The public network (`fusion.swarm.subnets`) of an address as p2pd gives it; None as well for one of a kind that hivemind does not
+    know: p2pd dials more kinds."""
+    try:
+        return subnet_of(str(Multiaddr(address)))
+    except Exception:  # the parser of multiaddrs raises whatever its codecs do
+        return None
 
 
 def check_answer(data: bytes | None, what: str) -> None:

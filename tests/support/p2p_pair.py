@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.p2p import P2PTransport
@@ -32,6 +35,22 @@ async def two(
         await other.serve(protocol, handler)
         assert await one.connect(other.addresses[0]) == other.peer_id
         yield one, other
+
+
+@contextmanager
+def opened() -> Iterator[Ends]:
+    """Two peers, the first connected to the second, for tests that end neither."""
+
+    async def nothing(stream: Stream) -> None:
+        raise AssertionError(f"nobody speaks {stream.protocol}")
+
+    with (
+        tempfile.TemporaryDirectory(prefix="p2p-") as path,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        stack = AsyncExitStack()
+        yield Ends(runner, *runner.run(stack.enter_async_context(two(Path(path), "/fusion/none/1", nothing))))
+        runner.run(stack.aclose())
 
 
 @dataclass

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import tempfile
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
+from contextlib import asynccontextmanager
 
 import pytest
-import uvloop
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError, read_pbmsg_safe
 from hivemind.proto import dht_pb2, p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
-from support.p2p_pair import Ends, two
+from support.p2p_pair import Ends, opened
 
 from fusion.swarm.dht.call_server import Caller, CallLimits, CallServer, Method
 from fusion.swarm.identity import Identity
 from fusion.swarm.streams.p2pd_control import framed
 from fusion.swarm.streams.peer_ids import to_bytes, to_hivemind
-from fusion.swarm.transport import PeerId, Stream
+from fusion.swarm.transport import PeerId
 
 MOST = 1 << 20  # bytes of a request
 names = (f"Test.rpc_{n}" for n in itertools.count())
@@ -29,16 +26,8 @@ names = (f"Test.rpc_{n}" for n in itertools.count())
 
 @pytest.fixture(scope="module")
 def ends() -> Iterator[Ends]:
-    async def nothing(stream: Stream) -> None:
-        raise AssertionError(f"nobody speaks {stream.protocol}")
-
-    with (
-        tempfile.TemporaryDirectory(prefix="p2p-") as path,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        stack = AsyncExitStack()
-        yield Ends(runner, *runner.run(stack.enter_async_context(two(Path(path), "/fusion/none/1", nothing))))
-        runner.run(stack.aclose())
+    with opened() as pair:
+        yield pair
 
 
 class Ground:
