@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.manifest import MAX_STAGES
 from fusion.swarm.authority.law import MAX_ADMITTED, Admission, Limits
 from fusion.swarm.identity import is_peer_id
 from fusion.swarm.transport import PeerId
@@ -61,8 +62,8 @@ class LimitsSpec:
     stages_per_owner: int = 0  # 0: as many as it likes
 
     def __post_init__(self) -> None:
-        if self.stages_per_owner < 0:
-            raise JobError(f"stages_per_owner must be at least 0, not {self.stages_per_owner}")
+        if not 0 <= self.stages_per_owner <= MAX_STAGES:
+            raise JobError(f"stages_per_owner must be from 0 to {MAX_STAGES}, not {self.stages_per_owner}")
 
     @property
     def limits(self) -> Limits:

@@ -11,6 +11,7 @@ from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId
 
 MANIFEST_VERSION = 3  # 1 had no compression, 2 other names and no word of who may take part
+MAX_STAGES = 4096
 
 # (edge, codec of its values, codec of the gradients that come back), see `fusion.compression.spec`; or a tied variable
 # and the codec of its gradient. What is not named goes as it is.

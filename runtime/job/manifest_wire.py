@@ -14,6 +14,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build, plain
 from fusion.runtime.job.manifest import (
     MANIFEST_VERSION,
+    MAX_STAGES,
     CompressionConfig,
     Manifest,
     OptimizerConfig,
@@ -26,7 +27,6 @@ from fusion.swarm.authority.law import MAX_ADMITTED
 from fusion.swarm.identity import is_peer_id
 
 MAX_MANIFEST_BYTES = 1 << 20
-MAX_STAGES = 4096
 MAX_SUPPRESSED = 4096  # tokens that an encoder-decoder does not say
 MAX_OUTPUTS = 256  # of a model that answers in one run
 MAX_REPLICAS = 64  # that are proposed for one stage
@@ -81,6 +81,13 @@ def is_name(text: str) -> bool:
 
 def validate(manifest: Manifest) -> None:
     """Raises JobError naming the first field that breaks a rule."""
+    try:
+        _validate(manifest)
+    except JobError as error:
+        raise JobError(f"manifest: {error}") from None
+
+
+def _validate(manifest: Manifest) -> None:
     _require(is_name(manifest.name), "name", NAME_RULE)
     _require(manifest.stages <= MAX_STAGES, "cuts", f"at most {MAX_STAGES - 1}")
     ascending = all(a < b for a, b in zip((0, *manifest.cuts), manifest.cuts, strict=False))
@@ -200,7 +207,7 @@ def _check_codec(text: str, where: str) -> None:
     try:
         right = str(codecs.parse(text))
     except ValueError as error:
-        raise JobError(f"manifest: {where}: {error}") from None
+        raise JobError(f"{where}: {error}") from None
     _require(text == right, where, f"{right!r}, the one spelling")
 
 
@@ -260,4 +267,4 @@ def _validate_source(serve: ServeConfig, source: SourceConfig) -> None:
 
 def _require(condition: bool, field: str, rule: str) -> None:
     if not condition:
-        raise JobError(f"manifest: {field} must be {rule}")
+        raise JobError(f"{field} must be {rule}")

@@ -82,6 +82,8 @@ def place_serving(
         # operator would be as good a place for one.
         alike = (over(choice.chosen.stages, answers) for answers in AT_ONCE)
         choice = replace(choice, chosen=next((c for c in alike if c.near(choice.chosen)), choice.chosen))
+    if config.outputs:
+        choice = replace(choice, of="run")
     best = found[choice.chosen]
     replicas = [list(map(PeerId, others[:MAX_REPLICAS])) for others in best.replicas]
     placed = as_asked(graph, config, best.cuts, tuple(map(PeerId, best.owners)), peers, replicas)

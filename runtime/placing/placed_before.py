@@ -14,7 +14,7 @@ from fusion.dag.ir.graph import Graph
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.placing.place_serving import token_seconds
 from fusion.runtime.placing.placed_job import Placed, as_asked
-from fusion.runtime.placing.stage_count import Candidate, StageChoice
+from fusion.runtime.placing.stage_count import Candidate
 from fusion.swarm.blobs.index import digest_of
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.transport import PeerId
@@ -63,7 +63,7 @@ def as_before(
     if seconds > placed.predicted_seconds * (1 + NEARLY) + moving or memory[0] > free[before.owners[0]]:
         return placed
     chosen = Candidate(peers=before.owners, token_seconds=seconds, link_seconds=on_links)
-    choice = StageChoice(chosen=chosen, asked=placed.stage_count.asked, before=True)
+    choice = replace(placed.stage_count, chosen=chosen, others=(), misfits=(), before=True)
     return replace(found, memory_bytes=memory, predicted_seconds=seconds, stage_count=choice)
 
 

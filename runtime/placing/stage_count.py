@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fusion.dag.ir.errors import PlacementError
 
@@ -46,6 +46,7 @@ class StageChoice:
     misfits: tuple[int, ...] = ()
     asked: bool = False  # the number was given
     before: bool = False  # it is where it was the last time
+    of: Literal["token", "run"] = "token"  # what the seconds are of
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
@@ -57,7 +58,7 @@ class StageChoice:
         """For people, who know a peer by its name."""
         chosen = self.chosen
         said = [f"{_count(chosen.stages)} on {listed([names(p) for p in chosen.peers], NAMED)}"
-                f"{', as asked' if self.asked else ''}{', as before' if self.before else ''}: {_text(chosen.token_seconds)} a token predicted{_links(chosen)}"]  # fmt: skip
+                f"{', as asked' if self.asked else ''}{', as before' if self.before else ''}: {_text(chosen.token_seconds)} a {self.of} predicted{_links(chosen)}"]  # fmt: skip
         said += [f"{_count(count)} would not fit" for count in self.misfits]
         said += [f"{_count(o.stages)} would take {_text(o.token_seconds)}{_links(o)}" for o in self.others]
         return "; ".join(said)

@@ -104,6 +104,7 @@ def test_held_out_files_by_pattern_are_not_trained_on(base: Path) -> None:
         ('name = "small"', 'name = "small"\nstray = 1', "'stray' is not known"),
         ('name = "small"', "name = ", "not TOML"),
         ('name = "small"', 'name = "my job"', "name must be letters, digits and"),
+        ("[train]", "[limits]\nstages_per_owner = 5000\n[train]", "stages_per_owner must be from 0 to 4096"),
         ("steps = 10", "steps = 10\nmicrobatches = 5000", "train.microbatches must be from 1 to 4096"),
         ("steps = 10", "steps = 10\nmicrobatch_size = 9000", "train.microbatches must be at most 3"),
         ("learning_rate = 3e-3", f"learning_rate = 1{'0' * 400}", "optimizer.learning_rate does not fit"),

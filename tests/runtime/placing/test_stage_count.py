@@ -82,6 +82,10 @@ def test_a_model_that_fits_nowhere_is_refused() -> None:
             "3 stages would take 1.5 s (1.25 s on links)",
         ),
         (
+            StageChoice(chosen=candidate(1, 0.012), of="run"),
+            "1 stage on PEER-0: 12 ms a run predicted",
+        ),
+        (
             StageChoice(chosen=candidate(6, 0.1, 0.05), asked=True),
             "6 stages on PEER-0, PEER-1, PEER-2, PEER-3 and 2 more, as asked: 100 ms a token predicted "
             "(50 ms on links)",
