@@ -63,6 +63,7 @@ async def _status(way: client.Way, output: Output) -> None:
     said = {peer: answer for peer, answer in answers.items() if answer is not None}
     links = [link for peer, answer in said.items() for link in links_of(peer, answer)]
     loading = [entry for peer, answer in said.items() for entry in loading_of(peer, answer, jobs)]
+    failed = [entry for peer, answer in said.items() for entry in failures_of(peer, answer, jobs)]
     holdings = [held for peer, answer in said.items() for held in holdings_of(peer, answer, jobs)]
     output.emit(
         {
@@ -78,11 +79,13 @@ async def _status(way: client.Way, output: Output) -> None:
             "links": links,
             "holdings": holdings,
             "loading": loading,
+            "failed": failed,
             "http": http,
         }
     )
     _show(output, peers, jobs, stages, links)
     _show_loading(output, peers, loading)
+    _show_failures(output, peers, failed)
     _show_holdings(output, peers, holdings)
     if http:
         output.note(f"the peer of this home answers programs at {http}")
@@ -207,6 +210,28 @@ def loading_of(peer: str, answer: Mapping[str, Any], jobs: Sequence[JobRecord]) 
         {**asdict(each), "peer": peer, "name": names.get(each.job, each.job[:12]), "line": each.line()}
         for each in stages_loading(answer)
     ]
+
+
+def failures_of(peer: str, answer: Mapping[str, Any], jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
+    """The stages that did not work out at a peer, as it says; checked as `links_of`."""
+    from fusion.runtime.job.progress import stages_failed
+
+    names = {job.job: job.name for job in jobs}
+    return [
+        {**asdict(each), "peer": peer, "name": names[each.job]}
+        for each in stages_failed(answer)
+        if each.job in names
+    ]
+
+
+def _show_failures(output: Output, peers: Sequence[PeerRecord], failed: Sequence[dict[str, Any]]) -> None:
+    names: dict[str, str] = {each.peer: each.name for each in peers}
+    if failed:
+        output.table(
+            "Stages that did not work out",
+            ("job", "stage", "peer", "why"),
+            [(each["name"], str(each["stage"]), names[each["peer"]], each["reason"]) for each in failed],
+        )
 
 
 def _show_loading(output: Output, peers: Sequence[PeerRecord], loading: Sequence[dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.cool_down import CoolDown
 from fusion.runtime.job.errors import JobFailed, Refused, Unrunnable
 from fusion.runtime.job.manifest import Manifest
-from fusion.runtime.job.progress import Progress
+from fusion.runtime.job.progress import MAX_REASON, TOLD_FAILURES, Progress, StageFailure
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Place
 from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.printable import error_line, one_line
@@ -78,6 +79,9 @@ class HostedStages:
         # What jobs ran that no peer could run: whoever launches another one of it is not worth a claim, nor words on its end.
         self.unrunnable: FIFOCache[Workload, None] = FIFOCache(UNRUNNABLE)
         self._overtaken: CoolDown[Place] = CoolDown(OVERTAKEN_SECONDS, OVERTAKEN_SECONDS, clock)
+        self._reasons: FIFOCache[Place, str] = FIFOCache(
+            TOLD_FAILURES
+        )  # why the last one of a stage ended here
         self._claiming: list[Place] = []
         self._context = context
         context.pace.beside = self._run_beside
@@ -92,6 +96,13 @@ class HostedStages:
     @property
     def jobs(self) -> set[JobId]:
         return {job for job, _ in self.running}
+
+    def failures(self) -> tuple[StageFailure, ...]:
+        """The stages that did not work out here and do not run here now, the newest first."""
+        told = [(place, reason) for place, reason in self._reasons.items() if place not in self.running]
+        return tuple(
+            StageFailure(job=job, stage=stage, reason=reason) for (job, stage), reason in reversed(told)
+        )
 
     @property
     def occupied(self) -> bool:
@@ -208,6 +219,8 @@ class HostedStages:
         if self._context.leases.holds(*place) is None:
             log.info("stage %d of %s is over here: %s", claim.stage, manifest.name, one_line(str(error)))
             return  # it is another's: no wonder that it was refused
+        self._reasons.pop(place, None)
+        self._reasons[place] = _reason(error, str(self._context.home))
         if isinstance(error, Refused):  # others may think otherwise, and see that it is free
             log.warning("refused: %s", one_line(str(error)))
             self.cooling.refuse(place)
@@ -249,6 +262,8 @@ class HostedStages:
     def end(self, job: JobId, record: JobRecord | None = None) -> None:
         """The job has ended, as `record` says where somebody has said it: nothing more begins of it."""
         self._board.end(job, self._context.leases.known_term(job, 0), record)
+        for place in [place for place in self._reasons if place[0] == job]:
+            del self._reasons[place]
 
     def _leave(self, job: JobId) -> None:
         self.end(job)
@@ -268,3 +283,13 @@ class HostedStages:
         for error in await asyncio.gather(*others, *releases, return_exceptions=True):
             if isinstance(error, BaseException):
                 log.warning("a stage was not released: %s", error_line(error))
+
+
+def _reason(error: Exception, home: str) -> str:
+    """For whoever launched the job, and for anybody else: no paths of this machine."""
+    if isinstance(error, OSError):
+        return one_line(error.strerror or type(error).__name__)
+    ours = type(error).__module__.startswith("fusion.") or isinstance(error, MemoryError)
+    line = str(error).replace(home, "HOME") if os.path.isabs(home) else str(error)
+    line = one_line(line[:MAX_REASON]) if ours else ""
+    return line or type(error).__name__

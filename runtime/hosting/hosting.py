@@ -80,6 +80,7 @@ class Hosting:
         self._server = JobServer(context, board, self._gossip, self.nudge, self._stopped)
         self._stages = HostedStages(context, services, board, self._gossip, config.cool_down_seconds)
         self._gossip.isolated = self._stages.faults.isolated
+        self.failures = self._stages.failures
         self._pool = Pool(context, services, self._stages.spawn, fitness)
         self._view = JobView(context, board, config.places, self._stages, self.nudge)
         self._claims = StageClaims(

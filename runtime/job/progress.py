@@ -141,3 +141,34 @@ def stages_loading(answer: Mapping[str, Any]) -> list[StageLoading]:
     said = answer.get("loading")
     found = map(StageLoading.from_list, said[:TOLD_LOADING] if isinstance(said, list) else ())
     return [each for each in found if each is not None]
+
+
+TOLD_FAILURES = 32  # stages that did not work out, in one answer
+MAX_REASON = 200  # characters
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageFailure:
+    """Why a stage that a peer had claimed does not run there."""
+
+    job: JobId
+    stage: int
+    reason: str  # one line
+
+    def to_list(self) -> list[Any]:
+        return [self.job, self.stage, self.reason]
+
+    @classmethod
+    def from_list(cls, said: object) -> StageFailure | None:
+        """What another peer says; None for nonsense."""
+        match said:
+            case [str() as job, int() as stage, str() as reason, *_] if stage >= 0:
+                return cls(job=JobId(job), stage=stage, reason=one_line(reason[:MAX_REASON]))
+        return None
+
+
+def stages_failed(answer: Mapping[str, Any]) -> list[StageFailure]:
+    """As `stages_loading`."""
+    said = answer.get("failed")
+    found = map(StageFailure.from_list, said[:TOLD_FAILURES] if isinstance(said, list) else ())
+    return [each for each in found if each is not None]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.progress import StageLoading, stages_loading
+from fusion.runtime.job.progress import StageLoading, stages_failed, stages_loading
 from fusion.runtime.job.protocol import STATUS
 from fusion.runtime.launch.prepared import Prepared
 from fusion.swarm.claims.election import stands_by, winner
-from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.directory.records import Digest, Place
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId, call
 
@@ -27,11 +28,13 @@ class Waiting:
     stage: int
     owner: PeerId | None  # who has claimed it
     loading: StageLoading | None = None  # as the owner says it, if it does
+    failed: tuple[PeerId, str] | None = None  # where it did not work out, and why, as that peer says it
 
     def line(self, name: Callable[[str], str]) -> str:
         """For people, who know a peer by its name."""
         if self.owner is None:
-            return f"stage {self.stage}: nobody has it yet"
+            line = f"stage {self.stage}: nobody has it yet"
+            return line if self.failed is None else f"{line} ({name(self.failed[0])}: {self.failed[1]})"
         at = f"stage {self.stage} at {name(self.owner)}: "
         return at + ("on its way" if self.loading is None else self.loading.line())
 
@@ -73,9 +76,9 @@ async def look_held(context: Context, prepared: Prepared) -> Held:
         for stage, owner in enumerate(winners)
         if owner is None or not owner.ready
     }
-    said = await asyncio.gather(
-        *(_loading(context, prepared.job, stage, peer) for stage, peer in late.items())
-    )
+    proposed = prepared.manifest.proposed
+    asked = {stage: owner or PeerId(proposed[stage]) for stage, owner in late.items()}
+    said = await _statuses(context, set(asked.values()))
     awaited = [digest for digest in prepared.blobs if digest not in _unasked(prepared)]
     takers = {owner.peer for owner in owners}
     if context.peer_id in takers:  # others come to hold what is for our own stage as they stand by for it
@@ -89,21 +92,35 @@ async def look_held(context: Context, prepared: Prepared) -> Held:
         copied=sum(any(provider.peer in takers for provider in found) for found in providers),
         blobs=len(awaited),
         waiting=tuple(
-            Waiting(stage=stage, owner=peer, loading=loading)
-            for (stage, peer), loading in zip(late.items(), said, strict=True)
+            _waiting((prepared.job, stage), owner, asked[stage], said.get(asked[stage], {}))
+            for stage, owner in late.items()
         ),
     )
 
 
-async def _loading(context: Context, job: JobId, stage: int, owner: PeerId | None) -> StageLoading | None:
-    """What the owner says of a stage that is on its way into its memory; None where it does not say."""
-    with suppress(SwarmError, TimeoutError):
-        async with asyncio.timeout(ASKED_SECONDS):
-            if owner is not None and owner != context.peer_id:
-                answer = await call(context.transport, owner, STATUS.name, "status")
-                found = stages_loading(answer.header)
-                return next((each for each in found if (each.job, each.stage) == (job, stage)), None)
-    return None
+def _waiting(place: Place, owner: PeerId | None, asked: PeerId, said: Mapping[str, Any]) -> Waiting:
+    """`asked`: the owner, or who should have been it, that answers so."""
+    loading = (each for each in stages_loading(said) if (each.job, each.stage) == place)
+    failed = ((asked, each.reason) for each in stages_failed(said) if (each.job, each.stage) == place)
+    return Waiting(
+        stage=place[1],
+        owner=owner,
+        loading=None if owner is None else next(loading, None),
+        failed=None if owner is not None else next(failed, None),
+    )
+
+
+async def _statuses(context: Context, peers: set[PeerId]) -> dict[PeerId, Mapping[str, Any]]:
+    """What each of the peers answers to `status`; nothing where it is silent, or is us."""
+
+    async def ask(peer: PeerId) -> Mapping[str, Any]:
+        with suppress(SwarmError, TimeoutError):
+            async with asyncio.timeout(ASKED_SECONDS):
+                return (await call(context.transport, peer, STATUS.name, "status")).header
+        return {}
+
+    others = sorted(peer for peer in peers if peer and peer != context.peer_id)
+    return dict(zip(others, await asyncio.gather(*map(ask, others)), strict=True))
 
 
 def _unasked(prepared: Prepared) -> frozenset[Digest]:

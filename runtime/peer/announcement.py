@@ -13,15 +13,14 @@ from pathlib import Path
 
 from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.progress import StageLoading
 from fusion.runtime.peer.capability import Capability
 from fusion.runtime.peer.client import CACHED_PEERS_FILE
 from fusion.runtime.peer.network import Network
 from fusion.runtime.peer.peer_file import RunningPeer, written_down
-from fusion.runtime.peer.questions import serve_questions
+from fusion.runtime.peer.questions import StagesNow, serve_questions
 from fusion.swarm.control.server import ControlServer
 from fusion.swarm.directory.membership import Membership, MembershipConfig
-from fusion.swarm.directory.records import MAX_ADDRESS, MAX_ADDRESSES, PeerRecord, Place
+from fusion.swarm.directory.records import MAX_ADDRESS, MAX_ADDRESSES, PeerRecord
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.transport import PeerId
 
@@ -44,8 +43,7 @@ async def announced(
     context: Context,
     capability: Callable[[], Capability],
     bootstrap: tuple[str, ...],
-    hosted: Callable[[], Sequence[Place]],
-    loading: Callable[[], Sequence[StageLoading]],
+    stages: Callable[[], StagesNow],
     http: str = "",
 ) -> AsyncIterator[Announcement]:
     """Be in the swarm and answer for oneself until the block ends. `capability` is as measured last; `bootstrap` are multiaddrs, none of which has to answer;
@@ -62,7 +60,7 @@ async def announced(
 
     ways = MembershipConfig(bootstrap=bootstrap, cache_path=context.home / CACHED_PEERS_FILE)
     membership = Membership(transport, directory, directory, record, ways, meet)
-    await serve_questions(context, directory, hosted, loading)
+    await serve_questions(context, directory, stages)
     running = RunningPeer(
         peer_id=context.peer_id,
         addresses=tuple(transport.all_addresses),

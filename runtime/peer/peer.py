@@ -21,6 +21,7 @@ from fusion.runtime.peer.garbage import collected
 from fusion.runtime.peer.machine import opened
 from fusion.runtime.peer.network import Network
 from fusion.runtime.peer.plane_choice import choose
+from fusion.runtime.peer.questions import StagesNow
 from fusion.runtime.serving.http.server import HttpServer, open_http
 from fusion.runtime.serving.models import ServedModels
 from fusion.swarm.errors import ClosedSwarm
@@ -93,7 +94,11 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
                 _http(config, context, served) as http,
                 announced(
                     *(network, context, capability, config.bootstrap),
-                    *(lambda: parts.hosting.hosted, serving.loading),
+                    lambda: StagesNow(
+                        hosted=parts.hosting.hosted,
+                        loading=serving.loading(),
+                        failed=parts.hosting.failures(),
+                    ),
                     http="" if http is None else http.url,
                 ) as announcement,
             ):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.progress import TOLD_LOADING, StageLoading
+from fusion.runtime.job.progress import TOLD_FAILURES, TOLD_LOADING, StageFailure, StageLoading
 from fusion.runtime.job.protocol import STATUS
 from fusion.swarm.directory.records import Place
 from fusion.swarm.identity import friendly_name
@@ -17,25 +18,24 @@ TOLD_PEERS = 256  # in one answer, which has to fit into a header
 TOLD_PLACES = 512
 
 
+@dataclass(frozen=True, kw_only=True)
+class StagesNow:
+    """The stages of this peer: those that run, those that are on their way into memory, those that did not work out."""
+
+    hosted: Sequence[Place]
+    loading: Sequence[StageLoading] = ()
+    failed: Sequence[StageFailure] = ()
+
+
 async def serve_questions(
-    context: Context,
-    directory: SealedDirectory,
-    hosted: Callable[[], Sequence[Place]],
-    loading: Callable[[], Sequence[StageLoading]],
+    context: Context, directory: SealedDirectory, stages: Callable[[], StagesNow]
 ) -> None:
-    """Answer from now on. `hosted`: the stages that run here; `loading`: those that are on their way into memory."""
-    await context.transport.serve(
-        STATUS.name, lambda stream: answer_status(stream, context, hosted(), loading())
-    )
+    """Answer from now on."""
+    await context.transport.serve(STATUS.name, lambda stream: answer_status(stream, context, stages()))
     await context.transport.serve(DIRECTORY.name, DirectoryServer(directory).attend)
 
 
-async def answer_status(
-    stream: Stream,
-    context: Context,
-    hosted: Sequence[Place],
-    loading: Sequence[StageLoading] = (),
-) -> None:
+async def answer_status(stream: Stream, context: Context, stages: StagesNow) -> None:
     """What `fusion-peer status` shows of one peer beyond its record."""
     frame = await stream.receive()
     if frame.kind != "status":
@@ -43,13 +43,14 @@ async def answer_status(
     counts = context.transport.traffic().items()
     most = sorted(counts, key=lambda each: each[1].sent_bytes + each[1].received_bytes, reverse=True)
     traffic = {other: [count.sent_bytes, count.received_bytes] for other, count in most[:TOLD_PEERS]}
-    places = [[job, stage] for job, stage in hosted]
+    places = [[job, stage] for job, stage in stages.hosted]
     held = sorted(context.memory.by_place.items(), key=lambda each: -each[1])[:TOLD_PLACES]
     header = {
         "name": friendly_name(context.peer_id),
         "hosted": places,
         "holds": [[job, stage, memory_bytes] for (job, stage), memory_bytes in held],
-        "loading": [each.to_list() for each in loading[:TOLD_LOADING]],
+        "loading": [each.to_list() for each in stages.loading[:TOLD_LOADING]],
+        "failed": [each.to_list() for each in stages.failed[:TOLD_FAILURES]],
         "traffic": traffic,
     }
     await stream.send("status", header)

@@ -14,6 +14,7 @@ from fusion.runtime.job.manifest import Manifest, TrainConfig
 from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.training.compute.inbox import StagePlan
 from fusion.runtime.training.data.batches import Batches
+from fusion.runtime.training.data.data_blobs import fetch_data
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.snapshots.stage_files import Shards, StageFiles
 from fusion.swarm.claims.election import winner
@@ -66,18 +67,14 @@ class StageSource:
     async def parts(
         self, job: JobId, manifest: Manifest, plan: StagePlan, files: StageFiles, near: Mapping[int, PeerId]
     ) -> StageParts:
-        """With the data on this disk. Raises BlobError, JobError."""
+        """With the data on this disk. Raises BlobError, JobError; Refused as `fetch_data`."""
         config = trained(manifest, plan.stage.index)
         received = {edge.name for edge in plan.stage.receives}
         inputs = [i.name for i in plan.stage.graph.inputs if i.name not in received]
         train = held_out = None
         if Batches.needs_blobs(config, inputs):
-            blobs = self._context.blobs.of(job)
-            most = self._context.blobs.store.quota_bytes // 4  # one job's data leaves room for others'
             hints = list(dict.fromkeys([*near.values(), *(peer for peer in manifest.proposed if peer)]))
-            train = await blobs.fetch(config.data.train, hints, max_bytes=most)
-            if config.data.held_out is not None:
-                held_out = await blobs.fetch(config.data.held_out, hints, max_bytes=most)
+            train, held_out = await fetch_data(self._context, job, manifest.name, config.data, hints)
         batches = await asyncio.to_thread(self._make_batches, config, inputs, train, held_out)
         return StageParts(
             config=config,

@@ -66,6 +66,11 @@ class BlobStore:
             self._scan()
 
     @property
+    def largest_bytes(self) -> int:
+        """The most that data, or a file that goes along, of one job may have: others' leave room too."""
+        return self.quota_bytes // 4
+
+    @property
     def used_bytes(self) -> int:
         with self._lock:
             return self._used()

@@ -137,6 +137,7 @@ class WorldStore:
     """What the runtime asks of a `BlobStore`."""
 
     quota_bytes = 1 << 40
+    largest_bytes = 1 << 38
     used_bytes = 0
 
     def __init__(self, disk: Disk, shelf: dict[Digest, bytes]) -> None:

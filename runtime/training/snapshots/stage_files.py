@@ -208,7 +208,7 @@ class StageFiles:
         manifest, stage = self._manifest, self._stage.index
         for digest in digests:
             try:
-                await self._blobs.fetch(digest, max_bytes=self._context.blobs.store.quota_bytes // 4)
+                await self._blobs.fetch(digest, max_bytes=self._context.blobs.store.largest_bytes)
             except SwarmError as error:
                 log.warning("stage %d of %s holds no copy of a file: %s", stage, manifest.name, error)
 

@@ -383,9 +383,13 @@ def test_a_stage_that_fails_cools_down_longer_each_time_and_takes_no_other_along
                 await made.announce(job)
                 await ours.look()
                 assert (job, 1) not in ours.service.running
+                # A stranger may ask: what is not ours may name files of this machine.
+                reason = str(error) if not isinstance(error, KeyError) else "KeyError"
+                assert [each.reason for each in ours.hosting.failures()] == [reason]
                 made.clock.advance(0.2)
                 await ours.look()
                 await until(lambda: (job, 1) in ours.service.running)
+                assert ours.hosting.failures() == ()
             assert ours.service.begun.count((job, 0)) == 1 and (job, 0) in ours.service.running
             lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
             assert len(lines) == 3 and not any("\n" in line for line in lines)
@@ -456,6 +460,8 @@ def test_a_stage_that_needs_more_than_its_manifest_says_is_left_to_others_for_go
                 await made.announce(job)
                 await ours.look()
             assert ours.service.begun.count((job, 1)) == 1 and (job, 0) in ours.service.running
+            (failed,) = ours.hosting.failures()
+            assert (failed.job, failed.stage, failed.reason) == (job, 1, "stage 1 needs 9 GiB")
             record = await made.record(job)
             assert record.state == "running", "no other peer has to think the same"
             lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]

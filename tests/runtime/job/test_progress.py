@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from fusion.runtime.job.progress import TOLD_LOADING, StageLoading, stages_loading
+from fusion.runtime.job.progress import (
+    MAX_REASON,
+    TOLD_FAILURES,
+    TOLD_LOADING,
+    StageFailure,
+    StageLoading,
+    stages_failed,
+    stages_loading,
+)
 from fusion.swarm.directory.records import JobId
 
 FETCHING = StageLoading(
@@ -48,3 +56,13 @@ def test_a_line_says_how_far_and_since_when() -> None:
     assert loading.line() == "loading for 12 s"
     unknown = StageLoading(job=FETCHING.job, stage=0, phase="fetching", bytes=0, of_bytes=0, seconds=3)
     assert unknown.line() == "looking for its weights for 3 s"
+
+
+def test_what_a_peer_says_of_stages_that_did_not_work_out_arrives_in_clean_lines_and_not_too_many() -> None:
+    failure = StageFailure(job=FETCHING.job, stage=3, reason="no room on the disk")
+    assert stages_failed({"failed": [failure.to_list()]}) == [failure] and stages_failed({}) == []
+    (loud,) = stages_failed({"failed": [[FETCHING.job, 0, "first\nsecond\x1b[2J" + "x" * 1000]]})
+    assert "\n" not in loud.reason and "\x1b" not in loud.reason and len(loud.reason) <= 2 * MAX_REASON
+    assert len(stages_failed({"failed": [failure.to_list()] * 1000})) == TOLD_FAILURES
+    for nonsense in ("x", {"a": 1}, [7], [[]], [["job", -1, "why"]], [["job", 0, 5]]):
+        assert stages_failed({"failed": nonsense}) == []

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from support.instant_loop import run
 
+from fusion.runtime.job.progress import StageFailure
+from fusion.runtime.job.protocol import STATUS
 from fusion.runtime.launch import launch
 from fusion.runtime.launch.handed_over import Held, look_held
 from fusion.swarm.authority.law import JobLaw
@@ -19,6 +21,8 @@ from fusion.swarm.identity import Identity
 from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
+from fusion.swarm.memory.transport import MemoryTransport
+from fusion.swarm.transport import Stream
 
 JOB = JobId("a" * 64)
 BLOBS = (Digest("b" * 64), Digest("c" * 64))
@@ -49,7 +53,7 @@ def test_what_a_stranger_says_that_he_holds_lets_no_launcher_leave() -> None:
         launched = int(launcher.directory.now())
         law = JobLaw(job=JOB, author=launcher.peer, stages=1, proposed=(owner.peer,), launched_at=launched)
         launcher.leases.know(law)
-        manifest = SimpleNamespace(stages=1, serve=None)
+        manifest = SimpleNamespace(stages=1, serve=None, proposed=(owner.peer,))
         prepared: Any = SimpleNamespace(job=JOB, manifest=manifest, blobs=BLOBS)
         context: Any = SimpleNamespace(
             peer_id=launcher.peer, leases=launcher.leases, directory=launcher.directory, transport=None
@@ -62,6 +66,37 @@ def test_what_a_stranger_says_that_he_holds_lets_no_launcher_leave() -> None:
         assert (held.claimed, held.copied) == (1, 0) and not held.complete
         await owner.offer()
         assert (await look_held(context, prepared)).complete
+
+    run(main())
+
+
+def test_whoever_could_not_run_a_stage_says_why_to_a_launcher_that_waits_for_it() -> None:
+    """A peer whose disk has no room for the data gives the stage up again: nobody has it, and a launcher would wait for minutes."""
+
+    async def main() -> None:
+        network, clock = MemoryNetwork(), ManualClock()
+        launcher, tried = Somebody(network, clock), Somebody(network, clock)
+        ours, theirs = (MemoryTransport(network, each.peer) for each in (launcher, tried))
+        failure = StageFailure(job=JOB, stage=0, reason="no room for 5 MB on the disk")
+        told: list[list[Any]] = [["x", 0, "of another job"], failure.to_list()]
+
+        async def answer(stream: Stream) -> None:
+            await stream.receive()
+            await stream.send("status", {"failed": told})
+
+        await theirs.serve(STATUS.name, answer)
+        manifest = SimpleNamespace(stages=1, serve=None, proposed=(tried.peer,))
+        prepared: Any = SimpleNamespace(job=JOB, manifest=manifest, blobs=())
+        context: Any = SimpleNamespace(
+            peer_id=launcher.peer, leases=launcher.leases, directory=launcher.directory, transport=ours
+        )
+        (waiting,) = (await look_held(context, prepared)).waiting
+        assert waiting.line(lambda peer: "otter") == (
+            "stage 0: nobody has it yet (otter: no room for 5 MB on the disk)"
+        )
+        told.clear()
+        (waiting,) = (await look_held(context, prepared)).waiting
+        assert waiting.line(str) == "stage 0: nobody has it yet"
 
     run(main())
 
