@@ -281,14 +281,17 @@ class ClaimCache:
             return None
         if not known.settled:
             return known.lapsed
+        return max(self.rivals(place, own), key=lambda rival: rival.term, default=None)
+
+    def rivals(self, place: Place, own: ClaimRecord) -> tuple[Holding, ...]:
+        """Who claims the stage beside us under a term that ours does not exceed by right."""
         now = self._now()
-        rivals = [
+        others = (
             Holding(claim.peer, claim.term)
             for claim in self.seen(place, own)
             if claim.role == "owner" and claim.peer != self._peer_id and claim.expires_at > now
-        ]
-        unproven = [r for r in rivals if r.term <= own.term and not self.proves(own, r)]
-        return max(unproven, key=lambda rival: rival.term, default=None)
+        )
+        return tuple(each for each in others if each.term <= own.term and not self.proves(own, each))
 
     def _seats(self, place: Place, suspect: PeerId | None = None) -> tuple[Seat, ...]:
         job, stage = place

@@ -309,6 +309,11 @@ class Leases:
         held = self._ours.owned.get((job, stage))
         return None if held is None else self._cache.unproven((job, stage), held)
 
+    def rivals(self, job: JobId, stage: int) -> tuple[Holding, ...]:
+        """Of a stage that we hold: who claims it as well and is not shown to be gone; nothing is asked."""
+        held = self._ours.owned.get((job, stage))
+        return () if held is None else self._cache.rivals((job, stage), held)
+
     def sealed(self, job: JobId, stage: int) -> bytes | None:
         """Our claim of a stage that we own, signed now, to be shown to a peer that has not seen it in the directory."""
         held = self._ours.owned.get((job, stage))

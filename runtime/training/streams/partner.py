@@ -251,8 +251,8 @@ class Partner:
         to show that it is gone: two parts of a swarm that was divided have an owner each, who has the words of its own part.
         The later one gives way, after three leases. Raises Overtaken."""
         leases, here, now = self._context.leases, self._here, asyncio.get_running_loop().time()
-        rival = leases.unproven(here.job, here.stage)
-        if rival is None or rival != (peer, term):
+        rival = next((each for each in leases.rivals(here.job, here.stage) if each == (peer, term)), None)
+        if rival is None:
             self._passed_over_since = math.inf
             return
         self._passed_over_since = min(now, self._passed_over_since)

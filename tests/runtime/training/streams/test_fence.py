@@ -197,6 +197,40 @@ def test_of_two_owners_in_two_parts_of_a_swarm_the_later_one_gives_way(seen: boo
     run(main())
 
 
+def test_an_owner_that_followed_one_of_its_own_part_gives_way_too() -> None:
+    """It lacks the proof that the one which it followed is gone, and that is not who its neighbour goes by: each waited for ever."""
+
+    async def main() -> None:
+        async with swarm(4) as made:
+            one, earlier, later, gone = made.nodes
+            earlier.ghost = gone.ghost = True
+            for node in made.nodes:
+                node.context.leases.know(JobLaw(job=JOB, author=one.peer, stages=2))
+            made.network.partition([later.peer, gone.peer], [one.peer, earlier.peer])
+            claim = await earlier.context.leases.claim(JOB, 1, 0.5)
+            assert claim is not None and await one.context.leases.owner(JOB, 1) == claim
+            await one.host(0, [1])
+            followed = await gone.context.leases.claim(JOB, 1, 0.5)
+            assert followed is not None and await later.context.leases.owner(JOB, 1) == followed
+            made.clock.advance(60.0)
+            await earlier.context.leases.beat()
+            await one.context.leases.beat()
+            assert await later.host(1, [0]) == 2
+            assert later.context.leases.unproven(JOB, 1) == (gone.peer, 1)
+            made.network.heal()
+            for each in (one, earlier, later):
+                await each.context.leases.beat()
+            assert later.context.leases.rivals(JOB, 1) == ((earlier.peer, 1),)
+            assert later.task is not None
+            done, _ = await asyncio.wait([later.task], timeout=PASSED_OVER_SECONDS + 10.0)
+            assert done
+            with pytest.raises(BaseExceptionGroup) as raised:
+                await later.task
+            assert raised.group_contains(Overtaken, match="held under term 1, not 2")
+
+    run(main())
+
+
 def test_a_stage_that_is_over_welcomes_nobody() -> None:
     """Its partner would believe itself linked to it."""
 
