@@ -29,6 +29,7 @@ class Needs:
     """What is needed here, by whom. A holder that is gone needs nothing any more. Safe to use from several threads."""
 
     def __init__(self) -> None:
+        self.told = False  # whether anybody has said what it needs: before, in a process that starts, nothing is known
         self._needs: WeakKeyDictionary[object, frozenset[Digest]] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -37,6 +38,7 @@ class Needs:
         needed = frozenset(digests)
         with self._lock:
             self._needs[holder] = needed
+            self.told = True
 
     def all(self) -> frozenset[Digest]:
         with self._lock:

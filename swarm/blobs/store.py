@@ -268,11 +268,31 @@ class BlobStore:
         return to_announce(held, needed, limit, self._now())
 
     def sweep(self) -> None:
-        """Delete what nobody has needed or used for a day. Raises BlobError."""
-        if self.needs is not None:
-            self._date_anew()
+        """Delete what nobody has needed or used for a day: the day counts from when it was needed last. Raises BlobError."""
+        if self.needs is None:
+            return
+        self._date_anew()
+        if not self.needs.told:
+            return
+        needed = self.needs.all()
+        for digest in needed:
+            self._use(digest)
+        held = self.held()
+        self._delete_unused(outdated(held, needed, self._now()), held, self.needs)
+        self._sweep_partial()
+        # What was stored under a larger quota.
+        if (over := self.used_bytes - self.quota_bytes) > 0:
             held = self.held()
-            self._delete_unused(outdated(held, self.needs.all(), self._now()), held, self.needs)
+            self._delete_unused(victims(held, needed, over, self._now()), held, self.needs)
+
+    def _sweep_partial(self) -> None:
+        """Of blobs that nobody has gone on fetching for a day."""
+        with self._lock:
+            resumable = list(self._resumable)
+        for digest in resumable:
+            with contextlib.suppress(FileNotFoundError):
+                if self._now() - (self._partial / digest).stat().st_mtime >= KEPT_SECONDS:
+                    self._forget_resumable(digest)
 
     def _date_anew(self) -> None:
         """What was used at a time that is yet to come was used by now: our clock has been set back since, and the blob
@@ -284,10 +304,15 @@ class BlobStore:
                     self._held[digest] = Held(blob.size_bytes, now)
                     self._stamped.pop(digest, None)
 
-    def _use(self, digest: Digest, size: int) -> None:
-        """Somebody here has it in use now. The disk learns of it too, so that a restart does not forget."""
+    def _use(self, digest: Digest, size: int | None = None) -> None:
+        """Somebody here has it in use now; of one without its size only if it is here. The disk learns of it too, so that a restart
+        does not forget."""
         now = self._now()
         with self._lock:
+            if size is None:
+                if digest not in self._held:
+                    return
+                size = self._held[digest].size_bytes
             self._held[digest] = Held(size, now)
             if now - self._stamped.get(digest, 0.0) < STAMP_SECONDS:
                 return

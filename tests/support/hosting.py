@@ -23,6 +23,7 @@ from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.peer.assembly import assemble
 from fusion.swarm.blobs.blobs import BlobConfig, Blobs
+from fusion.swarm.blobs.eviction import Needs
 from fusion.swarm.blobs.index import digest_of
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.claims.election import winner
@@ -168,7 +169,7 @@ class Swarm:
         identity = identity or Identity.generate()
         transport = MemoryTransport(self.network, identity.peer_id)
         directory = MemoryDirectory(self.network, identity, self.clock)
-        store = BlobStore(self.root / identity.peer_id, 1 << 30)
+        store = BlobStore(self.root / identity.peer_id, 1 << 30, Needs())
         blobs = CountedBlobs(store, transport, directory, BlobConfig(attempts=1, retry_seconds=0.0))
         await self.stack.enter_async_context(blobs)
         leases = Leases(identity.peer_id, directory, LeaseConfig(heartbeat_seconds=30.0, confirm_seconds=0.0))

@@ -19,7 +19,8 @@ from weakref import WeakValueDictionary
 from cachetools import FIFOCache
 
 from fusion.runtime.hosting.jobs.board import CONCLUDED, JobBoard, advanced
-from fusion.runtime.hosting.jobs.files import KeptWords
+from fusion.runtime.hosting.jobs.files import MAX_AGE_SECONDS, KeptWords
+from fusion.runtime.hosting.jobs.recalled_blobs import blobs_of
 from fusion.runtime.hosting.jobs.service import Service
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest
@@ -29,7 +30,7 @@ from fusion.swarm.authority.statements import CARRIED, Statement, joined, seal_s
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.job_order import ENDED, JOB_TTL_SECONDS, job_order
-from fusion.swarm.directory.records import ClaimRecord, JobId, JobRecord
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId, call
 
@@ -69,12 +70,18 @@ class JobGossip:
         self._stated: FIFOCache[JobId, tuple[Statement, bytes]] = FIFOCache(SAID_JOBS)
         self._said: FIFOCache[JobId, tuple[JobRecord, float]] = FIFOCache(SAID_JOBS)  # as signed, and when
         self._saying: WeakValueDictionary[JobId, asyncio.Lock] = WeakValueDictionary()
+        # What jobs need that our disk told us of and in which we have no part yet: whoever else has one may come back later.
+        self._recalled: dict[JobId, frozenset[Digest]] = {}
+        self._recalled_until = context.clock.monotonic() + MAX_AGE_SECONDS
 
     async def start(self) -> None:
         """Say what our disk knows of: after a cold start nobody else may."""
         if self._files is not None:
             for record in await self._files.load():
                 self._board.remember(record)
+                store = self._context.blobs.store
+                self._recalled[record.job] = await asyncio.to_thread(blobs_of, record, store)
+        self._hold()
         self._board.update_from_directory((), (), ())
         await self._publish_all(*self._repeated())
 
@@ -172,8 +179,17 @@ class JobGossip:
             return
         await self._publish_if_due(record if self._board.leads(job) else self._repeat(record))
 
+    def _hold(self) -> None:
+        """What the jobs need that we speak for is not deleted."""
+        board, late = self._board, self._context.clock.monotonic() >= self._recalled_until
+        for job in [
+            j for j in self._recalled if late or j in board.concerned or board.leads(j) or board.gone(j)
+        ]:
+            del self._recalled[job]
+        self._context.blobs.hold(self, board.needed_blobs().union(*self._recalled.values()))
+
     async def _keep(self) -> None:
-        self._context.blobs.hold(self, self._board.needed_blobs())
+        self._hold()
         if self._files is not None:
             carried = self._context.accounts.carried
             words = (carried(self._newest(record)) for record in self._board.to_keep())

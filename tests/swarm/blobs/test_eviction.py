@@ -135,6 +135,7 @@ def test_what_comes_into_use_while_others_are_swept_stays(
             _ = store.path(other) if how == "used" else needs.hold(us, [other])
         unlink(path, missing_ok)
 
+    needs.hold(us, ())
     monkeypatch.setattr(Path, "unlink", slow)
     store.sweep()
     (left,) = store.held()
@@ -245,11 +246,59 @@ def test_a_restart_knows_what_was_used_when_and_sweeps_what_is_a_day_old(tmp_pat
     partial.write_bytes(b"half")
     os.utime(partial, (NOW, NOW))
     clock.now += 1
+    needs = Needs()
     again = BlobStore(tmp_path, 1000, needs, now=clock)
+    again.sweep()
+    assert again.has(old)  # nobody has had the time to say that it needs it
+    needs.hold(Holder, ())
     again.sweep()
     assert not again.has(old) and again.has(used)
     assert not partial.exists()
     assert BlobStore(tmp_path, 1000, now=clock).used_bytes == 1  # and without needs nothing goes
+
+
+def test_the_day_of_what_is_needed_begins_when_nobody_needs_it_any_more(tmp_path: Path) -> None:
+    """A job of two days: what it began with was used when its stages were loaded, and has to be there a day after its end, and when
+    its peers start again."""
+    clock, needs, job = Clock(), Needs(), Holder()
+    store = BlobStore(tmp_path, 1000, needs, now=clock)
+    weights, other = store.put(b"weights"), store.put(b"other")
+    needs.hold(job, {weights})
+    for _ in range(48):
+        store.sweep()
+        clock.now += 3600
+    assert store.has(weights) and not store.has(other)
+    store.sweep()
+    again = BlobStore(tmp_path, 1000, Needs(), now=clock)
+    assert again.held()[weights].used_at == clock.now
+    needs.hold(job, ())
+    clock.now += KEPT_SECONDS - 1
+    store.sweep()
+    assert store.has(weights)
+    clock.now += 1
+    store.sweep()
+    assert not store.has(weights)
+
+
+def test_what_is_half_here_goes_after_a_day_too_and_so_does_what_a_smaller_quota_has_no_room_for(
+    tmp_path: Path,
+) -> None:
+    clock, needs = Clock(), Needs()
+    store = BlobStore(tmp_path, 1000, needs, now=clock)
+    old, new = store.put(b"a" * 400), store.put(b"b" * 400)
+    clock.now += FRESH_SECONDS
+    partial = tmp_path / "partial" / DIGESTS[0]
+    partial.write_bytes(b"half")
+    os.utime(partial, (clock.now, clock.now))
+    needs = Needs()
+    store = BlobStore(tmp_path, 500, needs, now=clock)
+    needs.hold(Holder, ())
+    store.path(new)
+    store.sweep()
+    assert store.has(new) and not store.has(old) and partial.exists()
+    clock.now += KEPT_SECONDS
+    store.sweep()
+    assert not partial.exists() and store.used_bytes == 0
 
 
 def test_a_half_fetched_blob_that_is_gone_on_with_makes_no_room(tmp_path: Path) -> None:

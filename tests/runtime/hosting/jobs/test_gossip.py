@@ -15,6 +15,8 @@ from fusion.runtime.hosting.jobs.gossip import RENEWED_SECONDS, TOLD_PEERS, JobG
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
+from fusion.runtime.training.data.ledger import Ledger
+from fusion.runtime.training.snapshots.snapshot import Index, encode_index
 from fusion.swarm.blobs.index import digest_of
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.job_order import JOB_TTL_SECONDS
@@ -283,6 +285,36 @@ def test_a_job_outlives_the_death_of_everybody_at_once(tmp_path: Path, first: in
             record = await made.record(job)
             assert (record.state, record.snapshot, record.snapshot_step) == ("running", SNAPSHOT, 20)
             assert record.lead in [peer.id for peer in again] and record.term == 2
+
+    asyncio.run(main())
+
+
+def test_what_a_disk_has_of_a_job_is_kept_until_somebody_speaks_of_it(tmp_path: Path) -> None:
+    """Everybody was off for two days: whoever starts first has no part in the job yet, and the others want its copies."""
+
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            peer = await made.join(persistent=True)
+            store = peer.blobs.store
+            weights, shards = store.put(b"weights"), (store.put(b"shard 0"), store.put(b"shard 1"))
+            manifest = replace(made.manifest(None, None), weights=(weights, weights))
+            job = JobId(store.put(manifests.encode(manifest)))
+            index = store.put(encode_index(Index(job=job, step=0, shards=shards, ledger=Ledger())))
+            record = JobRecord(
+                job=job, name="work", kind="serve", state="running", term=1, step=0, lead=None, stages=2,
+                snapshot=index, snapshot_step=0, author=peer.id,
+            )  # fmt: skip
+            files_of(peer).save(record)
+            made.network.kill(peer.id)
+            await peer.leave()
+            made.network = MemoryNetwork()
+            again = await made.join(identity=peer.identity, persistent=True)
+            needs = again.blobs.store.needs
+            assert needs is not None and {Digest(job), weights, index, *shards} <= needs.all()
+            gossip(again)._board.end(job, 1, replace(record, state="stopped"))
+            gossip(again)._board.remember(replace(record, state="stopped"))
+            await gossip(again).catch_up()
+            assert not {weights, *shards} & needs.all()
 
     asyncio.run(main())
 
