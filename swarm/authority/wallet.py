@@ -15,7 +15,7 @@ from pathlib import Path
 from cachetools import TTLCache
 
 from fusion.swarm.authority import invites
-from fusion.swarm.authority.grants import ROLES, Grant, refusal, seal_grant
+from fusion.swarm.authority.grants import ROLES, Grant, open_grant, refusal, seal_grant
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.directory.records import MAX_GRANTS, JobId
 from fusion.swarm.errors import RecordError
@@ -61,9 +61,15 @@ class Wallet:
             self._found[law.job] = self._find(law)
         return self._found[law.job]
 
-    def add(self, chain: Chain, *, asked: bool = True) -> None:
-        """Keep an invite, which the user asked for or somebody sent. Raises RecordError where it is somebody else's or there
-        are too many, OSError."""
+    def add(
+        self,
+        chain: Chain,
+        *,
+        asked: bool = True,
+        law_of: Callable[[JobId], JobLaw | None] = lambda job: None,
+    ) -> None:
+        """Keep an invite, which the user asked for or somebody sent. `law_of` a job, None where that is not known here. Raises
+        RecordError where it is somebody else's, begins with nobody who may give it or there are too many, OSError."""
         if not asked:  # by anybody, as often as they like: it costs signatures, and a file
             if 0 <= self._now() - self._sent_at < SENT_SECONDS:  # a clock may be set back
                 raise RecordError("this peer was sent an invite a moment ago: send it again")
@@ -73,6 +79,9 @@ class Wallet:
             raise RecordError(f"the invite is for {grant.subject}, and this peer is {self._peer_id}")
         if self._now() >= grant.valid_until:
             raise RecordError("the invite has expired")
+        law = law_of(grant.job)
+        if law is not None and open_grant(chain[0]).issuer not in law.issuers:
+            raise RecordError("the invite is from somebody who may give none")
         assert self._folder is not None, "whoever is given invites has a folder for them"
         self._folder.mkdir(parents=True, exist_ok=True)
         kept = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime)
@@ -100,9 +109,11 @@ class Wallet:
         best: tuple[int, Chain, Path | None] = (0, (), None)
         for path, chain in self._invites():
             grant = invites.last_of(chain)
-            if grant.job == law.job and grant.valid_until > self._now():
+            if grant.job != law.job or grant.valid_until <= max(self._now(), best[0]):
+                continue
+            with suppress(RecordError):  # anybody may send one, and it must not keep us from the others
                 ours = chain if grant.subject == self._peer_id else self._passed_on(chain, grant)
-                if ours and grant.valid_until > best[0] and self._lets_us(law, ours):
+                if ours and self._lets_us(law, ours):
                     best = (grant.valid_until, ours, path)
         if best[2] is not None:
             with suppress(OSError):
@@ -114,11 +125,11 @@ class Wallet:
         return any(refusal(law, chain, self._peer_id, role, None, self._now()) is None for role in ROLES)
 
     def _passed_on(self, chain: Chain, grant: Grant) -> Chain:
-        """To this process, by the key that it was given to; empty where that cannot be."""
+        """To this process, by the key that it was given to; empty where that cannot be, or not yet."""
         key = self._keys.get(grant.subject)
-        if key is None or not grant.delegates or len(chain) >= MAX_GRANTS:
-            return ()
         until = min(grant.valid_until, int(self._now()) + OWN_SECONDS)
+        if key is None or not grant.delegates or len(chain) >= MAX_GRANTS or until <= grant.valid_from:
+            return ()
         given = Grant(
             job=grant.job, issuer=key.peer_id, subject=self._peer_id, roles=grant.roles, stages=grant.stages,
             valid_from=grant.valid_from, valid_until=until,

@@ -375,15 +375,15 @@ class Leases:
         held = self._ours.owned.get(place)
         if held is None:
             return
-        refused = self.refusal(*place, "own")
-        if refused is not None:  # our grant has expired, or was revoked: nobody goes by our claim any more
-            self._leave(held, refused)
-            await self._ours.withdraw(held)
-            return
-        grants = self.access.chain(held.job)
-        if grants != held.grants:
-            held = self._ours.owned[place] = replace(held, grants=grants)
         try:
+            refused = self.refusal(*place, "own")
+            if refused is not None:  # our grant has expired, or was revoked: our claim counts for nobody
+                self._leave(held, refused)
+                await self._ours.withdraw(held)
+                return
+            grants = self.access.chain(held.job)
+            if grants != held.grants:
+                held = self._ours.owned[place] = replace(held, grants=grants)
             if self._ours.lapsed(held):
                 # We were away: whoever has followed meanwhile did so rightly, and must be seen before we go on.
                 await self._look(place)

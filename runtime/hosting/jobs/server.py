@@ -89,7 +89,7 @@ class JobServer:
         wallet = self._context.access.wallet
         chain = chain_of(grants)
         if chain and wallet is not None:
-            wallet.add(chain, asked=False)
+            wallet.add(chain, asked=False, law_of=self._context.access.law)
 
     async def _watch(self, stream: Stream, job: JobId) -> None:
         if not (self._board.leads(job) or self._board.final(job)):

@@ -138,6 +138,36 @@ def test_an_invite_that_is_in_use_is_not_pushed_out_by_what_strangers_send(tmp_p
         assert alice.chain(LAW) == chain  # as at every heartbeat
 
 
+def test_an_invite_that_nobody_can_pass_on_yet_keeps_no_other_from_being_shown(tmp_path: Path) -> None:
+    """It raised wherever the peer's grants were asked for, so that every renewal of its claims failed."""
+    clock = Clock()
+    alice, chain = wallet(tmp_path, ALICE, ALICE, COMMAND, clock=clock), (granted(AUTHOR, ALICE),)
+    alice.add(chain)
+    day = 86_400
+    for since in (int(NOW) + day, int(NOW) + 2 * day):
+        clock.now += 2 * SENT_SECONDS
+        later = granted(MALLORY, COMMAND, valid_from=since, valid_until=int(NOW) + 30 * day)
+        alice.add((later,), asked=False)
+        assert alice.chain(LAW) == chain
+    command = wallet(tmp_path, Identity.generate(), ALICE, COMMAND, clock=clock)
+    assert command.chain(LAW)[:1] == chain
+
+
+def test_an_invite_that_is_sent_by_whoever_may_give_none_is_not_kept_where_the_job_is_known(
+    tmp_path: Path,
+) -> None:
+    clock = Clock()
+    alice = wallet(tmp_path, ALICE, ALICE, clock=clock)
+    laws = {JOB: LAW}
+    with pytest.raises(RecordError, match="may give none"):
+        alice.add((granted(MALLORY, ALICE),), asked=False, law_of=laws.get)
+    assert list(tmp_path.iterdir()) == []
+    for sound in (granted(ROOT, ALICE), granted(MALLORY, ALICE, job=JobId("2" * 64))):
+        clock.now += 2 * SENT_SECONDS
+        alice.add((sound,), asked=False, law_of=laws.get)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_clock_that_is_set_back_keeps_no_invite_out(tmp_path: Path) -> None:
     clock = Clock()
     clock.now += 500.0

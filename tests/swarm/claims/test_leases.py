@@ -309,6 +309,24 @@ def test_a_replica_keeps_its_term_until_it_only_stands_by() -> None:
     asyncio.run(scenario())
 
 
+def test_grants_that_cannot_be_shown_for_a_moment_end_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        room = Room(2)
+        ours, other = room.leases
+        owned = await ours.claim(JOB, 0, 1.0)
+
+        def chain(job: JobId) -> tuple[bytes, ...]:
+            raise RecordError("a grant begins before it ends")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(ours.access, "chain", chain)
+            await room.beat()
+        await room.beat()
+        assert ours.mine() == (owned,) and await other.owner(JOB, 0) == owned
+
+    asyncio.run(scenario())
+
+
 def test_a_replica_that_claims_the_stage_goes_one_term_up() -> None:
     async def scenario() -> None:
         room = Room(3)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from fusion.runtime.hosting.jobs import server
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
+from fusion.swarm.authority.grants import ROLES, Grant, seal_grant
+from fusion.swarm.authority.law import Admission
 from fusion.swarm.authority.statements import seal_statement, stop_statement
+from fusion.swarm.authority.wallet import Wallet
 from fusion.swarm.claims.election import HEAD_START_SECONDS
 from fusion.swarm.directory.job_order import JOB_TTL_SECONDS
 from fusion.swarm.directory.records import Digest, JobId
@@ -384,5 +388,28 @@ def test_other_frames_are_refused(tmp_path: Path) -> None:
             lead = await made.join()
             with pytest.raises(RemoteError, match="knows launch, watch, stop, revoke and snapshot"):
                 await call(made.client(), lead.id, JOB.name, "crash" * 10)
+
+    asyncio.run(main())
+
+
+def test_an_invite_of_a_stranger_to_a_job_that_is_known_is_not_kept(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours, stranger = await made.join(), Identity.generate()
+            admission = Admission(kind="granted", roots=(ours.id,))
+            job = await made.launch(made.manifest(ours, admission=admission))
+            await ours.look()
+            folder = tmp_path / "invites"
+            ours.context.access.wallet = Wallet(ours.id, folder, (), made.clock)
+            for issuer, kept in ((stranger, 0), (made.trainer, 1)):
+                made.clock.advance(1.0)
+                grant = Grant(
+                    job=job, issuer=issuer.peer_id, subject=ours.id, roles=ROLES, valid_from=0,
+                    valid_until=int(made.clock()) + 1000,
+                )  # fmt: skip
+                header = {"job": job, "grants": [seal_grant(grant, issuer)]}
+                with nullcontext() if kept else pytest.raises(RemoteError, match="may give none"):
+                    await call(made.client(), ours.id, JOB.name, "launch", header)
+                assert len(list(folder.glob("*"))) == kept
 
     asyncio.run(main())
