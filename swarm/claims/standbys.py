@@ -46,7 +46,7 @@ class Standbys:
             return
         before = self._ours.standby_claims.get(place)
         if before is not None and before.role == "replica" and not busy:
-            claim = replace(before, score=score, step=step)
+            claim = replace(before, score=score, step=step, grants=self._chain(job))
         else:
             claim = ClaimRecord(
                 job=job,
@@ -105,8 +105,9 @@ class Standbys:
         """Say once more that we stand by for the stage, if we do."""
         claim = self._ours.standby_claims.get(place)
         if claim is not None:
+            term = claim.term
             if claim.role == "standby":  # sessions know a replica by its term
                 # Not below a claim of ours that was an owner's: readers go by the term where they have seen both.
-                term = max(claim.term, self._cache.term(place))
-                self._ours.standby_claims[place] = replace(claim, term=term, grants=self._chain(claim.job))
+                term = max(term, self._cache.term(place))
+            self._ours.standby_claims[place] = replace(claim, term=term, grants=self._chain(claim.job))
             await self._ours.publish_current(claim)

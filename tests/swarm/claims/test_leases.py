@@ -3,13 +3,17 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support import instant_loop
 from support.counted_checks import CountedChecks, CountedId, counted_ids
 from support.directory_records import JOB, claim_record, digest, provider_record
 
+from fusion.swarm.authority.access import Access
+from fusion.swarm.authority.grants import ROLES, Grant, seal_grant
 from fusion.swarm.authority.law import Admission, JobLaw, Limits
+from fusion.swarm.authority.wallet import Wallet
 from fusion.swarm.claims import tenure as tenures
 from fusion.swarm.claims.claim_cache import ClaimCache
 from fusion.swarm.claims.election import rank, winner
@@ -305,6 +309,47 @@ def test_a_replica_keeps_its_term_until_it_only_stands_by() -> None:
         ours.standbys.stand_by(JOB, 0, score=0.3, step=1, ready=True, busy=True)
         assert [(claim.role, claim.load) for claim in ours.standbys.mine()] == [("standby", 1.0)]
         assert ours.standbys.serve_beside(JOB, 0) == 0, "it owns stages of its own"
+
+    asyncio.run(scenario())
+
+
+def test_an_invite_that_is_renewed_keeps_a_replica_beside_its_owner(tmp_path: Path) -> None:
+    """Owners and standbys showed the new grant, and a replica the one that it began with."""
+
+    async def scenario() -> None:
+        room, author = Room(2), Identity.generate()
+        (us, owner), clock = room.identities, room.clock
+        wallet = Wallet(us.peer_id, tmp_path, (), clock)
+        access = Access(wallet, clock, room.directories[0].verify)
+        ours, other = Leases(us.peer_id, room.directories[0], PROMPT, access=access), room.leases[1]
+        room.leases[0] = ours
+        admission = Admission(kind="granted", roots=(owner.peer_id,))
+        for leases in room.leases:
+            leases.know(JobLaw(job=JOB, author=author.peer_id, stages=1, admission=admission))
+
+        def invited(hours: int) -> tuple[bytes, ...]:
+            grant = Grant(
+                job=JOB, issuer=author.peer_id, subject=us.peer_id, roles=ROLES, valid_from=0,
+                valid_until=int(clock()) + 3600 * hours,
+            )  # fmt: skip
+            wallet.add((seal_grant(grant, author),))
+            return (seal_grant(grant, author),)
+
+        first = invited(1)
+        assert await other.claim(JOB, 0, 1.0) is not None
+        ours.standbys.stand_by(JOB, 0, score=0.4, step=0, ready=True)
+        term = ours.standbys.serve_beside(JOB, 0)
+        assert term and [claim.grants for claim in ours.standbys.mine()] == [first]
+        second = invited(24)
+        await room.beat()
+        assert [claim.grants for claim in ours.standbys.mine()] == [second]
+        clock.advance(3600.0)
+        await room.beat()
+        [replica] = [claim for claim in await other.claims(JOB, 0) if claim.peer == us.peer_id]
+        assert (replica.role, replica.term) == ("replica", term)
+        third = invited(48)
+        ours.standbys.stand_by(JOB, 0, score=0.4, step=0, ready=True)
+        assert [(claim.role, claim.grants) for claim in ours.standbys.mine()] == [("replica", third)]
 
     asyncio.run(scenario())
 
