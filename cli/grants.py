@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,11 @@ if TYPE_CHECKING:
     from fusion.runtime.serving.requests.client import GrantsFor
     from fusion.swarm.authority.grants import Grant
     from fusion.swarm.authority.law import JobLaw
+    from fusion.swarm.authority.revocation import Revocation
     from fusion.swarm.directory.records import JobId
     from fusion.swarm.identity import Identity
+
+REVOKED_FOLDER = "revoked"  # in a home
 
 
 def grants_from(context: Context) -> GrantsFor:
@@ -56,6 +60,32 @@ def issuer_in(home: Path, law: JobLaw) -> Identity:
             f"only whoever launched {law.name}, or is one of its roots, gives grants in it: use that home"
         )
     return found
+
+
+def last_list(home: Path, job: JobId, issuer: Identity) -> Revocation | None:
+    """Of the grants that `issuer` has taken back in the job the list that it signed last with this home; None where it signed
+    none."""
+    from fusion.swarm.authority.revocation import open_revocation
+    from fusion.swarm.errors import RecordError
+
+    with suppress(OSError, RecordError):
+        found = open_revocation(_list_path(home, job, issuer).read_bytes())
+        if (found.job, found.issuer) == (job, issuer.peer_id):
+            return found
+    return None
+
+
+def keep_list(home: Path, job: JobId, issuer: Identity, data: bytes) -> None:
+    """For `last_list`. Raises OSError."""
+    path = _list_path(home, job, issuer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".new")
+    scratch.write_bytes(data)
+    scratch.replace(path)
+
+
+def _list_path(home: Path, job: JobId, issuer: Identity) -> Path:
+    return options.home_folder(home) / REVOKED_FOLDER / f"{job}-{issuer.peer_id[-8:]}"
 
 
 def keep(text: str, folder: Path) -> Grant:

@@ -132,9 +132,19 @@ async def _revoke(job: str, who: str, way: client.Way, output: Output) -> None:
     async with client.connect(way) as context:
         law = await grants.law_of(context, job)
         issuer = grants.issuer_in(way.home, law)
-        before = context.access.revoked_by(law.job, issuer.peer_id)
-        marks = {mark(PeerId(who)), *(before.marks if before is not None else ())}
-        data = seal_revocation(law.job, marks, time.time(), issuer)
+        # The newest list alone counts, and of the last one the job's records may not tell while its lead is away.
+        known = (
+            context.access.revoked_by(law.job, issuer.peer_id),
+            grants.last_list(way.home, law.job, issuer),
+        )
+        before = [each for each in known if each is not None]
+        marks = {mark(PeerId(who)), *(each for one in before for each in one.marks)}
+        at = max([time.time(), *(one.at + 1 for one in before)])  # our clock may have been ahead
+        data = seal_revocation(law.job, marks, at, issuer)
+        try:
+            grants.keep_list(way.home, law.job, issuer, data)
+        except OSError as error:  # who is revoked is to go, whatever our disk takes
+            output.note(f"this home does not remember whom it revoked: {error.strerror or error}")
         owners = await asyncio.gather(*(context.leases.owner(law.job, stage) for stage in range(law.stages)))
         heard = await send_revocation(
             context, {owner.peer for owner in owners if owner is not None}, law.job, data

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,15 @@ def open_revocation(data: bytes, verify: Verify = verify_signature) -> Revocatio
 def parse_unverified(data: bytes) -> Revocation:
     """What it is said to be, whoever may have signed it. Raises RecordError."""
     return _read(data)[0]
+
+
+def lists_in(proof: Iterable[bytes]) -> frozenset[bytes]:
+    """What of it has the form of a list, whoever may have signed it."""
+    found = set()
+    for data in proof:
+        with suppress(RecordError):
+            found.add(parse_unverified(data).data)
+    return frozenset(found)
 
 
 @recent(1024)  # records come back every heartbeat with the same ones

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fusion.runtime.job.fields import build
+from fusion.swarm.authority.revocation import lists_in
 from fusion.swarm.directory.job_order import ENDED
 from fusion.swarm.directory.records import Digest, JobId, JobRecord, check_fields, is_digest
 from fusion.swarm.errors import RecordError
@@ -32,7 +33,7 @@ MAX_AGE_SECONDS = 14 * 86400.0
 REFRESH_SECONDS = 6 * 3600.0  # a file that is much older speaks of a job that may have ended long ago
 
 T = TypeVar("T")
-Version = tuple[int, Digest | None]  # term and snapshot of a job
+Version = tuple[int, Digest | None, frozenset[bytes]]  # term, snapshot and lists of grants taken back
 
 
 class JobFiles:
@@ -140,7 +141,7 @@ def record_of(values: object) -> JobRecord:
 
 
 def _version(record: JobRecord) -> Version:
-    return record.term, record.snapshot
+    return record.term, record.snapshot, lists_in(record.proof)
 
 
 def _read(path: Path) -> JobRecord:

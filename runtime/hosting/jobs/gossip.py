@@ -192,7 +192,7 @@ class JobGossip:
         self._hold()
         if self._files is not None:
             carried = self._context.accounts.carried
-            words = (carried(self._newest(record)) for record in self._board.to_keep())
+            words = (carried(self._with_lists(self._newest(record))) for record in self._board.to_keep())
             await self._files.keep(words, self._board.gone)
 
     async def _publish_all(self, *records: JobRecord) -> None:
@@ -215,15 +215,28 @@ class JobGossip:
         author proposed goes with it."""
         carried = self._context.accounts.carried
         if record.state not in ENDED and not self._board.leads(record.job):
-            return carried(record)
+            return carried(self._with_lists(record))
         us, directory = self._context.peer_id, self._context.directory
         ours = self._statement(record)
-        revoked = self._context.access.revocations(record.job)[:REVOCATIONS]
+        revoked = self._lists(record.job)
         statements = joined((ours, *record.proof), record.job, directory.verify)
         chain = self._context.seen.chain(record.job, us)
         room = CARRIED - STATEMENTS_FOR_LIST * len(revoked) - STATEMENTS_FOR_SUCCESSION * len(chain)
         room -= record.state not in ENDED  # for what is carried
         return carried(replace(record, proof=(*statements[: max(room, 1)], *revoked, *chain)))
+
+    def _lists(self, job: JobId) -> tuple[bytes, ...]:
+        return self._context.access.revocations(job)[:REVOCATIONS]
+
+    def _with_lists(self, record: JobRecord) -> JobRecord:
+        """Somebody else's word, or one for our disk, with the lists of grants taken back that we know of: when the lead is gone, or
+        everybody, nothing else tells of them."""
+        revoked = self._lists(record.job)
+        if set(revoked) <= set(record.proof):
+            return record
+        statements = joined(record.proof, record.job, self._context.directory.verify)
+        room = CARRIED - STATEMENTS_FOR_LIST * len(revoked) - 1  # for what is carried
+        return replace(record, proof=(*statements[:room], *revoked))
 
     def _statement(self, record: JobRecord) -> bytes:
         """What the record says, signed by us: as it was signed before where it says the same."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fusion.runtime.hosting.jobs.files import MAX_AGE_SECONDS, MAX_BYTES, REFRESH_SECONDS, JobFiles, KeptWords
+from fusion.swarm.authority.revocation import mark, seal_revocation
 from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.clock import ManualClock
@@ -125,5 +126,20 @@ def test_a_file_is_written_when_the_snapshot_changes_and_now_and_then(tmp_path: 
         assert path.exists()
         await words.keep([], lambda job: True)
         assert not path.exists()
+
+    asyncio.run(main())
+
+
+def test_a_file_is_written_when_somebody_is_revoked(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = JobFiles(tmp_path)
+        words = KeptWords(files, ManualClock())
+        issuer = Identity.generate()
+        for at in (1, 2):
+            gone = seal_revocation(record().job, [mark(PEER)], at, issuer)
+            listed = record(proof=(b"a statement", gone))
+            await words.keep([record()], lambda job: False)
+            await words.keep([listed], lambda job: False)
+            assert [each.proof for each in files.load()] == [listed.proof]
 
     asyncio.run(main())

@@ -17,6 +17,9 @@ from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.snapshots.snapshot import Index, encode_index
+from fusion.swarm.authority.law import Admission
+from fusion.swarm.authority.revocation import MARK_BYTES, MAX_REVOKED, lists_in, mark, seal_revocation
+from fusion.swarm.authority.statements import CARRIED, seal_statement, stated
 from fusion.swarm.blobs.index import digest_of
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.job_order import JOB_TTL_SECONDS
@@ -361,5 +364,105 @@ def test_the_file_of_a_job_goes_when_the_job_has_ended_or_others_run_it(tmp_path
             await gossip(lead).catch_up()
             assert (await made.record(job)).state == "done"
             assert files_of(lead).load() == ()
+
+    asyncio.run(main())
+
+
+# --- grants taken back
+
+
+def revoked(made: Swarm, job: JobId) -> bytes:
+    """Some guest, by whoever launched the job."""
+    return seal_revocation(job, [mark(Identity.generate().peer_id)], made.clock(), made.trainer)
+
+
+def test_a_revocation_is_told_of_while_nobody_leads(tmp_path: Path) -> None:
+    """The lead alone carried it: while its machine slept, whoever revoked somebody else made it void."""
+
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            lead, other = await made.join(), await made.join()
+            admission = Admission(kind="granted", roots=(lead.id, other.id))
+            job = await made.launch(made.manifest(lead, other, admission=admission), stages=2)
+            for _ in range(2):
+                for peer in (lead, other):
+                    await peer.look()
+                    await peer.context.leases.beat()
+            await until(lambda: (job, 0) in lead.service.running and (job, 1) in other.service.running)
+            made.network.kill(lead.id)
+            gone = revoked(made, job)
+            assert other.context.access.revoke(job, gone)
+            await gossip(other).publish_job(job)
+            reader = MemoryDirectory(made.network, made.trainer, made.clock)
+
+            async def told() -> bool:
+                words = await reader.words(job)
+                return any(gone in word.proof for word in words if word.author == other.id)
+
+            assert await told()
+            for _ in range(5):
+                made.clock.advance(JOB_TTL_SECONDS / 2)
+                await other.context.leases.beat()
+                await other.look()
+                assert await told()
+            (word,) = [word for word in await reader.words(job) if word.author == other.id]
+            assert len(lists_in(word.proof)) == 1
+
+    asyncio.run(main())
+
+
+def test_a_record_of_many_words_has_room_for_the_lists(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            ours, root = await made.join(), Identity.generate()
+            admission = Admission(kind="granted", roots=(ours.id, root.peer_id))
+            job = await made.launch(made.manifest(ours, admission=admission))
+            await ours.look()
+            said = await made.record(job)
+            signers = [Identity.generate() for _ in range(CARRIED)]
+            words = [seal_statement(stated(said, signer.peer_id, 1), signer.sign) for signer in signers]
+            marks = [bytes([i]) * MARK_BYTES for i in range(MAX_REVOKED)]
+            lists = [seal_revocation(job, marks, 1, issuer) for issuer in (made.trainer, root)]
+            for each in lists:
+                assert ours.context.access.revoke(job, each)
+            old = seal_revocation(job, [], 0, root)
+            full = replace(said, message="x" * 200, proof=(*words, old))
+            found = gossip(ours)._with_lists(full).proof
+            assert set(lists) <= set(found) and old not in found and set(words) & set(found)
+            launch = b"author:" + words[0]
+            await ours.context.directory.publish(replace(full, author=ours.id, proof=(*found, launch)))
+
+    asyncio.run(main())
+
+
+def test_a_revocation_outlives_the_death_of_everybody(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            identity = Identity.generate()
+            ours = await made.join(identity=identity, persistent=True)
+            admission = Admission(kind="granted", roots=(ours.id,))
+            job = await made.launch(made.manifest(ours, admission=admission))
+            await ours.look()
+            await until(lambda: (job, 0) in ours.service.running)
+            await gossip(ours).catch_up()
+            gone = revoked(made, job)
+            assert ours.context.access.revoke(job, gone)
+            await gossip(ours).catch_up()
+            assert [gone in each.proof for each in files_of(ours).load()] == [True]
+            made.network.kill(ours.id)
+            await ours.leave()
+
+            made.network, made.peers = MemoryNetwork(), []
+            made.clock.advance(1000.0)
+            again = await made.join(identity=identity, persistent=True)
+            for _ in range(4):
+                await again.look()
+                await again.context.leases.beat()
+                made.clock.advance(2.0)
+            assert again.context.access.revocations(job) == (gone,)
+            await until(lambda: (job, 0) in again.service.running)
+            await again.look()
+            assert gone in (await made.record(job)).proof
+            assert [gone in each.proof for each in files_of(again).load()] == [True]
 
     asyncio.run(main())
