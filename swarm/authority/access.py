@@ -76,7 +76,11 @@ class Access:
     def chain(self, job: JobId) -> Chain:
         """What we show in the job."""
         law = self._laws.get(job)
-        return () if law is None or self.wallet is None else self.wallet.chain(law)
+        return (
+            ()
+            if law is None or self.wallet is None
+            else self.wallet.chain(law, self._revoked.get(job, {}).values())
+        )
 
     # --- revocations
 
@@ -100,6 +104,8 @@ class Access:
         ):
             known[said.issuer] = said
             self._revoked[job], new = known, True
+        if new and self.wallet is not None:
+            self.wallet.forget(job)
         return new
 
     def revocations(self, job: JobId) -> tuple[bytes, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from cachetools import TTLCache
 from fusion.swarm.authority import invites
 from fusion.swarm.authority.grants import ROLES, Grant, open_grant, refusal, seal_grant
 from fusion.swarm.authority.law import JobLaw
+from fusion.swarm.authority.revocation import Revocation
 from fusion.swarm.directory.records import MAX_GRANTS, JobId
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Signer
@@ -32,6 +33,13 @@ SENT_SECONDS = 0.2  # between two invites that nobody here asked for
 MAX_SENT, SENT = 64, "sent-"  # of those that nobody here asked for, and how their names begin
 
 Chain = tuple[bytes, ...]
+
+
+def _worth(grant: Grant, law: JobLaw) -> tuple[int, int, int]:
+    """In how many roles, for how many of the stages and until when it lets its peer take part: a guest that may invite others could send
+    a longer one for less, and cost the peer its stages."""
+    first, last = grant.stages
+    return len(set(grant.roles)), min(last, law.stages - 1) - first, grant.valid_until
 
 
 class Wallet:
@@ -53,12 +61,16 @@ class Wallet:
         self._keys[key.peer_id] = key
         self._found.clear()
 
-    def chain(self, law: JobLaw) -> Chain:
-        """What to show in a job of this law; empty where there is nothing, or nothing is asked."""
+    def forget(self, job: JobId) -> None:
+        """Something was revoked in the job: what is shown there is looked for anew."""
+        self._found.pop(job, None)
+
+    def chain(self, law: JobLaw, revoked: Collection[Revocation] = ()) -> Chain:
+        """What to show in a job of this law, in which so much was revoked; empty where there is nothing, or nothing is asked."""
         if law.admission.kind != "granted" or self._peer_id in {law.author, *law.admission.roots}:
             return ()
         if law.job not in self._found:
-            self._found[law.job] = self._find(law)
+            self._found[law.job] = self._find(law, revoked)
         return self._found[law.job]
 
     def add(
@@ -97,7 +109,7 @@ class Wallet:
         (self._folder / name).write_text(text + "\n")
         self._found.pop(grant.job, None)
 
-    def _find(self, law: JobLaw) -> Chain:
+    def _find(self, law: JobLaw, revoked: Collection[Revocation]) -> Chain:
         for root in (law.author, *law.admission.roots):
             if root in self._keys:
                 since = int(self._now())
@@ -106,23 +118,24 @@ class Wallet:
                     valid_from=max(0, since - CLOCK_SECONDS), valid_until=since + OWN_SECONDS,
                 )  # fmt: skip
                 return (seal_grant(given, self._keys[root]),)
-        best: tuple[int, Chain, Path | None] = (0, (), None)
+        best: tuple[tuple[int, int, int], Chain, Path | None] = ((0, 0, 0), (), None)
         for path, chain in self._invites():
             grant = invites.last_of(chain)
-            if grant.job != law.job or grant.valid_until <= max(self._now(), best[0]):
+            if grant.job != law.job or grant.valid_until <= self._now() or _worth(grant, law) <= best[0]:
                 continue
             with suppress(RecordError):  # anybody may send one, and it must not keep us from the others
                 ours = chain if grant.subject == self._peer_id else self._passed_on(chain, grant)
-                if ours and self._lets_us(law, ours):
-                    best = (grant.valid_until, ours, path)
+                if ours and self._lets_us(law, ours, revoked):
+                    best = (_worth(grant, law), ours, path)
         if best[2] is not None:
             with suppress(OSError):
                 os.utime(best[2])  # of those that were sent the ones go first that nobody uses
         return best[1]
 
-    def _lets_us(self, law: JobLaw, chain: Chain) -> bool:
+    def _lets_us(self, law: JobLaw, chain: Chain, revoked: Collection[Revocation]) -> bool:
         """Whether it is from somebody who may give it: anybody may send an invite to any job."""
-        return any(refusal(law, chain, self._peer_id, role, None, self._now()) is None for role in ROLES)
+        us, now = self._peer_id, self._now()
+        return any(refusal(law, chain, us, role, None, now, revoked=revoked) is None for role in ROLES)
 
     def _passed_on(self, chain: Chain, grant: Grant) -> Chain:
         """To this process, by the key that it was given to; empty where that cannot be, or not yet."""

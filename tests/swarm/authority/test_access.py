@@ -168,6 +168,34 @@ def test_an_invite_that_is_sent_by_whoever_may_give_none_is_not_kept_where_the_j
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize(
+    "less",
+    [{"roles": ("ask",)}, {"stages": (2, 2)}, {"roles": ("ask", "stand-by"), "stages": (0, 1)}],
+    ids=str,
+)
+def test_a_longer_invite_for_less_costs_nobody_its_stages(tmp_path: Path, less: dict[str, Any]) -> None:
+    """A guest that may invite others can send one to whoever holds stages."""
+    own = (granted(AUTHOR, ALICE, valid_until=1_000_500),)
+    sent = (granted(AUTHOR, MALLORY), granted(MALLORY, ALICE, valid_until=1_000_900, delegates=False, **less))
+    alice = wallet(tmp_path, ALICE, ALICE)
+    alice.add(own)
+    alice.add(sent, asked=False, law_of=lambda job: LAW)
+    assert alice.chain(LAW) == own
+
+
+def test_an_invite_by_a_guest_that_was_revoked_keeps_no_sound_one_from_being_shown(tmp_path: Path) -> None:
+    own = (granted(AUTHOR, ALICE, valid_until=1_000_500),)
+    sent = (granted(AUTHOR, MALLORY), granted(MALLORY, ALICE, valid_until=1_000_900, delegates=False))
+    alice = wallet(tmp_path, ALICE, ALICE)
+    alice.add(own)
+    alice.add(sent, asked=False, law_of=lambda job: LAW)
+    made = Access(alice, now=Clock())
+    made.know(LAW)
+    assert made.chain(JOB) == sent
+    assert made.revoke(JOB, seal_revocation(JOB, {mark(MALLORY.peer_id)}, NOW, AUTHOR))
+    assert made.chain(JOB) == own and may(made, ALICE, made.chain(JOB))
+
+
 def test_a_clock_that_is_set_back_keeps_no_invite_out(tmp_path: Path) -> None:
     clock = Clock()
     clock.now += 500.0
