@@ -16,6 +16,8 @@ LARGEST_MS = 10_000.0  # of any part: what a peer says of itself may be anything
 LEAST_HEIGHT_MS = 0.1
 LEAST_ERROR = 0.02  # nobody is so sure of himself that others stop moving him
 LARGEST_ERROR = 1.5
+NEAR_MS = 20.0  # no shorter round trip says how wrong a prediction is: within one room all would be far off
+MOST_PUSH_MS = 25.0  # that one round trip moves us
 _MOVE, _TRUST = 0.25, 0.25  # the paper's c_c and c_e
 
 
@@ -54,16 +56,20 @@ def distance_ms(one: Coordinate, two: Coordinate) -> float:
 
 def moved(ours: Coordinate, theirs: Coordinate, rtt_ms: float, tie_break: float) -> Coordinate:
     """Where we stand after a round trip of `rtt_ms` to somebody who stands at `theirs`. `tie_break` in [0, 1): the direction
-    in which two at the same place part. ValueError unless `rtt_ms` is positive and finite."""
+    in which two at the same place part. ValueError unless `rtt_ms` is positive and finite.
+
+    Of an error that is told to be small no more is believed than this round trip bears out, and none moves us by more than
+    MOST_PUSH_MS: neighbours may say anything, and answer as late as they like."""
     if not 0 < rtt_ms < math.inf:
         raise ValueError(f"rtt_ms must be positive, not {rtt_ms}")
     rtt_ms = min(rtt_ms, LARGEST_MS)
-    ours_error, theirs_error = max(ours.error, LEAST_ERROR), max(theirs.error, LEAST_ERROR)
-    weight = ours_error / (ours_error + theirs_error)
     apart = distance_ms(ours, theirs)
+    seen_error = abs(apart - rtt_ms) / max(rtt_ms, NEAR_MS)
+    ours_error, theirs_error = max(ours.error, LEAST_ERROR), max(theirs.error, LEAST_ERROR, seen_error)
+    weight = ours_error / (ours_error + theirs_error)
     wrong = min(abs(apart - rtt_ms) / rtt_ms, LARGEST_ERROR)
     error = wrong * _TRUST * weight + ours_error * (1.0 - _TRUST * weight)
-    push = _MOVE * weight * (rtt_ms - apart)
+    push = min(max(_MOVE * weight * (rtt_ms - apart), -MOST_PUSH_MS), MOST_PUSH_MS)
     if math.dist(ours.vector, theirs.vector) > 1e-6:
         away = [(a - b) / apart for a, b in zip(ours.vector, theirs.vector, strict=True)]
     else:
