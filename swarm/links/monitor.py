@@ -24,11 +24,13 @@ from fusion.swarm.links.packet_trains import FAST
 from fusion.swarm.links.prober import QUIET_BYTES, ProbeConfig, Prober
 from fusion.swarm.links.probes import ProbeHost, ProbeLine, ProbeReport
 from fusion.swarm.links.table import (
+    LISTED_SECONDS,
     TOGETHER_SECONDS,
     WITNESSES,
     LinkTable,
     Neighbour,
     after,
+    corrected,
     counted,
     tie_break,
 )
@@ -37,7 +39,7 @@ from fusion.swarm.printable import error_line
 from fusion.swarm.protocol import PROBE
 from fusion.swarm.streams.link_estimate import RateEstimate, Sample
 from fusion.swarm.streams.receive_log import ReceiveLog
-from fusion.swarm.transport import PeerId, Transport
+from fusion.swarm.transport import PeerId, Traffic, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -189,8 +191,10 @@ class LinkMonitor:
         for peer in self._receive_log.peers(since):
             if self._host.testing(peer):
                 continue
-            neighbour = self._neighbour(peer)
-            found = self._receive_log.sample(peer, since, neighbour.answers.rtt.seconds)
+            known = self._table.find(peer)
+            found = self._receive_log.sample(
+                peer, since, None if known is None else known.answers.rtt.seconds
+            )
             if found is not None:
                 samples[peer] = found
         if not samples:
@@ -199,6 +203,8 @@ class LinkMonitor:
         together = sum(sample.bytes_per_second for sample in samples.values()) if sharers > 1 else 0.0
         busy = [sample.busy_seconds for sample in samples.values()]
         for peer, found in samples.items():
+            if not self._table.listed(peer):  # it had its part of our line: no more, for anybody may send
+                continue
             neighbour, report = (
                 self._neighbour(peer),
                 ProbeReport.of(found, sharers, max(together, found.bytes_per_second)),
@@ -209,11 +215,7 @@ class LinkMonitor:
                 neighbour.into.estimate, report, report.together, now, sum(busy) - found.busy_seconds
             )
             self._table.learned_incoming(neighbour, into, now, firm=firm)
-            if (
-                self._table.listed(peer)
-                and not neighbour.traffic.reporting
-                and neighbour.answers.muted_until <= now
-            ):
+            if not neighbour.traffic.reporting and neighbour.answers.muted_until <= now:
                 neighbour.traffic.reporting = True
                 self._start(self._report(neighbour, report))
         self._table.down.add(now, sum(s.size for s in samples.values()) / max(*busy, now - since))
@@ -227,10 +229,14 @@ class LinkMonitor:
             neighbour.traffic.reporting = False
 
     def _reported(self, peer: PeerId, report: ProbeReport) -> None:
-        """How our payloads come in at `peer`, who says so about once a second."""
+        """How our payloads come in at `peer`, who says so about once a second. Anybody may say so: it counts where the peer is
+        listed and payloads went to it."""
         neighbour, now = self._table.find(peer), self._clock()
-        if neighbour is None or report.bytes_per_second <= 0:
+        if neighbour is None or report.bytes_per_second <= 0 or not self._table.listed(peer):
             return
+        if not self._sent_lately(neighbour, now):
+            return
+        report = corrected(report, neighbour.out.bytes_per_second, neighbour.traffic.sent_bytes_per_second)
         neighbour.traffic.report, neighbour.traffic.active_at = (now, report), now
         together = self._table.sharers(now)
         self._table.carried(report.size, now, self._config.tick_seconds)
@@ -265,15 +271,31 @@ class LinkMonitor:
         total = 0
         traffic = self._transport.traffic()
         self._sent = {peer: sent for peer, sent in self._sent.items() if peer in traffic}
+        seconds = max(seconds, 1e-3)
         for peer, count in traffic.items():
-            neighbour = self._table.find(peer)
-            sent = count.sent_bytes - (0 if neighbour is None else neighbour.line.sent_bytes)
-            before = self._sent.get(peer, 0)
-            more, self._sent[peer] = max(0, sent - before), max(before, sent)
+            more = self._sent_since_tick(peer, count)
+            self._sent[peer] = self._sent.get(peer, 0) + more
             total += more
             if more > QUIET_BYTES and self._table.listed(peer):
-                self._neighbour(peer).traffic.active_at = now
-        self._prober.carried(total / max(seconds, 1e-3))
+                crossing = self._neighbour(peer).traffic
+                crossing.active_at = crossing.sent_at = now
+            neighbour = self._table.find(peer)
+            if neighbour is not None:
+                neighbour.traffic.went(more / seconds)
+        self._prober.carried(total / seconds)
+
+    def _sent_since_tick(self, peer: PeerId, count: Traffic) -> int:
+        """Bytes, probes left out."""
+        neighbour = self._table.find(peer)
+        sent = count.sent_bytes - (0 if neighbour is None else neighbour.line.sent_bytes)
+        return max(0, sent - self._sent.get(peer, 0))
+
+    def _sent_lately(self, neighbour: Neighbour, now: float) -> bool:
+        """Whether it may still be receiving a payload of ours."""
+        if now - neighbour.traffic.sent_at <= LISTED_SECONDS:
+            return True
+        count = self._transport.traffic().get(neighbour.peer)
+        return count is not None and self._sent_since_tick(neighbour.peer, count) > QUIET_BYTES
 
     async def _publish(self, now: float) -> None:
         self._publishing, self._published_at = True, now

@@ -12,7 +12,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from fusion.swarm.directory.records import MAX_MBPS, MAX_PAIRS, MAX_RTT_MS, LinkRecord, Pair
@@ -102,9 +102,19 @@ class Crossing:
     """What crosses, and what is said of it."""
 
     active_at: float = -math.inf  # a payload of note crossed
+    sent_at: float = -math.inf  # one went out
+    sent: tuple[float, float] = (0.0, 0.0)  # bytes a second that went out in each of the last two ticks
     came: tuple[float, ...] = ()  # the rates of its last trains to us
     report: tuple[float, ProbeReport] | None = None  # its last, and when
     reporting: bool = False  # a report to it is on its way
+
+    @property
+    def sent_bytes_per_second(self) -> float:
+        return sum(self.sent) / len(self.sent)
+
+    def went(self, bytes_per_second: float) -> None:
+        """So much went out in the last tick."""
+        self.sent = (self.sent[1], bytes_per_second)
 
 
 @dataclass(eq=False)
@@ -226,8 +236,10 @@ class LinkTable:
         return gone
 
     def record(self, now: float) -> LinkRecord:
-        """What we have measured, the links in use first."""
-        ordered = sorted(self._neighbours.values(), key=lambda n: -n.traffic.active_at)
+        """What we have measured of the links to listed peers: first those that we use, then those that carry something
+        to us, which anybody may send."""
+        listed = (n for n in self._neighbours.values() if n.peer in self._listed)
+        ordered = sorted(listed, key=lambda n: (-n.traffic.sent_at, -n.traffic.active_at))
         pairs = [pair for pair in (n.pair(now) for n in ordered) if pair is not None]
         return LinkRecord(peer=self._us, pairs=tuple(pairs[:MAX_PAIRS]))
 
@@ -325,6 +337,12 @@ def after(
         return RateEstimate(bytes_per_second=low, at=now)
     worth = EVIDENCE_SECONDS * min(1.0, report.size / EVIDENCE_BYTES)
     return known.updated(low, high, report.seconds, now, worth)
+
+
+def corrected(report: ProbeReport, known: float, sent: float) -> ProbeReport:
+    """The report as far as our own count bears it out: a link of `known` bytes a second over which `sent` went a moment ago
+    did not fall far below that, whatever its far end says. What still waits may be counted as sent, so it raises nothing."""
+    return replace(report, bytes_per_second=max(report.bytes_per_second, min(known, sent / FALL)))
 
 
 def held(stood: float, rate: float) -> float:

@@ -2,13 +2,15 @@
 
 A pair that was measured has its own numbers, and where both ends measured it those of the end that saw less of it: what
 one peer says of itself makes no link better than its partner found it. For one that was not the round trip comes from network coordinates, the
-rate from the sender's uplink and the receiver's downlink; where not even those are known there is no number.
+rate from the sender's uplink and the receiver's downlink, each of which carries what its owner measured over it; where
+not even those are known there is no number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from fusion.swarm.coordinates import Coordinate, distance_ms
 from fusion.swarm.directory.records import LinkRecord, Pair, PeerRecord
@@ -60,8 +62,9 @@ class LinkView:
         rate = min((mbps * BYTES_PER_MBIT for mbps in said if mbps > 0), default=None)
         measured = rate is not None
         if rate is None:
-            ends = (self.up.get(one), self.down.get(two))
-            rate = min((end for end in ends if end is not None), default=None)
+            out, into = self._fastest
+            ends = ((self.up.get(one), out.get(one, 0.0)), (self.down.get(two), into.get(two, 0.0)))
+            rate = min((max(said, best) for said, best in ends if said is not None), default=None)
         known = there or back
         return PairLink(
             rtt_seconds=None if rtt is None else rtt / 1e3,
@@ -70,6 +73,22 @@ class LinkView:
             rate_measured=measured,
             age_seconds=None if known is None else known.age_seconds,
         )
+
+    @cached_property
+    def _fastest(self) -> tuple[Mapping[PeerId, float], Mapping[PeerId, float]]:
+        """The fastest link from, and to, each peer that it measured itself, in bytes per second. What only the far end says
+        does not count: anybody may say it of anybody."""
+        out: dict[PeerId, float] = {}
+        into: dict[PeerId, float] = {}
+        for (one, two), pair in self.pairs.items():
+            far = self.pairs.get((two, one))
+            for best, ours, theirs in (
+                (out, pair.mbps, 0.0 if far is None else far.into_mbps),
+                (into, pair.into_mbps, 0.0 if far is None else far.mbps),
+            ):
+                rate = min(ours, theirs or ours) * BYTES_PER_MBIT
+                best[one] = max(best.get(one, 0.0), rate)
+        return out, into
 
 
 def _trip(trips: Sequence[float]) -> float | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fusion.swarm.directory.records import MAX_PAIRS
 from fusion.swarm.errors import FrameError, RemoteError, StreamBroken
 from fusion.swarm.identity import Identity
 from fusion.swarm.links.monitor import LinkConfig, LinkMonitor
@@ -76,6 +77,7 @@ class Swarm:
     def _arrived(
         self, sender: int, receiver: int, size: int, began: bool = False, ended: bool = False
     ) -> None:
+        self.transports[sender].counter.sent(self.ids[receiver], size)
         self.transports[receiver].counter.receive_log.read(self.ids[sender], size, began=began, ended=ended)
 
     def rate(self, pair: str) -> float | None:
@@ -349,6 +351,68 @@ def test_an_answer_that_is_none_is_an_error_of_the_peer() -> None:
         line = ProbeLine(swarm.transports[0], transport.peer_id, swarm.clock)
         with pytest.raises(FrameError, match="coordinate"):
             await line.ping(1.0)
+        line.drop()
+
+    swarm(2, work)
+
+
+def told(rate_mbps: float) -> ProbeReport:
+    rate = rate_mbps * MBPS
+    return ProbeReport(size=1 << 20, seconds=1.0, bytes_per_second=rate, sure=True, sharers=1, together=rate)
+
+
+def test_those_who_are_listed_nowhere_take_no_place_in_a_record() -> None:
+    async def work(swarm: Swarm) -> None:
+        await swarm.flow(3, ab=40, ac=40)
+        for _ in range(MAX_PAIRS):
+            who = Identity.generate().peer_id
+            log = swarm.transports[0].counter.receive_log
+            log.read(who, 0, began=True, ended=False)
+            for _ in range(4):
+                swarm.clock.advance(0.05)
+                log.read(who, 50_000, began=False, ended=False)
+            log.read(who, 0, began=False, ended=True)
+            await swarm.links[0].tick()
+            line = ProbeLine(MemoryTransport(swarm.network, who), swarm.ids[0], swarm.clock)
+            await line.report(told(40), 1.0)
+            await asyncio.sleep(0)
+            line.drop()
+        assert {pair.peer for pair in swarm.links[0].record().pairs} == set(swarm.ids[1:])
+        assert {neighbour.peer for neighbour in swarm.links[0]._table.every()} == set(swarm.ids[1:])
+
+    swarm(3, work)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_what_is_said_of_payloads_that_nobody_sent_lowers_nothing(listed: bool) -> None:
+    async def work(swarm: Swarm) -> None:
+        await swarm.flow(5, ab=40, da=40)
+        table = swarm.links[0]._table
+        if not listed:
+            del table._listed[swarm.ids[2]]
+        line = ProbeLine(swarm.transports[2], swarm.ids[0], swarm.clock)
+        for rate in (80.0, 8e-6, 8e-6, 8e-6):
+            await line.report(told(rate), 1.0)
+            await asyncio.sleep(0.01)
+            swarm.clock.advance(1.0)
+        line.drop()
+        assert swarm.links[0].up_mbps == pytest.approx(40, rel=0.05)
+        neighbour = table.find(swarm.ids[2])
+        assert neighbour is not None and neighbour.out.estimate is None
+
+    swarm(4, work)
+
+
+def test_a_link_did_not_fall_below_half_of_what_goes_over_it() -> None:
+    async def work(swarm: Swarm) -> None:
+        await swarm.flow(5, ab=40)
+        line = ProbeLine(swarm.transports[1], swarm.ids[0], swarm.clock)
+        for _ in range(6):
+            await swarm.flow(1, ab=40)
+            for _ in range(4):
+                await line.report(told(8e-6), 1.0)
+                await asyncio.sleep(0.01)
+            assert swarm.links[0].up_mbps >= 19
         line.drop()
 
     swarm(2, work)

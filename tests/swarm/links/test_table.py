@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.swarm.links.probes import ProbeReport
-from fusion.swarm.links.table import SUM_SECONDS, LinkTable, OwnLine, after, held
+from fusion.swarm.directory.records import MAX_PAIRS
+from fusion.swarm.links.probes import ProbeLine, ProbeReport
+from fusion.swarm.links.table import SUM_SECONDS, LinkTable, OwnLine, after, corrected, held
 from fusion.swarm.streams.link_estimate import FALL, RateEstimate
 from fusion.swarm.transport import PeerId
 
@@ -38,6 +42,30 @@ def test_a_cut_is_believed_after_a_few_reports_of_little_traffic() -> None:
         size=2048, seconds=0.01, bytes_per_second=8 * MBPS, sure=True, sharers=1, together=8 * MBPS
     )
     assert after(known, tiny, tiny.together, 5.0).bytes_per_second > 0.95 * known.bytes_per_second
+
+
+def test_what_went_out_bears_a_report_out_and_raises_nothing() -> None:
+    report = ProbeReport(
+        size=1 << 20, seconds=1.0, bytes_per_second=4 * MBPS, sure=True, sharers=1, together=4 * MBPS
+    )
+    for known, sent, believed in ((80, 0, 4), (80, 8, 4), (80, 60, 30), (8, 60, 8), (0, 60, 4)):
+        assert corrected(report, known * MBPS, sent * MBPS).bytes_per_second == believed * MBPS
+
+
+def test_links_that_we_use_are_published_before_those_that_bring_us_something() -> None:
+    table = LinkTable(PeerId("us"), candidates=2)
+    for number in range(3 * MAX_PAIRS):
+        peer = PeerId(f"peer-{number}")
+        table.meet(peer, 0.0)
+        neighbour = table.add(cast(ProbeLine, SimpleNamespace(peer=peer)))
+        neighbour.answers.rtt = neighbour.answers.rtt.updated(0.0, 0.02, quiet=True)
+        neighbour.traffic.active_at = float(number)
+    for number in (3, 5):
+        used = table.find(PeerId(f"peer-{number}"))
+        assert used is not None
+        used.traffic.sent_at = 1.0
+    published = [pair.peer for pair in table.record(99.0).pairs]
+    assert len(published) == MAX_PAIRS and set(published[:2]) == {"peer-3", "peer-5"}
 
 
 @given(st.lists(st.floats(1.0, 1e9), min_size=1, max_size=30))

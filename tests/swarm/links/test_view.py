@@ -76,3 +76,21 @@ def test_what_arrived_is_a_measurement_where_the_sender_says_nothing() -> None:
     view = link_view(PEERS, [link_record(ALICE, pairs=(Pair(B, 50.0, 12.0, 0.0, 3.0),))])
     assert view.link(B, A).rate_measured and view.link(B, A).bytes_per_second == pytest.approx(3e6 / 8)
     assert view.link(A, B).bytes_per_second == pytest.approx(12e6 / 8)
+
+
+def test_a_line_carries_what_its_owner_measured_over_it() -> None:
+    peers = [peer_record(ALICE, up_mbps=8e-6, down_mbps=8e-6), peer_record(BOB, up_mbps=90.0), PEERS[2]]
+    measured = link_record(ALICE, pairs=(Pair(B, 50.0, 40.0, 0.0, 30.0),))
+    view = link_view(peers, [measured])
+    assert view.link(A, C).bytes_per_second == pytest.approx(40 * BYTES_PER_MBIT)
+    assert view.link(C, A).bytes_per_second == pytest.approx(30 * BYTES_PER_MBIT)
+    less = link_view(peers, [measured, link_record(BOB, pairs=(Pair(A, 50.0, 25.0, 0.0, 20.0),))])
+    assert less.link(A, C).bytes_per_second == pytest.approx(20 * BYTES_PER_MBIT)
+    assert less.link(C, A).bytes_per_second == pytest.approx(25 * BYTES_PER_MBIT)
+
+
+def test_what_others_say_of_a_line_raises_it_for_nobody() -> None:
+    peers = [peer_record(ALICE, up_mbps=20.0, down_mbps=30.0), *PEERS[1:]]
+    view = link_view(peers, [link_record(BOB, pairs=(Pair(A, 50.0, 1e6, 0.0, 1e6),))])
+    assert view.link(A, C).bytes_per_second == pytest.approx(20 * BYTES_PER_MBIT)
+    assert view.link(C, A).bytes_per_second == pytest.approx(30 * BYTES_PER_MBIT)
