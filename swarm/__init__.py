@@ -11,6 +11,7 @@ transport      what the rest knows of the wire: frames, streams, a transport; `c
 protocol       how a protocol is listed, with its cap; those of the swarm itself
 subnets        whose neighbours two addresses are; pure
 recent         what was made of bytes that come back, for a minute
+idle_connections   which connections that nobody uses are given up; pure
 shares         who holds how much of what has run out, and who gives way; pure
 turns          whoever holds some of it is told when it has to be given up
 lean_imports   leaving out of a library what is not used of it

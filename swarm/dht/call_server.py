@@ -107,6 +107,9 @@ class CallServer:
 
     # What calls ask.
 
+    def heard(self, peer: bytes) -> None:
+        self._daemon.connections.use(peer)
+
     def begin(self, call: _Call) -> None:
         """A call, of whose caller nothing is known yet."""
         while len(self._calls) >= self._limits.in_all:
@@ -231,6 +234,7 @@ class _Call(asyncio.Protocol):
         info = p2pd_pb2.StreamInfo.FromString(message)
         self._method = self._server.methods.get(info.proto)
         caller = Caller(from_bytes(info.peer), public_network(info.addr))
+        self._server.heard(info.peer)
         if self._method is None or not self._server.count(caller):
             self.abort()
             return False

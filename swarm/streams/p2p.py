@@ -48,6 +48,7 @@ from fusion.swarm.streams.p2pd_control import (
     disconnect,
     framed,
     hand_over,
+    hang_up_on_idle,
     public_network,
     unanswered,
 )
@@ -62,6 +63,7 @@ logger = logging.getLogger(__name__)
 _ADDRESS_SECONDS = 10.0  # libp2p learns its outside addresses little by little
 _KNOCK_SECONDS = 3.0
 _PING_SECONDS = 3.0  # for a few bytes to come back over a connection that may be full
+_CONNECTIONS_LOW, _CONNECTIONS_HIGH, _GRACE_SECONDS = 2560, 3072, 15  # for p2pd to trim by itself
 _CONNECTED_SECONDS = 2.0  # how old p2pd's list may be for the many small calls of the DHT, until one fails
 
 
@@ -128,7 +130,12 @@ class P2PTransport:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(self._incoming, path=str(self._listen_path))
         await self._refresh_addresses()
-        self._tasks = [asyncio.create_task(self._keep_addresses(), name="addresses")]
+        self._tasks = [
+            asyncio.create_task(self._keep_addresses(), name="addresses"),
+            asyncio.create_task(
+                hang_up_on_idle(self._daemon, self._busy, self._contacts.doubt), name="idle connections"
+            ),
+        ]
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -302,8 +309,12 @@ class P2PTransport:
         self._streams.add(stream)
         stream.lost.add_done_callback(lambda _: self._let_go(stream))
 
+    def _busy(self) -> set[bytes]:
+        return {to_bytes(stream.remote) for stream in self._streams}
+
     def _let_go(self, stream: FrameStream) -> None:
         self._streams.discard(stream)
+        self._daemon.connections.use(to_bytes(stream.remote))
         self._contacts.doubt(stream.remote if stream.broke else None)
 
     def _open_here(self, protocol: str) -> Stream:
@@ -354,6 +365,7 @@ class P2PTransport:
 
     async def _connect_to(self, peer: PeerId, addresses: Sequence[str]) -> None:
         request = p2pd_pb2.ConnectRequest(peer=to_bytes(peer))
+        self._daemon.connections.use(request.peer)
         for address in addresses:
             with suppress(ValueError):  # anybody's record may name what is no address
                 request.addrs.append(split_address(address)[0].to_bytes())
@@ -399,6 +411,12 @@ def _p2pd_arguments(config: P2PConfig) -> list[str]:
     loopback = all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in config.listen)
     outside = int(not loopback)  # nothing to map or to be seen from on loopback
     arguments = ["-dhtServer=1", "-tls=1", "-connManager=1", "-relay=1"]
+    # It knows nothing of our streams, so it trims where we (`fusion.swarm.idle_connections`) should have long before.
+    arguments += [
+        f"-connLo={_CONNECTIONS_LOW}",
+        f"-connHi={_CONNECTIONS_HIGH}",
+        f"-connGrace={_GRACE_SECONDS}s",
+    ]
     arguments += [f"-autonat={outside}", f"-natPortMap={outside}"]
     if config.announce:
         arguments.append(f"-announceAddrs={','.join(config.announce)}")

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from fusion.swarm.errors import TransportError
 from fusion.swarm.identity import Identity
+from fusion.swarm.idle_connections import Connections
 from fusion.swarm.streams import p2pd_guard
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Daemon:
         self.directory = directory  # private, gone when the daemon is
         self.control_path = directory / "d.sock"
         self.pid = pid  # p2pd's own
+        self.connections = Connections()  # told by all who use one
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._process = process
         self._lock = lock

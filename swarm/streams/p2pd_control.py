@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,19 @@ from fusion.swarm.subnets import subnet_of
 from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import PeerId
 
+logger = logging.getLogger(__name__)
+
 CONTROL_SECONDS = 30.0  # for p2pd to answer on its own machine
 GONE = "p2pd is gone"
 NOT_SPOKEN = "protocols not supported"
 SILENT_SECONDS = 1.5  # without a first answer, after which a connection may have died
+_LOOK_SECONDS = 2.0  # between looks at who is connected
+_NEXT_LOOK_SECONDS = 0.5  # after one that found too many
+_AT_ONCE = 128  # that are hung up on, before others have a turn
 _PING = "/ipfs/ping/1.0.0"  # every libp2p host answers it, whatever our process beside it does
 _PING_BYTES = 32
+_TCP = 6  # in a multiaddr; two bytes of a port follow
+_PLAIN_TCP_BYTES = (8, 20)  # of one of an IPv4 or IPv6 address and such a port
 
 
 class AttachedP2P(P2P):  # type: ignore[misc]
@@ -50,6 +58,7 @@ class AttachedP2P(P2P):  # type: ignore[misc]
         if self.dead:
             raise P2PDaemonError(GONE)
         await self.before_call(peer_id)
+        self.daemon.connections.use(bytes(peer_id.to_bytes()))
         # By a timer: whoever gives a call up cancels it, for reasons of its own as well.
         late = asyncio.get_running_loop().call_later(SILENT_SECONDS, self.unanswered, peer_id)
         try:
@@ -157,6 +166,53 @@ async def disconnect(daemon: Daemon, peer: PeerId) -> None:
     await ask(daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request))
 
 
+async def hang_up_on_idle(
+    daemon: Daemon, busy: Callable[[], Container[bytes]], hung_up: Callable[[], None]
+) -> None:
+    """Ends those connections that are too many of those that nobody uses (`fusion.swarm.idle_connections`), until cancelled. `busy`: the
+    peers with a stream. Over one connection to p2pd, which stays open: a p2pd that has run out of files takes no other."""
+    while True:
+        await asyncio.sleep(_LOOK_SECONDS)
+        try:
+            async with asyncio.timeout(CONTROL_SECONDS):
+                reader, writer = await asyncio.open_unix_connection(str(daemon.control_path))
+            with contextlib.closing(writer):
+                while True:
+                    found = await _hang_up_on_surplus(daemon, reader, writer, busy)
+                    if found:
+                        hung_up()
+                    await asyncio.sleep(_NEXT_LOOK_SECONDS if found else _LOOK_SECONDS)
+        except (OSError, asyncio.IncompleteReadError, DecodeError) as error:  # TimeoutError is one
+            logger.debug("who is connected is not known: %r", error)
+
+
+async def _hang_up_on_surplus(
+    daemon: Daemon,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    busy: Callable[[], Container[bytes]],
+) -> int:
+    """On how many."""
+    response = p2pd_pb2.Response()
+    async with asyncio.timeout(CONTROL_SECONDS):
+        writer.write(framed(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)))
+        await read_pbmsg_safe(reader, response)
+    connected = [(info.id, public_network(info.addrs[0]) if info.addrs else None) for info in response.peers]
+    surplus = daemon.connections.surplus(connected, busy())
+    if surplus:
+        logger.debug("hanging up on %d of %d that are connected", len(surplus), len(connected))
+    for at in range(0, len(surplus), _AT_ONCE):
+        some = surplus[at : at + _AT_ONCE]
+        requests = [p2pd_pb2.DisconnectRequest(peer=peer) for peer in some]
+        kind = p2pd_pb2.Request.DISCONNECT
+        async with asyncio.timeout(CONTROL_SECONDS):
+            writer.write(b"".join(framed(p2pd_pb2.Request(type=kind, disconnect=each)) for each in requests))
+            for _ in some:
+                await read_pbmsg_safe(reader, p2pd_pb2.Response())
+        await asyncio.sleep(0)
+    return len(surplus)
+
+
 async def answers_ping(daemon: Daemon, peer: bytes, seconds: float) -> bool:
     """Whether the connection to the peer carries a few bytes there and back within so many seconds; True as well where
     p2pd knows that there is none. Raises TransportError where p2pd itself does not answer."""
@@ -188,10 +244,18 @@ def _unix(socket: Path) -> bytes:
     return address
 
 
-@lru_cache(1024)
 def public_network(address: bytes) -> str | None:
     """The public network (`fusion.swarm.subnets`) of an address as p2pd gives it; None as well for one of a kind that hivemind does not
     know: p2pd dials more kinds."""
+    if (
+        len(address) in _PLAIN_TCP_BYTES and address[-3] == _TCP
+    ):  # who is remembered is remembered at any port
+        address = address[:-2] + bytes(2)
+    return _public_network(address)
+
+
+@lru_cache(1024)
+def _public_network(address: bytes) -> str | None:
     try:
         return subnet_of(str(Multiaddr(address)))
     except Exception:  # the parser of multiaddrs raises whatever its codecs do

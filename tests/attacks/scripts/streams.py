@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from attacks.ground import Ground
 from attacks.hold import Attack
+from attacks.processor import SHARE
 from attacks.stranger import Stranger
 from attacks.verdict import Verdict
 
 from fusion.runtime.job.protocol import GENERATE, HOLD, JOB, RING, STAGE, STATUS
+from fusion.runtime.peer.network import allow_more_files
 from fusion.swarm.errors import TransportError
 from fusion.swarm.protocol import BLOB, PROBE
 from fusion.swarm.transport import PeerId, Stream
@@ -24,6 +29,8 @@ AT_ONCE = 50
 BLOB_SECONDS = 20.0  # for an honest reader
 LOG_LINES = 400  # some kinds of line, twenty each at once and then one in three seconds
 LINE_CHARACTERS = 700
+CROWD = 4000  # connections, if there is time for so many
+KEPT = 640  # of them: 512, as a peer allows, and a few that ended without a word
 EMPTIES = 260_000  # bytes of a header, an empty map each
 
 
@@ -48,6 +55,28 @@ async def silent_streams(one: Stranger) -> dict[str, Any]:
     for stream in held:
         stream.abort()
     return {"opened": opened}
+
+
+async def idle_connections(one: Stranger) -> dict[str, Any]:
+    """Connections to one peer of as many identities as there is time for, over which nothing is ever said."""
+    allow_more_files()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(Path(__file__).parents[1] / "idle_crowd.py"), one.scene.addresses[0]),
+        *(str(CROWD), str(one.until - asyncio.get_running_loop().time()), str(SHARE)),
+        stdin=asyncio.subprocess.PIPE,  # ends with us, which is its word to end
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    told: dict[str, Any] = json.loads(await process.stdout.readline())
+    return told
+
+
+async def few_are_kept(ground: Ground, verdict: Verdict) -> None:
+    taken, kept = verdict.notes["taken"], verdict.notes["kept"]
+    if taken <= KEPT:
+        verdict.notes["not tried"] = f"the attacker got only {taken} connections"
+    if kept > KEPT:
+        verdict.notes["fault: connections"] = f"{kept} of {taken} are kept, and say nothing"
 
 
 async def empties(one: Stranger) -> dict[str, Any]:
@@ -156,5 +185,6 @@ ATTACKS = {
     ),
     "refused_streams": Attack(refused_streams, seconds=10.0, check=logs_stay_short),
     "silent_streams": Attack(silent_streams, seconds=20.0, identities=IDENTITIES),
+    "idle_connections": Attack(idle_connections, seconds=30.0, check=few_are_kept),
     "empties": Attack(empties, seconds=15.0),
 }
