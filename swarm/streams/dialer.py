@@ -213,13 +213,26 @@ class Dialer:
             task.exception()  # whoever waited has it; perhaps nobody does any longer
 
     async def _knock_and_dial(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        knocks = await self._knock(addresses)
-        answered = [address for address, task in knocks.items() if _went_well(task)]
-        others = [address for address in addresses if address not in knocks]
-        if not answered and not others:
-            reasons = [str(task.exception()) for task in knocks.values() if not task.cancelled()]
-            raise PeerUnreachable(f"cannot reach {peer}: {reasons[0] if reasons else 'nobody answers'}")
-        await self._dial(peer, answered or others)
+        """The first address at which anybody answers; then the others, as it may be somebody else's: a private address that the
+        peer has in its own network is another's in ours."""
+        others = [address for address in addresses if tcp_target(address) is None]
+        failure: PeerUnreachable | None = None
+        while True:
+            knocks = await self._knock(addresses)
+            answered = [address for address, task in knocks.items() if _went_well(task)]
+            if not answered:
+                break
+            try:
+                return await self._dial(peer, answered)
+            except PeerUnreachable as error:
+                failure = failure or error
+            addresses = [address for address, task in knocks.items() if task.cancelled()]
+        if others:
+            return await self._dial(peer, others)
+        reasons = [str(task.exception()) for task in knocks.values() if not task.cancelled()]
+        raise failure or PeerUnreachable(
+            f"cannot reach {peer}: {reasons[0] if reasons else 'nobody answers'}"
+        )
 
     async def _knock(self, addresses: Sequence[str]) -> dict[str, asyncio.Task[None]]:
         """At all of them that are plain TCP, until one answers or none does. The tasks are over; those that were not needed are

@@ -107,6 +107,39 @@ def test_where_no_tcp_address_answers_those_of_other_kinds_are_dialled() -> None
     asyncio.run(scenario())
 
 
+def test_where_somebody_else_has_the_first_address_the_others_are_dialled() -> None:
+    async def scenario() -> None:
+        daemon = Daemon()
+        refused = asyncio.Event()
+
+        async def greet_late(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await refused.wait()
+            writer.write(BANNER)
+            writer.close()
+
+        async def dial(peer: PeerId, addresses: Sequence[str]) -> None:
+            await daemon._dial(peer, addresses)
+            if addresses == [private]:
+                daemon.connected.clear()
+                refused.set()
+                raise PeerUnreachable("remote key matches another peer")
+
+        contacts = Dialer(daemon._list, dial, DialerConfig(knock_seconds=SECONDS), clock=lambda: daemon.now)
+        far = await asyncio.start_server(greet_late, "127.0.0.1", 0)
+        dead, public = await free_address(), f"/ip4/127.0.0.1/tcp/{far.sockets[0].getsockname()[1]}"
+        async with far, host() as private:
+            contacts.learn(PEER, [private, dead, public])
+            await contacts.reach(PEER)
+            assert daemon.dialled == [(PEER, (private,)), (PEER, (public,))]
+            daemon.connected.clear()
+            contacts.learn(PEER, [private, dead])
+            with pytest.raises(PeerUnreachable, match="remote key"):
+                await contacts.reach(PEER)
+        await contacts.aclose()
+
+    asyncio.run(scenario())
+
+
 def test_a_connection_that_outlasts_the_doubt_is_good_though_no_address_answers() -> None:
     """As with a peer behind a router, which dialled us."""
 
