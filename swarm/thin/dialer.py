@@ -28,6 +28,11 @@ class Dialer:
         self._open = 0  # streams
         self._closed = trio.Event()  # the last of them is
 
+    def is_connected(self, peer: PeerId) -> bool:
+        """May be asked from any thread."""
+        connection = self._connections.get(peer)
+        return connection is not None and connection.alive
+
     async def connect(self, *targets: Target) -> Connection:
         """To the peer of all of them, at the first that answers. Raises PeerUnreachable."""
         peer = targets[0].peer

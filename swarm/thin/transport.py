@@ -60,7 +60,8 @@ class ThinTransport:
         self.peer_id = config.identity.peer_id
         self.through: PeerId | None = None
         self._config = config
-        self._known: dict[PeerId, tuple[str, ...]] = {}
+        self._named = {target.peer for target in dialable(config.ways)}
+        self._known: dict[PeerId, tuple[str, ...]] = {}  # learned of last comes last
         self._failed: set[PeerId] = set()  # that are asked last, if at all
         self._counter = TrafficCounter()
         self._streams: set[FrameStream] = set()
@@ -74,10 +75,21 @@ class ThinTransport:
         return ()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """A peer listens at these multiaddrs."""
+        """A peer listens at these multiaddrs. Of more than KNOWN_PEERS those are forgotten that were learned of the longest ago, but
+        neither those that we are connected with nor those that the user named."""
         found = tuple(address for address in addresses if dialable((address,)))
-        if found and (peer in self._known or len(self._known) < KNOWN_PEERS):
-            self._known[peer] = found
+        if not found:
+            return
+        self._known.pop(peer, None)
+        if len(self._known) >= KNOWN_PEERS:
+            oldest = next((each for each in self._known if not self._is_kept(each)), None)
+            if oldest is None:
+                return
+            del self._known[oldest]
+        self._known[peer] = found
+
+    def _is_kept(self, peer: PeerId) -> bool:
+        return peer in self._named or (self._trio is not None and self._dialer.is_connected(peer))
 
     async def gateway(self) -> PeerId:
         """The same as before while it answers, else any that does."""

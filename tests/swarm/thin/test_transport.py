@@ -7,9 +7,14 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import thin_cases
+
+from fusion.swarm.identity import Identity
+from fusion.swarm.thin.transport import KNOWN_PEERS, ThinConfig, ThinTransport
+from fusion.swarm.transport import PeerId
 
 pytestmark = pytest.mark.process
 CASES = [
@@ -33,6 +38,24 @@ def test_case(case: str) -> None:
 
 def test_there_are_cases() -> None:
     assert len(CASES) >= 7
+
+
+def test_whoever_was_learned_of_last_is_known_however_many_there_are() -> None:
+    def address(peer: PeerId) -> str:
+        return f"/ip4/192.0.2.1/tcp/4001/p2p/{peer}"
+
+    def peer() -> PeerId:
+        return Identity.generate().peer_id
+
+    named, connected, again = peer(), peer(), peer()
+    thin = ThinTransport(ThinConfig(identity=Identity.generate(), ways=(address(named),)))
+    thin._trio = SimpleNamespace()  # type: ignore[assignment]
+    thin._dialer = SimpleNamespace(is_connected=connected.__eq__)  # type: ignore[assignment]
+    first = [named, connected, again, *(peer() for _ in range(KNOWN_PEERS - 3))]
+    later = [peer() for _ in range(KNOWN_PEERS // 2)]
+    for each in (*first, again, *later):
+        thin.learn(each, (address(each),))
+    assert thin._known.keys() == {named, connected, again, *first[3 + len(later) :], *later}
 
 
 LEAN = """
