@@ -294,17 +294,18 @@ def invitation(addresses: Sequence[str], listen: Sequence[str]) -> tuple[str, ..
     if not addresses or is_loopback(addresses[0]):
         if addresses and all(map(is_loopback, listen)):
             return ("only peers on this machine can join, as it listens on loopback:", _join(addresses[0]))
-        return ("others cannot join yet: this machine has no address that they could reach",)
+        if any(address.startswith("/ip6/") for address in listen):
+            return ("others cannot join yet: this machine has no address that they could reach",)
+        return (
+            "others cannot join yet: this machine has no IPv4 address that they could reach; "
+            "where it has one of IPv6, start with --listen /ip6/::/tcp/0",
+        )
     near = next((a for a in addresses if not is_public(a)), None)
     public = next((a for a in addresses if is_public(a)), None)
-    if near is None or public is None:
+    if near is None:
         return ("others join with", _join(addresses[0]))
-    return (
-        "others in the same network join with",
-        _join(near),
-        "others elsewhere join with",
-        _join(public),
-    )
+    invited = ("others in the same network join with", _join(near))
+    return invited if public is None else (*invited, "others elsewhere join with", _join(public))
 
 
 def _join(address: str) -> str:

@@ -125,6 +125,12 @@ def test_a_peer_that_never_ran_is_not_tried_again(
     assert script.pauses == []
 
 
+NOT_OVER_IPV4 = (
+    "others cannot join yet: this machine has no IPv4 address that they could reach; "
+    "where it has one of IPv6, start with --listen /ip6/::/tcp/0"
+)
+
+
 def tcp(*hosts: str) -> tuple[str, ...]:
     return tuple(f"/ip4/{host}/tcp/4001/p2p/x" for host in hosts)
 
@@ -132,7 +138,11 @@ def tcp(*hosts: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("addresses", "listen", "lines"),
     [
-        (tcp("192.168.1.5", "10.0.0.7"), LISTEN, ["others join with", "192.168.1.5"]),
+        (
+            tcp("192.168.1.5", "10.0.0.7"),
+            LISTEN,
+            ["others in the same network join with", "192.168.1.5"],
+        ),
         (tcp("8.8.4.4"), LISTEN, ["others join with", "8.8.4.4"]),
         (
             tcp("192.168.1.5", "8.8.4.4"),
@@ -144,12 +154,13 @@ def tcp(*hosts: str) -> tuple[str, ...]:
             ("/ip4/127.0.0.1/tcp/0",),
             ["only peers on this machine can join, as it listens on loopback:", "127.0.0.1"],
         ),
+        (tcp("127.0.0.1"), LISTEN, [NOT_OVER_IPV4]),
+        ((), LISTEN, [NOT_OVER_IPV4]),
         (
-            tcp("127.0.0.1"),
-            LISTEN,
+            (),
+            (*LISTEN, "/ip6/::/tcp/0"),
             ["others cannot join yet: this machine has no address that they could reach"],
         ),
-        ((), LISTEN, ["others cannot join yet: this machine has no address that they could reach"]),
     ],
 )
 def test_others_are_told_an_address_that_they_can_reach(
