@@ -19,7 +19,7 @@ CONFIG = LookupConfig(breadth=4, patience_seconds=0.02)
 
 
 class World:
-    """Nodes that know their neighbourhood and some of the rest, as Kademlia's routing tables do."""
+    """Nodes that know their neighbourhood and, at each distance, some of the rest, as Kademlia's routing tables do."""
 
     def __init__(self, size: int, seed: int) -> None:
         draw = random.Random(seed)
@@ -27,7 +27,11 @@ class World:
         self.knows: dict[Node, list[Node]] = {}
         for node in self.nodes:
             near = sorted(self.nodes, key=lambda other: other.id ^ node.id)[1:21]
-            self.knows[node] = [*near, *draw.sample(self.nodes, min(size, 8))]
+            buckets: dict[int, list[Node]] = {}
+            for other in self.nodes:
+                buckets.setdefault((other.id ^ node.id).bit_length(), []).append(other)
+            far = [some for found in buckets.values() for some in draw.sample(found, min(len(found), 3))]
+            self.knows[node] = [*near, *far]
         self.values: dict[Node, dict[int, dict[str, bytes]]] = {node: {} for node in self.nodes}
         self.dead: set[Node] = set()
         self.asked: list[Node] = []
@@ -49,6 +53,7 @@ class World:
 
 
 @given(size=st.integers(1, 120), seed=st.integers(0, 2**32), count=st.integers(1, 5))
+@example(size=117, seed=479001599, count=4)
 @settings(max_examples=examples(30))
 def test_a_lookup_finds_what_lies_at_the_nearest_nodes(size: int, seed: int, count: int) -> None:
     world = World(size, seed)
