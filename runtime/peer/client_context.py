@@ -18,7 +18,8 @@ from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.transport import Transport
 
-BLOB_QUOTA_BYTES = 50 << 30
+BLOB_QUOTA_BYTES = 50 << 30  # of a peer, unless its user says otherwise
+OWN_QUOTA_BYTES = 1 << 50  # of a command, which works for its user alone: the disk is the limit
 
 
 @asynccontextmanager
@@ -51,7 +52,7 @@ def keep_torch_cache(folder: Path) -> None:
 @asynccontextmanager
 async def own_store(folder: Path) -> AsyncIterator[BlobStore]:
     """A blob store for this process alone, removed afterwards with the folders that were made for it, unless others use
-    them by now; the stores of clients that were killed go as well."""
+    them by now; the stores of clients that were killed go as well. It may have all that the disk has to spare."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.iterdir():
@@ -62,7 +63,7 @@ async def own_store(folder: Path) -> AsyncIterator[BlobStore]:
     own = folder / str(os.getpid())
     keep_torch_cache(own)
     try:
-        yield BlobStore(own, BLOB_QUOTA_BYTES)
+        yield BlobStore(own, OWN_QUOTA_BYTES)
     finally:
         shutil.rmtree(own, ignore_errors=True)
         with suppress(OSError):

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from fusion.runtime.peer.client import CACHED_PEERS_FILE, ClientConfig, open_client, ways_in
+from fusion.runtime.peer.client_context import own_store
 from fusion.runtime.peer.peer_file import RunningPeer, written_down
-from fusion.swarm.errors import PeerUnreachable
+from fusion.swarm.blobs import disk
+from fusion.swarm.errors import BlobError, PeerUnreachable, QuotaExceeded
 from fusion.swarm.identity import Identity
 
 
@@ -45,3 +47,17 @@ def test_where_the_peer_of_this_home_was_killed_those_that_it_had_met_are_tried_
     with written_down(tmp_path, killed):
         assert ways_in(alone) == (own, given, met)
         assert ways_in(ClientConfig(home=tmp_path, peer=given)) == (given,)
+
+
+def test_a_command_may_store_what_its_own_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of more than 50 GiB could be neither served, launched nor exported."""
+    monkeypatch.setattr(disk, "spare_bytes", lambda folder: 60 << 30)
+
+    async def store_one_of(size_bytes: int) -> None:
+        async with own_store(tmp_path / "clients") as store:
+            store.put_pieces(size_bytes, [])
+
+    with pytest.raises(BlobError, match="grew or shrank"):  # it was begun: there was room
+        asyncio.run(store_one_of(51 << 30))
+    with pytest.raises(QuotaExceeded, match="the disk is full"):
+        asyncio.run(store_one_of(61 << 30))
