@@ -26,6 +26,7 @@ from fusion.swarm.errors import BlobError, SwarmError
 
 DRAIN_SECONDS = 60.0  # for which answers of the model before may go on
 FETCH_TRIES, FETCH_PAUSE_SECONDS = 5, 1.0
+LAST_TRIES, LAST_PAUSE_SECONDS = 4, 30.0  # at the last snapshot of a job that is over
 SILENCE_SECONDS = 120.0  # without a word on the job
 
 
@@ -46,19 +47,33 @@ async def serve_snapshots(
 ) -> None:
     """Until the job is over and its last snapshot served; `once`: until one is. The store of `context` keeps what is served
     and nothing else. ValueError where there is no snapshot and will be none; SwarmError, JobFailed, PlacementError where the
-    first cannot be served, or nobody speaks for the job any more."""
+    first cannot be served, or nobody speaks for the job any more; JobFailed where the last cannot be, after a few tries."""
     name, clock = known.record.name, context.clock.monotonic
     served: int | None = None
+    tried: int | None = None  # what could not be served in its place
+    failures = 0  # since the job is over
     before: Prepared | None = None
     rested_at, heard_at = 0.0, clock()
     while True:
         record = known.record
         newest = None if record.snapshot is None else record.snapshot_step
-        match turn(Seen(snapshot_step=newest, over=known.belief.over), served, clock(), rested_at):
+        seen = Seen(snapshot_step=newest, over=known.belief.over)
+        match turn(seen, served, clock(), rested_at, tried=tried):
             case "serve":
                 began = clock()
-                served, before = await _serve(context, known, callbacks, before)
+                step, made = await _serve(context, known, callbacks, before)
                 rested_at = rest_until(began, clock())
+                if made is not before:
+                    served, before = step, made
+                elif not seen.over:
+                    tried = step
+                else:
+                    failures += 1
+                    what = f"the last snapshot of {name}, of step {step}"
+                    if failures == LAST_TRIES:
+                        raise JobFailed(f"{what}, cannot be served; that of step {served} stays")
+                    callbacks.status(f"{what}, is tried again in {LAST_PAUSE_SECONDS:.0f} s")
+                    await asyncio.sleep(LAST_PAUSE_SECONDS)
                 if once:
                     return
             case "end":

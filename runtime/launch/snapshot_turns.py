@@ -23,13 +23,16 @@ class Seen:
     over: bool
 
 
-def turn(seen: Seen, served: int | None, now: float, rested_at: float) -> Turn:
-    """`served`: the step of the snapshot that is served, None while none is; `rested_at`: when the next may follow. The last
-    snapshot of a job that is over is always served, without waiting."""
-    newer = seen.snapshot_step is not None and (served is None or seen.snapshot_step > served)
-    if newer and (served is None or seen.over or now >= rested_at):
+def turn(seen: Seen, served: int | None, now: float, rested_at: float, *, tried: int | None = None) -> Turn:
+    """`served`: the step of the snapshot that is served, None while none is; `rested_at`: when the next may follow; `tried`: the
+    step of the last one that could not be served, which is left out while the job goes on. The last snapshot of a job that is
+    over is always served, without waiting."""
+    newest = seen.snapshot_step
+    if newest is None or (served is not None and newest <= served):
+        return "end" if seen.over else "wait"
+    if served is None or seen.over:
         return "serve"
-    return "end" if seen.over and not newer else "wait"
+    return "serve" if now >= rested_at and (tried is None or newest > tried) else "wait"
 
 
 def rest_until(began: float, ended: float) -> float:

@@ -27,6 +27,14 @@ def test_only_what_is_newer_is_served(
         assert not newer or (now < rested and served is not None)
 
 
+def test_one_that_could_not_be_served_is_left_out_until_it_is_the_last() -> None:
+    def found(step: int, tried: int, *, over: bool) -> str:
+        return turn(Seen(snapshot_step=step, over=over), 10, 9.0, 0.0, tried=tried)
+
+    assert [found(20, 20, over=False), found(30, 20, over=False)] == ["wait", "serve"]
+    assert [found(20, 20, over=True), found(10, 20, over=True)] == ["serve", "end"]
+
+
 @given(
     st.lists(st.integers(0, 30), min_size=1, max_size=30),
     st.floats(0.5, 20.0),
