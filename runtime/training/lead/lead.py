@@ -269,7 +269,7 @@ class Lead:
         now = self._clock()
         if self._period.overdue(now):
             log.warning("the snapshot of step %d was not held in time", self._collector.step)
-            self._period = self._period.give_up()
+            self._period = self._period.give_up_overdue()
             self._event(e.SnapshotLost())
         if self._config.snapshot_every == 0 and self._period.due(now):
             self._event(e.SnapshotDue())

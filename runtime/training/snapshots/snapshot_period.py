@@ -20,6 +20,7 @@ FIRST_COST_SECONDS = 0.2  # believed before the first was measured, of a small s
 SAVED_BYTES_PER_SECOND = 150e6
 USUAL_SECONDS = 5.0  # until durable, believed before the first was
 GIVE_UP = 10  # times the usual: then a snapshot that is not durable is given up
+GIVE_UP_SECONDS = 86400.0  # after which one is in any case, however long those before it took
 FORGET = 0.5  # weight of the newest measurement of a snapshot
 FORGET_STEP = 0.1  # of a step
 
@@ -49,6 +50,7 @@ class SnapshotPeriod:
     losses: int = 0
     cost_seconds: float = FIRST_COST_SECONDS  # by which a snapshot delays the job
     usual_seconds: float = USUAL_SECONDS  # from asking for one until it is durable
+    patience: float = GIVE_UP  # times the usual that the one under way may take
     step_seconds: float | None = None  # a step while no snapshot is under way
     asked: float | None = None  # when the snapshot that is under way was asked for
     delay_seconds: float = 0.0  # by which steps have been late since
@@ -64,7 +66,8 @@ class SnapshotPeriod:
 
     def overdue(self, now: float) -> bool:
         """Whether the snapshot under way takes so long that it had better be given up."""
-        return self.asked is not None and now - self.asked >= GIVE_UP * self.usual_seconds
+        limit = min(self.patience * self.usual_seconds, GIVE_UP_SECONDS)
+        return self.asked is not None and now - self.asked >= limit
 
     def seen(self, now: float, seconds: float, losses: int) -> SnapshotPeriod:
         """So many stages were lost in the last so many seconds."""
@@ -89,6 +92,11 @@ class SnapshotPeriod:
         """The snapshot under way will never be whole."""
         return replace(self, asked=None)
 
+    def give_up_overdue(self) -> SnapshotPeriod:
+        """The snapshot under way took too long. The next one gets twice the time: over links that have become slow, or are slower than
+        was believed, none would ever be whole in the time of this one."""
+        return replace(self.give_up(), patience=2 * self.patience)
+
     def durable(self, now: float, computing_seconds: float) -> SnapshotPeriod:
         """It is whole, and held twice; `computing_seconds`: the longest that it kept a stage's device busy, as the stages say."""
         if self.asked is None:
@@ -103,6 +111,7 @@ class SnapshotPeriod:
             asked=None,
             cost_seconds=max(1e-4, _smooth(self.cost_seconds, cost)),
             usual_seconds=max(0.1, _smooth(self.usual_seconds, took)),
+            patience=GIVE_UP,
         )
 
 

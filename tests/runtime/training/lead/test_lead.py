@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import math
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
@@ -29,13 +31,14 @@ ADAPTIVE = CompressionConfig(kind="adaptive")
 class Table:
     """Stages that do as they are told, and a clock."""
 
-    def __init__(self, train: TrainConfig, handover: HandoverState | None = None) -> None:
+    def __init__(self, train: TrainConfig, handover: HandoverState | None = None, **parts: Any) -> None:
+        """`parts`: of the lead, that are others than these here."""
         self.now = 100.0
         self.said: list[tuple[int, m.Message]] = []
         self.lead = Lead(
             JobId("job"), train, STAGES, 1, START, handover,
             samples=None, edges=["x/0", "y/0"], send=lambda stage, message: self.said.append((stage, message)),
-            spawn=_never, put=_nowhere, changed=lambda: None, clock=lambda: self.now,
+            changed=lambda: None, clock=lambda: self.now, **{"spawn": _never, "put": _nowhere, **parts},
         )  # fmt: skip
 
     def join(self, step: int = 0) -> None:
@@ -60,6 +63,16 @@ def _never(work: Coroutine[Any, Any, None]) -> None:
 async def _nowhere(data: bytes) -> Digest:
     await asyncio.sleep(0)
     raise AssertionError("nothing is stored here")
+
+
+def _at_once(work: Coroutine[Any, Any, None]) -> None:
+    """For one that waits for nothing."""
+    with pytest.raises(StopIteration):
+        work.send(None)
+
+
+async def _somewhere(data: bytes) -> Digest:
+    return Digest(hashlib.sha256(data).hexdigest())
 
 
 def trained(**changes: Any) -> TrainConfig:
@@ -148,3 +161,34 @@ def test_a_loss_on_held_out_data_is_of_the_step_that_the_job_is_at() -> None:
     for step, loss in ((1 << 40, 0.0), (0, 3.0), (1, 2.0)):
         table.lead.receive(1, m.Evaluated(step, loss))
     assert (table.lead.progress.validation_step, table.lead.progress.validation_loss) == (0, 3.0)
+
+
+class SavingTable(Table):
+    """Whose stages save at once and hold what they are told to `copying_seconds` later, unless another was asked for."""
+
+    def __init__(self, train: TrainConfig, copying_seconds: float) -> None:
+        super().__init__(train, spawn=_at_once, put=_somewhere)
+        self.copying_seconds = copying_seconds
+        self.held_at = math.inf
+
+    def step(self, seconds: float, *busy: float) -> None:
+        before = len(self.said)
+        super().step(seconds, *busy)
+        for stage, message in self.said[before:]:
+            if stage == 1 and isinstance(message, m.Commit) and message.after.snapshot:
+                self.held_at = self.now + self.copying_seconds
+                for each in range(STAGES):
+                    self.lead.receive(each, m.Shard(message.step + 1, Digest(str(each) * 64)))
+        if self.now >= self.held_at:
+            asked, self.held_at = self.last(m.Replicate), math.inf
+            for each in range(STAGES):
+                self.lead.receive(each, m.Held(asked.step, asked.index))
+
+
+def test_copies_that_take_far_longer_than_the_usual_are_a_snapshot_in_the_end() -> None:
+    """What is given up is cancelled at the stages, and the next one is due at once: none was ever whole."""
+    table = SavingTable(config(steps=10_000, snapshot_every=1), 70.0)
+    table.join()
+    for _ in range(200):
+        table.step(1.0, 0.5, 0.5)
+    assert table.lead.progress.snapshot_step > 0

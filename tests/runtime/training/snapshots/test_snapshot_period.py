@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from fusion.runtime.training.snapshots.snapshot_period import (
     FIRST_COST_SECONDS,
     GIVE_UP,
+    GIVE_UP_SECONDS,
     LONGEST_SECONDS,
     OVERHEAD,
     PRIOR_SECONDS,
@@ -69,6 +71,28 @@ def test_none_is_begun_while_one_is_under_way_until_it_is_given_up() -> None:
     assert under_way.overdue(200.0 + 1.1 * GIVE_UP * USUAL_SECONDS)
     assert under_way.give_up().due(200.0)
     assert not under_way.restored(200.0).due(201.0)
+
+
+def test_one_that_was_given_up_leaves_the_next_twice_the_time_up_to_a_day() -> None:
+    period = NEW
+    for doubled in range(40):  # a stage that never answers
+        limit = min(GIVE_UP * USUAL_SECONDS * 2**doubled, GIVE_UP_SECONDS)
+        under_way = period.ask(200.0)
+        assert not under_way.overdue(200.0 + 0.9 * limit) and under_way.overdue(200.0 + 1.1 * limit)
+        period = under_way.give_up_overdue()
+        assert period.due(1e6)
+    quick = period.ask(200.0).durable(201.0, 0.1).ask(300.0)
+    assert quick.overdue(300.0 + GIVE_UP * USUAL_SECONDS)
+
+
+@given(st.floats(0.1, 0.9 * GIVE_UP_SECONDS), st.floats(0.1, 100.0))
+def test_however_long_a_copy_takes_one_becomes_durable_and_those_that_take_as_long_do(
+    took: float, usual: float
+) -> None:
+    period = replace(NEW, usual_seconds=usual).ask(0.0)
+    while period.overdue(took):
+        period = period.give_up_overdue().ask(0.0)
+    assert not period.durable(took, 0.1).ask(0.0).overdue(took)
 
 
 def test_the_period_counts_from_when_the_state_was_taken() -> None:
