@@ -103,7 +103,7 @@ class StageWork:
             case e.Run(attempt, _, after):
                 if attempt != self._attempt:
                     self._attempt = attempt
-                    self.snapshots.hold_again()
+                    self.snapshots.begin()
                 self._running = self._spawn(self._run(attempt, self.state.version, after))
             case e.Apply(rate, clip):
                 state = self.state

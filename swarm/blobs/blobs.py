@@ -96,6 +96,15 @@ class Blobs:
         self._announcer.soon(digest)
         return digest
 
+    async def put_pieces(
+        self, size: int, pieces: Iterable[bytes | memoryview], job: JobId | None = None
+    ) -> Digest:
+        """As `put`, of `size` bytes that are made, on a thread, while they are written: room is asked for before the first.
+        Raises BlobError, too, if there are more or fewer."""
+        digest = await asyncio.to_thread(self.store.put_pieces, size, pieces, self._closed(job))
+        self._announcer.soon(digest)
+        return digest
+
     async def drop(self, digest: Digest) -> bool:
         """Delete our copy, unless somebody here needs it: a stranger can name any blob as part of a job. Whether it is gone; the
         announcement runs out by itself."""
@@ -291,6 +300,10 @@ class JobBlobs:
     async def put(self, data: bytes | Path) -> Digest:
         """As `Blobs.put`."""
         return await self._blobs.put(data, self._job)
+
+    async def put_pieces(self, size: int, pieces: Iterable[bytes | memoryview]) -> Digest:
+        """As `Blobs.put_pieces`."""
+        return await self._blobs.put_pieces(size, pieces, self._job)
 
     async def fetch(
         self, digest: Digest, hints: Sequence[PeerId] = (), *, max_bytes: int | None = None

@@ -221,6 +221,9 @@ class WorldBlobs:
         await self._take()
         return self.store.put(data)
 
+    async def put_pieces(self, size: int, pieces: Iterable[bytes | memoryview]) -> Digest:
+        return await self.put(b"".join(pieces))
+
     async def drop(self, digest: Digest) -> None:
         await self._take()
         self.store.delete(digest)

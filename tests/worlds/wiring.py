@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,11 @@ class WorldGraphs(StageGraphs):
 class WorldShards:
     """Implements `fusion.runtime.training.snapshots.stage_files.Shards` over a simulated disk."""
 
-    def save(
-        self, tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
-    ) -> None:
-        path.write_bytes(pack(tensors))
+    def bytes_of(
+        self, tensors: Mapping[str, torch.Tensor], version: Version
+    ) -> tuple[int, Iterator[bytes | memoryview]]:
+        packed = pack(tensors)
+        return len(packed), iter([packed])
 
     def load_weights(self, path: Path, stage: Stage) -> dict[str, torch.Tensor]:
         return unpack(path.read_bytes())

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 SPEED_STEPS = 8  # the speed shown is that of so many steps
 MAX_HANDOVER_CODECS = 8192  # characters of a table that is handed on; the next lead can choose anew
 MOST_BYTES = 1 << 50  # that one stage may say it has sent
+MAX_TROUBLE = 300  # characters of what a stage says, that are shown
 PACE_STEPS = 2  # committed in a row, before it is known how fast the job is
 
 
@@ -90,6 +91,7 @@ class Lead:
         self._state = replace(begun, spare=spare)
         self._collector = Collector(stages=stages)
         self._index: Digest | None = None
+        self._troubles: dict[int, str] = {}  # stage -> what keeps it from its part of the snapshot under way
         # How far the copies are of the newest snapshot, and of the one under way.
         self._away = self._asked_away = m.NEXT_STAGE
         self._first_cost = first_cost_seconds(state_bytes)
@@ -118,10 +120,13 @@ class Lead:
 
     @property
     def waiting_for(self) -> str:
-        """One line for people: why no step is under way; empty while one is."""
+        """One line for people: why no step is under way or, where the last one was, no snapshot becomes durable; empty where
+        neither is so."""
         if self._state.missing:
             return f"waiting for stage {', '.join(map(str, self._state.missing))}"
-        return "waiting for all stages to find each other" if self._state.phase == "gathering" else ""
+        if self._state.phase == "gathering":
+            return "waiting for all stages to find each other"
+        return next((f"stage {stage} {text}" for stage, text in sorted(self._troubles.items())), "")
 
     @property
     def books(self) -> tuple[Ledger, RunStatistics]:
@@ -195,7 +200,8 @@ class Lead:
                     self.update_progress(validation_loss=loss, validation_step=step)
             case m.Shard():
                 self._shard(stage, message)
-            case m.Held(step, index):
+            case m.Held(step, index, trouble):
+                self._trouble(stage, step, trouble)
                 self._held(stage, step, index)
             case m.Failed():
                 log.warning("stage %d failed: %s", stage, message.text)
@@ -238,6 +244,7 @@ class Lead:
                 self._period = self._period.seen(now, statistics.seconds, statistics.losses).give_up()
                 # Whoever was saving may be gone, and the next owner does not know of it.
                 self._collector, self._index = Collector(stages=self._stages), None
+                self._troubles.clear()
                 self._snapshot(after)
                 self._everyone(action)
                 self.update_progress(step=step, attempts=self._state.count, message="", **self._books())
@@ -327,9 +334,20 @@ class Lead:
                 stages=self._stages, ledger=self._state.ledger, history=self._state.history
             )
             self._index = None
+            self._troubles.clear()
             self._period = self._period.ask(self._clock())
 
+    def _trouble(self, stage: int, step: int, text: str) -> None:
+        """A stage cannot do its part, or can again."""
+        if step == self._collector.step and not self._collector.durable:
+            self._troubles.pop(stage, None)
+            if text:
+                self._troubles[stage] = text[:MAX_TROUBLE]
+                if stage > 0:  # ours has said so itself
+                    log.warning("stage %d %s", stage, self._troubles[stage])
+
     def _shard(self, stage: int, shard: m.Shard) -> None:
+        self._trouble(stage, shard.step, "")
         before = self._collector
         self._collector = before.shard(stage, shard.version, shard.digest, shard.seconds, shard.furthest)
         if self._collector.complete and self._collector.shards != before.shards:
@@ -349,6 +367,7 @@ class Lead:
             return
         self._collector = self._collector.held(stage, step)
         if self._collector.durable:
+            self._troubles.clear()
             self._away = self._asked_away
             saved = m.Saved(self._collector.index(self._job).checkpoint(index))
             self._period = self._period.durable(self._clock(), self._collector.seconds)

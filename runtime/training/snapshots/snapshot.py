@@ -8,7 +8,7 @@ codecs have left out, `codec/<edge or variable>`, in float16 the `loss_scale`: a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,14 @@ def save(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, st
     with path.open("wb") as file:
         for piece in tensors_bytes_of(tensors, metadata).pieces:
             file.write(piece)
+
+
+def bytes_of(
+    tensors: Mapping[str, torch.Tensor], version: Version
+) -> tuple[int, Iterator[bytes | memoryview]]:
+    """The shard of that state: its size, and its bytes, made while they are asked for, one tensor after the other."""
+    made = tensors_bytes_of(tensors, marked(version))
+    return made.size_bytes, made.pieces
 
 
 def marked(version: Version) -> dict[str, str]:

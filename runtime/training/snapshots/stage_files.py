@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -25,7 +25,7 @@ from fusion.runtime.training.step.messages import NEXT_STAGE
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import GLANCE_SECONDS
 from fusion.swarm.directory.records import Digest, JobId
-from fusion.swarm.errors import SwarmError
+from fusion.swarm.errors import BlobError, QuotaExceeded, SwarmError
 from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
@@ -38,9 +38,9 @@ KEPT = 2  # snapshots that stay on disk: somebody may be fetching the one before
 class Shards(Protocol):
     """How the state of a stage lies in a blob: `snapshot` says what each does, and does it."""
 
-    def save(
-        self, tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
-    ) -> None: ...
+    def bytes_of(
+        self, tensors: Mapping[str, torch.Tensor], version: Version
+    ) -> tuple[int, Iterator[bytes | memoryview]]: ...
 
     def load_weights(self, path: Path, stage: Stage) -> dict[str, torch.Tensor]: ...
 
@@ -74,7 +74,6 @@ class StageFiles:
         state = STATE_COPIES * weights_bytes(stage) + 4 * sum(map(prod, self._residuals.values()))
         tensors = STATE_COPIES * len(stage.graph.variables) + len(self._residuals)
         self._most = file_bytes(state, tensors)  # that our weights, or a shard of ours, may take
-        self._scratch = scratch_folder(context)
         self.copied = (
             asyncio.Event()
         )  # what an export writes beside the weights is here, as far as it is to be
@@ -122,25 +121,26 @@ class StageFiles:
         await self._blobs.fetch(digest, near, max_bytes=self._most)
 
     async def save(self, version: Version, state: Mapping[str, torch.Tensor]) -> Digest:
-        """Store that state of our stage as a blob. Raises BlobError, QuotaExceeded, OSError."""
-        self._scratch.mkdir(parents=True, exist_ok=True)
-        path = (
-            self._scratch
-            / f"{SCRATCH_PREFIX}{self._job[:12]}-{self._stage.index}-{self._context.random.randbytes(4).hex()}.safetensors"
-        )
-        abandoned = threading.Event()  # we are cancelled, but a thread cannot be
+        """Store that state of our stage as a blob. Raises QuotaExceeded where there is no room for it, before anything is
+        written, and BlobError where it cannot be written."""
+        size, made = self._shards.bytes_of(state, version)
+        begun, abandoned = threading.Event(), threading.Event()  # we are cancelled, but a thread cannot be
 
-        def write() -> None:
-            self._shards.save(state, path, snapshot.marked(version))
-            if abandoned.is_set():
-                path.unlink(missing_ok=True)
+        def pieces() -> Iterator[bytes | memoryview]:
+            begun.set()
+            for piece in made:
+                if abandoned.is_set():
+                    return  # too few bytes: the store keeps none of them
+                yield piece
 
         try:
-            await asyncio.to_thread(write)
-            digest = await self._blobs.put(path)
+            digest = await self._blobs.put_pieces(size, pieces())
+        except QuotaExceeded as error:
+            if begun.is_set():
+                raise BlobError(str(error)) from error
+            raise
         finally:
             abandoned.set()
-            path.unlink(missing_ok=True)
         self._keep(version.step, digest)
         return digest
 
@@ -186,7 +186,15 @@ class StageFiles:
         kept = steps[:KEPT]
         if before is not None and before.step in self._by_step:
             kept = [checkpoint.step, before.step]
-        for step in set(steps).difference(kept):
+        await self._forget(set(steps).difference(kept))
+
+    async def forget_given_up(self, newest: Checkpoint, kept: Collection[int]) -> None:
+        """Delete what was saved and held after the `newest` snapshot, but for the steps of `kept`: no lead makes any of it a
+        snapshot any more."""
+        await self._forget({step for step in self._by_step if step > newest.step}.difference(kept))
+
+    async def _forget(self, steps: set[int]) -> None:
+        for step in steps:
             self._left |= self._by_step.pop(step)
         self._hold()
         for digest in self._left.difference(*self._by_step.values()):
@@ -255,11 +263,11 @@ def copies_at(stage: int, stages: int, owners: Mapping[int, PeerId]) -> list[int
 
 
 def scratch_folder(context: Context) -> Path:
-    """Where shards are written on their way into the store."""
+    """Where former versions wrote shards on their way into the store."""
     return context.home / "scratch"
 
 
 def sweep(context: Context) -> None:
-    """Delete what a process that was killed left in the scratch folder."""
+    """Delete what a process of a former version that was killed left in the scratch folder."""
     for path in scratch_folder(context).glob(f"{SCRATCH_PREFIX}*"):
         path.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from fusion.runtime.job.worker import Worker
 from fusion.runtime.training.compute.stage_codecs import StageCodecs
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.snapshots.loaded_stage import Loaded
+from fusion.runtime.training.snapshots.stage_files import KEPT
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import START, Checkpoint
 from fusion.runtime.training.step.history import Version
@@ -27,7 +28,9 @@ from fusion.swarm.transport import PeerId
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0  # before a snapshot that could not be saved or held is tried again
+MOST_RESTS = 60  # so long, after a shard that could not be written: each try may have written most of it
 HOLD_ATTEMPTS = 3  # at copies that the job does not wait for
+MAX_TROUBLE = 300  # characters that the lead is told
 
 
 class StageSnapshots:
@@ -62,6 +65,9 @@ class StageSnapshots:
         self._replica: Digest | None = None  # the newest index that we were asked to hold
         self._replicating: asyncio.Task[None] | None = None
         self._holding_again: asyncio.Task[None] | None = None
+        self._held: int | None = None  # step of the last snapshot that we said to hold since work began anew
+        # Steps of those before it did, or from which we went back: the word that they are durable may not have come here.
+        self._doubtful: tuple[int, ...] = ()
 
     async def take(self, version: Version) -> None:
         """Copy the state, which is that of `version`. It is saved, and the lead told of it, beside the steps that follow;
@@ -111,15 +117,38 @@ class StageSnapshots:
     async def replicate(self, step: int, index: Digest, away: int = m.NEXT_STAGE) -> None:
         """Until it is done, or a newer snapshot is asked for: without the last one the job could not end."""
         self._replica = index
+        said = ""
         while self._replica == index:
             try:
                 await self._files.replicate(index, self._owners(), away)
             except (SwarmError, JobError) as error:
-                log.warning("stage %d could not hold the snapshot of step %d: %s", self._stage, step, error)
+                said = self._say(f"could not hold the snapshot of step {step}: {error}", step, said)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
+            self._held = step
             self._tell(m.Held(step, index))
             return
+
+    def _say(self, text: str, step: int, said: str) -> str:
+        """What keeps the snapshot of a step from being durable, where that is not what was `said` last: the job may wait for it, and
+        this peer's log is not where its author looks."""
+        text = text[:MAX_TROUBLE]
+        if text != said:
+            log.warning("stage %d %s", self._stage, text)
+            self._tell(m.Held(step, m.NOTHING, text))
+        return text
+
+    def begin(self) -> None:
+        """A lead has told everybody to go on from one step. Until it does so again, what it asked for is durable only if it says so
+        before it asks for the next."""
+        if self._held is not None:
+            self._doubt(self._held)
+            self._held = None
+        self.hold_again()
+
+    def _doubt(self, step: int) -> None:
+        """A snapshot that others may go back to, though we do not know that it is durable."""
+        self._doubtful = (*(other for other in self._doubtful if other != step), step)[-KEPT:]
 
     def hold_again(self) -> None:
         """The owners have changed. The one that followed holds a shard of which nobody else may have a copy now, and the next
@@ -176,19 +205,26 @@ class StageSnapshots:
             raise JobError(str(error)) from None
         await self._compute.run(self._plane.load_state, state)
         self._codecs.load(snapshot.residuals(state))
+        if checkpoint.rank < self.newest.rank:
+            self._doubt(self.newest.step)
         if checkpoint.rank > self.newest.rank:
             self.before = self.newest
         self.newest = checkpoint  # and not before: who told the lead of it may have made it up
         self.hold_again()
 
     async def _save(self, version: Version, state: Mapping[str, torch.Tensor], seconds: float) -> None:
-        step = version.step
+        step, said, rests = version.step, "", 1
         while self._asked == version:
             try:
+                # The lead counts nothing that it asked for before; and without it there may be room for this one.
+                await self._files.forget_given_up(self.newest, {step, *self._doubtful})
                 digest = await self._files.save(version, state)
             except (SwarmError, OSError) as error:
-                log.warning("stage %d could not save step %d: %s", self._stage, step, error)
-                await asyncio.sleep(RETRY_SECONDS)
+                said = self._say(f"could not save the snapshot of step {step}: {error}", step, said)
+                rests = 1 if isinstance(error, QuotaExceeded) else min(2 * rests, MOST_RESTS)
+                for _ in range(rests):  # nobody waits until it is over who has a newer one
+                    if self._asked == version:
+                        await asyncio.sleep(RETRY_SECONDS)
                 continue
             self._tell(m.Shard(step, digest, seconds, version.history, snapshot.FURTHEST))
             return

@@ -30,6 +30,7 @@ from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import Frame, PeerId
 
 TENSOR_KINDS = ("activation", "gradient", "tie")
+NOTHING = Digest("")
 NEXT_STAGE = 1  # whose owner holds the second copy of a shard, before anybody could be asked for more
 
 # (term of the stage's owner, the incarnation that its host drew when it was loaded, how often it has joined since). A
@@ -240,10 +241,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Held:
-    """We hold what `replicate` asked for."""
+    """We hold what `replicate` asked for; or, with the index NOTHING, which every lead passes over, what keeps us from saving or
+    holding our part of that step's snapshot."""
 
     step: int
     index: Digest
+    trouble: str = ""  # one line for people; a lead of an older peer does not know it
 
 
 @dataclass(frozen=True)

@@ -192,3 +192,25 @@ def test_copies_that_take_far_longer_than_the_usual_are_a_snapshot_in_the_end() 
     for _ in range(200):
         table.step(1.0, 0.5, 0.5)
     assert table.lead.progress.snapshot_step > 0
+
+
+def test_what_keeps_a_stage_from_its_part_of_a_snapshot_is_what_the_job_waits_for() -> None:
+    """At its end no step follows, and it stood in the log of the stage's peer alone."""
+    table = SavingTable(config(steps=2, snapshot_every=1000), 9.0)
+    table.join()
+    table.step(1.0, 0.5, 0.5)
+    table.step(1.0, 0.5, 0.5)
+    assert table.lead.waiting_for == ""
+    table.lead.receive(1, m.Held(1, m.NOTHING, "could not hold the snapshot of step 1: an old one"))
+    assert table.lead.waiting_for == ""
+    table.lead.receive(
+        1, m.Held(2, m.NOTHING, "could not hold the snapshot of step 2: the disk is full" + 400 * "!")
+    )
+    assert table.lead.waiting_for.startswith(
+        "stage 1 could not hold the snapshot of step 2: the disk is full!"
+    )
+    assert len(table.lead.waiting_for) < 330 and table.lead.progress.state == "running"
+    asked = table.last(m.Replicate)
+    for stage in range(STAGES):
+        table.lead.receive(stage, m.Held(asked.step, asked.index))
+    assert table.lead.waiting_for == "" and table.lead.progress.state == "done"

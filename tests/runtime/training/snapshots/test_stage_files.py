@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import errno
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph
 from fusion.runtime.job.stage_graphs import SAFETENSORS_HEADER_BYTES
 from fusion.runtime.training.data.ledger import Ledger
+from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.snapshots.snapshot import Index, encode_index
 from fusion.runtime.training.snapshots.stage_files import COPY_TIMES, StageFiles
 from fusion.runtime.training.step.checkpoint import Checkpoint
@@ -23,7 +26,7 @@ from fusion.swarm.blobs.blobs import Blobs
 from fusion.swarm.blobs.eviction import Needs
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId
-from fusion.swarm.errors import BlobError
+from fusion.swarm.errors import BlobError, QuotaExceeded
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
@@ -65,16 +68,17 @@ def test_an_index_that_names_a_blob_of_another_job_deletes_it_for_nobody_who_nee
 
 @asynccontextmanager
 async def of_last_of_two(
-    tmp_path: Path, memory_bytes: int
+    tmp_path: Path, memory_bytes: int, shards: Any = snapshot, quota_bytes: int = 1 << 20
 ) -> AsyncIterator[tuple[StageFiles, BlobStore, PeerId]]:
     """The files of the last of two stages that need so much memory each, their store, and the peer that runs it."""
     identity, network = Identity.generate(), MemoryNetwork()
-    store = BlobStore(tmp_path / "blobs", 1 << 20, Needs())
+    store = BlobStore(tmp_path / "blobs", quota_bytes, Needs())
     async with MemoryTransport(network, identity.peer_id) as transport:
         blobs = Blobs(store, transport, MemoryDirectory(network, identity))
-        context: Any = SimpleNamespace(blobs=blobs, home=tmp_path, random=Random(0))
+        context: Any = SimpleNamespace(blobs=blobs, home=tmp_path)
         manifest: Any = SimpleNamespace(train=None, stages=2, memory_bytes=(memory_bytes, memory_bytes))
-        files = StageFiles(context, JOB, manifest, Stage(1, Graph((), (), (), ()), (), (), ()))
+        stage = Stage(1, Graph((), (), (), ()), (), (), ())
+        files = StageFiles(context, JOB, manifest, stage, shards)
         yield files, store, identity.peer_id
 
 
@@ -138,3 +142,104 @@ def test_what_never_became_a_snapshot_is_not_kept_in_the_place_of_the_one_before
             assert [store.has(digest) for digest in shards] == [True, False, True]
 
     asyncio.run(main())
+
+
+def test_what_was_given_up_is_not_needed_any_more(tmp_path: Path) -> None:
+    """Saves and copies of snapshots that never became durable filled the disk, needed until one did."""
+
+    async def main() -> None:
+        async with of_last_of_two(tmp_path, 100) as (files, store, us):
+            shards, owners = [], {0: PeerId("one"), 1: us}
+            for step in range(1, 6):
+                shards.append(await files.save(Version(step), {"variable/w": torch.tensor(float(step))}))
+                ledger = Ledger(steps=step, samples=step, head="e" * 64)
+                copy = store.put(bytes([step]))
+                index = encode_index(Index(job=JOB, step=step, shards=(copy, shards[-1]), ledger=ledger))
+                await files.replicate(store.put(index), owners)
+            await files.forget_given_up(Checkpoint(step=2, digest=Digest("b" * 64)), {4})
+            assert [store.has(digest) for digest in shards] == [True, True, False, True, False]
+            assert len(store.held()) == 3 * 3
+
+    asyncio.run(main())
+
+
+class MadeShards:
+    """Shards of 1024 bytes, of which `make` is called for each half."""
+
+    load_weights, load_state = snapshot.load_weights, snapshot.load_state
+
+    def __init__(self, make: Callable[[], bytes]) -> None:
+        self._make = make
+
+    def bytes_of(
+        self, tensors: Mapping[str, torch.Tensor], version: Version
+    ) -> tuple[int, Iterator[bytes | memoryview]]:
+        return 1024, (self._make() for _ in range(2))
+
+
+def test_a_shard_for_which_there_is_no_room_is_not_written_anywhere(tmp_path: Path) -> None:
+    """Whole, each second, to a disk of which it was to leave a gibibyte."""
+
+    def make() -> bytes:
+        raise AssertionError("nothing is made before there is room for it")
+
+    async def main() -> None:
+        async with of_last_of_two(tmp_path, 100, MadeShards(make), 1023) as (files, store, _):
+            with pytest.raises(QuotaExceeded, match="a blob of 1024 bytes does not fit"):
+                await files.save(Version(1), {})
+            assert store.held() == {} and store.used_bytes == 0
+
+    asyncio.run(main())
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_shard_is_written_once_as_its_library_would_and_nothing_stays_beside_it(tmp_path: Path) -> None:
+    state = {"variable/w": torch.arange(5.0), "optimizer/w/step": torch.tensor(3)}
+
+    async def main() -> None:
+        async with of_last_of_two(tmp_path, 100) as (files, store, _):
+            path = store.path(await files.save(Version(4, "e" * 64), state))
+            snapshot.save(state, tmp_path / "saved", snapshot.marked(Version(4, "e" * 64)))
+            assert path.read_bytes() == (tmp_path / "saved").read_bytes()
+
+    asyncio.run(main())
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_a_disk_that_is_full_half_way_is_told_from_one_that_was_not_written_to(tmp_path: Path) -> None:
+    pieces = [bytes(512)]
+
+    def make() -> bytes:
+        if pieces:
+            return pieces.pop()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def main() -> None:
+        async with of_last_of_two(tmp_path, 100, MadeShards(make)) as (files, store, _):
+            with pytest.raises(BlobError, match="the disk is full"):
+                await files.save(Version(1), {})
+            assert store.used_bytes == 0
+
+    asyncio.run(main())
+
+
+def test_a_save_that_is_cancelled_is_written_no_further(tmp_path: Path) -> None:
+    making, go_on = threading.Event(), threading.Event()
+
+    def make() -> bytes:
+        making.set()
+        assert go_on.wait(60)
+        return bytes(512)
+
+    async def main() -> BlobStore:
+        async with of_last_of_two(tmp_path, 100, MadeShards(make)) as (files, store, _):
+            saving = asyncio.create_task(files.save(Version(1), {}))
+            await asyncio.to_thread(making.wait, 60)
+            saving.cancel()
+            await asyncio.wait([saving])
+            go_on.set()
+            return store
+
+    store = asyncio.run(main())  # which waits for the thread
+    assert store.held() == {} and store.used_bytes == 0
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

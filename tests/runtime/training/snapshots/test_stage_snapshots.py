@@ -60,6 +60,9 @@ class Files:
         self.copying = 0  # just now
         self.trouble: Exception | None = None  # with loading
         self.kept: list[tuple[int, int | None]] = []  # the steps of the snapshots that stay, each time
+        # The newest snapshot, and what stays that is newer and may be one.
+        self.not_given_up: list[tuple[int, set[int]]] = []
+        self.no_room: Exception = BlobError("no room")
 
     async def save(self, version: Version, state: Mapping[str, torch.Tensor]) -> Digest:
         step = version.step
@@ -93,10 +96,13 @@ class Files:
     async def forget_before(self, checkpoint: Checkpoint, before: Checkpoint | None = None) -> None:
         self.kept.append((checkpoint.step, None if before is None else before.step))
 
+    async def forget_given_up(self, newest: Checkpoint, kept: set[int]) -> None:
+        self.not_given_up.append((newest.step, kept))
+
     def _try(self, what: int | Digest) -> None:
         self.tried.set()
         if what in self.lost:
-            raise BlobError("no room")
+            raise self.no_room
 
 
 class Stand:
@@ -119,8 +125,12 @@ class Stand:
         return [
             (t.step, t.digest if isinstance(t, m.Shard) else t.index)
             for t in self.told
-            if isinstance(t, m.Shard | m.Held)
+            if isinstance(t, m.Shard) or (isinstance(t, m.Held) and not t.trouble)
         ]
+
+    @property
+    def troubles(self) -> list[tuple[int, str]]:
+        return [(t.step, t.trouble) for t in self.told if isinstance(t, m.Held) and t.trouble]
 
 
 @pytest.fixture(autouse=True)
@@ -323,5 +333,95 @@ def test_a_disk_of_ours_costs_the_job_no_snapshot(trouble: Exception, raises: ty
             with pytest.raises(raises, match=str(trouble)):
                 await stand.snapshots.restore(Checkpoint(step=2, digest=D[2]))
             assert stand.plane.value == 1.0 and stand.snapshots.newest == START
+
+    asyncio.run(main())
+
+
+def test_what_a_lead_has_given_up_makes_room_for_what_it_asks_for_next() -> None:
+    """It piled up, needed by a job of which no snapshot became durable, until the disk took no more."""
+
+    async def main() -> None:
+        async with Worker() as compute, asyncio.TaskGroup() as group:
+            stand = Stand(compute, group)
+
+            async def save(step: int, *, hold: bool) -> set[int]:
+                await stand.snapshots.take(Version(step, "a"))
+                await stand.snapshots._saved()
+                if hold:
+                    await stand.snapshots.replicate(step, D[step])
+                newest, kept = stand.files.not_given_up[-1]
+                assert newest == stand.snapshots.newest.step
+                return kept
+
+            assert await save(1, hold=True) == {1}
+            assert await save(2, hold=False) == {2}  # the lead would have said that the one before is durable
+            assert await save(3, hold=True) == {3}
+            stand.snapshots.begin()  # a link may have broken: what it said of the one before may be lost
+            assert await save(4, hold=False) == {3, 4}
+            stand.snapshots.begin()
+            assert await save(5, hold=True) == {3, 5}  # without our word the one before is none
+            stand.snapshots.begin()
+            assert await save(6, hold=True) == {3, 5, 6}
+            stand.snapshots.begin()
+            assert await save(7, hold=True) == {5, 6, 7}
+            await stand.snapshots.restore(Checkpoint(step=4, digest=D[4]))
+            stand.snapshots.saved(Checkpoint(step=8, digest=D[8]))
+            await stand.snapshots.restore(Checkpoint(step=4, digest=D[4]))
+            assert await save(5, hold=False) == {5, 6, 8}  # to which another lead may go back after all
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("no_room", "rests"),
+    [(QuotaExceeded("no room"), [1, 1, 1]), (BlobError("broken"), [2, 4, 8, 16, 32, 60, 60])],
+)
+def test_a_save_that_writes_nothing_is_tried_each_second_and_one_that_does_ever_more_rarely(
+    no_room: Exception, rests: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    sleep = asyncio.sleep
+
+    async def rest(seconds: float) -> None:
+        found[-1] += 1
+        await sleep(0)
+
+    async def save(version: Version, state: Mapping[str, torch.Tensor]) -> Digest:
+        if len(found) == len(rests):
+            return D[1]
+        found.append(0)
+        raise no_room
+
+    async def main() -> None:
+        async with Worker() as compute, asyncio.TaskGroup() as group:
+            stand = Stand(compute, group)
+            monkeypatch.setattr(stand.files, "save", save)
+            monkeypatch.setattr(asyncio, "sleep", rest)
+            await stand.snapshots.take(Version(1, "a"))
+            await stand.snapshots._saved()
+            assert stand.heard == [(1, D[1])]
+
+    asyncio.run(main())
+    assert found == rests
+
+
+def test_the_lead_is_told_once_what_keeps_a_snapshot_from_being_durable() -> None:
+    async def main() -> None:
+        async with Worker() as compute, asyncio.TaskGroup() as group:
+            stand = Stand(compute, group)
+            stand.files.lost = {3, D[3]}
+            await stand.snapshots.take(Version(3, "a"))
+            holding = group.create_task(stand.snapshots.replicate(3, D[3]))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert stand.troubles == [
+                (3, "could not save the snapshot of step 3: no room"),
+                (3, "could not hold the snapshot of step 3: no room"),
+            ]
+            assert all(t.index == m.NOTHING for t in stand.told if isinstance(t, m.Held))
+            stand.files.lost = set()
+            await holding
+            await stand.snapshots._saved()
+            assert sorted(stand.heard) == [(3, D[3]), (3, D[3])] and len(stand.troubles) == 2
 
     asyncio.run(main())

@@ -38,6 +38,7 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Evaluated(3, 1.25),
     m.Shard(3, Digest("d" * 64), 0.25, "a" * 64, 2),
     m.Held(3, Digest("d" * 64)),
+    m.Held(3, m.NOTHING, "could not hold the snapshot of step 3: the disk is full"),
     m.Failed((2, 4), "no memory"),
     m.Leaving((1, 99, 2)),
     m.Lack((2, 5), "nobody announces it"),
