@@ -129,7 +129,7 @@ class BlobStore:
 
     def keep_for(self, job: str, digests: Iterable[Digest]) -> None:
         """From now on these blobs, which are here, are for members of `job` alone. Raises BlobError."""
-        with disk.errors(f"cannot write to {self.root}"):
+        with disk.errors("cannot write a blob"):
             for digest in digests:
                 self._label(digest, job)
 
@@ -363,7 +363,7 @@ class BlobStore:
         """Count `size` bytes as used, of which `there` are on the disk. Half-fetched blobs that nobody waits for make room
         first, then whole ones that nobody needs."""
         while True:
-            with disk.errors(f"cannot use {self.root}"):
+            with disk.errors("cannot write a blob"):
                 spare = self._spare_bytes(self.root)
             with self._lock:
                 used = self._used()
@@ -382,9 +382,10 @@ class BlobStore:
             needs = self.needs
             chosen = [] if needs is None else victims(held, needs.all(), missing, self._now())
             if needs is None or not chosen:
-                reason = f"{used} of {self.quota_bytes} bytes in {self.root} are used"
+                # Whoever waits for the blob is told so: no paths of this machine.
+                reason = f"{used} of {self.quota_bytes} bytes for blobs are used"
                 if coming > spare:
-                    reason = f"the disk is full, {self.root} may take {max(spare, 0)} bytes more of it"
+                    reason = f"the disk is full, blobs may take {max(spare, 0)} bytes more of it"
                 raise QuotaExceeded(f"a blob of {size} bytes does not fit: {reason}")
             self._delete_unused(chosen, held, needs)
 
