@@ -212,6 +212,7 @@ async def _hand_over(
         context=model.context,
         home=context.home if step is None else None,
         report=output.status,
+        note=output.note,
     )
     job = await offer(context, prepared, output)
     try:

@@ -1,8 +1,9 @@
-"""What a directory says of how its model generates: generation_config.json, or config.json where there is none; and tokens that a
-graph leaves out of answers, as it says of some."""
+"""What a directory says of how its model generates: generation_config.json, or config.json where there is none; tokens that a
+graph leaves out of answers, as it says of some; and what of it answers do not follow."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +13,48 @@ from typing import Any
 from fusion.dag.ir.graph import Arg, Graph, Node, Ref
 from fusion.dag.ir.opset import infer
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.model_files import CONFIG_FILE, json_object
+from fusion.runtime.job.manifest import ServeConfig
+from fusion.runtime.job.model_files import CONFIG_FILE, is_exported_directory, json_object
 
 GENERATION_FILE = "generation_config.json"
 _WORDS = "bad_words_ids"
 MAX_SPANS = 64  # of tokens that a graph leaves out; each is a comparison with all of them
+
+# Settings that `generate()` follows without sampling and that serving does not, each with the value that changes no token, beside
+# none: 0 stands for what is below it as well. How long an answer may be, each request says. Those of beams, and of how the
+# tokens are computed, are not here: without `num_beams` the former do nothing, and the latter lead to the same tokens.
+_NEUTRAL: Mapping[str, int | None] = {
+    "num_beams": 1,
+    "repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "exponential_decay_length_penalty": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": None,
+    "guidance_scale": 1,
+    "penalty_alpha": 0,
+    "dola_layers": None,
+    "force_words_ids": None,
+    "constraints": None,
+    "watermarking_config": None,
+    "token_healing": 0,
+    "stop_strings": None,
+    "max_time": None,
+}
+_OF_DECODERS: Mapping[str, int | None] = {"forced_bos_token_id": None, "begin_suppress_tokens": None}
+_OF_TEXT_SOURCES: Mapping[str, int | None] = {
+    "encoder_repetition_penalty": 1,
+    "encoder_no_repeat_ngram_size": 0,
+}
+_OF_SOUND: Mapping[str, int | None] = {"return_timestamps": 0}
+# The graph of an export is the one that was trained, which withholds nothing.
+_OF_EXPORTS: Mapping[str, int | None] = {"suppress_tokens": None, _WORDS: None}
+_OF_ENDS = ("min_length", "min_new_tokens", "exponential_decay_length_penalty")
+_ASKED = "repetition_penalty"  # what a request can ask for
+# Whose settings transformers takes where the configuration of all of it has none: the first that there is.
+_WITHIN = ("decoder", "generator", "text_config")
+_SHOWN = 40  # characters of a value
 
 
 @dataclass(frozen=True)
@@ -67,6 +105,50 @@ def decoder_withholds(directory: Path, vocabulary: int, ends: Sequence[int]) -> 
     """Tokens that no answer of a decoder has. JobError for settings that are none, and for words of several tokens."""
     said = generation_settings(None, directory)
     return (*said.withheld("suppress_tokens", vocabulary), *said.bad_words(vocabulary, ends))
+
+
+def not_followed(path: Path, served: ServeConfig) -> str:
+    """A line on what the files of a model ask of greedy answers, and answers of `served` do not follow; empty where there is
+    nothing. `path`: its directory or GGUF file."""
+    if path.is_file() or served.outputs:
+        return ""
+    try:
+        said = generation_settings(None, path)
+    except JobError:
+        return ""  # an export may have none of these files
+    neutral = dict(_NEUTRAL)
+    if served.source is None:
+        neutral |= _OF_DECODERS
+    else:
+        neutral |= _OF_SOUND if served.source.channels else _OF_TEXT_SOURCES
+    if is_exported_directory(path):
+        neutral |= _OF_EXPORTS
+    if not served.end_tokens:
+        neutral = {name: value for name, value in neutral.items() if name not in _OF_ENDS}
+    found = {name: value for name in neutral if _changes(value := _loaded(said, name), neutral[name])}
+    if not found:
+        return ""
+    values = [f"{name} {json.dumps(value):.{_SHOWN}}" for name, value in found.items()]
+    named = " and ".join(part for part in (", ".join(values[:-1]), values[-1]) if part)
+    asked = f"; a request may ask for {_ASKED}" if _ASKED in found else ""
+    return f"{said.path.name} asks for {named}, which answers do not follow{asked}"
+
+
+def _loaded(said: GenerationSettings, name: str) -> Any:
+    """The value that transformers loads."""
+    value = said.value(name)
+    if value is None and said.path.name == CONFIG_FILE:
+        within = next((part for each in _WITHIN if (part := said.said.get(each))), None)
+        return within.get(name) if isinstance(within, dict) else None
+    return value
+
+
+def _changes(value: Any, neutral: int | None) -> bool:
+    if value is None or value in ([], {}):
+        return False
+    if neutral == 0 and isinstance(value, int | float):
+        return value > 0
+    return neutral is None or bool(value != neutral)
 
 
 def withhold(graph: Graph, tokens: Iterable[int]) -> Graph:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from fusion.runtime.capture.generation import not_followed
 from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.servable import read_servable
@@ -37,13 +38,16 @@ def prepare_serving(
     context: int | None = None,
     home: Path | None = None,
     report: ReportLine = silent,
+    note: ReportLine = silent,
 ) -> Prepared:
     """A Hugging Face model directory, one written by `jobs export`, or a GGUF file, as a job that serves it under `name`. A
     model whose attention is not recognised is served by computing the whole prefix anew for each token, which is exact. `draft`:
     the directory or file of a small model of the same tokens that guesses for it. `quantization`: how its large matrices are
     stored; JobError for a model without any. `dtype`: that it runs in (`open_model`). `context`: tokens of the longest text, if not those that it can read. `home`: where it is kept on which peers
-    models were served the last time, if it is to count."""
+    models were served the last time, if it is to count. `note`: for a line that should last, on what of its files is not followed."""
     found = read_servable(path, draft, dtype, quantization, report, context)
+    if passed_over := not_followed(path, found.config):
+        note(passed_over)
     model, drafted = found.model, found.draft
     admitted = admission.among(peers, lambda peer: peer.peer)
     report(f"placing it on {len(admitted)} peers")

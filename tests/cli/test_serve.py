@@ -1,22 +1,25 @@
-"""A snapshot that the swarm does not come to serve is taken back: the model before keeps the name."""
+"""A snapshot that the swarm does not come to serve is taken back: the model before keeps the name. What of a model's files is not
+followed is said."""
 
 from __future__ import annotations
 
 import asyncio
 import io
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fusion.cli import client, job_client, serve
+from fusion.cli import client, job_client, plan, serve
 from fusion.cli.plan import ServingAsked
 from fusion.cli.terminal.output import Output
 from fusion.runtime.belief import reading
 from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.job.errors import JobFailed
-from fusion.runtime.launch import launch
+from fusion.runtime.job.manifest import ServeConfig
+from fusion.runtime.launch import launch, servable
 from fusion.swarm.errors import SwarmError
 
 ASKED = serve.Asked("gpt", ServingAsked(None, AdmissionSpec(), None, None, None, None))
@@ -50,7 +53,12 @@ def test_what_does_not_come_to_answer_is_taken_back(
     monkeypatch.setattr(reading, "look", look)
     monkeypatch.setattr(job_client, "stop", stop)
     prepared = SimpleNamespace(job="ab" * 32, manifest=None)
-    monkeypatch.setattr(launch, "prepare_serving", lambda *_, **__: prepared)
+
+    def prepare_serving(*_: object, note: Callable[[str], None], **__: object) -> Any:
+        note("num_beams 4 is not followed")
+        return prepared
+
+    monkeypatch.setattr(launch, "prepare_serving", prepare_serving)
     context: Any = SimpleNamespace(
         directory=SimpleNamespace(links=nothing),
         transport=None,
@@ -63,3 +71,21 @@ def test_what_does_not_come_to_answer_is_taken_back(
         asyncio.run(serve._hand_over(context, Path(), ASKED, author, Output(stderr=stderr), step))
     assert stopped == ([] if step is None else [record])
     assert ("end that with: fusion-peer jobs stop abababababab" in stderr.getvalue()) == (step is None)
+    assert "num_beams 4 is not followed\n" in stderr.getvalue()
+
+
+def test_a_plan_says_what_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "generation_config.json").write_text('{"num_beams": 4}')
+    config = ServeConfig(cache="kv", max_sequence=8, vocabulary=50)
+
+    async def nobody(*_: object) -> None:
+        raise SwarmError("no peer")
+
+    monkeypatch.setattr(servable, "read_servable", lambda *_: SimpleNamespace(config=config))
+    monkeypatch.setattr(plan, "takers", nobody)
+    stdout, stderr = io.StringIO(), io.StringIO()
+    context: Any = None
+    with pytest.raises(SwarmError, match="no peer"):
+        asyncio.run(plan.plan_serving(context, tmp_path, ASKED.model, Output(stdout=stdout, stderr=stderr)))
+    assert stderr.getvalue() == ("generation_config.json asks for num_beams 4, which answers do not follow\n")
+    assert not stdout.getvalue()

@@ -191,6 +191,16 @@ def test_a_directory_as_export_writes_it_is_served(job_file: Path, store: BlobSt
         prepare_serving(directory, "small", [peer("A")], store)
 
 
+def test_what_is_not_followed_of_its_files_is_said(tmp_path: Path, store: BlobStore) -> None:
+    directory, said = exported_gpt(tmp_path / "m"), list[str]()
+    prepare_serving(directory, "m", [peer("A")], store, note=said.append)
+    assert said == []
+    (directory / "generation_config.json").write_text('{"repetition_penalty": 1.3}')
+    prepare_serving(directory, "m", [peer("A")], store, note=said.append)
+    (line,) = said
+    assert line.startswith("generation_config.json asks for repetition_penalty 1.3, which answers do not")
+
+
 def test_an_export_runs_in_the_dtype_of_its_graph_alone(tmp_path: Path, store: BlobStore) -> None:
     directory = exported_gpt(tmp_path / "m")
     prepare_serving(directory, "m", [peer("A")], store, dtype="float32")
