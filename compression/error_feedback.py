@@ -13,6 +13,7 @@ import torch
 
 from fusion.compression.dense import NONE
 from fusion.compression.encoding import NAMES, Codec, Encoded
+from fusion.compression.values import in_dtype
 
 
 class ErrorFeedback:
@@ -24,28 +25,41 @@ class ErrorFeedback:
 
     def __init__(self) -> None:
         self._residuals: dict[str, torch.Tensor] = {}
-        self._pending: dict[str, torch.Tensor] = {}
+        self._pending: dict[str, torch.Tensor | None] = {}  # None: nothing is left of what there was
 
     def encode(self, key: str, codec: Codec, tensor: torch.Tensor) -> Encoded:
-        """`tensor` and what is left over under `key`, encoded. ValueError where that had another shape."""
+        """`tensor` and what is left over under `key`, encoded. ValueError where that had another shape. A codec that sends the
+        tensor whole pays what others have left out, and leaves nothing out but what the tensor's dtype rounds."""
         dtype, shape = NAMES[tensor.dtype], tuple(tensor.shape)
-        if codec.cost(tensor.numel(), dtype) == NONE.cost(tensor.numel(), dtype):
+        whole = codec.cost(tensor.numel(), dtype) == NONE.cost(tensor.numel(), dtype)
+        left = self._pending[key] if key in self._pending else self._residuals.get(key)
+        if whole and left is None:
             return codec.encode(tensor)
         corrected = tensor.detach().to(torch.float32)
-        left = self._pending.get(key, self._residuals.get(key))
         if left is not None:
             if left.shape != corrected.shape:
                 raise ValueError(f"the residual {key[:80]!r} is {list(left.shape)}, the tensor {list(shape)}")
             corrected = corrected + left
-        encoded = codec.encode(corrected.to(tensor.dtype))
-        payload = memoryview(bytearray().join(encoded.buffers))
-        residual = corrected - codec.decode(payload, shape, dtype)
+        sent = in_dtype(corrected.reshape(-1), tensor.dtype).reshape(shape)
+        encoded = codec.encode(sent)
+        if not whole:
+            sent = codec.decode(memoryview(bytearray().join(encoded.buffers)), shape, dtype)
         # A NaN goes to the receiver, whose gates refuse the step; kept here, it would never leave again.
-        self._pending[key] = residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        residual = (corrected - sent).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self._pending[key] = None if whole and not bool(residual.any()) else residual
         return encoded
 
+    def has(self, key: str) -> bool:
+        """Whether what goes out under `key` may have something added to it. It errs on that side while a step is under way, so
+        that the answer does not depend on how far another thread has encoded it."""
+        return key in self._residuals or key in self._pending
+
     def commit(self) -> None:
-        self._residuals.update(self._pending)
+        for key, residual in self._pending.items():
+            if residual is None:
+                self._residuals.pop(key, None)
+            else:
+                self._residuals[key] = residual
         self._pending.clear()
 
     def discard(self) -> None:

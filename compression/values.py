@@ -34,7 +34,8 @@ class BFloat16:
 
 class Half:
     """float16 after all values were scaled by one power of two, which puts the largest finite one between 2**14 and
-    2**15: nothing overflows, and a tensor of small gradients loses no more than one of large activations.
+    2**15: nothing overflows, and a tensor of small gradients loses no more than one of large activations. What would be
+    rounded up to 2**128 becomes the largest value below it.
 
         exponent  int16; value = fp16 * 2**exponent        values  fp16 (n,)
 
@@ -45,7 +46,8 @@ class Half:
     LOWEST, HIGHEST = (
         -126,
         113,
-    )  # both factors are normal float32, and 2**15 * 2**HIGHEST is the largest there is
+    )  # both factors are normal float32, and MOST * 2**HIGHEST is about the largest there is
+    MOST = 2.0**15 - 2.0**4  # the last float16 below 2**15, which times 2**HIGHEST is infinite
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
         payload = torch.empty(half_bytes(len(values)), dtype=torch.uint8)
@@ -53,7 +55,8 @@ class Half:
         payload[:EXPONENT_BYTES].view(torch.int16)[0] = exponent
         halves = payload[EXPONENT_BYTES:].view(torch.float16)
         for at in _chunks(len(values)):
-            halves[at] = values[at] * 2.0**-exponent
+            scaled = values[at] * 2.0**-exponent
+            halves[at] = _clamped(scaled, self.MOST) if exponent == self.HIGHEST else scaled
         return payload
 
     def unpack(self, payload: torch.Tensor, count: int) -> torch.Tensor:
@@ -158,8 +161,13 @@ def in_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values.to(dtype)
     most = torch.finfo(dtype).max
     if not _peak(values) <= most:  # also where it is NaN
-        values = torch.where(values.isinf(), values, values.clamp(-most, most))
+        values = _clamped(values, most)
     return values.to(dtype)
+
+
+def _clamped(values: torch.Tensor, most: float) -> torch.Tensor:
+    """Finite numbers of a magnitude of `most` at most; NaN and infinities stay what they are."""
+    return torch.where(values.isinf(), values, values.clamp(-most, most))
 
 
 def _chunks(count: int) -> Iterator[slice]:

@@ -9,8 +9,8 @@ from fusion.compression.codec import Encoded, codec
 from fusion.compression.error_feedback import ErrorFeedback
 
 
-def arrived(name: str, encoded: Encoded, shape: tuple[int, ...]) -> torch.Tensor:
-    return codec(name).decode(memoryview(bytearray().join(encoded.buffers)), shape, "float32")
+def arrived(name: str, encoded: Encoded, shape: tuple[int, ...], dtype: str = "float32") -> torch.Tensor:
+    return codec(name).decode(memoryview(bytearray().join(encoded.buffers)), shape, dtype)
 
 
 @pytest.mark.parametrize("name", ["int4", "topk:0.05", "topk:0.05:int8", "bf16"])
@@ -71,6 +71,42 @@ def test_keys_do_not_mix_and_what_goes_whole_leaves_nothing() -> None:
     feedback.encode("d", codec("topk:0.1"), torch.ones(100))
     feedback.commit()
     assert list(feedback.state()) == ["a", "d"]
+
+
+@pytest.mark.parametrize("whole", ["none", "topk:0.5"])
+def test_a_tensor_that_goes_whole_pays_what_was_left_out(whole: str) -> None:
+    """Of the dtype, too, where that rounds; topk that would not be smaller goes whole as well."""
+    dtype = torch.float32 if whole == "none" else torch.float16
+    name = str(dtype).removeprefix("torch.")
+    feedback, generator = ErrorFeedback(), torch.Generator().manual_seed(0)
+    tensors = torch.randn(4, 3, generator=generator).to(dtype)
+    assert codec(whole).cost(3, name) == codec("none").cost(3, name)
+    sent = [arrived("int4", feedback.encode("a", codec("int4"), tensors[0]), (3,), name)]
+    feedback.commit()
+    (owed,) = feedback.state().values()
+    assert owed.count_nonzero() and feedback.has("a") and not feedback.has("b")
+    tried = feedback.encode("a", codec(whole), tensors[1])
+    assert torch.equal(arrived(whole, tried, (3,), name), (tensors[1].float() + owed).to(dtype))
+    assert torch.equal(feedback.state()["a"], owed)
+    feedback.discard()
+    again = feedback.encode("a", codec(whole), tensors[1])
+    assert [bytes(b) for b in again.buffers] == [bytes(b) for b in tried.buffers]
+    sent += [arrived(whole, again, (3,), name)]
+    sent += [arrived(whole, feedback.encode("a", codec(whole), tensors[2]), (3,), name)]
+    feedback.commit()
+    if dtype == torch.float32:
+        assert torch.equal(sent[2], tensors[2]) and not feedback.has("a") and feedback.state() == {}
+    left = feedback.state().get("a", torch.zeros(3))
+    missing = tensors[:3].double().sum(0) - torch.stack(sent).double().sum(0)
+    assert torch.allclose(missing, left.double(), atol=1e-6) and left.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "topk:0.3:int8"])
+def test_what_is_added_does_not_overflow_the_dtype(name: str) -> None:
+    tensor, feedback, one = torch.linspace(60000, 65504, 64).to(torch.float16), ErrorFeedback(), codec(name)
+    for _ in range(6):
+        assert arrived(name, feedback.encode("a", one, tensor), (64,), "float16").isfinite().all()
+        feedback.commit()
 
 
 def test_a_nan_is_sent_once() -> None:

@@ -57,3 +57,17 @@ def test_small_gradients_survive_as_fp16() -> None:
     decoded = decode("fp16", bytearray().join(codec("fp16").encode(tensor).buffers), 5000)
     large = tensor.abs() > 1e-11
     assert torch.allclose(decoded[large], tensor[large], rtol=2**-10, atol=0)
+
+
+@pytest.mark.parametrize("name", ["fp16", "topk:0.5"])
+@pytest.mark.parametrize("value", [torch.finfo(torch.float32).max, 3.4025e38, 3.4e38])
+def test_the_largest_numbers_stay_finite_as_fp16(name: str, value: float) -> None:
+    """Of which one is the usual value of a mask."""
+    tensor = torch.zeros(32)
+    tensor[:4] = torch.tensor([-value, value, 2.0**127, 1e38])
+    decoded = decode(name, bytearray().join(codec(name).encode(tensor).buffers), 32)
+    assert torch.allclose(decoded, tensor, rtol=2.0**-11, atol=0)
+    tensor[2:5] = torch.tensor([math.inf, -math.inf, math.nan])
+    decoded = decode(name, bytearray().join(codec(name).encode(tensor).buffers), 32)
+    assert decoded[2:4].tolist() == [math.inf, -math.inf] and math.isnan(decoded[4])
+    assert torch.allclose(decoded[:2], tensor[:2], rtol=2.0**-11, atol=0)

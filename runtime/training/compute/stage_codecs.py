@@ -104,15 +104,17 @@ class StageCodecs:
 
     async def tie(self, variable: str, tensor: torch.Tensor) -> tuple[Sent, torch.Tensor]:
         """As it goes out, and as the others will read it."""
+        corrected = self._feedback.has(variable)
         sent = await self._encoded(variable, self._spec(variable, 0, tensor), tensor)
-        if sent.spec == DENSE:
+        if sent.spec == DENSE and not corrected:
             return sent, tensor
         payload = memoryview(bytearray().join(sent.buffers))
         dtype = str(tensor.dtype).removeprefix("torch.")
         return sent, await self._run(codec(sent.spec).decode, payload, tuple(tensor.shape), dtype)
 
     async def _encoded(self, name: str, spec: str, tensor: torch.Tensor) -> Sent:
-        if spec == DENSE:
+        # A tensor that goes whole pays what another codec has left out before it.
+        if spec == DENSE and not self._feedback.has(name):
             return _dense(tensor)
         if self._config.compression.error_feedback:
             encoded = await self._run(self._feedback.encode, name, codec(spec), tensor)

@@ -160,6 +160,36 @@ def test_what_is_left_out_is_state_once_it_is_committed() -> None:
     asyncio.run(main())
 
 
+def test_what_is_left_out_goes_with_the_next_tensor_also_where_that_is_whole() -> None:
+    """As a live table has it, which may send an edge as it is from one step to the next."""
+
+    async def main() -> None:
+        lossy, whole = (config(spec, spec, error_feedback=True).codecs for spec in ("int4", DENSE))
+        async with Worker() as worker:
+            codecs = StageCodecs(config("int4", "int4", error_feedback=True), worker)
+            await codecs.gradient(FIRST, 0, 0, "e/0", G)
+            codecs.commit()
+            owed = codecs.state()["e/0"]
+            codecs.use(whole)
+            sent, read = await codecs.tie("e/0", X)  # under the same name: the one that holds a residual
+            theirs = await StageCodecs(config()).decode(
+                (FIRST, 1, 0, "e/0"), "tie", payload(sent), SHAPE, "float32"
+            )
+            assert torch.equal(theirs, X + owed) and torch.equal(read, theirs)
+            await codecs.discard()
+            again = [await codecs.gradient((1, 2), 1, m, "e/0", X) for m in (0, 1)]
+            assert payload(again[0]) == payload(sent) and again[0].spec == DENSE
+            assert size(again[1]) == size(sent) and again[1].buffers[0] == memoryview(X.numpy()).cast("B")
+            codecs.commit()
+            assert codecs.state() == {}
+            codecs.use(lossy)
+            fresh = StageCodecs(config("int4", "int4"))
+            after = [await c.gradient((1, 2), 2, 0, "e/0", G) for c in (codecs, fresh)]
+            assert payload(after[0]) == payload(after[1])
+
+    asyncio.run(main())
+
+
 def test_values_for_elements_that_were_never_sent_are_refused() -> None:
     async def main() -> None:
         job = config("topk:0.1", "topk:0.1")
