@@ -58,10 +58,10 @@ def has_way(way: Way) -> bool:
 
 def need_way(way: Way) -> None:
     """PeerUnreachable where there is no peer to join through: for commands that load what takes seconds before they join."""
-    from fusion.runtime.peer.client import NO_WAY
+    from fusion.runtime.peer.client import no_way
 
     if not has_way(way):
-        raise PeerUnreachable(NO_WAY)
+        raise no_way(home_folder(way.home))
 
 
 @asynccontextmanager
@@ -110,11 +110,11 @@ async def join(way: Way) -> AsyncIterator[Context]:
 async def _join(
     home: Path, addresses: tuple[str, ...], peer: str | None, swarm_key: Path | None
 ) -> AsyncIterator[Context]:
-    from fusion.runtime.peer.client import NO_WAY, ClientConfig, open_client, ways_in
+    from fusion.runtime.peer.client import ClientConfig, no_way, open_client, ways_in
 
     config = ClientConfig(home=home, bootstrap=addresses, peer=peer, swarm_key=swarm_key)
     if not ways_in(config):  # only then is anything slow loaded
-        raise PeerUnreachable(NO_WAY)
+        raise no_way(home)
     if not has_peer_extra():
         with lean_imports():
             from fusion.runtime.peer.thin_client import open_thin

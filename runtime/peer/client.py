@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,15 +16,18 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.peer.client_context import client_context, own_store
 from fusion.runtime.peer.keys import access_of, keys_of
-from fusion.runtime.peer.peer_file import running_peer
+from fusion.runtime.peer.peer_file import RunningPeer, running_peer
 from fusion.swarm.control.client import ControlDirectory, ControlTransport, Elsewhere
 from fusion.swarm.directory.bootstrap import load_cached
 from fusion.swarm.errors import ClosedSwarm, PeerUnreachable
 from fusion.swarm.identity import Identity
 from fusion.swarm.swarm_key import NO_MEMBER, find_key
+from fusion.swarm.thin.addresses import Target, dialable
 
 CACHED_PEERS_FILE = "peers.txt"  # in a home: whom the peer has met
 NO_WAY = "no peer to join through; name one with --peer or --bootstrap, or run: fusion-peer start"
+KILLED = "the peer of this home was killed; start it with: fusion-peer start"
+KNOCK_SECONDS = 0.5  # for a peer of this home that may run on another machine, which shares the home with us
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +61,8 @@ async def open_attached(home: Path, elsewhere: Elsewhere | None = None) -> Async
 async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
     """Join the swarm without lending anything: launch, ask, watch. The identity lasts as long as the block.
 
-    Raises PeerUnreachable, in one line, if no peer of the swarm answers within `join_seconds`; ClosedSwarm at once if
-    those that do are of another swarm, or of a closed one whose key we have not; SwarmKeyError.
+    Raises PeerUnreachable, in one line, if no peer of the swarm answers within `join_seconds`, at once if there is nobody to ask;
+    ClosedSwarm at once if those that do are of another swarm, or of a closed one whose key we have not; SwarmKeyError.
     """
     from fusion.runtime.peer.network import open_network
     from fusion.swarm.dht.directory import DhtConfig
@@ -66,7 +71,7 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
     identity, key = Identity.generate(), find_key(config.home, config.swarm_key)
     ways = await asyncio.to_thread(ways_in, config)
     if not ways:
-        raise PeerUnreachable(NO_WAY)
+        raise no_way(config.home)
     async with (
         own_store(config.home / "clients") as store,
         open_network(
@@ -108,8 +113,8 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
 
 
 def ways_in(config: ClientConfig) -> tuple[str, ...]:
-    """The addresses to join through. Of a peer that was killed the home still says where it was: with it go those whom it had
-    met, as they do where nobody is named."""
+    """The addresses to join through, and none where there are none; it may knock at doors, for KNOCK_SECONDS. Of a peer that was
+    killed the home still says where it was: then they are those that are named and those whom it had met."""
     if config.peer:
         return (config.peer,)
     here = running_peer(config.home)
@@ -118,7 +123,38 @@ def ways_in(config: ClientConfig) -> tuple[str, ...]:
     met = load_cached(config.home / CACHED_PEERS_FILE)
     if here is None:
         return met
-    return tuple(dict.fromkeys((*here.addresses, *config.bootstrap, *met)))
+    if is_there(here):
+        return tuple(dict.fromkeys((*here.addresses, *config.bootstrap, *met)))
+    others = dict.fromkeys((*config.bootstrap, *met))
+    return tuple(way for way in others if way.rpartition("/p2p/")[2] != here.peer_id)
+
+
+def no_way(home: Path) -> PeerUnreachable:
+    """What to raise where `ways_in` finds none."""
+    return PeerUnreachable(NO_WAY if running_peer(home) is None else KILLED)
+
+
+def is_there(peer: RunningPeer) -> bool:
+    """Whether somebody listens where the peer of a home wrote that it does. Its pid says little: it may be one of another container,
+    or of another machine that shares the home, where its control socket is none of ours either."""
+    if peer.control and hasattr(socket, "AF_UNIX"):
+        with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as control:
+            control.settimeout(KNOCK_SECONDS)
+            control.connect(peer.control)
+            return True
+    targets = dialable(peer.addresses)
+    if not targets:
+        return False
+    with ThreadPoolExecutor(len(targets)) as threads:
+        return any(threads.map(_listens, targets))
+
+
+def _listens(target: Target) -> bool:
+    try:
+        socket.create_connection((target.host, target.port), KNOCK_SECONDS).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 async def either(one: asyncio.Event, other: asyncio.Event) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.protocol import ANSWER_BYTES
-from fusion.runtime.peer.client import NO_WAY, ClientConfig, ways_in
+from fusion.runtime.peer.client import ClientConfig, no_way, ways_in
 from fusion.runtime.peer.client_context import client_context
 from fusion.runtime.peer.keys import IDENTITY_FILE, access_of, keys_of
 from fusion.runtime.peer.peer_file import running_peer
-from fusion.swarm.errors import ClosedSwarm, PeerUnreachable, StreamBroken, SwarmError
+from fusion.swarm.errors import ClosedSwarm, StreamBroken, SwarmError
 from fusion.swarm.identity import Identity
 from fusion.swarm.swarm_key import NO_MEMBER, Authorizer, find_key
 from fusion.swarm.thin.addresses import dialable
@@ -34,7 +34,7 @@ async def open_thin(config: ClientConfig) -> AsyncIterator[Context]:
     identity, key = _identity(config.home), find_key(config.home, config.swarm_key)
     ways = await asyncio.to_thread(ways_in, config)
     if not ways:
-        raise PeerUnreachable(NO_WAY)
+        raise no_way(config.home)
     usable = tuple(way for way in ways if dialable((way,)))
     if not usable:
         raise ValueError(

@@ -162,7 +162,7 @@ class Membership:
         if not self._neighbourhood.neighbours():
             if refused and not self.joined.is_set():
                 self.refused.set()
-            if seeds and not self._complained:
+            if seeds and not self._complained and self._describe is not None:  # a client goes on with nothing
                 logger.warning(
                     "none of %d known peers answers; going on alone and trying again in the background",
                     len(seeds),

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ from fusion.runtime.peer.peer_file import RunningPeer, written_down
 from fusion.swarm.blobs import disk
 from fusion.swarm.errors import BlobError, PeerUnreachable, QuotaExceeded
 from fusion.swarm.identity import Identity
+from fusion.swarm.transport import PeerId
 
 
 @pytest.mark.process
@@ -35,17 +40,27 @@ def test_who_cannot_join_leaves_no_folder_that_was_not_there(
     assert list(tmp_path.rglob("*")) == ([home.parent, home] if there else [])
 
 
-def test_where_the_peer_of_this_home_was_killed_those_that_it_had_met_are_tried_as_well(
-    tmp_path: Path,
+def address(port: int) -> str:
+    return f"/ip4/127.0.0.1/tcp/{port}/p2p/{Identity.generate().peer_id}"
+
+
+def running(own: str, control: Path | str) -> RunningPeer:
+    own_id = PeerId(own.rpartition("/")[2])
+    return RunningPeer(peer_id=own_id, addresses=(own,), pid=os.getpid(), control=str(control))
+
+
+@pytest.mark.parametrize("control", ["", "gone.sock"])
+def test_where_the_peer_of_this_home_was_killed_those_that_it_had_met_are_tried_instead(
+    tmp_path: Path, control: str
 ) -> None:
-    own, met, given = (f"/ip4/127.0.0.1/tcp/{n}/p2p/{Identity.generate().peer_id}" for n in (1, 2, 3))
+    own, met, given = (address(n) for n in (1, 2, 3))
     (tmp_path / CACHED_PEERS_FILE).write_text(json.dumps([met, own]))
     alone = ClientConfig(home=tmp_path, bootstrap=(given,))
     assert ways_in(alone) == (given,)  # it ended in order: no peer of this home is to be asked
     assert ways_in(ClientConfig(home=tmp_path)) == (met, own)  # nobody else is named
-    killed = RunningPeer(peer_id=Identity.generate().peer_id, addresses=(own,), pid=1, control="")
-    with written_down(tmp_path, killed):
-        assert ways_in(alone) == (own, given, met)
+    # Its pid may be another's meanwhile.
+    with written_down(tmp_path, running(own, control and tmp_path / control)):
+        assert ways_in(alone) == (given, met)
         assert ways_in(ClientConfig(home=tmp_path, peer=given)) == (given,)
 
 
@@ -61,3 +76,38 @@ def test_a_command_may_store_what_its_own_disk_takes(tmp_path: Path, monkeypatch
         asyncio.run(store_one_of(51 << 30))
     with pytest.raises(QuotaExceeded, match="the disk is full"):
         asyncio.run(store_one_of(61 << 30))
+
+
+def test_a_home_whose_peer_was_killed_and_met_nobody_says_so_at_once(
+    tmp_path: Path,
+) -> None:
+    config = ClientConfig(home=tmp_path)
+
+    async def join() -> None:
+        async with open_client(config):
+            pass
+
+    with pytest.raises(PeerUnreachable, match=r"^no peer to join through"):
+        asyncio.run(join())
+    with written_down(tmp_path, running(address(1), tmp_path / "gone.sock")):
+        assert ways_in(config) == ()
+        with pytest.raises(
+            PeerUnreachable, match=r"^the peer of this home was killed; start it with: fusion"
+        ):
+            asyncio.run(join())
+
+
+@pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
+def test_a_peer_that_listens_is_a_way_in_whatever_its_pid(family: socket.AddressFamily) -> None:
+    """In another container it has a pid of its own, on another machine its control socket is not ours."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(family) as listening:  # a short path
+        control = Path(folder) / "control.sock"
+        listening.bind(str(control) if family == socket.AF_UNIX else ("127.0.0.1", 0))
+        listening.listen()
+        own = address(1 if family == socket.AF_UNIX else listening.getsockname()[1])
+        nobody = 2**22 + 1  # more than the kernel gives
+        with written_down(Path(folder), replace(running(own, control), pid=nobody)):
+            assert ways_in(ClientConfig(home=Path(folder))) == (own,)
+        listening.close()
+        with written_down(Path(folder), running(own, control)):
+            assert ways_in(ClientConfig(home=Path(folder))) == ()

@@ -137,6 +137,26 @@ def test_a_dead_bootstrap_is_tried_again_until_it_lives(caplog: pytest.LogCaptur
     assert 1 <= len(complaints) <= 2  # once for each time it was lost, not for each attempt
 
 
+def test_a_client_whose_ways_are_all_dead_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """It goes on with nothing: whoever opened it says what became of it."""
+
+    async def scenario() -> None:
+        room = Room()
+        identity = Identity.generate()
+        client = Membership(
+            MemoryTransport(room.network, identity.peer_id),
+            MemoryDirectory(room.network, identity, room.clock),
+            Neighbours(room.network, identity.peer_id),
+            None,
+            MembershipConfig(bootstrap=(address(Identity.generate()),)),
+        )
+        assert not await client.join()
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(scenario())
+    assert not caplog.records
+
+
 def test_peers_met_are_seeds_of_the_next_start(tmp_path: Path) -> None:
     async def scenario() -> None:
         room = Room()
