@@ -34,6 +34,7 @@ HAND_OVER_SECONDS = 15.0
 FIRST_PAUSE_SECONDS = 0.2  # before a peer whose p2pd died is opened anew, doubling while it keeps dying
 LONGEST_PAUSE_SECONDS = 60.0
 STEADY_SECONDS = 60.0  # a p2pd that ran for so long did not die at once
+MOST_THREADS = 1024  # no machine computes faster with more, and libraries crash where the system has no room for theirs
 
 
 class Device(StrEnum):
@@ -56,7 +57,8 @@ def start(
         ),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="Threads for arithmetic (one per core).")
+        int | None,
+        typer.Option("--threads", min=1, max=MOST_THREADS, help="Threads for arithmetic (one per core)."),
     ] = None,
     memory: Annotated[
         str | None,

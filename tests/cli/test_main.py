@@ -64,6 +64,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["start", "--frobnicate"], "--frobnicate"),
         (["start", "--threads", "0"], "--threads"),
         (["start", "--threads", "many"], "--threads"),
+        (["start", "--threads", "1025"], "--threads"),
         (["start", "--memory", "lots"], "--memory"),
         (["start", "--memory", "0GiB"], "--memory"),
         (["start", "--device", "abacus"], "--device"),
