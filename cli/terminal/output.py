@@ -19,6 +19,11 @@ from typing import Any, TextIO
 from fusion.swarm.printable import printable
 
 QUIET_SECONDS = 5.0  # between two status lines where they cannot be rewritten in place
+PIPE_COLUMNS = 200  # a pipe has no width: breaking cells at 80 there would lose what a script looks for
+MOST_WHOLE = 64  # characters of a cell that is not broken: peer ids and names have fewer
+MOST_WORD = 20  # of a word among others that is not
+LEAST_TEXT = 16  # of a line of words
+MOST_PARTS = 3  # of a table, after which its rows are easier to read below each other
 
 
 @dataclass
@@ -91,33 +96,90 @@ class Output:
         self._shown = ""
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """A table for people; a line saying so where there are no rows."""
+        """A table for people; a line saying so where there are no rows. What others may copy (ids, names) stays in one piece: where
+        the columns have no room side by side they stand in several tables, which begin with the same column, or below each other."""
         if self.as_json:
             return
         from rich import box
+        from rich.cells import cell_len
         from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
 
-        found = list(rows)
+        found = [[printable(cell, "\n") for cell in row] for row in rows]
         if not found:
             self.print_line(f"{title}: none")
             return
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in columns:
-            table.add_column(column)
-        for row in found:
-            table.add_row(*(escape(printable(cell, "\n")) for cell in row))
         self._clear()
-        # A pipe has no width: cutting cells at 80 there would lose what a script looks for.
-        width = None if self.stdout.isatty() else 200
-        Console(file=self.stdout, width=width, highlight=False).print(table)
+        console = Console(
+            file=self.stdout, width=None if self.stdout.isatty() else PIPE_COLUMNS, highlight=False
+        )
+        below = list(zip(columns, *found, strict=True))  # the cells of each column
+        parts = side_by_side([least_width(cells, cell_len) for cells in below], console.width)
+        if not 0 < len(parts) <= MOST_PARTS or (len(parts) > 1 and len(set(below[0])) < len(below[0])):
+            label = max(map(cell_len, columns))
+            self.print_line(title)
+            for row in found:  # the terminal breaks what is too long, and copies it in one piece
+                lines = (
+                    f"{name:<{label}}  {' '.join(cell.split())}"
+                    for name, cell in zip(columns, row, strict=True)
+                    if cell
+                )
+                self.print_line("\n" + "\n".join(f" {line}" for line in lines))
+            self.print_line()
+            return
+        for part in parts:
+            table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+            most = [max(cell_len(line) for cell in below[at] for line in cell.split("\n")) for at in part]
+            widths = spread([least_width(below[at], cell_len) for at in part], most, console.width)
+            for at, width in zip(part, widths, strict=True):
+                table.add_column(columns[at], overflow="fold", width=width)
+            for row in found:
+                table.add_row(*(escape(row[at]) for at in part))
+            console.print(table)
 
     def _clear(self) -> None:
         if self._shown and self.stderr.isatty():
             self.stderr.write("\r\x1b[2K")
             self.stderr.flush()
         self._shown = ""
+
+
+def least_width(cells: Iterable[str], cell_len: Callable[[str], int]) -> int:
+    """Characters that a column of these cells takes so that what one copies stays whole; `cell_len` says how wide a text is."""
+    return max((_least_of(cell, cell_len) for cell in cells), default=1)
+
+
+def _least_of(cell: str, cell_len: Callable[[str], int]) -> int:
+    whole, words = cell_len(cell), cell.split()
+    if len(words) < 2:
+        return max(1, min(whole, MOST_WHOLE))
+    return max(min(whole, LEAST_TEXT), *(min(cell_len(word), MOST_WORD) for word in words))
+
+
+def side_by_side(least: Sequence[int], room: int) -> list[list[int]]:
+    """Which columns stand beside each other where a table has `room` characters: all, or several tables that each begin with
+    column 0. Nothing where another has no room beside that one. `least`: characters that each column takes."""
+    parts = [[0]]
+    for at in range(1, len(least)):
+        if _framed([least[each] for each in (*parts[-1], at)]) > room:
+            parts.append([0])
+        parts[-1].append(at)
+    fits = all(_framed([least[at] for at in part]) <= room for part in parts)
+    return parts if fits else []
+
+
+def spread(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
+    """The width of each column: what is left of the `room` goes to those that have something to fill it with."""
+    widths = list(least)
+    while _framed(widths) < room and (narrow := [at for at, width in enumerate(widths) if width < most[at]]):
+        for at in narrow[: room - _framed(widths)]:
+            widths[at] += 1
+    return widths
+
+
+def _framed(widths: Sequence[int]) -> int:
+    return sum(widths) + 3 * len(widths) - 1  # with what lies between and beside them
 
 
 def _with_numbers(value: Any) -> Any:

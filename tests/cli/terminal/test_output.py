@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -12,10 +13,13 @@ from fusion.cli.terminal.output import (
     Output,
     bytes_text,
     flops_text,
+    least_width,
     number_text,
     percentile,
     rate_text,
     seconds_text,
+    side_by_side,
+    spread,
 )
 
 
@@ -130,6 +134,47 @@ def test_tables_show_every_cell_and_no_markup() -> None:
     assert "12D3KooWGrJ5S1hz7HYPzF5bxVqk3R3zQ9o2jQ4n8F2dTq3vEaHs" in text(out.stdout)
     out.table("Jobs", ("name",), [])
     assert text(out.stdout).endswith("Jobs: none\n")
+
+
+PEER_ID = "12D3KooWGrJ5S1hz7HYPzF5bxVqk3R3zQ9o2jQ4n8F2dTq3vEaH"
+COLUMNS = ("name", "device", "speed", "memory free/lent", "stages", "stands by for", "peer id")
+PEERS = [
+    (name, "cuda: NVIDIA GeForce RTX 3080", "117 GFLOP/s", "3.0 GiB / 12.0 GiB", *stages, f"{PEER_ID}{at}")
+    for at, (name, *stages) in enumerate([("silver-koala-db", "shakespeare/0", "-"), ("brave-newt-b0", "idle", "gpt/1, gpt/2")])
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120, 160, 200])
+@pytest.mark.parametrize("key", ["once", "twice"])
+def test_what_is_copied_from_a_table_is_whole_at_any_width(
+    width: int, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = Output(stdout=Terminal(), stderr=Terminal())
+    rows = [row if key == "once" else ("silver-koala-db", *row[1:]) for row in PEERS]
+    out.table("Peers (2)", COLUMNS, rows)
+    said = text(out.stdout)
+    assert "…" not in said
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", said).splitlines()
+    for row in rows:
+        for whole in (row[0], row[4], row[6]):
+            assert any(whole in line.split() for line in lines), whole
+    below = not any("─" in line for line in lines)
+    assert below == (width < 80 or (key == "twice" and width < 160))
+    assert below or max(map(len, lines)) <= width
+
+
+def test_columns_stand_side_by_side_as_far_as_there_is_room() -> None:
+    assert side_by_side([4, 4, 4], 20) == [[0, 1, 2]]
+    assert side_by_side([4, 4, 4], 19) == [[0, 1], [0, 2]]
+    assert side_by_side([4, 12, 4], 21) == [[0, 1], [0, 2]] and side_by_side([4, 12, 4], 20) == []
+    assert side_by_side([20], 21) == [] and side_by_side([20], 22) == [[0]]
+    assert spread([4, 4, 4], [4, 30, 6], 30) == [4, 12, 6] and spread([4, 4], [5, 5], 80) == [5, 5]
+    widths = [
+        least_width([cell], len)
+        for cell in ("", PEER_ID, "x" * 99, "a b", "no room on /a/very/long/path/of/it")
+    ]
+    assert widths == [1, 51, 64, 3, 20]
 
 
 @pytest.mark.parametrize(
