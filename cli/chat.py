@@ -30,7 +30,12 @@ def chat(
     ] = "",
     max_tokens: Annotated[
         int | None,
-        typer.Option("--max-tokens", min=1, help="Tokens of an answer, at most (1024, or as many as fit)."),
+        typer.Option(
+            "--max-tokens",
+            min=1,
+            max=settings.MOST_TOKENS,
+            help="Tokens of an answer, at most (1024, or as many as fit).",
+        ),
     ] = None,
     temperature: settings.Temperature = 0.0,
     top_k: settings.TopK = 0,

@@ -37,7 +37,12 @@ def generate(
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option("--max-tokens", min=1, help="Tokens to generate, at most (64, or as many as fit)."),
+        typer.Option(
+            "--max-tokens",
+            min=1,
+            max=settings.MOST_TOKENS,
+            help="Tokens to generate, at most (64, or as many as fit).",
+        ),
     ] = None,
     temperature: settings.Temperature = 0.0,
     top_k: settings.TopK = 0,

@@ -51,6 +51,8 @@ def run(
         raise ValueError(f"--output: there is no folder {made.resolve().parent}")
     if made.is_dir():
         raise ValueError(f"--output: {made} is a folder")
+    if given.exists() and not given.is_file():
+        raise ValueError(f"--input: {given} is not a regular file")
     arrays = _read(given)
     way = client.Way(home, bootstrap, peer, swarm_key)
     run_loop(_run(model, arrays, made, batch, way, Output(as_json=json)), debug=debug)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from fusion.swarm.identity import Identity
 
 
+MOST_STAGES = 4096  # of a job, as its manifest may say
+
+
 class Quantization(StrEnum):
     int8 = "int8"
     int4 = "int4"
@@ -60,7 +63,10 @@ def serve(
     stages: Annotated[
         int | None,
         typer.Option(
-            "--stages", min=1, help="Over how many peers (as few as give nearly the shortest time per token)."
+            "--stages",
+            min=1,
+            max=MOST_STAGES,
+            help="Over how many peers (as few as give nearly the shortest time per token).",
         ),
     ] = None,
     quantization: Annotated[

@@ -14,10 +14,16 @@ if TYPE_CHECKING:
     from fusion.runtime.serving.requests.request import Sampling
     from fusion.swarm.errors import RemoteError
 
+# More than any model has positions, or a vocabulary tokens: what a frame has no room for is refused before it is sent.
+MOST_TOKENS = (1 << 31) - 1
+
 Temperature = Annotated[
     float, typer.Option("--temperature", min=0.0, help="0 takes the most probable token each time.")
 ]
-TopK = Annotated[int, typer.Option("--top-k", min=0, help="Draw from the k most probable tokens; 0: all.")]
+TopK = Annotated[
+    int,
+    typer.Option("--top-k", min=0, max=MOST_TOKENS, help="Draw from the k most probable tokens; 0: all."),
+]
 TopP = Annotated[
     float, typer.Option("--top-p", help="Draw from the fewest tokens whose probabilities reach this sum.")
 ]

@@ -55,6 +55,7 @@ from fusion.swarm.links.view import BYTES_PER_MBIT
 
 MAX_SWARM_BYTES = 64 << 20
 MAX_PEERS = 1_000_000  # counted out
+LEAST_MBPS = 1e-6  # of any line: with less, times are more than a float holds
 # Of a device's peak: large products of a transformer in training reach 0.44 to 0.52 of an A100's (Megatron-LM, arXiv 2104.04473).
 EFFICIENCY = 0.5
 
@@ -94,8 +95,10 @@ class PeerEntry:
         _check_name(self.name)
         if sum(value is not None for value in (self.gflops, self.mflops, self.device)) != 1:
             raise ValueError("gflops (or mflops) must be set, or device: one of the three")
-        for key in ("gflops", "mflops", "memory_gb_per_second", "price_usd", "up_mbps", "down_mbps"):
+        for key in ("gflops", "mflops", "memory_gb_per_second", "price_usd"):
             _check_above_zero(key, getattr(self, key))
+        for key in ("up_mbps", "down_mbps"):
+            _check_rate(key, getattr(self, key))
         _check_not_below_zero("rtt_ms", self.rtt_ms)
         if self.count is not None and not 1 <= self.count <= MAX_PEERS:
             raise ValueError(f"count must be from 1 to {MAX_PEERS}, not {self.count}")
@@ -165,7 +168,7 @@ class LinkFigures:
     loss: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_above_zero("mbps", self.mbps)
+        _check_rate("mbps", self.mbps)
         _check_above_zero("queue_ms", self.queue_ms)
         _check_not_below_zero("rtt_ms", self.rtt_ms)
         if not 0.0 <= self.loss < 1.0:
@@ -220,7 +223,7 @@ class SwarmFile:
 
     def with_lines(self, mbps: float) -> SwarmFile:
         """The same peers, each with a line of its own of so many Mbps, up and down. JobError where that is no rate."""
-        _check_above_zero("line-mbps", mbps)
+        _check_rate("line-mbps", mbps)
         return replace(self, peers=tuple(replace(p, up_mbps=mbps, down_mbps=mbps) for p in self.peers))
 
     def price(self, names: Iterable[str]) -> float | None:
@@ -364,6 +367,12 @@ def _check_name(name: str, prefix: str = "") -> None:
 def _check_above_zero(key: str, value: float | None) -> None:
     if value is not None and not (math.isfinite(value) and value > 0):
         raise JobError(f"{key} must be above 0, not {value:g}")
+
+
+def _check_rate(key: str, mbps: float | None) -> None:
+    _check_above_zero(key, mbps)
+    if mbps is not None and mbps < LEAST_MBPS:
+        raise JobError(f"{key} must be at least {LEAST_MBPS:g}, a bit a second, not {mbps:g}")
 
 
 def _check_not_below_zero(key: str, value: float | None) -> None:

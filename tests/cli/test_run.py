@@ -48,6 +48,12 @@ def test_a_folder_is_no_output(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "is a folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", [os.devnull, "."])  # the end of /dev/zero would be looked for without end
+def test_an_input_is_a_file(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["run", "digits", "--input", given, "--output", str(tmp_path / "y.npz")]) == 2
+    assert capsys.readouterr().err == f"fusion-peer: --input: {given} is not a regular file\n"
+
+
 def test_a_name_that_is_not_served_is_called_what_the_command_calls_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

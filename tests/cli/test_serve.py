@@ -18,10 +18,11 @@ from fusion.cli.terminal.output import Output
 from fusion.runtime.belief import reading
 from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.job.errors import JobFailed
-from fusion.runtime.job.manifest import ServeConfig
+from fusion.runtime.job.manifest import MAX_STAGES, ServeConfig
 from fusion.runtime.launch import launch, servable
 from fusion.swarm.errors import SwarmError
 
+assert serve.MOST_STAGES == MAX_STAGES
 ASKED = serve.Asked("gpt", ServingAsked(None, AdmissionSpec(), None, None, None, None))
 
 

@@ -260,6 +260,10 @@ def test_every_peer_with_a_line_of_its_own():
     assert {(d.up_bytes_per_second, d.down_bytes_per_second) for d in swarm.network().devices} == {(1e7, 1e7)}
     with pytest.raises(JobError, match="line-mbps must be above 0"):
         swarm.with_lines(0)
+    with pytest.raises(JobError, match=r"line-mbps must be at least 1e-06, a bit a second, not"):
+        swarm.with_lines(1e-320)
+    with pytest.raises(JobError, match=r"peers\[1\].up_mbps must be at least 1e-06"):
+        parse(TWO + "up_mbps = 1e-7\n")
 
 
 @pytest.mark.parametrize(
