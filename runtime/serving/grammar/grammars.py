@@ -125,9 +125,7 @@ class Grammars:
             self._leave(model, holder)
             raise
         ours, theirs = socket.socketpair()
-        grammar.users += 1
-        if grammar.timer is not None:
-            grammar.timer.cancel()
+        _join(grammar)
 
         def used() -> None:
             grammar.used_at = model.used_at = self._clock()
@@ -173,7 +171,7 @@ class Grammars:
             self._shares.take(grammar, holder)
             grammar.ready = asyncio.create_task(_compile(model.control, ours, theirs, schema))
         assert grammar.ready is not None
-        grammar.users += 1  # nobody ends it meanwhile for having none
+        _join(grammar)  # nobody ends it meanwhile for having no answer
         try:
             await asyncio.shield(grammar.ready)
         except (GrammarRefused, JobFailed):
@@ -339,6 +337,13 @@ class Grammars:
         ending = asyncio.create_task(_end_process(model))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
+
+
+def _join(grammar: _Grammar) -> None:
+    """One user more, and `Grammars._left` for each: the timer runs only while there are none."""
+    grammar.users += 1
+    if grammar.timer is not None:
+        grammar.timer.cancel()
 
 
 async def _compile(model: socket.socket, ours: socket.socket, theirs: socket.socket, schema: str) -> None:

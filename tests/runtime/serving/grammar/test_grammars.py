@@ -339,6 +339,27 @@ def test_models_with_schemas_are_shared_out(tmp_path: Path, monkeypatch: pytest.
     asyncio.run(main())
 
 
+def test_the_time_of_a_schema_without_answers_ends_where_it_gets_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timers, later = list[asyncio.TimerHandle](), grammars._later
+
+    def noted(*arguments: Any) -> asyncio.TimerHandle:
+        timers.append(later(*arguments))
+        return timers[-1]
+
+    monkeypatch.setattr(grammars, "_later", noted)
+
+    async def main() -> None:
+        async with opened(tmp_path) as (made, _):
+            for _ in range(3):
+                with closing(await session_of(made, GOOD["date"])):
+                    assert all(timer.cancelled() for timer in timers), "it would end under the answer"
+                assert [timer.cancelled() for timer in timers].count(False) == 1
+
+    asyncio.run(main())
+
+
 def test_tokens_that_the_schema_does_not_allow_change_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (made, _):
