@@ -31,7 +31,7 @@ MAX_BESIDE = 1 << 16  # tokens that are put around each text
 MAX_WORD_CHARACTERS = 256
 REPLACEMENT = "\ufffd"  # what an unfinished or impossible byte sequence decodes to
 CONTEXT_TOKENS = 6  # tokens of the prompt that give the first piece its neighbours
-# A character has at most four bytes: text that is still broken after this many tokens will never be whole.
+# A character has at most four bytes: text that is still broken after this many tokens that brought none will never be whole.
 PATIENCE_TOKENS = 8
 
 
@@ -297,10 +297,12 @@ class _Decode(Protocol):
 class _WindowStream:
     def __init__(self, decode: _Decode, prompt: Sequence[int]) -> None:
         self._decode = decode
-        # The window: tokens whose text has been shown, then tokens held back. It always starts where a character
-        # does: a byte-fallback decoder reads a run of byte tokens as a whole or not at all.
+        # The window: tokens whose text has been shown, but for an unfinished character at their end, then tokens held back.
+        # With a byte-fallback decoder, which reads a run of byte tokens as a whole or not at all, it always starts where a
+        # character does; with others it may start inside one, whose rest then reads the same in each text.
         self._ids: list[int] = []
         self._before = ""  # text of the shown part
+        self._quiet = 0  # tokens since there was some, or since we gave up
         for length in range(CONTEXT_TOKENS, CONTEXT_TOKENS + 4):
             self._ids = list(prompt[-length:])
             self._before = decode(self._ids)
@@ -310,17 +312,22 @@ class _WindowStream:
 
     def push(self, token: int) -> str:
         self._ids.append(token)
+        self._quiet += 1
         whole = self._decode(self._ids)
-        patient = len(self._ids) - self._shown < PATIENCE_TOKENS
-        if whole.endswith(REPLACEMENT) and patient:
-            return ""
-        piece = whole[len(self._before) :]
+        patient = self._quiet < PATIENCE_TOKENS
+        # Of what never becomes whole the last may yet be the beginning of what does.
+        certain = whole.rstrip(REPLACEMENT) if patient else whole.removesuffix(REPLACEMENT)
+        piece = certain[len(self._before) :]
         if piece:
             self._ids = self._ids[self._shown :]
             self._shown = len(self._ids)
             self._before = self._decode(self._ids)
+            if unfinished := len(whole) - len(certain):
+                self._before = self._before[:-unfinished]
+            self._quiet = 0
         elif not patient:  # tokens without text must not make the window grow for ever
             del self._ids[self._shown :]
+            self._quiet = 0
         return piece
 
     def finish(self) -> str:

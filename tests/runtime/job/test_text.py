@@ -11,7 +11,16 @@ from support.examples import examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from fusion.runtime.job.errors import JobError, JobFailed
-from fusion.runtime.job.text import MAX_GROWN_BYTES, REPLACEMENT, ByteText, NoText, Text, TokenizerText
+from fusion.runtime.job.text import (
+    _BYTE_OF,
+    MAX_GROWN_BYTES,
+    PATIENCE_TOKENS,
+    REPLACEMENT,
+    ByteText,
+    NoText,
+    Text,
+    TokenizerText,
+)
 
 SAMPLES = [
     "def main():\n    return 'naïve café'\n",
@@ -100,6 +109,41 @@ def test_any_ids_at_all_stream_in_bounded_windows(kind: str, ids: list[int]) -> 
         window = getattr(stream, "_ids", [])
         assert len(window) <= 24
     stream.finish()
+
+
+def across_characters() -> TokenizerText:
+    """All bytes as tokens, and some of "กก…" (E0 B8 81, again and again) that end inside one."""
+    alphabet = sorted(_BYTE_OF, key=_BYTE_OF.__getitem__)
+    thai = [alphabet[byte] for byte in "ก".encode()]
+    more = [thai[2] + thai[0], thai[2] + thai[0] + thai[1], "".join(thai) + thai[0], thai[0] + thai[1]]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*alphabet, *more])}, unk_token="a"))
+    made.decoder = decoders.ByteLevel()
+    return TokenizerText(made.to_str().encode())
+
+
+ACROSS = across_characters()
+KO, KAI = list("ก".encode()), [256, 257, 258, 259]  # bytes, and the tokens of more than one
+
+
+@pytest.mark.parametrize("again", [[KAI[1]], [KAI[0], KO[1]]])
+def test_tokens_that_all_end_inside_a_character_lose_none_of_them(again: list[int]) -> None:
+    ids = [*KO[:2], *again * 40, KO[2]]
+    pieces = streamed(ACROSS, [], ids)
+    assert "".join(pieces) == ACROSS._decode(ids) == "ก" * (len("".join(pieces)))
+    assert sum(map(bool, pieces)) >= 40, "shown as they come"
+
+
+@settings(max_examples=examples(100))
+@given(ids=st.lists(st.sampled_from([*KO, *KAI, *KAI[1:2] * 40, ord("a")]), max_size=60))
+def test_whatever_ends_inside_a_character_the_text_is_that_of_all_tokens(ids: list[int]) -> None:
+    """Apart from what is no text: it comes late, or not at all at the end."""
+    stream = ACROSS.stream([])
+    pieces = []
+    for token in ids:
+        pieces.append(stream.push(token))
+        assert len(getattr(stream, "_ids", [])) <= 2 * PATIENCE_TOKENS
+    said = "".join((*pieces, stream.finish()))
+    assert said.replace(REPLACEMENT, "") == ACROSS._decode(ids).replace(REPLACEMENT, "")
 
 
 def test_bytes_that_never_become_text_do_not_hold_back_what_follows() -> None:
