@@ -16,8 +16,8 @@ from typing import Any
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-_CALL = re.compile(f"{re.escape(OPEN)}(.*?)(?:{re.escape(CLOSE)}|$)", re.DOTALL)
 _DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ class ToolCallStream:
     def finish(self) -> tuple[str, tuple[Call, ...]]:
         """The rest of the text, and the calls."""
         held, self._held = self._held, ""
-        calls, rest = _tagged(held) if OPEN in held else (_bare(held, self._tools), "")
+        if calls := _bare(held, self._tools):  # in whose arguments a tag is text
+            return "", calls
+        calls, rest = _tagged(held)
         return (rest, calls) if calls else (held, ())
 
 
@@ -70,9 +72,25 @@ def _overlap(text: str) -> int:
 
 def _tagged(text: str) -> tuple[tuple[Call, ...], str]:
     """The calls, and the text around them; no call where one cannot be read."""
-    found = [_call(_decoded(each)) for each in _CALL.findall(text)]
-    calls = tuple(call for call in found if call is not None)
-    return (calls, _CALL.sub("", text).strip()) if len(calls) == len(found) else ((), "")
+    calls, around, at = list[Call](), list[str](), 0
+    while (begins := text.find(OPEN, at)) >= 0:
+        around.append(text[at:begins])
+        try:  # where the JSON ends and not at the next tag, which its strings may have
+            value, end = _DECODER.raw_decode(text, _behind_space(text, begins + len(OPEN)))
+        except (ValueError, RecursionError):
+            return (), ""
+        call, at = _call(value), _behind_space(text, end)
+        if call is None or not (text.startswith(CLOSE, at) or at == len(text)):
+            return (), ""
+        calls.append(call)
+        at += len(CLOSE)
+    return tuple(calls), "".join((*around, text[at:])).strip()
+
+
+def _behind_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None  # no space at all is some
+    return found.end()
 
 
 def _bare(text: str, tools: frozenset[str]) -> tuple[Call, ...]:

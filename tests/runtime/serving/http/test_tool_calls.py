@@ -23,6 +23,16 @@ CASES = [
         "",
         (Call("weather", '{"a": 1}'),),
     ),
+    *(
+        (said.replace("Köln", f"{tag}{tag}"), "", (Call("weather", f'{{"city": "{tag}{tag}"}}'),))
+        for tag in ("<tool_call>", "</tool_call>")
+        for said in (HERMES, LLAMA)
+    ),
+    (
+        f"One {HERMES} or {HERMES.replace('Köln', '</tool_call>')} two",
+        "One or  two",
+        (WEATHER, Call("weather", '{"city": "</tool_call>"}')),
+    ),
     (LLAMA, "", (WEATHER,)),
     (f"<|python_tag|>{LLAMA}", "", (WEATHER,)),
     (f"\n{LLAMA}; {LLAMA}", "", (WEATHER, WEATHER)),
@@ -31,6 +41,7 @@ CASES = [
     ("  ", "  ", ()),
     ("a < b <tool", "a < b <tool", ()),
     ("<tool_call>nonsense</tool_call>", "<tool_call>nonsense</tool_call>", ()),
+    (HERMES.replace("}}", "}} more"), HERMES.replace("}}", "}} more"), ()),
     ('<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', ()),
     ('{"name": "else", "parameters": {}}', '{"name": "else", "parameters": {}}', ()),
     (f"{LLAMA} and so on", f"{LLAMA} and so on", ()),
