@@ -84,7 +84,8 @@ class Gateway:
             context.access.chain,
         )
         self._catalog = Catalog(context, self._sessions.through)
-        self._threads = TextThreads()
+        # Apart from each other: a prompt takes seconds where it is long, and the text of every answer would wait for it.
+        self._prompts, self._texts = TextThreads(), TextThreads()
         clock = context.clock.monotonic
         self._answers = Turns(clock, self._config.max_sessions * ANSWER_BYTES, IDLE_SECONDS)
         self._arriving = Arrivals(clock, LARGE_PROMPTS)
@@ -98,7 +99,8 @@ class Gateway:
         await self._reports.aclose()
         await self._sessions.aclose()
         await self._catalog.aclose()
-        self._threads.close()
+        self._prompts.close()
+        self._texts.close()
 
     async def generate(
         self, request: GenerateRequest, client: PeerId | None = None, holder: PeerId | None = None
@@ -110,10 +112,11 @@ class Gateway:
         """
         began = self._context.clock.monotonic()
         asker = client or self._context.peer_id
+        holder = holder or asker
         model = await self._catalog.find(request.model)
         await self._catalog.check_asker(model, asker, request.grants)
-        task, prompt_tokens = await self._prepared(model, request, holder or asker)
-        text = await self._text(model, AnswerText, model.text, task.prompt, request.stop)
+        task, prompt_tokens = await self._prepared(model, request, holder)
+        text = await self._run(self._texts, model, holder, AnswerText, model.text, task.prompt, request.stop)
         tokens, grammar = list(request.answered), None
         if request.schema:
             answered = [token for token in tokens if token not in model.serve.end_tokens]
@@ -152,7 +155,7 @@ class Gateway:
             )
         check_size(request, serve.longest_prompt)
         if request.prompt is not None:
-            ids = await self._text(model, model.text.encode, request.prompt, plain=not request.chat)
+            ids = await self._read(model, holder, request.prompt, plain=not request.chat)
         else:
             ids = list(request.prompt_ids or ())
         read = reading(serve, ids, request.features)
@@ -182,8 +185,9 @@ class Gateway:
     ) -> AsyncGenerator[Piece, None]:
         """Of the tokens that the user does not have yet; that which a stop text ends in once every stage is free."""
         model, ends, had = task.model, task.model.serve.end_tokens, task.answered
-        # An end token is not text.
-        await self._text(model, text.read, had[:-1] if had and had[-1] in ends else had)
+        if had:  # as many as a prompt may have; an end token is not text
+            had_text = had[:-1] if had[-1] in ends else had
+            await self._run(self._prompts, model, task.holder, text.read, had_text)
         last: Piece | None = None
         async with aclosing(generation.tokens()) as chosen:
             for index in count(len(had)):
@@ -191,12 +195,14 @@ class Gateway:
                 if token is None:
                     break
                 ended = generation.finish == "stop" and token.id in ends
-                shown = "" if ended else await self._text(model, text.push, token.id)
+                shown = ""
+                if not ended:
+                    shown = await self._run(self._texts, model, task.holder, text.push, token.id)
                 last = token.piece(index, shown, _peers(generation))
                 if not text.stopped:
                     yield last
         if not text.stopped:
-            await self._text(model, text.finish)
+            await self._run(self._texts, model, task.holder, text.finish)
         elif last is not None:
             yield last
 
@@ -206,31 +212,45 @@ class Gateway:
             number = self._users[holder] = next(self._numbers)
         return number
 
-    async def _text(
-        self, model: ServedModel, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    async def _read(self, model: ServedModel, holder: PeerId, prompt: str, *, plain: bool) -> list[int]:
+        return await self._run(self._prompts, model, holder, model.text.encode, prompt, plain=plain)
+
+    async def _run(
+        self,
+        threads: TextThreads,
+        model: ServedModel,
+        holder: PeerId,
+        function: Callable[P, T],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> T:
         """In a thread where a tokenizer from somebody else runs; bytes take no time."""
         if model.manifest.tokenizer is None:
             return function(*args, **kwargs)
-        return await self._threads.run(model.job, function, *args, **kwargs)
+        return await threads.run(model.job, holder, function, *args, **kwargs)
 
     @property
     def catalog(self) -> Catalog:
         """The models that there are."""
         return self._catalog
 
-    async def encode(self, model: ServedModel, text: str, *, plain: bool = True) -> tuple[int, ...]:
-        """As `Text.encode`. JobError for a text that the model cannot take, JobFailed where its tokenizer takes too long."""
+    async def encode(
+        self, model: ServedModel, holder: PeerId, text: str, *, plain: bool = True
+    ) -> tuple[int, ...]:
+        """As `Text.encode`, one text of a `holder` at a time. JobError for a text that the model cannot take, JobFailed where
+        its tokenizer takes too long."""
         self.check_text(model, text)
-        return tuple(await self._text(model, model.text.encode, text, plain=plain))
+        return tuple(await self._read(model, holder, text, plain=plain))
 
     def check_text(self, model: ServedModel, text: str) -> None:
         """JobError for a text that the model cannot take, whatever tokens are made of it."""
         check_size(GenerateRequest(prompt=text), model.serve.longest_prompt)
 
-    async def spell(self, model: ServedModel, tokens: Sequence[int]) -> list[bytes]:
+    async def spell(self, model: ServedModel, holder: PeerId, tokens: Sequence[int]) -> list[bytes]:
         """As `Text.spell`, for each of them."""
-        return await self._text(model, lambda: [model.text.spell(token) for token in tokens])
+        return await self._run(
+            self._texts, model, holder, lambda: [model.text.spell(token) for token in tokens]
+        )
 
     # --- clients
 

@@ -49,6 +49,7 @@ _OPTIONS = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
 
 
 def main(parent: int, memory_bytes: int, grammar_bytes: int) -> int:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a schema's process may begin no thread
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the parent says when
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended

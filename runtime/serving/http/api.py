@@ -103,22 +103,25 @@ class Api:
 
     async def _complete(self, request: Request, body: CompletionRequest) -> Response:
         model = await self.find(body.model)
-        prompts = [await self._tokens(model, prompt) for prompt in body.prompts]
+        prompts = [await self._tokens(request, model, prompt) for prompt in body.prompts]
         most = [body.max_tokens or min(COMPLETION_TOKENS, _left(model, prompt)) for prompt in prompts]
         asked = asking.requests(body, model.job, prompts, most, body.logprobs, self._context.random)
         spelling: dict[int, bytes] = {}
         return await self._reply(request, body, model, CompletionShape(spelling), asked, spelling)
 
-    async def _tokens(self, model: ServedModel, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    async def _tokens(
+        self, request: Request, model: ServedModel, prompt: str | tuple[int, ...]
+    ) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return await self._gateway.encode(model, prompt)
+            return await self._gateway.encode(model, request.state.holder, prompt)
         check_length(len(prompt), model.serve.longest_prompt)  # each of `n` answers looks at all of them
         return prompt
 
     async def _chat(self, request: Request, body: ChatRequest) -> Response:
         model = await self.find(body.model)
         with attributed_to("messages"):
-            prompt = await self._gateway.encode(model, await self._text(model, body), plain=False)
+            text = await self._text(model, body)
+            prompt = await self._gateway.encode(model, request.state.holder, text, plain=False)
             most = body.tokens or min(CHAT_TOKENS, _left(model, prompt))
             top = (body.top_logprobs or 0) if body.logprobs else None
             asked = asking.requests(body, model.job, [prompt], [most], top, self._context.random)
@@ -159,7 +162,7 @@ class Api:
         prompt_tokens = sum(len(each.prompt_ids or ()) for each in asked) // body.answers
         parts = answers.parts(self._gateway, asked, request.state.holder, self._metrics)
         if asked[0].top_logprobs is not None:
-            parts = self._spelled(model, parts, spelling)
+            parts = self._spelled(request, model, parts, spelling)
         if body.stream:
             first = await anext(parts)  # what goes wrong before it has a status of its own
             events = events_of(first, parts, heading, shape, body, prompt_tokens, self._context)
@@ -179,7 +182,11 @@ class Api:
             return WholeAnswer(whole, held.pop_all())
 
     async def _spelled(
-        self, model: ServedModel, parts: AsyncGenerator[answers.Part], spelling: dict[int, bytes]
+        self,
+        request: Request,
+        model: ServedModel,
+        parts: AsyncGenerator[answers.Part],
+        spelling: dict[int, bytes],
     ) -> AsyncGenerator[answers.Part]:
         """The same, with every token that they tell of in `spelling` by then."""
         async with aclosing(parts):
@@ -187,7 +194,7 @@ class Api:
                 if isinstance(part.said, Piece):
                     told = {part.said.id, *(token for token, _ in part.said.top_logprobs)}
                     if tokens := list(told - spelling.keys()):
-                        spelled = await self._gateway.spell(model, tokens)
+                        spelled = await self._gateway.spell(model, request.state.holder, tokens)
                         spelling.update(zip(tokens, spelled, strict=True))
                 yield part
 

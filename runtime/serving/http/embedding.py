@@ -61,7 +61,7 @@ class Embeddings:
         place = self._gateway.place(holder, size)
         if place is None:
             raise Busy
-        whole, making = False, asyncio.create_task(self._make(model, body, place))
+        whole, making = False, asyncio.create_task(self._make(model, holder, body, place))
         place.add_done_callback(lambda _: making.cancel())
         async with AsyncExitStack() as held:
             held.callback(lambda: self._gateway.leave(place, completed=whole))
@@ -77,11 +77,13 @@ class Embeddings:
                 await asyncio.gather(making, return_exceptions=True)
             return WholeAnswer(made, held.pop_all())
 
-    async def _make(self, model: ServedModel, body: EmbeddingRequest, place: Turn) -> list[bytes]:
+    async def _make(
+        self, model: ServedModel, holder: PeerId, body: EmbeddingRequest, place: Turn
+    ) -> list[bytes]:
         """The answer, a part at a time."""
         with attributed_to("input"):
             texts = [
-                await self._gateway.encode(model, text) if isinstance(text, str) else text
+                await self._gateway.encode(model, holder, text) if isinstance(text, str) else text
                 for text in body.texts
             ]
         check_texts(model, texts)

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
+import time
+from statistics import median
 from typing import Any
 
 import pytest
@@ -144,6 +147,30 @@ def test_whatever_ends_inside_a_character_the_text_is_that_of_all_tokens(ids: li
         assert len(getattr(stream, "_ids", [])) <= 2 * PATIENCE_TOKENS
     said = "".join((*pieces, stream.finish()))
     assert said.replace(REPLACEMENT, "") == ACROSS._decode(ids).replace(REPLACEMENT, "")
+
+
+def test_other_threads_run_while_a_text_is_read() -> None:
+    """The library keeps Python's lock in most of its functions; a peer would stand still for seconds."""
+    text = "".join(SAMPLES) * 600
+
+    def wakes() -> int:
+        begun, done, found = threading.Event(), threading.Event(), 0
+
+        def read() -> None:
+            begun.set()
+            BYTE_LEVEL.encode(text)
+            done.set()
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        begun.wait()
+        while not done.is_set():
+            found += 1
+            time.sleep(0.001)
+        thread.join()
+        return found
+
+    assert median(wakes() for _ in range(5)) > 4
 
 
 def test_bytes_that_never_become_text_do_not_hold_back_what_follows() -> None:

@@ -35,6 +35,7 @@ from fusion.runtime.serving.requests.request import (
 )
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import RemoteError
+from fusion.swarm.transport import PeerId
 
 
 def tokenizer_json() -> bytes:
@@ -271,6 +272,45 @@ def test_a_prompt_that_no_position_could_hold_never_reaches_the_tokenizer(
             with pytest.raises(RemoteError, match="prompt: the model takes"):
                 await swarm.ask(prompt="x" * (MAX_SEQUENCE * 16), max_tokens=1)
             assert read == [MAX_SEQUENCE * 16] and "MainThread" not in threads
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_takes_long_to_read_holds_up_no_answer_and_one_prompt_of_each_other_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go, read = threading.Event(), threading.Event(), list[str]()
+
+    def encode(self: TokenizerText, prompt: str, *, plain: bool = True) -> list[int]:
+        if prompt == "long":
+            reading.set()
+            go.wait()
+        read.append(prompt)
+        return original(self, prompt, plain=plain)
+
+    original = TokenizerText.encode
+    monkeypatch.setattr(TokenizerText, "encode", encode)
+
+    async def main() -> None:
+        async with swarm_of(1, tmp_path) as swarm:
+            digest = await swarm.peers[0].context.blobs.put(tokenizer_json())
+            await swarm.serve("gpt2", 1, tokenizer=digest)
+            gateway = swarm.peers[0].service.gateway
+            served = await gateway.catalog.find("")
+            one, other = PeerId("http/one"), PeerId("http/other")
+            try:
+                asked = [asyncio.create_task(gateway.encode(served, one, "long"))]
+                await asyncio.to_thread(reading.wait)
+                answer = await swarm.ask(prompt_ids=(5, 9), max_tokens=8)
+                assert list(answer.tokens) == reference("gpt2", [5, 9], 8) and answer.text
+                asked += [asyncio.create_task(gateway.encode(served, one, "again")) for _ in range(3)]
+                await asyncio.sleep(0)
+                asked.append(asyncio.create_task(gateway.encode(served, other, "other")))
+                await asyncio.sleep(0)
+            finally:
+                go.set()
+            await asyncio.gather(*asked)
+            assert read.index("other") <= 2
 
     asyncio.run(main())
 

@@ -34,7 +34,7 @@ class _Gateway:
         serve = SimpleNamespace(longest_prompt=100, max_sequence=100, source=None)
         return SimpleNamespace(job="job", manifest=SimpleNamespace(name="m"), serve=serve)
 
-    async def encode(self, model: Any, text: str, *, plain: bool = True) -> tuple[int, ...]:
+    async def encode(self, model: Any, holder: PeerId, text: str, *, plain: bool = True) -> tuple[int, ...]:
         return (1, 2)
 
     def place(self, *_: object) -> Turn:
