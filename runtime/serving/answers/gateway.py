@@ -120,7 +120,7 @@ class Gateway:
         tokens, grammar = list(request.answered), None
         if request.schema:
             answered = [token for token in tokens if token not in model.serve.end_tokens]
-            grammar = await self._open_grammar(model.job, model.manifest, request.schema, answered, asker)
+            grammar = await self._open_grammar(model.job, model.manifest, request.schema, answered, holder)
         with nullcontext() if grammar is None else closing(grammar):
             generation = Generation(
                 self._context,

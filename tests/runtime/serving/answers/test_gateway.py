@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from fusion.runtime.job.text import TokenizerText
 from fusion.runtime.serving.answers import catalog
+from fusion.runtime.serving.grammar.matcher import GrammarsBusy
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import (
     DEFAULT_MAX_TOKENS,
@@ -311,6 +312,29 @@ def test_a_prompt_that_takes_long_to_read_holds_up_no_answer_and_one_prompt_of_e
                 go.set()
             await asyncio.gather(*asked)
             assert read.index("other") <= 2
+
+    asyncio.run(main())
+
+
+def test_a_schema_counts_for_whoever_an_answer_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holders = list[PeerId]()
+
+    async def busy(*arguments: Any) -> Any:
+        holders.append(arguments[-1])
+        raise GrammarsBusy
+
+    async def main() -> None:
+        async with swarm_of(1, tmp_path) as swarm:
+            await swarm.serve("llama", 1, byte_level=True)
+            gateway = swarm.peers[0].service.gateway
+            monkeypatch.setattr(gateway, "_open_grammar", busy)
+            asked = GenerateRequest(prompt_ids=(5, 9), schema="{}")
+            for holder in (PeerId("http/one"), PeerId("http/other"), None):
+                with pytest.raises(GrammarsBusy):
+                    await anext(gateway.generate(asked, holder=holder))
+            assert holders == [PeerId("http/one"), PeerId("http/other"), swarm.peers[0].id]
 
     asyncio.run(main())
 
