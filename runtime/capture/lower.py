@@ -20,6 +20,7 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from fusion.dag.cutting.positional import COUNTER
 from fusion.dag.ir.dims import Dim, poly
+from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import OPSET, infer
 from fusion.dag.ir.opset_spec import Parameter
@@ -119,9 +120,12 @@ class _Lowering:
         if target not in self.names:
             raise CaptureError(f"the model reads {target}, which is neither a parameter nor a buffer")
         name = self.names[target]
-        type_ = self.type_of(node.meta["val"])
+        parameter = spec.kind is InputKind.PARAMETER
+        try:
+            type_ = self.type_of(node.meta["val"])
+        except CaptureError as error:
+            raise CaptureError(f"{'parameter' if parameter else 'buffer'} {name}: {error}") from None
         if name not in variables:
-            parameter = spec.kind is InputKind.PARAMETER
             trainable = parameter and bool(exported.state_dict[target].requires_grad)
             own = {t.removeprefix("module.") for t, n in self.names.items() if n == name}
             aliases = tuple(sorted(own - {name, name.removeprefix("constant:")}))
@@ -190,7 +194,7 @@ class _Lowering:
                 elif not is_dropped(name):
                     try:
                         self.call(node, name)
-                    except CaptureError as error:
+                    except (CaptureError, GraphError) as error:
                         raise CaptureError(f"{error}{line_of_node(node)}") from error
 
     def broadcast(self, node: fx.Node) -> None:
@@ -289,12 +293,15 @@ class _Lowering:
         value = node.meta["val"]
         several = isinstance(value, (tuple, list))
         types = tuple(self.type_of(v) for v in (value if several else (value,)))
-        if in_place and (made := infer(name, args, self.types)) != types:
+        # torch's fake tensors let dtypes pass that do not go together. A view has one, and may be spelt another way later.
+        view = OPSET[name].family == "view"
+        made = types if view else infer(name, args, self.types)
+        if in_place and made != types:
             # Written in the dtype of what was there: the value of a higher one is rounded to it.
             whole = self.emit(node.name, name, args, made)
             name, args = "aten.to.dtype", (whole[0], DType(types[0].dtype))
         refs = self.emit(node.name, name, args, types)
-        if OPSET[name].family == "view":
+        if view:
             self.viewed.update(refs)
             if isinstance(first, fx.Node) and isinstance(source := self.env[first], Ref):
                 self.viewed.add(source)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fusion.dag.ir.dims import Poly
-from fusion.dag.ir.graph import Graph
+from fusion.dag.ir.graph import DTYPE_BYTES, Graph
 from fusion.runtime.capture.capture import capture_module, variables_from_module
 from fusion.runtime.capture.python.python_file import PythonFile
 from fusion.runtime.capture.sources import Read
@@ -44,6 +44,7 @@ class PythonModel:
             raise JobError(
                 f"{config.path}: {config.function} must return an nn.Module, not {type(made).__name__}"
             )
+        _check_tensors(made, str(config.path))
         self.module: nn.Module = made
         name = f"forward of {type(made).__name__}"
         self._module_inputs = _wanted(made.forward, arrays, f"{config.path}: {name}")
@@ -78,6 +79,8 @@ class PythonModel:
                 loss_inputs=self._loss_inputs,
             )
             self._check_loss(training)
+            if not any(variable.trainable for variable in training.variables):
+                raise JobError(f"{self._config.path}: no parameter is trainable")
             inference = None
             if loss is not None:
                 inference = capture_module(
@@ -103,6 +106,17 @@ class PythonModel:
             raise JobError(
                 f"{self._config.path}: {made} must return one number to train on, not {loss}{hint}"
             )
+
+
+def _check_tensors(module: nn.Module, where: str) -> None:
+    """JobError for a parameter or buffer that a job cannot hold."""
+    named = [("parameter", *each) for each in module.named_parameters()]
+    for kind, name, tensor in (*named, *(("buffer", *each) for each in module.named_buffers())):
+        if tensor.is_meta:
+            raise JobError(f'{where}: {kind} {name} has no values: it is on device "meta"')
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPE_BYTES:
+            raise JobError(f"{where}: {kind} {name} is of dtype {dtype}; a job has {', '.join(DTYPE_BYTES)}")
 
 
 def _wanted(

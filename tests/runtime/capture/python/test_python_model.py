@@ -138,6 +138,11 @@ def test_forward_gets_arrays_that_it_takes_by_name_alone(tmp_path: Path) -> None
         ("self.head = nn.Linear(width, 2)", "self.head = nn.Linear(width, 'two')", "model.py:11: TypeError"),
         ('return {"class"', 'return "nothing" or {"class"', "a loss is a tensor, or several"),
         ("nn.BatchNorm1d(width)", "nn.BatchNorm1d(width, momentum=None)", "decides by values of tensors"),
+        ("self.head = nn.Linear(width, 2)", "self.head = nn.Linear(width, 2, device='meta')",
+         'model.py: parameter head.weight has no values: it is on device "meta"'),
+        ("self.head = nn.Linear(width, 2)", "self.head = nn.Linear(width, 2)\n        self.register_buffer('z', torch.ones(2, dtype=torch.complex64))",
+         "model.py: buffer z is of dtype complex64; a job has "),
+        ("return Net(width)", "return Net(width).requires_grad_(False)", "model.py: no parameter is trainable"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_work_is_refused_in_one_line(
@@ -147,6 +152,30 @@ def test_a_file_that_cannot_work_is_refused_in_one_line(
     with pytest.raises(JobError) as error:
         made(tmp_path, TWO.replace(old, new))
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (
+            "self.head = nn.Linear(width, 2)",
+            "self.head = nn.Linear(width, 2).double()",
+            r"aten\.linear: dtypes float32, float64, float64 differ, at .*model\.py:14$",
+        ),
+        (
+            'made["scores"], labels)',
+            'made["scores"], labels.int())',
+            r"target int32\[batch\] does not fit scores float32\[batch, 2\], at .*model\.py:20$",
+        ),
+    ],
+)
+def test_dtypes_that_do_not_go_together_are_refused_where_they_meet(
+    tmp_path: Path, old: str, new: str, says: str
+) -> None:
+    """As torch does, but not with the fake tensors of a capture."""
+    assert old in TWO
+    with pytest.raises(CaptureError, match=says):
+        made(tmp_path, TWO.replace(old, new))
 
 
 def test_torch_writes_nothing_beside_that_line(tmp_path: Path) -> None:
