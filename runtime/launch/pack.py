@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 
@@ -15,7 +16,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import DataConfig
 from fusion.runtime.job.spec import DatasetSpec, DataSpec, spread
 from fusion.runtime.launch.weights import put_weights
-from fusion.runtime.training.data.batches import pack_text, pack_texts, token_bytes
+from fusion.runtime.training.data.batches import TOKEN_TYPES, pack_text, pack_texts, token_bytes
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest
 
@@ -83,6 +84,16 @@ def _pack_lines(data: DatasetSpec, tokenizer: Tokenizer | None, vocabulary: int,
     train = pack_texts(texts, tokenizer, vocabulary)
     held = pack_texts(held_out, tokenizer, vocabulary) if held_out else None
     return (train, f"{len(texts)} lines"), (held, f"{len(held_out)} lines")
+
+
+def numbers_of_text(data: DataConfig, sequence: int, store: BlobStore) -> Dataset:
+    """All that the samples of `pack_data` hold, by the input of a model that reads it: one row each, not yet in samples."""
+
+    def arrays(digest: Digest) -> dict[str, Array]:
+        row = np.memmap(store.path(digest), dtype=TOKEN_TYPES[data.token_bytes], mode="r")
+        return {"input_ids": row, "targets": row, "position_ids": np.arange(sequence)}
+
+    return Dataset(arrays(data.train), None if data.held_out is None else arrays(data.held_out))
 
 
 def pack_samples(data: Dataset, store: BlobStore) -> DataConfig:

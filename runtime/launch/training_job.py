@@ -11,13 +11,14 @@ import torch
 from fusion.dag.ir.graph import Graph
 from fusion.runtime.capture import sources
 from fusion.runtime.capture.trained_graph import trained_graph
+from fusion.runtime.datasets.numbered import check_numbered
 from fusion.runtime.datasets.python_job import python_job
 from fusion.runtime.datasets.sources import read_tokenizer
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import DataConfig
 from fusion.runtime.job.spec import DatasetSpec, HuggingFaceConfig, JobSpec, PythonConfig
 from fusion.runtime.launch.export_files import export_files, graph_files
-from fusion.runtime.launch.pack import pack_data, pack_samples
+from fusion.runtime.launch.pack import numbers_of_text, pack_data, pack_samples
 from fusion.runtime.launch.shard import ReportLine
 from fusion.swarm.blobs.store import BlobStore
 
@@ -80,6 +81,8 @@ def _python_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> Training
     model, data = python_job(spec, tokenizer, report)
     report("capturing the model")
     graphs = model.capture({name: torch.from_numpy(array) for name, array in data.example().items()})
+    graph = trained_graph(graphs.training, spec.train.precision)
+    check_numbered(graph, data)
     report("packing the data")
     packed = (
         pack_samples(data, store)
@@ -89,11 +92,13 @@ def _python_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> Training
             *(spec.train.sequence, store, report),
         )
     )
+    if packed.kind == "tokens":
+        check_numbered(graph, numbers_of_text(packed, spec.train.sequence, store))
     files: dict[str, bytes | Path] = {}
     if graphs.inference is not None:
         files = graph_files(graphs.inference, sources.About(outputs=graphs.outputs), graphs.read)
     return TrainingJob(
-        graph=trained_graph(graphs.training, spec.train.precision),
+        graph=graph,
         data=packed,
         read=graphs.read,
         files=files,

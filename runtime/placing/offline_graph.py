@@ -10,6 +10,7 @@ from fusion.runtime.capture.huggingface import open_model, parameters_on_meta
 from fusion.runtime.capture.model_dtype import FLOAT32
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.trained_graph import trained_graph
+from fusion.runtime.datasets.numbered import check_numbered
 from fusion.runtime.datasets.python_job import python_job
 from fusion.runtime.datasets.sources import read_tokenizer
 from fusion.runtime.job.errors import JobError
@@ -29,7 +30,9 @@ def training_graph(spec: JobSpec) -> Graph:
     if isinstance(spec.model, PythonConfig):
         python, data = python_job(spec, read_tokenizer(spec.data.tokenizer), lambda line: None)
         example = {name: torch.from_numpy(array) for name, array in data.example().items()}
-        return trained_graph(python.capture(example).training, spec.train.precision)
+        graph = trained_graph(python.capture(example).training, spec.train.precision)
+        check_numbered(graph, data)
+        return graph
     with torch.device("meta"):
         module = GPT(spec.model)
     captured = capture_language_model(module, training=True, maximum_sequence=spec.model.sequence)

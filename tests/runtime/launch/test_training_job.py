@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -13,9 +14,11 @@ transformers = pytest.importorskip("transformers")
 from support.families import GROUPED, build  # noqa: E402
 
 from fusion.runtime.capture.sources import About  # noqa: E402
+from fusion.runtime.job.errors import JobError  # noqa: E402
 from fusion.runtime.job.model_files import ABOUT_FILE  # noqa: E402
 from fusion.runtime.job.spec import parse  # noqa: E402
 from fusion.runtime.launch.training_job import training_job  # noqa: E402
+from fusion.runtime.placing.offline_graph import training_graph  # noqa: E402
 from fusion.swarm.blobs.store import BlobStore  # noqa: E402
 
 JOB = """
@@ -53,3 +56,66 @@ def test_a_model_is_asked_in_the_tokens_that_it_was_trained_on(tmp_path: Path, d
         source = ours if data == "ours" else theirs
         assert row[:2] == (b"\2\1" if data == "ours" else b"\1\2") and made.tokenizer == source
     assert made.byte_level is About.from_json(about, "").byte_level is (data == "bytes")
+
+
+MODEL = """
+from torch import nn
+from torch.nn import functional as F
+
+class Scores(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.table, self.places, self.head = nn.Embedding(rows, 4), nn.Embedding(6, 4), nn.Linear(4, 128)
+    def forward(self, input_ids, position_ids):
+        return self.head(self.table(input_ids) + self.places(position_ids))
+
+def model(rows=128):
+    return Scores(rows)
+
+def plain():
+    return nn.Linear(4, 3)
+
+def loss(made, targets):
+    return F.cross_entropy(made.flatten(0, -2), targets.flatten())
+"""
+OWN = """
+name = "own"
+model = { kind = "python", path = "model.py", function = "%s", loss = "loss" }
+data = { %s, held_out = %s }
+train = { steps = 1, sequence = %d }
+"""
+
+
+def test_labels_beyond_the_classes_are_refused_by_both_commands(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    arrays = {"input": np.zeros((4, 4)), "targets": np.array([0, 2, 3, 1])}
+    np.savez(tmp_path / "data.npz", **arrays)
+    spec = parse(OWN % ("plain", 'kind = "npz", path = "data.npz"', "0.0", 0), tmp_path)
+    store = BlobStore(tmp_path / "blobs", 1 << 30)
+    for asked in (lambda: training_job(spec, store, lambda line: None), lambda: training_graph(spec)):
+        with pytest.raises(JobError, match=r"data: targets is from 0 to 3; the classes of the loss are 3"):
+            asked()
+
+
+@pytest.mark.parametrize(
+    ("text", "held_out", "sequence", "says"),
+    [
+        ("caf\u00e9", "plain", 3, "^data: input_ids is from 0 to 195; the rows of an embedding are 128"),
+        ("plain", "caf\u00e9", 3, "^data, held out: input_ids is from 0 to 195; the rows"),
+        ("plain text", "plain text", 7, "^data: position_ids is from 0 to 6; the rows of an embedding are 6"),
+        ("plain", "plain", 3, ""),
+    ],
+)
+def test_token_ids_and_positions_beyond_a_table_are_refused(
+    tmp_path: Path, text: str, held_out: str, sequence: int, says: str
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "held.txt").write_text(held_out)
+    spec = parse(OWN % ("model", 'files = ["text.txt"]', '["held.txt"]', sequence), tmp_path)
+    store = BlobStore(tmp_path / "blobs", 1 << 30)
+    if not says:
+        assert training_job(spec, store, lambda line: None).data.kind == "tokens"
+        return
+    with pytest.raises(JobError, match=says):
+        training_job(spec, store, lambda line: None)
