@@ -17,6 +17,7 @@ from fusion.runtime.datasets.dataset import Array, ReportLine, checked, require_
 from fusion.runtime.job.errors import JobError
 
 SUFFIX = ".npy"
+BLOCK_BYTES = 1 << 24  # of an array that is looked through at once
 
 
 class Npz:
@@ -44,7 +45,10 @@ class Npz:
                 with archive.open(name + SUFFIX) as file:
                     found[name] = np.lib.format.read_array(file, allow_pickle=False)
                 left -= found[name].nbytes
-        return checked(found, str(self._path))
+        made = checked(found, str(self._path))
+        for name, array in made.items():
+            _refuse_nan(array, name, str(self._path))
+        return made
 
     @contextmanager
     def _opened(self) -> Iterator[zipfile.ZipFile]:
@@ -62,6 +66,21 @@ class Npz:
         except (ValueError, RuntimeError) as error:
             # Encrypted, or packed in a way that zipfile does not know.
             raise JobError(f"{self._path}: {error}") from None
+
+
+def _refuse_nan(array: Array, name: str, where: str) -> None:
+    """JobError, naming the first sample, where a number is none: one of them is enough for all weights to become NaN. An
+    infinity may be somebody's own, in a mask."""
+    if array.dtype.kind != "f":
+        return
+    step = max(1, BLOCK_BYTES * len(array) // max(1, array.nbytes))
+    for first in range(0, len(array), step):
+        lost = np.isnan(array[first : first + step])
+        if lost.any():
+            sample = first + int(np.argwhere(lost)[0][0])
+            raise JobError(
+                f"{where}: {name} of sample {sample} (the first is 0) has a NaN, which is no number"
+            )
 
 
 def _size(archive: zipfile.ZipFile, name: str) -> int:

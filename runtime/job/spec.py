@@ -197,10 +197,9 @@ def parse(text: str, base: Path) -> JobSpec:
         validate_amounts(vars(train))
         model, data = _model(table["model"], base, train.sequence), _data(table["data"], base)
         _check_together(model, data, train)
-        if isinstance(data, DataSpec) and train.evaluate_every > 0 and not data.held_out:
-            raise JobError(
-                "train.evaluate_every needs data that is held out: give data.held_out files of its own"
-            )
+        if train.evaluate_every > 0 and not data.held_out:
+            right = "files of its own" if isinstance(data, DataSpec) else "a share of the samples, or a path"
+            raise JobError(f"train.evaluate_every needs data that is held out: give data.held_out {right}")
         return JobSpec(
             name=table["name"],
             model=model,

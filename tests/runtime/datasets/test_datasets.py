@@ -16,6 +16,7 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fusion.runtime.datasets import dataset
+from fusion.runtime.datasets import npz as npz_module
 from fusion.runtime.datasets.dataset import Dataset, parted, with_progress
 from fusion.runtime.datasets.image_folders import ImageFolders
 from fusion.runtime.datasets.jsonl import JsonLines
@@ -88,6 +89,20 @@ def test_a_number_beyond_float32_is_named(tmp_path: Path) -> None:
         Npz(path).read(["x"], LIMIT, silent)
     infinite = Npz(npz(tmp_path, x=np.array([0.0, np.inf]))).read(["x"], LIMIT, silent)
     assert np.isinf(infinite["x"]).tolist() == [False, True]  # somebody's own
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", ">f8"])
+@pytest.mark.parametrize("block_bytes", [1, 20, 1 << 24])
+def test_a_sample_with_a_nan_is_named(
+    tmp_path: Path, dtype: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(npz_module, "BLOCK_BYTES", block_bytes)
+    x = np.zeros((9, 2), dtype)
+    x[7:, 1] = np.nan
+    path = npz(tmp_path, x=x, y=np.arange(9), none=np.zeros((9, 0)))
+    assert list(Npz(path).read(["y", "none"], LIMIT, silent)) == ["y", "none"]  # nobody reads the other one
+    with pytest.raises(JobError, match=r"data\.npz: x of sample 7 \(the first is 0\) has a NaN"):
+        Npz(path).read(["x"], LIMIT, silent)
 
 
 @pytest.mark.filterwarnings("error")

@@ -217,6 +217,11 @@ def test_a_model_in_python_and_samples_with_names(own: Path) -> None:
         ('"npz"\npath = "data.npz"', '"images"\npath = "photos"', "data.size must be the height and width"),
         ('path = "data.npz"', 'path = "data.npz"\nheld_out = "no.npz"', "data.held_out must be a file"),
         ('path = "data.npz"', 'path = "data.npz"\nheld_out = 1.5', "data.held_out must be from 0 to below 1"),
+        (
+            'path = "data.npz"\n[train]',
+            'path = "data.npz"\nheld_out = 0\n[train]\nevaluate_every = 2',
+            "train.evaluate_every needs data that is held out: give data.held_out a share of the samples, or a path",
+        ),
         ('path = "data.npz"', 'path = "data.npz"\nlimit_bytes = 0', "data.limit_bytes must be at least 1"),
         ('kind = "npz"\npath = "data.npz"', 'files = ["src/*.py"]', "train.sequence must be at least 1"),
     ],
