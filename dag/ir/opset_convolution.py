@@ -7,7 +7,7 @@ from math import prod
 from fusion.dag.ir.dims import Dim
 from fusion.dag.ir.graph import TensorType
 from fusion.dag.ir.opset_contract import one_dtype
-from fusion.dag.ir.opset_shapes import divide, is_float, same
+from fusion.dag.ir.opset_shapes import divide, is_float, least, same
 from fusion.dag.ir.opset_spec import Call, Flops, Infer, Mixed, Mixes, OpSpec, Types, elements, op
 
 MAX_WINDOW = 64  # positions that `fusion.cached_convolution` sees; models have 3 or 4
@@ -90,11 +90,22 @@ def pool(n: int) -> Infer:
         dilation = spread(call, "dilation", n) if "dilation" in call.values else (1,) * n
         if any(2 * p > k for p, k in zip(pad, kernel, strict=True)):
             raise call.fail(f"padding {pad} is over half the window {kernel}")
+        for length, p, step in zip(space, pad, dilation, strict=True):
+            _require_a_position(call, length, p, step)
         windows = zip(space, kernel, stride, pad, dilation, strict=True)
         found = tuple(_windows(call, *w, ceil=call["ceil_mode"]) for w in windows)
         return (TensorType((*lead, *found), call["self"].dtype),)
 
     return infer
+
+
+def _require_a_position(call: Call, length: Dim, pad: int, dilation: int) -> None:
+    """That no window lies in the padding alone: PyTorch then takes a position outside the tensor for its maximum, and adds the
+    gradient there. A window that begins in the padding has its first position inside before place `dilation`; that an empty
+    dimension has none, PyTorch sees by itself."""
+    shortest = least(length)
+    if pad and dilation > (max(1, shortest) if shortest is not None else 1):
+        raise call.fail(f"a window of dilation {dilation} may lie in the padding of {length} alone")
 
 
 def adaptive_pool(n: int) -> Infer:

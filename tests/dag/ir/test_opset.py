@@ -25,6 +25,9 @@ _TYPES = {
     Ref("q"): TensorType((symbol("batch"), 2, symbol("sequence"), 8), "float32"),
     Ref("bytes"): TensorType((4,), "uint8"),
     Ref("short"): TensorType((4,), "int16"),
+    Ref("row"): TensorType((1, 3), "float32"),
+    Ref("text"): TensorType((1, symbol("sequence")), "float32"),
+    Ref("half"): TensorType((4, 8), "bfloat16"),
 }
 _Q = Ref("q")
 
@@ -101,6 +104,9 @@ _X, _W, _N, _BIG = Ref("x"), Ref("w"), Ref("n"), Ref("big")
         ("aten.index_add", (_W, 0, Ref("bytes"), _W, 1), "integers"),
         ("aten.cross_entropy_loss", (_W, Ref("n"), None, 1, -100, 0.0), "target"),
         ("aten.mse_loss", (_W, _W, 3), "reduction"),
+        ("aten.huber_loss", (_N, Ref("heads"), 1, 1.0), "floating"),
+        ("aten.max_pool1d", (Ref("row"), (2,), (1,), (1,), (4,), False), "in the padding of 3 alone"),
+        ("aten.max_pool1d", (Ref("text"), (2,), (1,), (1,), (2,), False), "in the padding of sequence alone"),
         ("fusion.expert_linear", (_W, _N, Ref("experts"), None, 0, 3, False), "id for each row"),
         ("fusion.expert_linear", (_W, Ref("ids"), _W, None, 0, 3, False), "in numbers"),
         ("fusion.expert_linear", (_W, Ref("ids"), Ref("experts"), None, 0, 3, True), "input features"),
@@ -168,3 +174,20 @@ def test_the_first_version_has_the_operators_that_it_had() -> None:
     first = sorted(name for name, spec in OPSET.items() if spec.since == 1)
     digest = hashlib.sha256("\n".join(first).encode()).hexdigest()
     assert (len(first), digest[:16]) == (235, "4521cf64cc47f5bb")
+
+
+def test_a_padded_pool_whose_windows_all_reach_into_the_input_is_one() -> None:
+    for x, dilation in (("row", 3), ("text", 1)):
+        (found,) = infer("aten.max_pool1d", (Ref(x), (2,), (1,), (1,), (dilation,), False), _TYPES)
+        assert len(found.shape) == 2
+    (found,) = infer("aten.max_pool1d", (Ref("text"), (2,), (1,), (0,), (2,), False), _TYPES)
+    assert found.shape == (1, symbol("sequence") - 2)
+
+
+@pytest.mark.parametrize(
+    ("args", "dtypes"), [((1, 1.0), ("bfloat16", "float32")), ((None, None, 1), ("float32", "bfloat16"))]
+)
+def test_a_loss_of_two_dtypes_has_the_one_that_torch_gives_it(args: Any, dtypes: Any) -> None:
+    op = "aten.huber_loss" if len(args) == 2 else "aten.binary_cross_entropy_with_logits"
+    for (x, y), dtype in zip((("half", "w"), ("w", "half")), dtypes, strict=True):
+        assert infer(op, (Ref(x), Ref(y), *args), _TYPES)[0].dtype == dtype

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.examples import examples
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusion.dag.ir.dims import bind, symbol
+from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DType, Graph, Input, Node, Ref, TensorType
 from fusion.dag.ir.opset import OPSET, REQUIRED, OpSpec, infer, mixed_dims, spec
 from fusion.runtime.planes.recurrence import recurrence
@@ -472,3 +476,36 @@ def test_saved_bytes_are_what_autograd_keeps(sample: tuple[Any, ...]) -> None:
     actual = sum(kept.values())
     assert abs(saved - actual) <= UNCOUNTED * max(saved, actual) + 64
     del results
+
+
+_AXIS = st.tuples(
+    st.integers(0, 7), st.integers(1, 6), st.integers(1, 4), st.integers(0, 3), st.integers(1, 9)
+)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(st.lists(_AXIS, min_size=1, max_size=3), st.booleans())
+def test_every_maximum_of_a_pool_that_is_accepted_lies_in_its_plane(
+    axes: list[tuple[int, ...]], ceil: bool
+) -> None:
+    space, *windows = (tuple(v) for v in zip(*axes, strict=True))
+    shape, n = (1, 2, *space), len(axes)
+    for symbolic in (False, True):  # the same of a dimension whose size is not known beforehand
+        dims = (1, 2, *((symbol("sequence"),) * n if symbolic else space))
+        try:
+            (found,) = infer(
+                f"aten.max_pool{n}d", (Ref("x"), *windows, ceil), {Ref("x"): TensorType(dims, "float32")}
+            )
+        except GraphError:
+            continue
+        x = torch.rand(shape, requires_grad=True)
+        pool = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}[n]
+        try:
+            result, places = pool(x, *windows, ceil_mode=ceil, return_indices=True)
+        except RuntimeError:
+            assert symbolic or 0 in space  # the windows do not fit the size that it has
+            continue
+        assert symbolic or result.shape == found.shape
+        assert 0 <= places.min() and places.max() < math.prod(space)
+        result[:, 0].sum().backward()
+        assert x.grad is not None and x.grad[:, 0].sum() == result[:, 0].numel() and not x.grad[:, 1].any()
