@@ -117,10 +117,14 @@ def class_loss(call: Call) -> Types:
     return _reduction(call, rows, t.dtype)
 
 
+_KEEPS_DTYPE = {"aten.huber_loss": "self", "aten.binary_cross_entropy_with_logits": "target"}
+
+
 def pair_loss(call: Call) -> Types:
-    """A value for each element of self and target."""
+    """A value for each element of self and target, of the dtype of both, or of the one that PyTorch computes in place of."""
     tensors = call.tensors()
-    dtype = promote(tensors[:2])
+    kept = _KEEPS_DTYPE.get(call.op)
+    dtype = call[kept].dtype if kept else promote(tensors[:2])
     if not is_float(dtype):
         raise call.fail("needs floating values")
     if call.op.startswith("aten.binary") and call["self"].shape != call["target"].shape:
