@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fusion.dag.cutting.stage import Stage
-from fusion.dag.ir.dims import bind
+from fusion.dag.ir.dims import bind, bind_most
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import spec
 from fusion.dag.ir.opset_contract import leads
@@ -68,10 +68,12 @@ def type_bytes(type_: TensorType) -> int:
     return elements(type_) * DTYPE_BYTES[type_.dtype]
 
 
-def bound_types(graph: Graph, sizes: Mapping[str, int]) -> dict[Ref, TensorType]:
-    """The type of every value where each symbol has the size given."""
+def bound_types(graph: Graph, sizes: Mapping[str, int], *, most: bool = False) -> dict[Ref, TensorType]:
+    """The type of every value where each symbol has the size given, or, for `most`, with dimensions as large as they may be where
+    it has that size at most. GraphError on a symbol without a size."""
+    bound = bind_most if most else bind
     return {
-        ref: replace(t, shape=tuple(max(0, bind(d, sizes)) for d in t.shape))
+        ref: replace(t, shape=tuple(max(0, bound(d, sizes)) for d in t.shape))
         for ref, t in graph.types.items()
     }
 
@@ -104,11 +106,12 @@ def cast_once(graph: Graph) -> frozenset[Ref]:
 
 
 def node_costs(
-    graph: Graph, sizes: Mapping[str, int], needing: frozenset[Ref] | None = None
+    graph: Graph, sizes: Mapping[str, int], needing: frozenset[Ref] | None = None, *, most: bool = False
 ) -> tuple[NodeCost, ...]:
     """The cost of each node, in order, where each symbol has the size given; `needing` are the values that get a
-    gradient (default: those that depend on a trainable variable). GraphError on a symbol without a size."""
-    types = bound_types(graph, sizes)
+    gradient (default: those that depend on a trainable variable). `most`: no less than it costs with any data, and sizes up to
+    those given. GraphError on a symbol without a size."""
+    types = bound_types(graph, sizes, most=most)
     needing = differentiable(graph) if needing is None else needing
     once = cast_once(graph)
     variables = {v.name: v for v in graph.variables}
@@ -116,6 +119,7 @@ def node_costs(
     for node in graph.nodes:
         found = spec(node.op)
         call = found.call(node.args, types)
+        call = found.worst(call) if most else call
         results = tuple(types[Ref(node.name, i)] for i in range(len(node.results)))
         flops = found.flops(call, results)
         read = [variables.pop(r.name) for r in node.refs() if r.name in variables]
@@ -138,10 +142,10 @@ def node_costs(
     return tuple(costs)
 
 
-def stage_costs(stage: Stage, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
+def stage_costs(stage: Stage, sizes: Mapping[str, int], *, most: bool = False) -> tuple[NodeCost, ...]:
     """The same of one stage, whose inputs from other stages get gradients."""
     given = [Ref(edge.name) for edge in stage.receives if edge.needs_gradient]
-    return node_costs(stage.graph, sizes, differentiable(stage.graph, given))
+    return node_costs(stage.graph, sizes, differentiable(stage.graph, given), most=most)
 
 
 def _drawn(found: OpSpec, call: Call, results: Sequence[TensorType]) -> int:

@@ -79,14 +79,16 @@ def measure_memory(
     config: MemoryConfig,
     needing: Collection[Ref] = (),
 ) -> MemoryTables:
-    """`bounds` are 0, some cuts, and the number of nodes; `sizes` those of one microbatch; `needing` the inputs that get a
-    gradient, where the graph is a stage of another."""
+    """`bounds` are 0, some cuts, and the number of nodes; `sizes` those of one microbatch, or, when serving, the largest ones: what
+    grows as a size falls is then counted at its most too; `needing` the inputs that get a gradient, where the graph is a stage
+    of another."""
     if not training and config.positions is not None:
         sizes = {**sizes, "sequence": config.positions}
-    types = bound_types(graph, sizes)
+    types = bound_types(graph, sizes, most=not training)
     found, running = _Measure(graph, bounds, types, training, needing), types
     if not training and config.chunk is not None and "sequence" in sizes:
-        running = bound_types(graph, {**sizes, "sequence": min(sizes["sequence"], config.chunk)})
+        chunk = {**sizes, "sequence": min(sizes["sequence"], config.chunk)}
+        running = bound_types(graph, chunk, most=True)
     working = found.working(running)
     if training and config.error_feedback:
         working += found.residuals(sizes)

@@ -87,6 +87,15 @@ def bind(dim: Dim, sizes: Mapping[str, int]) -> int:
         raise GraphError(f"no size given for the symbol {missing}") from None
 
 
+def bind_most(dim: Dim, sizes: Mapping[str, int]) -> int:
+    """No less than any value of `dim` where each symbol is from 1 to the size given: what takes away from it is taken at 1.
+    GraphError as `bind`."""
+    if isinstance(dim, int):
+        return dim
+    taken = sum(c for _, c in dim.terms if c < 0)
+    return taken + bind(poly((m, c) for m, c in dim.terms if c > 0), sizes)
+
+
 def size(shape: Iterable[Dim]) -> Dim:
     """Number of elements of a shape."""
     total: Dim = 1

@@ -57,7 +57,12 @@ def chosen_reads(call: Call) -> dict[str, float]:
     return {name: share for name in held if name in call.values}
 
 
+def all_held(call: Call) -> Call:
+    """Every row has chosen one of the experts that are held here."""
+    return Call(call.op, {**call.values, "first": 0, "of": call["weight"].shape[0]})
+
+
 SPECS: list[OpSpec] = [
     op("fusion.expert_linear", "input: tensor, ids: tensor, weight: tensor, bias: tensor?, first: int, of: int, transposed: bool", expert_linear, "contraction",
-       mixes=_mixes, flops=chosen_flops, reads=chosen_reads, saves=("input", "ids", "weight"), bilinear=True, backward={"input": 1.0, "weight": 1.0}, since=2),
+       mixes=_mixes, flops=chosen_flops, reads=chosen_reads, worst=all_held, saves=("input", "ids", "weight"), bilinear=True, backward={"input": 1.0, "weight": 1.0}, since=2),
 ]  # fmt: skip

@@ -15,7 +15,7 @@ the dtype of the input, which the result has as well.
 from __future__ import annotations
 
 from fusion.dag.ir.graph import TensorType
-from fusion.dag.ir.opset_experts import chosen_flops, chosen_reads, require_choice
+from fusion.dag.ir.opset_experts import all_held, chosen_flops, chosen_reads, require_choice
 from fusion.dag.ir.opset_shapes import Shape, same
 from fusion.dag.ir.opset_spec import Call, Infer, Mixed, OpSpec, Types, elements, op, plain
 
@@ -122,7 +122,7 @@ def _each(dtype: str, name: str, per_byte: int) -> list[OpSpec]:
            mixes=_embedding_mixes, differentiable=False, since=2),
         op(f"fusion.expert_linear_{name}", "input: tensor, ids: tensor, weight: tensor, scales: tensor, minimums: tensor?, bias: tensor?, first: int, of: int",
            quantised_expert_linear(dtype, per_byte), "contraction",
-           mixes=_expert_mixes, flops=chosen_flops, reads=chosen_reads, differentiable=False, since=2),
+           mixes=_expert_mixes, flops=chosen_flops, reads=chosen_reads, worst=all_held, differentiable=False, since=2),
     ]  # fmt: skip
 
 

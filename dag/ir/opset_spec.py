@@ -76,6 +76,8 @@ Mixes = Callable[[Call], Mixed]
 Flops = Callable[[Call, Types], int]
 # The share that is read of an argument, by parameter name, for those that are not read whole; of plain integers too.
 Reads = Callable[[Call], Mapping[str, float]]
+# The same call as it is where its data make it cost the most, for an op whose FLOPs and bytes read are those of usual data.
+Worst = Callable[[Call], Call]
 
 
 def no_mixing(_: Call) -> Mixed:
@@ -100,6 +102,10 @@ def plain(dim: Dim) -> int:
     return dim
 
 
+def as_it_is(call: Call) -> Call:
+    return call
+
+
 def flops_per_result(count: int) -> Flops:
     return lambda _, results: count * sum(elements(r) for r in results)
 
@@ -120,6 +126,7 @@ class OpSpec:
     mixes: Mixes = no_mixing
     flops: Flops = no_flops
     reads: Reads = all_read
+    worst: Worst = as_it_is
     backward: Mapping[str, float] | None = None
     saves: tuple[str, ...] = ()
     bilinear: bool = False  # each saved argument is read again only for the gradient of another one

@@ -24,8 +24,8 @@ NODE_SECONDS = 0.001
 
 def call_seconds(stage: Stage, sizes: Mapping[str, int], flops_per_second: float) -> float:
     """The longest call of a stage on one microbatch, forward or backward, on a device of that measured rate. `sizes`: of the
-    graph's symbols. Takes a while for a graph of thousands of nodes."""
-    costs = stage_costs(stage, sizes)
+    graph's symbols, at most; rows all choose experts that are held here. Takes a while for a graph of thousands of nodes."""
+    costs = stage_costs(stage, sizes, most=True)
     flops = sum(max(cost.forward_flops, cost.backward_flops) for cost in costs)
     moved = sum(
         2 * cost.moved_bytes for cost in costs

@@ -309,3 +309,16 @@ def test_every_run_of_nodes_is_what_its_stage_is(
         shared = sum(4 * B * 16 for edge in stage.receives if edge.consumers[-1] > stage.index)
         shared += sum(4 * B * 16 for i in stage.graph.inputs if skips and i.name in graph.input_names)
         assert cost.working_bytes <= found.working_bytes[at] <= cost.working_bytes + shared
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_what_grows_as_a_size_falls_is_counted_at_its_most_when_serving(chunk: int | None) -> None:
+    graph = built(
+        {"x": f(symbol("sequence"), 4)},
+        {},
+        ("made", "aten.ones", (4000 - 1000 * symbol("sequence"),), None),
+        ("sum", "aten.sum", Ref("made"), None),
+        ("y", "aten.add.Tensor", Ref("x"), Ref("sum"), 1),
+    )
+    found = measure_memory(graph, (0, 3), {"sequence": 8}, False, MemoryConfig(chunk=chunk))
+    assert found.bytes(0, 1, 1) >= 3000 * 4  # of one position; of four there are none

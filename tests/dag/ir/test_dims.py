@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from fusion.dag.ir.dims import Dim, Poly, bind, poly, size, symbol, symbols_of
+from fusion.dag.ir.dims import Dim, Poly, bind, bind_most, poly, size, symbol, symbols_of
 from fusion.dag.ir.errors import GraphError
 
 SIZES = {"batch": 3, "sequence": 7}
@@ -41,6 +41,18 @@ def test_normal_form(a: Dim) -> None:
         assert poly(reversed(a.terms)) == a
     else:
         assert type(a) is int and not symbols_of(a)
+
+
+@given(DIMS, st.integers(1, 12), st.integers(1, 12))
+@settings(max_examples=examples(150), deadline=None)
+def test_the_most_is_above_the_values_at_all_smaller_sizes(a: Dim, batch: int, sequence: int) -> None:
+    most = bind_most(a, {"batch": batch, "sequence": sequence})
+    assert all(
+        most >= bind(a, {"batch": b, "sequence": s})
+        for b in range(1, batch + 1)
+        for s in range(1, sequence + 1)
+    )
+    assert bind_most(12 - 3 * symbol("batch"), {"batch": batch}) == 9
 
 
 def test_size_and_words() -> None:

@@ -3,7 +3,11 @@ from __future__ import annotations
 import pytest
 from support.instances import Builder
 
+from fusion.dag.cutting.costs import node_costs
 from fusion.dag.cutting.cuts import split
+from fusion.dag.ir.dims import symbol
+from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
+from fusion.dag.ir.opset import infer
 from fusion.runtime.device.overrun import IN_A_ROW, SPARE_SECONDS, TIMES, Overrun, call_seconds
 
 
@@ -30,3 +34,35 @@ def test_a_call_takes_longer_the_more_there_is_to_compute() -> None:
     assert seconds(512, 64, 1e9) > 2 * 64 * 512 * 512 / 1e9, "no less than the product"
     assert seconds(512, 4096) == pytest.approx(64 * seconds(512, 64), rel=0.3)
     assert seconds(512, 4096, 1e10) < seconds(512, 4096, 1e9)
+
+
+def test_all_rows_may_choose_the_experts_that_are_held_here() -> None:
+    def seconds(of: int) -> float:
+        types = {
+            Ref("x"): TensorType((64, 32), "float32"),
+            Ref("ids"): TensorType((64,), "int64"),
+            Ref("w"): TensorType((2, 16, 32), "float32"),
+        }
+        args = (Ref("x"), Ref("ids"), Ref("w"), None, 0, of, False)
+        node = Node("y", "fusion.expert_linear", args, infer("fusion.expert_linear", args, types))
+        inputs = (Input("x", types[Ref("x")]), Input("ids", types[Ref("ids")]))
+        graph = Graph(inputs, (Variable("w", types[Ref("w")]),), (node,), (Ref("y"),))
+        assert node_costs(graph, {})[0].forward_flops == 64 * 2 * 32 * 16 * 2 // of, "the mean"
+        (stage,) = split(graph, ())
+        return call_seconds(stage, {}, 1e3)
+
+    assert seconds(65536) == seconds(2) > 64 * 2 * 32 * 16 / 1e3
+
+
+def test_what_grows_as_a_size_falls_takes_as_long_as_at_its_most() -> None:
+    x, size = TensorType((symbol("batch"),), "float32"), 10**9 - 10**8 * symbol("batch")
+    types, nodes = {Ref("x"): x}, []
+    for name, op, *args in (
+        ("ones", "aten.ones", (size,), None),
+        ("sum", "aten.sum", Ref("ones"), None),
+        ("y", "aten.add.Tensor", Ref("x"), Ref("sum"), 1),
+    ):
+        nodes.append(Node(name, op, tuple(args), infer(op, tuple(args), types)))
+        types[Ref(name)] = nodes[-1].results[0]
+    (stage,) = split(Graph((Input("x", x),), (), tuple(nodes), (Ref("y"),)), ())
+    assert call_seconds(stage, {"batch": 10}, 1e9) > 0.9  # additions of one row
