@@ -70,8 +70,9 @@ def split(graph: Graph, cuts: Sequence[int]) -> tuple[Stage, ...]:
         sends[edge.producer].append(edge)
         for consumer in edge.consumers:
             receives[consumer].append(edge)
+    inputs = _Inputs(graph)
     return tuple(
-        _stage(graph, s, part, tuple(receives[s]), tuple(sends[s]), variables[s])
+        _stage(graph, inputs, s, part, tuple(receives[s]), tuple(sends[s]), variables[s])
         for s, part in enumerate(parts)
     )
 
@@ -206,8 +207,26 @@ def _variables(graph: Graph, parts: Sequence[_Part]) -> list[tuple[Variable, ...
     return [(*held[0], *idle), *held[1:]]
 
 
+class _Inputs:
+    """The inputs of a graph, found without a walk over all of them, as there may be thousands of stages."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._all = graph.inputs
+        self._place = {input_.name: i for i, input_ in enumerate(graph.inputs)}
+        first: dict[str, Input] = {}  # by symbol: the input to tell it by
+        for input_ in sorted(graph.inputs, key=lambda i: i.name not in POSITIONAL):
+            for symbol in _plain_symbols(input_.type):
+                first.setdefault(symbol, input_)
+        self.carriers = tuple({input_.name: input_ for input_ in first.values()}.values())
+
+    def named(self, names: Iterable[str]) -> list[Input]:
+        """Those of them that are inputs, in the order of the graph."""
+        return [self._all[i] for i in sorted(self._place[name] for name in names if name in self._place)]
+
+
 def _stage(
     graph: Graph,
+    given: _Inputs,
     s: int,
     part: _Part,
     receives: tuple[Edge, ...],
@@ -219,8 +238,7 @@ def _stage(
     nodes = [
         replace(n, args=substitute(n.args, renamed)) if renamed.keys() & set(n.refs()) else n for n in nodes
     ]
-    names = part.names | _symbol_carriers(graph, nodes, part.names, receives)
-    inputs = [i for i in graph.inputs if i.name in names]
+    inputs = given.named(part.names | _symbol_carriers(given, nodes, part.names, receives))
     stage_graph = Graph(
         inputs=(*inputs, *(Input(e.name, e.type) for e in receives)),
         variables=variables,
@@ -232,17 +250,17 @@ def _stage(
 
 
 def _symbol_carriers(
-    graph: Graph, nodes: Iterable[Node], names: set[str], receives: Iterable[Edge]
+    given: _Inputs, nodes: Iterable[Node], names: set[str], receives: Iterable[Edge]
 ) -> set[str]:
     """Model inputs to add so that each symbol that the nodes' arguments use is a dimension of some input: a stage
     that receives only (batch * sequence, width) could not tell batch and sequence apart."""
     missing = {s for node in nodes for s in argument_symbols(node.args)}
-    types = [*(i.type for i in graph.inputs if i.name in names), *(e.type for e in receives)]
+    types = [*(i.type for i in given.named(names)), *(e.type for e in receives)]
     missing -= {s for type_ in types for s in _plain_symbols(type_)}
     added: set[str] = set()
     if not missing:
         return added
-    for input_ in sorted(graph.inputs, key=lambda i: i.name not in POSITIONAL):
+    for input_ in given.carriers:
         if missing & _plain_symbols(input_.type):
             added.add(input_.name)
             missing -= _plain_symbols(input_.type)

@@ -10,6 +10,7 @@ spread them. Bounds go by index. Codecs' buffers and what an allocator wastes ar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -226,11 +227,12 @@ class _Measure:
             if ref.name in graph.node_index
             and type_bytes(types[ref]) > type_bytes(types[self._storages[ref]])
         ]
+        sent = Counter(graph.outputs)
         repeated = repeatable(graph) if expanded and self._size > 2 else frozenset[str]()
         for ref in expanded:
             made, bytes_ = self._block[graph.node_index[ref.name]], type_bytes(types[ref])
-            if ref in graph.outputs:
-                table.add((0, made + 1), made + 1, bytes_ * graph.outputs.count(ref))
+            if ref in sent:
+                table.add((0, made + 1), made + 1, bytes_ * sent[ref])
             elif ref.name not in repeated:
                 read = max((self._block[reader] for reader in graph.uses.get(ref, ())), default=made)
                 table.add((0, made + 1), made + 1, bytes_)

@@ -283,6 +283,17 @@ def test_many_stages_are_work_in_proportion_to_their_number():
     assert many < 12 * few
 
 
+def test_what_tells_the_sizes_is_not_looked_for_among_all_inputs_by_each_stage():
+    def cut(count):
+        inputs = [Input(f"x{i}", TensorType((2 * S,), "bool")) for i in range(count)]  # none tells it
+        b = Builder([*inputs, Input("y", TensorType((1,), "float32"))])
+        made = [b(f"n{i}", "aten.expand", Ref("y"), (S,)) for i in range(count)]
+        graph = b.graph(*made)
+        return operations(lambda: split(graph, tuple(range(1, count))))
+
+    assert cut(160) < 6 * cut(40)
+
+
 def test_cuts_that_repeat_what_is_cheap_without_end_are_refused(monkeypatch):
     monkeypatch.setattr("fusion.dag.cutting.cuts.MAX_REPEATED", 50)
     b = Builder(INPUTS, VARIABLES)

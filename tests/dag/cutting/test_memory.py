@@ -1,4 +1,5 @@
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -322,3 +323,25 @@ def test_what_grows_as_a_size_falls_is_counted_at_its_most_when_serving(chunk: i
     )
     found = measure_memory(graph, (0, 3), {"sequence": 8}, False, MemoryConfig(chunk=chunk))
     assert found.bytes(0, 1, 1) >= 3000 * 4  # of one position; of four there are none
+
+
+def test_thousands_of_results_are_not_gone_through_for_each_value() -> None:
+    class Watched(tuple):  # type: ignore[type-arg]
+        looked_through = 0
+
+        def __contains__(self, ref: object) -> bool:
+            Watched.looked_through += 1
+            return super().__contains__(ref)
+
+        def count(self, ref: object) -> int:
+            Watched.looked_through += 1
+            return super().count(ref)
+
+    graph = built(
+        {"x": f(1)}, {}, *((f"y{i}", "aten.expand", Ref("x"), (2,)) for i in range(9)), ("z", "aten.neg", Ref("x"))
+    )
+    sent = replace(graph, outputs=Watched([Ref("y0"), Ref("y1"), Ref("y1")]))
+    once = replace(graph, outputs=(Ref("z"),))
+    written = [measure_memory(g, (0, 10), {}, False, MemoryConfig()).bytes(0, 1, 1) for g in (sent, once)]
+    assert Watched.looked_through == 0
+    assert written[0] == 4 + 3 * 2 * 4 + 4  # x, what is sent of it in full, z
