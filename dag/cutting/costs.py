@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.dims import bind, bind_most
+from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import spec
 from fusion.dag.ir.opset_contract import leads
@@ -44,6 +45,7 @@ _CONVOLUTIONS = frozenset({
 _RECURRENCES = frozenset({"fusion.recurrence", "fusion.cached_recurrence"})
 _SCORES = 2  # times that they are there at once: with their softmax
 _STATES = 3  # the same: with what is read of a state, and what is added to it
+MAX_BOUND_ELEMENTS = 2**56  # of a value, however much of it is ever made: sums of bytes are exact, or near enough
 FLOAT32_BYTES = DTYPE_BYTES["float32"]
 # What processors have no convolution for that reads its windows where they lie: all of them are written out first.
 _WRITTEN_OUT = frozenset({"float64", "float16"})
@@ -70,12 +72,13 @@ def type_bytes(type_: TensorType) -> int:
 
 def bound_types(graph: Graph, sizes: Mapping[str, int], *, most: bool = False) -> dict[Ref, TensorType]:
     """The type of every value where each symbol has the size given, or, for `most`, with dimensions as large as they may be where
-    it has that size at most. GraphError on a symbol without a size."""
-    bound = bind_most if most else bind
-    return {
-        ref: replace(t, shape=tuple(max(0, bound(d, sizes)) for d in t.shape))
-        for ref, t in graph.types.items()
-    }
+    it has that size at most. GraphError on a symbol without a size, and on a value of more than MAX_BOUND_ELEMENTS."""
+    bound, found = bind_most if most else bind, dict[Ref, TensorType]()
+    for ref, type_ in graph.types.items():
+        found[ref] = replace(type_, shape=tuple(max(0, bound(d, sizes)) for d in type_.shape))
+        if elements(found[ref]) > MAX_BOUND_ELEMENTS:
+            raise GraphError(f"{ref.name:.80} is of more than {MAX_BOUND_ELEMENTS} elements")
+    return found
 
 
 def differentiable(graph: Graph, given: Iterable[Ref] = ()) -> frozenset[Ref]:

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from fusion.dag.cutting.positional import (
 from fusion.dag.cutting.references import argument_symbols, needed, substitute
 from fusion.dag.cutting.source import source_values
 from fusion.dag.cutting.stage import Edge, Stage, TieGroup, edge_name
-from fusion.dag.ir.dims import Poly, bind, size
+from fusion.dag.ir.dims import Poly, bind
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph, Input, Node, Ref, TensorType, Variable
 
@@ -137,7 +138,7 @@ def candidate_cuts(graph: Graph, sizes: Mapping[str, int], limit: int) -> tuple[
 
 
 def value_bytes(type_: TensorType, sizes: Mapping[str, int]) -> int:
-    return bind(size(type_.shape), sizes) * DTYPE_BYTES[type_.dtype]
+    return prod(bind(dim, sizes) for dim in type_.shape) * DTYPE_BYTES[type_.dtype]
 
 
 @dataclass

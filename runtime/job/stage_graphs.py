@@ -95,7 +95,13 @@ class StageGraphs:
     async def check(self, job: JobId, manifest: Manifest, stage: int, beside_bytes: int = 0) -> None:
         """Understated where the stage, and `beside_bytes`, needs clearly more memory than the manifest says (nothing is set aside
         for one that says nothing), Refused where a call of it would take longer here than LONGEST_SECONDS, Unsupported where the
-        job could not be trained wherever it ran. Raises as `of`."""
+        job could not be trained wherever it ran, or its sizes are beyond all measure. Raises as `of`."""
+        try:
+            await self._check(job, manifest, stage, beside_bytes)
+        except GraphError as error:
+            raise Unsupported(f"stage {stage} of {manifest.name}: {error}") from None
+
+    async def _check(self, job: JobId, manifest: Manifest, stage: int, beside_bytes: int) -> None:
         stages, _ = await self.of(job, manifest)
         _check_loss(stages, manifest)
         work_for = self._context.work_for
@@ -126,13 +132,15 @@ def _check_loss(stages: Sequence[Stage], manifest: Manifest) -> None:
     if maker is None:
         raise Unsupported(f"the graph of {manifest.name} has no loss")
     loss = maker.graph.types[maker.graph.outputs[len(maker.sends) + maker.results.index(0)]]
-    if bind(size(loss.shape), manifest.train.sizes) != 1:
+    sizes = manifest.train.sizes
+    if any(bind(dim, sizes) != 1 for dim in loss.shape):
         raise Unsupported(f"the loss of {manifest.name} is {loss}, and not one number")
 
 
 def needed_bytes(stage: Stage, manifest: Manifest) -> int:
     """What a stage needs in memory at least: what whoever launches a job works out for all stages, but for
-    residuals of what it shares. From the stage alone, as a job may have thousands of them."""
+    residuals of what it shares. From the stage alone, as a job may have thousands of them. GraphError where its sizes are beyond
+    all measure."""
     config = manifest.train or manifest.serve
     assert config is not None, "a manifest without one is refused"
     in_flight, training = 1, isinstance(config, TrainConfig)

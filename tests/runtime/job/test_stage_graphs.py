@@ -3,14 +3,19 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support.instances import Builder, with_skips
+from support.operations import operations
 from support.served import swarm_of
 
 from fusion.dag.cutting.cuts import split
+from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir import serialise
+from fusion.dag.ir.dims import poly, symbol
+from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType
 from fusion.runtime.device.overrun import LONGEST_SECONDS
 from fusion.runtime.job import stage_graphs
 from fusion.runtime.job.errors import Refused, Understated, Unsupported
@@ -185,6 +190,25 @@ def test_a_single_operator_that_promises_too_much_is_seen_in_any_kind_of_job() -
     assert longest_call(stage, in_one_run, 1e10) > LONGEST_SECONDS
 
 
+def test_sizes_beyond_all_measure_are_refused_in_one_line(tmp_path: Path) -> None:
+    x = TensorType((symbol("batch"), symbol("sequence")), "int64")
+    huge = (poly([(("sequence",) * 4, 2**40)]),) * 8
+    made = Node("made", "aten.zeros", (huge, None), (TensorType(huge, "float32"),))
+    total = Node("total", "aten.sum", (Ref("made"), None), (TensorType((), "float32"),))
+    graph = Graph((Input("input_ids", x),), (), (made, total), (Ref("total"),))
+
+    async def main() -> None:
+        async with swarm_of(2, tmp_path) as swarm:
+            job = await swarm.serve("gpt2", 2)
+            peer, manifest = swarm.peers[0], swarm.manifests[job]
+            blob = await peer.context.blobs.put(serialise.encode(graph))
+            wrong = replace(manifest, graph=blob, cuts=())
+            with pytest.raises(Unsupported, match="stage 0 of gpt2: made is of more than"):
+                await StageGraphs(peer.context).check(job, wrong, 0)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("of_numbers", [True, False])
 def test_a_job_whose_loss_is_not_one_number_is_refused_before_it_runs(of_numbers: bool) -> None:
     built = Builder(4)
@@ -207,3 +231,20 @@ def test_a_job_whose_loss_is_not_one_number_is_refused_before_it_runs(of_numbers
     else:
         stage_graphs._check_loss(stages, manifest)
     stage_graphs._check_loss(stages, replace(manifest, train=None))
+
+
+def test_an_intricate_loss_is_bound_dimension_by_dimension() -> None:
+    names = tuple("abcdefgh")
+    dim = poly([(("batch",), 1), *(((a, b), 1) for a, b in zip(names, names[1:], strict=False))])
+    type_ = TensorType((dim,) * 8, "float32")
+    loss = Node("loss", "aten.neg", (Ref("x"),), (type_,))
+    graph = Graph((Input("x", type_),), (), (loss,), (Ref("loss"),), ("batch", *names))
+    stages = split(graph, ())
+    sizes = dict.fromkeys(("batch", *names), 1)
+    manifest = replace(MANIFEST, train=SimpleNamespace(sizes=sizes))  # type: ignore[arg-type]
+    assert operations(lambda: _refused(stages, manifest)) < 10_000
+
+
+def _refused(stages: tuple[Stage, ...], manifest: Manifest) -> None:
+    with pytest.raises(Unsupported, match="not one number"):
+        stage_graphs._check_loss(stages, manifest)
