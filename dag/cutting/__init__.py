@@ -6,6 +6,7 @@ references   what arguments refer to: replacing, finding
 source       the two graphs of an encoder-decoder, and what each has of a stage
 positional   which nodes are repeated in every stage instead of being sent
 crossing     what any cut would send, as a table
+strides      where the elements of views lie: which reshapes have to copy
 costs        FLOPs and bytes of nodes and stages, by formula
 memory       what a stage needs in memory: the one formula
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fusion.dag.cutting.stage import Stage
+from fusion.dag.cutting.strides import PARTS, Gaps, view_gaps
 from fusion.dag.ir.dims import bind, bind_most
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph, Node, Ref, TensorType
@@ -31,9 +32,8 @@ _COPY_IF_REORDERED = frozenset(
 # Families that want what they read in full, one number after the other: an expanded tensor is copied for them.
 _READ_IN_FULL = frozenset({"contraction", "attention", "convolution", "norm", "reduction"})
 # What gives a part of what it reads: the gradient of that is of the whole, however little memory an expanded tensor takes.
-_PARTS = frozenset({
-    "aten.slice.Tensor", "aten.select.int", "aten.narrow", "aten.split.Tensor", "aten.split.sizes", "aten.split_with_sizes",
-    "aten.chunk", "aten.unbind.int", "aten.index.Tensor", "aten.index_select", "aten.gather", "aten.embedding",
+_PARTS = PARTS | frozenset({
+    "aten.index.Tensor", "aten.index_select", "aten.gather", "aten.embedding",
     "aten.constant_pad_nd",
 })  # fmt: skip
 _ATTENTION = frozenset({
@@ -164,18 +164,23 @@ def _drawn(found: OpSpec, call: Call, results: Sequence[TensorType]) -> int:
 def storages(graph: Graph) -> dict[Ref, Ref]:
     """For each value the value whose memory it looks at: its own, or for a view that of what it is a view of."""
     owner: dict[Ref, Ref] = {ref: ref for ref in graph.types}
-    reordered: set[Ref] = set()
+    reordered, gaps = set[Ref](), dict[Ref, Gaps]()
     for node in graph.nodes:
         source = next(node.refs(), None)
         if spec(node.op).family != "view" or source is None or node.op == "aten.clone":
             continue
-        if node.op in _COPY_IF_REORDERED and source in reordered:
-            continue
-        for i in range(len(node.results)):
+        copies, moved = node.op in _COPY_IF_REORDERED, node.op in _REORDER or source in reordered
+        call = spec(node.op).call(node.args, graph.types)
+        for i, type_ in enumerate(node.results):
             result = Ref(node.name, i)
+            found = None if moved else view_gaps(call, type_.shape, gaps.get(source, frozenset()))
+            if found is None and copies:
+                continue
             owner[result] = owner.get(source, source)
-            if node.op in _REORDER or source in reordered:
+            if found is None:
                 reordered.add(result)
+            elif found:
+                gaps[result] = found
     return owner
 
 
