@@ -28,6 +28,8 @@ from fusion.runtime.job.manifest import CompressionConfig, Manifest, OptimizerCo
 from fusion.swarm.directory.records import Digest, JobId
 
 MAX_GRAPH_BYTES = 64 << 20
+# Of a stage: all become one Python function, and a peer's loop waits while that is compiled, a second for so many.
+MAX_STAGE_NODES = 50_000
 REMEMBERED_GRAPHS = 8
 REMEMBERED_READS = 1024
 TOLERATED_RATIO, TOLERATED_BYTES = 1.25, 16 << 20  # that a stage may need beyond what its manifest says
@@ -62,11 +64,14 @@ async def _cut(context: Context, job: JobId, data: bytes, manifest: Manifest) ->
 
 
 def whole_stage(data: bytes, name: str) -> Stage:
-    """The stage of a graph in one piece. Raises Unsupported as `load_stages`."""
+    """The stage of a graph in one piece. Raises Unsupported as `load_stages`, and Refused where it has more than
+    MAX_STAGE_NODES."""
     try:
-        return split(serialise.decode(data), ())[0]
+        stage = split(serialise.decode(data), ())[0]
     except GraphError as error:
         raise Unsupported(f"the graph of {name}: {error}") from None
+    _require_few_nodes(stage, name)
+    return stage
 
 
 class StageGraphs:
@@ -94,7 +99,8 @@ class StageGraphs:
 
     async def check(self, job: JobId, manifest: Manifest, stage: int, beside_bytes: int = 0) -> None:
         """Understated where the stage, and `beside_bytes`, needs clearly more memory than the manifest says (nothing is set aside
-        for one that says nothing), Refused where a call of it would take longer here than LONGEST_SECONDS, Unsupported where the
+        for one that says nothing), Refused where it has more than MAX_STAGE_NODES or a call of it would take longer here than
+        LONGEST_SECONDS, Unsupported where the
         job could not be trained wherever it ran, or its sizes are beyond all measure. Raises as `of`."""
         try:
             await self._check(job, manifest, stage, beside_bytes)
@@ -104,6 +110,7 @@ class StageGraphs:
     async def _check(self, job: JobId, manifest: Manifest, stage: int, beside_bytes: int) -> None:
         stages, _ = await self.of(job, manifest)
         _check_loss(stages, manifest)
+        _require_few_nodes(stages[stage], manifest.name)
         work_for = self._context.work_for
         needed = await work_for(job, manifest.author, needed_bytes, stages[stage], manifest)
         needed += beside_bytes
@@ -122,6 +129,11 @@ class StageGraphs:
                     f"stage {stage} of {manifest.name}: one call of it would take this device about "
                     f"{promised:.3g} s; at most {LONGEST_SECONDS:.0f} s"
                 )
+
+
+def _require_few_nodes(stage: Stage, name: str) -> None:
+    if (count := len(stage.graph.nodes)) > MAX_STAGE_NODES:
+        raise Refused(f"stage {stage.index} of {name} has {count} nodes: at most {MAX_STAGE_NODES}")
 
 
 def _check_loss(stages: Sequence[Stage], manifest: Manifest) -> None:

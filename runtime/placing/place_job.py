@@ -12,7 +12,7 @@ from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.misfit import DoesNotFit
 from fusion.runtime.device.overrun import LONGEST_SECONDS
 from fusion.runtime.job.manifest import ServeConfig, TrainConfig
-from fusion.runtime.job.stage_graphs import Config, longest_call, training_memory
+from fusion.runtime.job.stage_graphs import MAX_STAGE_NODES, Config, longest_call, training_memory
 from fusion.runtime.placing.codec_placement import codec_families, place_with_codecs
 from fusion.runtime.placing.known_network import KnownNetwork, known_network
 from fusion.runtime.placing.place_serving import place_serving
@@ -42,8 +42,19 @@ def place_job(
             placed = place_serving(graph, config, peers, swarm, stages)
     except DoesNotFit as error:
         raise error.named({peer.peer: peer.name or peer.peer for peer in peers}) from None
+    _require_few_nodes(placed)
     _require_short_calls(placed, peers)
     return placed
+
+
+def _require_few_nodes(placed: Placed) -> None:
+    """PlacementError where a stage has so many nodes that peers would refuse it (`StageGraphs.check`)."""
+    for part in placed.parts:
+        if len(part.graph.nodes) > MAX_STAGE_NODES:
+            raise PlacementError(
+                f"stage {part.index} has {len(part.graph.nodes)} operators, and peers refuse more than "
+                f"{MAX_STAGE_NODES}: give it more stages"
+            )
 
 
 def _require_short_calls(placed: Placed, peers: Sequence[PeerRecord]) -> None:

@@ -27,7 +27,7 @@ from fusion.runtime.job.manifest import (
     ServeConfig,
     TrainConfig,
 )
-from fusion.runtime.job.stage_graphs import StageGraphs, longest_call, needed_bytes
+from fusion.runtime.job.stage_graphs import StageGraphs, longest_call, needed_bytes, whole_stage
 from fusion.runtime.placing.stage_memory import fitted
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId
@@ -188,6 +188,30 @@ def test_a_single_operator_that_promises_too_much_is_seen_in_any_kind_of_job() -
     assert longest_call(stage, TRAIN, 1e10) < LONGEST_SECONDS
     in_one_run = ServeConfig(cache="recompute", max_sequence=1, vocabulary=1, outputs=("y",), batch=10**15)
     assert longest_call(stage, in_one_run, 1e10) > LONGEST_SECONDS
+
+
+def test_a_stage_of_more_nodes_than_are_compiled_in_a_moment_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with swarm_of(2, tmp_path) as swarm:
+            job = await swarm.serve("gpt2", 2)
+            manifest, context = swarm.manifests[job], swarm.peers[0].context
+            data = await context.blobs.read(manifest.graph, 1 << 20)
+            fewer, more = sorted(
+                (len(stage.graph.nodes), stage.index)
+                for stage in split(serialise.decode(data), manifest.cuts)
+            )
+            assert fewer[0] < more[0]
+            monkeypatch.setattr(stage_graphs, "MAX_STAGE_NODES", fewer[0])
+            graphs = StageGraphs(context)
+            await graphs.check(job, manifest, fewer[1])
+            with pytest.raises(Refused, match=rf"gpt2 has {more[0]} nodes: at most {fewer[0]}"):
+                await graphs.check(job, manifest, more[1])
+            with pytest.raises(Refused, match="stage 0 of a draft has"):
+                whole_stage(data, "a draft")
+
+    asyncio.run(main())
 
 
 def test_sizes_beyond_all_measure_are_refused_in_one_line(tmp_path: Path) -> None:

@@ -71,6 +71,17 @@ def test_a_job_of_which_every_peer_would_refuse_a_stage_is_refused_at_once(graph
     placing._require_short_calls(placed, [unmeasured, slow])
 
 
+def test_a_stage_of_too_many_operators_is_refused_at_once(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = [peer("fast", 9)]
+    monkeypatch.setattr(placing, "MAX_STAGE_NODES", len(graph.nodes))
+    assert placing.place_job(graph, CONFIG, fast, (), 1).parts
+    monkeypatch.setattr(placing, "MAX_STAGE_NODES", len(graph.nodes) - 1)
+    with pytest.raises(PlacementError, match=r"^stage 0 has \d+ operators, .* give it more stages$"):
+        placing.place_job(graph, CONFIG, fast, (), 1)
+
+
 def test_a_graph_needs_the_newest_of_its_operators(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     assert needed_version(graph) == 1
     used = graph.nodes[-1].op
