@@ -19,7 +19,7 @@ from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import spec
 from fusion.dag.ir.opset_contract import leads
-from fusion.dag.ir.opset_shapes import broadcast
+from fusion.dag.ir.opset_shapes import broadcast, is_float, promote
 from fusion.dag.ir.opset_spec import Call, Family, OpSpec, elements, plain
 
 # Views that change the order of elements in memory: a reshape of what they give has to copy.
@@ -42,10 +42,19 @@ _ATTENTION = frozenset({
 _CONVOLUTIONS = frozenset({
     "aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.conv_transpose1d", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input",
 })  # fmt: skip
+# How often these write out something of the size of their first argument.
+_COPIES = {"aten.logsumexp": 1, "aten.roll": 1, "aten.binary_cross_entropy_with_logits": 2}
+# Reductions that compute in the dtype of their result.
+_REDUCED_IN = frozenset({
+    "aten.sum", "aten.sum.dim_IntList", "aten.mean", "aten.mean.dim", "aten.prod", "aten.prod.dim_int", "aten.linalg_vector_norm",
+    "aten.cumsum", "aten.cumprod", "aten.logsumexp",
+})  # fmt: skip
 _RECURRENCES = frozenset({"fusion.recurrence", "fusion.cached_recurrence"})
 _SCORES = 2  # times that they are there at once: with their softmax
 _STATES = 3  # the same: with what is read of a state, and what is added to it
-MAX_BOUND_ELEMENTS = 2**56  # of a value, however much of it is ever made: sums of bytes are exact, or near enough
+MAX_BOUND_ELEMENTS = (
+    2**56
+)  # of a value, however much of it is ever made: sums of bytes are exact, or near enough
 FLOAT32_BYTES = DTYPE_BYTES["float32"]
 # What processors have no convolution for that reads its windows where they lie: all of them are written out first.
 _WRITTEN_OUT = frozenset({"float64", "float16"})
@@ -205,6 +214,8 @@ def stashed(
             length = plain(types[given["key"][0]].shape[-2])
             rows = elements(types[Ref(node.name)]) // max(1, plain(types[Ref(node.name)].shape[-1]))
             own += 3 * rows * length * DTYPE_BYTES[types[Ref(node.name)].dtype]
+        elif name == "places":
+            own += DTYPE_BYTES["int64"] * elements(types[Ref(node.name)])
         elif name == "positions":
             values.add(storage[Ref(node.name, 1)])
         elif name == "result":
@@ -221,8 +232,36 @@ def scratch_bytes(
     storage: Mapping[Ref, Ref],
     needing: frozenset[Ref] = frozenset(),
 ) -> int:
-    """What a node takes while it runs, beside what it reads and gives: expanded tensors in full, scores of attention, states,
-    windows of convolutions. `needing`: the values that get a gradient."""
+    """What a node takes while it runs, beside what it reads and gives: expanded tensors in full, operands in another dtype, scores
+    of attention, states, windows of convolutions. `needing`: the values that get a gradient."""
+    given, cast = _scratch_bytes(node, types, storage, needing), _cast_bytes(node, types)
+    # What these write out they read from an expanded tensor where it lies.
+    return max(given, cast) if node.op in _COPIES else given + cast
+
+
+def _cast_bytes(node: Node, types: Mapping[Ref, TensorType]) -> int:
+    """Of operands in the dtype that an operator computes in, where they have another: PyTorch writes them out first on a CPU; and
+    of what it writes out besides."""
+    found, result = spec(node.op), types[Ref(node.name)]
+    if found.family not in ("reduction", "pointwise") and node.op not in _COPIES:
+        return 0
+    call = found.call(node.args, types)
+    if found.family == "reduction":
+        operands, dtype = [call["self"]] if node.op in _REDUCED_IN else [], result.dtype
+    elif found.family == "pointwise" and node.op != "aten.to.dtype":
+        chosen = (v for name, v in call.values.items() if name not in ("condition", "mask"))
+        operands = [v for v in chosen if isinstance(v, TensorType)]
+        dtype = result.dtype if is_float(result.dtype) else promote(operands) if operands else ""
+    else:
+        operands, dtype = [], ""
+    cast = (TensorType(t.shape, dtype) for t in operands if t.shape and t.dtype != dtype)
+    whole = TensorType(call["self"].shape, result.dtype) if node.op in _COPIES else result
+    return sum(map(type_bytes, cast)) + _COPIES.get(node.op, 0) * type_bytes(whole)
+
+
+def _scratch_bytes(
+    node: Node, types: Mapping[Ref, TensorType], storage: Mapping[Ref, Ref], needing: frozenset[Ref]
+) -> int:
     found = spec(node.op)
     if node.op in _PARTS:
         whole = next(node.refs())

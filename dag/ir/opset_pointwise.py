@@ -193,7 +193,7 @@ SPECS: list[OpSpec] = [
     _p("aten.threshold", "self: tensor, threshold: number, value: number", unary, "self"),
     _p("aten.prelu", "self: tensor, weight: tensor", prelu, "self weight"),
     _p("aten.clamp", "self: tensor, min: number? = None, max: number? = None", clamp, "self"),
-    _p("aten.clamp.Tensor", "self: tensor, min: tensor? = None, max: tensor? = None", clamp, "self"),
+    _p("aten.clamp.Tensor", "self: tensor, min: tensor? = None, max: tensor? = None", clamp, "self min max"),
     _p("aten.clamp_min", "self: tensor, min: number", one_bound, "self"),
     _p("aten.clamp_max", "self: tensor, max: number", one_bound, "self"),
     _p("aten.add.Tensor", OPERAND + ", alpha: number = 1", arithmetic),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fusion.dag.ir.graph import TensorType
 from fusion.dag.ir.opset_shapes import (
     axes,
@@ -218,7 +220,7 @@ SPECS: list[OpSpec] = [
     _loss("aten.l1_loss", _PAIR + ", reduction: int = 1", pair_loss, _pair_mixes, "copy", 3),
     _loss("aten.smooth_l1_loss", _PAIR + ", reduction: int = 1, beta: float = 1.0", pair_loss, _pair_mixes, "self target", 4),
     _loss("aten.huber_loss", _PAIR + ", reduction: int = 1, delta: float = 1.0", pair_loss, _pair_mixes, "self target", 4),
-    _loss("aten.kl_div", _PAIR + ", reduction: int = 1, log_target: bool = False", pair_loss, _pair_mixes, "target", 4),
+    replace(_loss("aten.kl_div", _PAIR + ", reduction: int = 1, log_target: bool = False", pair_loss, _pair_mixes, "self target", 4), bilinear=True),
     _loss("aten.binary_cross_entropy", _PAIR + ", weight: tensor? = None, reduction: int = 1", pair_loss, _pair_mixes, "self target", 6),
     _loss("aten.binary_cross_entropy_with_logits", _PAIR + ", weight: tensor? = None, pos_weight: tensor? = None, reduction: int = 1", pair_loss, _pair_mixes, "self target", 6),
 ]  # fmt: skip

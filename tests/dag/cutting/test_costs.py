@@ -187,3 +187,17 @@ def test_masks_of_attention_have_an_element_for_each_score(batch: Any, width: in
 def test_a_missing_size_is_an_error() -> None:
     with pytest.raises(GraphError, match="batch"):
         node_costs(perceptron(), {"sequence": 3})
+
+
+@pytest.mark.parametrize(
+    ("node", "bytes_"),
+    [
+        (("aten.max_pool2d", Ref("x"), (2, 2), (1, 1), (0, 0), (1, 1), False), 4 * 64 + 8 * 49),
+        (("aten.clamp.Tensor", Ref("x"), Ref("y"), Ref("z")), 3 * 4 * 64),
+        (("aten.kl_div", Ref("x"), Ref("y"), 1, False), 2 * 4 * 64),
+    ],
+)
+def test_all_that_a_backward_pass_reads_is_kept(node: tuple[Any, ...], bytes_: int) -> None:
+    graph = graph_of({n: f(1, 8, 8) for n in "xyz"}, {}, ("n", *node))
+    needing = frozenset({Ref(n) for n in "xyz"} | {Ref("n")})
+    assert node_saved_bytes(graph, {}, needing) == [bytes_]

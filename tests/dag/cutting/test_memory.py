@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
+from fusion.dag.cutting.costs import scratch_bytes, storages
 from fusion.dag.cutting.cuts import legal_cuts, split
 from fusion.dag.cutting.memory import MemoryConfig, MemoryTables, measure_memory
 from fusion.dag.ir.dims import symbol
-from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
+from fusion.dag.ir.graph import DType, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer
 from fusion.dag.ir.opset_spec import elements
 from tests.support.instances import chain, with_skips
@@ -338,10 +339,41 @@ def test_thousands_of_results_are_not_gone_through_for_each_value() -> None:
             return super().count(ref)
 
     graph = built(
-        {"x": f(1)}, {}, *((f"y{i}", "aten.expand", Ref("x"), (2,)) for i in range(9)), ("z", "aten.neg", Ref("x"))
+        {"x": f(1)},
+        {},
+        *((f"y{i}", "aten.expand", Ref("x"), (2,)) for i in range(9)),
+        ("z", "aten.neg", Ref("x")),
     )
     sent = replace(graph, outputs=Watched([Ref("y0"), Ref("y1"), Ref("y1")]))
     once = replace(graph, outputs=(Ref("z"),))
     written = [measure_memory(g, (0, 10), {}, False, MemoryConfig()).bytes(0, 1, 1) for g in (sent, once)]
     assert Watched.looked_through == 0
     assert written[0] == 4 + 3 * 2 * 4 + 4  # x, what is sent of it in full, z
+
+
+@pytest.mark.parametrize(
+    ("node", "bytes_"),
+    [
+        (("aten.eq.Tensor", Ref("small"), Ref("wide")), 8 * 64),
+        (("aten.add.Tensor", Ref("small"), Ref("number"), 1), 0),
+        (("aten.mul.Tensor", Ref("half"), Ref("x")), 4 * 64),
+        (("aten.mul.Tensor", Ref("x"), Ref("x")), 0),
+        (("aten.where.self", Ref("flags"), Ref("x"), Ref("x")), 0),
+        (("aten.to.dtype", Ref("half"), DType("float32")), 0),
+        (("aten.sum", Ref("flags"), None), 8 * 64),
+        (("aten.sum", Ref("x"), None), 0),
+        (("aten.mean", Ref("half"), DType("float64")), 8 * 64),
+        (("aten.any", Ref("half")), 0),
+        (("aten.logsumexp", Ref("small"), (0,), False), 2 * 4 * 64),
+        (("aten.roll", Ref("x"), (1,), (0,)), 4 * 64),
+        (("aten.binary_cross_entropy_with_logits", Ref("x"), Ref("x"), None, None, 1), 2 * 4 * 64),
+    ],
+)
+def test_operands_of_another_dtype_are_written_out_in_the_one_that_is_computed_in(
+    node: tuple[Any, ...], bytes_: int
+) -> None:
+    dtypes = {"x": "float32", "half": "bfloat16", "small": "int8", "flags": "bool"}
+    inputs = {name: TensorType((64,), dtype) for name, dtype in dtypes.items()}
+    inputs |= {"wide": TensorType((64,), "float64"), "number": TensorType((), "int64")}
+    graph = built(inputs, {}, ("n", *node))
+    assert scratch_bytes(graph.nodes[0], graph.types, storages(graph)) == bytes_

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -259,7 +260,7 @@ def test_a_job_whose_loss_is_not_one_number_is_refused_before_it_runs(of_numbers
 
 def test_an_intricate_loss_is_bound_dimension_by_dimension() -> None:
     names = tuple("abcdefgh")
-    dim = poly([(("batch",), 1), *(((a, b), 1) for a, b in zip(names, names[1:], strict=False))])
+    dim = poly([(("batch",), 1), *(((a, b), 1) for a, b in pairwise(names))])
     type_ = TensorType((dim,) * 8, "float32")
     loss = Node("loss", "aten.neg", (Ref("x"),), (type_,))
     graph = Graph((Input("x", type_),), (), (loss,), (Ref("loss"),), ("batch", *names))
