@@ -284,7 +284,10 @@ def kind_of(message: Message) -> str:
 
 def encode(message: Message, term: int) -> tuple[str, dict[str, Any]]:
     """Kind and header of the frame that carries a message."""
-    return kind_of(message), {"term": term, **plain(message)}
+    header = {"term": term, **plain(message)}
+    if isinstance(message, Held) and not message.trouble:
+        del header["trouble"]  # as peers know it that have no word for it
+    return kind_of(message), header
 
 
 def decode(frame: Frame) -> Message:
