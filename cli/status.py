@@ -84,8 +84,8 @@ async def _status(way: client.Way, output: Output) -> None:
         }
     )
     _show(output, peers, jobs, stages, links)
-    _show_loading(output, peers, loading)
-    _show_failures(output, peers, failed)
+    _show_stages(output, peers, "On their way into memory", "state", [(e, e["line"]) for e in loading])
+    _show_stages(output, peers, "Stages that did not work out", "why", [(e, e["reason"]) for e in failed])
     _show_holdings(output, peers, holdings)
     if http:
         output.note(f"the peer of this home answers programs at {http}")
@@ -224,24 +224,18 @@ def failures_of(peer: str, answer: Mapping[str, Any], jobs: Sequence[JobRecord])
     ]
 
 
-def _show_failures(output: Output, peers: Sequence[PeerRecord], failed: Sequence[dict[str, Any]]) -> None:
+def _show_stages(
+    output: Output,
+    peers: Sequence[PeerRecord],
+    title: str,
+    what: str,
+    said: Sequence[tuple[dict[str, Any], str]],
+) -> None:
+    """Stages of which peers said something, with what they said; nothing where there are none."""
     names: dict[str, str] = {each.peer: each.name for each in peers}
-    if failed:
-        output.table(
-            "Stages that did not work out",
-            ("job", "stage", "peer", "why"),
-            [(each["name"], str(each["stage"]), names[each["peer"]], each["reason"]) for each in failed],
-        )
-
-
-def _show_loading(output: Output, peers: Sequence[PeerRecord], loading: Sequence[dict[str, Any]]) -> None:
-    names: dict[str, str] = {each.peer: each.name for each in peers}
-    if loading:
-        output.table(
-            "On their way into memory",
-            ("job", "stage", "peer", "state"),
-            [(each["name"], str(each["stage"]), names[each["peer"]], each["line"]) for each in loading],
-        )
+    if said:
+        rows = [(each["name"], str(each["stage"]), names[each["peer"]], text) for each, text in said]
+        output.table(title, ("job", "stage", "peer", what), rows)
 
 
 def _show_holdings(output: Output, peers: Sequence[PeerRecord], holdings: Sequence[dict[str, Any]]) -> None:

@@ -52,9 +52,8 @@ _REDUCED_IN = frozenset({
 _RECURRENCES = frozenset({"fusion.recurrence", "fusion.cached_recurrence"})
 _SCORES = 2  # times that they are there at once: with their softmax
 _STATES = 3  # the same: with what is read of a state, and what is added to it
-MAX_BOUND_ELEMENTS = (
-    2**56
-)  # of a value, however much of it is ever made: sums of bytes are exact, or near enough
+# Of a value, however much of it is ever made: sums of bytes are exact, or near enough.
+MAX_BOUND_ELEMENTS = 2**56
 FLOAT32_BYTES = DTYPE_BYTES["float32"]
 # What processors have no convolution for that reads its windows where they lie: all of them are written out first.
 _WRITTEN_OUT = frozenset({"float64", "float16"})
@@ -214,7 +213,7 @@ def stashed(
             length = plain(types[given["key"][0]].shape[-2])
             rows = elements(types[Ref(node.name)]) // max(1, plain(types[Ref(node.name)].shape[-1]))
             own += 3 * rows * length * DTYPE_BYTES[types[Ref(node.name)].dtype]
-        elif name == "places":
+        elif name == "max_indices":
             own += DTYPE_BYTES["int64"] * elements(types[Ref(node.name)])
         elif name == "positions":
             values.add(storage[Ref(node.name, 1)])

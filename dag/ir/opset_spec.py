@@ -113,7 +113,7 @@ def flops_per_result(count: int) -> Flops:
 @dataclass(frozen=True, kw_only=True)
 class OpSpec:
     """`saves`: the tensor parameters that the backward pass reads again; besides their names, "result" is the op's own
-    result, "positions" its second one, "places" an int64 for each element of its result, "scores" the weights of attention three times (softmax, mask, product), and "copy" a tensor of the size and dtype of the first argument.
+    result, "positions" its second one, "max_indices" an int64 for each element of its result, "scores" the weights of attention three times (softmax, mask, product), and "copy" a tensor of the size and dtype of the first argument.
     `backward`: FLOPs of the gradient of each argument over those of the forward pass; None means 1 for each.
     `keeps`: the tensor parameters that it keeps of every position of a sequence, in the cache that its argument `slot`
     numbers."""

@@ -28,8 +28,8 @@ from fusion.runtime.job.manifest import CompressionConfig, Manifest, OptimizerCo
 from fusion.swarm.directory.records import Digest, JobId
 
 MAX_GRAPH_BYTES = 64 << 20
-# Of a stage: all become one Python function, and a peer's loop waits while that is compiled, a second for so many.
-MAX_STAGE_NODES = 50_000
+# Of a stage: all become one Python function, and a peer's loop waits while that is compiled, a quarter of a second for so many.
+MAX_STAGE_NODES = 25_000
 REMEMBERED_GRAPHS = 8
 REMEMBERED_READS = 1024
 TOLERATED_RATIO, TOLERATED_BYTES = 1.25, 16 << 20  # that a stage may need beyond what its manifest says
@@ -100,8 +100,8 @@ class StageGraphs:
     async def check(self, job: JobId, manifest: Manifest, stage: int, beside_bytes: int = 0) -> None:
         """Understated where the stage, and `beside_bytes`, needs clearly more memory than the manifest says (nothing is set aside
         for one that says nothing), Refused where it has more than MAX_STAGE_NODES or a call of it would take longer here than
-        LONGEST_SECONDS, Unsupported where the
-        job could not be trained wherever it ran, or its sizes are beyond all measure. Raises as `of`."""
+        LONGEST_SECONDS, Unsupported where the job could not be trained wherever it ran, or its sizes are beyond all measure.
+        Raises as `of`."""
         try:
             await self._check(job, manifest, stage, beside_bytes)
         except GraphError as error:

@@ -93,7 +93,8 @@ class BlobStore:
     def path(self, digest: Digest) -> Path:
         """The file with the blob's bytes, for a use of our own; it must not be changed. Raises BlobError for a blob that
         is not here."""
-        self._use(digest, self.size(digest))
+        self.size(digest)
+        self._use(digest)
         return self.root / digest
 
     def index(self, digest: Digest) -> bytes:
@@ -304,16 +305,13 @@ class BlobStore:
                     self._held[digest] = Held(blob.size_bytes, now)
                     self._stamped.pop(digest, None)
 
-    def _use(self, digest: Digest, size: int | None = None) -> None:
-        """Somebody here has it in use now; of one without its size only if it is here. The disk learns of it too, so that a restart
-        does not forget."""
+    def _use(self, digest: Digest) -> None:
+        """Somebody here has the blob in use now, if it is here. The disk learns of it too, so that a restart does not forget."""
         now = self._now()
         with self._lock:
-            if size is None:
-                if digest not in self._held:
-                    return
-                size = self._held[digest].size_bytes
-            self._held[digest] = Held(size, now)
+            if digest not in self._held:
+                return
+            self._held[digest] = Held(self._held[digest].size_bytes, now)
             if now - self._stamped.get(digest, 0.0) < STAMP_SECONDS:
                 return
             self._stamped[digest] = now
@@ -336,7 +334,9 @@ class BlobStore:
                 self._label(digest, job)
                 os.replace(data, self.root / digest)
                 os.replace(scratch, self.root / f"{digest}.index")
-                self._use(digest, index.size_bytes)
+                with self._lock:
+                    self._held[digest] = Held(index.size_bytes, self._now())
+                self._use(digest)
         finally:
             scratch.unlink(missing_ok=True)
         return digest

@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 SPEED_STEPS = 8  # the speed shown is that of so many steps
 MAX_HANDOVER_CODECS = 8192  # characters of a table that is handed on; the next lead can choose anew
 MOST_BYTES = 1 << 50  # that one stage may say it has sent
-MAX_TROUBLE = 300  # characters of what a stage says, that are shown
 PACE_STEPS = 2  # committed in a row, before it is known how fast the job is
 
 
@@ -342,7 +341,7 @@ class Lead:
         if step == self._collector.step and not self._collector.durable:
             self._troubles.pop(stage, None)
             if text:
-                self._troubles[stage] = text[:MAX_TROUBLE]
+                self._troubles[stage] = text[: m.MAX_TROUBLE]
                 if stage > 0:  # ours has said so itself
                     log.warning("stage %d %s", stage, self._troubles[stage])
 

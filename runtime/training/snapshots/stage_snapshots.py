@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0  # before a snapshot that could not be saved or held is tried again
 MOST_RESTS = 60  # so long, after a shard that could not be written: each try may have written most of it
 HOLD_ATTEMPTS = 3  # at copies that the job does not wait for
-MAX_TROUBLE = 300  # characters that the lead is told
 
 
 class StageSnapshots:
@@ -132,7 +131,7 @@ class StageSnapshots:
     def _say(self, text: str, step: int, said: str) -> str:
         """What keeps the snapshot of a step from being durable, where that is not what was `said` last: the job may wait for it, and
         this peer's log is not where its author looks."""
-        text = text[:MAX_TROUBLE]
+        text = text[: m.MAX_TROUBLE]
         if text != said:
             log.warning("stage %d %s", self._stage, text)
             self._tell(m.Held(step, m.NOTHING, text))

@@ -31,6 +31,7 @@ from fusion.swarm.transport import Frame, PeerId
 
 TENSOR_KINDS = ("activation", "gradient", "tie")
 NOTHING = Digest("")
+MAX_TROUBLE = 300  # characters of what keeps a stage from its part of a snapshot
 NEXT_STAGE = 1  # whose owner holds the second copy of a shard, before anybody could be asked for more
 
 # (term of the stage's owner, the incarnation that its host drew when it was loaded, how often it has joined since). A

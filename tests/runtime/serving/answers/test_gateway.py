@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -249,19 +250,28 @@ def test_a_tokenizer_travels_with_the_model_and_stays_when_the_launcher_leaves(t
     asyncio.run(main())
 
 
+def watch_encode(patch: pytest.MonkeyPatch, before: Callable[[str], None]) -> None:
+    """`before` is called, in its thread, with each text that a tokenizer is about to read."""
+
+    def encode(self: TokenizerText, prompt: str, *, plain: bool = True) -> list[int]:
+        before(prompt)
+        return original(self, prompt, plain=plain)
+
+    original = TokenizerText.encode
+    patch.setattr(TokenizerText, "encode", encode)
+
+
 def test_a_prompt_that_no_position_could_hold_never_reaches_the_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
     threads: set[str] = set()
 
-    def encode(self: TokenizerText, prompt: str, *, plain: bool = True) -> list[int]:
+    def before(prompt: str) -> None:
         read.append(len(prompt))
         threads.add(threading.current_thread().name)
-        return original(self, prompt)
 
-    original = TokenizerText.encode
-    monkeypatch.setattr(TokenizerText, "encode", encode)
+    watch_encode(monkeypatch, before)
 
     async def main() -> None:
         async with swarm_of(1, tmp_path) as swarm:
@@ -282,15 +292,13 @@ def test_a_prompt_that_takes_long_to_read_holds_up_no_answer_and_one_prompt_of_e
 ) -> None:
     reading, go, read = threading.Event(), threading.Event(), list[str]()
 
-    def encode(self: TokenizerText, prompt: str, *, plain: bool = True) -> list[int]:
+    def before(prompt: str) -> None:
         if prompt == "long":
             reading.set()
             go.wait()
         read.append(prompt)
-        return original(self, prompt, plain=plain)
 
-    original = TokenizerText.encode
-    monkeypatch.setattr(TokenizerText, "encode", encode)
+    watch_encode(monkeypatch, before)
 
     async def main() -> None:
         async with swarm_of(1, tmp_path) as swarm:
