@@ -234,7 +234,7 @@ class Takeovers:
             else:
                 holding = Holding(owner.peer, owner.term)
                 votes = await (asking if holding == asked else self._votes.collect(place, holding))
-                if not leases.voting.is_proof(*place, holding, leases.peer_id, votes):
+                if not leases.voting.is_proof_to_all(*place, holding, leases.peer_id, votes):
                     votes = await self._votes.collect_after_a_look(place, holding, votes)
                 if not leases.voting.is_proof(*place, holding, leases.peer_id, votes):
                     log.info("stage %d of job %.8s: its neighbours do not say so", *place[::-1])

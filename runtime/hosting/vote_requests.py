@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 PATIENCE_SECONDS = 0.3  # for the directory, where what it said a heartbeat ago may do
 # For which what was read of a stage does for all who ask for our vote on it, or give it to us, with any term that they like.
 READ_SECONDS = 0.2
+MORE_VOTES_SECONDS = 0.3  # for votes beyond those that prove it to us: others may know of more voters
 OWN_VOTE_SECONDS = 0.1  # for our own look at an owner, before we report it without our vote
 
 
@@ -47,7 +48,7 @@ class VoteRequests:
 
     async def collect(self, place: Place, holding: Holding, given: Sequence[bytes] = ()) -> tuple[bytes, ...]:
         """What the voters say against the holder of a stage, in our favour, and of `given` one that a voter gave; no more than
-        prove it, and what came soon where they do not."""
+        prove it to all, and what came soon where they do not."""
         us = self._leases.peer_id
         voters = self._voting.voters(*place, holding.peer)
         # Strangers report too, and behind one forgery in our claim nobody would read the true votes.
@@ -57,9 +58,10 @@ class VoteRequests:
     async def collect_after_a_look(
         self, place: Place, holding: Holding, votes: Sequence[bytes]
     ) -> tuple[bytes, ...]:
-        """As `collect`, where `votes` came and prove nothing: a voter may have followed another a moment ago. Who holds the
-        stages that had no vote is read again, and whoever is a voter then and gave none is asked. For a holder that we have
-        seen to be gone: it reads up to eight stages, which no report alone may cost us."""
+        """As `collect`, where `votes` came and do not prove it to all: a voter may have followed another a moment ago, and we may
+        never have read who holds a stage. Who holds the stages that had no vote is read again, and whoever is a voter then and
+        gave none is asked. For a holder that we have seen to be gone: it reads up to eight stages, which no report alone may
+        cost us."""
         us = self._leases.peer_id
         without_vote = self._voting.without_vote(*place, holding, us, votes)
         await asyncio.gather(*(self.read((place[0], stage)) for stage in without_vote))
@@ -77,13 +79,16 @@ class VoteRequests:
     async def _ask_all(
         self, place: Place, holding: Holding, voters: Sequence[PeerId], given: Sequence[bytes]
     ) -> tuple[bytes, ...]:
-        """The votes `given` and those of the voters, until they prove it."""
+        """The votes `given` and those of the voters, until they prove it to all."""
         us, votes = self._leases.peer_id, list(given)
         asking = {asyncio.ensure_future(self._ask(voter, place, holding)) for voter in voters}
-        deadline = asyncio.get_running_loop().time() + self._ask_seconds
+        now, proven = asyncio.get_running_loop().time, False
+        deadline = now() + self._ask_seconds
         try:
-            while asking and not self._voting.is_proof(*place, holding, us, votes):
-                left = max(0.0, deadline - asyncio.get_running_loop().time())
+            while asking and not self._voting.is_proof_to_all(*place, holding, us, votes):
+                if not proven and self._voting.is_proof(*place, holding, us, votes):
+                    proven, deadline = True, min(deadline, now() + MORE_VOTES_SECONDS)
+                left = max(0.0, deadline - now())
                 done, asking = await asyncio.wait(asking, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 votes += [vote for task in done if (vote := task.result())]
                 if not done:

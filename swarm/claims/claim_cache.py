@@ -212,6 +212,16 @@ class ClaimCache:
         voted = self._voted(claim, holding)
         return holding.peer in voted or self.is_majority((claim.job, claim.stage), holding.peer, voted)
 
+    def proves_to_all(self, claim: ClaimRecord, holding: Holding) -> bool:
+        """As `proves`, also for those who know who holds near stages of which we have never seen who does."""
+        voted, (job, stage) = self._voted(claim, holding), (claim.job, claim.stage)
+        if holding.peer in voted:
+            return True
+        law = self._access.law(job)
+        near = () if law is None else tenure.voting_stages(stage, law.stages)
+        unknown = sum((job, other) not in self._tenures for other in near)
+        return tenure.is_majority_to_all(voted, self._seats((job, stage), holding.peer), unknown)
+
     def votes(self, claim: ClaimRecord, holding: Holding) -> int:
         """How many voters say in the claim's proof that whoever held its stage so does not any more."""
         if not claim.proof:

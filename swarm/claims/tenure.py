@@ -290,3 +290,10 @@ def is_majority(voted: Collection[PeerId], found: Sequence[Seat]) -> bool:
     given: of a peer with two stages that is gone, whoever follows at one must not void what lets another follow at the other."""
     before = [seat for seat in found if not seat.fresh]
     return any(2 * count(voted, seats) > len(seats) for seats in (found, before))
+
+
+def is_majority_to_all(voted: Collection[PeerId], found: Sequence[Seat], unknown: int) -> bool:
+    """As `is_majority`, also for a reader who leaves no seat out and knows who holds `unknown` near stages of which we know
+    nothing: each may be one seat more, and one vote less. Who asks for votes goes by this, or others may not believe what
+    they prove; who reads them could not, before it has read every stage."""
+    return 2 * count(voted, found) > len(found) + unknown

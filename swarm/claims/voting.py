@@ -49,6 +49,12 @@ class Voting:
         """Whether these votes, together, let `successor` follow."""
         return self._cache.proves(_with_votes(job, stage, successor, votes), holding)
 
+    def is_proof_to_all(
+        self, job: JobId, stage: int, holding: Holding, successor: PeerId, votes: Iterable[bytes]
+    ) -> bool:
+        """As `is_proof`, also for those who know more of the near stages than we do."""
+        return self._cache.proves_to_all(_with_votes(job, stage, successor, votes), holding)
+
     def without_vote(
         self, job: JobId, stage: int, holding: Holding, successor: PeerId, votes: Iterable[bytes]
     ) -> tuple[int, ...]:

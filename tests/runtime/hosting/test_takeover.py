@@ -19,7 +19,7 @@ from fusion.swarm.claims.election import rank, winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.claims.votes import Vote as Word
-from fusion.swarm.claims.votes import seal_vote
+from fusion.swarm.claims.votes import parse_vote, seal_vote
 from fusion.swarm.directory.records import ClaimRecord, JobId, Place
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Identity
@@ -31,13 +31,14 @@ NEIGHBOURS: dict[JobId, Leases] = {}  # of the jobs that have one
 
 
 async def one_job(
-    made: Swarm, standbys: int, *, alone: bool = True, **changes: Any
+    made: Swarm, standbys: int, *, alone: bool = True, vacant: int = 0, **changes: Any
 ) -> tuple[JobId, Peer, list[Peer]]:
     """A job of one stage that its owner runs, and peers that stand by for it, the best first. Not `alone`: with a second
-    stage, whose owner has a word on the first."""
+    stage, whose owner has a word on the first. `vacant`: stages behind it that nobody holds."""
     owner = await made.join()
     idle = [await made.join() for _ in range(standbys)]
-    job = await made.launch(made.manifest(owner, *[None] * (not alone), **changes), stages=2 - alone)
+    others = (not alone) + vacant
+    job = await made.launch(made.manifest(owner, *[None] * others, **changes), stages=1 + others)
     voter = None if alone else await neighbour(made, job)
     if voter is not None:
         NEIGHBOURS[job] = voter
@@ -55,8 +56,8 @@ async def one_job(
     return job, owner, sorted(idle, key=lambda peer: rank(order[peer.id]), reverse=True)
 
 
-async def neighbour(made: Swarm, job: JobId) -> Leases:
-    """Of a peer that owns stage 1 and only answers what others ask of it."""
+async def neighbour(made: Swarm, job: JobId, stage: int = 1) -> Leases:
+    """Of a peer that owns that stage and only answers what others ask of it."""
     identity = Identity.generate()
     transport = MemoryTransport(made.network, identity.peer_id)
     leases = await know(
@@ -66,26 +67,27 @@ async def neighbour(made: Swarm, job: JobId) -> Leases:
             LeaseConfig(confirm_seconds=0),
         ),
         job,
+        stage + 1,
     )
     await Takeovers(transport, leases, made.check_seconds).start(Nobody())
-    assert await leases.claim(job, 1, 1.0) is not None
-    leases.update(job, 1, ready=True)
+    assert await leases.claim(job, stage, 1.0) is not None
+    leases.update(job, stage, ready=True)
     await leases.beat()
     await leases.claims(job, 0)
     return leases
 
 
-async def know(leases: Leases, job: JobId) -> Leases:
+async def know(leases: Leases, job: JobId, stages: int = 2) -> Leases:
     """As whoever asks a job for something knows it: its law, and who holds its stages."""
-    leases.know(JobLaw(job=job, author=Identity.generate().peer_id, stages=2))
-    for stage in (0, 1):
+    leases.know(JobLaw(job=job, author=Identity.generate().peer_id, stages=stages))
+    for stage in range(stages):
         await leases.claims(job, stage)
     return leases
 
 
-async def onlooker(made: Swarm, job: JobId) -> Peer:
+async def onlooker(made: Swarm, job: JobId, stages: int = 2) -> Peer:
     peer = await made.join()
-    await know(peer.context.leases, job)
+    await know(peer.context.leases, job, stages)
     return peer
 
 
@@ -167,6 +169,26 @@ def test_a_neighbour_that_has_just_come_is_asked_for_its_word(tmp_path: Path) ->
             assert claim is not None and (claim.peer, claim.term) == (successor.id, 2)
             await after.claims(job, 0)
             assert after.known_holder(job, 0) == successor.id
+
+    run(main())
+
+
+def test_who_has_just_come_asks_a_neighbour_of_whom_it_knows_nothing(tmp_path: Path) -> None:
+    """Its own majority would be none to those who know of that neighbour."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (successor,) = await one_job(made, 1, alone=False, vacant=1)
+            other = await neighbour(made, job, stage=2)  # the successor has read nothing of that stage
+            witness = await onlooker(made, job, stages=3)
+            leases = successor.context.leases
+            assert leases.known_tenure(job, 2) is None
+            assert leases.voting.voters(job, 0, owner.id) == (NEIGHBOURS[job].peer_id,)
+            vanish(made, owner)
+            claim = await witness.context.takeover.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
+            assert claim is not None and (claim.peer, claim.term) == (successor.id, 2)
+            voters = {parse_vote(data).voter for data in claim.proof}
+            assert voters == {NEIGHBOURS[job].peer_id, other.peer_id}
 
     run(main())
 

@@ -25,6 +25,7 @@ from fusion.swarm.claims.tenure import (
     ceiling,
     count,
     is_majority,
+    is_majority_to_all,
     seats,
     settle,
     voting_stages,
@@ -332,6 +333,17 @@ def test_half_is_no_majority() -> None:
     assert count([eve], three) == 1 and count([eve, bob], three) == 2
     assert count([eve, cat], three) == 2 and count([ann, bob, cat, eve], three) == 3
     assert not is_majority([], ()) and not is_majority([PeerId("bob")], ())
+
+
+def test_who_asks_for_votes_counts_all_who_may_have_one() -> None:
+    bob, cat, dan = map(PeerId, ("bob", "cat", "dan"))
+    one, two = seats_of({"bob"}), seats_of({"bob"}, {"cat"})
+    assert is_majority_to_all([bob], one, 0) and not is_majority_to_all([bob], one, 1)
+    assert is_majority_to_all([bob, cat], two, 1) and not is_majority_to_all([bob, cat], two, 2)
+    fresh = (*one, Seat(frozenset({dan}), fresh=True))
+    assert is_majority([bob], fresh) and not is_majority_to_all([bob], fresh, 0)
+    assert is_majority_to_all([bob, dan], fresh, 0)
+    assert not is_majority_to_all([], (), 0)
 
 
 @st.composite
