@@ -23,6 +23,22 @@ FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**MOST_SKIPPED
 GROWTH_STEPS = 1000  # without overflow, until a larger one is tried
 
 
+def scale_state(scale: float = FIRST, good: int = 0) -> torch.Tensor:
+    """A scale as a state has it: that with which training begins, or that after so many steps without a change of it."""
+    return torch.tensor([scale, float(good)], dtype=torch.float64)
+
+
+def scale_of(stage: TrainingStage) -> float:
+    """By what the gradients of the stage are multiplied now."""
+    return stage.scale if isinstance(stage, LossScaled) else 1.0
+
+
+def skips(stage: TrainingStage, clip_factor: float) -> bool:
+    """Whether `apply` with that factor changes no weight of the stage, for its gradients, or those of another, have
+    overflowed."""
+    return isinstance(stage, LossScaled) and clip_factor == SKIPPED
+
+
 class LossScaled:
     """A training stage of any plane, with scaled gradients inside: what it takes and gives is as without, but for the gradients
     between stages and those of tied variables. The scale is a power of two, so scaling itself rounds nothing."""
@@ -31,6 +47,10 @@ class LossScaled:
         self._inner = inner
         self._scale, self._good = FIRST, 0
         self.stage: Stage = inner.stage
+
+    @property
+    def scale(self) -> float:
+        return self._scale
 
     def forward(self, microbatch: int, inputs: Tensors, rng: RngKey) -> dict[str, torch.Tensor]:
         return self._inner.forward(microbatch, inputs, rng)
@@ -68,8 +88,7 @@ class LossScaled:
         self._inner.discard()
 
     def state(self) -> dict[str, torch.Tensor]:
-        now = torch.tensor([self._scale, float(self._good)], dtype=torch.float64)
-        return {**self._inner.state(), LOSS_SCALE: now}
+        return {**self._inner.state(), LOSS_SCALE: scale_state(self._scale, self._good)}
 
     def load_state(self, state: Tensors) -> None:
         """JobError for a state without a scale, or with one that cannot be."""

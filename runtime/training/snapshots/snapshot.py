@@ -25,7 +25,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build, plain
 from fusion.runtime.planes.stage_values import OPTIMIZER, VARIABLE, state_of, state_parts
 from fusion.runtime.planes.weights_file import STORED_DTYPES, tensors_bytes_of
-from fusion.runtime.training.compute.loss_scale import LOSS_SCALE
+from fusion.runtime.training.compute.loss_scale import LOSS_SCALE, scale_state
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.history import UNKNOWN, Version
@@ -142,9 +142,11 @@ def variables(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return state_parts(state)[0]
 
 
-def untrained(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a stage begins with: its variables, and nothing that an optimizer keeps."""
-    return state_of(weights, {})
+def untrained(weights: Mapping[str, torch.Tensor], *, scaled: bool = False) -> dict[str, torch.Tensor]:
+    """What a stage begins with: its variables, and nothing that an optimizer keeps; `scaled`: with the first loss scale, as
+    training in float16 has it."""
+    found = state_of(weights, {})
+    return {**found, LOSS_SCALE: scale_state()} if scaled else found
 
 
 def count_batches(exported: dict[str, torch.Tensor], stages: Iterable[Stage], runs: int) -> None:

@@ -95,7 +95,8 @@ class StageFiles:
             proposed = [peer for peer in self._manifest.proposed if peer]
             path = await blobs.fetch(self._manifest.weights[stage.index], proposed, max_bytes=self._most)
             weights = await asyncio.to_thread(self._shards.load_weights, path, stage)
-            return snapshot.untrained(weights)
+            train = self._manifest.train
+            return snapshot.untrained(weights, scaled=train is not None and train.precision == "fp16")
         digest, version = await self._shard_of(checkpoint, owners)
         near = self._near(stage.index, owners, snapshot.FURTHEST)
         path = await blobs.fetch(digest, near, max_bytes=self._most)

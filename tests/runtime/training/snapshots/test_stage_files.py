@@ -12,10 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.training import config
 
 from fusion.dag.cutting.stage import Stage
-from fusion.dag.ir.graph import Graph
+from fusion.dag.ir.graph import Graph, TensorType, Variable
+from fusion.runtime.job.manifest import Precision
 from fusion.runtime.job.stage_graphs import SAFETENSORS_HEADER_BYTES
+from fusion.runtime.planes.learning_rate import SKIPPED
+from fusion.runtime.planes.plane import TrainingStage
+from fusion.runtime.planes.torch_plane import TorchTrainingStage
+from fusion.runtime.training.compute.loss_scale import FIRST, LossScaled, scale_of
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.snapshots.snapshot import Index, encode_index
@@ -243,3 +249,36 @@ def test_a_save_that_is_cancelled_is_written_no_further(tmp_path: Path) -> None:
     store = asyncio.run(main())  # which waits for the thread
     assert store.held() == {} and store.used_bytes == 0
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+def test_a_stage_goes_back_to_its_initial_weights_in_any_precision(
+    tmp_path: Path, precision: Precision
+) -> None:
+    """A job in float16 that lost a peer before its first snapshot went back for ever: the initial weights have no loss scale."""
+    weights = {"w": torch.arange(6.0).reshape(2, 3)}
+    kinds = tuple(Variable(name, TensorType(tuple(w.shape), "float32")) for name, w in weights.items())
+    stage = Stage(1, Graph((), kinds, (), ()), (), (), ())
+    train = config(precision=precision)
+    plane: TrainingStage = TorchTrainingStage(stage, {"w": torch.zeros(2, 3)}, train.optimizer)
+    if precision == "fp16":
+        plane = LossScaled(plane)
+        plane.apply(0.1, SKIPPED)
+        assert scale_of(plane) == FIRST / 2
+
+    async def main() -> None:
+        identity, network = Identity.generate(), MemoryNetwork()
+        store = BlobStore(tmp_path / "blobs", 1 << 20, Needs())
+        async with MemoryTransport(network, identity.peer_id) as transport:
+            blobs = Blobs(store, transport, MemoryDirectory(network, identity))
+            context: Any = SimpleNamespace(blobs=blobs, home=tmp_path)
+            snapshot.save(weights, tmp_path / "weights")
+            initial = store.put(tmp_path / "weights")
+            manifest: Any = SimpleNamespace(
+                train=train, stages=2, memory_bytes=(100, 100), proposed=(), weights=(initial, initial)
+            )
+            plane.load_state(await StageFiles(context, JOB, manifest, stage).load(Checkpoint(), {}))
+
+    asyncio.run(main())
+    assert torch.equal(plane.state()["variable/w"], weights["w"])
+    assert scale_of(plane) == (FIRST if precision == "fp16" else 1.0)
