@@ -65,6 +65,10 @@ class ErrorFeedback:
     def discard(self) -> None:
         self._pending.clear()
 
+    def rescale(self, factor: float) -> None:
+        """What is kept, as if every tensor so far had been `factor` times as large; between two steps."""
+        self._residuals = {key: residual * factor for key, residual in self._residuals.items()}
+
     def state(self) -> dict[str, torch.Tensor]:
         """The committed residuals by key: part of a stage's state."""
         return dict(self._residuals)

@@ -69,6 +69,7 @@ class StageWork:
             clock,
             context.flops_per_second,
             context.real_pace,
+            self._partners.room,
         )
         self.snapshots = StageSnapshots(
             loaded, inbox.codecs, compute, self._partners.holders, self._send_to_lead, spawn, clock
@@ -108,9 +109,8 @@ class StageWork:
             case e.Apply(rate, clip):
                 state = self.state
                 self._context.watch.commits(state.stage, state.attempt, state.step - 1)
-                self._codecs.commit()
                 # Queued on the device before anything of the next step is; nobody waits for it here.
-                self._applying = self._spawn(self._context.compute.run(self._plane.apply, rate, clip))
+                self._applying = self._spawn(self._rad.apply(rate, clip))
                 self._context.leases.update(self._here.job, self._here.stage, step=self.state.step)
             case e.Drop():
                 await self.stop()

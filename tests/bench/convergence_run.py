@@ -91,9 +91,8 @@ class Line:
         skips = self._config.precision == "fp16" and overflowed(reports)
         clip = SKIPPED if skips else clip_factor(self._config.optimizer, norm)
         self.skipped += skips
-        for plane, codecs in zip(self._planes, self._codecs, strict=True):
-            codecs.commit()
-            plane.apply(rate, clip)
+        for rad in self._rads:
+            await rad.apply(rate, clip)
         return next(report.loss for report in reports if report.loss is not None)
 
     async def evaluate(self, step: int) -> float:

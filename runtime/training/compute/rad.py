@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -52,7 +52,8 @@ Tensors = dict[str, torch.Tensor]
 class Rad:
     """Runs the microbatches of one stage. `send(stage, kind, header, payload)` queues a tensor (`Partners.post`) and
     returns at once; `clock` gives seconds that only rise, on any thread; `flops_per_second`: that the device was measured to
-    have, or 0: calls are held to what their graph promises; `pace` is told how long the calls of a step took."""
+    have, or 0: calls are held to what their graph promises; `pace` is told how long the calls of a step took; `room` waits
+    until little of what was sent waits to go out (`Partners.room`)."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class Rad:
         clock: Callable[[], float] = time.monotonic,
         flops_per_second: float = 0.0,
         pace: RealPace | None = None,
+        room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.inbox = inbox
         self._codecs = inbox.codecs  # what comes in says which elements go back
@@ -75,6 +77,7 @@ class Rad:
         self._worker = worker
         self._batches = batches
         self._send = send
+        self._room = room
         self._clock = clock
         self._flops_per_second = flops_per_second
         self._overrun: Overrun | None = None  # made with the first call, in the worker thread
@@ -124,6 +127,10 @@ class Rad:
             not_finite=tuple(sorted(self._look or ())),
             busy=min(1.0, (self._busy - busy) / max(1e-9, self._clock() - began)),
         )
+
+    def apply(self, learning_rate: float, clip_factor: float) -> Coroutine[Any, Any, None]:
+        """The step is committed: what codecs have left out of it is state at once, and the result updates the weights."""
+        return self._worker.run(self._codecs.apply(self._plane, learning_rate, clip_factor))
 
     async def evaluate(self, attempt: Attempt, step: int) -> float | None:
         """Mean loss over the held-out microbatches for the state of `step`; None at a stage that does not make it."""
@@ -208,6 +215,8 @@ class Rad:
         if loss is not None:
             self._losses[batch] = loss
         await self._send_forward(attempt, step, batch, sends, evaluate=True)
+        if self._room is not None:  # nothing comes back that it waits for: all batches would wait in memory
+            await self._room()
 
     async def _backward(
         self, attempt: Attempt, step: int, microbatch: int, gradients: list[tuple[str, list[torch.Tensor]]]

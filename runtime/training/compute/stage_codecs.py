@@ -28,6 +28,8 @@ from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.dims import bind
 from fusion.runtime.job.manifest import EdgeCodecs, TrainConfig
 from fusion.runtime.job.worker import Worker
+from fusion.runtime.planes.plane import TrainingStage
+from fusion.runtime.training.compute.loss_scale import scale_of, skips
 from fusion.runtime.training.step.run_statistics import NO_ATTEMPT, Attempt
 
 P = ParamSpec("P")
@@ -163,6 +165,24 @@ class StageCodecs:
     def forget(self, attempt: Attempt, edges: Collection[str]) -> None:
         """Of these edges what came in an attempt that we have not begun."""
         self._masks = {of: mask for of, mask in self._masks.items() if of[0] != attempt or of[3] not in edges}
+
+    def apply(self, stage: TrainingStage, learning_rate: float, clip_factor: float) -> Callable[[], None]:
+        """The step of `stage` is committed: what it has left out is state now. The result, called in the device's thread, updates the
+        weights. In float16 a step whose gradients have overflowed changes neither, and with the loss scale what was left
+        out before is scaled: so will be the gradients that it is added to."""
+        if skips(stage, clip_factor):
+            self._feedback.discard()
+        else:
+            self.commit()
+
+        def update() -> None:
+            before = scale_of(stage)
+            stage.apply(learning_rate, clip_factor)
+            after = scale_of(stage)
+            if after != before:
+                self._feedback.rescale(after / before)
+
+        return update
 
     def commit(self) -> None:
         """What the step has left out is state now."""

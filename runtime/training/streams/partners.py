@@ -109,6 +109,13 @@ class Partners:
         if link is not None:
             link.post(*encode(message, self.term))
 
+    async def room(self) -> None:
+        """Wait until few frames wait to be sent to any partner, for whoever makes tensors faster than links carry them."""
+        for partner in self._partners.values():
+            link = partner.outgoing
+            if link is not None:
+                await link.room()
+
     async def flush(self) -> None:
         """Wait, at most FLUSH_SECONDS, until what was posted has been handed to the transport."""
         with suppress(TimeoutError):

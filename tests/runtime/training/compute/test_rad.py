@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from fusion.compression.codec import NONE
+from fusion.compression.codec import NONE, codec
+from fusion.compression.error_feedback import ErrorFeedback
 from fusion.dag.cutting.stage import Edge, Stage, TieGroup
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import Graph, Input, Ref, TensorType, Variable
-from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
+from fusion.runtime.job.manifest import CompressionConfig, DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.job.worker import Worker
+from fusion.runtime.planes.learning_rate import SKIPPED
 from fusion.runtime.planes.plane import RngKey
+from fusion.runtime.training.compute import loss_scale
 from fusion.runtime.training.compute.inbox import Inbox, Key, StagePlan
-from fusion.runtime.training.compute.rad import Rad
+from fusion.runtime.training.compute.loss_scale import LossScaled
+from fusion.runtime.training.compute.rad import AHEAD, Rad
 from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.step import faults
 from fusion.swarm.directory.records import Digest
@@ -211,6 +215,82 @@ def test_evaluation_is_forward_only() -> None:
                 rad.inbox.offer(0, activation(float(m), microbatch=m, step=4, evaluate=True))
             assert await run == 0.5
         assert {header["evaluate"] for _, _, header, _ in sent} == {True} and len(sent) == 6
+
+    asyncio.run(main())
+
+
+def test_evaluation_waits_for_links_that_are_slower_than_the_device() -> None:
+    """Nothing comes back that it waits for: all batches were in memory at once, on their way."""
+    batches = 12
+
+    async def main() -> None:
+        sent, gone = Sent(), asyncio.Event()
+
+        async def room() -> None:
+            await gone.wait()
+
+        def send(*frame: Any) -> None:
+            sent.append(frame)
+
+        config = replace(CONFIG, evaluate_batches=batches)
+        async with asyncio.timeout(10), Worker(1) as worker:
+            inbox, read = Inbox(PLAN, config), Batches(config, [], None, None)
+            plane: Any = Recorder()
+            rad = Rad(PLAN, config, plane, worker, read, inbox, send, room=room)
+            run = asyncio.ensure_future(rad.evaluate((1, 1), 0))
+            await asyncio.sleep(0)
+            for m in range(batches):
+                inbox.offer(0, activation(microbatch=m, evaluate=True))
+            while len(sent) < 3 * AHEAD:
+                await asyncio.sleep(0.001)
+            for _ in range(20):  # turns in which nothing more goes out
+                await worker.run(int)
+            assert len(sent) == 3 * AHEAD and not run.done()
+            gone.set()
+            await run
+            assert len(sent) == 3 * batches
+
+    asyncio.run(main())
+
+
+class Scaled(Recorder):
+    """A plane that takes updates."""
+
+    def apply(self, learning_rate: float, clip_factor: float) -> None:
+        self.calls.append(("apply", 0))
+
+    def discard(self) -> None:
+        self.calls.append(("discard", 0))
+
+
+def test_what_codecs_leave_out_is_scaled_as_gradients_are_and_an_overflow_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was added to gradients of another scale, and what a step without an update had left out with it."""
+    monkeypatch.setattr(loss_scale, "GROWTH_STEPS", 1)
+    kept = CompressionConfig(kind="uniform", codec="int4", error_feedback=True)
+    config = replace(CONFIG, compression=kept, codecs=(("a/0", "int4", "int4"),), precision="fp16")
+    gradient = torch.randn(2, 300, generator=torch.Generator().manual_seed(0)).half()
+
+    async def main() -> None:
+        async with asyncio.timeout(10), Worker(1) as worker:
+            plane: Any = Scaled()
+            inbox, read = Inbox(PLAN, config), Batches(config, [], None, None)
+            rad = Rad(PLAN, config, LossScaled(plane), worker, read, inbox, lambda *_: None)
+            codecs = inbox.codecs
+
+            async def step(number: int, clip: float, times: float) -> torch.Tensor:
+                await codecs.gradient((1, 1), number, 0, "a/0", gradient * times)
+                await rad.apply(0.1, clip)
+                return codecs.state()["a/0"]
+
+            left_out = ErrorFeedback()
+            left_out.encode("a/0", codec("int4"), gradient)
+            left_out.commit()
+            grown = await step(0, 1.0, 1.0)  # the scale is doubled after each step
+            assert grown.any() and torch.equal(grown, 2 * left_out.state()["a/0"])
+            assert torch.equal(await step(1, SKIPPED, 1e4), grown / 2)
+            assert plane.calls == [("apply", 0), ("discard", 0)]
 
     asyncio.run(main())
 
