@@ -189,6 +189,12 @@ class Model:
         if self.owners[i].alive and i not in self.handovers:
             self.owners[i].local.append(e.Leave())
 
+    def stay(self) -> None:
+        """An owner that wanted to leave, or has handed over, goes on: nobody took its stage."""
+        i = self.chance.randrange(self.stages)
+        if self.owners[i].alive:
+            self.owners[i].local.append(e.Stay())
+
     def passed(self) -> list[int]:
         """The stages whose owner has handed over and can go: what it had sent has arrived, long before its successor
         is there."""
@@ -267,6 +273,8 @@ class Model:
                 owner.newest, owner.before = message, owner.newest
             return
         before = owner.state
+        if isinstance(message, e.Stay):
+            self.handovers.pop(i, None)
         owner.state, actions = stage(before, message)
         for action in actions:
             match action:
@@ -292,6 +300,9 @@ class Model:
                     owner.applied = list(range(checkpoint.step))
                 case e.HandOver(step):
                     assert step == len(owner.applied)
+                    if not owner.state.leaving:  # nobody waits for it any more
+                        owner.local.append(e.Stay())
+                        continue
                     lead = self.lead if i == 0 else None
                     self.handovers[i] = (
                         owner.state.version,

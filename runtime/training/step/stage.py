@@ -71,10 +71,13 @@ def stage(state: StageState, event: e.StageEvent) -> tuple[StageState, tuple[e.S
             text = next((fault.text for fault in reversed(faults) if fault.stage == state.stage), "")
             return state, (*actions, e.GiveUp(text))
         case m.Hold(attempt, target, join_id):
-            due = (target, join_id) == (state.stage, state.join_id) and state.leaving
+            due = (target, join_id) == (state.stage, state.join_id)
             if attempt <= state.attempt or not due or state.phase != "idle":
                 return state, ()
-            return replace(state, attempt=attempt, phase="handing over"), (e.HandOver(state.step),)
+            state = replace(state, attempt=attempt)
+            if not state.leaving:  # it stays after all: to the lead it is away until it joins again
+                return _join(state) if state.linked else (state, ())
+            return replace(state, phase="handing over"), (e.HandOver(state.step),)
         case m.Restore(attempt, checkpoint):
             if attempt <= state.attempt or state.phase == "handing over":
                 return state, ()

@@ -416,6 +416,29 @@ def test_a_stage_that_could_not_be_handed_over_comes_back_and_the_others_never_l
     assert [type(a) for a in actions] == [m.Begin]
 
 
+def test_a_stage_that_stays_after_all_is_not_waited_for() -> None:
+    """Nobody took it while a long step ran, which was then discarded: the job stood still for ever, as its lead had told it to go."""
+    state = linked(5)
+    last = StageState(step=0, stage=4, linked=True, phase="running", attempt=state.attempt, joins=1)
+    for event in (e.Leave(), e.Stay()):
+        last, said = stage(last, event)
+        for message in said:
+            assert isinstance(message, m.Leaving)
+            state, _ = lead(state, message, 4)
+    state, told = lead(state, m.Suspect((1, 0, 1)), 2)
+    assert [type(each) for each in told] == [m.Discard, m.Hold]
+    for each in told:
+        assert isinstance(each, m.Discard | m.Hold)
+        last, said = stage(last, each)
+        for message in said:
+            if isinstance(message, m.Join):
+                state, _ = lead(state, replace(message, links=chain(4, 5, {})), 4)
+    state, _ = lead(state, join(0, (2, 0, 1), links=chain(2, 5, {})), 2)
+    for i in (3, 0, 1):
+        state, actions = lead(state, join(0, (1, 0, 2), links=chain(i, 5, {2: 2})), i)
+    assert state.missing == () and isinstance(actions[-1], m.Begin)
+
+
 def test_the_last_step_ends_the_job_rather_than_hold() -> None:
     state = gathered(2, step=4)
     state, _ = lead(state, m.Leaving((1, 0, 1)), 1)
@@ -522,15 +545,22 @@ def test_a_hold_counts_only_as_the_answer_to_the_newest_join() -> None:
     state = begun(stage=2, phase="idle", leaving=True, joins=2)
     assert stage(state, m.Hold((2, 5), 2, (1, 0, 1))) == (state, ())
     assert stage(state, m.Hold((2, 5), 1, (1, 0, 2))) == (state, ())
-    assert stage(replace(state, leaving=False), m.Hold((2, 5), 2, (1, 0, 2)))[1] == ()
     assert stage(state, m.Hold((2, 5), 2, (1, 0, 2)))[1] == (e.HandOver(3),)
+    (joined,) = stage(replace(state, leaving=False), m.Hold((2, 5), 2, (1, 0, 2)))[1]
+    assert isinstance(joined, m.Join) and joined.join_id == (1, 0, 3), "it stays after all"
 
 
 # --- all of them together
 
 
 def play(
-    seed: int, *, faults: float, leaves: float, forks: float = 0.0, config: TrainConfig = CONFIG
+    seed: int,
+    *,
+    faults: float,
+    leaves: float,
+    stays: float = 0.0,
+    forks: float = 0.0,
+    config: TrainConfig = CONFIG,
 ) -> Model:
     """Faults and departures while the job runs, then none until it has ended."""
     chance = random.Random(seed)
@@ -541,6 +571,8 @@ def play(
                 chance.choice([model.break_a_link, model.kill])()
             if chance.random() < leaves:
                 model.leave()
+            if stays and chance.random() < stays:
+                model.stay()
         if turn >= 400 or chance.random() < 0.1:
             model.mend()
         for i in range(model.stages):
@@ -578,6 +610,13 @@ def test_owners_that_come_from_another_history_are_sent_back_whatever_breaks(see
 @settings(max_examples=examples(150), deadline=None)
 def test_departures_among_the_faults_lose_nothing_either(seed: int) -> None:
     model = play(seed, faults=0.02, leaves=0.05)
+    assert [o.applied for o in model.owners] == [list(range(CONFIG.steps))] * model.stages
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=examples(150), deadline=None)
+def test_whoever_stays_after_all_holds_nobody_up(seed: int) -> None:
+    model = play(seed, faults=0.03, leaves=0.05, stays=0.2)
     assert [o.applied for o in model.owners] == [list(range(CONFIG.steps))] * model.stages
 
 
