@@ -12,12 +12,13 @@ The graph says all of it, so every owner and every plane rounds alike. A graph i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import isfinite
 from typing import Literal
 
 from fusion.dag.cutting.costs import differentiable
-from fusion.dag.cutting.references import constants, substitute
+from fusion.dag.cutting.references import substitute
 from fusion.dag.ir.graph import Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer, spec
 from fusion.dag.ir.validation import MAX_NAME
@@ -34,6 +35,8 @@ _STEEP = frozenset(
         "sinh", "cosh", "tan", "asin", "acos", "acosh", "atanh", "erfc", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "addcdiv", "type_as",
     )
 )  # fmt: skip
+# Sorts of arguments that are values of elements; others are places and sizes, which no half precision has to hold.
+_VALUES = frozenset({"number", "operand", "float"})
 _FLOAT32 = "float32"
 _LARGEST: dict[Half, float] = {"bfloat16": (2 - 2**-7) * 2.0**127, "float16": 65504.0}
 
@@ -75,14 +78,14 @@ class _Casts:
             return self._half if any(ref in self._learned for ref in refs) else _FLOAT32
         if found.family in _FULL or found.loss or node.op in _STEEP:
             return _FLOAT32
-        if found.family in ("pointwise", "move") and any(map(self._too_large, constants(node.args))):
+        if found.family in ("pointwise", "move") and any(map(self._too_large, _numbers(node))):
             return _FLOAT32
         dtypes = {self._types[renamed.get(ref, ref)].dtype for ref in refs}
         return _FLOAT32 if {_FLOAT32, self._half} <= dtypes else None
 
     def _too_large(self, number: object) -> bool:
         """Whether half precision has no such number: with it PyTorch fills nothing, or with infinity."""
-        return isinstance(number, float) and isfinite(number) and abs(number) > _LARGEST[self._half]
+        return isinstance(number, int | float) and isfinite(number) and abs(number) > _LARGEST[self._half]
 
     def _as(self, ref: Ref, dtype: str | None) -> Ref:
         """The value in that dtype, if it is a number of one of our two."""
@@ -109,3 +112,9 @@ class _Casts:
         results = infer(node.op, node.args, self._types)
         self._types.update({Ref(node.name, i): t for i, t in enumerate(results)})
         self._nodes.append(replace(node, results=results))
+
+
+def _numbers(node: Node) -> Iterator[Arg]:
+    """The arguments that stand for values of elements."""
+    pairs = zip(spec(node.op).parameters, node.args, strict=True)
+    return (arg for parameter, arg in pairs if parameter.type in _VALUES)

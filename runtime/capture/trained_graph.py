@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from fusion.dag.ir.graph import Graph
+from collections.abc import Mapping
+from math import prod
+
+from fusion.dag.ir.dims import bind
+from fusion.dag.ir.graph import Graph, Ref
 from fusion.dag.rewrites.clean import clean
 from fusion.dag.rewrites.experts import name_experts
 from fusion.dag.rewrites.mixed_precision import Half, mixed_precision
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Precision
 
 HALVES: dict[Precision, Half] = {"bf16": "bfloat16", "fp16": "float16"}
@@ -16,3 +21,18 @@ def trained_graph(graph: Graph, precision: Precision = "float32") -> Graph:
     product: experts in another form are run as the model spells them. In half precision as `mixed_precision`."""
     found = name_experts(clean(graph))
     return mixed_precision(found, HALVES[precision]) if precision in HALVES else found
+
+
+def check_normalised(graph: Graph, sizes: Mapping[str, int]) -> None:
+    """JobError where a batch normalisation has one number a channel in a microbatch of these sizes: less its own mean that is 0
+    whatever it was, and the running variance becomes NaN. PyTorch looks at that where a module runs, and no operator does."""
+    types = graph.types
+    for node in graph.nodes:
+        if node.op == "aten.batch_norm" and node.args[5] is True:
+            assert isinstance(node.args[0], Ref), "what is normalised"
+            batch, _, *places = (bind(dim, sizes) for dim in types[node.args[0]].shape)
+            if batch * prod(places) == 1:
+                raise JobError(
+                    f"train.microbatch_size must be at least 2: {node.name} has one number a channel, and "
+                    "normalises those of a microbatch by each other"
+                )

@@ -106,9 +106,10 @@ def in_single(array: Array, name: str, where: str, first: int = 0) -> Array:
 
 
 def require_room(needed_bytes: int, limit_bytes: int, where: str) -> None:
-    """JobError where it is more than data.limit_bytes."""
+    """JobError where it is more than `limit_bytes`, what other arrays have left of data.limit_bytes."""
     if needed_bytes > limit_bytes:
-        raise JobError(f"{where}: {needed_bytes} bytes of samples; data.limit_bytes is {limit_bytes}")
+        left = f"data.limit_bytes leaves room for {limit_bytes}"
+        raise JobError(f"{where}: {needed_bytes} bytes of samples; {left}")
 
 
 def with_progress(items: Iterable[T], total: int, what: str, report: ReportLine) -> Iterator[T]:

@@ -147,6 +147,11 @@ class TrainSpec:
             if getattr(self, name) < low:
                 raise JobError(f"{name} must be at least {low}, not {getattr(self, name)}")
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the graph's symbols, in one microbatch."""
+        return {"batch": self.microbatch_size, "sequence": self.sequence}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementSpec:

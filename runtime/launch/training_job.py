@@ -10,7 +10,7 @@ import torch
 
 from fusion.dag.ir.graph import Graph
 from fusion.runtime.capture import sources
-from fusion.runtime.capture.trained_graph import trained_graph
+from fusion.runtime.capture.trained_graph import check_normalised, trained_graph
 from fusion.runtime.datasets.numbered import check_numbered
 from fusion.runtime.datasets.python_job import python_job
 from fusion.runtime.datasets.sources import read_tokenizer
@@ -39,9 +39,11 @@ class TrainingJob:
 
 def training_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> TrainingJob:
     """Raises JobError, CaptureError. Blocking, for seconds."""
-    if isinstance(spec.model, PythonConfig):
-        return _python_job(spec, store, report)
-    return _language_job(spec, store, report)
+    python = isinstance(spec.model, PythonConfig)
+    made = (_python_job if python else _language_job)(spec, store, report)
+    if spec.train.evaluate_every > 0 and made.data.held_out is None:
+        raise JobError("train.evaluate_every needs data that is held out, and of one sample none can be")
+    return made
 
 
 def _language_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> TrainingJob:
@@ -83,6 +85,7 @@ def _python_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> Training
     graphs = model.capture({name: torch.from_numpy(array) for name, array in data.example().items()})
     graph = trained_graph(graphs.training, spec.train.precision)
     check_numbered(graph, data)
+    check_normalised(graph, spec.train.sizes)
     report("packing the data")
     packed = (
         pack_samples(data, store)

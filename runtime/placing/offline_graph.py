@@ -9,7 +9,7 @@ from fusion.runtime.capture.capture import capture_language_model
 from fusion.runtime.capture.huggingface import open_model, parameters_on_meta
 from fusion.runtime.capture.model_dtype import FLOAT32
 from fusion.runtime.capture.models import GPT
-from fusion.runtime.capture.trained_graph import trained_graph
+from fusion.runtime.capture.trained_graph import check_normalised, trained_graph
 from fusion.runtime.datasets.numbered import check_numbered
 from fusion.runtime.datasets.python_job import python_job
 from fusion.runtime.datasets.sources import read_tokenizer
@@ -32,6 +32,7 @@ def training_graph(spec: JobSpec) -> Graph:
         example = {name: torch.from_numpy(array) for name, array in data.example().items()}
         graph = trained_graph(python.capture(example).training, spec.train.precision)
         check_numbered(graph, data)
+        check_normalised(graph, spec.train.sizes)
         return graph
     with torch.device("meta"):
         module = GPT(spec.model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,36 +34,47 @@ def pack_text(
     Bytes where `tokenizer` is None. Stops at `limit_bytes` of text. JobError for a file that cannot be read or a token
     id that the model does not have.
     """
-    rows: list[Tokens] = []
+    return _row(_texts_of(files, limit_bytes), tokenizer, vocabulary)
+
+
+def _texts_of(files: Iterable[Path], limit_bytes: int) -> Iterator[bytes]:
     left = limit_bytes
     for path in files:
         try:
             with path.open("rb") as file:
-                data = file.read(left)  # no more of it: a corpus may be larger than the memory
+                size = os.fstat(file.fileno()).st_size
+                # No more of it: a corpus may be larger than the memory, and so may the limit, which would be set aside.
+                data = file.read(min(left, size or left))
         except OSError as error:
             raise JobError(f"data.files: {path}: {error.strerror or error}") from None
         left -= len(data)
-        rows.append(_tokens(data, tokenizer))
+        yield data
         if left <= 0:
             break
-    return _row(rows, vocabulary)
 
 
 def pack_texts(texts: Iterable[str], tokenizer: Tokenizer | None, vocabulary: int) -> Tokens:
     """The same, of texts."""
-    return _row([_tokens(text.encode(), tokenizer) for text in texts], vocabulary)
+    return _row((text.encode() for text in texts), tokenizer, vocabulary)
 
 
-def _row(rows: Sequence[Tokens], vocabulary: int) -> Tokens:
-    row = np.concatenate(rows) if rows else np.zeros(0, np.int64)
-    if row.size and int(row.max()) >= vocabulary:
-        raise JobError(f"model.vocabulary must be above the largest token id in the data ({int(row.max())})")
-    return row.astype(TOKEN_TYPES[token_bytes(vocabulary)])
+def _row(texts: Iterable[bytes], tokenizer: Tokenizer | None, vocabulary: int) -> Tokens:
+    kind = TOKEN_TYPES[token_bytes(vocabulary)]
+    rows, largest = [np.zeros(0, kind)], 0
+    for text in texts:
+        row = _tokens(text, tokenizer)
+        largest = max(largest, int(row.max(initial=0)))
+        rows.append(
+            row.astype(kind, copy=False)
+        )  # of all texts in 8 bytes an id there would be several times as much
+    if largest >= vocabulary:
+        raise JobError(f"model.vocabulary must be above the largest token id in the data ({largest})")
+    return np.concatenate(rows)
 
 
 def _tokens(data: bytes, tokenizer: Tokenizer | None) -> Tokens:
     if tokenizer is None:
-        return np.frombuffer(data + bytes((SEPARATOR,)), np.uint8).astype(np.int64)
+        return np.frombuffer(data + bytes((SEPARATOR,)), np.uint8)
     text = data.decode("utf-8", errors="replace")
     return np.array(tokenizer.encode(text).ids, dtype=np.int64)
 

@@ -63,7 +63,11 @@ def test_named_arrays_of_an_npz(tmp_path: Path) -> None:
         ({"x": np.zeros((3, 2)), "y": np.zeros(4)}, "as many samples each: x has 3, y has 4"),
         ({"x": np.float64(1), "y": np.zeros(1)}, "x has shape ()"),
         ({"x": np.array(["a"]), "y": np.zeros(1)}, "x is of dtype <U1"),
-        ({"x": np.zeros((1 << 18, 1)), "y": np.zeros(1)}, "data.limit_bytes is"),
+        ({"x": np.zeros((1 << 18, 1)), "y": np.zeros(1)}, "data.limit_bytes leaves room for 1048576"),
+        (
+            {"x": np.zeros((1 << 16, 1)), "y": np.zeros((1 << 17, 1))},
+            "data.limit_bytes leaves room for 524288",
+        ),
         ({"x": np.array([{}], dtype=object), "y": np.zeros(1)}, "allow_pickle=False"),
     ],
 )

@@ -75,6 +75,9 @@ def model(rows=128):
 def plain():
     return nn.Linear(4, 3)
 
+def normed():
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
 def loss(made, targets):
     return F.cross_entropy(made.flatten(0, -2), targets.flatten())
 """
@@ -86,6 +89,21 @@ train = { steps = 1, sequence = %d }
 """
 
 
+def test_a_job_that_is_to_be_evaluated_has_samples_that_are_held_out(tmp_path: Path) -> None:
+    """Of one sample no share can be held out: such a job was trained without a word, and never evaluated."""
+    (tmp_path / "model.py").write_text(MODEL)
+    store = BlobStore(tmp_path / "blobs", 1 << 30)
+    text = OWN % ("plain", 'kind = "npz", path = "data.npz"', "0.5", 0)
+    for samples in (2, 1):
+        np.savez(tmp_path / "data.npz", input=np.zeros((samples, 4)), targets=np.zeros(samples, np.int64))
+        spec = parse(text.replace("steps = 1", "steps = 1, evaluate_every = 1"), tmp_path)
+        if samples == 2:
+            assert training_job(spec, store, lambda line: None).data.held_out is not None
+            continue
+        with pytest.raises(JobError, match=r"train\.evaluate_every needs data that is held out"):
+            training_job(spec, store, lambda line: None)
+
+
 def test_labels_beyond_the_classes_are_refused_by_both_commands(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     arrays = {"input": np.zeros((4, 4)), "targets": np.array([0, 2, 3, 1])}
@@ -95,6 +113,24 @@ def test_labels_beyond_the_classes_are_refused_by_both_commands(tmp_path: Path) 
     for asked in (lambda: training_job(spec, store, lambda line: None), lambda: training_graph(spec)):
         with pytest.raises(JobError, match=r"data: targets is from 0 to 3; the classes of the loss are 3"):
             asked()
+
+
+def test_a_batch_normalisation_of_single_numbers_is_refused_by_both_commands(tmp_path: Path) -> None:
+    """What it gave was the same for all samples, and the running variance that was exported NaN."""
+    (tmp_path / "model.py").write_text(MODEL)
+    np.savez(tmp_path / "data.npz", input=np.zeros((4, 4)), targets=np.zeros(4, np.int64))
+    text = OWN % ("normed", 'kind = "npz", path = "data.npz"', "0.0", 0)
+    store = BlobStore(tmp_path / "blobs", 1 << 30)
+    for size in (2, 1):
+        spec = parse(text.replace("steps = 1", f"steps = 1, microbatch_size = {size}"), tmp_path)
+        if size == 2:
+            assert training_job(spec, store, lambda line: None).graph == training_graph(spec)
+            continue
+        says = r"train\.microbatch_size must be at least 2: .*batch_norm"
+        with pytest.raises(JobError, match=says):
+            training_job(spec, store, lambda line: None)
+        with pytest.raises(JobError, match=says):
+            training_graph(spec)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +50,20 @@ def test_of_a_corpus_that_is_larger_than_the_memory_the_beginning_is_read(tmp_pa
     path.touch()
     os.truncate(path, 1 << 42)
     assert pack_text([path], None, 4, 256).tobytes() == bytes(5)
+
+
+def test_a_corpus_is_not_many_times_in_memory_while_it_is_packed(tmp_path: Path) -> None:
+    """Every byte of it was there as 8, twice, and a limit beyond the memory was set aside for each file."""
+    files = [tmp_path / name for name in "abcd"]
+    for file in files:
+        file.write_bytes(file.name.encode() * (1 << 18))
+    tracemalloc.start()
+    try:
+        row = pack_text(files, None, 1 << 46, 256)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(row) == 4 * ((1 << 18) + 1) and peak < 4 * len(row)
 
 
 def test_a_tokenizer_and_the_width_of_ids(tmp_path: Path) -> None:
