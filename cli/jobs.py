@@ -143,11 +143,15 @@ def export(
 async def _export(job: str, directory: Path, way: client.Way, output: Output) -> None:
     from fusion.runtime.job.model_files import is_exported_directory
     from fusion.runtime.launch.export import export as export_job
+    from fusion.runtime.launch.export import export_newest
 
     async with client.connect(way) as context:
         known = await job_client.find_current(context, job)
         record = known.record
-        step = await export_job(context, record.job, directory, known)
+        if known.belief.over:
+            step = await export_job(context, record.job, directory, known)
+        else:
+            step = await export_newest(context, known, directory)
     output.emit({"job": record.job, "name": record.name, "directory": str(directory), "step": step})
     if (doubt := job_client.unproven(known)) is not None:
         output.note(doubt)

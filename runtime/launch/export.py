@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,9 +24,11 @@ from fusion.runtime.job.stage_graphs import MAX_GRAPH_BYTES, load_stages
 from fusion.runtime.training.compute.stage_codecs import residual_shapes
 from fusion.runtime.training.snapshots import snapshot
 from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.errors import BlobError, SwarmError
 from fusion.swarm.transport import PeerId
 
 MOST_HOLDERS = 256  # who are asked for a blob that nobody announces
+EXPORT_TRIES, EXPORT_PAUSE_SECONDS = 5, 1.0
 
 
 async def export(context: Context, job: JobId, directory: Path, known: Known | None = None) -> int:
@@ -50,6 +54,20 @@ async def export(context: Context, job: JobId, directory: Path, known: Known | N
 
     await _written(directory, files, tensors)
     return step
+
+
+async def export_newest(context: Context, known: Known, directory: Path) -> int:
+    """As `export`, of a job that goes on. Peers drop a snapshot once there are newer ones: what we know of the job may be too old,
+    or become so while its shards are fetched."""
+    for _ in range(EXPORT_TRIES - 1):
+        try:
+            return await export(context, known.record.job, directory, known)
+        except BlobError:
+            await asyncio.sleep(EXPORT_PAUSE_SECONDS)
+            with suppress(SwarmError):
+                belief = await look(context, known.record.job, manifest=known.manifest)
+                known = known if belief is None else replace(known, belief=belief)
+    return await export(context, known.record.job, directory, known)
 
 
 async def _perhaps_holders(context: Context, likely: Iterable[PeerId], manifest: Manifest) -> list[PeerId]:

@@ -17,15 +17,14 @@ from fusion.runtime.belief.naming import Known
 from fusion.runtime.belief.reading import look
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
-from fusion.runtime.launch.export import export
+from fusion.runtime.launch.export import export_newest
 from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.snapshot_turns import LOOK_SECONDS, Seen, rest_until, turn
 from fusion.swarm.authority.belief import Belief
 from fusion.swarm.directory.records import JobId, JobRecord
-from fusion.swarm.errors import BlobError, SwarmError
+from fusion.swarm.errors import SwarmError
 
 DRAIN_SECONDS = 60.0  # for which answers of the model before may go on
-FETCH_TRIES, FETCH_PAUSE_SECONDS = 5, 1.0
 LAST_TRIES, LAST_PAUSE_SECONDS = 4, 30.0  # at the last snapshot of a job that is over
 SILENCE_SECONDS = 120.0  # without a word on the job
 
@@ -109,7 +108,7 @@ async def _serve(
     try:
         with tempfile.TemporaryDirectory(prefix="fusion-serve-") as folder:
             callbacks.status(f"fetching the newest snapshot of {known.record.name}")
-            step = await _fetch(context, known, Path(folder) / "model")
+            step = await export_newest(context, known, Path(folder) / "model")
             made = await callbacks.hand_over(Path(folder) / "model", step)
     except (PlacementError, JobError, JobFailed, SwarmError, OSError) as error:  # a full disk, for one
         if before is None:
@@ -128,19 +127,6 @@ async def _keep_only(context: Context, served: Prepared) -> None:
     store = context.blobs.store
     for digest in set(store.held()) - {*served.blobs}:
         await asyncio.to_thread(store.delete, digest)
-
-
-async def _fetch(context: Context, known: Known, folder: Path) -> int:
-    """The step of the snapshot that is in `folder` afterwards. Peers drop a snapshot once there are newer ones: what we know of
-    the job may be too old."""
-    for _ in range(FETCH_TRIES - 1):
-        try:
-            return await export(context, known.record.job, folder, known)
-        except BlobError:
-            await asyncio.sleep(FETCH_PAUSE_SECONDS)
-            if (belief := await _looked(context, known)) is not None:
-                known = replace(known, belief=belief)
-    return await export(context, known.record.job, folder, known)
 
 
 async def _end(context: Context, before: Prepared, callbacks: Callbacks) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from fusion.cli import client, jobs
 from fusion.cli.terminal.output import Output
 from fusion.runtime.job.model_files import ABOUT_FILE, GRAPH_FILE
+from fusion.swarm.errors import BlobError
 
 
 def test_what_export_says_to_do_next_can_be_pasted_into_a_shell(
@@ -24,7 +26,7 @@ def test_what_export_says_to_do_next_can_be_pasted_into_a_shell(
 
     async def find_current(*_: object) -> Any:
         return SimpleNamespace(
-            record=SimpleNamespace(job="0" * 64, name="m"), belief=SimpleNamespace(vouched=True)
+            record=SimpleNamespace(job="0" * 64, name="m"), belief=SimpleNamespace(vouched=True, over=True)
         )
 
     async def export(*_: object) -> int:
@@ -42,3 +44,43 @@ def test_what_export_says_to_do_next_can_be_pasted_into_a_shell(
     asyncio.run(jobs._export("m", folder, client.Way(tmp_path), Output()))
     said = capsys.readouterr().out.partition("serve it with: ")[2]
     assert shlex.split(said) == ["fusion-peer", "serve", str(folder), "--name", "m"]
+
+
+def test_a_snapshot_that_is_dropped_while_it_is_exported_gives_way_to_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a job that goes on peers keep the last two alone: its export failed, where `serve` had tried again."""
+    belief = SimpleNamespace(vouched=True, over=False, record=SimpleNamespace(job="0" * 64, name="m", step=3))
+
+    @dataclass(frozen=True)
+    class Known:
+        belief: Any
+        manifest: Any = None
+
+        @property
+        def record(self) -> Any:
+            return self.belief.record
+
+    @asynccontextmanager
+    async def connect(way: object) -> AsyncIterator[Any]:
+        yield None
+
+    async def find_current(*_: object) -> Any:
+        return Known(belief)
+
+    async def look(*_: object, **__: object) -> Any:
+        record = SimpleNamespace(**{**vars(belief.record), "step": 6})
+        return SimpleNamespace(**{**vars(belief), "record": record})
+
+    async def export(context: object, job: object, directory: object, known: Any) -> int:
+        if known.record.step == 3:
+            raise BlobError("nobody has it any more")
+        return int(known.record.step)
+
+    monkeypatch.setattr(client, "connect", connect)
+    monkeypatch.setattr(jobs.job_client, "find_current", find_current)
+    monkeypatch.setattr("fusion.runtime.launch.export.export", export)
+    monkeypatch.setattr("fusion.runtime.launch.export.look", look)
+    monkeypatch.setattr("fusion.runtime.launch.export.EXPORT_PAUSE_SECONDS", 0.0, raising=False)
+    asyncio.run(jobs._export("m", tmp_path / "out", client.Way(tmp_path), Output()))
+    assert "m at step 6 is in" in capsys.readouterr().out

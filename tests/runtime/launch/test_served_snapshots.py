@@ -25,7 +25,7 @@ def test_a_snapshot_that_cannot_be_had_leaves_the_model_before(
     async def fails(*_: object) -> int:
         raise error("a shard lacks a variable")
 
-    monkeypatch.setattr(served_snapshots, "_fetch", fails)
+    monkeypatch.setattr(served_snapshots, "export_newest", fails)
     notes: list[str] = []
     hands: Any = SimpleNamespace(status=lambda _: None, note=notes.append)
     held = {"the model before": 1, "half of the snapshot": 2}
@@ -83,7 +83,7 @@ class Following:
         for name in ("LOOK_SECONDS", "DRAIN_SECONDS", "LAST_PAUSE_SECONDS"):
             monkeypatch.setattr(served_snapshots, name, 0.0)
         monkeypatch.setattr(served_snapshots, "_looked", self._looked)
-        monkeypatch.setattr(served_snapshots, "_fetch", self._fetch)
+        monkeypatch.setattr(served_snapshots, "export_newest", self._fetch)
         monkeypatch.setattr(served_snapshots, "look", self._looked)
 
     async def run(self) -> None:
