@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isfinite
+from math import ceil, isfinite
 
 from fusion.dag.ir.dims import Dim, Poly
 from fusion.dag.ir.graph import TensorType
@@ -20,16 +20,23 @@ def arange(call: Call) -> Types:
     if any(isinstance(b, float) for b in bounds):
         if any(isinstance(b, Poly) for b in bounds) or not all(map(isfinite, (*bounds, end - start))):
             raise call.fail("needs finite numbers, and bounds that are no further apart")
-        steps = -((end - start) // -step)
-        if steps > MAX_ELEMENTS:
+        if (end - start) / step > MAX_ELEMENTS:
             raise call.fail("the size is too large")
-        count: Dim = int(steps)
+        count: Dim = arange_count(start, end, step)
     else:
         span = end - start
-        count = -(span // -step) if isinstance(span, int) else divide(call, span, step)
+        count = arange_count(start, end, step) if isinstance(span, int) else divide(call, span, step)
     if isinstance(count, int) and count < 0:
         raise call.fail(f"the bounds {start}, {end} and step {step} disagree")
     return (TensorType((count,), dtype),)
+
+
+def arange_count(start: float, end: float, step: float) -> int:
+    """How many numbers there are from start on, before end: below 0 where they disagree. Of floats by a quotient that is rounded, as PyTorch has it:
+    from 0 to 0.9 by 0.3 there are three."""
+    if all(isinstance(bound, int) for bound in (start, end, step)):
+        return int(-((end - start) // -step))
+    return ceil(max(-1.0, (end - start) / step))
 
 
 def _sized(call: Call, size: tuple[Dim, ...], dtype: str) -> Types:

@@ -19,12 +19,13 @@ Types = Mapping[Ref, TensorType]
 # the sizes (`squeeze` would take away a batch of 1).
 _RESHAPES = frozenset({
     "aten.view", "aten._unsafe_view", "aten.reshape", "aten.flatten.using_ints", "aten.unflatten.int", "aten.squeeze",
+    "aten.squeeze.dims",
 })  # fmt: skip
 _COPIES = frozenset({"aten.alias", "aten.contiguous", "aten.clone"})
 # Ops that return their argument whenever the result has its type. (A transpose of equal sizes is not among them.)
 _SAME_IF_SAME_TYPE = frozenset({
     "aten.to.dtype", "aten.type_as", "aten.reshape", "aten.expand", "aten.expand_as", "aten.squeeze.dim",
-    "aten.squeeze.dims", "aten.repeat", "aten.narrow",
+    "aten.repeat", "aten.narrow",
 })  # fmt: skip
 # Two calls with the same arguments are not the same value, or not without effect.
 _IMPURE = frozenset({"fusion.dropout", "fusion.dropout_attention", "aten.batch_norm"})

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from fusion.dag.ir.opset_make import arange_count
+
 Function = Callable[..., Any]
 Index = tuple[Any, ...]
 
@@ -214,7 +216,7 @@ def _upsample_bilinear(x: Array, size: Sequence[int], corners: bool, *scales: fl
 
 def _arange(start: Any, end: Any, step: Any, _: Any) -> Array:
     """As many as the op-set says, from their numbers: as a constant they would be in the program."""
-    return start + step * jnp.arange(int(-((end - start) // -step)))
+    return start + step * jnp.arange(arange_count(start, end, step))
 
 
 def _filled(size: Sequence[int], value: Any) -> Array:

@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 import pytest
+import torch
 
 from fusion.dag.ir.dims import Poly, symbol
 from fusion.dag.ir.errors import GraphError
@@ -155,6 +156,20 @@ def test_division_of_dimensions() -> None:
     assert found.shape == (s - 1, b * 8)
     with pytest.raises(GraphError):
         infer("aten.view", (Ref("x"), (s + 1, -1)), types)
+
+
+@pytest.mark.parametrize(
+    "bounds", [(0.0, 0.9, 0.3), (0, 0.6, 0.2), (1.0, 1.3, 0.1), (0.0, 2.1, -0.7), (1, 0, -0.1)]
+)
+def test_numbers_between_floats_are_as_many_as_in_the_framework(bounds: tuple[float, ...]) -> None:
+    """Whose quotient is rounded: 0.9 is a little more than three times 0.3."""
+    start, end, step = bounds
+    if (end - start) * step < 0:
+        with pytest.raises(GraphError, match="disagree"):
+            infer("aten.arange.start_step", (*bounds, None), {})
+        return
+    (found,) = infer("aten.arange.start_step", (*bounds, None), {})
+    assert found.shape == tuple(torch.arange(start, end, step).shape)
 
 
 def test_huge_polynomials_do_not_grow_without_bound() -> None:

@@ -95,6 +95,13 @@ def test_reshapes_of_reshapes_are_one_and_need_no_sizes_they_can_do_without(b):
     assert graph.nodes[-1].op == "aten.reshape" and graph.nodes[-1].args == (X, (-1, WIDTH))
 
 
+def test_a_dimension_that_may_be_one_is_not_taken_away(b):
+    """The library would take the sequence away where it is of one position."""
+    graph = kept(b.graph(b("aten.squeeze.dims", b("aten.unsqueeze", X, 0), (0, 2), name="end")))
+    end = graph.nodes[-1]
+    assert (end.op, end.args[1], end.results[0].shape) == ("aten.reshape", (B, S, WIDTH), (B, S, WIDTH))
+
+
 def test_constants_like_a_tensor_depend_on_nothing(b):
     like = b("aten.zeros_like", X, None, name="like")
     mask = b("aten.new_ones", like, (), DType("bool"), name="mask")
