@@ -120,6 +120,8 @@ def _div_trunc(x: torch.Tensor, other: Any) -> torch.Tensor:
         turns = other == -1 and x.dtype.is_signed
         found = torch.div(x, 1 if turns else other, rounding_mode="trunc")
         return -found if turns else found
+    if not other.dtype.is_signed:  # its -1 is 255
+        return torch.div(x, other, rounding_mode="trunc")
     turned = other == -1
     found = torch.div(x, other.masked_fill(turned, 1), rounding_mode="trunc")
     return torch.where(turned, -found, found)

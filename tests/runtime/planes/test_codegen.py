@@ -171,3 +171,15 @@ def test_the_least_integer_over_minus_one_wraps_around(dtype: str) -> None:
         x = torch.tensor([least, -7, 7] * 20).to(getattr(torch, dtype))
         (found,) = program.run([x, torch.full_like(x, -1)], [], None)
         assert found.dtype == x.dtype and found.tolist() == [least, 7, -7] * 20
+
+
+def test_bytes_are_divided_by_255_as_by_any_other_number() -> None:
+    """What -1 is to bytes."""
+    kind = TensorType((3,), "uint8")
+    nodes = (Node("y", "fusion.div_trunc", (Ref("x"), Ref("w")), (kind,)),)
+    program = compile_graph(
+        Graph((Input("x", kind), Input("w", kind)), (), nodes, (Ref("y"),)), CPU, training=False
+    )
+    given = torch.tensor([[249, 255, 9], [255, 255, 2]], dtype=torch.uint8)
+    (found,) = program.run([given[0], given[1]], [], None)
+    assert found.tolist() == [0, 1, 4]
