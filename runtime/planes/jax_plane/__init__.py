@@ -8,6 +8,7 @@ moving            views, moves, and tensors made from sizes,
 reducing          sums, scans, orders and losses,
 contracting       products, norms, attention, experts,
 windows           convolutions and pools
+in_range          what is made with an index beyond its table
 program           a graph as one function of JAX
 dropped           dropout, with masks drawn as those of torch are
 attached          which values have a gradient

@@ -121,7 +121,7 @@ POINTWISE: Mapping[str, Function] = {
     "aten.neg": jnp.negative,
     "aten.sign": jnp.sign,
     "aten.abs": distance,
-    "aten.relu": lambda x: jnp.where(x > 0, x, jnp.zeros_like(x)),
+    "aten.relu": lambda x: jnp.where(x <= 0, jnp.zeros_like(x), x),  # not a number stays one
     "aten.exp": _of_floats(jnp.exp),
     "aten.sqrt": _of_floats(jnp.sqrt),
     "aten.rsqrt": _of_floats(lambda x: 1 / jnp.sqrt(x)),

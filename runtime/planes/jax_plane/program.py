@@ -22,6 +22,7 @@ from fusion.dag.ir.opset import spec
 from fusion.runtime.planes.input_sizes import InputSizes, polynomials
 from fusion.runtime.planes.jax_plane.arrays import JAX_DTYPES
 from fusion.runtime.planes.jax_plane.contracting import CONTRACTING, batch_norm
+from fusion.runtime.planes.jax_plane.in_range import in_range
 from fusion.runtime.planes.jax_plane.moving import MOVING
 from fusion.runtime.planes.jax_plane.pointwise import POINTWISE
 from fusion.runtime.planes.jax_plane.reducing import REDUCING
@@ -99,7 +100,8 @@ class Program:
             made = self._call(node, args, values, state)
             for i, type_ in enumerate(node.results):
                 value = made[i] if isinstance(made, (tuple, list)) else made
-                values[Ref(node.name, i)] = value.astype(JAX_DTYPES[type_.dtype])
+                value = in_range(node.op, args, value.astype(JAX_DTYPES[type_.dtype]))
+                values[Ref(node.name, i)] = value
         outputs = [values[ref] for ref in self.graph.outputs]
         return outputs, {name: values[Ref(name)] for name in self.written}
 
