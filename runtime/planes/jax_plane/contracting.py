@@ -23,7 +23,8 @@ def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
 
 
 def _added(added: Array, a: Array, b: Array, beta: Any, alpha: Any) -> Array:
-    return beta * added + alpha * (a @ b)
+    product = alpha * (a @ b)
+    return product if beta == 0 else beta * added + product  # what is not a number is left out as well
 
 
 def _embedding(weight: Array, ids: Array, padding: int, by_frequency: bool) -> Array:
@@ -54,7 +55,7 @@ def _layer_norm(x: Array, over: Sequence[int], weight: Array | None, bias: Array
 def _rms_norm(x: Array, over: Sequence[int], weight: Array | None, eps: float | None) -> Array:
     given = wide(x)
     mean = jnp.mean(given * given, range(x.ndim - len(over), x.ndim), keepdims=True)
-    made = given * lax.rsqrt(mean + (jnp.finfo(x.dtype).eps if eps is None else eps))
+    made = given * lax.rsqrt(mean + (jnp.finfo(given.dtype).eps if eps is None else eps))
     return made if weight is None else made * weight
 
 

@@ -62,7 +62,14 @@ def _narrow(x: Array, dim: int, start: int, length: int) -> Array:
 
 
 def _select(x: Array, dim: int, index: int) -> Array:
-    return x[(*[slice(None)] * (dim % x.ndim), index)]
+    return x[_place(x, dim, index)]
+
+
+def _place(x: Array, dim: int, index: int) -> Index:
+    """IndexError for one that the dimension does not have: JAX would take the last."""
+    if not -x.shape[dim] <= index < x.shape[dim]:
+        raise IndexError(f"index {index} of a dimension of {x.shape[dim]}")
+    return (*[slice(None)] * (dim % x.ndim), index)
 
 
 def _split(x: Array, sizes: Sequence[int], dim: int) -> list[Array]:
@@ -139,7 +146,7 @@ def _index_add(x: Array, dim: int, index: Array, source: Array, alpha: Any) -> A
 
 
 def _select_scatter(x: Array, source: Array, dim: int, index: int) -> Array:
-    return x.at[(*[slice(None)] * (dim % x.ndim), index)].set(source)
+    return x.at[_place(x, dim, index)].set(source)
 
 
 def _slice_scatter(x: Array, source: Array, dim: int, start: int | None, end: int | None, step: int) -> Array:

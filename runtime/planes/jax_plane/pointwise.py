@@ -51,6 +51,14 @@ def _sub(x: Any, other: Any, alpha: Any) -> Any:
     return x - other if alpha == 1 else x - alpha * other
 
 
+def _log2(x: Array) -> Array:
+    """Of a power of two its exponent, which a quotient of logarithms may miss by a bit: models round it down."""
+    found = jnp.log2(x)
+    whole = jnp.round(found)
+    exact = jnp.isfinite(found) & (jnp.ldexp(jnp.ones_like(x), whole.astype(jnp.int32)) == x)
+    return found + lax.stop_gradient(jnp.where(exact, whole - found, 0))
+
+
 def _softplus(x: Array, beta: Any, threshold: Any) -> Array:
     scaled = x * beta
     low = jnp.where(
@@ -130,13 +138,13 @@ POINTWISE: Mapping[str, Function] = {
     "aten.tanh": _of_floats(jnp.tanh),
     "aten.log": _of_floats(jnp.log),
     "aten.log1p": _of_floats(jnp.log1p),
-    "aten.log2": _of_floats(jnp.log2),
+    "aten.log2": _of_floats(_log2),
     "aten.sin": _of_floats(jnp.sin),
     "aten.cos": _of_floats(jnp.cos),
     "aten.erf": _of_floats(special.erf),
     "aten.erfc": _of_floats(special.erfc),
     "aten.erfinv": _of_floats(special.erfinv),
-    "aten.exp2": _of_floats(jnp.exp2),
+    "aten.exp2": _of_floats(lambda x: 2.0**x),
     "aten.tan": _of_floats(jnp.tan),
     "aten.sinh": _of_floats(jnp.sinh),
     "aten.cosh": _of_floats(jnp.cosh),

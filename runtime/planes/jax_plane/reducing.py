@@ -192,8 +192,8 @@ def _huber(x: Array, target: Array, reduction: int, delta: float) -> Array:
 def _kl(x: Array, target: Array, reduction: int, log_target: bool) -> Array:
     if log_target:
         return _reduced(jnp.exp(target) * (target - x), reduction)
-    some = jnp.where(target > 0, target, 1)
-    return _reduced(jnp.where(target > 0, target * (jnp.log(some) - x), 0), reduction)
+    some = jnp.where(target == 0, 1, target)  # below 0 there is no logarithm: not a number
+    return _reduced(jnp.where(target == 0, 0, target * (jnp.log(some) - x)), reduction)
 
 
 def _binary(x: Array, target: Array, weight: Array | None, reduction: int) -> Array:

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import Node
+from fusion.runtime.planes.jax_plane.contracting import wide
 from fusion.runtime.planes.jax_plane.moving import shrinking_first
 
 Function = Callable[..., Any]
@@ -176,7 +177,7 @@ def _average_pool(n: int) -> Function:
         count_pads: bool,
         divisor: int | None = None,
     ) -> Array:
-        window = _spread(kernel, n)
+        window, x = _spread(kernel, n), wide(x)  # half precision counts to 256, or to 2048
         steps, pads = _spread(stride or window, n), _spread(padding, n)
         space = x.shape[-n:]
         sizes = [_more(*each, 1, ceil) for each in zip(space, window, steps, pads, strict=True)]

@@ -25,6 +25,7 @@ from fusion.runtime.planes.torch_decoding import TorchDecodingStage  # noqa: E40
 
 RANDOM = torch.Generator().manual_seed(0)
 LARGE = 30 + torch.randn(1, 2, 5, 128, generator=RANDOM)  # products of two rows are beyond what float16 holds
+PLANE = torch.arange(1600.0).remainder(5).view(1, 1, 40, 40)
 HEADS = TensorType((1, 2, symbol("sequence"), 128), "float16")
 
 
@@ -40,6 +41,10 @@ def one(op: str, x: torch.Tensor, *args: Any) -> Graph:
         ("aten.linalg_vector_norm", torch.full((40,), 300.0).half(), (2, (0,), False, None)),
         ("aten.var.correction", torch.arange(70_000).remainder(5).half(), ((0,), 1, False)),
         ("aten.std.dim", torch.arange(70_000).remainder(5).half(), ((0,), True, False)),
+        ("aten.rms_norm", torch.full((4, 8), 0.03).half(), ((8,), None, None)),
+        ("aten.rms_norm", torch.full((4, 8), 0.03).bfloat16(), ((8,), None, None)),
+        ("aten.avg_pool2d", PLANE.bfloat16(), ((40, 40), (40, 40), (0, 0), False, True, None)),
+        ("aten.avg_pool2d", PLANE.half(), ((40, 39), (40, 39), (1, 0), False, False, None)),
         ("aten.cumsum", torch.ones(1000).bfloat16(), (0, None)),
         ("aten.cumprod", torch.full((200,), 1.01).half(), (0, None)),
         ("aten.softmax.int", torch.zeros(70_000).half(), (0, None)),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from test_opset_types import SAMPLES, B, S, T, in_framework, typed
+from test_opset_types import SAMPLES, B, S, T, complete, in_framework, typed
 
 from fusion.dag.ir.graph import Graph, Input, Node, Ref
 from fusion.dag.ir.opset import OPSET, infer, spec
@@ -204,6 +205,61 @@ def test_a_corner_has_torchs_gradient(op: str, given: list[float], rest: tuple[A
     found, gradient = jax.value_and_grad(lambda x: TABLE[op](x, *more).sum())(array(own.detach(), DEVICE))
     torch.testing.assert_close(tensor(found), wanted.detach())
     torch.testing.assert_close(tensor(gradient), own.grad)
+
+
+def made_in_both(op: str, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What torch makes, and what JAX makes."""
+    args = tuple(complete(op, given))
+    function, own, named = spell(op, args, torch.device("cpu"))
+    wanted = function(*own, **named)
+    arrays = [array(each, DEVICE) if isinstance(each, torch.Tensor) else each for each in args]
+    return wanted, tensor(TABLE[op](*arrays).astype(str(wanted.dtype).removeprefix("torch.")))
+
+
+@pytest.mark.parametrize("op", ["relu", "relu6", "hardtanh", "hardsigmoid", "hardswish", "elu", "softplus"])
+def test_what_is_not_a_number_stays_so(op: str) -> None:
+    """A stage whose numbers are none any more would go on with zeros."""
+    wanted, found = made_in_both(f"aten.{op}", torch.tensor([math.nan, -2.0, math.inf]))
+    assert found[0].isnan()
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+def test_logarithms_and_powers_of_two_are_exact() -> None:
+    """Models round them: one that is a bit less than a whole number is the number below."""
+    powers = torch.tensor([2.0**n for n in range(-30, 31)])
+    wanted, found = made_in_both("aten.log2", torch.cat([powers, torch.tensor([3.0, 0.0, -1.0, math.inf])]))
+    assert torch.equal(found[: len(powers)], wanted[: len(powers)])
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+    wanted, found = made_in_both("aten.exp2", torch.arange(-30.0, 31.0))
+    assert torch.equal(found, wanted)
+    gradient = jax.grad(lambda x: TABLE["aten.log2"](x).sum())(array(powers, DEVICE))
+    torch.testing.assert_close(tensor(gradient), 1 / (powers * math.log(2)))
+
+
+def test_what_is_multiplied_by_zero_is_left_out_of_a_sum_with_a_product() -> None:
+    """A model may give memory that nobody has written to."""
+    for op, lead in (("aten.addmm", ()), ("aten.baddbmm", (2,))):
+        factors = torch.rand(*lead, 3, 4), torch.rand(*lead, 4, 2)
+        wanted, found = made_in_both(op, torch.full((*lead, 3, 2), math.nan), *factors, 0, 2)
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_target_below_zero_is_no_probability() -> None:
+    """Such as a logarithm of one, of which nothing says that it is."""
+    scores, target = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([0.5, 0.0, -0.7])
+    for reduction in (0, 1):
+        wanted, found = made_in_both("aten.kl_div", scores, target, reduction)
+        torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+def test_a_place_that_a_dimension_does_not_have_is_an_error() -> None:
+    """Its size may be that of somebody's sequence."""
+    x = array(torch.rand(2, 3), DEVICE)
+    for at in (3, -4):
+        with pytest.raises(IndexError, match="of a dimension of 3"):
+            TABLE["aten.select.int"](x, 1, at)
+        with pytest.raises(IndexError, match="of a dimension of 3"):
+            TABLE["aten.select_scatter"](x, x[:, 0], 1, at)
 
 
 @pytest.mark.heavy
