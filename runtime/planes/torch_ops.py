@@ -132,7 +132,21 @@ def _copied(like: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return source.to(like.dtype).expand(like.shape)
 
 
+def _scattering(function: Callable[..., torch.Tensor]) -> Spelling:
+    """self, dim, index, src: of a source that is larger than its index no more than is read, which is all that the library has a
+    gradient for."""
+
+    def scattered(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        if source.shape != index.shape:
+            source = source[tuple(map(slice, index.shape))]
+        return function(x, dim, index, source)
+
+    return _plain(scattered)
+
+
 _SPELLINGS: dict[str, Spelling] = {
+    "aten.scatter.src": _scattering(torch.scatter),
+    "aten.scatter_add": _scattering(torch.scatter_add),
     "aten.copy": _plain(_copied),
     "aten.linear": _plain(torch._C._nn.linear),
     "aten.embedding": lambda args: (torch.embedding, (*args[:3], args[3], False), {}),

@@ -183,3 +183,18 @@ def test_bytes_are_divided_by_255_as_by_any_other_number() -> None:
     given = torch.tensor([[249, 255, 9], [255, 255, 2]], dtype=torch.uint8)
     (found,) = program.run([given[0], given[1]], [], None)
     assert found.tolist() == [0, 1, 4]
+
+
+@pytest.mark.parametrize("op", ["aten.scatter.src", "aten.scatter_add"])
+def test_what_is_not_read_of_a_source_has_a_gradient_of_zero(op: str) -> None:
+    kind = TensorType((3, 4), "float32")
+    args = (Ref("x"), 1, Ref("index"), Ref("source"))
+    inputs = (Input("x", kind), Input("index", TensorType((2, 1), "int64")), Input("source", kind))
+    program = compile_graph(
+        Graph(inputs, (), (Node("y", op, args, (kind,)),), (Ref("y"),)), CPU, training=True
+    )
+    x, source = torch.zeros(3, 4), torch.arange(12.0).view(3, 4).requires_grad_()
+    (found,) = program.run([x, torch.tensor([[1], [3]]), source], [], None)
+    assert found.nonzero().tolist() == [[1, 3]] and found[1, 3] == 4
+    found.sum().backward()
+    assert source.grad is not None and source.grad.nonzero().tolist() == [[0, 0], [1, 0]]
