@@ -286,6 +286,7 @@ _RESPELT: Mapping[str, Callable[[fx.Node, Values], tuple[str, Values]]] = {
     "aten.view_as": _reshape,
     "aten._unsafe_index.Tensor": lambda _, values: ("aten.index.Tensor", values),
     "aten._unsafe_index_put": lambda _, values: ("aten.index_put", values),
-    "aten.clamp_min.Tensor": _renamed("aten.maximum", other="min"),
-    "aten.clamp_max.Tensor": _renamed("aten.minimum", other="max"),
+    # Not as the larger or the smaller of two, whose gradient is halved where both are equal.
+    "aten.clamp_min.Tensor": lambda _, values: ("aten.clamp.Tensor", {**values, "max": None}),
+    "aten.clamp_max.Tensor": lambda _, values: ("aten.clamp.Tensor", {**values, "min": None}),
 }

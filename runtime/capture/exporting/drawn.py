@@ -21,16 +21,27 @@ from fusion.runtime.job.errors import CaptureError
 BITS = 16
 
 
-def rand(*size: Any, dtype: torch.dtype | None = None, generator: Any = None, **_: Any) -> Tensor:
-    if generator is not None:
+def rand(
+    *size: Any, dtype: torch.dtype | None = None, generator: Any = None, out: Any = None, **more: Any
+) -> Tensor:
+    _require_seed(generator)
+    if out is not None:
         raise CaptureError(
-            f"the model draws from a generator of its own{line_of_caller()}: leave it out, a job's seed decides what is drawn"
+            f"the model draws into a tensor that it has, with out={line_of_caller()}: use what the function returns"
         )
-    shape = tuple(size[0]) if size and isinstance(size[0], (tuple, list)) else size
+    given = (more["size"],) if "size" in more else size
+    shape = tuple(given[0]) if given and isinstance(given[0], (tuple, list)) else given
     bits = functional.dropout(torch.ones(*shape, BITS), 0.5, True)  # 0 or 2
     places = 0.5 ** torch.arange(2, BITS + 2)
     number: Tensor = (bits * places).sum(-1) + 0.5 ** (BITS + 1)  # never 0 or 1
     return number if dtype is None else number.to(dtype)
+
+
+def _require_seed(generator: Any) -> None:
+    if generator is not None:
+        raise CaptureError(
+            f"the model draws from a generator of its own{line_of_caller()}: leave it out, a job's seed decides what is drawn"
+        )
 
 
 def randn(*size: Any, dtype: torch.dtype | None = None, **more: Any) -> Tensor:
@@ -38,31 +49,39 @@ def randn(*size: Any, dtype: torch.dtype | None = None, **more: Any) -> Tensor:
     return number if dtype is None else number.to(dtype)
 
 
-def rand_like(like: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return rand(like.shape, dtype=dtype or like.dtype)
+def rand_like(input: Tensor, *, dtype: torch.dtype | None = None, **more: Any) -> Tensor:
+    return rand(input.shape, dtype=dtype or input.dtype, **more)
 
 
-def randn_like(like: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return randn(like.shape, dtype=dtype or like.dtype)
+def randn_like(input: Tensor, *, dtype: torch.dtype | None = None, **more: Any) -> Tensor:
+    return randn(input.shape, dtype=dtype or input.dtype, **more)
 
 
 def randint(
-    low: Any, high: Any, size: Any = None, *, dtype: torch.dtype | None = None, **more: Any
+    low: Any = 0, high: Any = None, size: Any = None, *, dtype: torch.dtype | None = None, **more: Any
 ) -> Tensor:
     if size is None:
         low, high, size = 0, low, high
-    number: Tensor = (rand(size, **more) * (high - low)).floor().to(dtype or torch.int64) + low
+    elif high is None:
+        low, high = 0, low
+    span, share = high - low, rand(size, **more)
+    if wide := isinstance(span, int) and span > 1 << BITS:  # of more numbers than BITS tell apart
+        share = share - 0.5 ** (BITS + 1) + rand(size, **more) * 0.5**BITS
+    whole = (share * span).floor()
+    number: Tensor = (whole.clamp(max=span - 1) if wide else whole).to(dtype or torch.int64) + low
     return number
 
 
-def randint_like(like: Tensor, low: int, high: int | None = None, **more: Any) -> Tensor:
-    low, high = (0, low) if high is None else (low, high)
-    return randint(low, high, like.shape, dtype=more.get("dtype") or like.dtype)
+def randint_like(
+    input: Tensor, low: Any = 0, high: Any = None, *, dtype: torch.dtype | None = None, **more: Any
+) -> Tensor:
+    return randint(low, high, size=input.shape, dtype=dtype or input.dtype, **more)
 
 
 def bernoulli(input: Tensor, p: float | None = None, *, generator: Any = None) -> Tensor:
     if p is None:
         return (rand(input.shape, generator=generator) < input).to(input.dtype)
+    _require_seed(generator)
     return (functional.dropout(torch.ones(input.shape), 1.0 - p, True) * p).to(input.dtype)
 
 
@@ -99,7 +118,8 @@ def dropout_of_channels(unbatched: int | None) -> Any:
         if not training or p == 0:
             return input
         lead = input.shape[: 1 if input.dim() == unbatched else 2]
-        mask = functional.dropout(torch.ones(*lead, *(1 for _ in input.shape[len(lead) :])), p, True)
+        ones = torch.ones(*lead, *(1 for _ in input.shape[len(lead) :])).to(input.dtype)
+        mask = functional.dropout(ones, p, True)
         return input.mul_(mask) if inplace else input * mask
 
     return dropped

@@ -83,6 +83,40 @@ def test_numbers_are_of_their_distribution(
     assert run(None).unique().tolist() == pytest.approx([middle], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("function", "mean", "deviation"),
+    [
+        (lambda x: x * torch.rand(size=x.shape), 0.5, 12**-0.5),
+        (lambda x: x * torch.randn(size=(x.shape[0], WIDTH)), 0.0, 1.0),
+        (lambda x: x * torch.randint(10, size=x.shape), 4.5, 8.25**0.5),
+        (lambda x: x * torch.randint(high=10, size=x.shape), 4.5, 8.25**0.5),
+        (lambda x: torch.randint_like(input=x, high=4), 1.5, 1.25**0.5),
+        (lambda x: torch.rand_like(input=x), 0.5, 12**-0.5),
+    ],
+)
+def test_arguments_by_name_are_those_by_place(
+    function: Callable[[torch.Tensor], torch.Tensor], mean: float, deviation: float
+) -> None:
+    """A size by name was passed over: one number was drawn for all elements."""
+    found = drawn(function)(KEY)
+    assert float(found.mean()) == pytest.approx(mean, abs=0.04 * deviation)
+    assert float(found.std()) == pytest.approx(deviation, rel=0.04)
+
+
+def test_what_is_drawn_has_the_dtype_that_torch_gives_it() -> None:
+    x = torch.ones(2, 4, 5, dtype=torch.bfloat16)
+    for function in (functional.dropout1d, functional.dropout2d, lambda x: x * x.bernoulli(0.3)):
+        graph = capture_module(Drawing(function), {"x": x}, training=True)
+        assert graph.types[graph.outputs[0]].dtype == "bfloat16"
+
+
+def test_every_number_of_a_wide_range_may_be_drawn() -> None:
+    found = drawn(lambda x: x * torch.randint(0, 1 << 20, x.shape))(KEY).long()
+    assert set((found % 16).unique().tolist()) == set(range(16))
+    assert float(found.float().mean()) == pytest.approx(1 << 19, rel=0.03)
+    assert int(found.min()) >= 0 and int(found.max()) < 1 << 20
+
+
 def test_whole_channels_are_dropped() -> None:
     found = drawn(lambda x: functional.dropout1d(x.reshape(-1, 10, 5), 0.4))(KEY)
     kept = found.amax(-1)
@@ -91,11 +125,26 @@ def test_whole_channels_are_dropped() -> None:
     assert float((kept > 0).float().mean()) == pytest.approx(0.6, abs=0.05)
 
 
-def test_a_generator_of_the_model_s_own_is_refused() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return x + torch.randn(WIDTH, generator=torch.Generator())
-
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + torch.randn(WIDTH, generator=torch.Generator()),
+        lambda x: x + torch.rand_like(x, generator=torch.Generator()),
+        lambda x: x + x.bernoulli(0.3, generator=torch.Generator()),
+    ],
+)
+def test_a_generator_of_the_model_s_own_is_refused(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with pytest.raises(CaptureError, match=r"a generator of its own, at \S*test_drawn.py:\d+: leave it out"):
+        drawn(function)
+
+
+def test_a_tensor_to_draw_into_is_refused() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        into = torch.zeros_like(x)
+        torch.rand(ROWS, WIDTH, out=into)
+        return x + into
+
+    with pytest.raises(CaptureError, match=r"with out=, at \S*test_drawn.py:\d+: use what the function"):
         drawn(function)
 
 

@@ -101,6 +101,32 @@ def test_layers_and_their_gradients_are_torch_s(name: str) -> None:
             torch.testing.assert_close(leaves[each].grad, parameter.grad, rtol=1e-4, atol=1e-4)
 
 
+class Bounded(nn.Module):
+    """By tensors that it equals where it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.least, self.own, self.most = (nn.Parameter(torch.tensor([0.0, 1.0])) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.clamp_min(self.own, self.least) * x + torch.clamp_max(self.own, self.most) * x.square()
+
+
+def test_at_a_bound_the_gradient_is_torch_s() -> None:
+    module, x = Bounded(), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    program = compile_graph(
+        capture_module(module, {"x": x}, training=True), torch.device("cpu"), training=True
+    )
+    values = variables_from_module(module)
+    leaves = {name: values[name].clone().requires_grad_() for name in program.variables}
+    (found,) = program.run([x], [leaves[name] for name in program.variables], None)
+    for made in (found, module(x)):
+        made.sum().backward()
+    assert {n: leaf.grad.tolist() for n, leaf in leaves.items() if leaf.grad is not None} == {
+        n: parameter.grad.tolist() for n, parameter in module.named_parameters() if parameter.grad is not None
+    }
+
+
 @pytest.mark.parametrize(
     ("function", "called"),
     [
