@@ -59,7 +59,8 @@ class PythonFile:
         except (Exception, SystemExit) as error:
             raise JobError(f"{self._where(error)}: {_error_text(error)}") from error
         finally:
-            sys.path.remove(folder)
+            if folder in sys.path:  # the file may have taken it out
+                sys.path.remove(folder)
 
     def _where(self, error: BaseException) -> str:
         """FILE:LINE of the innermost line of the user's own code."""

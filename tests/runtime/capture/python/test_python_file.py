@@ -59,6 +59,17 @@ def test_an_error_of_a_function_names_its_line(tmp_path: Path) -> None:
         file.function("model")(5)
 
 
+def test_a_file_may_change_where_it_imports_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    text = (
+        "import sys\nsys.path = [each for each in sys.path if each != sys.path[0]]\ndef f(): return 1 / 0\n"
+    )
+    file = PythonFile(written(tmp_path, text))
+    with pytest.raises(JobError, match=r"model\.py:3: ZeroDivisionError"), file.running():
+        sys.path.remove(str(tmp_path))
+        file.function("f")()
+
+
 def test_a_function_that_is_not_there(tmp_path: Path) -> None:
     file = PythonFile(written(tmp_path, "import json\ndef make(): pass\nclass Net: pass\n"))
     with pytest.raises(JobError, match=r"has no function model \(it has: make, Net\)"):
