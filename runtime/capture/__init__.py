@@ -4,8 +4,8 @@ sources             where a model comes from: the built-in GPT, a Hugging Face d
 models              the built-in GPT
 model_dtype         the dtype that a model runs in
 encoder_decoder     what an encoder-decoder reads, and what its answers follow
-generation          what a directory says of how its model generates, and what answers do not follow
 text_encoder        models that make a vector of a text, and how they pool
+generation          what a directory says of how its model generates, and what answers do not follow
 huggingface         a language model in a directory
 stored_weights      where its files hold each tensor, whole or in pieces
 gguf/               GGUF files: what they say, their tensors, their tokenizer

@@ -12,6 +12,7 @@ from typing import Any
 
 from fusion.dag.ir.graph import Arg, Graph, Node, Ref
 from fusion.dag.ir.opset import infer
+from fusion.runtime.capture.text_encoder import prompt_left_out
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.model_files import CONFIG_FILE, is_exported_directory, json_object
@@ -55,6 +56,7 @@ _ASKED = "repetition_penalty"  # what a request can ask for
 # Whose settings transformers takes where the configuration of all of it has none: the first that there is.
 _WITHIN = ("decoder", "generator", "text_config")
 _SHOWN = 40  # characters of a value
+_NAMED = 3  # tensors
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,15 @@ def decoder_withholds(directory: Path, vocabulary: int, ends: Sequence[int]) -> 
     """Tokens that no answer of a decoder has. JobError for settings that are none, and for words of several tokens."""
     said = generation_settings(None, directory)
     return (*said.withheld("suppress_tokens", vocabulary), *said.bad_words(vocabulary, ends))
+
+
+def passed_over(path: Path, served: ServeConfig, unread: Sequence[str]) -> list[str]:
+    """Lines on what the files of a model say, or hold, and answers do not follow. `path`, `served`: as of `not_followed`; `unread`:
+    tensors of its files that it has no place for."""
+    held, more = ", ".join(f"{name!r:.80}" for name in unread[:_NAMED]), len(unread) - _NAMED
+    held += f" and {more} more" if more > 0 else ""
+    place = f"its files hold tensors that the model has no place for: {held}" if held else ""
+    return [line for line in (not_followed(path, served), prompt_left_out(path), place) if line]
 
 
 def not_followed(path: Path, served: ServeConfig) -> str:

@@ -94,6 +94,7 @@ class LanguageModel:
     blocks: StoredBlocks | None = None
     dtype: str = FLOAT32  # that it computes in
     stored_dtypes: Mapping[str, int] = field(default_factory=dict)  # bytes of its files' weights, by dtype
+    unread: tuple[str, ...] = ()  # tensors of its files that it has no place for
     training: Graph | None = None
     source: SourceConfig | None = None  # what an encoder-decoder reads
     tokenizer: Path | bytes | None = None  # tokenizer.json, or what would stand in it
@@ -156,6 +157,7 @@ def huggingface(
         read=model.read,
         dtype=model.dtype,
         stored_dtypes=model.stored_dtypes,
+        unread=model.weights.unread() if model.pooling is None else (),
         source=model.source,
         tokenizer=model.tokenizer,
         config=tuple(path for path in files if path.is_file()),

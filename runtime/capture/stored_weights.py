@@ -25,6 +25,7 @@ from fusion.runtime.job.model_files import WEIGHTS_FILE, indexed_files
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})  # as the format spells dtypes
+_OF_OLDER_VERSIONS = (r"rotary_emb\.inv_freq", r"(?:^|\.)position_ids$")  # tables that a module computes
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,16 @@ class StoredWeights:
         part = part_of(variable.name)
         names = (variable.name, *variable.aliases) if part is None else (part.name,)
         return next((name for name in names if name in self._stored), None)
+
+    def unread(self) -> tuple[str, ...]:
+        """Names in the files of what no tensor of the module is made of, but for what transformers passes over without a word."""
+        own = self._module.state_dict()
+        said = getattr(self._module, "_keys_to_ignore_on_load_unexpected", None) or ()
+        passed = re.compile("|".join(f"(?:{pattern})" for pattern in (*said, *_OF_OLDER_VERSIONS)))
+        others = (
+            stored for name, stored in self._stored.items() if name not in own and not passed.search(name)
+        )
+        return tuple(dict.fromkeys(piece for stored in others for _, piece in stored.pieces))
 
     def tied_apart(self) -> tuple[str, str] | None:
         """Two names of one parameter of the module under which the files hold unlike tensors."""

@@ -16,6 +16,7 @@ from fusion.runtime.job.model_files import json_object
 
 MODULES_FILE = "modules.json"
 LIMITS_FILE = "sentence_bert_config.json"
+PROMPTS_FILE = "config_sentence_transformers.json"
 POOLING_FILE = "config.json"  # in the folder of the module
 _SERVED = ("Transformer", "Pooling", "Normalize")
 # What poolings are called, in files and here.
@@ -104,6 +105,21 @@ def _pooling(path: Path) -> Literal["mean", "first", "last"]:
     if len(chosen) != 1 or chosen[0] not in _POOLINGS:
         raise JobError(f"{path}: one of {', '.join(_POOLINGS)}, not {' and '.join(chosen) or 'none':.80}")
     return _POOLINGS[chosen[0]]
+
+
+def prompt_left_out(directory: Path) -> str:
+    """A line on what sentence-transformers would put before every text, and vectors here are made without; empty where that is
+    nothing."""
+    path = directory / PROMPTS_FILE
+    try:
+        said = json_object(path) if (directory / MODULES_FILE).is_file() else {}
+    except JobError:
+        return ""  # many have no such file
+    prompts, name = said.get("prompts"), said.get("default_prompt_name")
+    prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
+    if not isinstance(prompt, str) or not prompt:
+        return ""
+    return f"{PROMPTS_FILE} puts {json.dumps(prompt):.60} before every text, which vectors do not follow: write it there"
 
 
 def positions_left(module: nn.Module, longest: int) -> int:

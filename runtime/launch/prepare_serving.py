@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from fusion.runtime.capture.generation import not_followed
+from fusion.runtime.capture.generation import passed_over
 from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.servable import read_servable
@@ -46,8 +46,8 @@ def prepare_serving(
     stored; JobError for a model without any. `dtype`: that it runs in (`open_model`). `context`: tokens of the longest text, if not those that it can read. `home`: where it is kept on which peers
     models were served the last time, if it is to count. `note`: for a line that should last, on what of its files is not followed."""
     found = read_servable(path, draft, dtype, quantization, report, context)
-    if passed_over := not_followed(path, found.config):
-        note(passed_over)
+    for line in passed_over(path, found.config, found.model.unread):
+        note(line)
     model, drafted = found.model, found.draft
     admitted = admission.among(peers, lambda peer: peer.peer)
     report(f"placing it on {len(admitted)} peers")

@@ -13,7 +13,7 @@ import transformers
 from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType
 from fusion.dag.ir.serialise import decode, encode
 from fusion.runtime.capture import generation
-from fusion.runtime.capture.generation import MAX_SPANS, not_followed, withhold
+from fusion.runtime.capture.generation import MAX_SPANS, not_followed, passed_over, withhold
 from fusion.runtime.capture.serving_graph import evaluate
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import EMBEDDING, ServeConfig, SourceConfig
@@ -167,3 +167,33 @@ def test_the_graph_of_an_export_withholds_nothing(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     line = not_followed(tmp_path, DECODER)
     assert "suppress_tokens [4] and bad_words_ids [[5]], which" in line
+
+
+def test_tensors_that_a_model_has_no_place_for_are_named_in_one_line(tmp_path: Path) -> None:
+    assert passed_over(tmp_path, DECODER, ()) == []
+    said(tmp_path, min_length=3)
+    first, second = passed_over(tmp_path, DECODER, ("score.weight",))
+    assert first == not_followed(tmp_path, DECODER) != ""
+    assert second == "its files hold tensors that the model has no place for: 'score.weight'"
+    (line,) = passed_over(tmp_path / "m.gguf", DECODER, ("a\n", *"bcde", 100 * "f"))
+    assert line.endswith(r"for: 'a\n', 'b', 'c' and 3 more")
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ('{"default_prompt_name": "q", "prompts": {"q": "query:\\n"}}', 'puts "query:\\n" before every text'),
+        ('{"default_prompt_name": null, "prompts": {"q": "query: "}}', ""),
+        ('{"default_prompt_name": "q", "prompts": {"q": ""}}', ""),
+        ('{"default_prompt_name": ["q"], "prompts": {"q": 1}}', ""),
+        ('{"default_prompt_name": "q"}', ""),
+        ("[", ""),
+    ],
+)
+def test_a_prompt_that_vectors_are_made_without_is_named(content: str, line: str, tmp_path: Path) -> None:
+    vectors = ServeConfig(cache="recompute", max_sequence=8, vocabulary=50, outputs=(EMBEDDING,))
+    (tmp_path / "config_sentence_transformers.json").write_text(content)
+    assert passed_over(tmp_path, vectors, ()) == []  # another library's files
+    (tmp_path / "modules.json").write_text("[]")
+    found = passed_over(tmp_path, vectors, ())
+    assert len(found) == bool(line) and all(line in each and "\n" not in each for each in found)

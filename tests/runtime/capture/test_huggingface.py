@@ -446,6 +446,21 @@ def test_a_missing_or_misshapen_weight_is_named(tmp_path: Path) -> None:
         open_model(tmp_path).read(graph.variables)
 
 
+def test_tensors_that_the_model_has_no_place_for_are_known(tmp_path: Path) -> None:
+    """As transformers, which warns of them, and passes over what its classes say."""
+    saved(tmp_path, gpt2())
+    assert open_model(tmp_path).weights.unread() == ()
+    path = tmp_path / "model.safetensors"
+    more = (
+        "transformer.h.0.attn.bias",
+        "transformer.h.0.attn.rotary_emb.inv_freq",
+        "score.weight",
+        "h.2.ln_1.weight",
+    )
+    save_file(load_file(path) | {name: torch.ones(2) for name in more}, path, {"format": "pt"})
+    assert set(sources.in_files(tmp_path).unread) == {"score.weight", "h.2.ln_1.weight"}
+
+
 # --- buffers that files are to have
 
 
