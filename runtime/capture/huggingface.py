@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,16 @@ from fusion.runtime.capture.stored_weights import (
 from fusion.runtime.capture.text_encoder import Pooling, pooling_of, positions_left
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import SourceConfig
-from fusion.runtime.job.model_files import check_huggingface, is_exported, json_object
+from fusion.runtime.job.model_files import check_huggingface, check_own, is_exported, json_object
 from fusion.runtime.job.text import TokenizerText
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
-# What configurations call the number of layers, and the most that are built: the library makes lists of them before it looks at anything.
-_DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
-_MOST_LAYERS = 10_000
+# Of what configurations count, the most that is built: the library makes lists of as many before it looks at anything.
+_MOST = (
+    (r"(.*_)?(n|num)_(\w+_)?(layers?|blocks|experts)|(en|de)coder_(num_)?(hidden_)?layers|depth|attention_types", 10_000),
+    ("num_labels", 1 << 17),
+    ("max_position_embeddings|n_positions|max_(source|target)_positions", 1 << 24),
+)  # fmt: skip
 # Vocabularies of tokenizers that were written without a tokenizer.json, each with what it goes with.
 _OLDER_TOKENIZERS = {
     "vocab.json": ("merges.txt",),
@@ -58,6 +62,10 @@ _OLDER_TOKENIZERS = {
 _MAXIMA = ("max_position_embeddings", "max_seq_len")  # what configurations call the most positions
 # Kinds of models that make a table of which position sees which, positions by positions: one, or one for each layer.
 _TABLES = {"gpt_bigcode": False, "gpt_neo": True, "openai-gpt": True}
+# And a table of sines, positions by the size of the model, or of what of it they rotate.
+_SINES = {"gptj": True, "codegen": True} | dict.fromkeys(
+    ("ctrl", "fsmt", "m2m_100", "marian", "pegasus", "roformer", "xglm"), False
+)
 _MOST_IN_TABLES = 1 << 29  # numbers: 16,384 positions in two layers
 
 
@@ -160,17 +168,27 @@ def open_model(
     else:
         module = _random_module(config, directory, chosen, seed)
         held = no_weights(module)
-    longest, source, pooling = _longest(text), None, _pooling(config, directory)
-    ends = _end_tokens(directory, text)
+    try:
+        longest, vocabulary = _longest(text), int(text.vocab_size)
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        AttributeError,
+        KeyError,
+    ) as error:  # what no class of transformers looks at
+        raise JobError(f"{directory}/config.json cannot be used: {_line(error)}") from error
+    source, pooling = None, _pooling(config, directory)
+    ends = _end_tokens(directory, config, text)
     if pooling is not None:
         longest = min(positions_left(module, longest), pooling.tokens or longest)
     elif reads_source(config):
-        source = source_config(config, directory, longest, int(text.vocab_size), ends)
+        source = source_config(config, directory, longest, vocabulary, ends)
         longest = longest_answer(config, longest)
     return HuggingFaceModel(
         directory=directory,
         module=module,
-        vocabulary=int(text.vocab_size),
+        vocabulary=vocabulary,
         max_sequence=longest,
         end_tokens=ends,
         tokenizer=_tokenizer(directory),
@@ -190,12 +208,7 @@ def _transformers() -> Any:
 
 def _config(directory: Path) -> Any:
     said = json_object(directory / "config.json")
-    for values in (said, *(value for value in said.values() if isinstance(value, dict))):
-        for name in _DEPTHS:
-            if isinstance(values.get(name), int) and values[name] > _MOST_LAYERS:
-                raise JobError(
-                    f"{directory}/config.json: {name} is {values[name]}; the limit is {_MOST_LAYERS}"
-                )
+    _check_counts(said, directory)
     try:
         config = _transformers().AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -208,12 +221,30 @@ def _config(directory: Path) -> Any:
     return config
 
 
+def _check_counts(said: Mapping[str, Any], directory: Path) -> None:
+    """JobError for a file of few bytes of which the library would make lists for all of the memory, or for ever."""
+    left: list[tuple[str, Any]] = [*said.items()]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, dict):
+            left += value.items()
+        elif isinstance(value, list):
+            left += [(name, each) for each in value]
+        elif isinstance(value, int):
+            most = next((most for names, most in _MOST if re.fullmatch(names, name[:100])), value)
+            if value > most:
+                raise JobError(f"{directory}/config.json: {name:.100} is {value!s:.40}; the limit is {most}")
+
+
 def _check_tables(config: Any, directory: Path) -> None:
     """JobError for a configuration, or one within it, of few bytes that makes tables for all of the memory."""
-    each_layer = _TABLES.get(str(getattr(config, "model_type", None)))
+    kind = str(getattr(config, "model_type", None))
+    each_layer = (_TABLES | _SINES).get(kind)
     if each_layer is not None:
         positions, layers = config.max_position_embeddings, config.num_hidden_layers if each_layer else 1
-        if isinstance(positions, int) and isinstance(layers, int) and positions**2 * layers > _MOST_IN_TABLES:
+        width = positions if kind in _TABLES else getattr(config, "rotary_dim", None) or config.hidden_size
+        sizes = [size for size in (positions, width, layers) if isinstance(size, int)]
+        if len(sizes) == 3 and prod(sizes) > _MOST_IN_TABLES:
             raise JobError(
                 f"{directory}/config.json: {positions} positions are more than a model of the kind {config.model_type} is built with: "
                 f"its tables would have more than {_MOST_IN_TABLES} numbers"
@@ -351,6 +382,8 @@ def _tokenizer(directory: Path) -> Path | bytes | None:
     ]
     if not found:
         return None
+    for name in (*_OLDER_TOKENIZERS, "merges.txt"):
+        check_own(directory / name, directory)
     files = " and ".join((found[0], *_OLDER_TOKENIZERS[found[0]]))
     without = f"{directory} has no tokenizer.json, and {files} cannot be made into one"
     if found[0].endswith(".model") and not _transformers().utils.is_sentencepiece_available():
@@ -377,8 +410,10 @@ def _longest(config: Any) -> int:
     return min(longest, fixed_length(config) or longest)
 
 
-def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:
-    found = getattr(config, "eos_token_id", None)
+def _end_tokens(directory: Path, *configs: Any) -> tuple[int, ...]:
+    """Without a file of their own, those of the first of the configurations that says some, as transformers takes them."""
+    said = (getattr(config, "eos_token_id", None) for config in configs)
+    found = next((tokens for tokens in said if tokens is not None), None)
     path = directory / "generation_config.json"
     if path.is_file():
         found = json_object(path).get("eos_token_id", found)

@@ -20,6 +20,7 @@ CONSTANT = (
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"
+MAX_JSON_BYTES = 64 << 20  # the index of a model of 100,000 tensors has about 10 MB
 # How a chat is written as a prompt, as Hugging Face names and writes it; both go with a job, for gateways.
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
@@ -121,12 +122,27 @@ def indexed_files(directory: Path) -> dict[str, Path] | None:
     return found
 
 
+def check_own(path: Path, directory: Path) -> None:
+    """JobError unless a file of a model's directory is in it, or where Hugging Face's cache has its files: a link that came with a
+    model may lead to anything that its user can read, and whoever serves the model would give that to the swarm."""
+    own, found = directory.resolve(), path.resolve()
+    if not any(found.is_relative_to(each) for each in (own, own.parent.parent / "blobs")):
+        raise JobError(
+            f"{path} is a link to {found}, which the whole swarm would be given: put a copy in its place"
+        )
+
+
 def json_object(path: Path) -> dict[str, Any]:
-    """JobError for a file that holds no JSON object."""
+    """JobError for a file that holds no JSON object, or has more than MAX_JSON_BYTES."""
     try:
-        found = json.loads(path.read_bytes())  # UTF-8, whatever the locale is
+        size = path.stat().st_size
+        found = (
+            json.loads(path.read_bytes()) if size <= MAX_JSON_BYTES else None
+        )  # UTF-8, whatever the locale is
     except (OSError, ValueError, RecursionError) as error:
         raise JobError(f"{path} cannot be read: {error}") from error
+    if size > MAX_JSON_BYTES:
+        raise JobError(f"{path} has {size} bytes; the limit is {MAX_JSON_BYTES}")
     if not isinstance(found, dict):
         raise JobError(f"{path} holds no JSON object")
     return found
@@ -175,6 +191,9 @@ def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     path = directory / CHAT_TEMPLATE_FILE
     try:
         if path.is_file():
+            check_own(path, directory)
+            if (size := path.stat().st_size) > CHAT_FILES[CHAT_TEMPLATE_FILE]:
+                raise JobError(f"{path} has {size} bytes; the limit is {CHAT_FILES[CHAT_TEMPLATE_FILE]}")
             return path.read_text("utf-8")
     except (OSError, UnicodeError) as error:
         raise JobError(f"{path} cannot be read: {error}") from error

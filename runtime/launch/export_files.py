@@ -10,12 +10,15 @@ from fusion.dag.ir import serialise
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
-from fusion.runtime.job.model_files import ABOUT_FILE, GRAPH_FILE, is_exported
+from fusion.runtime.job.model_files import ABOUT_FILE, GRAPH_FILE, check_own, is_exported
 from fusion.runtime.launch.weights import contiguous
 
 
 def export_files(model: sources.LanguageModel) -> dict[str, bytes | Path]:
-    """By file name: the graph, the configuration, the chat template and the constants that `fusion.runtime.capture.sources` reads."""
+    """By file name: the graph, the configuration, the chat template and the constants that `fusion.runtime.capture.sources` reads.
+    JobError for a configuration that is no part of the model."""
+    for path in model.config:
+        check_own(path, path.parent)
     files: dict[str, bytes | Path] = {**{path.name: path for path in model.config}, **model.chat}
     return {**files, **graph_files(model.inference, model.about, model.read)}
 

@@ -62,6 +62,22 @@ def test_a_tokenizer_of_older_files_is_read(tmp_path: Path) -> None:
     assert open_model(tmp_path).tokenizer is None
 
 
+def test_a_vocabulary_that_is_no_part_of_the_model_is_not_given_to_the_swarm(tmp_path: Path) -> None:
+    tiny = transformers.BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, is_decoder=True
+    )  # fmt: skip
+    saved(tmp_path / "model", tiny)
+    words = tmp_path / "words"
+    words.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nsecret\n")
+    (tmp_path / "model" / "vocab.txt").symlink_to(words)
+    with pytest.raises(JobError, match="is a link to"):
+        open_model(tmp_path / "model")
+    (tmp_path / "model" / "vocab.txt").unlink()
+    (tmp_path / "model" / "vocab.txt").write_text(words.read_text())
+    found = open_model(tmp_path / "model").tokenizer
+    assert isinstance(found, bytes) and b"secret" in found
+
+
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
 def test_a_tokenizer_that_cannot_be_read_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     saved(tmp_path, gpt2())
@@ -397,6 +413,25 @@ def test_a_config_that_makes_no_model_is_refused_in_one_line(tmp_path: Path) -> 
         open_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("mamba", {"max_position_embeddings": "x"}),
+        ("mamba", {"max_position_embeddings": {}, "max_seq_len": [1]}),
+        ("mamba", {"max_seq_len": float("inf")}),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "longrope"}}),
+    ],
+)
+def test_values_that_the_library_lets_pass_are_refused_in_one_line(
+    kind: str, said: dict[str, Any], tmp_path: Path
+) -> None:
+    tiny = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 32, **said}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **tiny}))
+    with pytest.raises(JobError, match=r"config\.json cannot be used: ") as error:
+        open_model(tmp_path, weights=False)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("said", ["</s>", {"id": 3}, [None], 2.5])
 def test_an_end_token_that_is_no_number_is_refused(said: Any, tmp_path: Path) -> None:
     saved(tmp_path, gpt2())
@@ -550,19 +585,59 @@ def test_a_configuration_does_not_choose_the_code_that_computes(name: str, said:
         ),
         ("openai-gpt", {"n_layer": 2, "n_positions": 16_385}),
         ("gpt_bigcode", {"n_layer": 1, "n_positions": 23_171}),
+        ("gptj", {"n_layer": 16, "n_embd": 64, "n_head": 1, "n_positions": 1 << 20}),
+        ("xglm", {"num_layers": 1, "d_model": 64, "attention_heads": 1, "max_position_embeddings": 1 << 24}),
     ],
 )
 def test_a_configuration_does_not_fill_the_memory_with_tables(
     kind: str, said: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Positions by positions, which these kinds of models compute for each layer or for all."""
+    """Positions by positions, or a row of sines for each, which these kinds of models compute for each layer or for all."""
     transformers.AutoConfig.for_model(kind, vocab_size=64, **said).save_pretrained(tmp_path)
     with pytest.raises(JobError, match="positions are more than a model of the kind") as error:
         open_model(tmp_path, weights=False)
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("gpt_neo", {"attention_types": [[["global"], 1 << 40]]}),
+        ("gpt2", {"num_labels": 1 << 40}),
+        ("t5", {"num_decoder_layers": 1 << 40}),
+        ("switch_transformers", {"num_experts": 1 << 40}),
+        ("bert", {"max_position_embeddings": (1 << 24) + 1}),
+    ],
+)
+def test_a_configuration_does_not_fill_the_memory_with_lists(
+    kind: str, said: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **said}))
+    with pytest.raises(JobError, match=r"config\.json: \w+ is \d+; the limit is \d+") as error:
+        open_model(tmp_path, weights=False)
+    assert "\n" not in str(error.value)
+
+
 # --- what its files say of answers
+
+
+def test_tokens_that_end_an_answer_may_stand_beside_the_configuration_of_its_text(tmp_path: Path) -> None:
+    """As Gemma 3 has them, whose text has a default of its own."""
+    text = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 16, "vocab_size": 64, "max_position_embeddings": 48,
+    }  # fmt: skip
+    image = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}  # fmt: skip
+    tiny = transformers.Gemma3Config(text_config=text, vision_config=image, mm_tokens_per_image=4)
+    tiny.save_pretrained(tmp_path)
+    edited(tmp_path, eos_token_id=[1, 7])
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    wanted = transformers.GenerationConfig.from_model_config(config).eos_token_id
+    assert open_model(tmp_path, weights=False).end_tokens == tuple(wanted) == (1, 7)
+    edited(tmp_path, eos_token_id=None)
+    assert open_model(tmp_path, weights=False).end_tokens == (1,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5]}))
+    assert open_model(tmp_path, weights=False).end_tokens == (5,)
 
 
 def test_an_answer_begins_as_an_old_configuration_says(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,45 @@ def test_one_that_is_too_long_or_no_text(tmp_path: Path) -> None:
     write(tmp_path, tokenizer_config__json={"chat_template": "\ud800"})
     with pytest.raises(JobError, match="chat_template"):
         chat_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_one_for_all_of_the_memory_is_not_read(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    os.truncate(tmp_path / name, (64 << 20) + 1)
+    tracemalloc.start()
+    try:
+        with pytest.raises(JobError, match=r"has 67108865 bytes; the limit is \d+"):
+            chat_files(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_link_to_what_is_no_part_of_the_model_is_not_followed(tmp_path: Path) -> None:
+    """A template is given to the whole swarm, and a directory may come from anybody."""
+    cache = tmp_path / "models--a--b"
+    model, blobs = cache / "snapshots" / "1", cache / "blobs"
+    for folder in (model, blobs, tmp_path / "home"):
+        folder.mkdir(parents=True)
+    (tmp_path / "home" / "key").write_text("secret")
+    (blobs / "2").write_text(TEMPLATE)
+    (model / "other.jinja").write_text(TEMPLATE)
+    link = model / "chat_template.jinja"
+    for target in ("other.jinja", "../../blobs/2"):
+        link.symlink_to(target)
+        assert chat_files(model)["chat_template.jinja"] == TEMPLATE.encode()
+        link.unlink()
+    link.symlink_to(tmp_path / "home" / "key")
+    with pytest.raises(JobError, match=r"is a link to \S*key, which the whole swarm would") as error:
+        chat_files(model)
+    assert "\n" not in str(error.value)
+    blobs.rename(cache / "gone")
+    blobs.symlink_to(tmp_path / "home")
+    link.unlink()
+    link.symlink_to("../../blobs/key")
+    with pytest.raises(JobError, match="is a link to"):
+        chat_files(model)
 
 
 @pytest.mark.parametrize("whole", [True, False])
