@@ -28,8 +28,11 @@ from fusion.swarm.streams import p2pd_guard
 logger = logging.getLogger(__name__)
 
 PREFIX = "fusion-peer-"  # of every private directory
+# All that lies in one: a folder with anything else in it is somebody's own, whatever it is called.
+CONTENTS = frozenset({p2pd_guard.LOCK, "identity.key", "d.sock", "h.sock", "s.sock", "control.sock"})
 _SOCKET_PATH_BYTES = 100  # sockaddr_un holds 104 on macOS, 108 on Linux
-_LONGEST_SOCKET_NAME = len("/d.sock")
+_LONGEST_SOCKET_NAME = len("/control.sock")
+_SHORTEST_FOLDER = Path("/tmp")  # that all systems with UNIX sockets have
 _STALE_SECONDS = 60.0
 _STILL_STARTING_SECONDS = 10.0
 _STOP_SECONDS = 3.0
@@ -228,27 +231,41 @@ def _lock_identity(identity: Identity) -> int | None:
     if identity.path is None:
         return None
     try:
-        descriptor = os.open(identity.path, os.O_RDONLY)
+        descriptor = _opened_to_lock(identity.path)
     except OSError as error:
         raise TransportError(f"cannot open identity file {identity.path}: {error.strerror}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(descriptor)
         raise TransportError(
             f"a peer with the identity {identity.path} is running already; stop it or choose another --home"
         ) from None
+    except OSError as error:  # the file system knows no locks
+        os.close(descriptor)
+        raise TransportError(
+            f"cannot lock identity file {identity.path}: {error.strerror}; choose another --home"
+        ) from error
     return descriptor
+
+
+def _opened_to_lock(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR)  # NFS locks only what is open for writing
+    except OSError:  # of a disk that is read only, say
+        return os.open(path, os.O_RDONLY)
 
 
 def make_private_directory(parent: Path | None) -> Path:
     """A new directory that only we can enter, short enough for UNIX sockets; in the system's temporary directory
-    where `parent` is None or its path is too long. Also removes those that crashed machines left behind."""
-    system = Path(tempfile.gettempdir())
-    parent = system if parent is None else parent.absolute()
-    if len(os.fsencode(parent)) + 1 + len(PREFIX) + 8 + _LONGEST_SOCKET_NAME > _SOCKET_PATH_BYTES:
-        logger.debug("%s is too long a path for UNIX sockets; using %s", parent, system)
-        parent = system
+    where `parent` is None or its path is too long, in /tmp where that has too long a path as well. Also removes those
+    that crashed machines left behind."""
+    places = [Path(tempfile.gettempdir()), _SHORTEST_FOLDER]
+    if parent is not None:
+        places.insert(0, parent.absolute())
+    parent = next(filter(_has_room, places), places[-1])
+    if parent != places[0]:
+        logger.debug("%s is too long a path for UNIX sockets; using %s", places[0], parent)
     try:
         parent.mkdir(parents=True, exist_ok=True)
         sweep(parent)
@@ -257,8 +274,13 @@ def make_private_directory(parent: Path | None) -> Path:
         raise TransportError(f"cannot make a runtime directory in {parent}: {error.strerror}") from error
 
 
+def _has_room(parent: Path) -> bool:
+    """Whether sockets find room for their path in a private directory there."""
+    return len(os.fsencode(parent)) + 1 + len(PREFIX) + 8 + _LONGEST_SOCKET_NAME <= _SOCKET_PATH_BYTES
+
+
 def sweep(parent: Path) -> None:
-    """Remove private directories of ours in `parent` that no guard holds any more."""
+    """Remove private directories of ours in `parent` that no guard holds any more; nothing of others that is called so."""
     for path in parent.glob(f"{PREFIX}*"):
         try:
             status = path.lstat()
@@ -266,14 +288,32 @@ def sweep(parent: Path) -> None:
                 continue
             if time.time() - status.st_mtime < _STALE_SECONDS:
                 continue  # perhaps its guard is about to start
+            names = {each.name for each in path.iterdir()}
+            if not names or not names <= CONTENTS:
+                continue
             descriptor = os.open(path / p2pd_guard.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
+                # What tidies up temporary folders may have removed the lock.
+                if not _is_answered(path / "d.sock"):
+                    shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(descriptor)
         except OSError:  # held by a living guard, or removed beside us
             continue
+
+
+def _is_answered(control: Path) -> bool:
+    """Whether somebody listens at the socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(control))
+        except BlockingIOError:  # too many wait there already
+            return True
+        except OSError:
+            return False
+    return True
 
 
 def parse_listen(address: str) -> tuple[socket.AddressFamily, socket.SocketKind, str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import socket
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from support.p2p_pair import LOOPBACK, Ends, two
 
 from fusion.runtime.job.protocol import ANSWER_BYTES
+from fusion.runtime.peer.announcement import CONTROL_SOCKET
 from fusion.swarm.errors import (
     FrameError,
     PeerUnreachable,
@@ -28,10 +30,11 @@ from fusion.swarm.errors import (
 )
 from fusion.swarm.identity import Identity
 from fusion.swarm.protocol import PROBE
+from fusion.swarm.streams import p2pd
 from fusion.swarm.streams.frames import FrameLimits
 from fusion.swarm.streams.p2p import P2PTransport, split_address
 from fusion.swarm.streams.p2p_config import P2PConfig
-from fusion.swarm.streams.p2pd import PREFIX, check_ports, make_private_directory, sweep
+from fusion.swarm.streams.p2pd import CONTENTS, PREFIX, check_ports, make_private_directory, sweep
 from fusion.swarm.streams.p2pd_control import framed
 from fusion.swarm.transport import UNASKED_BYTES, PeerId, Stream, call
 
@@ -447,3 +450,53 @@ def test_a_long_path_falls_back_and_stale_directories_are_swept(place: Path) -> 
         os.utime(path, (0, 0))
     sweep(place)
     assert (stale.exists(), fresh.exists(), other.exists()) == (False, True, True)
+
+
+def test_a_folder_of_somebody_s_own_is_not_swept_whatever_it_is_called(place: Path) -> None:
+    """A home in /tmp, say, or the sources that a tar file was unpacked to there."""
+    home, empty, left, alive = (place / f"{PREFIX}{name}" for name in ("home", "empty", "left", "alive"))
+    for path in (home, empty, left, alive):
+        path.mkdir()
+    (home / "lock").touch()
+    (home / "identity").touch()
+    for name in CONTENTS:
+        (left / name).touch()
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.bind(str(alive / "d.sock"))  # whose lock was removed by what tidies up temporary folders
+        daemon.listen()
+        for path in (home, empty, left, alive):
+            os.utime(path, (0, 0))
+        sweep(place)
+    assert [path.exists() for path in (home, empty, left, alive)] == [True, True, False, True]
+    assert (home / "identity").exists() and CONTROL_SOCKET in CONTENTS
+
+
+def test_a_temporary_folder_with_too_long_a_path_is_not_used(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = place / ("long" * 30)
+    long.mkdir()
+    monkeypatch.setattr(p2pd.tempfile, "gettempdir", lambda: str(long))
+    monkeypatch.setattr(p2pd, "_SHORTEST_FOLDER", place)
+    for parent in (None, long / "longer"):
+        made = make_private_directory(parent)
+        assert made.parent == place and len(str(made / CONTROL_SOCKET)) < 104
+    assert list(long.iterdir()) == []
+
+
+def test_an_identity_on_a_network_s_disk_can_be_locked(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS locks a file only for whoever may write to it; elsewhere there may be no locks at all, and then no peer runs there."""
+    identity = Identity.load_or_create(place / "identity")
+
+    def as_nfs_does(descriptor: int, how: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & (os.O_RDWR | os.O_WRONLY) != os.O_RDWR:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    def without_locks(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(p2pd.fcntl, "flock", as_nfs_does)
+    p2pd.check_not_running(identity)
+    monkeypatch.setattr(p2pd.fcntl, "flock", without_locks)
+    with pytest.raises(TransportError, match=r"cannot lock identity file .*: No locks available"):
+        p2pd.check_not_running(identity)
