@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -18,8 +20,15 @@ from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.transport import Transport
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 BLOB_QUOTA_BYTES = 50 << 30  # of a peer, unless its user says otherwise
 OWN_QUOTA_BYTES = 1 << 50  # of a command, which works for its user alone: the disk is the limit
+LOCK = "lock"  # in a command's store
+FRESH_SECONDS = 60.0  # for which a store without a lock may be one that is just made
 
 
 @asynccontextmanager
@@ -54,18 +63,56 @@ async def own_store(folder: Path) -> AsyncIterator[BlobStore]:
     """A blob store for this process alone, removed afterwards with the folders that were made for it, unless others use
     them by now; the stores of clients that were killed go as well. It may have all that the disk has to spare."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.iterdir():
-        import psutil  # only now: most find nothing
-
-        if not (left.name.isdecimal() and psutil.pid_exists(int(left.name))):
-            shutil.rmtree(left, ignore_errors=True)
-    own = folder / str(os.getpid())
+    with suppress(FileNotFoundError):  # there is none, or whoever made it is just removing it
+        for left in folder.iterdir():
+            _remove_left(left)
+    own, lock = _new_folder(folder)
     keep_torch_cache(own)
     try:
         yield BlobStore(own, OWN_QUOTA_BYTES)
     finally:
         shutil.rmtree(own, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
         with suppress(OSError):
             for path in made:
                 path.rmdir()
+
+
+def _new_folder(parent: Path) -> tuple[Path, int | None]:
+    """A folder for a store, and its lock, which is to be held for as long as that is in use. A pid alone would not tell: a home may
+    be shared with containers and machines, where another client has the same one and ours is nobody's."""
+    while True:
+        own = parent / f"{os.getpid()}-{secrets.token_hex(4)}"
+        own.mkdir(parents=True)
+        if fcntl is None:
+            return own, None
+        lock = os.open(own / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        with suppress(OSError):  # a file system that knows no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if (own / LOCK).exists():
+            return own, lock
+        os.close(lock)  # another client has taken it for one that was left
+
+
+def _remove_left(own: Path) -> None:
+    """A store whose client was killed: nobody holds its lock."""
+    pid = own.name.partition("-")[0]
+    # On Windows, and of the release before, there is no lock.
+    if (fcntl is None or pid == own.name) and pid.isdecimal():
+        import psutil  # only now: most find nothing
+
+        if psutil.pid_exists(int(pid)):
+            return
+    with suppress(OSError):  # it is in use
+        lock = None
+        try:
+            if fcntl is not None and (own / LOCK).exists():
+                lock = os.open(own / LOCK, os.O_RDWR)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            elif time.time() - own.stat().st_mtime < FRESH_SECONDS:
+                return  # perhaps it is just being made
+            shutil.rmtree(own, ignore_errors=True)
+        finally:
+            if lock is not None:
+                os.close(lock)

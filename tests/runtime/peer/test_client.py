@@ -10,10 +10,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fusion.runtime.peer.client import CACHED_PEERS_FILE, ClientConfig, open_client, ways_in
-from fusion.runtime.peer.client_context import own_store
+from fusion.runtime.peer.client_context import LOCK, own_store
 from fusion.runtime.peer.peer_file import RunningPeer, written_down
 from fusion.swarm.blobs import disk
 from fusion.swarm.errors import BlobError, PeerUnreachable, QuotaExceeded
@@ -76,6 +77,42 @@ def test_a_command_may_store_what_its_own_disk_takes(tmp_path: Path, monkeypatch
         asyncio.run(store_one_of(51 << 30))
     with pytest.raises(QuotaExceeded, match="the disk is full"):
         asyncio.run(store_one_of(61 << 30))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_store_stays_while_its_client_runs_whatever_pids_say(
+    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two containers that share a home may have the same pid twice, and two machines do not know each other's."""
+    monkeypatch.setattr(psutil, "pid_exists", lambda pid: known)
+
+    async def main() -> None:
+        async with own_store(tmp_path / "clients") as one:
+            digest = one.put(b"weights")
+            async with own_store(tmp_path / "clients") as two:
+                assert two.root != one.root
+            assert one.path(digest).read_bytes() == b"weights"
+
+    asyncio.run(main())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_stores_of_clients_that_were_killed_go(tmp_path: Path) -> None:
+    nobody = 2**22 + 1  # more than the kernel gives
+    left, older, alive, new = (
+        tmp_path / name for name in (f"{nobody}-ab", f"{nobody}", f"{os.getpid()}", f"{nobody}-cd")
+    )
+    for folder in (left, older, alive, new):
+        folder.mkdir()
+    (left / LOCK).touch()
+    for folder in (older, alive):  # of the release before, without a lock
+        os.utime(folder, (0, 0))
+
+    async def main() -> None:
+        async with own_store(tmp_path):
+            assert [each.exists() for each in (left, older, alive, new)] == [False, False, True, True]
+
+    asyncio.run(main())
 
 
 def test_a_home_whose_peer_was_killed_and_met_nobody_says_so_at_once(
