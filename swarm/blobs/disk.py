@@ -17,7 +17,11 @@ SPARED_BYTES = 1 << 30  # of the disk that are left to others, or a twentieth of
 def held_bytes(path: Path) -> int:
     """What a file takes of the disk, without its holes; 0 where there is none."""
     with errors(f"cannot use {path}"):
-        return 512 * path.stat().st_blocks if path.exists() else 0
+        if not path.exists():
+            return 0
+        status = path.stat()
+        blocks = getattr(status, "st_blocks", None)  # Windows does not tell
+        return status.st_size if blocks is None else 512 * int(blocks)
 
 
 def spare_bytes(folder: Path) -> int:

@@ -12,6 +12,8 @@ from fusion.swarm.blobs.index import CHUNK_BYTES, BlobIndex
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import BlobError, QuotaExceeded
 
+_BINARY = getattr(os, "O_BINARY", 0)  # Windows would write other ends of lines
+
 
 class BadChunk(BlobError):
     """Bytes that are not what the digest says: the fault of whoever sent them."""
@@ -36,7 +38,7 @@ class PartialBlob:
         self.path = path
         self.on_disk = on_disk  # bytes, the keeper's to count
         self._keeper = keeper
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _BINARY, 0o644)
         self._closed = False
         self._full = False  # the disk did not take it
         self._lock = threading.Lock()
@@ -67,7 +69,7 @@ class PartialBlob:
                 raise BlobError(f"blob {self.index.digest[:8]} is no longer being fetched")
             try:
                 while view:
-                    written = os.pwrite(self._descriptor, view, at)
+                    written = _write_at(self._descriptor, view, at)
                     view, at = view[written:], at + written
             except OSError:
                 self._full = True
@@ -100,6 +102,23 @@ class PartialBlob:
                 self._keeper.forget_partial(self.index.digest)
 
     def _holds(self, chunk: int) -> bool:
-        data = os.pread(self._descriptor, CHUNK_BYTES, chunk * CHUNK_BYTES)
+        data = _read_at(self._descriptor, CHUNK_BYTES, chunk * CHUNK_BYTES)
         # A hole reads as zeros and would be hashed for nothing.
         return data.count(0) != len(data) and self.index.matches(chunk, data)
+
+
+# A client on Windows has neither call; its descriptor is used by one thread at a time, that which holds the lock.
+
+
+def _write_at(descriptor: int, data: memoryview, at: int) -> int:
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, data, at)
+    os.lseek(descriptor, at, os.SEEK_SET)
+    return os.write(descriptor, data)
+
+
+def _read_at(descriptor: int, size: int, at: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(descriptor, size, at)
+    os.lseek(descriptor, at, os.SEEK_SET)
+    return os.read(descriptor, size)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -18,6 +19,7 @@ from support.examples import examples
 from support.instant_loop import run
 
 from fusion.swarm.authority.access import Access
+from fusion.swarm.blobs import disk
 from fusion.swarm.blobs.announce import ANNOUNCED_AT_ONCE
 from fusion.swarm.blobs.blobs import Blobs
 from fusion.swarm.blobs.config import BlobConfig
@@ -283,7 +285,12 @@ def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
         BlobStore(tmp_path / "store", QUOTA).put(tmp_path / "missing")
 
 
-def test_a_fetch_goes_on_where_it_stopped_and_believes_only_hashes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lacks", [(), ("pread", "pwrite")], ids=["POSIX", "Windows"])
+def test_a_fetch_goes_on_where_it_stopped_and_believes_only_hashes(
+    lacks: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in lacks:
+        monkeypatch.delattr(os, name)
     index = index_of(BIG[at : at + CHUNK_BYTES] for at in range(0, len(BIG), CHUNK_BYTES))
     first = BlobStore(tmp_path, QUOTA).begin(index.encode(), index.digest)
     assert first.missing == set(range(6))
@@ -308,6 +315,11 @@ def test_a_fetch_goes_on_where_it_stopped_and_believes_only_hashes(tmp_path: Pat
         second.write(chunk, BIG[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])
     second.close()
     assert store.path(index.digest).read_bytes() == BIG and store.used_bytes == len(BIG)
+
+
+def test_where_a_disk_does_not_tell_of_holes_a_file_takes_what_it_is_long() -> None:
+    file: Any = SimpleNamespace(exists=lambda: True, stat=lambda: SimpleNamespace(st_size=7))  # on Windows
+    assert disk.held_bytes(file) == 7
 
 
 def test_a_forgotten_fetch_makes_room(tmp_path: Path) -> None:
