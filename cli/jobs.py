@@ -34,6 +34,9 @@ def jobs(
 ) -> None:
     if context.invoked_subcommand is None:
         list_jobs(peer, swarm_key, bootstrap, home, json, debug)
+    else:  # what is said before the command counts for it, unless it is said again behind it
+        said = {name: value for name, value in context.params.items() if value}
+        context.default_map = {context.invoked_subcommand: said}
 
 
 @app.command("list")

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fusion.cli import client, jobs
+from fusion.cli import client, jobs, main
+from fusion.cli.terminal import options
 from fusion.cli.terminal.output import Output
 from fusion.runtime.job.model_files import ABOUT_FILE, GRAPH_FILE
 from fusion.swarm.errors import BlobError
@@ -84,3 +85,26 @@ def test_a_snapshot_that_is_dropped_while_it_is_exported_gives_way_to_a_newer_on
     monkeypatch.setattr("fusion.runtime.launch.export.EXPORT_PAUSE_SECONDS", 0.0, raising=False)
     asyncio.run(jobs._export("m", tmp_path / "out", client.Way(tmp_path), Output()))
     assert "m at step 6 is in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("jobs --home here --json list", ("here", True)),
+        ("jobs --home there list --home here", ("here", False)),
+        ("jobs --home here --json", ("here", True)),
+        ("jobs list", (str(options.DEFAULT_HOME), False)),
+    ],
+)
+def test_options_before_the_command_count_for_it(
+    words: str, expected: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`jobs --home DIR stop JOB` would ask with the default home, and look for its key there."""
+    seen: list[tuple[str, bool]] = []
+
+    async def listed(way: client.Way, output: Output) -> None:
+        seen.append((str(way.home), output.as_json))
+
+    monkeypatch.setattr(jobs, "_list", listed)
+    assert main.main(words.split()) == 0
+    assert seen == [expected]
