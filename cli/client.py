@@ -6,7 +6,7 @@ import asyncio
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from fusion.swarm.transport import Transport
 
 RETRY_SECONDS = 0.5
+# As other zones of time make a clock; the word of a single peer is to make no grant last for years.
+MOST_WRONG_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,14 @@ def is_attached(context: Context) -> bool:
 def knows_the_swarm(context: Context) -> bool:
     """Whether what it finds is what a peer tells it that has known the swarm for a while."""
     return isinstance(context.transport, Guided)
+
+
+def swarm_clock(context: Context) -> Callable[[], float]:
+    """Unix seconds as the swarm has them, where our own clock is wrong by up to MOST_WRONG_SECONDS: of jobs of one name the newest is
+    meant, and grants begin when they are given. For any thread."""
+    ahead = context.directory.now() - time.time()
+    ahead = max(-MOST_WRONG_SECONDS, min(ahead, MOST_WRONG_SECONDS))
+    return lambda: time.time() + ahead
 
 
 def http_url(context: Context, way: Way) -> str | None:

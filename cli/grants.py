@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -80,7 +81,10 @@ def keep_list(home: Path, job: JobId, issuer: Identity, data: bytes) -> None:
     path = _list_path(home, job, issuer)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".new")
-    scratch.write_bytes(data)
+    with scratch.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())  # a power cut would make members again of those who were revoked
     scratch.replace(path)
 
 

@@ -82,7 +82,7 @@ async def _invite(
     async with client.connect(way) as context:
         law = await grants.law_of(context, job)
         issuer = grants.issuer_in(way.home, law)
-        since = int(time.time())
+        since = int(client.swarm_clock(context)())  # our own may be wrong by more than CLOCK_SECONDS
         grant = Grant(
             job=law.job, issuer=issuer.peer_id, subject=PeerId(who), roles=roles, stages=span or (0, MAX_STAGES),
             valid_from=since - CLOCK_SECONDS, valid_until=since + int(3600 * hours), delegates=delegates,

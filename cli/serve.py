@@ -219,6 +219,7 @@ async def _hand_over(
         home=context.home if step is None else None,
         report=output.status,
         note=output.note,
+        now=client.swarm_clock(context),
     )
     job = await offer(context, prepared, output)
     try:

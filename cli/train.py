@@ -64,6 +64,7 @@ async def _train(spec: JobSpec, detach: bool, way: client.Way, output: Output) -
             links=await context.directory.links(),
             author=author,
             report=output.status,
+            now=client.swarm_clock(context),
         )
         if prepared.plan is not None:
             show(prepared.plan, output, {peer.peer: peer.name for peer in peers})

@@ -5,7 +5,8 @@ Blocking, for seconds; everything ends up in the local store, nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import DataConfig, TrainConfig
@@ -26,9 +27,10 @@ def prepare_training(
     links: Sequence[LinkRecord] = (),
     author: Identity | None = None,
     report: ReportLine = silent,
+    now: Callable[[], float] = time.time,
 ) -> Prepared:
-    """Capture the model, place it on `peers`, shard weights, pack data; `links` is what they have measured. Raises
-    JobError, CaptureError, PlacementError. Blocking, for seconds: run it in a thread."""
+    """Capture the model, place it on `peers`, shard weights, pack data; `links` is what they have measured, `now` gives unix seconds.
+    Raises JobError, CaptureError, PlacementError. Blocking, for seconds: run it in a thread."""
     from fusion.runtime.launch.training_job import training_job  # with all that captures a model
 
     made = training_job(spec, store, report)
@@ -48,7 +50,7 @@ def prepare_training(
         admission=spec.admission,
         limits=spec.limits,
     )
-    return prepare_graph(job, placed, store, report)
+    return prepare_graph(job, placed, store, report, now=now)
 
 
 def train_config(spec: JobSpec, data: DataConfig) -> TrainConfig:

@@ -5,7 +5,8 @@ Blocking, for seconds; everything ends up in the local store, nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -39,12 +40,13 @@ def prepare_serving(
     home: Path | None = None,
     report: ReportLine = silent,
     note: ReportLine = silent,
+    now: Callable[[], float] = time.time,
 ) -> Prepared:
     """A Hugging Face model directory, one written by `jobs export`, or a GGUF file, as a job that serves it under `name`. A
     model whose attention is not recognised is served by computing the whole prefix anew for each token, which is exact. `draft`:
     the directory or file of a small model of the same tokens that guesses for it. `quantization`: how its large matrices are
     stored; JobError for a model without any. `dtype`: that it runs in (`open_model`). `context`: tokens of the longest text, if not those that it can read. `home`: where it is kept on which peers
-    models were served the last time, if it is to count. `note`: for a line that should last, on what of its files is not followed."""
+    models were served the last time, if it is to count. `note`: for a line that should last, on what of its files is not followed. `now` gives unix seconds."""
     found = read_servable(path, draft, dtype, quantization, report, context)
     for line in passed_over(path, found.config, found.model.unread):
         note(line)
@@ -65,4 +67,4 @@ def prepare_serving(
         author=author or Identity.generate(),
         admission=admission,
     )
-    return prepare_graph(job, placed, store, report)
+    return prepare_graph(job, placed, store, report, now=now)

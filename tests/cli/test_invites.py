@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +19,8 @@ from fusion.cli.client import Way
 from fusion.cli.terminal.output import Output
 from fusion.runtime.job.protocol import JOB
 from fusion.swarm.authority.access import Access
+from fusion.swarm.authority.grants import refusal
+from fusion.swarm.authority.invites import from_text
 from fusion.swarm.authority.law import Admission, JobLaw
 from fusion.swarm.authority.revocation import Revocation, newer, open_revocation, seal_revocation
 from fusion.swarm.directory.records import MAX_STAGES, JobId
@@ -117,6 +121,17 @@ def test_a_list_that_is_another_s_or_damaged_is_none(tmp_path: Path) -> None:
     assert grants.last_list(tmp_path, LAW.job, AUTHOR) == open_revocation(data)
 
 
+def test_the_disk_has_a_list_before_it_takes_the_place_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a power cut an empty one would be left, and the next list would make members again of all that were on it."""
+    done, replace = list[str](), os.rename
+    monkeypatch.setattr(os, "fsync", lambda descriptor: done.append("written"))
+    monkeypatch.setattr(Path, "replace", lambda path, to: (done.append("replaced"), replace(path, to)))
+    grants.keep_list(tmp_path, LAW.job, AUTHOR, b"list")
+    assert done == ["written", "replaced"]
+
+
 def test_hours_of_an_invite_are_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     who = Identity.generate().peer_id
     assert main.main(["jobs", "invite", "job", who, "--hours", "nan"]) == 2
@@ -128,3 +143,32 @@ def test_stages_of_an_invite() -> None:
     for text in ("", "-", "5-2", "a-b", "1-2-3", f"0-{MAX_STAGES + 1}", "9" * 5000):
         with pytest.raises(ValueError, match="--stages"):
             invites.checked_stages(text)
+
+
+def test_an_invite_is_valid_now_by_the_swarm_s_clock_however_wrong_ours_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of an hour ahead made invites that let nobody in for an hour; of an hour behind, short ones that were over at once."""
+
+    @asynccontextmanager
+    async def connect(way: client.Way) -> AsyncIterator[Any]:
+        yield SimpleNamespace(directory=SimpleNamespace(now=lambda: 1e9))
+
+    async def law_of(context: Any, wanted: str) -> JobLaw:
+        return LAW
+
+    monkeypatch.setattr(client, "connect", connect)
+    monkeypatch.setattr(grants, "law_of", law_of)
+    monkeypatch.setattr(grants, "issuer_in", lambda home, law: AUTHOR)
+    for ahead in (-3600.0, 3600.0):
+        clock = SimpleNamespace(time=lambda ahead=ahead: 1e9 + ahead)
+        monkeypatch.setattr(invites, "time", clock)
+        monkeypatch.setattr(client, "time", clock)
+        who = Identity.generate().peer_id
+        way, output = Way(tmp_path), Output(as_json=True)
+        run(invites._invite("work", who, ("ask",), None, 0.5, False, way, output))
+        chain = from_text(json.loads(capsys.readouterr().out)["invite"])
+        assert refusal(LAW, chain, who, "ask", None, 1e9) is None
+    # The word of one peer makes no invite that lasts for years.
+    told: Any = SimpleNamespace(directory=SimpleNamespace(now=lambda: 9e9))
+    assert client.swarm_clock(told)() == clock.time() + client.MOST_WRONG_SECONDS

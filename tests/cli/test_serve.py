@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ ASKED = serve.Asked("gpt", ServingAsked(None, AdmissionSpec(), None, None, None,
 def test_what_does_not_come_to_answer_is_taken_back(
     step: int | None, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record, stopped = object(), list[object]()
+    record, stopped, launched = object(), list[object](), list[float]()
 
     async def nothing(*_: object, **__: object) -> tuple[()]:
         return ()
@@ -55,13 +56,16 @@ def test_what_does_not_come_to_answer_is_taken_back(
     monkeypatch.setattr(job_client, "stop", stop)
     prepared = SimpleNamespace(job="ab" * 32, manifest=None)
 
-    def prepare_serving(*_: object, note: Callable[[str], None], **__: object) -> Any:
+    def prepare_serving(
+        *_: object, note: Callable[[str], None], now: Callable[[], float], **__: object
+    ) -> Any:
         note("num_beams 4 is not followed")
+        launched.append(now() - time.time())
         return prepared
 
     monkeypatch.setattr(launch, "prepare_serving", prepare_serving)
     context: Any = SimpleNamespace(
-        directory=SimpleNamespace(links=nothing),
+        directory=SimpleNamespace(links=nothing, now=lambda: time.time() + 3600),
         transport=None,
         blobs=SimpleNamespace(store=None),
         home=Path(),
@@ -73,6 +77,7 @@ def test_what_does_not_come_to_answer_is_taken_back(
     assert stopped == ([] if step is None else [record])
     assert ("end that with: fusion-peer jobs stop abababababab" in stderr.getvalue()) == (step is None)
     assert "num_beams 4 is not followed\n" in stderr.getvalue()
+    assert launched == [pytest.approx(3600, abs=60)], "by the swarm's clock: ours was behind"
 
 
 def test_a_plan_says_what_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

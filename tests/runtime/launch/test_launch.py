@@ -97,11 +97,17 @@ def prepared_job(job_file: Path, store: BlobStore, peers: list[PeerRecord]) -> P
 def test_a_job_file_becomes_blobs_that_hold_everything(job_file: Path, store: BlobStore) -> None:
     said: list[str] = []
     prepared = prepare_training(
-        spec.load(job_file), [peer("A"), peer("B")], store, author=ME, report=said.append
+        spec.load(job_file),
+        [peer("A"), peer("B")],
+        store,
+        author=ME,
+        report=said.append,
+        now=lambda: 1234.5,
     )
     manifest = manifests.decode(store.path(prepared.job).read_bytes())  # type: ignore[arg-type]
     assert manifest == prepared.manifest and manifest.author == ME.peer_id and manifest.byte_level
     assert manifest.stages == 2 and set(manifest.proposed) == {"A", "B"}
+    assert manifest.launched_at == 1234
     assert all(b > 0 for b in manifest.memory_bytes) and prepared.predicted_seconds > 0
     assert all(store.has(digest) for digest in prepared.blobs)
     graph = serialise.decode(store.path(manifest.graph).read_bytes())
