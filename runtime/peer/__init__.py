@@ -14,6 +14,7 @@ client            the swarm without lending anything
 client_context    what both work with
 thin_client       the same through a peer, without hivemind and PyTorch
 keys              the keys of a home's user, and what they let a process do
+free_memory       how much memory this process may still have
 capability        what this machine can do, measured at start and again while idle
 probes            small graphs that show how fast operators run; pure
 peer_file         where the peer runs, for commands on this machine

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, repeat
 
-import psutil
 import torch
 
 from fusion.dag.ir.dims import bind
@@ -20,6 +19,7 @@ from fusion.dag.placement.speeds import Speeds
 from fusion.runtime.device.real_pace import RealPace
 from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.job.worker import Worker
+from fusion.runtime.peer.free_memory import free_bytes
 from fusion.runtime.peer.probes import LARGE, SMALL, Probe, fitted, probes
 from fusion.runtime.planes.plane import Plane, RngKey
 from fusion.swarm.printable import error_line
@@ -137,7 +137,7 @@ def unused_gpu(device: str) -> bool:
 def lent_bytes(device: str) -> int:
     """What a volunteer lends who says nothing. In the worker's thread."""
     cuda = device.startswith("cuda")
-    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+    free = torch.cuda.mem_get_info(device)[0] if cuda else free_bytes()
     return int(free * LENT_SHARE)
 
 

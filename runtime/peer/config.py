@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from fusion.runtime.peer.client_context import BLOB_QUOTA_BYTES
 from fusion.runtime.serving.http.config import HttpConfig
+from fusion.swarm.streams.p2pd import usable_cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class PeerConfig:
     home: Path
     bootstrap: tuple[str, ...] = ()  # multiaddrs; none of them has to answer
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
-    threads: int | None = None  # None: one per core
+    threads: int | None = None  # None: one per core that this process may run on
     memory_bytes: int | None = None  # None: half of what is free
     device: str = "cpu"
     plane: str = "torch"  # what computes: a name that `fusion.runtime.peer.plane_choice` knows
@@ -27,7 +27,7 @@ class PeerConfig:
 
     @property
     def compute_threads(self) -> int:
-        return self.threads or os.cpu_count() or 1
+        return self.threads or usable_cores()
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
