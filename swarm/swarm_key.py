@@ -30,7 +30,7 @@ SKEW_SECONDS = 3600  # between two members' clocks
 MAX_TOKEN_BYTES = 96
 REMEMBERED_PEERS = 4096
 REFUSED_SECONDS = 1.0  # in which nothing of a peer is checked whose token was none: a signature costs 0.1 ms
-NO_MEMBER = "no peer of this swarm answered: is it closed, has it another key?"
+NO_MEMBER = "no peer of this swarm answered: is it closed, has it another key, is a clock an hour wrong?"
 
 
 class Authorizer:
@@ -121,8 +121,10 @@ def load_key(path: Path) -> Identity:
     try:
         return Identity.load(path)
     except IdentityError as error:
-        reason = str(error).partition(";")[0].replace("identity file", "swarm key")
-        raise SwarmKeyError(f"{reason}; make one with: fusion-peer swarm-key new FILE") from error
+        reason, _, remedy = str(error).replace("identity file", "swarm key").partition("; ")
+        if not remedy.startswith("run: "):  # chmod, of a copy that others can read
+            remedy = "copy it from a member, or make that of a new swarm with: fusion-peer swarm-key new FILE"
+        raise SwarmKeyError(f"{reason}; {remedy}") from error
 
 
 def find_key(home: Path, given: Path | None) -> Identity | None:
@@ -136,8 +138,10 @@ def find_key(home: Path, given: Path | None) -> Identity | None:
 def keep_key(home: Path, key: Identity) -> None:
     """So that the peer of this home, and its commands, find it from now on. SwarmKeyError where it cannot be written."""
     path = home / KEY_FILE
-    if not path.exists() or load_key(path).peer_id != key.peer_id:
-        _written(key, path)
+    with suppress(SwarmKeyError):  # of a file that is damaged: this one takes its place
+        if path.exists() and load_key(path).peer_id == key.peer_id:
+            return
+    _written(key, path)
 
 
 def _written(key: Identity, path: Path) -> Identity:
@@ -148,6 +152,8 @@ def _written(key: Identity, path: Path) -> Identity:
         descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "wb") as file:
             file.write(key.private_bytes())
+            file.flush()
+            os.fsync(file.fileno())  # a power cut must leave one of the two keys, and whole
         os.replace(scratch, path)
     except OSError as error:
         with suppress(OSError):

@@ -14,6 +14,7 @@ from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.swarm_key import (
     KEY_FILE,
     MAX_TOKEN_BYTES,
+    NO_MEMBER,
     REFUSED_SECONDS,
     SKEW_SECONDS,
     TOKEN_SECONDS,
@@ -67,6 +68,7 @@ def test_clocks_may_differ_a_little(ahead: float) -> None:
     early, _ = member(at=1e9 + SKEW_SECONDS + 2)
     assert not member(who=BEN)[0].admits(ANN.peer_id, late.token)
     assert not member(who=BEN)[0].admits(ANN.peer_id, early.token)
+    assert "clock" in NO_MEMBER, "whose key is right looks for what is not wrong with it"
 
 
 def test_bad_tokens_of_one_peer_cost_a_signature_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,8 +134,8 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "it"
     new_key(file)
     file.chmod(0o644)
-    with pytest.raises(SwarmKeyError, match="other users"):
-        load_key(file)
+    with pytest.raises(SwarmKeyError, match=f"can be read by other users; run: chmod 600 {file}$"):
+        load_key(file)  # who is told to make one would have a swarm of their own
 
 
 def test_of_two_keys_that_are_made_at_once_in_one_file_the_first_stays(
@@ -168,3 +170,28 @@ def test_a_full_disk_leaves_nothing_of_a_key(
         else:
             new_key(tmp_path / "ours.key")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("content", "mode"), [(b"", 0o600), (b"\0" * 68, 0o600), (None, 0o644)])
+def test_the_key_of_a_home_takes_the_place_of_a_damaged_one(
+    tmp_path: Path, content: bytes | None, mode: int
+) -> None:
+    key = Identity.generate()
+    keep_key(tmp_path, key)
+    kept = tmp_path / KEY_FILE
+    if content is not None:
+        kept.write_bytes(content)
+    kept.chmod(mode)
+    keep_key(tmp_path, key)
+    assert load_key(kept).peer_id == key.peer_id
+
+
+def test_the_disk_has_a_key_before_it_takes_the_place_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut would leave an empty file, and whoever follows its line a swarm of his own."""
+    done, replace = list[str](), os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: done.append("written"))
+    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("replaced"), replace(*paths)))
+    keep_key(tmp_path, Identity.generate())
+    assert done == ["written", "replaced"]
