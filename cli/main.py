@@ -119,7 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code (see `fusion.cli.terminal.errors`). Nothing a user does ends in a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = options.debug_asked(words)
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    return _written(_run(words, debug), debug)
+
+
+def _run(words: list[str], debug: bool) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="replace")  # a character that its encoding has not is a question mark
     # SIGTERM ends a command as Ctrl-C does: whatever it opened is closed in order.
     signal.signal(signal.SIGTERM, _interrupt)
@@ -142,6 +146,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code == errors.INTERRUPTED:  # newer versions of typer say so with a code
         return errors.report(KeyboardInterrupt(), debug=debug)
     return code if isinstance(code, int) else errors.DONE
+
+
+def _written(code: int, debug: bool) -> int:
+    """The code, once all that was printed is where it was to go; FAILED where it does not get there. Python would try once more when it
+    ends, and say so with an exit code of its own and a traceback."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stdout = io.StringIO()
+        if code == errors.DONE and not isinstance(error, BrokenPipeError):
+            errors.report(error, debug=debug)
+        code = code or errors.FAILED
+    try:
+        if not sys.stderr.closed:
+            sys.stderr.flush()
+    except OSError:
+        sys.stderr = io.StringIO()
+    return code
 
 
 def _hang_up(number: int, frame: FrameType | None) -> None:

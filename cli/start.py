@@ -18,8 +18,8 @@ from fusion.cli.terminal import options
 from fusion.cli.terminal.extras import need_peer_extra, need_plane
 from fusion.cli.terminal.fast_imports import lean_imports
 from fusion.cli.terminal.loop import run_until_stopped
-from fusion.cli.terminal.output import Output, bytes_text, flops_text
-from fusion.swarm.errors import DaemonDied, TransportError
+from fusion.cli.terminal.output import LastingOutput, Output, bytes_text, flops_text
+from fusion.swarm.errors import DaemonDied, SwarmKeyError, TransportError
 from fusion.swarm.streams.reachable import is_loopback, is_public
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def start(
 
     need_peer_extra("start")
     need_plane(plane.value)
-    output = Output(as_json=json)
+    output = LastingOutput(as_json=json)
     chosen: dict[str, Any] = {"listen": options.listen_addresses(listen)} if listen else {}
     if upload is not None:
         chosen["upload_mbps"] = options.checked_rate(upload, "--upload-mbps")
@@ -264,7 +264,10 @@ async def _report_announced(peer: Peer, config: PeerConfig, output: Output) -> N
     from fusion.swarm.swarm_key import keep_key, load_key
 
     if config.swarm_key is not None:  # it is right: the next start needs no option
-        keep_key(config.home, load_key(config.swarm_key))
+        try:
+            keep_key(config.home, load_key(config.swarm_key))
+        except SwarmKeyError as error:  # a full disk, a key that lay on a stick
+            log.warning("%s; the next start needs --swarm-key again", error)
     output.emit({"event": "announced", "peer_id": peer.context.peer_id})
     output.print_line("announced: the swarm knows this peer")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +70,8 @@ def explain(error: BaseException) -> Verdict:
 def report(error: BaseException, *, debug: bool) -> int:
     """Print the line (and, with --debug, the traceback before it) to stderr; returns the exit code."""
     verdict = explain(error)
-    if debug and not isinstance(error, KeyboardInterrupt):
-        traceback.print_exception(error, file=sys.stderr)
-    print(f"fusion-peer: {verdict.message}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody can be told
+        if debug and not isinstance(error, KeyboardInterrupt):
+            traceback.print_exception(error, file=sys.stderr)
+        print(f"fusion-peer: {verdict.message}", file=sys.stderr, flush=True)
     return verdict.code

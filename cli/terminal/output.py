@@ -1,7 +1,7 @@
 """What commands print: text for people or JSON for programs, and one status line that changes as work goes on.
 
 Text goes to stdout; so does JSON, one object a line. The status line goes to stderr and is rewritten in place on a
-terminal; elsewhere each line is a log line, and equal or too frequent ones are left out. What other peers wrote passes
+terminal that can do that; elsewhere each line is a log line, and equal or too frequent ones are left out. What other peers wrote passes
 through here as well: characters that could paint over the terminal are replaced (`fusion.swarm.printable`).
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -77,7 +79,7 @@ class Output:
         text = printable(text)
         if self.as_json or text == self._shown:
             return
-        if self.stderr.isatty():
+        if self._rewrites:
             width = shutil.get_terminal_size().columns - 1
             self.stderr.write("\r\x1b[2K" + text[:width])
         elif important or self.clock() - self._shown_at >= QUIET_SECONDS:
@@ -90,7 +92,7 @@ class Output:
 
     def end_status(self) -> None:
         """Keep the last status line on the screen and go on below it."""
-        if self._shown and not self.as_json and self.stderr.isatty():
+        if self._shown and not self.as_json and self._rewrites:
             self.stderr.write("\n")
             self.stderr.flush()
         self._shown = ""
@@ -138,11 +140,43 @@ class Output:
                 table.add_row(*(escape(row[at]) for at in part))
             console.print(table)
 
+    @property
+    def _rewrites(self) -> bool:
+        """Whether the status line can be written over: an editor's shell shows what is to do that as letters."""
+        return self.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
     def _clear(self) -> None:
-        if self._shown and self.stderr.isatty():
+        if self._shown and self._rewrites:
             self.stderr.write("\r\x1b[2K")
             self.stderr.flush()
         self._shown = ""
+
+
+class LastingOutput(Output):
+    """Of what goes on for its own sake, as a peer does: what a full disk under its log does not take, or a terminal that is gone, is
+    left out. A reader who has had enough (BrokenPipeError) ends it like any command."""
+
+    def print_line(self, text: str = "") -> None:
+        with _as_far_as_it_goes():
+            super().print_line(text)
+
+    def emit(self, record: dict[str, Any]) -> None:
+        with _as_far_as_it_goes():
+            super().emit(record)
+
+    def status(self, text: str, *, important: bool = False) -> None:
+        with _as_far_as_it_goes():
+            super().status(text, important=important)
+
+
+@contextmanager
+def _as_far_as_it_goes() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass
 
 
 def least_width(cells: Iterable[str], cell_len: Callable[[str], int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -288,6 +289,15 @@ def raising(error: BaseException) -> Callable[..., None]:
     return run
 
 
+def test_what_cannot_be_told_has_its_code_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")  # of a terminal that was closed
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    assert main.main(["start", "--threads", "0"]) == 2
+
+
 @given(st.text())
 def test_text_from_elsewhere_is_one_printable_line(text: str) -> None:
     line = errors.one_line(text)
@@ -414,3 +424,57 @@ def test_without_a_peer_to_join_through_nothing_slow_is_loaded(words: str, tmp_p
     assert (done.returncode, done.stdout) == (1, "\n")
     assert done.stderr.startswith("fusion-peer: no peer to join through")
     assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("words", [["--version"], []])
+@pytest.mark.parametrize(
+    ("sink", "said"), [("/dev/full", "fusion-peer: No space left on device\n"), ("pipe", "")]
+)
+def test_what_was_printed_and_went_nowhere_is_told_once(words: list[str], sink: str, said: str) -> None:
+    """Python itself would end with 120, and an exception that it ignores, once it has written what was printed last."""
+    if sink == "pipe":
+        reads, writes = os.pipe()
+        os.close(reads)
+    elif not Path(sink).exists():
+        pytest.skip("this system has no such device")
+    else:
+        writes = os.open(sink, os.O_WRONLY)
+    command = [sys.executable, "-m", "fusion.cli.main", *words]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        command, stdout=writes, stderr=subprocess.PIPE, text=True, env=buffered, check=False
+    )
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no such device")
+def test_what_could_not_be_told_leaves_the_exit_code_alone() -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "fusion.cli.main", "start", "--threads", "0"]
+        assert subprocess.run(command, stderr=full, check=False).returncode == 2
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"PYTHONIOENCODING": "ascii"},
+    ],
+    ids=["C", "ASCII"],
+)
+def test_a_character_that_the_output_has_not_is_a_question_mark(locale: dict[str, str]) -> None:
+    code = (
+        "import sys\n"
+        "from fusion.cli import main, status\n"
+        "def said(work, debug): work.close(); print('caf\\u00e9')\n"
+        "status.run = said\n"
+        "sys.exit(main.main(['status']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **locale}, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"caf?\n", b"")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from fusion.cli.terminal.output import Output
 from fusion.runtime.peer import peer as peers
 from fusion.runtime.peer.config import PeerConfig
 from fusion.swarm.errors import DaemonDied, IdentityError, TransportError
+from fusion.swarm.swarm_key import new_key
 
 LISTEN = ("/ip4/0.0.0.0/tcp/0",)
 ADDRESSES = ("/ip4/192.0.2.1/tcp/9999/p2p/x", "/ip4/127.0.0.1/tcp/4001/p2p/x")
@@ -188,3 +190,31 @@ def test_a_volunteer_hears_of_a_gpu_that_is_not_lent(
     peer = SimpleNamespace(announcement=announcement, http=None, unused_gpu=gpu)
     start._introduce(peer, SimpleNamespace(home=tmp_path), Output())  # type: ignore[arg-type]
     assert ("GPU: `fusion-peer start --device cuda`" in capsys.readouterr().out) == gpu
+
+
+def test_a_key_that_cannot_be_kept_leaves_the_peer_announced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A home on a full disk: whoever waits for the word that the swarm knows the peer would wait for ever."""
+    key, home = tmp_path / "ours.key", tmp_path / "file"
+    new_key(key)
+    home.touch()
+    done = asyncio.Event()
+    done.set()
+    peer: Any = SimpleNamespace(announcement=SimpleNamespace(done=done), context=SimpleNamespace(peer_id="p"))
+    config = PeerConfig(home=home, swarm_key=key)
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(start._report_announced(peer, config, Output(as_json=True)))
+    assert json.loads(capsys.readouterr().out) == {"event": "announced", "peer_id": "p"}
+    assert caplog.records[0].message.endswith("the next start needs --swarm-key again")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system keeps a process to no cores")
+def test_a_thread_for_each_core_that_the_peer_may_run_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with two cores of a machine with 64 would compute with 64 threads on them."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5})
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert PeerConfig(home=tmp_path).compute_threads == 2
+    assert PeerConfig(home=tmp_path, threads=3).compute_threads == 3

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
+import os
 import re
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.cli.terminal.output import (
+    LastingOutput,
     Output,
     bytes_text,
     flops_text,
@@ -113,7 +116,8 @@ def test_status_lines_off_a_terminal_are_few() -> None:
     assert text(out.stderr).endswith("\nstep 200\n")
 
 
-def test_a_terminal_shows_one_line_that_changes() -> None:
+def test_a_terminal_shows_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     out = output(terminal=True)
     out.status("step 1")
     out.status("step 1")
@@ -121,6 +125,17 @@ def test_a_terminal_shows_one_line_that_changes() -> None:
     assert text(out.stderr) == "\r\x1b[2Kstep 1\r\x1b[2Kstep 2"
     out.print_line("done")
     assert text(out.stderr).endswith("\r\x1b[2K") and text(out.stdout) == "done\n"
+
+
+def test_a_terminal_that_writes_over_nothing_is_sent_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")  # as in an editor
+    out = output(terminal=True)
+    out.status("step 1")
+    out.status("step 2")
+    out.print_line("done")
+    out.status("step 3", important=True)
+    out.end_status()
+    assert text(out.stderr) == "step 1\nstep 3\n"
 
 
 def test_tables_show_every_cell_and_no_markup() -> None:
@@ -240,3 +255,27 @@ def test_percentiles_of_little() -> None:
     assert percentile([float(i) for i in range(1, 101)], 0.95) == 95.0
     assert percentile([1.0, 2.0], 0.5) == 1.0
     assert [percentile([3.0, 1.0, 2.0], share) for share in (0.01, 0.5, 0.95, 1.0)] == [1.0, 2.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_lasts_goes_on_where_its_words_go_nowhere(as_json: bool) -> None:
+    """A peer would end with the terminal that it was started from and told to outlive, or with a full disk under its log."""
+
+    class Gone(io.StringIO):
+        def __init__(self, error: OSError) -> None:
+            super().__init__()
+            self.error = error
+
+        def write(self, text: str) -> int:
+            raise self.error
+
+    def lasting(error: OSError) -> LastingOutput:
+        return LastingOutput(as_json=as_json, stdout=Gone(error), stderr=Gone(error))
+
+    for number in (errno.EIO, errno.ENOSPC):
+        out = lasting(OSError(number, os.strerror(number)))
+        out.print_line("up")
+        out.emit({"event": "ready"})
+        out.status("handing over ...", important=True)
+    with pytest.raises(BrokenPipeError):  # whoever read it has had enough
+        lasting(BrokenPipeError()).emit({}) if as_json else lasting(BrokenPipeError()).print_line("up")
