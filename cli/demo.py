@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import glob
+import json as json_text
 import sys
 import sysconfig
 import time
@@ -191,6 +193,7 @@ def _conclude(figures: Figures, output: Output) -> None:
 def job_text(peers: list[str], steps: int, library: Path | None = None) -> str:
     """The demo's job file: a byte-level GPT on the standard library's top-level sources, a stage for each of `peers`."""
     folder = library or Path(sysconfig.get_path("stdlib"))
+    files = json_text.dumps(f"{glob.escape(str(folder))}/*.py", ensure_ascii=False)  # a text to TOML as well
     listed = ", ".join(f'"{peer}"' for peer in peers)
     return f"""
 name = "{MODEL_NAME}"
@@ -202,7 +205,7 @@ width = {WIDTH}
 heads = {HEADS}
 
 [data]
-files = ['{folder}/*.py']
+files = [{files}]
 held_out = 0.05
 
 [train]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
@@ -126,3 +127,10 @@ def test_the_map_of_a_folder_names_what_is_there(folder: str) -> None:
     modules = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
     rooms = {f"{path.parent.name}/" for path in (ROOT / folder).glob("*/__init__.py")}
     assert sorted(named) == sorted(modules | rooms), f"{folder}/__init__.py is the map of {folder}"
+
+
+def test_the_versions_of_python_are_the_same_for_pip_for_make_and_for_readers() -> None:
+    """pip would try on any newer one as well, and end with what some library of ours says of it."""
+    assert tomllib.loads(text("pyproject.toml"))["project"]["requires-python"] == ">=3.11,<3.14"
+    assert "(3, 11) <= sys.version_info < (3, 14)" in text("Makefile")
+    assert "Needs Python 3.11 to 3.13" in text("README.md")

@@ -35,6 +35,15 @@ def test_any_number_of_steps_makes_a_job(steps: int, tmp_path: Path) -> None:
     assert spec.parse(demo.job_text(["p"], steps, tmp_path), tmp_path).train.evaluate_every >= 1
 
 
+def test_the_library_may_lie_in_a_folder_of_any_name(tmp_path: Path) -> None:
+    library = tmp_path / "o'brien" / 'a "[3]" \\ é'
+    library.mkdir(parents=True)
+    for name in ("a.py", "b.py"):
+        (library / name).touch()
+    job = spec.parse(demo.job_text(["p"], 10, library), tmp_path)
+    assert {*job.data.files, *job.data.held_out} == {library / "a.py", library / "b.py"}
+
+
 def test_this_machine_has_the_text(tmp_path: Path) -> None:
     job = spec.parse(demo.job_text(["p"], 10), tmp_path)
     assert len(job.data.files) > 50

@@ -48,9 +48,18 @@ def parse_address(text: str) -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
     right = colon and host and host.isprintable() and " " not in host and bracketed == (":" in host)
-    if not right or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    if not right or not _has_encoding(host) or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"--http: {text[:100]!r} is not HOST:PORT, such as 127.0.0.1:8080, or off")
     return host, int(port)
+
+
+def _has_encoding(host: str) -> bool:
+    """Whether it can be looked up at all: the parts of a name have 1 to 63 characters."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def read_keys(path: Path) -> tuple[bytes, ...]:

@@ -28,7 +28,22 @@ def test_an_address(text: str, expected: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "8080", ":8080", "127.0.0.1", "127.0.0.1:", "::1:8080", "[::1]", "h:65536", "h:-1", "h:８", "a b:1"],
+    [
+        *(
+            "",
+            "8080",
+            ":8080",
+            "127.0.0.1",
+            "127.0.0.1:",
+            "::1:8080",
+            "[::1]",
+            "h:65536",
+            "h:-1",
+            "h:８",
+            "a b:1",
+        ),
+        *("a..b:1", f"{'a' * 64}:1"),  # no name of a machine
+    ],
 )
 def test_no_address(text: str) -> None:
     with pytest.raises(ValueError, match=r"--http: .*is not HOST:PORT"):
