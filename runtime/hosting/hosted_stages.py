@@ -114,6 +114,10 @@ class HostedStages:
         """Whether stages may begin here."""
         return self.tasks is not None and not self.leaving
 
+    def claims(self, place: Place) -> bool:
+        """Whether the stage is being claimed for us now, its memory set aside."""
+        return place in self._claiming
+
     def holds(self, place: Place) -> int:
         """The term under which the stage runs here; 0 if it does not."""
         hosted, claim = self.running.get(place), self._context.leases.holds(*place)

@@ -111,7 +111,7 @@ class Hosting:
 
     async def start(self) -> None:
         self._stages.on_begin, self._stages.on_release = self._begun, self._released
-        self._pool.on_stop = self._rest_soon
+        self._pool.on_stop, self._pool.claims = self._rest_soon, self._stages.claims
         self._context.leases.on_lost = self._stages.lost
         await self._takeover.start(self)
         await self._gossip.start()

@@ -82,6 +82,8 @@ class Pool:
         self.on_stop: Callable[[], object] = lambda: (
             None
         )  # we stand by for a stage no more, and what was kept for it may go
+        # Whether hosting claims the stage now: what is warm is for it.
+        self.claims: Callable[[Place], bool] = lambda place: False
         self._context = context
         self._services = services
         self._spawn = spawn
@@ -152,7 +154,8 @@ class Pool:
         openings = [opening for opening in openings if self._context.leases.holds(*opening.place) is None]
         chosen = () if self._closed else places_to_cover(openings, us, others, score, self._room())
         for place in set(self._covered) - set(chosen):
-            self._stop(place)
+            if not self.claims(place):
+                self._stop(place)
         for place in chosen:
             self._cover(place, jobs, score, not us.idle)
         for place in chosen:

@@ -269,7 +269,10 @@ class ServingService:
         log.info("stage %d of %s is served here as well (term %d)", place[1], manifest.name, term)
         hosted = self._run(place, manifest, loaded, term, owned=False)
         try:
-            while leases.standbys.beside(*place) and not hosted.running.done():
+            # Of a stage that has come to be ours until whoever hosts it takes over what runs.
+            while (
+                leases.standbys.beside(*place) or leases.holds(*place) is not None
+            ) and not hosted.running.done():
                 leases.update(*place, load=float(hosted.stage.sessions))
                 await asyncio.wait([hosted.running], timeout=LOAD_SECONDS)
         finally:

@@ -306,6 +306,30 @@ def test_a_stage_that_hosting_took_keeps_what_is_warm(tmp_path: Path, told: bool
     run(tmp_path, scenario)
 
 
+def test_a_stage_that_is_being_claimed_keeps_what_is_warm(tmp_path: Path) -> None:
+    async def scenario(made: Swarm) -> None:
+        owner = await made.own(0, 1)
+        ours = made.join()
+        await ours.beat()
+        await settled(ours)
+        ours.pool.claims = lambda place: place == (JOB, 1)
+        ours.free_memory_bytes = 400  # the rest is set aside for the stage by now
+        await ours.beat()
+        assert covered(ours) == [1] and ours.stock.forgotten == [0]
+        await owner.context.leases.release(JOB, 1)
+        assert await ours.context.leases.claim(JOB, 1, 0.5)
+        await ours.beat()  # it is ours, and has not begun
+        assert ours.stock.forgotten == [0]
+        ours.pool.promoted((JOB, 1))
+        ours.pool.claims = lambda place: False
+        ours.hosted.add((JOB, 1))
+        await ours.beat()
+        assert covered(ours) == [] and ours.stock.forgotten == [0]
+        assert ours.context.leases.holds(JOB, 1) is not None
+
+    run(tmp_path, scenario)
+
+
 @pytest.mark.parametrize("leaving", [True, False])
 def test_what_happens_while_the_directory_is_read_is_not_undone(tmp_path: Path, leaving: bool) -> None:
     async def scenario(made: Swarm) -> None:

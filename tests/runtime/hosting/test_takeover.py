@@ -20,7 +20,7 @@ from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.claims.votes import Vote as Word
 from fusion.swarm.claims.votes import parse_vote, seal_vote
-from fusion.swarm.directory.records import ClaimRecord, JobId, Place
+from fusion.swarm.directory.records import ClaimRecord, JobId, Place, Record
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.directory import MemoryDirectory
@@ -150,6 +150,31 @@ def test_who_sees_the_owner_vanish_gets_the_claim_of_its_heir(tmp_path: Path) ->
             # Nothing was waited for: the dead owner's claim is still in the directory, and outranked.
             assert {c.peer: c.term for c in await second.context.directory.claims(job, 0)}[owner.id] == 1
             assert (job, 0) not in first.hosting._pool.places
+
+    run(main())
+
+
+def test_a_heartbeat_in_the_middle_of_a_takeover_leaves_what_is_warm(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1, alone=False, memory_bytes=(600, 600))
+            witness = await onlooker(made, job)
+            directory, beats = first.context.directory, list[int]()
+            publish = directory.publish
+
+            async def publish_in_a_heartbeat(record: Record, **options: Any) -> None:
+                await publish(record, **options)
+                if isinstance(record, ClaimRecord) and record.role == "owner" and not beats:
+                    beats.append(first.context.memory.free_bytes)
+                    await first.hosting.beat()
+
+            directory.publish = publish_in_a_heartbeat  # type: ignore[method-assign]
+            vanish(made, owner)
+            assert witness.context.takeover is not None
+            claim = await witness.context.takeover.suspect(job, 0, owner.id, 1)
+            assert claim is not None and claim.peer == first.id and beats == [400], "no room for it twice"
+            await until(lambda: (job, 0) in first.service.running)
+            assert (job, 0) in first.service.prepared, "it was forgotten"
 
     run(main())
 

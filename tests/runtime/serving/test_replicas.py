@@ -16,6 +16,7 @@ from fusion.runtime.serving.answers import moves
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest
+from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.records import JobId, Pair
 from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import PeerId
@@ -238,6 +239,33 @@ def test_a_replica_that_becomes_the_owner_keeps_its_sessions(
             after = await answer_while(swarm, {}, 5)
             assert after.route == (swarm.owners[0].id, replica.id)
             await swarm.freed()
+
+    asyncio.run(main())
+
+
+def test_a_replica_runs_on_between_the_claim_and_the_promotion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sessions were seen off, and its streams ended, where it looked for its claim in that moment."""
+    monkeypatch.setattr(service, "LOAD_SECONDS", 0.002)
+
+    async def main() -> None:
+        async with replicated(tmp_path) as (swarm, job, replica, _):
+            owner, leases = swarm.owners[1], replica.context.leases
+            held = owner.context.leases.holds(job, 1)
+            assert held is not None
+            ring, serving = replica.service._hosted[job, 1].stage, replica.service._hosted[job, 1].running
+            swarm.network.kill(owner.id)
+            vote = owner.context.leases.voting.vote(job, 1, Holding(owner.id, held.term), replica.id)
+            assert await leases.claim(job, 1, 1.0, over=held.term, proof=(vote,)) is not None
+            for _ in range(20):  # as long as the directory takes to say how the job stands
+                await asyncio.sleep(0.002)
+            assert not serving.cancelling()
+            await swarm.hold(replica, job, 1, over=held.term)
+            assert replica.service._hosted[job, 1].stage is ring and replica.service._hosted[job, 1].owned
+            while replica.service._replicas:
+                await asyncio.sleep(0.002)
+            assert ring.running
 
     asyncio.run(main())
 
