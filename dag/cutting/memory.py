@@ -50,6 +50,7 @@ class MemoryConfig:
     error_feedback: bool = False  # what codecs leave out of a gradient is kept for the next one
     chunk: int | None = None  # positions that run at once when serving; None: all
     positions: int | None = None  # of a session when serving; None: as many as the sizes say
+    first_bytes: int = 0  # that the first stage needs beside what is counted here
 
     def __post_init__(self) -> None:
         if self.optimizer_slots < 0 or (self.chunk is not None and self.chunk < 1):
@@ -93,8 +94,10 @@ def measure_memory(
     working = found.working(running)
     if training and config.error_feedback:
         working += found.residuals(sizes)
+    static = found.static(config.optimizer_slots)
+    static[0, 1:] += config.first_bytes
     return MemoryTables(
-        static_bytes=found.static(config.optimizer_slots),
+        static_bytes=static,
         kept_bytes=found.stash() if training else found.cache(),
         working_bytes=working,
     )

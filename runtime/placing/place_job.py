@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 
 from fusion.compression.codec_speed import measure_families
 from fusion.dag.ir.errors import PlacementError
@@ -29,17 +28,18 @@ def place_job(
     peers: Sequence[PeerRecord],
     links: Sequence[LinkRecord],
     stages: int | None = None,
+    beside_bytes: int = 0,
 ) -> Placed:
     """Placed on `peers`, of whose links `links` is known; a training job with codecs, for peers that are taken to encode
-    as fast as this machine. Raises PlacementError, in one line, where nobody can hold it, knows its operators, or would take a
-    stage of it."""
+    as fast as this machine. `beside_bytes`: that the first stage of one that is served needs beside its own memory. Raises
+    PlacementError, in one line, where nobody can hold it, knows its operators, or would take a stage of it."""
     peers = able(graph, peers)
     swarm = known_network(peers, link_view(peers, links))
     try:
         if isinstance(config, TrainConfig):
             placed = _training(graph, config, peers, swarm, stages)
         else:
-            placed = place_serving(graph, config, peers, swarm, stages)
+            placed = place_serving(graph, config, peers, swarm, stages, beside_bytes)
     except DoesNotFit as error:
         raise error.named({peer.peer: peer.name or peer.peer for peer in peers}) from None
     _require_few_nodes(placed)
@@ -80,13 +80,8 @@ def place_beside(
     links: Sequence[LinkRecord],
     stages: int | None = None,
 ) -> Placed:
-    """As `place_job`, for a model whose first stage needs so much more, for its draft model. Where the peer that it would have
-    offers less, the model is placed as if nobody had that much."""
-    placed = place_job(graph, config, peers, links, stages)
-    free = {peer.peer: peer.free_memory_bytes for peer in peers}
-    if placed.memory_bytes[0] + draft_bytes > free.get(placed.proposed[0], inf):
-        less = [replace(p, free_memory_bytes=max(0, p.free_memory_bytes - draft_bytes)) for p in peers]
-        placed = place_job(graph, config, less, links, stages)
+    """As `place_job`, for a model whose first stage needs so much more, for its draft model."""
+    placed = place_job(graph, config, peers, links, stages, draft_bytes)
     return replace(placed, memory_bytes=(placed.memory_bytes[0] + draft_bytes, *placed.memory_bytes[1:]))
 
 

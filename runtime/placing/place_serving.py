@@ -56,9 +56,12 @@ def place_serving(
     peers: Sequence[PeerRecord],
     swarm: KnownNetwork,
     stages: int | None = None,
+    beside_bytes: int = 0,
 ) -> Placed:
-    """On as few peers as pay, of those that know its operators. Raises PlacementError."""
+    """On as few peers as pay, of those that know its operators. `beside_bytes`: that the first stage needs beside its own memory.
+    Raises PlacementError."""
     running, memory = _running(config)
+    memory = replace(memory, first_bytes=beside_bytes)
     found: dict[Candidate, Placement] = {}
 
     def over(count: int | None, answers: int = 1) -> Candidate:

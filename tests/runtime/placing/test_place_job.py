@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.instances import with_skips
+from support.instances import chain, with_skips
 
 from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
 from fusion.dag.ir.opset import OPSET, needed_version
-from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
+from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, ServeConfig, TrainConfig
 from fusion.runtime.placing import place_job as placing
 from fusion.runtime.placing import placed_job
 from fusion.swarm.directory.records import Digest, PeerRecord
@@ -87,3 +87,18 @@ def test_a_graph_needs_the_newest_of_its_operators(graph: Graph, monkeypatch: py
     used = graph.nodes[-1].op
     monkeypatch.setattr("fusion.dag.ir.opset.OPSET", {**OPSET, used: replace(OPSET[used], since=3)})
     assert needed_version(graph) == 3
+
+
+def test_a_draft_has_room_wherever_a_first_stage_beside_it_has() -> None:
+    config = ServeConfig(cache="recompute", max_sequence=4, vocabulary=16, outputs=("y",))
+    graph = chain([16] * 11)
+    whole = placing.place_job(graph, config, [peer("alone", 9)], (), 1).memory_bytes[0]
+    lent, draft = whole * 3 // 4, whole * 3 // 10  # as if both had less neither has room for its half
+    peers = [replace(peer(name, 9), free_memory_bytes=lent) for name in ("a", "b")]
+    placed = placing.place_beside(draft, graph, config, peers, (), 2)
+    plain = placing.place_job(graph, config, peers, (), 2)
+    assert plain.memory_bytes[0] + draft > lent
+    assert placed.memory_bytes[0] <= lent and placed.memory_bytes[1] <= lent
+    assert sum(placed.memory_bytes) >= whole + draft
+    with pytest.raises(PlacementError, match=r"needs at least .* MiB; what peers offer: quiet-a"):
+        placing.place_beside(draft, graph, config, peers[:1], (), 1)
