@@ -13,7 +13,6 @@ import numpy.typing as npt
 from fusion.dag.placement.local_moves import best_of
 from fusion.dag.placement.recut import alone, between
 from fusion.dag.placement.search_space import Choice, Space
-from fusion.dag.placement.step_model import held_by
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
@@ -102,7 +101,7 @@ class _Tables:
     def of(space: Space) -> _Tables:
         devices, at = np.arange(space.devices), np.arange(len(space.segments.bounds))
         most = space.most_stages
-        held = held_by(most, space.microbatches, 1)[::-1] if space.training else np.ones(most, dtype=np.int64)
+        held = space.least_held(most)[::-1]
         by_stages = tuple(
             alone(space, devices[:, None, None], at[:, None], at[None, :], int(held[n])) for n in range(most)
         )

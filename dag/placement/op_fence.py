@@ -44,11 +44,7 @@ def op_fence(space: Space) -> Choice | None:
 
 
 def _search(space: Space) -> tuple[Outlook, Choice] | None:
-    found = []
-    for order in dict.fromkeys(_orders(space)):
-        best = best_of(space, recut(space, order, FEW_SLACK))
-        if best:
-            found.append(best)
+    found = _cut(space, _orders(space)) or _cut(space, _packed(space))
     found.sort(key=lambda item: (item[0].seconds, item[1]))
     work = _WORK if space.devices > _FEW else 2 * _WORK
     ends = [
@@ -56,6 +52,12 @@ def _search(space: Space) -> tuple[Outlook, Choice] | None:
         for start, share in zip(found, _SHARES, strict=False)
     ]
     return min(ends, key=lambda item: (item[0].seconds, item[1])) if ends else None
+
+
+def _cut(space: Space, orders: Iterable[tuple[int, ...]]) -> list[tuple[Outlook, Choice]]:
+    """The best cuts of each order for which the model fits."""
+    found = (best_of(space, recut(space, order, FEW_SLACK)) for order in dict.fromkeys(orders))
+    return [best for best in found if best]
 
 
 def _without_the_last(space: Space) -> Iterator[Space]:
@@ -131,6 +133,40 @@ def _orders(space: Space) -> Iterator[tuple[int, ...]]:
     for count in _counts(space, space.most_stages):
         for chosen in (fast, roomy):
             yield from _legal(space, _through(space.network, [sorted(chosen[:count])]))
+
+
+def _packed(space: Space) -> Iterator[tuple[int, ...]]:
+    """Where memory is scarce, by it alone: those with most room, as many as `_orders` tries."""
+    roomy = sorted(range(space.devices), key=lambda d: (-space.memory[d], -space.flops[d], d))
+    for count in _counts(space, space.most_stages):
+        yield from _legal(space, _fitting(space, roomy[:count]))
+
+
+def _fitting(space: Space, members: Sequence[int]) -> list[int]:
+    """An order of these devices in which the model fits them: each takes what it has room for, and of those that could take what
+    comes next it is the turn of the one with least, so that others are left for larger pieces. Empty where none is found."""
+    segments, size = space.segments, len(space.segments.bounds)
+    held = space.least_held(len(members))
+    left = sorted(members, key=lambda d: (space.memory[d], d))
+    order, bounds = list[int](), [0]
+    while bounds[-1] < size - 1:
+        at = bounds[-1]
+        needed = segments.memory(at, slice(at + 1, None), held[min(len(order), len(members) - 1)])
+        most = [int(np.flatnonzero(needed <= space.memory[d]).max(initial=-1)) + 1 for d in left]
+        turn = next((n for n, pieces in enumerate(most) if pieces), None)
+        if turn is None:
+            return []
+        order.append(left.pop(turn))
+        bounds.append(at + most[turn])
+    # Where all of them are to have a stage, a piece of a long one.
+    for device in reversed(left) if space.stages is not None else ():
+        for s in sorted(range(len(order)), key=lambda s: bounds[s] - bounds[s + 1]):
+            end = bounds[s + 1]
+            if end - bounds[s] > 1 and segments.memory(end - 1, end, held[s + 1]) <= space.memory[device]:
+                order.insert(s + 1, device)
+                bounds.insert(s + 1, end - 1)
+                break
+    return order
 
 
 def _nested(fast: Sequence[int]) -> Iterator[list[int]]:

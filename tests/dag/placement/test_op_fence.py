@@ -141,3 +141,21 @@ def test_many_devices_and_many_nodes():
         found.predicted_seconds
         < place(graph, network, SIZES, 16, scheduler="equal-flops").predicted_seconds / 2
     )
+
+
+@pytest.mark.parametrize("stages", [None, 14])
+def test_the_two_that_have_room_for_its_ends_get_them(stages, monkeypatch):
+    """Of more peers than `exact` tries all orders of."""
+    monkeypatch.setattr("fusion.dag.placement.op_fence._WORK", 1)  # any order that fits will do
+    graph = chain([1024, *[64] * 25, 1024])
+    large, small = 330_000, 45_000  # bytes: an end and something more; two of the layers between
+    rooms = [small] * 5 + [large] * 2 + [small] * 10
+    devices = [Device(peer=f"p{i}", flops_per_second=1e9, memory_bytes=r) for i, r in enumerate(rooms)]
+    link = Link(alpha_seconds=1e-3, bytes_per_second=1e8)
+    links = {(a.peer, b.peer): link for a in devices for b in devices}
+    network = Network(devices=tuple(devices), links=links)
+    found = place(graph, network, {"batch": 1}, 1, stages=stages, training=False)
+    assert {found.owners[0], found.owners[-1]} == {"p5", "p6"}
+    assert all(
+        m <= network.device(o).memory_bytes for o, m in zip(found.owners, found.memory_bytes, strict=True)
+    )

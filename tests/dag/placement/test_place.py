@@ -148,6 +148,17 @@ def test_a_baseline_that_finds_nothing_says_why_itself():
             place(graph, uneven, SIZES, 4, scheduler=scheduler)
 
 
+def test_the_exact_scheduler_counts_the_microbatches_that_gpipe_holds():
+    graph, sizes = mlp([64] * 13), {"batch": 1024}
+    half = float(measure(graph, (12,), sizes, training=True).memory(0, 1, 8))
+    uneven = network([device("fast", 4e9, int(half)), device("slow", 1e9)])
+    assert place(graph, uneven, sizes, 8, stages=2, scheduler="exact").owners
+    found = place(graph, uneven, sizes, 8, stages=2, scheduler="exact", gpipe=True)
+    stage = found.owners.index("fast")
+    held = measure(graph, found.cuts, sizes, training=True).memory(stage, stage + 1, 8)
+    assert half / 2 < held <= half
+
+
 def test_a_misfit_does_not_say_that_equal_peers_offer_less():
     with pytest.raises(PlacementError, match=r"and 2 others at most as much$"):
         place(mlp([64] * 3), network([device(f"p{i}", memory=10) for i in range(10)]), SIZES, 1)
