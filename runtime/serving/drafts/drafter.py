@@ -126,7 +126,8 @@ class ModelDrafter:
 
     def drafted(self, step: DraftStep, token: int) -> None:
         """The model says what follows the step. Dropped where the text has turned out otherwise meanwhile."""
-        if step.last and step.version == self._version and not self._stopped:
+        end = len(self._text) + len(self._expected)  # what repeats may have been guessed behind the step
+        if step.last and step.end == end and step.version == self._version and not self._stopped:
             if not self._expected:
                 self._drafted_from = len(self._text)
             self._expected.append(token)

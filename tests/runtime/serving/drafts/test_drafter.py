@@ -112,6 +112,21 @@ def test_a_right_token_that_comes_meanwhile_drops_nothing() -> None:
     assert drafter.propose([], 9) == [5]
 
 
+def test_what_was_drafted_is_no_guess_behind_a_repeat_that_was_guessed_meanwhile() -> None:
+    class Repeats(Silent):
+        found = (7, 8)
+
+        def propose(self, ahead: Sequence[int], most: int) -> list[int]:
+            found, self.found = list(self.found), ()
+            return found
+
+    drafter = ModelDrafter("s", [1, 2, 3], Repeats(), 1000)
+    step = step_of(drafter)
+    assert drafter.propose([], 9) == [7, 8]
+    drafter.drafted(step, 4)  # for the place of the 7
+    assert drafter.propose([7, 8], 9) == []
+
+
 def test_a_long_prompt_is_read_in_steps_and_nothing_beyond_the_capacity() -> None:
     drafter = drafter_of([0] * 70, capacity=71)
     ends = []
