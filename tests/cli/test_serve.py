@@ -87,11 +87,15 @@ def test_a_plan_says_what_is_not_followed(tmp_path: Path, monkeypatch: pytest.Mo
     async def nobody(*_: object) -> None:
         raise SwarmError("no peer")
 
-    monkeypatch.setattr(servable, "read_servable", lambda *_: SimpleNamespace(config=config))
+    found = SimpleNamespace(config=config, model=SimpleNamespace(unread=("score.weight",)))
+    monkeypatch.setattr(servable, "read_servable", lambda *_: found)
     monkeypatch.setattr(plan, "takers", nobody)
     stdout, stderr = io.StringIO(), io.StringIO()
     context: Any = None
     with pytest.raises(SwarmError, match="no peer"):
         asyncio.run(plan.plan_serving(context, tmp_path, ASKED.model, Output(stdout=stdout, stderr=stderr)))
-    assert stderr.getvalue() == ("generation_config.json asks for num_beams 4, which answers do not follow\n")
+    assert stderr.getvalue().splitlines() == [
+        "generation_config.json asks for num_beams 4, which answers do not follow",
+        "its files hold tensors that the model has no place for: 'score.weight'",
+    ]
     assert not stdout.getvalue()
