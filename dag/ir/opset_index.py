@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal
+
 from fusion.dag.ir.graph import TensorType
 from fusion.dag.ir.opset_shapes import (
     add_up,
@@ -362,3 +365,25 @@ SPECS: list[OpSpec] = [
     op("aten.upsample_bilinear2d", "self: tensor, output_size: dims, align_corners: bool, scales_h: float? = None, scales_w: float? = None", upsample, "move",
        mixes=lambda c: {"self": {2, 3}}, flops=lambda _, results: 11 * elements(results[0]), since=2),  # four weights, four products, three sums
 ]  # fmt: skip
+
+IndexKind = Literal["rows", "stored rows", "along", "listed", "classes", "targets", "probabilities"]
+# Operators with an argument that has to lie within a table or a range, which data, perhaps a stranger's, may not; and where it stands.
+# Each plane sees to it that what is made with another is not a number, or fails.
+INDEXED: Mapping[str, IndexKind] = {
+    "aten.embedding": "rows",
+    "fusion.embedding_int8": "stored rows",
+    "fusion.embedding_int4": "stored rows",
+    "aten.index_select": "along",
+    "aten.gather": "along",
+    "aten.scatter.src": "along",
+    "aten.scatter.value": "along",
+    "aten.scatter_add": "along",
+    "aten.index_add": "along",
+    "aten.index.Tensor": "listed",
+    "aten.index_put": "listed",
+    "aten.one_hot": "classes",
+    "aten.cross_entropy_loss": "targets",
+    "aten.nll_loss": "targets",
+    "aten.nll_loss_nd": "targets",
+    "aten.binary_cross_entropy": "probabilities",
+}

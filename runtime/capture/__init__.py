@@ -7,6 +7,7 @@ encoder_decoder     what an encoder-decoder reads, and what its answers follow
 text_encoder        models that make a vector of a text, and how they pool
 generation          what a directory says of how its model generates, and what answers do not follow
 huggingface         a language model in a directory
+config_bounds       how much its configuration may ask for
 stored_weights      where its files hold each tensor, whole or in pieces
 gguf/               GGUF files: what they say, their tensors, their tokenizer
 gguf_model          a causal language model in a GGUF file

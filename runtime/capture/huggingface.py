@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from fusion.runtime.capture.capture import (
     capture_text_encoder,
     variables_from_module,
 )
+from fusion.runtime.capture.config_bounds import check_counts, check_tables
 from fusion.runtime.capture.encoder_decoder import auto_class, longest_answer, reads_source, source_config
 from fusion.runtime.capture.generation import decoder_withholds, withhold
 from fusion.runtime.capture.model_dtype import FLOAT32, model_dtype, stored_dtypes
@@ -48,25 +48,12 @@ from fusion.runtime.job.model_files import check_huggingface, check_own, is_expo
 from fusion.runtime.job.text import TokenizerText
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
-# Of what configurations count, the most that is built: the library makes lists of as many before it looks at anything.
-_MOST = (
-    (r"(.*_)?(n|num)_(\w+_)?(layers?|blocks|experts)|(en|de)coder_(num_)?(hidden_)?layers|depth|attention_types", 10_000),
-    ("num_labels", 1 << 17),
-    ("max_position_embeddings|n_positions|max_(source|target)_positions", 1 << 24),
-)  # fmt: skip
 # Vocabularies of tokenizers that were written without a tokenizer.json, each with what it goes with.
 _OLDER_TOKENIZERS = {
     "vocab.json": ("merges.txt",),
     **dict.fromkeys(("vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"), ()),
 }
 _MAXIMA = ("max_position_embeddings", "max_seq_len")  # what configurations call the most positions
-# Kinds of models that make a table of which position sees which, positions by positions: one, or one for each layer.
-_TABLES = {"gpt_bigcode": False, "gpt_neo": True, "openai-gpt": True}
-# And a table of sines, positions by the size of the model, or of what of it they rotate.
-_SINES = {"gptj": True, "codegen": True} | dict.fromkeys(
-    ("ctrl", "fsmt", "m2m_100", "marian", "pegasus", "roformer", "xglm"), False
-)
-_MOST_IN_TABLES = 1 << 29  # numbers: 16,384 positions in two layers
 
 
 @dataclass(frozen=True)
@@ -208,7 +195,7 @@ def _transformers() -> Any:
 
 def _config(directory: Path) -> Any:
     said = json_object(directory / "config.json")
-    _check_counts(said, directory)
+    check_counts(said, directory)
     try:
         config = _transformers().AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -217,40 +204,8 @@ def _config(directory: Path) -> Any:
         config._attn_implementation = config._experts_implementation = None
     except Exception as error:  # the library's own, and what its code makes of values that it trusts
         raise JobError(f"{directory}/config.json cannot be used: {_line(error)}") from error
-    _check_tables(config, directory)
+    check_tables(config, directory)
     return config
-
-
-def _check_counts(said: Mapping[str, Any], directory: Path) -> None:
-    """JobError for a file of few bytes of which the library would make lists for all of the memory, or for ever."""
-    left: list[tuple[str, Any]] = [*said.items()]
-    while left:
-        name, value = left.pop()
-        if isinstance(value, dict):
-            left += value.items()
-        elif isinstance(value, list):
-            left += [(name, each) for each in value]
-        elif isinstance(value, int):
-            most = next((most for names, most in _MOST if re.fullmatch(names, name[:100])), value)
-            if value > most:
-                raise JobError(f"{directory}/config.json: {name:.100} is {value!s:.40}; the limit is {most}")
-
-
-def _check_tables(config: Any, directory: Path) -> None:
-    """JobError for a configuration, or one within it, of few bytes that makes tables for all of the memory."""
-    kind = str(getattr(config, "model_type", None))
-    each_layer = (_TABLES | _SINES).get(kind)
-    if each_layer is not None:
-        positions, layers = config.max_position_embeddings, config.num_hidden_layers if each_layer else 1
-        width = positions if kind in _TABLES else getattr(config, "rotary_dim", None) or config.hidden_size
-        sizes = [size for size in (positions, width, layers) if isinstance(size, int)]
-        if len(sizes) == 3 and prod(sizes) > _MOST_IN_TABLES:
-            raise JobError(
-                f"{directory}/config.json: {positions} positions are more than a model of the kind {config.model_type} is built with: "
-                f"its tables would have more than {_MOST_IN_TABLES} numbers"
-            )
-    for name in getattr(config, "sub_configs", ()):
-        _check_tables(getattr(config, name, None), directory)
 
 
 def _line(error: Exception) -> str:

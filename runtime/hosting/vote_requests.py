@@ -82,8 +82,8 @@ class VoteRequests:
         """The votes `given` and those of the voters, until they prove it to all."""
         us, votes = self._leases.peer_id, list(given)
         asking = {asyncio.ensure_future(self._ask(voter, place, holding)) for voter in voters}
-        now, proven = asyncio.get_running_loop().time, False
-        deadline = now() + self._ask_seconds
+        now = asyncio.get_running_loop().time
+        deadline, proven = now() + self._ask_seconds, False
         try:
             while asking and not self._voting.is_proof_to_all(*place, holding, us, votes):
                 if not proven and self._voting.is_proof(*place, holding, us, votes):

@@ -217,9 +217,7 @@ class ClaimCache:
         voted, (job, stage) = self._voted(claim, holding), (claim.job, claim.stage)
         if holding.peer in voted:
             return True
-        law = self._access.law(job)
-        near = () if law is None else tenure.voting_stages(stage, law.stages)
-        unknown = sum((job, other) not in self._tenures for other in near)
+        unknown = sum((job, other) not in self._tenures for other in self._near(job, stage))
         return tenure.is_majority_to_all(voted, self._seats((job, stage), holding.peer), unknown)
 
     def votes(self, claim: ClaimRecord, holding: Holding) -> int:
@@ -257,8 +255,7 @@ class ClaimCache:
 
     def without_vote(self, place: Place, claim: ClaimRecord, holding: Holding) -> tuple[int, ...]:
         """The stages near this one whose owners, as far as we know, have no vote in the claim's proof; the vacant ones too."""
-        law, voted = self._access.law(place[0]), self._voted(claim, holding)
-        near = () if law is None else tenure.voting_stages(place[1], law.stages)
+        voted, near = self._voted(claim, holding), self._near(*place)
         held = {stage: self._tenures.get((place[0], stage)) for stage in near}
         # Whoever holds several has one vote, and who is suspected none.
         said = voted | {holding.peer}
@@ -304,17 +301,17 @@ class ClaimCache:
         return tuple(each for each in others if each.term <= own.term and not self.proves(own, each))
 
     def _seats(self, place: Place, suspect: PeerId | None = None) -> tuple[Seat, ...]:
-        job, stage = place
-        law = self._access.law(job)
-        if law is None:
-            return ()
-        held = (self._tenures.get((job, other)) for other in tenure.voting_stages(stage, law.stages))
+        held = (self._tenures.get((place[0], other)) for other in self._near(*place))
         return tenure.seats((each for each in held if each is not None), suspect, self._now())
 
     def _is_alone(self, place: Place) -> bool:
         """Whether no stage's owner could ever have a vote on this one."""
-        law = self._access.law(place[0])
-        return law is None or not tenure.voting_stages(place[1], law.stages)
+        return not self._near(*place)
+
+    def _near(self, job: JobId, stage: int) -> tuple[int, ...]:
+        """The stages whose owners have a vote on who holds this one; none while nobody knows the job's law."""
+        law = self._access.law(job)
+        return () if law is None else tenure.voting_stages(stage, law.stages)
 
     def _chosen(self, claim: ClaimRecord) -> bool:
         """Whether the job's author gave the stage to the claim's peer, or one of those to whom it gave any said, however long ago, that

@@ -293,7 +293,7 @@ def is_majority(voted: Collection[PeerId], found: Sequence[Seat]) -> bool:
 
 
 def is_majority_to_all(voted: Collection[PeerId], found: Sequence[Seat], unknown: int) -> bool:
-    """As `is_majority`, also for a reader who leaves no seat out and knows who holds `unknown` near stages of which we know
-    nothing: each may be one seat more, and one vote less. Who asks for votes goes by this, or others may not believe what
-    they prove; who reads them could not, before it has read every stage."""
+    """Whether it is a majority also for a reader who leaves no seat out and counts `unknown` more, near stages of which we have
+    never read who holds them. A candidate asks for votes until this holds, as Raft's does for a majority of the whole cluster and not
+    of the members that it has met: others may know of more voters. Who reads a claim goes by `is_majority`."""
     return 2 * count(voted, found) > len(found) + unknown

@@ -4,12 +4,12 @@ import asyncio
 import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.known_job import Known
 
 from fusion.cli import client, jobs, main
 from fusion.cli.terminal import options
@@ -52,15 +52,6 @@ def test_a_snapshot_that_is_dropped_while_it_is_exported_gives_way_to_a_newer_on
 ) -> None:
     """Of a job that goes on peers keep the last two alone: its export failed, where `serve` had tried again."""
     belief = SimpleNamespace(vouched=True, over=False, record=SimpleNamespace(job="0" * 64, name="m", step=3))
-
-    @dataclass(frozen=True)
-    class Known:
-        belief: Any
-        manifest: Any = None
-
-        @property
-        def record(self) -> Any:
-            return self.belief.record
 
     @asynccontextmanager
     async def connect(way: object) -> AsyncIterator[Any]:

@@ -14,14 +14,16 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from fusion.dag.ir.opset_index import INDEXED, IndexKind
+
 Args = tuple[Any, ...]
 
 
 def in_range(op: str, args: Args, made: Array) -> Array:
     """What `op` has made of these arguments, as far as their indices are within their tables."""
-    strayed = _STRAYED.get(op)
-    if strayed is None or made.dtype == jnp.bool_:
+    if op not in INDEXED or made.dtype == jnp.bool_:
         return made
+    strayed = _STRAYED[INDEXED[op]]
     nothing = jnp.nan if jnp.issubdtype(made.dtype, jnp.floating) else jnp.iinfo(made.dtype).min
     return jnp.where(strayed(args), jnp.asarray(nothing, made.dtype), made)
 
@@ -69,19 +71,11 @@ def _probabilities(args: Args) -> Array:
     return ~jnp.all(jnp.stack([jnp.all((given >= 0) & (given <= 1)) for given in args[:2]]))
 
 
-_STRAYED: Mapping[str, Callable[[Args], Array]] = {
-    "aten.embedding": _rows_of,
-    "aten.index_select": _along,
-    "aten.gather": _along,
-    "aten.scatter.src": _along,
-    "aten.scatter.value": _along,
-    "aten.scatter_add": _along,
-    "aten.index_add": _along,
-    "aten.index.Tensor": _listed,
-    "aten.index_put": _listed,
-    "aten.one_hot": _classes,
-    "aten.cross_entropy_loss": _targets,
-    "aten.nll_loss": _targets,
-    "aten.nll_loss_nd": _targets,
-    "aten.binary_cross_entropy": _probabilities,
+_STRAYED: Mapping[IndexKind, Callable[[Args], Array]] = {
+    "rows": _rows_of,
+    "along": _along,
+    "listed": _listed,
+    "classes": _classes,
+    "targets": _targets,
+    "probabilities": _probabilities,
 }

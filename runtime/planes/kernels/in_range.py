@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fusion.dag.ir.opset_index import INDEXED, IndexKind
+
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
 # The arguments to call an operator with, and whether one of them had to be moved: a single truth, or one for each number made.
@@ -22,9 +24,9 @@ Moved = tuple[Args, Tensor]
 @cache
 def in_range(op: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """What computes `op` in place of `function`, which is all of it but for the indices."""
-    moved_into = _MOVED.get(op)
-    if moved_into is None:
+    if op not in INDEXED:
         return function
+    moved_into = _MOVED[INDEXED[op]]
 
     def within(*args: Any, **named: Any) -> Tensor:
         given, moved = moved_into(args)
@@ -105,21 +107,12 @@ def _probabilities(args: Args) -> Moved:
     return (*found, *args[2:]), moved[0] | moved[1]
 
 
-_MOVED: Mapping[str, Callable[[Args], Moved]] = {
-    "aten.embedding": _rows_of,
-    "fusion.embedding_int8": _stored_rows_of,
-    "fusion.embedding_int4": _stored_rows_of,
-    "aten.index_select": _along,
-    "aten.gather": _along,
-    "aten.scatter.src": _along,
-    "aten.scatter.value": _along,
-    "aten.scatter_add": _along,
-    "aten.index_add": _along,
-    "aten.index.Tensor": _listed,
-    "aten.index_put": _listed,
-    "aten.one_hot": _classes,
-    "aten.cross_entropy_loss": _targets,
-    "aten.nll_loss": _targets,
-    "aten.nll_loss_nd": _targets,
-    "aten.binary_cross_entropy": _probabilities,
+_MOVED: Mapping[IndexKind, Callable[[Args], Moved]] = {
+    "rows": _rows_of,
+    "stored rows": _stored_rows_of,
+    "along": _along,
+    "listed": _listed,
+    "classes": _classes,
+    "targets": _targets,
+    "probabilities": _probabilities,
 }

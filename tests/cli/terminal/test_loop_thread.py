@@ -66,7 +66,9 @@ def test_an_interruption_cancels_the_work_and_waits_for_its_end(interrupt: Calla
 
     async def work() -> None:
         try:
-            while True:  # Python drops an exception that a signal raises while a finaliser runs
+            while (
+                True
+            ):  # one may be lost: Python drops an exception that a signal raises while a finaliser runs
                 interrupt()
                 await asyncio.sleep(10)
         finally:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.known_job import Known
 
 from fusion.dag.ir.errors import PlacementError
 from fusion.runtime.job.errors import JobError, JobFailed
@@ -53,18 +53,6 @@ def test_who_is_interrupted_before_the_model_before_has_ended_is_told_how_to_end
     before: Any = SimpleNamespace(job="0123456789abcdef")
     asyncio.run(main())
     assert notes == ["the model before goes on as well; fusion-peer jobs stop 0123456789ab ends it"]
-
-
-@dataclass(frozen=True)
-class Known:
-    """As `fusion.runtime.belief.naming.Known`."""
-
-    belief: Any
-    manifest: Any = None
-
-    @property
-    def record(self) -> Any:
-        return self.belief.record
 
 
 def believed(step: int, *, over: bool) -> Any:

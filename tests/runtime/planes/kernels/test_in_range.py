@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from test_opset_types import SAMPLES, complete, in_framework
 from torch.utils._pytree import tree_map_only
 
 from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType
+from fusion.dag.ir.opset_index import INDEXED, IndexKind
 from fusion.runtime.planes.codegen import compile_graph
 from fusion.runtime.planes.kernels.in_range import _MOVED, in_range
 from fusion.runtime.planes.torch_ops import spell
@@ -23,7 +24,11 @@ TABLE, ROW = torch.arange(1.0, 13).view(4, 3), torch.arange(1.0, 5)
 HALF = torch.full((2, 3), 0.5)
 
 
-@pytest.mark.parametrize("op", sorted(_MOVED))
+def test_every_kind_of_index_is_known() -> None:
+    assert _MOVED.keys() == set(INDEXED.values()) == set(get_args(IndexKind))
+
+
+@pytest.mark.parametrize("op", sorted(INDEXED))
 def test_indices_within_their_tables_give_the_same_bits(op: str) -> None:
     mine = [sample for sample in SAMPLES if sample[0] == op]
     assert mine

@@ -42,6 +42,16 @@ from fusion.swarm.transport import PeerId
 JOB = JobId("a" * 64)
 
 
+@asynccontextmanager
+async def one_home(folder: Path, quota_bytes: int = 1 << 20) -> AsyncIterator[tuple[Any, BlobStore, PeerId]]:
+    """What the files of a stage work with, its store, and the peer whose they are."""
+    identity, network = Identity.generate(), MemoryNetwork()
+    store = BlobStore(folder / "blobs", quota_bytes, Needs())
+    async with MemoryTransport(network, identity.peer_id) as transport:
+        blobs = Blobs(store, transport, MemoryDirectory(network, identity))
+        yield SimpleNamespace(blobs=blobs, home=folder), store, identity.peer_id
+
+
 def test_an_index_that_names_a_blob_of_another_job_deletes_it_for_nobody_who_needs_it(tmp_path: Path) -> None:
     """A lead may be a stranger, and digests are no secret."""
 
@@ -77,26 +87,18 @@ async def of_last_of_two(
     tmp_path: Path, memory_bytes: int, shards: Any = snapshot, quota_bytes: int = 1 << 20
 ) -> AsyncIterator[tuple[StageFiles, BlobStore, PeerId]]:
     """The files of the last of two stages that need so much memory each, their store, and the peer that runs it."""
-    identity, network = Identity.generate(), MemoryNetwork()
-    store = BlobStore(tmp_path / "blobs", quota_bytes, Needs())
-    async with MemoryTransport(network, identity.peer_id) as transport:
-        blobs = Blobs(store, transport, MemoryDirectory(network, identity))
-        context: Any = SimpleNamespace(blobs=blobs, home=tmp_path)
+    async with one_home(tmp_path, quota_bytes) as (context, store, peer_id):
         manifest: Any = SimpleNamespace(train=None, stages=2, memory_bytes=(memory_bytes, memory_bytes))
         stage = Stage(1, Graph((), (), (), ()), (), (), ())
         files = StageFiles(context, JOB, manifest, stage, shards)
-        yield files, store, identity.peer_id
+        yield files, store, peer_id
 
 
 def test_a_copy_of_a_neighbours_shard_is_no_larger_than_its_stage(tmp_path: Path) -> None:
     """A hostile lead could have the next stage fill its disk."""
 
     async def main() -> None:
-        identity, network = Identity.generate(), MemoryNetwork()
-        store = BlobStore(tmp_path / "blobs", 4 << 20, Needs())
-        async with MemoryTransport(network, identity.peer_id) as transport:
-            blobs = Blobs(store, transport, MemoryDirectory(network, identity))
-            context: Any = SimpleNamespace(blobs=blobs, home=tmp_path)
+        async with one_home(tmp_path, 4 << 20) as (context, store, peer_id):
             most = 2000 + SAFETENSORS_HEADER_BYTES
             for size, fits in ((most, True), (most + 1, False)):
                 manifest: Any = SimpleNamespace(train=None, stages=2, memory_bytes=(1000, 10))
@@ -104,7 +106,7 @@ def test_a_copy_of_a_neighbours_shard_is_no_larger_than_its_stage(tmp_path: Path
                 shards = (store.put(bytes(size)), Digest("b" * 64))
                 ledger = Ledger(steps=1, samples=1, head="e" * 64)
                 index = store.put(encode_index(Index(job=JOB, step=1, shards=shards, ledger=ledger)))
-                owners = {0: PeerId("one"), 1: identity.peer_id}
+                owners = {0: PeerId("one"), 1: peer_id}
                 if fits:
                     await files.replicate(index, owners)
                     continue
@@ -267,11 +269,7 @@ def test_a_stage_goes_back_to_its_initial_weights_in_any_precision(
         assert scale_of(plane) == FIRST / 2
 
     async def main() -> None:
-        identity, network = Identity.generate(), MemoryNetwork()
-        store = BlobStore(tmp_path / "blobs", 1 << 20, Needs())
-        async with MemoryTransport(network, identity.peer_id) as transport:
-            blobs = Blobs(store, transport, MemoryDirectory(network, identity))
-            context: Any = SimpleNamespace(blobs=blobs, home=tmp_path)
+        async with one_home(tmp_path) as (context, store, _):
             snapshot.save(weights, tmp_path / "weights")
             initial = store.put(tmp_path / "weights")
             manifest: Any = SimpleNamespace(
