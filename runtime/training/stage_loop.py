@@ -64,8 +64,11 @@ class StageLoop:
         we believe of a lead that the author chose or that has led a step, or of two of them."""
         if self._outbox.lead is not None:
             return True
+        if end.state == "done":
+            named = None if end.progress is None else end.progress.snapshot
+            return self._work.state.step >= self._steps and self._work.snapshots.has_part(named)
         if end.state != "failed":
-            return end.state == "done" and self._work.state.step >= self._steps
+            return False
         leader, before = self._leader, self._given_up
         self._given_up = leader
         if leader is None:

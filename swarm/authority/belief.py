@@ -7,8 +7,8 @@ together say how it ended. So a word counts by who signed it, and only among tho
 * any end is believed once most of those say so that have a voice: who owns a stage now, as the reader sees it, and who owned
   one last and has signed the end since. Of an owner that vanished without a word the stage has no voice; but fewer than half of
   the stages are no majority, whoever is silent: a vacant stage may have been anybody's;
-* an owner goes by its lead's word that the job is done, if its own stages are, or failed, if the author proposed that peer: it
-  must not wait for others who wait for it;
+* an owner goes by its lead's word that the job is done, if its own stages are and their shards are in the snapshot that the lead
+  names, or failed, if the author proposed that peer: it must not wait for others who wait for it;
 * who leads since an end that the others saw has no voice in whether it was one;
 * a snapshot and a step are believed of whoever leads, or led under that term before the reader's eyes; where nobody leads, of
   the majority of the other owners;
@@ -29,7 +29,7 @@ from typing import Any
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.authority.statements import CARRIED, Statement, joined, opened, stated
 from fusion.swarm.directory.job_order import ENDED, job_order
-from fusion.swarm.directory.records import JobRecord
+from fusion.swarm.directory.records import Digest, JobRecord
 from fusion.swarm.identity import Verify
 from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
@@ -62,6 +62,7 @@ class Sight:
     )  # who followed, by the word of those proposed or of others of these
     us: PeerId | None = None  # our own word is not a stranger's
     reached: int = 0  # the step of the stages that we own: of several the lowest
+    snapshots: frozenset[Digest] = frozenset()  # with the shards of stages that run here, as far as looked
 
     @cached_property
     def owned_one(self) -> frozenset[PeerId]:
@@ -206,12 +207,19 @@ def _majority(ends: Sequence[_Word], sight: Sight, stages: int) -> list[_Word]:
         if state != "stopped" and ours and not early:
             floor = 0 if lead is None else lead[1]
             led = [word for word in agreed if (0, word.said.term, word.said.signer) in sight.held]
-            if state == "failed" and sight.law is not None:
-                led = [word for word in led if word.said.signer in sight.law.chosen]
+            if sight.law is not None:
+                led = [word for word in led if _led_rightly(word.said, sight, sight.law)]
             by_lead = [word for word in led if word.said.term >= floor]
             if by_lead:
                 return by_lead
     return []
+
+
+def _led_rightly(said: Statement, sight: Sight, law: JobLaw) -> bool:
+    """Whether an owner goes by the word of its lead alone, who may have come to a vacant stage."""
+    if said.state == "failed":
+        return said.signer in law.chosen
+    return law.steps == 0 or said.snapshot in sight.snapshots
 
 
 def _most_voted(agreed: Sequence[_Word], voices: Mapping[int, PeerId], sight: Sight) -> list[_Word]:

@@ -1,4 +1,5 @@
-"""Who owned the stages of jobs, as far as this process has looked: what is said of a job is judged by that."""
+"""Who owned the stages of jobs, as far as this process has looked, and which snapshots have the shards of its own stages: what is
+said of a job is judged by that."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.authority.signed import sound
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.votes import Succession, check_succession, parse_succession, successions
-from fusion.swarm.directory.records import ClaimRecord, JobId, Place
+from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, Place
 from fusion.swarm.identity import Verify
 from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
@@ -30,6 +31,15 @@ class OwnersSeen:
     def __init__(self) -> None:
         self._seen: FIFOCache[Place, dict[tuple[int, PeerId], None]] = FIFOCache(REMEMBERED_STAGES)
         self._successors: FIFOCache[JobId, dict[PeerId, Succession]] = FIFOCache(REMEMBERED_JOBS)
+        self._snapshots: FIFOCache[Place, Digest] = FIFOCache(REMEMBERED_STAGES)
+
+    def take_part(self, job: JobId, stage: int, snapshot: Digest) -> None:
+        """The shard of a stage that runs here, or is about to, is in the snapshot with this index."""
+        self._snapshots[job, stage] = snapshot
+
+    def takes_part(self, job: JobId, stage: int, snapshot: Digest | None) -> bool:
+        """Whether it is the last one that the stage was said to have its shard in."""
+        return snapshot is not None and self._snapshots.get((job, stage)) == snapshot
 
     def see(self, job: JobId, stage: int, claims: Iterable[ClaimRecord]) -> ClaimRecord | None:
         """The owner by these live claims, who is remembered."""
@@ -71,6 +81,9 @@ class OwnersSeen:
             held=held,
             us=us,
             reached=min(ours, default=0),
+            snapshots=frozenset(
+                self._snapshots[job, stage] for stage in range(stages) if (job, stage) in self._snapshots
+            ),
             successors=frozenset(successors),
         )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from cachetools import FIFOCache
 
 from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.context import Context
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 SCRATCH_PREFIX = "shard-"
 STATE_COPIES = 9  # of a variable in a shard: itself, and slots of up to float64 for float16 (4 times as wide)
+KEPT_SHARDS = 8  # of our own, whose digests are kept in mind
 KEPT = 2  # snapshots that stay on disk: somebody may be fetching the one before the newest
 
 
@@ -79,6 +81,7 @@ class StageFiles:
         )  # what an export writes beside the weights is here, as far as it is to be
         self._by_step: dict[int, set[Digest]] = {}  # blobs of snapshots that we wrote or fetched
         self._left: set[Digest] = set()  # of them what goes as soon as nobody else here needs it
+        self._ours: FIFOCache[int, Digest] = FIFOCache(KEPT_SHARDS)  # our shard of each step, as far as known
 
     async def put(self, data: bytes) -> Digest:
         return await self._blobs.put(data)
@@ -100,7 +103,10 @@ class StageFiles:
         digest, version = await self._shard_of(checkpoint, owners)
         near = self._near(stage.index, owners, snapshot.FURTHEST)
         path = await blobs.fetch(digest, near, max_bytes=self._most)
-        return await asyncio.to_thread(self._shards.load_state, path, stage, self._residuals, version)
+        state = await asyncio.to_thread(self._shards.load_state, path, stage, self._residuals, version)
+        self._ours[version.step] = digest
+        self._context.seen.take_part(self._job, stage.index, checkpoint.digest)
+        return state
 
     async def load_shard(
         self, digest: Digest, version: Version, near: Sequence[PeerId]
@@ -108,7 +114,9 @@ class StageFiles:
         """That state of our stage from one shard, which the peers of `near` hold. Raises BlobError, JobError."""
         path = await self._blobs.fetch(digest, near, max_bytes=self._most)
         self._keep(version.step, digest)
-        return await asyncio.to_thread(self._shards.load_state, path, self._stage, self._residuals, version)
+        state = await asyncio.to_thread(self._shards.load_state, path, self._stage, self._residuals, version)
+        self._ours[version.step] = digest
+        return state
 
     async def fetch(self, checkpoint: Checkpoint, owners: Mapping[int, PeerId]) -> None:
         """Bring here what `load` would read. Raises BlobError, JobError."""
@@ -143,6 +151,7 @@ class StageFiles:
         finally:
             abandoned.set()
         self._keep(version.step, digest)
+        self._ours[version.step] = digest
         return digest
 
     async def replicate(
@@ -158,6 +167,9 @@ class StageFiles:
         stages that are not among `owners` is what was seen last, or, with `look`, what the directory says. Raises
         BlobError, JobError."""
         index = await self._index(index_digest, owners)
+        ours = self._ours.get(index.step)
+        if ours not in (None, index.shards[self._stage.index]):
+            raise JobError(f"the snapshot {index_digest[:12]} has another shard than ours")
         stages = self._manifest.stages
         copies = [(self._stage.index - away) % stages]
         if away == NEXT_STAGE:
@@ -172,6 +184,12 @@ class StageFiles:
             most = file_bytes(COPY_TIMES * needs[stage], 0) if needs else None
             await self._blobs.fetch(index.shards[stage], self._near(stage, owners), max_bytes=most)
             self._keep(index.step, index_digest, index.shards[stage])
+        if ours is not None:
+            self._context.seen.take_part(self._job, self._stage.index, index_digest)
+
+    def has_part(self, index_digest: Digest | None) -> bool:
+        """Whether the newest snapshot that has our shard, as far as we looked, is that one."""
+        return self._context.seen.takes_part(self._job, self._stage.index, index_digest)
 
     async def _owner_of(self, stage: int, *, look: bool) -> PeerId:
         """As `replicate` has it; an empty name for nobody."""

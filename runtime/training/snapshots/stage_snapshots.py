@@ -176,6 +176,10 @@ class StageSnapshots:
         self.newest = await self._files.checkpoint(self.newest.digest)
         return True
 
+    def has_part(self, index: Digest | None) -> bool:
+        """Whether the newest snapshot that our stage has its shard in is that one."""
+        return self._files.has_part(index)
+
     def saved(self, checkpoint: Checkpoint) -> None:
         """All stages hold that snapshot."""
         if checkpoint.rank > self.newest.rank:

@@ -8,14 +8,15 @@ from typing import Any, cast
 
 import pytest
 
+from fusion.runtime.job.progress import Progress, State
 from fusion.runtime.training.stage_loop import StageLoop
 from fusion.runtime.training.step import messages as m
 from fusion.swarm.authority.law import JobLaw
-from fusion.swarm.directory.records import JobId
+from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId
 
 STEPS = 8
-JOB = JobId("e" * 64)
+JOB, LAST = JobId("e" * 64), Digest("d" * 64)
 CHOSEN, STRANGER, OTHER = (PeerId(name) for name in ("chosen", "stranger", "other"))
 
 
@@ -33,7 +34,12 @@ def finished(step: int, *said: m.Message | Came, leads: bool = False) -> m.Finis
         async def nothing(*_: object) -> None:
             pass
 
-        work = SimpleNamespace(state=SimpleNamespace(step=step), stop=nothing, follow=nothing)
+        work = SimpleNamespace(
+            state=SimpleNamespace(step=step),
+            stop=nothing,
+            follow=nothing,
+            snapshots=SimpleNamespace(has_part=lambda index: index == LAST),
+        )
         law = JobLaw(job=JOB, author=PeerId("author"), stages=2, steps=STEPS, proposed=(CHOSEN, OTHER))
         context = SimpleNamespace(
             access=SimpleNamespace(law=lambda job: law),
@@ -59,13 +65,23 @@ def finished(step: int, *said: m.Message | Came, leads: bool = False) -> m.Finis
     return asyncio.run(main())
 
 
-DONE, STOPPED, FAILED = (m.Finish(state) for state in ("done", "stopped", "failed"))
+def end(state: State, snapshot: Digest | None = LAST) -> m.Finish:
+    return m.Finish(state, "", Progress(job=JOB, state=state, snapshot=snapshot))
+
+
+DONE, STOPPED, FAILED = map(end, ("done", "stopped", "failed"))
 COMMIT = m.Commit((1, 1), 2, learning_rate=0.1, clip_factor=1.0, after=m.After(), made_of="")
 
 
 def test_a_job_is_done_for_a_stage_that_has_taken_its_last_step() -> None:
     assert finished(STEPS, DONE) == DONE
     assert finished(STEPS - 1, DONE) is None
+
+
+@pytest.mark.parametrize("named", [end("done", Digest("e" * 64)), end("done", None), m.Finish("done")])
+def test_the_last_snapshot_is_one_that_the_stage_has_its_shard_in(named: m.Finish) -> None:
+    assert finished(STEPS, named) is None
+    assert finished(STEPS, named, DONE) == DONE
 
 
 @pytest.mark.parametrize("step", [3, STEPS])

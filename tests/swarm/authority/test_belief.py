@@ -29,7 +29,7 @@ def sight(*live: Identity | None, seen: bool = True, law: JobLaw | None = LAW, u
     owners = {stage: (one.peer_id, 3) for stage, one in enumerate(live) if one is not None}
     held = frozenset((stage, 3, one.peer_id) for stage, one in enumerate(OWNERS)) if seen else frozenset()
     held |= {(stage, term, peer) for stage, (peer, term) in owners.items()}
-    return Sight(law=law, owners=owners, held=held, us=us.peer_id, reached=90)
+    return Sight(law=law, owners=owners, held=held, us=us.peer_id, reached=90, snapshots=frozenset({TRUE}))
 
 
 def said(who: Identity, **changes: Any) -> JobRecord:
@@ -231,6 +231,10 @@ def test_an_owner_goes_by_the_word_of_its_lead_that_the_job_has_ended_and_others
     # A lead that came to a vacant stage may say anything: an owner knows whether it has taken the last step itself.
     early = replace(sight(*live, us=SECOND), reached=89)
     assert judged(records, early).settled is (state == "failed")
+    # And which snapshots have its shards: where the job came to is not for the lead alone to say.
+    for made_up in (FALSE, None):
+        found = judged([TRUTH, ended(LEAD, state, snapshot=made_up)], sight(*live, us=SECOND))
+        assert found.settled is (state == "failed")
     # That a job has failed it believes of a lead that the author chose.
     uninvited = replace(sight(*live, us=SECOND), law=replace(LAW, proposed=(SECOND.peer_id, THIRD.peer_id)))
     assert judged(records, uninvited).settled is (state == "done")

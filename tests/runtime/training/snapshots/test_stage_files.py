@@ -16,6 +16,7 @@ from support.training import config
 
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Graph, TensorType, Variable
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Precision
 from fusion.runtime.job.stage_graphs import SAFETENSORS_HEADER_BYTES
 from fusion.runtime.planes.learning_rate import SKIPPED
@@ -31,6 +32,7 @@ from fusion.runtime.training.step.history import Version
 from fusion.swarm.blobs.blobs import Blobs
 from fusion.swarm.blobs.eviction import Needs
 from fusion.swarm.blobs.store import BlobStore
+from fusion.swarm.claims.owners_seen import OwnersSeen
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import BlobError, QuotaExceeded
 from fusion.swarm.identity import Identity
@@ -49,7 +51,7 @@ async def one_home(folder: Path, quota_bytes: int = 1 << 20) -> AsyncIterator[tu
     store = BlobStore(folder / "blobs", quota_bytes, Needs())
     async with MemoryTransport(network, identity.peer_id) as transport:
         blobs = Blobs(store, transport, MemoryDirectory(network, identity))
-        yield SimpleNamespace(blobs=blobs, home=folder), store, identity.peer_id
+        yield SimpleNamespace(blobs=blobs, home=folder, seen=OwnersSeen()), store, identity.peer_id
 
 
 def test_an_index_that_names_a_blob_of_another_job_deletes_it_for_nobody_who_needs_it(tmp_path: Path) -> None:
@@ -62,7 +64,7 @@ def test_an_index_that_names_a_blob_of_another_job_deletes_it_for_nobody_who_nee
             blobs = Blobs(store, transport, MemoryDirectory(network, identity))
             theirs = store.put(b"the newest snapshot of somebody's")
             blobs.hold(holder, [theirs])
-            context: Any = SimpleNamespace(blobs=blobs, home=tmp_path)
+            context: Any = SimpleNamespace(blobs=blobs, home=tmp_path, seen=OwnersSeen())
             manifest: Any = SimpleNamespace(train=None, stages=2, memory_bytes=(100, 100))
             files = StageFiles(context, JOB, manifest, Stage(1, Graph((), (), (), ()), (), (), ()))
             named = [theirs, store.put(b"2"), store.put(b"3")]
@@ -128,10 +130,38 @@ def test_a_shard_that_is_mostly_header_is_held_too(tmp_path: Path) -> None:
         async with of_last_of_two(tmp_path, needed) as (files, store, us):
             shard = await files.save(Version(1), state)
             ledger = Ledger(steps=1, samples=1, head="e" * 64)
-            made = Index(job=JOB, step=1, shards=(shard, Digest("b" * 64)), ledger=ledger)
+            made = Index(job=JOB, step=1, shards=(shard, shard), ledger=ledger)
             index = store.put(encode_index(made))
             assert store.path(shard).stat().st_size > COPY_TIMES * needed
             await files.replicate(index, {0: PeerId("one"), 1: us})
+
+    asyncio.run(main())
+
+
+def test_a_snapshot_in_which_a_lead_names_another_shard_than_ours_is_not_held_and_we_have_no_part_in_it(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with one_home(tmp_path) as (context, store, us):
+            manifest: Any = SimpleNamespace(train=None, stages=2, memory_bytes=None)
+            files = StageFiles(context, JOB, manifest, Stage(1, Graph((), (), (), ()), (), (), ()))
+            other, owners = store.put(b"of the first stage"), {0: PeerId("one"), 1: us}
+            ours = await files.save(Version(2), {})
+
+            def index(step: int, shard: Digest) -> Digest:
+                ledger = Ledger(steps=step, samples=step, head="e" * 64)
+                return store.put(
+                    encode_index(Index(job=JOB, step=step, shards=(other, shard), ledger=ledger))
+                )
+
+            made_up, of_others, right = index(2, other), index(3, other), index(2, ours)
+            with pytest.raises(JobError, match="another shard than ours"):
+                await files.replicate(made_up, owners)
+            await files.replicate(of_others, owners)  # a state that an owner before us may have saved
+            assert not any(context.seen.takes_part(JOB, 1, digest) for digest in (made_up, of_others, None))
+            await files.replicate(right, owners)
+            assert context.seen.takes_part(JOB, 1, right) and not context.seen.takes_part(JOB, 0, right)
+            assert context.seen.sight(JOB, None, 2, {}, us).snapshots == {right}
 
     asyncio.run(main())
 
