@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from cachetools import FIFOCache
+from cachetools import FIFOCache, TTLCache
 
 from fusion.swarm.authority.access import Access
 from fusion.swarm.authority.grants import Role
@@ -25,6 +25,7 @@ from fusion.swarm.identity import Verify
 from fusion.swarm.transport import PeerId
 
 KNOWN_LAWS = 1024  # jobs
+READ_SECONDS = 60.0  # for which what was read of a stage is kept: several leases
 SHOWN = 8  # claims of one stage that were shown to us and are kept
 # How far below the ceiling a term must lie that only somebody's vote stands for: a claim above it has to count.
 HINT_SPARE = 2 * tenure.ROUNDS
@@ -55,7 +56,7 @@ class ClaimCache:
         self._access = access
         self._applied: FIFOCache[JobId, JobLaw] = FIFOCache(KNOWN_LAWS)
         self._hints: FIFOCache[Place, int] = FIFOCache(limit)
-        self._read: FIFOCache[Place, tuple[ClaimRecord, ...]] = FIFOCache(limit)
+        self._read: TTLCache[Place, tuple[ClaimRecord, ...]] = TTLCache(limit, READ_SECONDS, timer=now)
         self._shown: FIFOCache[Place, dict[PeerId, bytes]] = FIFOCache(limit)  # sealed
         self._tenures: FIFOCache[Place, Tenure] = FIFOCache(limit)
         # The stages of a job that a peer held when they were last worked out: not looked for among thousands, for every claim.
@@ -165,7 +166,7 @@ class ClaimCache:
                 f"{claim.peer} may not own stage {claim.stage} of job {claim.job[:12]}: {refused}"
             )
         place = (claim.job, claim.stage)
-        if place not in self._read:
+        if place not in self._read and place not in self._tenures:
             raise RecordError(
                 "nothing is known of that stage yet"
             )  # what was shown first is not believed first
@@ -289,6 +290,29 @@ class ClaimCache:
         if not known.settled:
             return known.lapsed
         return max(self.rivals(place, own), key=lambda rival: rival.term, default=None)
+
+    def unseen_successor(self, place: Place, own: ClaimRecord) -> ClaimRecord | None:
+        """Of a stage that we hold and near which nobody holds one any more: the live claim that follows ours by the votes of a
+        majority of those who held these last, however old."""
+        now, ours = self._now(), Holding(own.peer, own.term)
+        near = [each for other in self._near(*place) if (each := self._tenures.get((place[0], other)))]
+        near = [each for each in near if each.claim.peer != own.peer]
+        if any(each.lives(now) for each in near):
+            return None
+        unknown = sum((place[0], other) not in self._tenures for other in self._near(*place))
+        found = tenure.seats(near, own.peer, now, last=True)
+        counting = {voice for seat in found for voice in seat.voices}
+
+        def matters(said: Vote) -> bool:
+            return said.holding == ours and said.voter in counting
+
+        for claim in self.seen(place, own):
+            follows = claim.peer != own.peer and own.term < claim.term <= own.term + tenure.ROUNDS
+            if claim.role == "owner" and follows and claim.expires_at > now:
+                voted = {said.voter for said in self._read_votes(claim, matters)}
+                if tenure.is_majority_to_all(voted, found, unknown):
+                    return claim
+        return None
 
     def rivals(self, place: Place, own: ClaimRecord) -> tuple[Holding, ...]:
         """Who claims the stage beside us under a term that ours does not exceed by right."""

@@ -25,7 +25,7 @@ from fusion.swarm.claims.claim_publisher import ClaimPublisher
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.heartbeat import Heartbeat
 from fusion.swarm.claims.standbys import Standbys
-from fusion.swarm.claims.tenure import ROUNDS, Holding, Tenure
+from fusion.swarm.claims.tenure import DESERTED_SECONDS, ROUNDS, Holding, Tenure
 from fusion.swarm.claims.voting import Voting
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS, Directory
 from fusion.swarm.directory.records import ClaimRecord, JobId, Place
@@ -98,6 +98,9 @@ class Leases:
         self.voting = Voting(peer_id, directory, self._ours, self._cache)
         self._locks: WeakValueDictionary[Place, asyncio.Lock] = WeakValueDictionary()  # of claims under way
         self._proving: dict[Place, float] = {}  # when votes were asked for last
+        self._followed: dict[
+            Place, float
+        ] = {}  # since when another follows us of whom nobody is left to tell us
         self._heartbeat = Heartbeat(
             self._ours, self._renew, self.standbys.renew, self._config.heartbeat_seconds
         )
@@ -404,8 +407,15 @@ class Leases:
                 self._give_way(held, tenure.claim)
                 await self._ours.withdraw(held)
             return
-        unproven = self.unproven(*place)
         now = self._directory.now()
+        successor = self._cache.unseen_successor(place, held)
+        if successor is None:
+            self._followed.pop(place, None)
+        elif now - self._followed.setdefault(place, now) >= DESERTED_SECONDS:
+            self._give_way(held, successor)
+            await self._ours.withdraw(held)
+            return
+        unproven = self.unproven(*place)
         if unproven is not None and now - self._proving.get(place, 0.0) >= self._config.prove_seconds:
             self._proving[place] = now
             task = asyncio.create_task(self._prove(held, unproven), name="proving a claim")
@@ -430,6 +440,7 @@ class Leases:
         """What was about our claim of the stage, which is no more."""
         self._cache.give_up(place)
         self._proving.pop(place, None)
+        self._followed.pop(place, None)
         self.voting.forget(place)
 
     def _give_way(self, held: ClaimRecord, best: ClaimRecord) -> None:

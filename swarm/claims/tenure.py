@@ -33,6 +33,10 @@ ran out and another peer followed, the vote of either stands for that stage: it 
 another peer followed by a proof, so does that of the one before for as long as a vote is good: two neighbours may die within
 moments, and who saw the second death first has to understand what the second one said of the first.
 Nobody else has a vote. A stage that is vacant still counts among the neighbours, and nobody has its vote. Where no other peer owns a stage of the job only (a) and a release remain.
+
+Where an owner was cut off, its neighbours voted for another and are gone when the two meet, nobody is left to say which of them
+counts, and each would wait for ever. So an owner, near whose stage nobody holds one any more, gives way after DESERTED_SECONDS
+beside a claim that follows it by the votes of a majority of those who held these last, however old.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ OUTBID = 4  # holders that are remembered of those that a contest for one stage 
 CONTEST_SECONDS = 3.0
 SPARE_TERMS = 64
 MAX_VOTING_STAGES = 8
+DESERTED_SECONDS = 18.0  # three leases
 VOTE_SECONDS = 12  # two leases: a vote that nobody made use of must not be kept for later
 
 
@@ -248,9 +253,11 @@ def voting_stages(stage: int, stages: int) -> tuple[int, ...]:
     return tuple(other for _, other in others[:MAX_VOTING_STAGES])
 
 
-def seats(near: Iterable[Tenure], suspect: PeerId | None, now: float) -> tuple[Seat, ...]:
+def seats(
+    near: Iterable[Tenure], suspect: PeerId | None, now: float, *, last: bool = False
+) -> tuple[Seat, ...]:
     """Who has a vote on whether `suspect` holds its stage: one seat each of the peers that hold the stages `near` it now. Who held one last
-    has no vote any more, but the stage counts: a vacant one must not make the only other neighbour a majority."""
+    has no vote any more, but with `last`, and the stage counts: a vacant one must not make the only other neighbour a majority."""
     voices: dict[PeerId, set[PeerId]] = {}
     fresh: dict[PeerId, bool] = {}
     for tenure in near:
@@ -261,11 +268,11 @@ def seats(near: Iterable[Tenure], suspect: PeerId | None, now: float) -> tuple[S
         followed = tenure.over or tenure.lapsed
         lately = followed is not None and followed.peer == suspect and now < tenure.since + VOTE_SECONDS
         fresh[peer] = fresh.get(peer, True) and lately
-        if tenure.lives(now):
+        if last or tenure.lives(now):
             found.add(peer)
             if tenure.lapsed is not None:
                 found.add(tenure.lapsed.peer)
-            if tenure.over is not None and now < tenure.since + VOTE_SECONDS:
+            if tenure.over is not None and (last or now < tenure.since + VOTE_SECONDS):
                 found.add(tenure.over.peer)
     return tuple(Seat(frozenset(found - {suspect}), fresh[peer]) for peer, found in voices.items())
 

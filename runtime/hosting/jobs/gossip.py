@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
-from cachetools import FIFOCache
+from cachetools import FIFOCache, TTLCache
 
 from fusion.runtime.hosting.jobs.board import CONCLUDED, JobBoard, advanced
 from fusion.runtime.hosting.jobs.files import MAX_AGE_SECONDS, KeptWords
@@ -68,7 +68,10 @@ class JobGossip:
         self._files = files
         # By us, the last of each.
         self._stated: FIFOCache[JobId, tuple[Statement, bytes]] = FIFOCache(SAID_JOBS)
-        self._said: FIFOCache[JobId, tuple[JobRecord, float]] = FIFOCache(SAID_JOBS)  # as signed, and when
+        # As signed, for as long as it need not be said again.
+        self._said: TTLCache[JobId, JobRecord] = TTLCache(
+            SAID_JOBS, RENEWED_SECONDS, timer=context.clock.monotonic
+        )
         self._saying: WeakValueDictionary[JobId, asyncio.Lock] = WeakValueDictionary()
         # What jobs need that our disk told us of and in which we have no part yet: whoever else has one may come back later.
         self._recalled: dict[JobId, frozenset[Digest]] = {}
@@ -205,8 +208,7 @@ class JobGossip:
         """Where what we say of the job has changed, or was said too long ago. Whoever is on the way of saying it is waited for."""
         async with self._saying.setdefault(record.job, asyncio.Lock()):
             signed = self._signed(record)
-            said, at = self._said.get(signed.job, (None, 0.0))
-            if said != signed or self._context.clock.monotonic() - at >= RENEWED_SECONDS:
+            if self._said.get(signed.job) != signed:
                 await self._publish(signed)
 
     def _signed(self, record: JobRecord) -> JobRecord:
@@ -247,13 +249,12 @@ class JobGossip:
         return known[1]
 
     async def _publish(self, signed: JobRecord) -> None:
-        now = self._context.clock.monotonic()
         try:
             await self._context.directory.publish(signed, ttl_seconds=JOB_TTL_SECONDS)
         except SwarmError as error:
             log.warning("job %s (%s): not published: %s", signed.name, signed.job[:12], error)
         else:
-            self._said[signed.job] = signed, now
+            self._said[signed.job] = signed
 
     # --- what single peers get to hear
 

@@ -18,7 +18,7 @@ from fusion.swarm.claims import tenure as tenures
 from fusion.swarm.claims.claim_cache import ClaimCache
 from fusion.swarm.claims.election import rank, winner
 from fusion.swarm.claims.leases import LeaseConfig, Leases
-from fusion.swarm.claims.tenure import VOTE_SECONDS, Holding
+from fusion.swarm.claims.tenure import DESERTED_SECONDS, VOTE_SECONDS, Holding
 from fusion.swarm.claims.votes import Vote, seal_vote
 from fusion.swarm.directory.api import RECORD_TTL_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, JobId, Place, Record
@@ -673,6 +673,65 @@ def test_after_a_partition_one_owner_is_left_and_the_other_is_told() -> None:
     asyncio.run(scenario())
 
 
+def test_after_a_partition_whose_witness_is_gone_the_owner_that_it_voted_against_gives_way() -> None:
+    """Each would wait for the other for ever, and neither for a neighbour of its own."""
+
+    async def scenario() -> None:
+        room = Room(4)
+        one, voter, two, thief = room.leases
+        ids = [identity.peer_id for identity in room.identities]
+        first, _ = await two_stages(room)
+
+        async def asked(place: Place, holding: Holding) -> tuple[bytes, ...]:
+            return (voter.voting.vote(*place, holding, two.peer_id),)
+
+        two.request_votes = asked
+        room.network.partition([ids[0], ids[3]], ids[1:3])
+        for _ in range(int(RECORD_TTL_SECONDS) + 1):
+            await room.beat()
+            await see(room)
+        second = await two.claim(JOB, 0, 0.2)
+        assert second is not None and second.term == 2
+        for _ in range(3):
+            await room.beat()
+            await see(room)
+        room.network.heal()
+        room.leases.remove(voter)  # it is gone for good, and its stage with it
+        for _ in range(int(RECORD_TTL_SECONDS + VOTE_SECONDS)):  # its votes are old by now
+            for term, proof in ((3, ()), (4, (against(thief, first, thief),)), (2, two.mine()[0].proof)):
+                await room.directories[3].publish(
+                    claim_record(room.identities[3], term=term, score=1.0, proof=proof)
+                )
+            await room.beat()
+            assert one.mine() == (first,) and len(two.mine()) == 1
+        for _ in range(int(DESERTED_SECONDS)):
+            await room.beat()
+        assert one.mine() == () and room.lost[0] == [first]
+        assert [(c.peer, c.term) for c in two.mine()] == [(two.peer_id, 2)]
+
+    asyncio.run(scenario())
+
+
+def test_an_owner_that_is_left_alone_gives_way_to_nobody_without_the_votes_of_its_last_neighbours() -> None:
+    async def scenario() -> None:
+        room = Room(4)
+        one, voter, two, thief = room.leases
+        first, _ = await two_stages(room)
+        old = against(voter, first, two)
+        room.leases.remove(voter)
+        for _ in range(int(RECORD_TTL_SECONDS) + 1):
+            await room.beat()
+        for _ in range(2 * int(DESERTED_SECONDS)):
+            for term, proof in ((2, ()), (3, (against(thief, first, thief), old)), (9, (b"x", old))):
+                await room.directories[3].publish(
+                    claim_record(room.identities[3], term=term, score=1.0, proof=proof)
+                )
+            await room.beat()
+        assert one.mine() == (first,) and room.lost[0] == []
+
+    asyncio.run(scenario())
+
+
 def test_without_a_majority_s_word_no_claim_costs_a_live_owner_anything() -> None:
     async def scenario() -> None:
         room = Room(4)
@@ -1003,7 +1062,12 @@ def test_nothing_is_kept_of_stages_that_were_given_up() -> None:
             both = await asyncio.gather(leases.claim(JOB, stage, 0.5), leases.claim(JOB, stage, 0.5))
             assert both[0] is not None and both[0] == both[1]  # one after the other
             await leases.release(JOB, stage)
-        assert not leases._locks and not leases._proving and not leases.voting._against_us
+        assert (
+            not leases._locks
+            and not leases._proving
+            and not leases._followed
+            and not leases.voting._against_us
+        )
 
     asyncio.run(main())
 
