@@ -128,7 +128,9 @@ def start(
     if memory is not None:
         chosen["memory_bytes"] = options.parse_lent(memory, "--memory")
     if http != "off":
-        chosen["http"] = options.http_config(http, http_key)
+        api = options.http_config(http, http_key)
+        api.listen().close()  # a port that is taken is told now, and not seconds later
+        chosen["http"] = api
     elif http_key is not None:
         raise ValueError("--http-key: there is no HTTP API with --http off")
     if disk is not None:

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -120,6 +121,17 @@ def test_bad_input_is_one_line_and_exit_code_2(
     captured = capsys.readouterr()
     assert named in one_line(captured.err)
     assert captured.out == ""
+
+
+def test_a_port_of_the_api_that_is_taken_is_told_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusion.runtime.peer.peer.open_peer", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main.main(["start", "--home", str(tmp_path), "--http", f"127.0.0.1:{port}"]) == 1
+    assert f"--http: 127.0.0.1:{port}: Address already in use" in one_line(capsys.readouterr().err)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("draft", ["no/such/dir", "."])

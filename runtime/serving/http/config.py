@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
 MAX_KEYS_BYTES = 64 << 10
 MAX_KEYS = 256
+BACKLOG = 128
 KEY_CHARACTERS = 16  # of a key, at least: a short one can be guessed
 
 
@@ -35,6 +38,19 @@ class HttpConfig:
             return ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    def listen(self) -> socket.socket:
+        """A socket there that takes connections. OSError, in one line, where the port cannot be had."""
+        host = "127.0.0.1" if self.host == "localhost" else self.host
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM)[0]
+            listening = socket.create_server((str(address[0]), self.port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            number = error.errno or 0  # below 0 for a name that is not found
+            reason = os.strerror(number) if number > 0 else error.strerror or str(error)
+            raise OSError(f"--http: {self.host}:{self.port}: {reason}") from None
+        listening.setblocking(False)
+        return listening
 
     def url(self, port: int) -> str:
         """Of the API, as clients take it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -18,8 +17,6 @@ from fusion.runtime.serving.graphs.gateway import GraphGateway
 from fusion.runtime.serving.http.config import HttpConfig
 
 log = logging.getLogger(__name__)
-
-BACKLOG = 128
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ async def open_http(
 ) -> AsyncIterator[HttpServer]:
     """Answer until the block ends; then every answer ends too. OSError, in one line, where the port cannot be had. `loads`:
     of the stages that run here, for `/metrics`."""
-    listening = _listen(config)
+    listening = config.listen()
     port = int(listening.getsockname()[1])
     serving = asyncio.create_task(
         _serve(listening, port, config, context, gateway, graphs, loads), name="http"
@@ -55,19 +52,6 @@ async def open_http(
         serving.cancel()
         await asyncio.wait([serving])
         listening.close()
-
-
-def _listen(config: HttpConfig) -> socket.socket:
-    host = "127.0.0.1" if config.host == "localhost" else config.host
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, config.port, type=socket.SOCK_STREAM)[0]
-        listening = socket.create_server((str(address[0]), config.port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        number = error.errno or 0  # below 0 for a name that is not found
-        reason = os.strerror(number) if number > 0 else error.strerror or str(error)
-        raise OSError(f"--http: {config.host}:{config.port}: {reason}") from None
-    listening.setblocking(False)
-    return listening
 
 
 async def _serve(
