@@ -1,5 +1,5 @@
-"""What was made of bytes that come back every heartbeat, for a minute: a peer that has run for months holds no more than what it hears
-now. What comes back for longer is made anew once a minute, as records are whenever their authors renew them.
+"""What was made of bytes that come back every heartbeat, for a while: a peer that has run for months holds no more than what it hears
+now. What comes back for longer is made anew now and then, as records are whenever their authors renew them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from cachetools import TTLCache, cached
 
-SECONDS = 60.0
+SECONDS = 15.0  # some heartbeats, and longer than most records live
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
