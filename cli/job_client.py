@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fusion.cli.client import RETRY_SECONDS
 from fusion.cli.terminal.options import home_folder
@@ -229,9 +229,19 @@ async def _ask(context: Context, peer: PeerId, job: JobId) -> AsyncGenerator[Pro
         stream.abort()
 
 
-async def stop(context: Context, record: JobRecord, author: Identity) -> None:
-    """Ask the lead to end the job, signed with the key that launched it. SwarmError if it refuses or is gone."""
-    from fusion.runtime.job.protocol import JOB
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a job has ended that was to stop: after which step, and of which one its last snapshot is (-1: it has none)."""
+
+    state: Literal["done", "stopped"]
+    step: int
+    saved: int
+
+
+async def stop(context: Context, record: JobRecord, author: Identity, *, save: bool = False) -> Ending:
+    """Ask the lead to end the job, signed with the key that launched it; `save`: with a snapshot of where it is, which may take the
+    lead SAVE_SECONDS. SwarmError if it refuses or is gone."""
+    from fusion.runtime.job.protocol import JOB, SAVE_SECONDS
     from fusion.swarm.authority.statements import seal_statement, stop_statement
     from fusion.swarm.transport import call
 
@@ -240,12 +250,21 @@ async def stop(context: Context, record: JobRecord, author: Identity) -> None:
     if record.lead is None:
         raise SwarmError(f"the job {record.name} has no lead yet; try again in a moment")
     said = stop_statement(record.job, author.peer_id, time.time())
-    header = {"job": record.job, "statement": seal_statement(said, author.sign)}
+    save = save and record.kind == "train"
+    header = {"job": record.job, "statement": seal_statement(said, author.sign), "save": save}
+    seconds = STOP_SECONDS + save * SAVE_SECONDS
     try:
-        async with asyncio.timeout(STOP_SECONDS):
-            await call(context.transport, record.lead, JOB.name, "stop", header)
+        async with asyncio.timeout(seconds):
+            answer = await call(context.transport, record.lead, JOB.name, "stop", header)
     except TimeoutError:
-        raise SwarmError(f"the lead of {record.name} did not answer within {STOP_SECONDS:.0f} s") from None
+        raise SwarmError(f"the lead of {record.name} did not answer within {seconds:.0f} s") from None
+    state, step = answer.header.get("state"), answer.header.get("step")
+    saved = answer.header.get("snapshot_step")
+    return Ending(
+        state="done" if state == "done" else "stopped",
+        step=step if isinstance(step, int) else record.step,
+        saved=saved if isinstance(saved, int) else record.snapshot_step,
+    )
 
 
 def trainer_identity(home: Path) -> Identity:

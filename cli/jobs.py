@@ -96,6 +96,9 @@ async def _watch(job: str, way: client.Way, output: Output) -> None:
 @app.command()
 def stop(
     job: options.Job,
+    now: Annotated[
+        bool, typer.Option("--now", help="At once: what came after the newest snapshot is lost.")
+    ] = False,
     peer: options.PeerAddress = None,
     swarm_key: options.SwarmKey = None,
     bootstrap: options.Bootstrap = None,
@@ -103,17 +106,20 @@ def stop(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """End a job that was launched with this home."""
-    run(_stop(job, client.Way(home, bootstrap, peer, swarm_key), Output(as_json=json)), debug=debug)
+    """End a job that was launched with this home, one that trains with a snapshot of where it is."""
+    run(_stop(job, client.Way(home, bootstrap, peer, swarm_key), now, Output(as_json=json)), debug=debug)
 
 
-async def _stop(job: str, way: client.Way, output: Output) -> None:
+async def _stop(job: str, way: client.Way, now: bool, output: Output) -> None:
     async with client.connect(way) as context:
         author = job_client.trainer_identity(way.home)  # only now: who cannot join leaves nothing
         record = await job_client.find_job(context, job)
-        await job_client.stop(context, record, author)
-    output.emit({"job": record.job, "name": record.name, "state": "stopped"})
-    output.print_line(f"{record.name} ({record.job[:12]}) is stopped")
+        if record.kind == "train" and not now:
+            output.note(f"{record.name} ends with a snapshot of the step that is under way (--now: without)")
+        end = await job_client.stop(context, record, author, save=not now)
+    output.emit({"job": record.job, "name": record.name, **asdict(end)})
+    trained = f" after {end.step} steps, saved at step {max(end.saved, 0)}" if record.kind == "train" else ""
+    output.print_line(f"{record.name} ({record.job[:12]}) is {end.state}{trained}")
 
 
 app.command()(invites.invite)

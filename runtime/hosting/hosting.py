@@ -77,7 +77,7 @@ class Hosting:
         self.board = board = JobBoard(context.peer_id)
         kept = None if files is None else KeptWords(files, context.clock.monotonic)
         self._gossip = JobGossip(context, services, board, self._snapshotted, kept)
-        self._server = JobServer(context, board, self._gossip, self.nudge, self._stopped)
+        self._server = JobServer(context, board, self._gossip, self.nudge, self._finish, self._stopped)
         self._stages = HostedStages(context, services, board, self._gossip, config.cool_down_seconds)
         self._gossip.isolated = self._stages.faults.isolated
         self.failures = self._stages.failures
@@ -217,6 +217,11 @@ class Hosting:
 
     def _snapshotted(self, record: JobRecord) -> None:
         self._pool.follow(record)
+
+    def _finish(self, job: JobId) -> bool:
+        """Have a job that we lead come to its last snapshot and end; False where there is nothing to wait for."""
+        first = self._stages.running.get((job, 0))
+        return first is not None and first.service.stop(job)
 
     def _stopped(self, job: JobId) -> None:
         self._stages.end(job)

@@ -55,6 +55,7 @@ JOB = WireProtocol(
     about="launch, watch and stop a job; the news of a snapshot",
     idle_seconds=3600.0,  # between two steps that a watcher is told of
 )
+SAVE_SECONDS = 600.0  # that a job which is to stop has for its last snapshot
 HOLD = WireProtocol(
     name="/fusion/hold/2",
     about="who holds a stage; an owner that is gone or leaves, and its successor",

@@ -35,7 +35,7 @@ class Callbacks:
     it; `stop` ends a job; `status` and `note` say how it goes, `replaced` which job has ended."""
 
     hand_over: Callable[[Path, int], Awaitable[Prepared]]
-    stop: Callable[[JobRecord], Awaitable[None]]
+    stop: Callable[[JobRecord], Awaitable[object]]
     status: Callable[[str], None]
     note: Callable[[str], None]
     replaced: Callable[[JobId], None]

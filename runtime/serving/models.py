@@ -56,6 +56,10 @@ class ServedModels:
             return {}
         return await self.generating.pass_on(job, stage)
 
+    def stop(self, job: JobId) -> bool:
+        """Nothing of a served model is to be saved."""
+        return False
+
     def stay(self, job: JobId, stage: int) -> None:
         self.generating.stay(job, stage)
 

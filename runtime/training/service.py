@@ -143,12 +143,10 @@ class TrainingService:
                 host = self._host_for(job)
 
     def stop(self, job: JobId) -> bool:
-        """End the job after the step that is under way, with a snapshot. False if we do not lead it."""
+        """End the job after the step that is under way, with a snapshot. False if we do not lead it, or no step is under way: then
+        everybody would go back to the newest snapshot first."""
         host = self._hosts.get((job, 0))
-        if host is None or host.lead is None:
-            return False
-        host.lead.stop()
-        return True
+        return host is not None and host.lead is not None and host.lead.stop()
 
     # --- streams
 

@@ -172,12 +172,13 @@ def test_two_jobs_at_once_finish_and_a_third_one_is_stopped_by_its_launcher_alon
     goes_on = with_client(peers.root / "client", swarm[0].address, still_running)
     [stopped] = peers.run("jobs", "stop", "endless", "--home", str(laptop), "--peer", swarm[1].address)
     assert (stopped["job"], stopped["state"]) == (job, "stopped")
+    assert stopped["step"] == stopped["saved"] > goes_on, "with a snapshot of its last step"
 
     async def is_over(context: Context) -> None:
         await until_idle(context, job, swarm)
         assert [progress.state async for progress in watch(context, job)][-1] == "stopped"
         record = await find_job(context, "endless")
-        assert record.step >= goes_on and record.snapshot is not None
+        assert record.step == record.snapshot_step == stopped["step"] and record.snapshot is not None
         await asyncio.sleep(2 * HEARTBEAT_SECONDS)  # and nobody takes it up again
         await until_idle(context, job, swarm)
         assert await owners(context, job) == [None, None]

@@ -54,6 +54,7 @@ class Pretence:
         self.terms: dict[Place, int] = {}
         self.begun: list[Place] = []
         self.figures: dict[JobId, Progress] = {}
+        self.last_snapshots: dict[JobId, Progress] = {}
 
     async def host(
         self,
@@ -93,6 +94,18 @@ class Pretence:
     async def pass_on(self, job: JobId, stage: int) -> dict[str, Any]:
         self.passed_on.append((job, stage))
         return {"step": 7}
+
+    def stop(self, job: JobId) -> bool:
+        """With `last_snapshots` of it, the job ends at the next one, after a while."""
+        ending = self.last_snapshots.pop(job, None)
+        if ending is not None:
+            asyncio.get_running_loop().call_later(0.3, self._stopped, job, ending)
+        return ending is not None
+
+    def _stopped(self, job: JobId, ending: Progress) -> None:
+        self.figures[job] = ending
+        if (job, 0) in self.running:
+            self.end(job, 0)
 
     def stay(self, job: JobId, stage: int) -> None:
         self.stayed.append((job, stage))

@@ -22,6 +22,7 @@ from fusion.swarm.transport import PeerId
 
 REMEMBERED_WORDS = 100
 REMEMBERED_ENDS = 1000
+STOPPED = "stopped by whoever launched it"
 CONCLUDED = frozenset({"done", "stopped"})  # ends that no later lead can change
 
 
@@ -45,6 +46,7 @@ class Led:
     record: JobRecord
     author: PeerId
     told: tuple[Digest | None, str]  # the snapshot and state that everybody was told of at once
+    stop: tuple[bytes, ...] = ()  # the author's word that it is to stop, once it has come to its end
 
 
 class JobBoard:
@@ -115,16 +117,24 @@ class JobBoard:
         led = self._led.get(job)
         if led is None or progress is None or led.record.state in ENDED:
             return
+        stopped = progress.state == "stopped"
+        message = STOPPED if stopped and led.stop else progress.error or progress.message
         led.record = replace(
             led.record,
             state=progress.state,
             step=progress.step,
             snapshot=progress.snapshot,
             snapshot_step=progress.snapshot_step,
-            message=one_line(progress.error or progress.message),
+            message=one_line(message),
+            proof=led.stop if stopped else led.record.proof,
         )
         if progress.finished:
             self._bury(led.record, progress)
+
+    def stop_at_end(self, job: JobId, proof: tuple[bytes, ...]) -> None:
+        """A job that we lead is about to end since its author says so, whose statement is the `proof`: nobody is told of it before
+        the job has come to its last snapshot."""
+        self._led[job].stop = proof
 
     def cut_short(
         self,

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from fusion.runtime.belief.shared_work import SharedWork
-from fusion.runtime.hosting.jobs.board import JobBoard
+from fusion.runtime.hosting.jobs.board import STOPPED, JobBoard
 from fusion.runtime.hosting.jobs.gossip import JobGossip
 from fusion.runtime.hosting.jobs.watchers import BUSY, Turn, Watchers
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.progress import Progress
-from fusion.runtime.job.protocol import JOB
+from fusion.runtime.job.protocol import JOB, SAVE_SECONDS
 from fusion.swarm.authority.access import chain_of
 from fusion.swarm.authority.statements import opened
 from fusion.swarm.claims.election import winner
@@ -41,12 +41,14 @@ class JobServer:
         board: JobBoard,
         gossip: JobGossip,
         nudged: Callable[[], None],
+        finish: Callable[[JobId], bool],
         stopped: Callable[[JobId], None],
     ) -> None:
         self._context = context
         self._board = board
         self._gossip = gossip
         self._nudged = nudged
+        self._finish = finish
         self._stopped = stopped
         self._watchers = Watchers(context.clock.monotonic)
         self._leads: SharedWork[JobId, PeerId | None] = SharedWork(context.clock.monotonic, READ_SECONDS)
@@ -66,10 +68,13 @@ class JobServer:
         elif frame.kind == "watch":
             await self._watch(stream, job)
         elif frame.kind == "stop":
-            record = self._stop(job, frame.header.get("statement"))
+            record = await self._stop(job, frame.header.get("statement"), frame.header.get("save") is True)
             await self._gossip.publish_job(job)
-            await stream.send("ok")
-            await self._gossip.notify_owners(record)
+            try:
+                ended = {"state": record.state, "step": record.step, "snapshot_step": record.snapshot_step}
+                await stream.send("ok", ended)
+            finally:  # whoever asked may not have waited
+                await self._gossip.notify_owners(record)
         elif frame.kind == "revoke":
             new = self._revoke(job, frame.header.get("revocation"))
             await stream.send("ok")
@@ -140,26 +145,49 @@ class JobServer:
             raise JobError("revoke needs a newer list, signed by whoever gives grants in the job")
         return data
 
-    def _stop(self, job: JobId, shown: object) -> JobRecord:
-        """The record of the job once it is stopped. JobError where it is not for the asker, or for us, to stop it."""
-        progress = self._gossip.figures(job)
-        record = self._board.word(job)
-        if record is not None and record.state in ENDED:
-            raise JobError(f"the job {record.name} is {record.state} already")
-        if record is None or not self._board.leads(job):
-            raise JobError(f"this peer does not lead the job {job[:12]}: ask its lead")
+    async def _stop(self, job: JobId, shown: object, save: bool) -> JobRecord:
+        """The record of the job once it is stopped; `save`: with a snapshot of the step that is under way, if that takes no longer than
+        SAVE_SECONDS. JobError where it is not for the asker, or for us, to stop it."""
+        self._check_led(job)
         given = [shown] if isinstance(shown, bytes) else []
         said = next((each for each, _ in opened(given, job, self._context.directory.verify)), None)
         if not isinstance(shown, bytes) or said is None or said.state != "stopped":
             raise JobError("stop needs the signed statement that the job is stopped")
         if said.signer != self._board.author(job):
             raise JobError("only whoever launched the job may stop it")
+        if save:
+            self._board.stop_at_end(job, (shown,))
+            if self._finish(job) and (ended := await self._end_of(job)) is not None:
+                return ended
+            self._check_led(job)
         # Whoever reads the record checks that for itself.
-        record = self._board.cut_short(
-            job, "stopped", "stopped by whoever launched it", progress, proof=(shown,)
-        )
+        progress = self._gossip.figures(job)
+        record = self._board.cut_short(job, "stopped", STOPPED, progress, proof=(shown,))
         self._stopped(job)
         return record
+
+    def _check_led(self, job: JobId) -> None:
+        """JobError for a job that has ended, or that we do not lead."""
+        self._gossip.figures(job)
+        record = self._board.word(job)
+        if record is not None and record.state in ENDED:
+            raise JobError(f"the job {record.name} is {record.state} already")
+        if record is None or not self._board.leads(job):
+            raise JobError(f"this peer does not lead the job {job[:12]}: ask its lead")
+
+    async def _end_of(self, job: JobId) -> JobRecord | None:
+        """The record of a job that we led to its end; None where it has not come to one in SAVE_SECONDS, or we lead it no more."""
+        clock = self._context.clock
+        until = clock.monotonic() + SAVE_SECONDS
+        while clock.monotonic() < until:
+            self._gossip.figures(job)
+            record = self._board.word(job)
+            if record is not None and record.state in ENDED:
+                return record
+            if not self._board.leads(job):
+                return None
+            await asyncio.sleep(WATCH_SECONDS)
+        return None
 
 
 async def _send_progress(stream: Stream, progress: Progress) -> None:

@@ -45,5 +45,9 @@ class Service(Protocol):
         """We leave: stop a stage that runs here at a boundary where nothing is lost. What the successor's `host` gets,
         msgpack-able, below 16 KiB. Raises JobError where it cannot; the caller bounds the time."""
 
+    def stop(self, job: JobId) -> bool:
+        """Whoever launched the job ends it: save what it has come to, if its first stage runs here and has anything to save, and end.
+        Whether that was begun: `progress` tells of the end, and the stage's `host` returns."""
+
     def stay(self, job: JobId, stage: int) -> None:
         """Nobody took the stage that `pass_on` stopped, or still waits to stop: go on with it."""

@@ -166,9 +166,10 @@ class Lead:
         """Have the owner of a stage hand it to that peer at a step boundary."""
         self._send(stage, m.Move(peer))
 
-    def stop(self) -> None:
-        """End the job after the step that is under way, with a snapshot."""
+    def stop(self) -> bool:
+        """End the job after the step that is under way, with a snapshot. Whether there is one."""
         self._event(e.Stop())
+        return self._state.phase == "running"
 
     def update_progress(self, **fields: object) -> None:
         """Change what the progress says."""

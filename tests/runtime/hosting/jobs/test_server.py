@@ -10,6 +10,7 @@ import pytest
 from support.hosting import over, published_by, reads_of, swarm, until
 
 from fusion.runtime.hosting.jobs import server
+from fusion.runtime.hosting.jobs.board import STOPPED
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
@@ -348,6 +349,42 @@ def test_whoever_launched_a_job_stops_it_on_every_peer(tmp_path: Path) -> None:
             assert (len(lead.service.begun), len(other.service.begun)) == (1, 1)
             with pytest.raises(RemoteError, match="is stopped already"):
                 await call(made.client(), lead.id, JOB.name, "stop", request)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["saved", "not in time"])
+def test_a_job_that_is_to_stop_comes_to_its_last_snapshot_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    monkeypatch.setattr(server, "SAVE_SECONDS", 2.0)
+
+    async def main() -> None:
+        async with swarm(tmp_path) as made:
+            lead, other = await made.join(), await made.join()
+            job = await made.launch(made.manifest(lead, other), stages=2)
+            await asyncio.gather(lead.look(), other.look())
+            await until(lambda: bool(lead.service.running and other.service.running))
+            lead.service.figures[job] = lead_figures(job)
+            last = Digest("6" * 64)
+            ending = replace(lead_figures(job), state="stopped", step=33, snapshot=last, snapshot_step=33)
+            lead.service.last_snapshots[job] = ending if saved else lead_figures(job)
+            if not saved:
+                monkeypatch.setattr(lead.service, "_stopped", lambda *_: made.clock.advance(2.5))
+            request = {**signed(made.trainer, job), "save": True}
+            asked = asyncio.create_task(call(made.client(), lead.id, JOB.name, "stop", request))
+            await asyncio.sleep(0.1)
+            await lead.look()
+            assert (await made.record(job)).state == "running", "nobody is told before it has come to its end"
+            answer = await asked
+            step, snapshot = (33, last) if saved else (30, SNAPSHOT)
+            wanted = {"state": "stopped", "step": step, "snapshot_step": 33 if saved else 20}
+            assert (answer.kind, answer.header) == ("ok", wanted)
+            await over(lead, (job, 0))
+            await over(other, (job, 1))  # the author's word is there with the record
+            record = await made.record(job)
+            assert (record.state, record.snapshot, record.step) == ("stopped", snapshot, step)
+            assert record.message == STOPPED
 
     asyncio.run(main())
 
