@@ -10,7 +10,8 @@ swarm_key      a closed swarm: whose members show each other tokens, and answer 
 transport      what the rest knows of the wire: frames, streams, a transport; `call` for one question and one answer
 protocol       how a protocol is listed, with its cap; those of the swarm itself
 subnets        whose neighbours two addresses are; pure
-recent         what was made of bytes that come back, for a minute
+recent         what was made of bytes that come back, for a while
+machine        the cores and control groups that this process has of its machine
 idle_connections   which connections that nobody uses are given up; pure
 shares         who holds how much of what has run out, and who gives way; pure
 turns          whoever holds some of it is told when it has to be given up

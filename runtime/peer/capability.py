@@ -22,8 +22,8 @@ from fusion.runtime.job.worker import Worker
 from fusion.runtime.peer.free_memory import free_bytes
 from fusion.runtime.peer.probes import LARGE, SMALL, Probe, fitted, probes
 from fusion.runtime.planes.plane import Plane, RngKey
+from fusion.swarm.machine import usable_cores
 from fusion.swarm.printable import error_line
-from fusion.swarm.streams.p2pd import usable_cores
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fusion.runtime.peer.client_context import BLOB_QUOTA_BYTES
 from fusion.runtime.serving.http.config import HttpConfig
-from fusion.swarm.streams.p2pd import usable_cores
+from fusion.swarm.machine import usable_cores
 
 
 @dataclass(frozen=True, kw_only=True)

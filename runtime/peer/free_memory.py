@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import psutil
 
-MEMBERSHIP = Path("/proc/self/cgroup")
-MOUNTED = Path("/sys/fs/cgroup")
+from fusion.swarm.machine import groups
+
 # Of the second and the first version: limit and usage of a group, and what of the usage the kernel takes back when it needs room.
 FILES = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -25,27 +25,11 @@ def free_bytes() -> int:
 
 def _left_by_groups() -> Iterator[int]:
     """What each group that we are in leaves, as far as it has a limit and the kernel tells."""
-    for folder in _groups():
+    for folder in groups("memory"):
         for limit, usage, cached in FILES:
             with suppress(OSError, ValueError):  # of the other version; "max": there is no limit
                 most = int((folder / limit).read_text())
                 yield most - int((folder / usage).read_text()) + _cached(folder, cached)
-
-
-def _groups() -> Iterator[Path]:
-    """Ours, and those that it lies in. A container sees its own at the root, and may be told a path that is there for its host alone."""
-    try:
-        lines = MEMBERSHIP.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:  # number:controllers:path; the second version has no controllers there
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root = MOUNTED / "memory" if controllers else MOUNTED
-        inside = PurePosixPath(path.lstrip("/"))
-        yield from (root / each for each in (inside, *inside.parents))
 
 
 def _cached(folder: Path, name: str) -> int:

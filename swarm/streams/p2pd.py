@@ -23,6 +23,7 @@ from pathlib import Path
 from fusion.swarm.errors import TransportError
 from fusion.swarm.identity import Identity
 from fusion.swarm.idle_connections import Connections
+from fusion.swarm.machine import usable_cores
 from fusion.swarm.streams import p2pd_guard
 
 logger = logging.getLogger(__name__)
@@ -195,13 +196,6 @@ def daemon_cores(cores: int) -> int:
     """On how many of a machine's cores p2pd runs at once. Left alone, its Go runtime wakes a thread on each for every few KiB that
     arrive: on two cores a message of 256 KiB then costs twice as much processor time as on one, and the stages compute there."""
     return min(MOST_CORES, max(1, cores // 2))
-
-
-def usable_cores() -> int:
-    """Those of this machine that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _close_lifeline(process: asyncio.subprocess.Process) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from fusion.runtime.peer import capability, free_memory
+from fusion.swarm import machine
 
 GIB = 1 << 30
 Group = Callable[..., None]
@@ -26,8 +27,8 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Group:
         (folder / usage).write_text(f"{used}\n")
         (folder / "memory.stat").write_text(f"anon 5\n{name} {cached}\n")
 
-    monkeypatch.setattr(free_memory, "MOUNTED", tmp_path)
-    monkeypatch.setattr(free_memory, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(machine, "MOUNTED", tmp_path)
+    monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(free_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
     return make
 

@@ -27,9 +27,10 @@ from fusion.swarm.errors import (
     TransportError,
 )
 from fusion.swarm.identity import Identity
+from fusion.swarm.machine import usable_cores
 from fusion.swarm.streams.p2p import P2PTransport
 from fusion.swarm.streams.p2p_config import P2PConfig
-from fusion.swarm.streams.p2pd import daemon_cores, usable_cores
+from fusion.swarm.streams.p2pd import daemon_cores
 from fusion.swarm.streams.p2pd_control import SILENT_SECONDS
 from fusion.swarm.transport import Stream
 
