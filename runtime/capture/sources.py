@@ -27,11 +27,13 @@ from fusion.runtime.job.manifest import EMBEDDING, SourceConfig
 from fusion.runtime.job.model_files import (
     ABOUT_FILE,
     GRAPH_FILE,
+    MAX_JSON_BYTES,
     WEIGHTS_FILE,
     chat_files,
     check_model,
     is_exported,
     is_exported_directory,
+    read_capped,
 )
 from fusion.runtime.job.spec import GPTConfig, HuggingFaceConfig
 from fusion.runtime.job.text import check_tokenizer
@@ -209,11 +211,9 @@ def _captured(model: HuggingFaceModel) -> tuple[Graph, int]:
 def exported(directory: Path, dtype: str | None = None) -> LanguageModel:
     """A directory that `jobs export` wrote, in the dtype of its graph. Raises JobError, GraphError, and JobError for another
     `dtype`: in float32 an export does not say which of its numbers a model rounds."""
-    try:
-        about = About.from_json((directory / ABOUT_FILE).read_bytes(), str(directory / ABOUT_FILE))
-        inference = serialise.decode((directory / GRAPH_FILE).read_bytes())
-    except OSError as error:
-        raise JobError(f"{error.filename}: {error.strerror}") from None
+    path = directory / ABOUT_FILE
+    about = About.from_json(read_capped(path, MAX_JSON_BYTES), str(path))
+    inference = serialise.decode(read_capped(directory / GRAPH_FILE, serialise.MAX_BYTES))
     runs_in = inference.types[inference.outputs[0]].dtype
     if dtype not in (None, runs_in):
         raise JobError(

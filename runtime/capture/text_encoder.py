@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.model_files import json_object
+from fusion.runtime.job.model_files import json_object, json_value
 
 MODULES_FILE = "modules.json"
 LIMITS_FILE = "sentence_bert_config.json"
@@ -68,9 +68,8 @@ def pooling_of(directory: Path, *, encoder: bool) -> Pooling | None:
 
 def _of_modules(directory: Path, modules: Path) -> Pooling:
     try:
-        said = json.loads(modules.read_bytes())
-        steps = [(str(step["type"]).rpartition(".")[2], str(step["path"])) for step in said]
-    except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
+        steps = [(str(step["type"]).rpartition(".")[2], str(step["path"])) for step in json_value(modules)]
+    except (TypeError, KeyError) as error:
         raise JobError(f"{modules} cannot be read: {error}") from error
     kinds = [kind for kind, _ in steps]
     for kind in kinds:

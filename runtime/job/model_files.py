@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -134,18 +135,31 @@ def check_own(path: Path, directory: Path) -> None:
 
 def json_object(path: Path) -> dict[str, Any]:
     """JobError for a file that holds no JSON object, or has more than MAX_JSON_BYTES."""
-    try:
-        size = path.stat().st_size
-        found = (
-            json.loads(path.read_bytes()) if size <= MAX_JSON_BYTES else None
-        )  # UTF-8, whatever the locale is
-    except (OSError, ValueError, RecursionError) as error:
-        raise JobError(f"{path} cannot be read: {error}") from error
-    if size > MAX_JSON_BYTES:
-        raise JobError(f"{path} has {size} bytes; the limit is {MAX_JSON_BYTES}")
+    found = json_value(path)
     if not isinstance(found, dict):
         raise JobError(f"{path} holds no JSON object")
     return found
+
+
+def json_value(path: Path) -> Any:
+    """JobError for a file that holds no JSON, or has more than MAX_JSON_BYTES."""
+    try:
+        return json.loads(read_capped(path, MAX_JSON_BYTES))  # UTF-8, whatever the locale is
+    except (ValueError, RecursionError) as error:
+        raise JobError(f"{path} cannot be read: {error}") from error
+
+
+def read_capped(path: Path, most: int) -> bytes:
+    """The bytes of a file that came with a model. JobError where it cannot be read, or has more than `most`."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(most + 1) if size <= most else b""
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error}") from error
+    if (size := max(size, len(data))) > most:  # a device has no size of its own
+        raise JobError(f"{path} has {size} bytes; the limit is {most}")
+    return data
 
 
 def chat_files(directory: Path) -> dict[str, bytes]:
@@ -192,9 +206,7 @@ def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     try:
         if path.is_file():
             check_own(path, directory)
-            if (size := path.stat().st_size) > CHAT_FILES[CHAT_TEMPLATE_FILE]:
-                raise JobError(f"{path} has {size} bytes; the limit is {CHAT_FILES[CHAT_TEMPLATE_FILE]}")
-            return path.read_text("utf-8")
+            return read_capped(path, CHAT_FILES[CHAT_TEMPLATE_FILE]).decode()
     except (OSError, UnicodeError) as error:
         raise JobError(f"{path} cannot be read: {error}") from error
     found = config.get("chat_template")

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from fusion.runtime.capture import sources
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.model_files import CHAT_FILES, chat_files, check_model
+from fusion.runtime.job.model_files import CHAT_FILES, chat_files, check_model, read_capped
 
 TEMPLATE = "{{ messages[0].content }}\u00e9\n"
 NAMED = [{"name": "tool_use", "template": "other"}, {"name": "default", "template": TEMPLATE}]
@@ -104,6 +105,21 @@ def test_one_for_all_of_the_memory_is_not_read(name: str, tmp_path: Path) -> Non
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_device_in_the_place_of_a_file_has_no_end_and_is_not_read_to_it(tmp_path: Path) -> None:
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    with pytest.raises(JobError, match="has 1001 bytes; the limit is 1000"):
+        read_capped(tmp_path / "zero", 1000)
+
+
+@pytest.mark.parametrize("name", ["fusion.json", "inference.graph"])
+def test_files_of_an_export_that_are_too_large_are_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "fusion.json").write_text('{"vocabulary": 8, "max_sequence": 8}')
+    (tmp_path / name).touch()
+    os.truncate(tmp_path / name, (64 << 20) + 1)
+    with pytest.raises(JobError, match=rf"{name} has 67108865 bytes; the limit is 67108864"):
+        sources.exported(tmp_path)
 
 
 def test_a_link_to_what_is_no_part_of_the_model_is_not_followed(tmp_path: Path) -> None:
