@@ -107,6 +107,8 @@ def test_liars_are_not_believed(worlds: Worlds, count: int) -> None:
         ("proof", "deposed", 150),
         pytest.param("votes", "deposed", 260, marks=pytest.mark.slow),
         pytest.param("belief", "durable", 1, marks=pytest.mark.slow),
+        ("snapshot", "durable", 2143507),
+        ("witness", "alive", 2151927),
     ],
 )
 def test_a_check_that_is_left_out_is_found_by_liars(worlds: Worlds, plant: str, told: str, seed: int) -> None:
@@ -116,6 +118,12 @@ def test_a_check_that_is_left_out_is_found_by_liars(worlds: Worlds, plant: str, 
         *("--processes", "1"),
     )
     assert any(text.startswith(told) for text in found["violations"].values()), found["violations"]
+
+
+@pytest.mark.parametrize("seed", [1084, 1980458, 2082580, 2143507, 2144563, 2151927])
+def test_worlds_that_failed_once_hold(worlds: Worlds, seed: int) -> None:
+    found = worlds("--worlds", "1", "--seed", str(seed), "--liars", "3", "--processes", "1")
+    assert found["violations"] == {}
 
 
 def test_a_world_repeats(run: Run) -> None:
