@@ -239,11 +239,11 @@ class Ending:
 
 
 async def stop(context: Context, record: JobRecord, author: Identity, *, save: bool = False) -> Ending:
-    """Ask the lead to end the job, signed with the key that launched it; `save`: with a snapshot of where it is, which may take the
-    lead SAVE_SECONDS. SwarmError if it refuses or is gone."""
+    """Ask the lead to end the job, signed with the key that launched it; `save`: with a snapshot of where it is, which may take
+    SAVE_SECONDS once the lead has said that it takes one. SwarmError if it refuses or is gone."""
     from fusion.runtime.job.protocol import JOB, SAVE_SECONDS
     from fusion.swarm.authority.statements import seal_statement, stop_statement
-    from fusion.swarm.transport import call
+    from fusion.swarm.transport import checked
 
     if record.lead is None and record.state in ENDED:
         raise SwarmError(f"the job {record.name} is {record.state} already")
@@ -252,10 +252,19 @@ async def stop(context: Context, record: JobRecord, author: Identity, *, save: b
     said = stop_statement(record.job, author.peer_id, time.time())
     save = save and record.kind == "train"
     header = {"job": record.job, "statement": seal_statement(said, author.sign), "save": save}
-    seconds = STOP_SECONDS + save * SAVE_SECONDS
+    seconds = STOP_SECONDS
     try:
-        async with asyncio.timeout(seconds):
-            answer = await call(context.transport, record.lead, JOB.name, "stop", header)
+        async with asyncio.timeout(seconds) as patience:
+            stream = await context.transport.open(record.lead, JOB.name)
+            try:
+                await stream.send("stop", header)
+                answer = checked(await stream.receive())
+                if answer.kind == "saving":
+                    seconds += SAVE_SECONDS
+                    patience.reschedule(asyncio.get_running_loop().time() + seconds)
+                    answer = checked(await stream.receive())
+            finally:
+                stream.abort()
     except TimeoutError:
         raise SwarmError(f"the lead of {record.name} did not answer within {seconds:.0f} s") from None
     state, step = answer.header.get("state"), answer.header.get("step")

@@ -6,7 +6,9 @@ The frames of /fusion/job/1: docs/protocols.md.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fusion.runtime.belief.shared_work import SharedWork
@@ -22,7 +24,7 @@ from fusion.swarm.authority.statements import opened
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.job_order import ENDED
 from fusion.swarm.directory.records import JobId, JobRecord, is_digest
-from fusion.swarm.errors import StreamBroken
+from fusion.swarm.errors import StreamBroken, SwarmError
 from fusion.swarm.transport import PeerId, Stream
 
 WATCH_SECONDS = 0.25
@@ -68,7 +70,8 @@ class JobServer:
         elif frame.kind == "watch":
             await self._watch(stream, job)
         elif frame.kind == "stop":
-            record = await self._stop(job, frame.header.get("statement"), frame.header.get("save") is True)
+            saving = partial(stream.send, "saving") if frame.header.get("save") is True else None
+            record = await self._stop(job, frame.header.get("statement"), saving)
             await self._gossip.publish_job(job)
             try:
                 ended = {"state": record.state, "step": record.step, "snapshot_step": record.snapshot_step}
@@ -145,9 +148,11 @@ class JobServer:
             raise JobError("revoke needs a newer list, signed by whoever gives grants in the job")
         return data
 
-    async def _stop(self, job: JobId, shown: object, save: bool) -> JobRecord:
-        """The record of the job once it is stopped; `save`: with a snapshot of the step that is under way, if that takes no longer than
-        SAVE_SECONDS. JobError where it is not for the asker, or for us, to stop it."""
+    async def _stop(
+        self, job: JobId, shown: object, saving: Callable[[], Awaitable[None]] | None
+    ) -> JobRecord:
+        """The record of the job once it is stopped; `saving`: with a snapshot of the step that is under way, if that takes no longer than
+        SAVE_SECONDS, and it is called when that begins. JobError where it is not for the asker, or for us, to stop it."""
         self._check_led(job)
         given = [shown] if isinstance(shown, bytes) else []
         said = next((each for each, _ in opened(given, job, self._context.directory.verify)), None)
@@ -155,10 +160,13 @@ class JobServer:
             raise JobError("stop needs the signed statement that the job is stopped")
         if said.signer != self._board.author(job):
             raise JobError("only whoever launched the job may stop it")
-        if save:
+        if saving is not None:
             self._board.stop_at_end(job, (shown,))
-            if self._finish(job) and (ended := await self._end_of(job)) is not None:
-                return ended
+            if self._finish(job):
+                with suppress(SwarmError):  # whoever asked may not wait
+                    await saving()
+                if (ended := await self._end_of(job)) is not None:
+                    return ended
             self._check_led(job)
         # Whoever reads the record checks that for itself.
         progress = self._gossip.figures(job)

@@ -353,11 +353,12 @@ def test_whoever_launched_a_job_stops_it_on_every_peer(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("saved", [True, False], ids=["saved", "not in time"])
+@pytest.mark.parametrize("how", ["saved", "not in time", "nobody waits"])
 def test_a_job_that_is_to_stop_comes_to_its_last_snapshot_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(server, "SAVE_SECONDS", 2.0)
+    saved = how != "not in time"
 
     async def main() -> None:
         async with swarm(tmp_path) as made:
@@ -372,14 +373,18 @@ def test_a_job_that_is_to_stop_comes_to_its_last_snapshot_first(
             if not saved:
                 monkeypatch.setattr(lead.service, "_stopped", lambda *_: made.clock.advance(2.5))
             request = {**signed(made.trainer, job), "save": True}
-            asked = asyncio.create_task(call(made.client(), lead.id, JOB.name, "stop", request))
-            await asyncio.sleep(0.1)
+            stream = await made.client().open(lead.id, JOB.name)
+            await stream.send("stop", request)
+            assert checked(await stream.receive()).kind == "saving"
             await lead.look()
             assert (await made.record(job)).state == "running", "nobody is told before it has come to its end"
-            answer = await asked
             step, snapshot = (33, last) if saved else (30, SNAPSHOT)
-            wanted = {"state": "stopped", "step": step, "snapshot_step": 33 if saved else 20}
-            assert (answer.kind, answer.header) == ("ok", wanted)
+            if how == "nobody waits":
+                stream.abort()
+            else:
+                answer = checked(await stream.receive())
+                wanted = {"state": "stopped", "step": step, "snapshot_step": 33 if saved else 20}
+                assert (answer.kind, answer.header) == ("ok", wanted)
             await over(lead, (job, 0))
             await over(other, (job, 1))  # the author's word is there with the record
             record = await made.record(job)
