@@ -115,7 +115,7 @@ async def _stop(job: str, way: client.Way, now: bool, output: Output) -> None:
         author = job_client.trainer_identity(way.home)  # only now: who cannot join leaves nothing
         record = await job_client.find_job(context, job)
         if record.kind == "train" and not now:
-            output.note(f"{record.name} ends with a snapshot of the step that is under way (--now: without)")
+            output.note(f"{record.name} is saved before it stops (--now: it stops at once)")
         end = await job_client.stop(context, record, author, save=not now)
     output.emit({"job": record.job, "name": record.name, **asdict(end)})
     trained = f" after {end.step} steps, saved at step {max(end.saved, 0)}" if record.kind == "train" else ""
