@@ -179,6 +179,21 @@ def _empty(node: fx.Node, _: Values) -> tuple[str, Values]:
     return "aten.zeros", {"size": tuple(made.shape), "dtype": made.dtype}
 
 
+def _cat(node: fx.Node, values: Values) -> tuple[str, Values]:
+    """Without the pieces of one dimension that have nothing, which torch passes over whatever shape the others have: so code begins a
+    cache."""
+
+    def has_nothing(piece: fx.Node) -> bool:
+        value = piece.meta["val"]
+        sizes = [size if isinstance(size, int) else None for size in value.shape]
+        return (
+            sizes == [0] and value.dtype == node.meta["val"].dtype
+        )  # of another it may change what comes out
+
+    pieces = [piece for piece in values["tensors"] if not has_nothing(piece)]
+    return "aten.cat", {**values, "tensors": pieces or values["tensors"]}
+
+
 def _dropout(_: fx.Node, values: Values) -> tuple[str, Values]:
     return "fusion.dropout", {"self": values["input"], "p": float(values["p"])}
 
@@ -266,6 +281,7 @@ _CASTS = frozenset({
 _RESPELT: Mapping[str, Callable[[fx.Node, Values], tuple[str, Values]]] = {
     **dict.fromkeys(_CASTS, _cast),
     **dict.fromkeys(("aten.empty.memory_format", "aten.empty_like", "aten.new_empty"), _empty),
+    "aten.cat": _cat,
     "aten.dropout": _dropout,
     "aten.scaled_dot_product_attention": _attention,
     "aten.gelu": _gelu,

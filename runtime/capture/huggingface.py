@@ -291,6 +291,8 @@ def _is_encoder(config: Any) -> bool:
     named = [str(name) for name in getattr(config, "architectures", None) or ()]
     if not named or not all(name.endswith(("Model", "ForMaskedLM")) for name in named):
         return False
+    if any(name.endswith("LMHeadModel") for name in named):  # XLM's, say, which generates
+        return False
     return type(config) in _transformers().MODEL_FOR_MASKED_LM_MAPPING
 
 

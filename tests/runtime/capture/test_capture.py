@@ -76,7 +76,7 @@ def shapes(x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # (batch, 4, 6)
     return (
         x.view(batch, 24), x.reshape(-1, 6), x.flatten(1), x.transpose(1, 2).contiguous().view(batch, 24), x.permute(2, 0, 1),
         x[:, 1], x[:, 1:3, ::2], x[..., -2:], x[:, :, None], x.unsqueeze(-1).expand(batch, 4, 6, 2), x[:, [0, 2]], x.mT,
-        torch.cat([a, b, c], 2), torch.stack([f, g]), d, e, h, x.repeat(1, 2, 1), x.repeat_interleave(2, 1), x.flip(1),
+        torch.cat([a, b, c], 2), torch.cat([torch.tensor([]), x, b], -1), torch.stack([f, g]), d, e, h, x.repeat(1, 2, 1), x.repeat_interleave(2, 1), x.flip(1),
         x.roll(1, 2), x.tril(), functional.pad(x, (1, 2), value=3.0), x.unflatten(2, (2, 3)), x.squeeze(1),
         torch.zeros(batch, 3) + torch.arange(3) + torch.full((3,), 2.0), torch.ones_like(x), x.new_ones(batch, 2),
         x.gather(1, (x[:, :2] > 0).long()), x.narrow(2, 1, 3), torch.arange(batch) * 2, x * batch, x.diff(dim=-1),

@@ -56,6 +56,13 @@ def test_vectors_are_those_of_transformers_and_its_poolings(family: str, tmp_pat
     assert float((found - found[:1]).abs().max()) > 0.05  # they say something of the texts
 
 
+def test_a_model_with_a_head_for_the_next_token_is_no_encoder_whatever_its_family_is(tmp_path: Path) -> None:
+    """XLM's class ends in "Model" as those of bare encoders do."""
+    config = transformers.XLMConfig(vocab_size=64, emb_dim=32, n_layers=1, n_heads=2, causal=True)
+    transformers.XLMWithLMHeadModel(config).save_pretrained(tmp_path)
+    assert sources.in_files(tmp_path).about.outputs == ()
+
+
 def test_a_bare_encoder_gives_the_mean_of_its_tokens(tmp_path: Path) -> None:
     own = save(tmp_path, "bert", None)
     texts = [[3, 4, 5, 6], [9, 8]]
