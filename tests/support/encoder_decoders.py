@@ -47,7 +47,7 @@ def build(family: str, **more: Any) -> Any:
             model.shared.weight.mul_(0.1)
             model.shared.weight[END] = 0.0  # and nothing ends early
     if family == "bart":  # one that is tied says the same token again and again
-        drawn = torch.randn(VOCABULARY, config.d_model, generator=torch.Generator().manual_seed(0))
+        drawn = torch.randn(config.vocab_size, config.d_model, generator=torch.Generator().manual_seed(0))
         model.lm_head.weight = torch.nn.Parameter(drawn)
     model.generation_config = transformers.GenerationConfig(
         decoder_start_token_id=START, pad_token_id=0, eos_token_id=END
