@@ -186,9 +186,8 @@ def _cat(node: fx.Node, values: Values) -> tuple[str, Values]:
     def has_nothing(piece: fx.Node) -> bool:
         value = piece.meta["val"]
         sizes = [size if isinstance(size, int) else None for size in value.shape]
-        return (
-            sizes == [0] and value.dtype == node.meta["val"].dtype
-        )  # of another it may change what comes out
+        # One of another dtype may change that of the result.
+        return sizes == [0] and value.dtype == node.meta["val"].dtype
 
     pieces = [piece for piece in values["tensors"] if not has_nothing(piece)]
     return "aten.cat", {**values, "tensors": pieces or values["tensors"]}

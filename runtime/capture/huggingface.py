@@ -289,9 +289,9 @@ def _is_encoder(config: Any) -> bool:
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False):
         return False
     named = [str(name) for name in getattr(config, "architectures", None) or ()]
-    if not named or not all(name.endswith(("Model", "ForMaskedLM")) for name in named):
-        return False
-    if any(name.endswith("LMHeadModel") for name in named):  # XLM's, say, which generates
+    # XLMWithLMHeadModel generates.
+    bare = [re.search(r"(?<!LMHead)Model$|ForMaskedLM$", name) for name in named]
+    if not named or not all(bare):
         return False
     return type(config) in _transformers().MODEL_FOR_MASKED_LM_MAPPING
 

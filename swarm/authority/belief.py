@@ -208,14 +208,14 @@ def _majority(ends: Sequence[_Word], sight: Sight, stages: int) -> list[_Word]:
             floor = 0 if lead is None else lead[1]
             led = [word for word in agreed if (0, word.said.term, word.said.signer) in sight.held]
             if sight.law is not None:
-                led = [word for word in led if _led_rightly(word.said, sight, sight.law)]
+                led = [word for word in led if _lead_suffices(word.said, sight, sight.law)]
             by_lead = [word for word in led if word.said.term >= floor]
             if by_lead:
                 return by_lead
     return []
 
 
-def _led_rightly(said: Statement, sight: Sight, law: JobLaw) -> bool:
+def _lead_suffices(said: Statement, sight: Sight, law: JobLaw) -> bool:
     """Whether an owner goes by the word of its lead alone, who may have come to a vacant stage."""
     if said.state == "failed":
         return said.signer in law.chosen

@@ -98,9 +98,8 @@ class Leases:
         self.voting = Voting(peer_id, directory, self._ours, self._cache)
         self._locks: WeakValueDictionary[Place, asyncio.Lock] = WeakValueDictionary()  # of claims under way
         self._proving: dict[Place, float] = {}  # when votes were asked for last
-        self._followed: dict[
-            Place, float
-        ] = {}  # since when another follows us of whom nobody is left to tell us
+        # Since when another has followed us of whom no neighbour is left to tell us.
+        self._followed: dict[Place, float] = {}
         self._heartbeat = Heartbeat(
             self._ours, self._renew, self.standbys.renew, self._config.heartbeat_seconds
         )

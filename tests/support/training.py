@@ -459,6 +459,8 @@ async def ended(made: Swarm, lead: Peer) -> None:
 
 async def stopped(made: Swarm, lead: Peer, job: Job) -> dict[int, float]:
     """Stop the job; the loss of every step under this lead."""
+    before = lead.service.progress(job.prepared.job)
+    assert before is not None and before.owners, "it leads the job"
     lead.service.stop(job.prepared.job)  # at once where no step is under way
     await ended(made, lead)
     progress = lead.service.progress(job.prepared.job)

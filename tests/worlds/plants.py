@@ -99,8 +99,8 @@ def believe_anybody_of_a_job() -> None:
 
 def go_by_any_last_snapshot() -> None:
     """An owner whose stage is done goes by its lead's word, whatever snapshot that names."""
-    assert hasattr(belief, "_led_rightly") and hasattr(owners_seen.OwnersSeen, "takes_part")
-    belief._led_rightly = lambda *_: True  # type: ignore[assignment]
+    assert hasattr(belief, "_lead_suffices") and hasattr(owners_seen.OwnersSeen, "takes_part")
+    belief._lead_suffices = lambda *_: True  # type: ignore[assignment]
     owners_seen.OwnersSeen.takes_part = lambda *_: True  # type: ignore[method-assign]
 
 

@@ -260,10 +260,11 @@ def test_a_job_that_is_stopped_ends_with_a_snapshot_of_the_step_it_reached(tmp_p
             async for progress in lead.service.watch(work.prepared.job):
                 seen.append(progress)
                 if progress.step == 5:
-                    lead.service.stop(work.prepared.job)
+                    assert lead.service.stop(work.prepared.job)
             assert seen[-1].state == "stopped" and 5 <= seen[-1].step < 20
             assert seen[-1].snapshot_step == seen[-1].step
             await ended(made, lead)
+            assert not lead.service.stop(work.prepared.job), "there is nothing to save any more"
             weights = await exported_weights(lead, work, tmp_path / "out")
             module.load_state_dict(weights, strict=True)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from fusion.swarm.identity import Identity
 from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
+from fusion.swarm.transport import PeerId
 
 OTHER_JOB = JobId(digest("another job"))
 PROMPT = LeaseConfig(confirm_seconds=0)
@@ -641,27 +643,35 @@ def against(voter: Leases, claim: ClaimRecord, successor: Leases) -> bytes:
     return voter.voting.vote(claim.job, claim.stage, Holding(claim.peer, claim.term), successor.peer_id)
 
 
+async def divided(room: Room, *sides: Sequence[PeerId]) -> ClaimRecord:
+    """The claim of the first peer to stage 0, which the third one has claimed with the second one's vote, on the other side of a
+    partition that is over."""
+    one, voter, two = room.leases[:3]
+    first, _ = await two_stages(room)
+
+    async def asked(place: Place, holding: Holding) -> tuple[bytes, ...]:
+        return (voter.voting.vote(*place, holding, two.peer_id),)
+
+    two.request_votes = asked
+    room.network.partition(*sides)
+    for _ in range(int(RECORD_TTL_SECONDS) + 1):
+        await room.beat()
+        await see(room)
+    second = await two.claim(JOB, 0, 0.2)  # the minority's owner lives on, unseen
+    assert second is not None and second.term == 2 and one.mine() == (first,)
+    for _ in range(3):  # its neighbour bears it out meanwhile
+        await room.beat()
+        await see(room)
+    room.network.heal()
+    return first
+
+
 def test_after_a_partition_one_owner_is_left_and_the_other_is_told() -> None:
     async def scenario() -> None:
         room = Room(3)
-        one, voter, two = room.leases
+        one, _, two = room.leases
         ids = [identity.peer_id for identity in room.identities]
-        first, _ = await two_stages(room)
-
-        async def asked(place: Place, holding: Holding) -> tuple[bytes, ...]:
-            return (voter.voting.vote(*place, holding, two.peer_id),)
-
-        two.request_votes = asked
-        room.network.partition(ids[:1], ids[1:])
-        for _ in range(int(RECORD_TTL_SECONDS) + 1):
-            await room.beat()
-            await see(room)
-        second = await two.claim(JOB, 0, 0.2)  # the minority's owner lives on, unseen
-        assert second is not None and second.term == 2 and one.mine() == (first,)
-        for _ in range(3):  # its neighbour bears it out meanwhile
-            await room.beat()
-            await see(room)
-        room.network.heal()
+        first = await divided(room, ids[:1], ids[1:])
         for _ in range(5):
             await room.beat()
             await see(room)
@@ -680,22 +690,7 @@ def test_after_a_partition_whose_witness_is_gone_the_owner_that_it_voted_against
         room = Room(4)
         one, voter, two, thief = room.leases
         ids = [identity.peer_id for identity in room.identities]
-        first, _ = await two_stages(room)
-
-        async def asked(place: Place, holding: Holding) -> tuple[bytes, ...]:
-            return (voter.voting.vote(*place, holding, two.peer_id),)
-
-        two.request_votes = asked
-        room.network.partition([ids[0], ids[3]], ids[1:3])
-        for _ in range(int(RECORD_TTL_SECONDS) + 1):
-            await room.beat()
-            await see(room)
-        second = await two.claim(JOB, 0, 0.2)
-        assert second is not None and second.term == 2
-        for _ in range(3):
-            await room.beat()
-            await see(room)
-        room.network.heal()
+        first = await divided(room, [ids[0], ids[3]], ids[1:3])
         room.leases.remove(voter)  # it is gone for good, and its stage with it
         for _ in range(int(RECORD_TTL_SECONDS + VOTE_SECONDS)):  # its votes are old by now
             for term, proof in ((3, ()), (4, (against(thief, first, thief),)), (2, two.mine()[0].proof)):

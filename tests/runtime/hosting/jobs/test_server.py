@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hosting import over, published_by, reads_of, swarm, until
+from support.hosting import Peer, Swarm, over, published_by, reads_of, swarm, until
 
 from fusion.runtime.hosting.jobs import server
 from fusion.runtime.hosting.jobs.board import STOPPED
@@ -325,14 +325,20 @@ def signed(identity: Identity, job: JobId, **changes: Any) -> dict[str, Any]:
     return {"job": job, "statement": seal_statement(said, identity.sign)}
 
 
+async def two_owners(made: Swarm) -> tuple[Peer, Peer, JobId]:
+    """Of a job of two stages, both of which run; the first one leads."""
+    lead, other = await made.join(), await made.join()
+    job = await made.launch(made.manifest(lead, other), stages=2)
+    await asyncio.gather(lead.look(), other.look())
+    await until(lambda: bool(lead.service.running and other.service.running))
+    lead.service.figures[job] = lead_figures(job)
+    return lead, other, job
+
+
 def test_whoever_launched_a_job_stops_it_on_every_peer(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:
-            lead, other = await made.join(), await made.join()
-            job = await made.launch(made.manifest(lead, other), stages=2)
-            await asyncio.gather(lead.look(), other.look())
-            await until(lambda: bool(lead.service.running and other.service.running))
-            lead.service.figures[job] = lead_figures(job)
+            lead, other, job = await two_owners(made)
             request = signed(made.trainer, job)
             assert (await call(made.client(), lead.id, JOB.name, "stop", request)).kind == "ok"
             await over(lead, (job, 0))
@@ -362,11 +368,7 @@ def test_a_job_that_is_to_stop_comes_to_its_last_snapshot_first(
 
     async def main() -> None:
         async with swarm(tmp_path) as made:
-            lead, other = await made.join(), await made.join()
-            job = await made.launch(made.manifest(lead, other), stages=2)
-            await asyncio.gather(lead.look(), other.look())
-            await until(lambda: bool(lead.service.running and other.service.running))
-            lead.service.figures[job] = lead_figures(job)
+            lead, other, job = await two_owners(made)
             last = Digest("6" * 64)
             ending = replace(lead_figures(job), state="stopped", step=33, snapshot=last, snapshot_step=33)
             lead.service.last_snapshots[job] = ending if saved else lead_figures(job)
