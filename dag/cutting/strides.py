@@ -31,8 +31,9 @@ def view_gaps(call: Call, shape: Shape, given: Gaps) -> Gaps | None:
     at = call["dim"] % len(before)
     # What lies before the dimension has less behind it now.
     found = {new[place] if (place := old.index(gap)) <= at else gap for gap in given}
-    if before != shape:
-        found.add(old[at + 1] if len(shape) < len(before) else new[at])
+    selected = len(shape) < len(before)
+    if before != shape and not (selected and before[at] == 1):  # the only one of one is all of them
+        found.add(old[at + 1] if selected else new[at])
     if call.values.get("step", 1) != 1:
         found.add(old[at + 1])
     return frozenset(found - {new[0]})

@@ -41,6 +41,8 @@ def test_the_heads_of_a_split_projection_are_views() -> None:
     assert views((B, S, 36), ("aten.slice.Tensor", 0, 1, None, 1), ("aten.flatten.using_ints", 0, -1))
     assert not views((B, S, 36), ("aten.slice.Tensor", 1, 1, None, 1), ("aten.flatten.using_ints", 0, 1))
     assert not views((B, S, 36), part, ("aten.contiguous",))
+    assert views((2, 1, 2), ("aten.select.int", 1, 0), ("aten.reshape", (4,)))
+    assert not views((2, 2, 2), ("aten.select.int", 1, 0), ("aten.reshape", (4,)))
 
 
 @settings(max_examples=examples(300), deadline=None)
