@@ -176,11 +176,12 @@ def cut_sizes(*speeds: float) -> list[int]:
     return sorted(len(part.graph.nodes) for part in found.parts)
 
 
-@pytest.mark.parametrize("speeds", [(1e8, 1e8), (1e8, 1.02e8)])
-def test_stages_take_equal_time_where_one_answer_alone_can_bear_that(speeds: tuple[float, float]) -> None:
-    """One answer takes as long wherever the cut is: several at once want every peer busy."""
-    less, more = cut_sizes(*speeds)
-    assert more <= 1.2 * less
+@pytest.mark.parametrize("times", [1.0, 1.02, 1.1, 1.25, 1.5])
+def test_stages_take_equal_time_where_one_answer_alone_can_bear_that(times: float) -> None:
+    """One answer takes about as long wherever the cut is: several at once want every peer busy. A peer that is faster by so many
+    times, or by what a probe is wrong by, gets as much more."""
+    less, more = cut_sizes(1e8, times * 1e8)
+    assert more <= 1.2 * times * less
 
 
 def test_a_slow_peer_gets_no_more_than_one_answer_alone_can_bear() -> None:
