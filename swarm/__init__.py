@@ -12,6 +12,7 @@ protocol       how a protocol is listed, with its cap; those of the swarm itself
 subnets        whose neighbours two addresses are; pure
 recent         what was made of bytes that come back, for a while
 machine        the cores and control groups that this process has of its machine
+delay_window   how much of what can wait is on its way over a link; pure
 idle_connections   which connections that nobody uses are given up; pure
 shares         who holds how much of what has run out, and who gives way; pure
 turns          whoever holds some of it is told when it has to be given up

@@ -16,7 +16,15 @@ from fusion.runtime.job.progress import Progress, StageLoad, StageLoading
 from fusion.runtime.job.protocol import GENERATE, GENERATE_MORE, RING
 from fusion.runtime.serving.answers.gateway import Gateway, GatewayConfig
 from fusion.runtime.serving.loaded_stage import LoadedStage
-from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition, refusal, shown, takes_batches
+from fusion.runtime.serving.ring.links import (
+    GATEWAY,
+    LinkEnds,
+    RingPosition,
+    hears_acks,
+    refusal,
+    shown,
+    takes_batches,
+)
 from fusion.runtime.serving.ring.stage import RingStage
 from fusion.runtime.serving.stage_loader import StageLoader
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
@@ -204,6 +212,7 @@ class ServingService:
         await hosted.stage.attend(
             *(stream, ends.sender, lambda: refusal(access, stream.remote, ends, grants)),
             batches=takes_batches(said),
+            acks=hears_acks(said),
         )
 
     async def _running(self, stream: Stream, ends: LinkEnds) -> _Hosted:

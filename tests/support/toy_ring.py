@@ -26,7 +26,7 @@ from fusion.runtime.planes.plane import Piece
 from fusion.runtime.serving.drafts.draft_model import DraftModel
 from fusion.runtime.serving.requests.request import Sampling, pack_tokens
 from fusion.runtime.serving.ring.frames import plan_ring
-from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition, takes_batches
+from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition, hears_acks, takes_batches
 from fusion.runtime.serving.ring.sampling import sample
 from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
 from fusion.runtime.serving.ring.stage import RingStage
@@ -312,7 +312,7 @@ async def ring_of(
     older: Collection[int] = (),
     **serve: Any,
 ) -> AsyncIterator[Ring]:
-    """`older`: stages that know nothing of several frames in one."""
+    """`older`: stages that know nothing of several frames in one, nor of acks."""
     settings: dict[str, Any] = {
         "cache": "kv",
         "max_sequence": 64,
@@ -333,7 +333,8 @@ async def ring_of(
         async def handler(stream: Stream, stage: RingStage = stage, old: bool = i in older) -> None:
             said = await hello(stream)
             ends = LinkEnds.from_hello(said, PeerId("us"))
-            await stage.attend(stream, ends.sender, batches=not old and takes_batches(said))
+            knows = {"batches": takes_batches(said), "acks": hears_acks(said)}
+            await stage.attend(stream, ends.sender, **({} if old else knows))
 
         await transport.serve(RING.name, handler)
         ring.planes.append(plane)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
@@ -18,12 +18,14 @@ from fusion.runtime.job.protocol import RING
 from fusion.runtime.serving.requests.request import whole
 from fusion.runtime.serving.ring.batches import BATCHES
 from fusion.swarm.authority.access import Access, chain_of
+from fusion.swarm.delay_window import DelayWindow
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.streams.queued_stream import QueuedStream, dial
 from fusion.swarm.transport import Frame, PeerId, Transport, checked
 
 GATEWAY = -1  # in place of a stage index: the sender is the gateway of some sessions
+ACKS = "acks"  # in a hello: its dialler hears how much of prompts has come; in `batches`: the far end says so
 # Links that no session needs stay for the next one, as long as what stages keep of a session; to dial again takes a round trip or two.
 # Who is at the far end may be a stranger's word, so there are not more of them than so many.
 IDLE_SECONDS = 600.0
@@ -68,6 +70,16 @@ def shown(hello: Mapping[str, Any]) -> tuple[bytes, ...]:
 def takes_batches(hello: Mapping[str, Any]) -> bool:
     """Whether its dialler takes several frames in one."""
     return hello.get(BATCHES) is True
+
+
+def hears_acks(hello: Mapping[str, Any]) -> bool:
+    """Whether its dialler, a stage, hears how much of prompts has come."""
+    return hello.get(ACKS) is True
+
+
+def prompt_bytes(frame: Frame) -> int:
+    """What a `chunk` counts for in acks: payload of a prompt, but for its end, after which a token is chosen."""
+    return 0 if frame.header.get("sample") is True else len(frame.payload)
 
 
 def refusal(access: Access, peer: PeerId, ends: LinkEnds, grants: tuple[bytes, ...]) -> str | None:
@@ -122,10 +134,13 @@ class RingLinks:
         needed: Callable[[], Collection[LinkEnds]],
         clock: Callable[[], float],
         chain: ShownGrants = no_grants,
+        acked: Callable[[], None] = lambda: None,
     ) -> None:
         """`needed`: the ends of the links that open sessions have, or are about to ask for; `chain`: the grants that we show in a
-        job."""
+        job; `acked` is called where more of prompts has come to a far end."""
         self.taking = WeakSet[QueuedStream]()  # whose far ends take several frames in one
+        self._windows = WeakKeyDictionary[QueuedStream, DelayWindow]()  # of those that say what has come
+        self._acked = acked
         self._transport = transport
         self._chain = chain
         self._on_frame = on_frame
@@ -155,6 +170,16 @@ class RingLinks:
             self._close_idle()
             return link
 
+    def in_window(self, link: QueuedStream) -> bool:
+        """Whether more of a prompt may go out over it although tokens would wait behind that."""
+        window = self._windows.get(link)
+        return window is None or window.open or link.ended.is_set()
+
+    def sent(self, link: QueuedStream, size_bytes: int) -> None:
+        """So much of a prompt has gone out over it."""
+        if (window := self._windows.get(link)) is not None:
+            window.send(size_bytes, self._clock())
+
     def _close_idle(self) -> None:
         """Close what no session has needed for long, and what is too many; look again in a while."""
         now, needed, used_at = self._clock(), {*self._needed()}, dict[LinkEnds, float]()
@@ -175,11 +200,17 @@ class RingLinks:
 
     def _hello(self, ends: LinkEnds) -> dict[str, object]:
         chain = self._chain(ends.job)
-        return {**ends.to_header(), BATCHES: True, **({"grants": list(chain)} if chain else {})}
+        acks = {} if ends.sender == GATEWAY else {ACKS: True}
+        return {**ends.to_header(), BATCHES: True, **acks, **({"grants": list(chain)} if chain else {})}
 
     def _received(self, ends: LinkEnds, link: QueuedStream, frame: Frame) -> None:
         if frame.kind == BATCHES:
             self.taking.add(link)
+            if frame.header.get(ACKS) is True:
+                self._windows.setdefault(link, DelayWindow())
+        elif frame.kind == "ack" and link in self._windows:
+            self._windows[link].ack(whole(frame.header, "bytes", -1), self._clock())
+            self._acked()
         else:
             self._on_frame(ends, frame)
 

@@ -154,10 +154,14 @@ class Schedule(Generic[Session]):
         return GUESSES // max(1, len(self._decoding | {session.id}))
 
     def next_turn(
-        self, now: float = 0.0, clear: Callable[[Session], bool] = lambda session: True
+        self,
+        now: float = 0.0,
+        clear: Callable[[Session], bool] = lambda session: True,
+        in_window: Callable[[Session], bool] = lambda session: True,
     ) -> tuple[Work[Session], ...]:
         """The chunks that run together next, one a session; nothing while none waits, or for as long as `rest` says. `clear`:
-        whether what a chunk of the session gives can go out."""
+        whether what a chunk of the session gives can go out; `in_window`: whether what one of a prompt gives may go out although
+        tokens of others, who decode, would wait behind it."""
         first: dict[SessionId, Work[Session]] = {}
         for work in self._waiting:
             if work.session.id not in self._held and clear(work.session):
@@ -174,7 +178,13 @@ class Schedule(Generic[Session]):
             return ()
         tokens = fair_rows(tokens, self._of, users)[: max(1, share)]
         prompts = self._prompts.ranked(
-            [work for work in first.values() if not _decodes(work.chunk)], self._of
+            [
+                work
+                for work in first.values()
+                if not _decodes(work.chunk)
+                and (not self._decoding - {work.session.id} or in_window(work.session))
+            ],
+            self._of,
         )
         chosen: list[Work[Session]] = []
         decodes = bool(tokens) and not (prompts and self._decoded)

@@ -24,7 +24,15 @@ from fusion.runtime.serving.ring.constraint import Constrain, unconstrained
 from fusion.runtime.serving.ring.drafting import Drafting
 from fusion.runtime.serving.ring.frames import Parcel, RingPlan
 from fusion.runtime.serving.ring.gateways import Gateways
-from fusion.runtime.serving.ring.links import GATEWAY, FullLinks, RingPosition, ShownGrants, no_grants
+from fusion.runtime.serving.ring.links import (
+    ACKS,
+    GATEWAY,
+    FullLinks,
+    RingPosition,
+    ShownGrants,
+    no_grants,
+    prompt_bytes,
+)
 from fusion.runtime.serving.ring.schedule import Work
 from fusion.runtime.serving.ring.session import Chunk, SessionId, guessed_tokens
 from fusion.runtime.serving.ring.stage_session import Outcome, StageRunner, StageSession, Token
@@ -61,13 +69,13 @@ class RingStage:
         self._runner = runner
         self._plan = plan
         self._position = position
+        self._arrived = asyncio.Event()  # work came, or what there is may run now
         self._sessions = StageSessions(
-            transport, worker, self._runner, plan, position, clock, chain, constrain
+            transport, worker, self._runner, plan, position, clock, chain, constrain, self._arrived.set
         )
         self._schedule = self._sessions.schedule
         self._drafting = Drafting(worker, runner, self._schedule, clock)
         self._gateways = Gateways(plan, position, self._sessions, self._advance, doubt, self._drafting)
-        self._arrived = asyncio.Event()  # work came
         self._leaving = False
         self._streams: set[Stream] = set()
         self._full = FullLinks(self._arrived.set, UNSENT_BYTES)
@@ -137,9 +145,11 @@ class RingStage:
         refusal: Callable[[], str | None] = lambda: None,
         *,
         batches: bool = False,
+        acks: bool = False,
     ) -> None:
         """Answer one incoming stream of a gateway or of another stage until it ends. `refusal`: why the other end may not
-        take part in the job, if so; it is asked again before each session. `batches`: it takes several frames in one."""
+        take part in the job, if so; it is asked again before each session. `batches`: it takes several frames in one; `acks`: it
+        hears how much of prompts has come."""
         if (refused := refusal()) is not None:
             raise JobError(f"{self._position.name}: {refused}")
         if not self.running:
@@ -148,18 +158,21 @@ class RingStage:
             await self._gateways.attend(stream, refusal, batches=batches)
             return
         if batches:
-            await stream.send(BATCHES, {})
+            await stream.send(BATCHES, {ACKS: True} if acks else {})
         if fed := self._plan.incoming_by(sender):
             stream.allow(max(MAX_BYTES, *(parcel.most_bytes(self._position.serve) for parcel in fed)))
         self._streams.add(stream)
+        came = acked = 0  # of prompts
         try:
             while True:
                 frame = await stream.receive()
                 match frame.kind:
                     case "chunk":
+                        came += prompt_bytes(frame)
                         await self._take_chunk(sender, stream.remote, frame)
                     case "chunks":
                         for each in frames_of(frame, partial(self._size_of, sender)):
+                            came += prompt_bytes(each)
                             await self._take_chunk(sender, stream.remote, each)
                     case "token":
                         self._take_token(stream.remote, frame.header)
@@ -168,6 +181,9 @@ class RingStage:
                             self._take_token(stream.remote, each.header)
                     case _:
                         raise FrameError(f"stages send chunks and tokens, not {frame.kind!r:.40}")
+                if acks and came > acked:
+                    acked = came
+                    await stream.send("ack", {"bytes": came})
         finally:
             self._streams.discard(stream)
 
@@ -320,7 +336,7 @@ class RingStage:
         """`passing`: what the turn before gave is on its way."""
         while True:
             now = self._clock()
-            turn = self._schedule.next_turn(now, self._clear)
+            turn = self._schedule.next_turn(now, self._clear, self._sessions.in_window)
             self._sessions.room.set()
             if turn:
                 return turn
@@ -378,7 +394,10 @@ class RingStage:
         if hops:
             header = {"session": session.id, **chunk.to_header()}
             for (parcel, link), payload in zip(hops, outcome.sends, strict=True):
-                chunks.put(link, header, payload, parcel.size_bytes(chunk.length))
+                size_bytes = parcel.size_bytes(chunk.length)
+                chunks.put(link, header, payload, size_bytes)
+                if not chunk.sample:
+                    self._sessions.sent(link, size_bytes)
         if session.feed is not None and not chunk.sample:
             self._advance(session)  # the prompt's next chunk, behind what others have waiting
 

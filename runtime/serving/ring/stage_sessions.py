@@ -60,7 +60,9 @@ class StageSessions:
         clock: Callable[[], float],
         chain: ShownGrants = no_grants,
         constrain: Constrain = unconstrained,
+        acked: Callable[[], None] = lambda: None,
     ) -> None:
+        """`acked` is called where more of prompts has come to a stage that we feed."""
         self._constrain = constrain
         self._suppressed = suppressed_by(position.serve) if plan.last else None
         self.terms = {position.term}
@@ -79,7 +81,13 @@ class StageSessions:
         self._plan = plan
         self._position = position
         self._links = RingLinks(
-            transport, on_frame=_unasked, on_end=self._lost, needed=self._needed, clock=clock, chain=chain
+            transport,
+            on_frame=_unasked,
+            on_end=self._lost,
+            needed=self._needed,
+            clock=clock,
+            chain=chain,
+            acked=acked,
         )
         self._tasks: asyncio.TaskGroup | None = None
         self._emptied = asyncio.Event()  # no session is left
@@ -103,6 +111,14 @@ class StageSessions:
     def taking(self) -> WeakSet[QueuedStream]:
         """The streams whose far ends take several frames in one: ours to other stages, and those of gateways."""
         return self._links.taking
+
+    def in_window(self, session: StageSession) -> bool:
+        """Whether a chunk of its prompt may go out although others' tokens would wait behind it."""
+        return all(self._links.in_window(link) for _, link in (*session.hops, *session.source_hops))
+
+    def sent(self, link: QueuedStream, size_bytes: int) -> None:
+        """So much of a prompt has gone out over a link of ours."""
+        self._links.sent(link, size_bytes)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Take sessions; what they need runs in `tasks`."""

@@ -20,6 +20,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.ring import batches
 from fusion.runtime.serving.ring.batches import BATCHES, BY_ITSELF, TurnFrames, frames_of
 from fusion.runtime.serving.ring.frames import Parcel
+from fusion.swarm.delay_window import DelayWindow
 from fusion.swarm.errors import FrameError
 from fusion.swarm.streams.frames import HEAD_BYTES, decode_header, encode
 from fusion.swarm.streams.queued_stream import QueuedStream
@@ -173,3 +174,36 @@ def test_a_gateway_that_knows_of_it_hears_of_all_its_sessions_at_once() -> None:
             assert kinds["tokens"] >= 5
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("older", [(), (1,)])
+def test_of_a_prompt_little_is_under_way_while_others_decode(
+    older: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a stage that says what has come; one of the release before gets all of it at once, as before."""
+    monkeypatch.setattr("fusion.swarm.delay_window.LEAST_BYTES", 1)
+    monkeypatch.setattr("fusion.swarm.delay_window.MOST_BYTES", 1)
+    under_way: list[int] = []
+    send = DelayWindow.send
+
+    def sent(self: DelayWindow, size_bytes: int, now: float) -> None:
+        assert size_bytes > 0
+        under_way.append(0 if self.open else size_bytes)
+        send(self, size_bytes, now)
+
+    monkeypatch.setattr(DelayWindow, "send", sent)
+    prompt = [(7 * i) % VOCABULARY for i in range(48)]
+
+    async def main() -> None:
+        async with ring_of(SHAPES["two"], older=older, max_sequence=256) as ring:
+            decoding = asyncio.create_task(ring.generate([1, 2], 200))
+            while ring.rings[0].tokens < 4:
+                await asyncio.sleep(0.001)
+            assert await ring.generate(prompt, 3) == reference(SHAPES["two"], prompt, 3)
+            assert not decoding.done()
+            assert await decoding == reference(SHAPES["two"], [1, 2], 200)
+            await ring.freed()
+
+    asyncio.run(main())
+    assert not any(under_way)
+    assert bool(under_way) == (not older)

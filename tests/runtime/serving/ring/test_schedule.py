@@ -101,6 +101,18 @@ def test_tokens_and_prompts_have_turns_by_turns_and_those_of_prompts_are_short_w
     assert schedule.next_turn() == (prompts[1], prompts[0])
 
 
+def test_a_prompt_whose_link_is_full_enough_waits_while_others_decode_and_only_then() -> None:
+    schedule, (a, b, c) = scheduled(1, "abc")
+    for each in (full := work(a, 0, 16), clear := work(b, 0, 16), token := work(c, 9)):
+        schedule.add(each)
+    turns = [schedule.next_turn(in_window=lambda session: session is not a) for _ in range(3)]
+    assert turns == [(token,), (clear,), ()]
+    assert schedule.next_turn() == (full,)
+    schedule.add(full)
+    schedule.remove(c)
+    assert schedule.next_turn(in_window=lambda session: False) == (full,)
+
+
 def test_the_short_end_of_a_prompt_runs_with_tokens_and_its_short_chunks_do_not() -> None:
     schedule, (a, b, c) = scheduled(1, "abc")
     chunk = Work(a, Chunk(0, SHORT_POSITIONS, sample=False), memoryview(b""))
