@@ -16,6 +16,7 @@ TARGET_SECONDS = 0.025  # that our bytes may add to the delay
 # By how much of itself the window grows or shrinks at most in one round trip: until it has once been too large, and from then on, where
 # what it does shows a round trip later (more than TARGET_SECONDS of one would swing).
 FIRST_GAIN, GAIN = 0.5, 0.3
+MOST_WAITING = 4096  # chunks that are under way
 BASE_SECONDS = 600.0  # for which the shortest delay seen counts: ways change
 
 
@@ -26,7 +27,8 @@ class DelayWindow:
         self.window_bytes = float(LEAST_BYTES)
         self._sent = 0
         self._acked = 0
-        self._waiting: deque[tuple[int, float]] = deque()  # what was sent up to and with each, and when
+        # What was sent up to and with each, and when; who says nothing of them loses the first.
+        self._waiting: deque[tuple[int, float]] = deque(maxlen=MOST_WAITING)
         self._base, self._base_at = math.inf, 0.0
         self._swelled = False  # it has been too large once
 
