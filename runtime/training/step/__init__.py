@@ -10,6 +10,7 @@ lead_state       what it knows
 gathering        who is here, and when a step begins or everybody goes back
 dismissal        what it does about a stage that fails
 faults           what failed at which owner, and whether it is the job's own fault
+stalls           whether a step stands still, and with whom
 history          which state a stage has: a digest of what it applied
 checkpoint       what everybody can go back to
 handover_state   what a leaving owner gives to the next

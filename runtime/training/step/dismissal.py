@@ -11,6 +11,7 @@ from fusion.runtime.training.step.faults import (
     GRADIENTS_RECEIVED,
     PATIENCE,
     RECEIVED,
+    REMEMBERED,
     Verdict,
     add,
     at,
@@ -21,6 +22,7 @@ from fusion.runtime.training.step.faults import (
 from fusion.runtime.training.step.gathering import gather, lose, restore
 from fusion.runtime.training.step.lead_state import LeadState, Result
 
+NEVER_JOINED = -1  # in place of the incarnation of an owner: nobody has it
 PATIENCE_WITH_NUMBERS = 2  # as PATIENCE, where one peer has the whole job: the same numbers come out again
 
 
@@ -85,8 +87,23 @@ def fail(state: LeadState, stage: int) -> Result:
 def dismiss(state: LeadState, stage: int) -> Result:
     """Have the owner leave its stage to another peer."""
     term, incarnation, _ = state.here.join_ids[stage]
+    return _give_up(state, stage, term, incarnation)
+
+
+def stand_still(state: LeadState, event: e.StandsStill) -> Result:
+    """As `dismiss`, also one that never joined. It is no fault of the job, however many owners go so."""
+    stage, term = event.stage, event.term
+    joined = state.here.join_ids.get(stage)
+    incarnation = joined[1] if joined is not None and joined[0] == term else NEVER_JOINED
+    seen = (*state.stood_still, (state.step, stage, event.peer))[-REMEMBERED:]
+    return _give_up(replace(state, stood_still=seen), stage, term, incarnation)
+
+
+def _give_up(state: LeadState, stage: int, term: int, incarnation: int) -> Result:
     dismissed = {**state.dismissed, stage: (term, incarnation)}
     state, actions = lose(replace(state, dismissed=dismissed), stage)
+    if not any(isinstance(action, m.Discard) for action in actions):  # no step is under way
+        actions = (m.Discard(state.attempt, state.faults), *actions)
     give_up = ((stage, term, incarnation),)
     told = (
         replace(action, give_up=give_up) if isinstance(action, m.Discard) else action for action in actions

@@ -14,6 +14,7 @@ from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.history import UNKNOWN
 from fusion.runtime.training.step.run_statistics import Attempt
+from fusion.swarm.transport import PeerId
 
 # --- the lead hears from its own peer
 
@@ -33,6 +34,15 @@ class ChangeCodecs:
     """Tensors are to be sent otherwise from the next step on."""
 
     codecs: EdgeCodecs
+
+
+@dataclass(frozen=True)
+class StandsStill:
+    """The step does, with the owner of a stage, for which a standby is ready."""
+
+    stage: int
+    peer: PeerId
+    term: int
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,7 @@ class GiveUp:
 
 
 LeadEvent = (
-    m.Join | m.Suspect | m.Ready | m.Failed | m.Leaving | m.Lack | m.Saved | SnapshotDue | SnapshotLost | ChangeCodecs | Stop
+    m.Join | m.Suspect | m.Ready | m.Failed | m.Leaving | m.Lack | m.Saved | SnapshotDue | SnapshotLost | ChangeCodecs | StandsStill | Stop
 )  # fmt: skip
 LeadAction = m.Begin | m.Commit | m.Discard | m.Hold | m.Restore | Committed | FellBack | Fail
 StageEvent = (

@@ -28,6 +28,7 @@ REMEMBERED = 16  # the newest
 MAX_TEXT = 120
 # Failures of one owner at one step before its word is taken where nobody else can take the stage.
 PATIENCE = 3
+STANDS_STILL = "the step stands still with it"  # why an owner had to go: it counts for no fault
 
 # What a stage saw in a step, in the order of the data.
 RECEIVED, SENT, LOSS = "activations received", "activations sent", "loss"

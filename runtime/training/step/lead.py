@@ -11,7 +11,7 @@ from fusion.runtime.training.data.ledger import fed_digest
 from fusion.runtime.training.data.samples import sample_indices
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
-from fusion.runtime.training.step.dismissal import dismiss, fail, fault, not_finite, refuse
+from fusion.runtime.training.step.dismissal import dismiss, fail, fault, not_finite, refuse, stand_still
 from fusion.runtime.training.step.faults import (
     is_finite,
     overcome,
@@ -60,6 +60,8 @@ def lead(state: LeadState, event: e.LeadEvent, stage: int = 0) -> Result:
             return replace(state, snapshots=replace(state.snapshots, due=True)), ()
         case e.ChangeCodecs(codecs):
             return replace(state, codecs=codecs, codecs_changed=True), ()
+        case e.StandsStill():
+            return stand_still(state, event)
         case e.Stop():
             return replace(state, stopping=True), ()
 

@@ -24,6 +24,7 @@ from fusion.runtime.training.step.run_statistics import (
     RunStatistics,
 )
 from fusion.runtime.training.step.snapshot_books import SnapshotBooks
+from fusion.runtime.training.step.stalls import culprits
 from fusion.swarm.transport import PeerId
 
 
@@ -56,6 +57,9 @@ class LeadState:
     dismissed: Mapping[int, tuple[int, int]] = field(
         default_factory=dict
     )  # stage -> whose joins count no more
+    stood_still: tuple[
+        tuple[int, int, PeerId], ...
+    ] = ()  # (step, stage, owner) of those that had to go for it
     skipped: int = 0  # steps in a row that were committed without an update (float16)
     looked_at: int = -1  # the step that is run with a look at every tensor
     peers: Mapping[int, PeerId] = field(default_factory=dict)  # stage -> who holds it
@@ -85,6 +89,17 @@ class LeadState:
 
     def owner(self, stage: int) -> PeerId:
         return self.peers.get(stage) or PeerId(f"an owner of term {self.here.join_ids[stage][0]}")
+
+    def culprits(self, waits: Mapping[int, int], *, all_say_so: bool) -> tuple[int, ...]:
+        """The stages of which one has to go, as `fusion.runtime.training.step.stalls` has it."""
+        here = self.here.joined if self.phase == "gathering" else self.ready
+        needed = tuple(stage for stage in range(self.stages) if stage not in here)
+        moved = {
+            stage
+            for step, stage, peer in self.stood_still
+            if step == self.step and peer != self.peers.get(stage)
+        }
+        return culprits(self.stages, waits, needed, moved, all_say_so=all_say_so)
 
     def looks_at(self, step: int) -> bool:
         return step == self.looked_at or any(fault.step == step for fault in self.faults)

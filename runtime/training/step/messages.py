@@ -32,6 +32,7 @@ from fusion.swarm.transport import Frame, PeerId
 TENSOR_KINDS = ("activation", "gradient", "tie")
 NOTHING = Digest("")
 MAX_TROUBLE = 300  # characters of what keeps a stage from its part of a snapshot
+NO_JOIN = (0, 0, 0)
 NEXT_STAGE = 1  # whose owner holds the second copy of a shard, before anybody could be asked for more
 
 # (term of the stage's owner, the incarnation that its host drew when it was loaded, how often it has joined since). A
@@ -195,10 +196,14 @@ class Join:
 
 @dataclass(frozen=True)
 class Suspect:
-    """The stage, or a link that it needs, is gone after its join: discard what is under way."""
+    """The stage, or a link that it needs, is gone after its join: discard what is under way. Or, with `waits_for` and a join
+    that nobody has, which every lead passes over: our step stands still, and we wait for that stage."""
 
     join_id: JoinId
     text: str = ""
+    waits_for: int | None = (
+        None  # `fusion.runtime.training.step.stalls`; a lead of an older peer does not know it
+    )
 
 
 @dataclass(frozen=True)
@@ -288,6 +293,8 @@ def encode(message: Message, term: int) -> tuple[str, dict[str, Any]]:
     header = {"term": term, **plain(message)}
     if isinstance(message, Held) and not message.trouble:
         del header["trouble"]  # as peers know it that have no word for it
+    if isinstance(message, Suspect) and message.waits_for is None:
+        del header["waits_for"]
     return kind_of(message), header
 
 

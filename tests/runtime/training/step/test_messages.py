@@ -34,6 +34,7 @@ MESSAGES: tuple[m.Message, ...] = (
         statistics=STATISTICS, history="a" * 64, faults=FAULTS,
     ),
     m.Suspect((1, 99, 2), "gone"),
+    m.Suspect(m.NO_JOIN, "", 2),
     m.Ready((2, 4), 3, squared_norm=2.0, loss=1.5, fed="c" * 64, not_finite=("loss",), busy=0.5, sent_bytes=1, received_bytes=2),
     m.Evaluated(3, 1.25),
     m.Shard(3, Digest("d" * 64), 0.25, "a" * 64, 2),
