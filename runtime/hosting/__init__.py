@@ -13,6 +13,7 @@ standby_pool         what it stands by for, brought here ahead of time
 hold_frames          what peers say to each other about who holds a stage
 single_flight        work that several want at the same time
 owner_probe          looking whether an owner is there
+idle_owners          owners that are there and do nothing
 vote_requests        the votes of those whose vote counts on that
 transfer             one stage passed to another peer
 takeover             an owner that vanished, and who follows

@@ -30,6 +30,7 @@ from fusion.runtime.hosting.hold_frames import (
     refused,
     whole,
 )
+from fusion.runtime.hosting.idle_owners import IdleOwners
 from fusion.runtime.hosting.owner_probe import GONE, OwnerProbe, Sign
 from fusion.runtime.hosting.single_flight import SingleFlight
 from fusion.runtime.hosting.transfer import ANSWER_SECONDS, Transfer
@@ -67,6 +68,12 @@ def verdict_on(
     return "take"
 
 
+def _alive(signs: Mapping[PeerId, Sign], owner: ClaimRecord | None) -> SuspectReply:
+    return SuspectReply(
+        "alive", max([*(sign.term for sign in signs.values()), 0 if owner is None else owner.term])
+    )
+
+
 class Takeovers:
     """Implements `fusion.runtime.job.context.Takeover`. Before it is started it only asks others."""
 
@@ -75,7 +82,8 @@ class Takeovers:
         self._leases = leases
         self._holder: StageHolder | None = None
         self._probe = OwnerProbe(transport, check_seconds)
-        self._votes = VoteRequests(transport, leases, self._probe, check_seconds)
+        self._idle = IdleOwners(lambda: asyncio.get_running_loop().time())
+        self._votes = VoteRequests(transport, leases, self._probe, check_seconds, self._idle)
         self._transfer = Transfer(transport, leases, self._votes.read)
         self._flights = SingleFlight()
         leases.request_votes = self._votes.collect
@@ -91,7 +99,15 @@ class Takeovers:
         read = partial(self._leases.claims_or_recent, *place, PATIENCE_SECONDS)
         return await self._flights.once(("read", place), read)
 
-    # --- whoever sees an owner vanish
+    # --- whoever sees an owner vanish, or do nothing
+
+    def vote_against(self, job: JobId, stage: int, peer: PeerId, term: int, seconds: float) -> None:
+        """As in `Takeover`."""
+        self._idle.add((job, stage), Holding(peer, term), seconds)
+
+    def trust(self, job: JobId) -> None:
+        """As in `Takeover`."""
+        self._idle.forget(job)
 
     async def suspect(self, job: JobId, stage: int, peer: PeerId, term: int) -> ClaimRecord | None:
         """As in `Takeover`. Asked several times at once, it happens once."""
@@ -175,11 +191,17 @@ class Takeovers:
     async def _succeed(
         self, place: Place, peer: PeerId, term: int, votes: Sequence[bytes] = (), *, yours: bool = False
     ) -> SuspectReply:
-        # Apart, or two that ask each other would both wait.
-        key = ("take" if yours else "succeed", place, peer, term)
+        # Apart, or two that ask each other would both wait; and anybody may report without a vote.
+        outvoted = self._votes.is_voted_against(place, self._holding(place, peer, term), votes)
+        key = ("take" if yours else "succeed", place, peer, term, outvoted)
         return await self._flights.once(
             key, lambda: self._look_and_take(place, peer, term, votes, yours=yours)
         )
+
+    def _holding(self, place: Place, peer: PeerId, term: int) -> Holding:
+        """Who owns the stage as far as we know; who is reported, where nobody does."""
+        owner = winner(self._leases.recent(*place))
+        return Holding(peer, term) if owner is None else Holding(owner.peer, owner.term)
 
     async def _look_and_take(
         self, place: Place, peer: PeerId, term: int, votes: Sequence[bytes], *, yours: bool
@@ -194,11 +216,14 @@ class Takeovers:
         # Whoever reports may name anybody: others are looked at only if they claim the stage, or if nobody else does.
         if owner is None or any(claim.peer == peer for claim in leases.recent(*place)):
             suspected.add(peer)
-        holding = Holding(peer, term) if owner is None else Holding(owner.peer, owner.term)
+        holding = self._holding(place, peer, term)
+        outvoted = self._votes.is_voted_against(place, holding, votes)
         asking = asyncio.ensure_future(self._votes.collect(place, holding, votes))
         try:
             reported = Holding(peer, term)
-            return await self._judge_and_take(place, reported, suspected, holding, asking, yours=yours)
+            return await self._judge_and_take(
+                place, reported, suspected, holding, asking, outvoted=outvoted, yours=yours
+            )
         finally:
             asking.cancel()
             await asyncio.wait([asking])
@@ -211,9 +236,11 @@ class Takeovers:
         asked: Holding,
         asking: asyncio.Future[tuple[bytes, ...]],
         *,
+        outvoted: bool,
         yours: bool,
     ) -> SuspectReply:
-        """`asking`: for the votes that we need, should the owner be gone, against the one of `asked`."""
+        """`asking`: for the votes that we need, should the owner be gone, against the one of `asked`. `outvoted`: one of the voters says that
+        this one is, whatever it answers."""
         assert self._holder is not None
         holder, leases, (peer, term) = self._holder, self._leases, reported
         signs, claims = await asyncio.gather(self._look_at(suspected, place), self._read(place))
@@ -221,32 +248,30 @@ class Takeovers:
         claimed = {claim.peer for claim in claims} & {peer} | (set() if owner is None else {owner.peer})
         signs |= await self._look_at((claimed or {peer}) - signs.keys(), place)
         verdict = verdict_on(claims, signs)
-        if verdict == "take":
+        held = None if owner is None else Holding(owner.peer, owner.term)
+        outvoted = outvoted and held == asked
+        if verdict == "take" or outvoted:
             log.info("stage %d of job %.8s: its owner %s is gone", place[1], place[0], peer)
             if holder.occupied and not yours:
                 taken = await self._ask_the_idle(place, peer, term, claims, signs)
                 if taken is not None:
                     return taken
             votes: tuple[bytes, ...] = ()
-            if owner is None:
+            if held is None:
                 # Its lease is over, and we may never have read it: who has just begun to stand by would use its term again.
                 leases.observe(*place, term)
             else:
-                holding = Holding(owner.peer, owner.term)
-                votes = await (asking if holding == asked else self._votes.collect(place, holding))
-                if not leases.voting.is_proof_to_all(*place, holding, leases.peer_id, votes):
-                    votes = await self._votes.collect_after_a_look(place, holding, votes)
-                if not leases.voting.is_proof(*place, holding, leases.peer_id, votes):
+                votes = await (asking if held == asked else self._votes.collect(place, held))
+                if not leases.voting.is_proof_to_all(*place, held, leases.peer_id, votes):
+                    votes = await self._votes.collect_after_a_look(place, held, votes)
+                if not leases.voting.is_proof(*place, held, leases.peer_id, votes):
                     log.info("stage %d of job %.8s: its neighbours do not say so", *place[::-1])
-                    return SuspectReply("frozen")
+                    return _alive(signs, owner) if verdict == "alive" else SuspectReply("frozen")
             await holder.take_over(*place, leases.known_term(*place), None, votes)
             if (own := self._own(place)) is not None:
                 return own
             return refused("the stage could not be taken over here")
-        if verdict == "alive":
-            terms = [sign.term for sign in signs.values()]
-            return SuspectReply("alive", max([*terms, owner.term if owner is not None else 0]))
-        return SuspectReply("frozen")
+        return _alive(signs, owner) if verdict == "alive" else SuspectReply("frozen")
 
     async def _ask_the_idle(
         self,

@@ -11,10 +11,11 @@ from contextlib import suppress
 
 from fusion.runtime.belief.shared_work import SharedWork
 from fusion.runtime.hosting.hold_frames import claim_bytes
+from fusion.runtime.hosting.idle_owners import IdleOwners
 from fusion.runtime.hosting.owner_probe import OwnerProbe
 from fusion.runtime.hosting.single_flight import SingleFlight
 from fusion.runtime.job.protocol import HOLD
-from fusion.swarm.claims.election import winner
+from fusion.swarm.claims.election import stands_by, winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.claims.tenure import NEVER, Holding
 from fusion.swarm.directory.records import MAX_PROOFS, ClaimRecord, Place
@@ -33,11 +34,19 @@ OWN_VOTE_SECONDS = 0.1  # for our own look at an owner, before we report it with
 class VoteRequests:
     """Of all stages. `check_seconds`: for an owner that is there to say so; a voter, who looks first, has twice that."""
 
-    def __init__(self, transport: Transport, leases: Leases, probe: OwnerProbe, check_seconds: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        leases: Leases,
+        probe: OwnerProbe,
+        check_seconds: float,
+        idle: IdleOwners,
+    ) -> None:
         self._transport = transport
         self._leases = leases
         self._voting = leases.voting
         self._probe = probe
+        self._idle = idle
         self._ask_seconds = 2 * check_seconds
         self._flights = SingleFlight()
         self._reads: SharedWork[Place, tuple[ClaimRecord, ...]] = SharedWork(time.monotonic, READ_SECONDS)
@@ -49,11 +58,18 @@ class VoteRequests:
     async def collect(self, place: Place, holding: Holding, given: Sequence[bytes] = ()) -> tuple[bytes, ...]:
         """What the voters say against the holder of a stage, in our favour, and of `given` one that a voter gave; no more than
         prove it to all, and what came soon where they do not."""
-        us = self._leases.peer_id
         voters = self._voting.voters(*place, holding.peer)
-        # Strangers report too, and behind one forgery in our claim nobody would read the true votes.
-        votes = [v for v in given if any(self._voting.is_vote(*place, holding, us, w, v) for w in voters)][:1]
-        return await self._ask_all(place, holding, voters, votes)
+        return await self._ask_all(place, holding, voters, self._true(place, holding, given)[:1])
+
+    def _true(self, place: Place, holding: Holding, given: Sequence[bytes]) -> list[bytes]:
+        """Those that voters gave in our favour. Strangers report too, and behind one forgery in our claim nobody would read the true
+        votes."""
+        us, voters = self._leases.peer_id, self._voting.voters(*place, holding.peer)
+        return [v for v in given if any(self._voting.is_vote(*place, holding, us, w, v) for w in voters)]
+
+    def is_voted_against(self, place: Place, holding: Holding, given: Sequence[bytes]) -> bool:
+        """Whether one of the voters says that the holder is gone, whatever it answers: by one of `given`, or we ourselves do."""
+        return self._idle.has(place, holding) or bool(self._true(place, holding, given))
 
     async def collect_after_a_look(
         self, place: Place, holding: Holding, votes: Sequence[bytes]
@@ -115,7 +131,10 @@ class VoteRequests:
         if held is None:
             return b""
         if held.holding == holding:
-            if held.until != NEVER:  # it has not said so itself
+            if self._idle.has(place, holding):
+                if not await self._is_ready(place, successor):
+                    return b""
+            elif held.until != NEVER:  # it has not said so itself
                 sign = await self._flights.once(
                     (place, holding), lambda: self._probe.look(holding.peer, *place)
                 )
@@ -124,6 +143,12 @@ class VoteRequests:
         elif held.claim.peer != successor or held.claim.term < holding.term:
             return b""
         return self._voting.vote(*place, holding, successor)
+
+    async def _is_ready(self, place: Place, successor: PeerId) -> bool:
+        """Whether that peer says that it has the stage in memory: a slow owner does not lose it to nobody."""
+        return _is_ready(self._leases.recent(*place), successor) or _is_ready(
+            await self.read(place), successor
+        )
 
     async def vote_soon(self, place: Place, holding: Holding, successor: PeerId) -> bytes:
         """Our vote for a report, if we have seen soon enough that the holder is gone."""
@@ -145,3 +170,7 @@ class VoteRequests:
             log.debug("%s has no vote on stage %d of job %.8s: %s", voter, place[1], place[0], error)
             return b""
         return vote if self._voting.is_vote(*place, holding, us, voter, vote) else b""
+
+
+def _is_ready(claims: Sequence[ClaimRecord], peer: PeerId) -> bool:
+    return any(claim.peer == peer and stands_by(claim) and claim.ready for claim in claims)

@@ -65,6 +65,13 @@ class Takeover(Protocol):
         """`peer`, who held the stage under `term`, does not answer us: ask its standbys to take over. The claim of the
         new owner (which `Leases.owner` knows of then, too), or None where nobody can take over now."""
 
+    def vote_against(self, job: JobId, stage: int, peer: PeerId, term: int, seconds: float) -> None:
+        """We have seen that `peer`, who holds the stage under `term` or a higher one, does nothing for it: for so long say so to
+        any standby that is ready to follow, though it answers."""
+
+    def trust(self, job: JobId) -> None:
+        """Whoever holds stages of the job works for it: no more of that."""
+
     def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
         """Begin to hand a stage that runs here to `peer`, at the next boundary where nothing is lost. It stays here if
         the peer does not take it."""
@@ -99,6 +106,9 @@ class Context:
     accounts: Accounts = field(default_factory=Accounts)  # whom what jobs cost is charged to
     pace: NewJobPace = field(default_factory=NewJobPace)  # of jobs that are new to this peer
     home: Path = Path(".")
+    # For which a step of a training job may stand still at least, before its stages look for the owner that is to blame. A machine may
+    # sleep for half of it, or do others' work.
+    stall_seconds: float = 60.0
     takeover: Takeover | None = None  # None in a client: it holds nothing
     seen: OwnersSeen = field(default_factory=OwnersSeen)  # who had the stages of jobs
     links: LinkMonitor | None = None  # None in a client: it measures nothing

@@ -11,6 +11,7 @@ from support.instant_loop import run
 
 from fusion.runtime.hosting import vote_requests
 from fusion.runtime.hosting.handover import LAST_OFFERS
+from fusion.runtime.hosting.idle_owners import IdleOwners
 from fusion.runtime.hosting.owner_probe import GONE, SILENT, OwnerProbe, Sign
 from fusion.runtime.hosting.takeover import Takeovers, verdict_on
 from fusion.runtime.job.protocol import HOLD
@@ -28,6 +29,7 @@ from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import PeerId, Stream, call
 
 NEIGHBOURS: dict[JobId, Leases] = {}  # of the jobs that have one
+VOTES: dict[PeerId, Takeovers] = {}  # theirs
 
 
 async def one_job(
@@ -69,7 +71,8 @@ async def neighbour(made: Swarm, job: JobId, stage: int = 1) -> Leases:
         job,
         stage + 1,
     )
-    await Takeovers(transport, leases, made.check_seconds).start(Nobody())
+    VOTES[leases.peer_id] = Takeovers(transport, leases, made.check_seconds)
+    await VOTES[leases.peer_id].start(Nobody())
     assert await leases.claim(job, stage, 1.0) is not None
     leases.update(job, stage, ready=True)
     await leases.beat()
@@ -905,3 +908,134 @@ def test_a_client_may_ask_and_is_never_asked_in_vain(tmp_path: Path) -> None:
             assert claim is not None and claim.peer == first.id
 
     run(main())
+
+
+# --- an owner that answers, and does nothing
+
+
+async def idle_owner(made: Swarm, vacant: int = 0) -> tuple[JobId, Peer, Peer, Takeovers]:
+    """A job whose first stage has an owner with whom its neighbour's steps stand still, and a standby that knows who that is."""
+    job, owner, (successor,) = await one_job(made, 1, alone=False, vacant=vacant)
+    await know(successor.context.leases, job, 2 + vacant)
+    voter = NEIGHBOURS[job]
+    VOTES[voter.peer_id].vote_against(job, 0, owner.id, 1, 60.0)
+    return job, owner, successor, VOTES[voter.peer_id]
+
+
+def test_an_owner_that_does_nothing_is_followed_though_it_answers(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, successor, votes = await idle_owner(made)
+            claim = await votes.suspect(job, 0, owner.id, 1)
+            assert claim is not None and (claim.peer, claim.term) == (successor.id, 2)
+            await until(lambda: (job, 0) in successor.service.running)
+            await owner.context.leases.beat()
+            await until(lambda: (job, 0) not in owner.service.running)
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["nobody votes", "it is over", "the job goes on", "another holder"])
+def test_an_owner_that_answers_keeps_its_stage_where_nobody_votes_against_it(
+    tmp_path: Path, how: str
+) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, successor, votes = await idle_owner(made)
+            if how == "it is over":
+                votes.vote_against(job, 0, owner.id, 1, 0.0)
+            elif how == "another holder":
+                votes.vote_against(job, 0, successor.id, 1, 60.0)
+            else:
+                votes.trust(job)
+            witness = await onlooker(made, job)
+            asked = witness.context.takeover if how == "nobody votes" else votes
+            assert asked is not None and await asked.suspect(job, 0, owner.id, 1) is None
+            assert (job, 0) in owner.service.running and successor.service.begun == []
+
+    run(main())
+
+
+def test_a_report_without_a_vote_takes_nothing_though_there_is_one(tmp_path: Path) -> None:
+    """Anybody may report, and what that costs must not depend on what others think of an owner."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, successor, votes = await idle_owner(made)
+            witness = await onlooker(made, job)
+            assert await witness.context.takeover.suspect(job, 0, owner.id, 1) is None  # type: ignore[union-attr]
+            about = {"job": job, "stage": 0, "peer": owner.id, "term": 1}
+            stranger = Identity.generate()
+            word = seal_vote(
+                Word(voter=stranger.peer_id, holding=Holding(owner.id, 1), at=int(made.clock())),
+                *(job, 0, successor.id, stranger.sign),
+            )
+            reply = await call(
+                witness.context.transport, successor.id, HOLD.name, "suspect", {**about, "word": word}
+            )
+            assert reply.kind == "alive" and successor.service.begun == []
+            # A report of that kind under way does not hold up one with a vote.
+            looked, go_on = asyncio.Event(), asyncio.Event()
+            probe = successor.context.takeover._probe  # type: ignore[union-attr]
+            look = probe.look
+
+            async def slow(*args: Any) -> Sign:
+                looked.set()
+                await go_on.wait()
+                return await look(*args)
+
+            probe.look = slow  # type: ignore[method-assign]
+            idle = asyncio.create_task(witness.context.takeover.suspect(job, 0, owner.id, 1))  # type: ignore[union-attr]
+            await looked.wait()
+            voted = asyncio.create_task(votes.suspect(job, 0, owner.id, 1))
+            await asyncio.sleep(0.01)
+            go_on.set()
+            await idle
+            claim = await voted
+            assert claim is not None and claim.peer == successor.id
+
+    run(main())
+
+
+def test_a_voter_votes_for_nobody_who_is_not_ready(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, successor, votes = await idle_owner(made)
+            holding = Holding(owner.id, 1)
+            assert await votes._votes.vote((job, 0), holding, successor.id)
+            stranger = await onlooker(made, job)
+            assert not await votes._votes.vote((job, 0), holding, stranger.id)
+            for ready in (False, True):
+                stranger.context.leases.standbys.stand_by(job, 0, score=0.5, step=0, ready=ready)
+                await stranger.context.leases.beat()
+                await NEIGHBOURS[job].claims(job, 0)
+                assert bool(await votes._votes.vote((job, 0), holding, stranger.id)) == ready
+
+    run(main())
+
+
+def test_one_neighbour_of_two_takes_no_stage_from_an_owner_that_answers(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, successor, votes = await idle_owner(made, vacant=1)
+            other = await neighbour(made, job, 2)
+            for peer in (successor.context.leases, NEIGHBOURS[job], other):
+                await know(peer, job, 3)
+            assert await votes.suspect(job, 0, owner.id, 1) is None
+            assert (job, 0) in owner.service.running and successor.service.begun == []
+            VOTES[other.peer_id].vote_against(job, 0, owner.id, 1, 60.0)
+            claim = await votes.suspect(job, 0, owner.id, 1)
+            assert claim is not None and claim.peer == successor.id
+
+    run(main())
+
+
+def test_an_owner_that_raises_its_own_term_is_voted_against_all_the_same() -> None:
+    now = [0.0]
+    idle, owner, place = IdleOwners(lambda: now[0]), PeerId("owner"), (JobId("job"), 0)
+    idle.add(place, Holding(owner, 3), 60.0)
+    assert idle.has(place, Holding(owner, 3)) and idle.has(place, Holding(owner, 9))
+    assert not idle.has(place, Holding(owner, 2)), "that was before"
+    assert not idle.has(place, Holding(PeerId("other"), 9))
+    now[0] = 60.0
+    assert not idle.has(place, Holding(owner, 3))

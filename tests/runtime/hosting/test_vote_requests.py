@@ -7,6 +7,7 @@ from typing import Any
 
 from support.directory_records import JOB
 
+from fusion.runtime.hosting.idle_owners import IdleOwners
 from fusion.runtime.hosting.owner_probe import GONE, Sign
 from fusion.runtime.hosting.vote_requests import VoteRequests
 from fusion.swarm.authority.law import JobLaw
@@ -47,7 +48,7 @@ def test_a_voter_knows_a_holder_that_followed_by_the_vote_of_one_that_has_just_c
         votes = tuple(p.voting.vote(JOB, 0, Holding(old.peer_id, 1), holder.peer_id) for p in (after, voter))
         claim = await holder.claim(JOB, 0, 1.0, over=1, proof=votes, confirm=False)
         assert claim is not None and voter.known_holder(JOB, 1) == before.peer_id
-        requests: Any = VoteRequests(None, voter, Nobody(), 1.0)  # type: ignore[arg-type]
+        requests: Any = VoteRequests(None, voter, Nobody(), 1.0, IdleOwners(lambda: 0.0))  # type: ignore[arg-type]
         gone = Holding(holder.peer_id, claim.term)
         vote = await requests.vote((JOB, 0), gone, successor.peer_id)
         assert voter.voting.is_vote(JOB, 0, gone, successor.peer_id, voter.peer_id, vote)
