@@ -10,6 +10,7 @@ host             one stage on this peer: its parts, put together, and its life
 stage_loop       its loop: message by message, to its part in the steps or to the lead
 stage_messages   the way of its control messages: mailbox and outbox
 stage_work       its part in the steps, carried out
+stall_watch      its eye on a step that stands still
 stage_handover   its way to the next owner
 stage_source     what a stage is made of, from the swarm
 stage_builder    from that and a state to a stage in memory

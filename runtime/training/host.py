@@ -98,6 +98,7 @@ class TrainingHost:
                 self._group = group
                 group.create_task(self.partners.run(), name=f"streams of stage {self._here.stage}")
                 group.create_task(self._loaded.files.hold_copies())
+                group.create_task(self._loop.watch())
                 if self._leading is not None:
                     self._leading.start(group)
                 try:

@@ -8,6 +8,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.training.stage_messages import Outbox
 from fusion.runtime.training.stage_work import StageWork
+from fusion.runtime.training.stall_watch import StallWatch
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.faults import Faults
 from fusion.swarm.directory.records import JobId
@@ -28,12 +29,17 @@ class StageLoop:
         self._outbox = outbox
         self._work = work
         self._steps = steps
+        self._stalls = StallWatch(context, work, outbox)
 
     @property
     def faults(self) -> Faults:
         """What failed so far at the steps that are not committed, as the lead says."""
         lead = self._outbox.lead
         return self._work.state.faults if lead is None else lead.faults
+
+    async def watch(self) -> None:
+        """Beside `run`, for as long as it does: see whether our step stands still."""
+        await self._stalls.run()
 
     async def run(self) -> None:
         """Until the job has ended. Raises JobFailed."""
@@ -55,8 +61,12 @@ class StageLoop:
                     assert self._outbox.lead is not None
                     self._outbox.lead.receive(source, event)
                 case _:
+                    self._stalls.hear(event)
+                    step = self._work.state.step
                     await self._work.follow(event)
                     if isinstance(event, m.Commit):
+                        if self._work.state.step > step:
+                            self._stalls.committed()
                         self._led = self._context.leases.known_holder(self._job, 0)
 
     def _is_over(self, end: m.Finish) -> bool:

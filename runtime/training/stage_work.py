@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -50,7 +50,7 @@ class StageWork:
             step=loaded.step, history=loaded.version.history, stage=here.stage, term=here.term, incarnation=here.incarnation, faults=loaded.faults, statistics=loaded.statistics
         )  # fmt: skip
         self._context = context
-        self._here = here
+        self.here = here
         self._plane = loaded.plane
         self._codecs = inbox.codecs
         self._outbox = outbox
@@ -82,6 +82,21 @@ class StageWork:
         self._applying: asyncio.Task[None] | None = None
         self._restoring: asyncio.Task[None] | None = None
 
+    @property
+    def mark(self) -> Hashable:
+        """What changes whenever our step goes on."""
+        return self.state.phase, self.state.attempt, self.state.step, self.state.linked, self._rad.mark
+
+    @property
+    def waits_for(self) -> int | None:
+        """The stage whose tensor a step waits for, while it has nothing to compute here."""
+        return self._rad.waits_for
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of the tensors that we wait for."""
+        return self._rad.inbox.largest_bytes
+
     def learn(self, version: Version) -> None:
         """Which state was loaded; before anything is followed."""
         self.state = replace(self.state, step=version.step, history=version.history)
@@ -111,7 +126,7 @@ class StageWork:
                 self._context.watch.commits(state.stage, state.attempt, state.step - 1)
                 # Queued on the device before anything of the next step is; nobody waits for it here.
                 self._applying = self._spawn(self._rad.apply(rate, clip))
-                self._context.leases.update(self._here.job, self._here.stage, step=self.state.step)
+                self._context.leases.update(self.here.job, self.here.stage, step=self.state.step)
             case e.Drop():
                 await self.stop()
                 self._rad.inbox.drop()
@@ -135,7 +150,7 @@ class StageWork:
                 self.snapshots.hold(step, index, away, after=self._copied if self._ends else None)
             case m.Move(peer):
                 if self._context.takeover is not None:
-                    self._context.takeover.give_away(self._here.job, self._here.stage, peer)
+                    self._context.takeover.give_away(self.here.job, self.here.stage, peer)
             case m.Saved(checkpoint):
                 self.snapshots.saved(checkpoint)
                 self._changed()

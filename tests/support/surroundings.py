@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random, SystemRandom
 
+from fusion.runtime.job.context import Context
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.peer.plane_choice import TORCH, choose
 from fusion.runtime.planes.plane import Plane
@@ -19,6 +20,7 @@ class Surroundings:
     random: Random = field(default_factory=SystemRandom)
     identity: Callable[[], Identity] = Identity.generate
     worker: Callable[[], Worker] = Worker
+    stall_seconds: float = Context.stall_seconds
     plane: Plane = field(default_factory=lambda: choose(TORCH, "cpu", 1))
 
 

@@ -197,6 +197,7 @@ class Swarm:
             codec_worker=await self.stack.enter_async_context(given.worker()),
             home=home,
             takeover=successor,
+            stall_seconds=given.stall_seconds,
             clock=given.clock,
             random=given.random,
         )

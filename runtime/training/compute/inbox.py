@@ -80,12 +80,18 @@ class Inbox:
         # The attempt that a partner has begun before us, and with which step: by its stage.
         self._ahead: dict[int, tuple[Attempt, int]] = {}
         self._held: dict[Attempt, dict[Key, torch.Tensor]] = {}
+        self.taken = 0  # tensors, so far
         self._waiting: dict[Key, asyncio.Future[torch.Tensor]] = {}
 
     @property
     def largest_bytes(self) -> int:
         """Of the tensors that may arrive; no codec makes one larger."""
         return max((math.prod(s) * DTYPE_BYTES[dtype] for s, dtype in self._expected.values()), default=0)
+
+    @property
+    def waits_for(self) -> int | None:
+        """The stage whose tensor somebody waits for, if there is one."""
+        return next((key.source for key in self._waiting), None)
 
     def advance(self, attempt: Attempt, step: int) -> None:
         """From now on this stage works on `step` in `attempt`; what belongs to earlier ones is dropped."""
@@ -172,11 +178,14 @@ class Inbox:
         """The tensor of that name of the current attempt, once it is there; each can be taken once."""
         held = self._held.get(self._attempt, {}).pop(key, None)
         if held is not None:
+            self.taken += 1
             return held
         future: asyncio.Future[torch.Tensor] = asyncio.get_running_loop().create_future()
         self._waiting[key] = future
         try:
-            return await future
+            tensor = await future
+            self.taken += 1
+            return tensor
         finally:
             self._waiting.pop(key, None)
 

@@ -83,6 +83,8 @@ class Rad:
         self._overrun: Overrun | None = None  # made with the first call, in the worker thread
         self._pace = pace
         self._promised: float | None = None  # seconds of a microbatch, the same
+        self._computing = 0  # calls that run, or wait for the device
+        self._called = 0  # calls that have ended
         self._computed = 0.0  # seconds, by the clock of `pace`
         self._busy = 0.0  # seconds computed; written by the worker thread only
         self._losses: dict[int, float] = {}
@@ -152,6 +154,16 @@ class Rad:
         whole numbers: its owner could have one owner of ours after another say so, and two of them end the job."""
         received = any("int" in edge.type.dtype for edge in self._plan.stage.receives)
         return not (received and isinstance(error, IndexError))
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """What changes whenever a step goes on here."""
+        return self.inbox.taken, self._called
+
+    @property
+    def waits_for(self) -> int | None:
+        """The stage whose tensor is waited for, while there is nothing to compute."""
+        return None if self._computing else self.inbox.waits_for
 
     # --- waiting
 
@@ -322,7 +334,12 @@ class Rad:
             self._hold_to_estimate(seconds)
             return result
 
-        return await self._worker.run(timed)
+        self._computing += 1
+        try:
+            return await self._worker.run(timed)
+        finally:
+            self._computing -= 1
+            self._called += 1
 
     def _hold_to_estimate(self, seconds: float) -> None:
         """In the worker thread. Raises RuntimeError once calls overrun what the graph promises."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from fusion.runtime.training.snapshots.snapshot_period import SnapshotPeriod, fi
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import Checkpoint
-from fusion.runtime.training.step.faults import Faults
+from fusion.runtime.training.step.faults import STANDS_STILL, Faults
 from fusion.runtime.training.step.handover_state import HandoverState
 from fusion.runtime.training.step.lead import after, first_state, lead
 from fusion.runtime.training.step.run_statistics import RunStatistics
@@ -96,6 +96,7 @@ class Lead:
         self._first_cost = first_cost_seconds(state_bytes)
         self._period = SnapshotPeriod(began=clock(), taken=clock(), cost_seconds=self._first_cost)
         self._watched = clock()  # until when the statistics counts the seconds
+        self._waits: dict[int, tuple[int, float]] = {}  # stage -> whom it said that it waits for, and when
         self._finishing = False
         self._times: deque[float] = deque(maxlen=SPEED_STEPS + 1)
         self._computed: deque[tuple[float, ...]] = deque(maxlen=SPEED_STEPS)  # as `Pace.compute_seconds`
@@ -186,6 +187,8 @@ class Lead:
                 self._look_around()
                 self._event(message, stage)
                 self._report_books()
+            case m.Suspect(waits_for=int(other)):
+                self._waits[stage] = other, self._clock()
             case m.Suspect():
                 log.info("stage %d: %s", stage, message.text)
                 self._event(message, stage)
@@ -215,6 +218,25 @@ class Lead:
                 self._event(message, stage)
             case _:
                 raise ValueError(f"{m.kind_of(message)} is for the lead to send")
+
+    @property
+    def mark(self) -> Hashable:
+        """What changes whenever a stage has brought the job on."""
+        state = self._state
+        return state.phase, state.attempt, state.step, len(state.ready), tuple(state.here.join_ids.items())
+
+    def culprits(self, waits_for: int | None, since: float, *, all_say_so: bool) -> tuple[int, ...]:
+        """The stages of which one has to go, where the step stands still; `waits_for`: for whom our own stage waits. What was said
+        before `since` is over."""
+        waits = {stage: other for stage, (other, at) in self._waits.items() if at >= since}
+        if waits_for is not None and waits_for >= 0:
+            waits[0] = waits_for
+        return self._state.culprits(waits, all_say_so=all_say_so)
+
+    def replace_idle(self, stage: int, peer: PeerId, term: int) -> None:
+        """The step stands still with the owner of that stage: have it leave."""
+        self._look_around()
+        self._event(e.StandsStill(stage, peer, term))
 
     @property
     def faults(self) -> Faults:
@@ -253,7 +275,8 @@ class Lead:
                 self._everyone(action)
             case m.Discard():
                 for stage, *_ in action.give_up:
-                    log.warning("stage %d has to go to another peer: %s", stage, action.faults[-1].text)
+                    why = [fault.text for fault in action.faults if fault.stage == stage] or [STANDS_STILL]
+                    log.warning("stage %d has to go to another peer: %s", stage, why[-1])
                 self._everyone(action)
             case m.Hold():
                 self._send(action.stage, action)

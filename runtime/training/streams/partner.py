@@ -142,14 +142,14 @@ class Partner:
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not done:
-                self._suspect(claim, group)
+                self.suspect(claim, group)
                 done, _ = await asyncio.wait((dialling, news), return_when=asyncio.FIRST_COMPLETED)
             if not news.done():
                 stream = await dialling
             return stream
         except (TransportError, TimeoutError) as error:
             if not isinstance(error, FrameError):
-                self._suspect(claim, group)
+                self.suspect(claim, group)
             raise
         finally:
             for task in (dialling, news):
@@ -191,7 +191,7 @@ class Partner:
             return lapsed  # its claims may not come through to us, and nobody else's do
         if claim is None:
             if self._last is not None:
-                self._suspect(self._last, group)
+                self.suspect(self._last, group)
             if not any(other.role == "standby" for other in claims):
                 raise _Vacant(needs(self.stage, self._here.memory_bytes))
             raise SwarmError("no peer holds it; a standby is about to")
@@ -282,7 +282,8 @@ class Partner:
             self.outgoing = None
             self._changed()
 
-    def _suspect(self, claim: ClaimRecord, group: asyncio.TaskGroup) -> None:
+    def suspect(self, claim: ClaimRecord, group: asyncio.TaskGroup) -> None:
+        """Have others look at the owner of `claim`, in `group`."""
         if not self.closed:
             self._suspicion.begin(claim, group)
 

@@ -31,6 +31,7 @@ from fusion.runtime.training.step.messages import (
 from fusion.runtime.training.streams.fence import Later, Overtaken
 from fusion.runtime.training.streams.partner import Held, Partner
 from fusion.swarm.claims.tenure import Holding
+from fusion.swarm.directory.records import ClaimRecord
 from fusion.swarm.errors import FrameError, StaleTerm
 from fusion.swarm.transport import Buffer, Frame, PeerId, Stream, checked
 
@@ -91,6 +92,11 @@ class Partners:
         return {s: min(o.term, self._partners[s].fence.highest) for s, o in owners.items() if o is not None}
 
     @property
+    def missing(self) -> int | None:
+        """The first stage that we are not linked to."""
+        return next((stage for stage, partner in self._partners.items() if not partner.linked), None)
+
+    @property
     def waiting_for(self) -> str:
         """One line for people: what is missing; empty while linked."""
         missing = [partner for partner in self._partners.values() if not partner.linked]
@@ -108,6 +114,12 @@ class Partners:
         link = self._partners[target].outgoing
         if link is not None:
             link.post(*encode(message, self.term))
+
+    def replace(self, claim: ClaimRecord, group: asyncio.TaskGroup) -> None:
+        """Ask in `group` those who stand by for the stage of `claim` to follow its owner, who is there and does nothing."""
+        partner = self._partners.get(claim.stage)
+        if partner is not None:
+            partner.suspect(claim, group)
 
     async def room(self) -> None:
         """Wait until few frames wait to be sent to any partner, for whoever makes tensors faster than links carry them."""
