@@ -46,6 +46,8 @@ BUSY_SCORE = 1e-3  # of its fitness is what a peer with stages of its own offers
 MOST_COVERED = 64  # stages at once
 DISK_SHARE = 0.8  # of the blob store's quota, for stages that we only stand by for
 PREPARES = 2  # at once
+# For an owner to load its stage, alone with the launcher's uplink: one that never does must not be left without standbys.
+LOADING_SECONDS = 180.0
 GRACE_SECONDS = 10.0  # a job that the directory does not name for so long is given up
 COOL_DOWN_SECONDS = 5.0  # after a stage could not be prepared, doubling
 LONGEST_COOL_DOWN_SECONDS = 120.0
@@ -91,6 +93,7 @@ class Pool:
         self._clock = clock = context.clock.monotonic
         self._covered: dict[Place, _Covered] = {}
         self._short_since: FIFOCache[Place, float] = FIFOCache(REMEMBERED_PLACES)
+        self._loading_since: FIFOCache[Place, tuple[str, float]] = FIFOCache(REMEMBERED_PLACES)
         self._shards: dict[
             JobId, tuple[Digest, int, tuple[Digest, ...]]
         ] = {}  # of the newest snapshot, if its index is here
@@ -241,20 +244,31 @@ class Pool:
         else:
             since = now
             self._short_since.pop(place, None)
+        may_load_until = self._may_load_until(place, owner, now)
         memory_bytes = manifest.needed_bytes(stage)
         return UncoveredStage(
             job=job,
             stage=stage,
             # Until the owner has loaded the stage it needs the launcher's uplink more than we do.
-            owner=owner.peer if owner is not None and owner.ready else None,
+            owner=owner.peer if owner is not None and may_load_until <= now else None,
             memory_bytes=memory_bytes,
             disk_bytes=memory_bytes * (KEPT_SNAPSHOTS if manifest.kind == "train" else 1),
             opset=manifest.opset,
             standbys=standbys,
             ours=place in self._covered,
-            short_seconds=now - since,
+            short_seconds=max(0.0, now - max(since, may_load_until)),
             next_owner=next_owner.peer if next_owner is not None else None,
         )
+
+    def _may_load_until(self, place: Place, owner: ClaimRecord | None, now: float) -> float:
+        """Until when nobody should come to stand by, so that the owner can load the stage."""
+        if owner is None or owner.ready:
+            self._loading_since.pop(place, None)
+            return 0.0
+        peer, since = self._loading_since.get(place, (None, now))
+        since = since if peer == owner.peer else now
+        self._loading_since[place] = owner.peer, since
+        return since + LOADING_SECONDS
 
     async def _candidates(self) -> Sequence[Candidate]:
         """Who else could stand by; reading all peers is dear, and a stage may be short of standbys for long."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion.runtime.hosting.standby_pool import DISK_SHARE, Pool
+from fusion.runtime.hosting.standby_pool import DISK_SHARE, LOADING_SECONDS, Pool
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest, ServeConfig
@@ -423,6 +423,26 @@ def test_nobody_stands_by_before_the_owner_is_ready(tmp_path: Path) -> None:
         await owner.context.leases.release(JOB, 0)  # nobody owns it now: we are the ones to take it
         await ours.beat()
         assert covered(ours) == [0]
+
+    run(tmp_path, scenario)
+
+
+def test_an_owner_that_is_never_ready_gets_standbys_all_the_same(tmp_path: Path) -> None:
+    """Nothing is taken from an owner that does nothing where nobody is ready to follow it."""
+
+    async def scenario(made: Swarm) -> None:
+        owner = await made.own(0, ready=False)
+        ours = made.join()
+        for _ in range(2):
+            await ours.beat()
+            assert covered(ours) == []
+            made.clock.advance(LOADING_SECONDS / 2)
+            await owner.context.leases.beat()
+        await ours.beat()
+        assert covered(ours) == [0]
+        other = await made.own(1, ready=False)  # the time of another begins anew
+        await ours.beat()
+        assert covered(ours) == [0] and other.id != owner.id
 
     run(tmp_path, scenario)
 
