@@ -1,4 +1,5 @@
-"""Owners that are there and do nothing, as a stage of the same job saw for itself: we vote against them though they answer."""
+"""Owners that are there and do nothing, as a stage of the same job saw for itself: we vote against them though they answer, and
+hand them nothing for a while."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from cachetools import FIFOCache
 
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.records import JobId, Place
+from fusion.swarm.transport import PeerId
 
-REMEMBERED = 4096  # stages
+REMEMBERED = 4096  # stages, and peers
+# Whoever had a stage taken from it stands by again, idle as it is: before all others.
+AVOIDED_SECONDS = 600.0
 
 
 class IdleOwners:
@@ -18,17 +22,27 @@ class IdleOwners:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._seen: FIFOCache[Place, tuple[Holding, float]] = FIFOCache(REMEMBERED)
+        self._avoided: FIFOCache[tuple[JobId, PeerId], float] = FIFOCache(REMEMBERED)
 
     def add(self, place: Place, holding: Holding, seconds: float) -> None:
-        """For so long."""
+        """For so long we vote against it."""
         self._seen[place] = holding, self._clock() + seconds
+        self.avoid(place[0], holding.peer)
+
+    def avoid(self, job: JobId, peer: PeerId) -> None:
+        """A stage of the job was taken from that peer, which did nothing for it."""
+        self._avoided[job, peer] = self._clock() + AVOIDED_SECONDS
+
+    def avoids(self, job: JobId, peer: PeerId) -> bool:
+        return self._clock() < self._avoided.get((job, peer), 0.0)
 
     def forget(self, job: JobId) -> None:
+        """The job goes on: we vote against nobody."""
         for place in [place for place in self._seen if place[0] == job]:
             del self._seen[place]
 
     def has(self, place: Place, holding: Holding) -> bool:
-        """Whether it is one: also under a higher term, to which it may have raised its claim itself."""
+        """Whether we vote against it: also under a higher term, to which it may have raised its claim itself."""
         idle, until = self._seen.get(place, (None, 0.0))
         return (
             idle is not None

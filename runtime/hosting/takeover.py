@@ -135,7 +135,8 @@ class Takeovers:
         self, place: Place, peer: PeerId, term: int, claims: Sequence[ClaimRecord], asked: set[PeerId]
     ) -> SuspectReply | None:
         """What the first standby says that settles it, the next one asked when one has no answer for a while."""
-        order = deque(standby.peer for standby in successors(claims) if standby.peer not in asked)
+        standbys = [standby.peer for standby in successors(claims) if standby.peer not in asked]
+        order = deque(sorted(standbys, key=lambda standby: self._idle.avoids(place[0], standby)))
         pending: set[asyncio.Future[SuspectReply]] = set()
         try:
             while order or pending:
@@ -267,6 +268,8 @@ class Takeovers:
                 if not leases.voting.is_proof(*place, held, leases.peer_id, votes):
                     log.info("stage %d of job %.8s: its neighbours do not say so", *place[::-1])
                     return _alive(signs, owner) if verdict == "alive" else SuspectReply("frozen")
+                if verdict == "alive":
+                    self._idle.avoid(place[0], held.peer)
             await holder.take_over(*place, leases.known_term(*place), None, votes)
             if (own := self._own(place)) is not None:
                 return own
@@ -313,7 +316,7 @@ class Takeovers:
 
     async def attends(self, peer: PeerId, job: JobId, stage: int) -> bool:
         """As in `Takeover`."""
-        return await self._probe.answers(peer, job, stage)
+        return not self._idle.avoids(job, peer) and await self._probe.answers(peer, job, stage)
 
     def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
         """As in `Takeover`."""

@@ -80,7 +80,7 @@ class Takeover(Protocol):
         """Whether `peer` says that it holds the stage; it is asked now."""
 
     async def attends(self, peer: PeerId, job: JobId, stage: int) -> bool:
-        """Whether `peer` answers at all."""
+        """Whether `peer` answers at all, and no stage of the job was taken from it lately because it did nothing."""
 
     async def hand_over(
         self, job: JobId, stage: int, term: int, handover: Mapping[str, Any], order: Sequence[PeerId]

@@ -931,6 +931,11 @@ def test_an_owner_that_does_nothing_is_followed_though_it_answers(tmp_path: Path
             await until(lambda: (job, 0) in successor.service.running)
             await owner.context.leases.beat()
             await until(lambda: (job, 0) not in owner.service.running)
+            # Idle as it is now, it stands by before all others, and must not be handed the stage.
+            for asked in (votes, successor.context.takeover):
+                assert asked is not None
+                assert not await asked.attends(owner.id, job, 0)
+                assert await asked.attends(owner.id, JobId("another"), 0)
 
     run(main())
 
