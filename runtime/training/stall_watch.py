@@ -89,8 +89,8 @@ class StallWatch:
                 await self._replace_one(now, waits_for)
             else:
                 self._outbox.send(0, m.Suspect(m.NO_JOIN, waits_for=waits_for))
-                if waits_for in (LEAD, 0) and self._stands_still(LEAD_STALLS):
-                    await self._doubt_lead()
+                if self._stands_still(LEAD_STALLS):
+                    await self._doubt_lead(ask=waits_for in (LEAD, 0))
 
     @property
     def _waits_for(self) -> int | None:
@@ -128,8 +128,9 @@ class StallWatch:
                 self._clock = replace(clock, since=now)  # for the next owner
                 return
 
-    async def _doubt_lead(self) -> None:
-        """The lead does nothing, unless it waits for a stage that nobody has."""
+    async def _doubt_lead(self, *, ask: bool) -> None:
+        """The lead does nothing about it, unless it waits for a stage that nobody has. `ask`: its standbys, too: we wait for the lead
+        itself, where others wait for those who do."""
         law = self._context.access.law(self._work.here.job)
         places = [] if law is None else [(law.job, stage) for stage in range(law.stages)]
         unknown = [stage for job, stage in places if winner(self._context.leases.recent(job, stage)) is None]
@@ -139,18 +140,18 @@ class StallWatch:
         owners = [winner(claims) for claims in found]
         owner = winner(self._context.leases.recent(law.job, 0))
         if owner is not None and all(owners) and self._stands_still(LEAD_STALLS):
-            self._vote_against(owner)
+            self._vote_against(owner, ask=ask)
 
     async def _claims(self, stage: int) -> tuple[ClaimRecord, ...]:
         return await self._context.leases.claims_or_recent(self._work.here.job, stage, GLANCE_SECONDS)
 
-    def _vote_against(self, owner: ClaimRecord) -> None:
+    def _vote_against(self, owner: ClaimRecord, *, ask: bool = True) -> None:
         takeover, here = self._context.takeover, self._work.here
         if takeover is None or owner.peer == self._context.peer_id:
             return
         self._voted = True
         before = self._idle.get(owner.stage)
-        if before is None or before[0].peer != owner.peer:
+        if ask and (before is None or before[0].peer != owner.peer):
             self._idle[owner.stage] = Holding(owner.peer, owner.term), _now()
         seconds = VOTE * self._context.stall_seconds
         takeover.vote_against(here.job, owner.stage, owner.peer, owner.term, seconds)

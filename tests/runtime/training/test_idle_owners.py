@@ -98,6 +98,7 @@ async def _read_claims(peer: Peer, job: JobId, stages: int) -> None:
         (2, 1, ignores_all),
         (3, 1, welcomes_nobody),
         (3, 0, leads_nothing),
+        (3, 0, computes_nothing),
         (2, 0, computes_nothing),
     ],
 )
