@@ -32,6 +32,7 @@ SAY = (
 GOOD = 1 / 4  # for which such a word is good
 VOTE = 2.0  # for which we vote that an owner is gone
 MOST_READ = 8  # stages whose owners are read again before the lead is said to be at fault
+MOST_SEEN = 64  # of the stages of which one has to go: jobs may have thousands
 
 
 class StallWatch:
@@ -115,7 +116,7 @@ class StallWatch:
         assert lead is not None and clock is not None
         since = max(clock.since, now - GOOD * self._context.stall_seconds)
         every, mark = not self._stands_still(NOT_ALL_SAY_SO), lead.mark
-        for stage in lead.culprits(waits_for, since, all_say_so=every):
+        for stage in lead.culprits(waits_for, since, all_say_so=every)[:MOST_SEEN]:
             if not _is_covered(self._context.leases.recent(self._work.here.job, stage)):
                 continue
             claims = await self._claims(stage)
@@ -132,9 +133,12 @@ class StallWatch:
         """The lead does nothing about it, unless it waits for a stage that nobody has. `ask`: its standbys, too: we wait for the lead
         itself, where others wait for those who do."""
         law = self._context.access.law(self._work.here.job)
-        places = [] if law is None else [(law.job, stage) for stage in range(law.stages)]
-        unknown = [stage for job, stage in places if winner(self._context.leases.recent(job, stage)) is None]
-        if law is None or len(unknown) > MOST_READ:
+        if law is None:
+            return
+        held, unix = self._context.leases.known_tenure, self._context.directory.now()
+        known = [held(law.job, stage) for stage in range(law.stages)]
+        unknown = [stage for stage, each in enumerate(known) if each is None or not each.lives(unix)]
+        if len(unknown) > MOST_READ:
             return
         found = await asyncio.gather(*(self._claims(stage) for stage in {0, *unknown}))
         owners = [winner(claims) for claims in found]
