@@ -1,4 +1,4 @@
-"""A job of three stages, of which a peer that lies about its steps owns the last: the stage has to go to another."""
+"""A job of three stages, of which a peer that lies about its steps, or does nothing, owns one: the stage has to go to another."""
 
 from __future__ import annotations
 
@@ -23,17 +23,25 @@ STEPS = 20  # of the job without it
 LIED_ABOUT = 2  # the last stage
 
 
-async def goes_on_with_a_lying_owner(ground: Ground, verdict: Verdict, kind: str) -> None:
-    """`kind`: what it lies, as `attacks.liar` knows it, from the first step on: before anybody stands by for its stage."""
+async def goes_on_with_a_lying_owner(
+    ground: Ground,
+    verdict: Verdict,
+    kind: str,
+    *,
+    stage: int = LIED_ABOUT,
+    moved_seconds: float = MOVED_SECONDS,
+) -> None:
+    """`kind`: what it lies, as `attacks.liar` knows it, from the first step on: before anybody stands by for its stage, `stage`."""
     liar = await ground.fleet.start_peer(
-        "liar",
+        f"{kind}-{stage}",
         bootstrap=(ground.peers[0].address,),
         command=(sys.executable, str(HERE / "liar.py"), kind),
     )
-    owners = [PeerId(peer.peer_id) for peer in (*ground.peers[:2], liar)]
+    owners = [PeerId(peer.peer_id) for peer in ground.peers[:2]]
+    owners.insert(stage, PeerId(liar.peer_id))
     store = ground.user.blobs.store
     prepared = await ground.fleet.in_thread(
-        training_job, store, Identity.generate(), owners, name=f"lied-to-{kind}"
+        training_job, store, Identity.generate(), owners, name=f"lied-to-{kind}-{stage}"
     )
     committed = Committed(job=prepared.job)
     ground.hearers.append(committed.hear)
@@ -41,22 +49,23 @@ async def goes_on_with_a_lying_owner(ground: Ground, verdict: Verdict, kind: str
     await launch(ground.user, prepared)
     try:
         async with asyncio.timeout(LIED_SECONDS):
-            while not await _holds(ground, PeerId(liar.peer_id), prepared.job, LIED_ABOUT):
+            while not await _holds(ground, PeerId(liar.peer_id), prepared.job, stage):
                 await asyncio.sleep(0.02)
     except TimeoutError:
         verdict.notes["fault: reach"] = "the liar did not get its stage"
         return
     try:
-        async with asyncio.timeout(MOVED_SECONDS):
+        async with asyncio.timeout(moved_seconds):
             await committed.begun(STEPS)
-        verdict.notes["lied_to_steps_after_seconds"] = round(time.monotonic() - began, 1)
+        verdict.notes[f"{kind}_{stage}_steps_after_seconds"] = round(time.monotonic() - began, 1)
     except TimeoutError:
         verdict.notes["fault: lied to"] = (
-            f"{len(committed.steps)} steps in {MOVED_SECONDS:.0f} s of a job whose last stage a liar owned; {committed.ends}"
+            f"{len(committed.steps)} steps in {moved_seconds:.0f} s of a job whose stage {stage} a liar owned; {committed.ends}"
         )
         return
-    if await _holds(ground, PeerId(liar.peer_id), prepared.job, LIED_ABOUT):
+    if await _holds(ground, PeerId(liar.peer_id), prepared.job, stage):
         verdict.notes["fault: liar"] = "it still has its stage"
+    await ground.fleet.kill(liar)  # what comes after it is about another one
     found = await asyncio.to_thread(honest_training.faults, committed, store, prepared)
     if found:
         verdict.notes["fault: lied to"] = found[0]

@@ -1,0 +1,57 @@
+"""A stranger that owns a stage of an honest job, answers, and does nothing for it: the job has to go on without it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+from attacks.ground import Ground
+from attacks.hold import Attack
+from attacks.scripts.lying_owner import goes_on_with_a_lying_owner
+from attacks.scripts.stolen_stages import nobody_was_deposed, owners
+from attacks.stranger import Stranger
+from attacks.verdict import Verdict
+
+from fusion.runtime.job.protocol import HOLD
+from fusion.swarm.claims.tenure import Holding
+from fusion.swarm.claims.votes import Vote, seal_vote
+from fusion.swarm.errors import SwarmError
+from fusion.swarm.transport import call
+
+REPORT_SECONDS = 0.3
+ANSWER_SECONDS = 3.0
+# For a stage of the job; for the first one, whose owner is to tell others who has to go, each of them waits for longer.
+FOLLOWED_SECONDS, LED_SECONDS = 150.0, 330.0
+
+
+async def idle_owner(one: Stranger) -> dict[str, Any]:
+    """Votes of a peer that has none, that owners which work are idle. Then one owns the last stage of a job, and another the
+    first stage of another job: both stop computing after five steps, answer, renew their claims, and do not leave."""
+    answers: Counter[str] = Counter()
+    while one.time_left:
+        for (job, stage), (peer, term) in owners(one):
+            for victim in one.peers:
+                await one.pace()
+                said = Vote(voter=one.identity.peer_id, holding=Holding(peer, term), at=int(time.time()))
+                word = seal_vote(said, job, stage, victim, one.identity.sign)
+                about = {"job": job, "stage": stage, "peer": peer, "term": term, "word": word, "yours": True}
+                for kind in ("suspect", "gone"):
+                    with suppress(SwarmError, TimeoutError):
+                        async with asyncio.timeout(ANSWER_SECONDS):
+                            reply = await call(one.transport, victim, HOLD.name, kind, about)
+                            voted = kind == "gone" and bool(reply.header.get("word"))
+                            answers["voted" if voted else reply.kind] += 1
+        await asyncio.sleep(REPORT_SECONDS)
+    return {"answers": {("believed" if kind == "owner" else kind): n for kind, n in answers.items()}}
+
+
+async def goes_on_without_idle_owners(ground: Ground, verdict: Verdict) -> None:
+    await nobody_was_deposed(ground, verdict)
+    await goes_on_with_a_lying_owner(ground, verdict, "idle", moved_seconds=FOLLOWED_SECONDS)
+    await goes_on_with_a_lying_owner(ground, verdict, "idle", stage=0, moved_seconds=LED_SECONDS)
+
+
+ATTACKS = {"idle_owner": Attack(idle_owner, seconds=10.0, check=goes_on_without_idle_owners, alone=True)}
