@@ -7,7 +7,8 @@ says hello for stages that it does not own, with its own claim or one that it sa
 reports owners as gone, gives stages away that it does not have, and asks neighbours for their vote.
 
 A vacant stage of an open job is anybody's, so a liar gets one now and then, and lets it lie: that is no fault of the
-protocol while its lease lasts. It never computes: a wrong number that an owner makes on purpose is not looked for here.
+protocol while its lease lasts. Some liars say nothing else: the first stage that they find vacant they keep, renew their claim of it for
+as long as the world lasts, answer that they hold it, welcome everybody and do nothing. It never computes: a wrong number that an owner makes on purpose is not looked for here.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ ACTIVE_SECONDS = 40.0  # for which liars lie: what is left of the world shows wh
 PAUSE_SECONDS = 0.4  # between two acts, on average
 ANSWER_SECONDS = 3.0
 VACANT = 0.1  # of the stages that nobody has are claimed: those are anybody's
+IDLE = 0.3  # of the liars only keep a stage
+HEARTBEAT_SECONDS = 2.0
 FORESEEN = (SwarmError, ValueError, TimeoutError, OSError)
 
 
@@ -55,6 +58,8 @@ class Liar:
         self._rng = random.Random(f"{world.plan.seed} {peer_id}")
         self.lane = Lane(peer_id)
         self._seen: list[ClaimRecord] = []
+        self._chance = random.Random(f"{world.plan.seed} {peer_id} idle")
+        self._kept: tuple[int, int] | None = None  # the stage that we keep, and its term
         self._acts: tuple[Callable[[], Awaitable[object]], ...] = (
             self._claim, self._claim, self._claim, self._stand_by, self._speak, self._speak, self._hello, self._hello,
             self._report, self._give, self._stop, self._release,
@@ -66,12 +71,30 @@ class Liar:
         self._directory = WorldDirectory(world.bulletin, self._id)
         await self._transport.serve(HOLD.name, self._answer)
         await self._transport.serve(STAGE.name, self._welcome)
+        if self._chance.random() < IDLE:
+            await self._keep()
         while world.loop.now < ACTIVE_SECONDS:
             await asyncio.sleep(self._rng.expovariate(1 / PAUSE_SECONDS))
             act = self._rng.choice(self._acts)
             with contextlib.suppress(*FORESEEN):
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await act()
+
+    async def _keep(self) -> None:
+        """A stage that nobody has, once one is found, until another has followed us."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS * (0.1 if self._kept is None else 1.0))
+            stage = self._chance.randrange(self._world.plan.stages) if self._kept is None else self._kept[0]
+            with contextlib.suppress(*FORESEEN):
+                claims = await self._directory.claims(self._world.job, stage)
+                others = [claim for claim in claims if claim.peer != self._id and claim.role == "owner"]
+                if self._kept is None and not others:
+                    self._kept = stage, 1 + max((claim.term for claim in claims), default=0)
+                elif self._kept is not None and any(claim.term > self._kept[1] for claim in others):
+                    self._kept = None
+                    return
+                if self._kept is not None:
+                    await self._publish(stage, "owner", self._kept[1], ())
 
     # --- records
 
@@ -242,6 +265,9 @@ class Liar:
         """A standby or an owner is asked about a stage."""
         frame = await stream.receive()
         stage = frame.header.get("stage", 0)
+        if self._kept is not None and frame.kind == "holds":
+            await stream.send("holds", {"term": self._kept[1] if stage == self._kept[0] else 0})
+            return
         match self._rng.randrange(4):
             case 0:
                 await asyncio.sleep(ANSWER_SECONDS)
@@ -258,4 +284,6 @@ class Liar:
         """Somebody takes us for the owner of a stage: nothing comes of it."""
         frame = await stream.receive()
         await stream.send("welcome", {"term": frame.header.get("target_term", 0)})
+        while self._kept is not None:
+            await stream.receive()
         await asyncio.sleep(ANSWER_SECONDS)

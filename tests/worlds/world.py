@@ -51,6 +51,7 @@ from fusion.swarm.transport import Frame, PeerId
 LAUNCHER = PeerId("launcher")
 OWNER_SECONDS = 40.0  # after the last fault, within which every stage must have an owner
 END_SECONDS = 150.0  # after the last fault, within which the job must be done
+STALL_SECONDS = 5.0  # in place of a minute: less than some peers are frozen for
 STRIKE_SECONDS = 15.0  # a fault whose frame does not come within so long does not happen
 LOOK_SECONDS = 0.5
 SETTLING_SECONDS = 2.0  # for word of a claim to go round: until then others may contest it
@@ -203,7 +204,7 @@ class World:
         context = wiring.context(
             peer_id=peer_id, transport=transport, directory=directory, blobs=blobs, leases=leases, worker=worker,
             memory=MemoryBudget(process.seats * STAGE_BYTES), home=WorldPath(process.disk, "home"), clock=self.loop.clock,
-            pace=NewJobPace(self.loop.clock.monotonic), random=self.chance, watch=OracleWatch(self.oracle, peer_id),
+            stall_seconds=STALL_SECONDS, pace=NewJobPace(self.loop.clock.monotonic), random=self.chance, watch=OracleWatch(self.oracle, peer_id),
         )  # fmt: skip
         process.memory = context.memory
         plane = WorldPlane(peer_id, self.plan.microbatches, self.oracle)
