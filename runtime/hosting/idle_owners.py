@@ -14,6 +14,7 @@ from fusion.swarm.transport import PeerId
 REMEMBERED = 4096  # stages, and peers
 # Whoever had a stage taken from it stands by again, idle as it is: before all others.
 AVOIDED_SECONDS = 600.0
+STAYS_SECONDS = 30.0  # that its standbys are asked in vain, before we get ready to follow it ourselves
 
 
 class IdleOwners:
@@ -22,10 +23,13 @@ class IdleOwners:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._seen: FIFOCache[Place, tuple[Holding, float]] = FIFOCache(REMEMBERED)
+        self._since: FIFOCache[Place, float] = FIFOCache(REMEMBERED)
         self._avoided: FIFOCache[tuple[JobId, PeerId], float] = FIFOCache(REMEMBERED)
 
     def add(self, place: Place, holding: Holding, seconds: float) -> None:
         """For so long we vote against it."""
+        if not self.has(place, holding):
+            self._since[place] = self._clock()
         self._seen[place] = holding, self._clock() + seconds
         self.avoid(place[0], holding.peer)
 
@@ -40,6 +44,12 @@ class IdleOwners:
         """The job goes on: we vote against nobody."""
         for place in [place for place in self._seen if place[0] == job]:
             del self._seen[place]
+
+    def stays(self, place: Place) -> bool:
+        """Whether we have voted against its owner for long."""
+        _, until = self._seen.get(place, (None, 0.0))
+        now = self._clock()
+        return now < until and now - self._since.get(place, now) >= STAYS_SECONDS
 
     def has(self, place: Place, holding: Holding) -> bool:
         """Whether we vote against it: also under a higher term, to which it may have raised its claim itself."""

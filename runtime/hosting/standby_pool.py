@@ -156,6 +156,7 @@ class Pool:
         # What we came to own while we read is hosting's.
         openings = [opening for opening in openings if self._context.leases.holds(*opening.place) is None]
         chosen = () if self._closed else places_to_cover(openings, us, others, score, self._room())
+        chosen = (*chosen, *self._needing_us(openings, chosen, free_memory_bytes))
         for place in set(self._covered) - set(chosen):
             if not self.claims(place):
                 self._stop(place)
@@ -259,6 +260,16 @@ class Pool:
             short_seconds=max(0.0, now - max(since, may_load_until)),
             next_owner=next_owner.peer if next_owner is not None else None,
         )
+
+    def _needing_us(
+        self, openings: Sequence[UncoveredStage], chosen: Collection[Place], free_memory_bytes: int
+    ) -> list[Place]:
+        """The stages of a job that stands still with their owners, whoever else says that it stands by for them."""
+        takeover = self._context.takeover
+        if takeover is None or self._closed:
+            return []
+        fitting = (o.place for o in openings if o.memory_bytes <= free_memory_bytes)
+        return [place for place in fitting if place not in chosen and takeover.needs_us(*place)]
 
     def _may_load_until(self, place: Place, owner: ClaimRecord | None, now: float) -> float:
         """Until when nobody should come to stand by, so that the owner can load the stage."""

@@ -105,6 +105,10 @@ class Takeovers:
         """As in `Takeover`."""
         self._idle.add((job, stage), Holding(peer, term), seconds)
 
+    def needs_us(self, job: JobId, stage: int) -> bool:
+        """As in `Takeover`."""
+        return self._idle.stays((job, stage))
+
     def trust(self, job: JobId) -> None:
         """As in `Takeover`."""
         self._idle.forget(job)
@@ -135,8 +139,14 @@ class Takeovers:
         self, place: Place, peer: PeerId, term: int, claims: Sequence[ClaimRecord], asked: set[PeerId]
     ) -> SuspectReply | None:
         """What the first standby says that settles it, the next one asked when one has no answer for a while."""
+        us = self._leases.peer_id if self._idle.has(place, Holding(peer, term)) else None
+
+        def turn(standby: PeerId) -> tuple[bool, bool]:
+            """Of an owner that does nothing the best standbys may be allies: we know that we are none, and ask the idle ones."""
+            return self._idle.avoids(place[0], standby), standby != us
+
         standbys = [standby.peer for standby in successors(claims) if standby.peer not in asked]
-        order = deque(sorted(standbys, key=lambda standby: self._idle.avoids(place[0], standby)))
+        order = deque(sorted(standbys, key=turn))
         pending: set[asyncio.Future[SuspectReply]] = set()
         try:
             while order or pending:

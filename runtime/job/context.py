@@ -69,6 +69,9 @@ class Takeover(Protocol):
         """We have seen that `peer`, who holds the stage under `term` or a higher one, does nothing for it: for so long say so to
         any standby that is ready to follow, though it answers."""
 
+    def needs_us(self, job: JobId, stage: int) -> bool:
+        """Whether we have voted so for long, and none of those who stand by for the stage has followed."""
+
     def trust(self, job: JobId) -> None:
         """Whoever holds stages of the job works for it: no more of that."""
 

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -443,6 +445,27 @@ def test_an_owner_that_is_never_ready_gets_standbys_all_the_same(tmp_path: Path)
         other = await made.own(1, ready=False)  # the time of another begins anew
         await ours.beat()
         assert covered(ours) == [0] and other.id != owner.id
+
+    run(tmp_path, scenario)
+
+
+def test_whoever_is_needed_stands_by_however_many_others_say_that_they_do(tmp_path: Path) -> None:
+    async def scenario(made: Swarm) -> None:
+        await made.own(0)
+        for _ in range(3):
+            ally = made.join()
+            ally.context.leases.standbys.stand_by(JOB, 0, score=1.0, step=9, ready=True)
+            await ally.context.leases.beat()
+        ours, needed = made.join(), [False]
+        takeover: Any = SimpleNamespace(needs_us=lambda job, stage: needed[0] and stage == 0)
+        ours.pool._context = replace(ours.context, takeover=takeover)
+        for needed[0] in (False, True, False):
+            await ours.beat()
+            await settled(ours)
+            assert covered(ours) == [0] * needed[0]
+        needed[0], ours.free_memory_bytes = True, 1
+        await ours.beat()
+        assert covered(ours) == []
 
     run(tmp_path, scenario)
 

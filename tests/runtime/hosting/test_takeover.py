@@ -11,7 +11,7 @@ from support.instant_loop import run
 
 from fusion.runtime.hosting import vote_requests
 from fusion.runtime.hosting.handover import LAST_OFFERS
-from fusion.runtime.hosting.idle_owners import IdleOwners
+from fusion.runtime.hosting.idle_owners import STAYS_SECONDS, IdleOwners
 from fusion.runtime.hosting.owner_probe import GONE, SILENT, OwnerProbe, Sign
 from fusion.runtime.hosting.takeover import Takeovers, verdict_on
 from fusion.runtime.job.protocol import HOLD
@@ -1033,6 +1033,49 @@ def test_one_neighbour_of_two_takes_no_stage_from_an_owner_that_answers(tmp_path
             assert claim is not None and claim.peer == successor.id
 
     run(main())
+
+
+def test_whoever_votes_against_an_owner_and_stands_by_asks_none_of_its_allies_first(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, successor, _ = await idle_owner(made)
+            asked = []
+            for _ in range(5):
+                ally = await onlooker(made, job)
+                leases = ally.context.leases
+                leases.standbys.stand_by(job, 0, score=1.0, step=2**40, ready=True)
+                await leases.beat()
+
+                async def hang(stream: Stream, ally: Peer = ally) -> None:
+                    if (await stream.receive()).kind == "suspect":
+                        asked.append(ally.id)
+                    await asyncio.Event().wait()
+
+                ally.context.transport.handlers._handlers[HOLD.name] = hang  # type: ignore[attr-defined]
+            await successor.context.leases.claims(job, 0)
+            taking = successor.context.takeover
+            assert taking is not None
+            taking.vote_against(job, 0, owner.id, 1, 60.0)
+            claim = await taking.suspect(job, 0, owner.id, 1)
+            assert claim is not None and claim.peer == successor.id and asked == []
+
+    run(main())
+
+
+def test_whoever_has_voted_against_an_owner_for_long_is_needed_itself() -> None:
+    now = [0.0]
+    idle, place, owner = IdleOwners(lambda: now[0]), (JobId("job"), 0), PeerId("owner")
+    idle.add(place, Holding(owner, 3), 60.0)
+    assert not idle.stays(place)
+    for now[0] in (20.0, 40.0):
+        idle.add(place, Holding(owner, 4), 60.0)
+    assert idle.stays(place)
+    idle.add(place, Holding(PeerId("other"), 5), 60.0)
+    assert not idle.stays(place), "that is another one"
+    now[0] += STAYS_SECONDS
+    assert idle.stays(place)
+    idle.forget(place[0])
+    assert not idle.stays(place)
 
 
 def test_an_owner_that_raises_its_own_term_is_voted_against_all_the_same() -> None:
