@@ -5,31 +5,37 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 from attacks.ground import Ground
 from attacks.hold import Attack
 from attacks.scripts.lying_owner import goes_on_with_a_lying_owner
 from attacks.scripts.stolen_stages import nobody_was_deposed, owners
-from attacks.stranger import Stranger
+from attacks.stranger import Stranger, store_request, stranger
 from attacks.verdict import Verdict
+from support.directory_records import claim_record
 
 from fusion.runtime.job.protocol import HOLD
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.claims.votes import Vote, seal_vote
+from fusion.swarm.directory.records import Place
 from fusion.swarm.errors import SwarmError
-from fusion.swarm.transport import call
+from fusion.swarm.transport import Stream, call
 
 REPORT_SECONDS = 0.3
 ANSWER_SECONDS = 3.0
-# For a stage of the job; for the first one, whose owner is to tell others who has to go, each of them waits for longer.
-FOLLOWED_SECONDS, LED_SECONDS = 150.0, 330.0
+# For a stage of the job; with allies of its owner; for the first one, whose owner is to tell others who has to go, each of them waits for longer.
+FOLLOWED_SECONDS, ALLIED_SECONDS, LED_SECONDS = 150.0, 270.0, 330.0
+ALLIES = 4
+CLAIM_SECONDS, RENEWED_SECONDS, HANGING_SECONDS = 6.0, 1.0, 30.0
 
 
 async def idle_owner(one: Stranger) -> dict[str, Any]:
-    """Votes of a peer that has none, that owners which work are idle. Then one owns the last stage of a job, and another the
-    first stage of another job: both stop computing after five steps, answer, renew their claims, and do not leave."""
+    """Votes of a peer that has none, that owners which work are idle. Then one owns the last stage of a job, one has allies
+    that stand by for it, and one leads: all stop computing after five steps, answer, renew their claims, and do not leave."""
     answers: Counter[str] = Counter()
     while one.time_left:
         for (job, stage), (peer, term) in owners(one):
@@ -48,10 +54,49 @@ async def idle_owner(one: Stranger) -> dict[str, Any]:
     return {"answers": {("believed" if kind == "owner" else kind): n for kind, n in answers.items()}}
 
 
+@asynccontextmanager
+async def allies(ground: Ground, place: Place) -> AsyncIterator[None]:
+    """Peers that say that they are ready to follow, before all others, and say nothing when they are asked to."""
+    job, stage = place
+    async with stranger(ground.scene, ALLIED_SECONDS, ALLIES) as one:
+        for ally in one.all_of_us:
+            await ally.transport.serve(HOLD.name, hang)
+
+        async def renew() -> None:
+            while True:
+                records = [
+                    claim_record(
+                        ally.identity, job=job, stage=stage, role="standby", term=1, score=1.0, step=2**40, ready=True
+                    )
+                    for ally in one.all_of_us
+                ]  # fmt: skip
+                offers = [
+                    ally.sealed(record, CLAIM_SECONDS)
+                    for ally, record in zip(one.all_of_us, records, strict=True)
+                ]
+                await one.everywhere("store", store_request(offers))
+                await asyncio.sleep(RENEWED_SECONDS)
+
+        one.begin()
+        renewing = asyncio.create_task(renew())
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+
+
+async def hang(stream: Stream) -> None:
+    await stream.receive()
+    await asyncio.sleep(HANGING_SECONDS)
+
+
 async def goes_on_without_idle_owners(ground: Ground, verdict: Verdict) -> None:
     await nobody_was_deposed(ground, verdict)
-    await goes_on_with_a_lying_owner(ground, verdict, "idle", moved_seconds=FOLLOWED_SECONDS)
-    await goes_on_with_a_lying_owner(ground, verdict, "idle", stage=0, moved_seconds=LED_SECONDS)
+    goes_on = partial(goes_on_with_a_lying_owner, ground, verdict, "idle")
+    await goes_on(moved_seconds=FOLLOWED_SECONDS)
+    await goes_on(moved_seconds=ALLIED_SECONDS, beside=partial(allies, ground))
+    await goes_on(stage=0, moved_seconds=LED_SECONDS)
 
 
 ATTACKS = {"idle_owner": Attack(idle_owner, seconds=10.0, check=goes_on_without_idle_owners, alone=True)}
