@@ -76,7 +76,8 @@ class StageLoop:
             return True
         if end.state == "done":
             named = None if end.progress is None else end.progress.snapshot
-            return self._work.state.step >= self._steps and self._work.snapshots.has_part(named)
+            step = self._work.state.step
+            return step >= self._steps and self._work.snapshots.has_part(named, step)
         if end.state != "failed":
             return False
         leader, before = self._leader, self._given_up

@@ -62,7 +62,8 @@ class Sight:
     )  # who followed, by the word of those proposed or of others of these
     us: PeerId | None = None  # our own word is not a stranger's
     reached: int = 0  # the step of the stages that we own: of several the lowest
-    snapshots: frozenset[Digest] = frozenset()  # with the shards of stages that run here, as far as looked
+    # Of the last step, with the shards of stages that run here, as far as looked.
+    snapshots: frozenset[Digest] = frozenset()
 
     @cached_property
     def owned_one(self) -> frozenset[PeerId]:

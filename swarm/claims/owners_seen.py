@@ -3,7 +3,7 @@ said of a job is judged by that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cachetools import FIFOCache
 
@@ -31,15 +31,15 @@ class OwnersSeen:
     def __init__(self) -> None:
         self._seen: FIFOCache[Place, dict[tuple[int, PeerId], None]] = FIFOCache(REMEMBERED_STAGES)
         self._successors: FIFOCache[JobId, dict[PeerId, Succession]] = FIFOCache(REMEMBERED_JOBS)
-        self._snapshots: FIFOCache[Place, Digest] = FIFOCache(REMEMBERED_STAGES)
+        self._snapshots: FIFOCache[Place, tuple[Digest, int]] = FIFOCache(REMEMBERED_STAGES)
 
-    def take_part(self, job: JobId, stage: int, snapshot: Digest) -> None:
-        """The shard of a stage that runs here, or is about to, is in the snapshot with this index."""
-        self._snapshots[job, stage] = snapshot
+    def take_part(self, job: JobId, stage: int, snapshot: Digest, step: int) -> None:
+        """The shard of a stage that runs here, or is about to, is in the snapshot of that step with this index."""
+        self._snapshots[job, stage] = snapshot, step
 
-    def takes_part(self, job: JobId, stage: int, snapshot: Digest | None) -> bool:
-        """Whether it is the last one that the stage was said to have its shard in."""
-        return snapshot is not None and self._snapshots.get((job, stage)) == snapshot
+    def takes_part(self, job: JobId, stage: int, snapshot: Digest | None, step: int) -> bool:
+        """Whether it is the last one that the stage was said to have its shard in, and of that step."""
+        return snapshot is not None and self._snapshots.get((job, stage)) == (snapshot, step)
 
     def see(self, job: JobId, stage: int, claims: Iterable[ClaimRecord]) -> ClaimRecord | None:
         """The owner by these live claims, who is remembered."""
@@ -81,11 +81,16 @@ class OwnersSeen:
             held=held,
             us=us,
             reached=min(ours, default=0),
-            snapshots=frozenset(
-                self._snapshots[job, stage] for stage in range(stages) if (job, stage) in self._snapshots
-            ),
+            snapshots=frozenset(self._last_snapshots(job, law, stages)),
             successors=frozenset(successors),
         )
+
+    def _last_snapshots(self, job: JobId, law: JobLaw | None, stages: int) -> Iterator[Digest]:
+        """Those of the job's last step that have shards of stages here: an older one is no end, whoever says so."""
+        for stage in range(stages):
+            snapshot, step = self._snapshots.get((job, stage), (None, -1))
+            if snapshot is not None and law is not None and step >= law.steps:
+                yield snapshot
 
     def _follow(
         self, law: JobLaw, proofs: Sequence[Sequence[bytes]], verify: Verify

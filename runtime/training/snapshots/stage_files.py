@@ -105,7 +105,7 @@ class StageFiles:
         path = await blobs.fetch(digest, near, max_bytes=self._most)
         state = await asyncio.to_thread(self._shards.load_state, path, stage, self._residuals, version)
         self._ours[version.step] = digest
-        self._context.seen.take_part(self._job, stage.index, checkpoint.digest)
+        self._context.seen.take_part(self._job, stage.index, checkpoint.digest, version.step)
         return state
 
     async def load_shard(
@@ -185,11 +185,11 @@ class StageFiles:
             await self._blobs.fetch(index.shards[stage], self._near(stage, owners), max_bytes=most)
             self._keep(index.step, index_digest, index.shards[stage])
         if ours is not None:
-            self._context.seen.take_part(self._job, self._stage.index, index_digest)
+            self._context.seen.take_part(self._job, self._stage.index, index_digest, index.step)
 
-    def has_part(self, index_digest: Digest | None) -> bool:
-        """Whether the newest snapshot that has our shard, as far as we looked, is that one."""
-        return self._context.seen.takes_part(self._job, self._stage.index, index_digest)
+    def has_part(self, index_digest: Digest | None, step: int) -> bool:
+        """Whether the newest snapshot that has our shard, as far as we looked, is that one, of that step."""
+        return self._context.seen.takes_part(self._job, self._stage.index, index_digest, step)
 
     async def _owner_of(self, stage: int, *, look: bool) -> PeerId:
         """As `replicate` has it; an empty name for nobody."""

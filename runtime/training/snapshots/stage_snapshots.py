@@ -176,9 +176,9 @@ class StageSnapshots:
         self.newest = await self._files.checkpoint(self.newest.digest)
         return True
 
-    def has_part(self, index: Digest | None) -> bool:
-        """Whether the newest snapshot that our stage has its shard in is that one."""
-        return self._files.has_part(index)
+    def has_part(self, index: Digest | None, step: int) -> bool:
+        """Whether the newest snapshot that our stage has its shard in is that one, of that step."""
+        return self._files.has_part(index, step)
 
     def saved(self, checkpoint: Checkpoint) -> None:
         """All stages hold that snapshot."""

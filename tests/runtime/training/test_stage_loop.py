@@ -38,7 +38,7 @@ def finished(step: int, *said: m.Message | Came, leads: bool = False) -> m.Finis
             state=SimpleNamespace(step=step),
             stop=nothing,
             follow=nothing,
-            snapshots=SimpleNamespace(has_part=lambda index: index == LAST),
+            snapshots=SimpleNamespace(has_part=lambda index, step: (index, step) == (LAST, STEPS)),
         )
         law = JobLaw(job=JOB, author=PeerId("author"), stages=2, steps=STEPS, proposed=(CHOSEN, OTHER))
         context = SimpleNamespace(

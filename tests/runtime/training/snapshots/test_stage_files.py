@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from fusion.runtime.training.snapshots.snapshot import Index, encode_index
 from fusion.runtime.training.snapshots.stage_files import COPY_TIMES, StageFiles
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.history import Version
+from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.blobs.blobs import Blobs
 from fusion.swarm.blobs.eviction import Needs
 from fusion.swarm.blobs.store import BlobStore
@@ -158,10 +160,13 @@ def test_a_snapshot_in_which_a_lead_names_another_shard_than_ours_is_not_held_an
             with pytest.raises(JobError, match="another shard than ours"):
                 await files.replicate(made_up, owners)
             await files.replicate(of_others, owners)  # a state that an owner before us may have saved
-            assert not any(context.seen.takes_part(JOB, 1, digest) for digest in (made_up, of_others, None))
+            seen, law = context.seen, JobLaw(job=JOB, author=us, stages=2)
+            assert not any(seen.takes_part(JOB, 1, digest, 2) for digest in (made_up, of_others, None))
             await files.replicate(right, owners)
-            assert context.seen.takes_part(JOB, 1, right) and not context.seen.takes_part(JOB, 0, right)
-            assert context.seen.sight(JOB, None, 2, {}, us).snapshots == {right}
+            assert seen.takes_part(JOB, 1, right, 2) and not seen.takes_part(JOB, 0, right, 2)
+            assert not seen.takes_part(JOB, 1, right, 3)  # the state has gone on since
+            assert seen.sight(JOB, replace(law, steps=2), 2, {}, us).snapshots == {right}
+            assert not seen.sight(JOB, replace(law, steps=3), 2, {}, us).snapshots
 
     asyncio.run(main())
 
