@@ -139,7 +139,9 @@ class RingLinks:
         """`needed`: the ends of the links that open sessions have, or are about to ask for; `chain`: the grants that we show in a
         job; `acked` is called where more of prompts has come to a far end."""
         self.taking = WeakSet[QueuedStream]()  # whose far ends take several frames in one
-        self._windows = WeakKeyDictionary[QueuedStream, DelayWindow]()  # of those that say what has come
+        # Of those between stages, from the first byte on; the far ends of `_acking` say what has come.
+        self._windows = WeakKeyDictionary[QueuedStream, DelayWindow]()
+        self._acking = WeakSet[QueuedStream]()
         self._acked = acked
         self._transport = transport
         self._chain = chain
@@ -167,13 +169,14 @@ class RingLinks:
                 on_end=lambda ended: self._ended(ends, link, ended.reason),
             )
             self._links[ends] = _Dialled(link, self._clock())
+            if ends.sender != GATEWAY:
+                self._windows[link] = DelayWindow()
             self._close_idle()
             return link
 
     def in_window(self, link: QueuedStream) -> bool:
         """Whether more of a prompt may go out over it although tokens would wait behind that."""
-        window = self._windows.get(link)
-        return window is None or window.open or link.ended.is_set()
+        return link not in self._acking or self._windows[link].open or link.ended.is_set()
 
     def sent(self, link: QueuedStream, size_bytes: int) -> None:
         """So much of a prompt has gone out over it."""
@@ -206,9 +209,9 @@ class RingLinks:
     def _received(self, ends: LinkEnds, link: QueuedStream, frame: Frame) -> None:
         if frame.kind == BATCHES:
             self.taking.add(link)
-            if frame.header.get(ACKS) is True:
-                self._windows.setdefault(link, DelayWindow())
-        elif frame.kind == "ack" and link in self._windows:
+            if frame.header.get(ACKS) is True and link in self._windows:
+                self._acking.add(link)
+        elif frame.kind == "ack" and link in self._acking:
             self._windows[link].ack(whole(frame.header, "bytes", -1), self._clock())
             self._acked()
         else:

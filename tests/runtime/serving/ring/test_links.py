@@ -11,7 +11,16 @@ import pytest
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import RING
-from fusion.runtime.serving.ring.links import GATEWAY, IDLE_SECONDS, FullLinks, LinkEnds, RingLinks
+from fusion.runtime.serving.ring.batches import BATCHES
+from fusion.runtime.serving.ring.links import (
+    ACKS,
+    GATEWAY,
+    IDLE_SECONDS,
+    FullLinks,
+    LinkEnds,
+    RingLinks,
+    hears_acks,
+)
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import PeerUnreachable, StreamClosed
 from fusion.swarm.memory.network import MemoryNetwork
@@ -240,5 +249,50 @@ def test_whoever_asks_about_a_link_that_others_have_filled_is_called_once_it_has
             while not room:
                 await asyncio.sleep(0)
             assert room == [1] and full.clear(given)
+
+    asyncio.run(main())
+
+
+def test_what_went_out_before_the_far_end_said_that_it_acknowledges_is_counted_too() -> None:
+    """It says so once it has our hello, and a prompt may go out right behind that."""
+
+    async def main() -> None:
+        async with two_peers() as pair:
+            links, said = pair.links(), asyncio.Event()
+            links._acked = said.set
+            link = await links.to(replace(ENDS, sender=0))
+            far = await pair.arrived.get()
+            assert hears_acks(await hello(far))
+            links.sent(link, 70_000)
+            assert links.in_window(link), "nobody has said yet that it acknowledges"
+            await far.send(BATCHES, {ACKS: True})
+            await far.send("ack", {"bytes": 3_000})
+            await said.wait()
+            assert not links.in_window(link)
+            said.clear()
+            await far.send("ack", {"bytes": 70_000})
+            await said.wait()
+            assert links.in_window(link) and not pair.reasons
+            await far.send("ack", {"bytes": 70_001})
+            await link.ended.wait()
+            assert pair.reasons == ["3: ack of 70001 bytes, of 70000 that were sent"]
+            assert links.in_window(link), "who waits for it is told of its end"
+
+    asyncio.run(main())
+
+
+def test_a_gateway_hears_no_acks() -> None:
+    async def main() -> None:
+        async with two_peers() as pair:
+            links = pair.links()
+            link = await links.to(ENDS)
+            far = await pair.arrived.get()
+            assert not hears_acks(await hello(far))
+            await far.send(BATCHES, {ACKS: True})
+            await far.send("ack", {"bytes": 0})
+            while not pair.frames:
+                await asyncio.sleep(0)
+            assert [frame.kind for frame in pair.frames] == ["ack"] and links.in_window(link)
+            await links.aclose()
 
     asyncio.run(main())
