@@ -130,11 +130,12 @@ class VoteRequests:
         owner = winner(leases.recent(*place))
         if held is None:
             return b""
-        if held.holding == holding:
-            if self._idle.has(place, holding):
-                if not await self._is_ready(place, successor):
-                    return b""
-            elif held.until != NEVER:  # it has not said so itself
+        # Of several who came to a vacant stage under one term others may go by another one than we do.
+        if held.holding.term == holding.term and self._idle.has(place, held.holding):
+            if not await self._is_ready(place, successor):
+                return b""
+        elif held.holding == holding:
+            if held.until != NEVER:  # it has not said so itself
                 sign = await self._flights.once(
                     (place, holding), lambda: self._probe.look(holding.peer, *place)
                 )

@@ -120,7 +120,7 @@ def test_a_check_that_is_left_out_is_found_by_liars(worlds: Worlds, plant: str, 
     assert any(text.startswith(told) for text in found["violations"].values()), found["violations"]
 
 
-@pytest.mark.parametrize("seed", [1084, 1980458, 2082580, 2143507, 2144563, 2151927, 2202176])
+@pytest.mark.parametrize("seed", [1084, 1980458, 2082580, 2143507, 2144563, 2151927, 2202176, 2203800])
 def test_worlds_that_failed_once_hold(worlds: Worlds, seed: int) -> None:
     found = worlds("--worlds", "1", "--seed", str(seed), "--liars", "3", "--processes", "1")
     assert found["violations"] == {}

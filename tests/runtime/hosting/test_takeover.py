@@ -1019,6 +1019,23 @@ def test_a_voter_votes_for_nobody_who_is_not_ready(tmp_path: Path) -> None:
     run(main())
 
 
+def test_of_two_that_came_to_one_stage_and_do_nothing_a_voter_votes_against_either(tmp_path: Path) -> None:
+    """Others may go by the one that it does not go by (world 2203800)."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, successor, votes = await idle_owner(made)
+            rival = (await onlooker(made, job)).id
+            for term in (1, 2):
+                assert bool(await votes._votes.vote((job, 0), Holding(rival, term), successor.id)) == (
+                    term == 1
+                )
+            votes.trust(job)
+            assert not await votes._votes.vote((job, 0), Holding(rival, 1), successor.id)
+
+    run(main())
+
+
 def test_one_neighbour_of_two_takes_no_stage_from_an_owner_that_answers(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
