@@ -1024,7 +1024,7 @@ def test_of_two_that_came_to_one_stage_and_do_nothing_a_voter_votes_against_eith
 
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
-            job, owner, successor, votes = await idle_owner(made)
+            job, _, successor, votes = await idle_owner(made)
             rival = (await onlooker(made, job)).id
             for term in (1, 2):
                 assert bool(await votes._votes.vote((job, 0), Holding(rival, term), successor.id)) == (
