@@ -31,8 +31,9 @@ log = logging.getLogger(__name__)
 RUNS, RUN_SECONDS = 8, 0.06
 # Probes, the first ones, that are run before the peer is announced; all of them while it is idle. A GPU takes as long to begin an
 # operator as a CPU, but computes hundreds of times as fast: there one does not tell the others, and all of them are run, but
-# where each has to be compiled first.
-AT_START, AT_START_CUDA, AT_START_COMPILED_CUDA = 1, len(probes()), 2
+# where each has to be compiled first. A CPU tells by three what a token of an answer takes: products say nothing of how fast
+# its weights come from memory, and a peer of which that is guessed beside one that has measured it gets all of a model or nothing.
+AT_START, AT_START_CUDA, AT_START_COMPILED_CUDA = 3, len(probes()), 2
 # Written through before each: in a step hundreds of operators run between two of one kind, so that what one reads is in no cache
 # near the core, where a probe that is run again and again would find all of it.
 SWEPT_BYTES = 8 << 20

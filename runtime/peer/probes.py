@@ -69,8 +69,8 @@ def probes(scale: int = SMALL) -> tuple[Probe, ...]:
     return (
         Probe(PRODUCTS, _products(256 * scale, 384 * scale)),
         Probe(NODES, _many_nodes()),
-        Probe(TOUCHED, _pointwise(256, 256 * scale)),
         Probe(STREAMED, _long_row(1024 * scale, 2048 * scale)),
+        Probe(TOUCHED, _pointwise(256, 256 * scale)),
         Probe(ATTENTION, _attention(4 * scale, 256, 64)),
         Probe(NORMED, _norms(32 * scale, 64, 4)),
         Probe(DRAWN, _dropped(128, 256 * scale)),
