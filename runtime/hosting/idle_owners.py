@@ -4,6 +4,7 @@ hand them nothing for a while."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from cachetools import FIFOCache
 
@@ -17,20 +18,26 @@ AVOIDED_SECONDS = 600.0
 STAYS_SECONDS = 30.0  # that its standbys are asked in vain, before we get ready to follow it ourselves
 
 
+@dataclass(frozen=True)
+class _Idle:
+    holding: Holding
+    since: float
+    until: float  # we vote against it
+
+
 class IdleOwners:
     """`clock` gives seconds that only rise."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._seen: FIFOCache[Place, tuple[Holding, float]] = FIFOCache(REMEMBERED)
-        self._since: FIFOCache[Place, float] = FIFOCache(REMEMBERED)
+        self._seen: FIFOCache[Place, _Idle] = FIFOCache(REMEMBERED)
         self._avoided: FIFOCache[tuple[JobId, PeerId], float] = FIFOCache(REMEMBERED)
 
     def add(self, place: Place, holding: Holding, seconds: float) -> None:
         """For so long we vote against it."""
-        if not self.has(place, holding):
-            self._since[place] = self._clock()
-        self._seen[place] = holding, self._clock() + seconds
+        now = self._clock()
+        since = self._seen[place].since if self.has(place, holding) else now
+        self._seen[place] = _Idle(holding, since, now + seconds)
         self.avoid(place[0], holding.peer)
 
     def avoid(self, job: JobId, peer: PeerId) -> None:
@@ -47,16 +54,12 @@ class IdleOwners:
 
     def stays(self, place: Place) -> bool:
         """Whether we have voted against its owner for long."""
-        _, until = self._seen.get(place, (None, 0.0))
-        now = self._clock()
-        return now < until and now - self._since.get(place, now) >= STAYS_SECONDS
+        idle, now = self._seen.get(place), self._clock()
+        return idle is not None and now < idle.until and now - idle.since >= STAYS_SECONDS
 
     def has(self, place: Place, holding: Holding) -> bool:
         """Whether we vote against it: also under a higher term, to which it may have raised its claim itself."""
-        idle, until = self._seen.get(place, (None, 0.0))
-        return (
-            idle is not None
-            and idle.peer == holding.peer
-            and idle.term <= holding.term
-            and self._clock() < until
-        )
+        idle = self._seen.get(place)
+        if idle is None or self._clock() >= idle.until:
+            return False
+        return idle.holding.peer == holding.peer and idle.holding.term <= holding.term

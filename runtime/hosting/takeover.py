@@ -109,7 +109,7 @@ class Takeovers:
         """As in `Takeover`."""
         return self._idle.stays((job, stage))
 
-    def trust(self, job: JobId) -> None:
+    def withdraw_votes(self, job: JobId) -> None:
         """As in `Takeover`."""
         self._idle.forget(job)
 
@@ -202,36 +202,41 @@ class Takeovers:
     async def _succeed(
         self, place: Place, peer: PeerId, term: int, votes: Sequence[bytes] = (), *, yours: bool = False
     ) -> SuspectReply:
-        # Apart, or two that ask each other would both wait; and anybody may report without a vote.
-        outvoted = self._votes.is_voted_against(place, self._holding(place, peer, term), votes)
-        key = ("take" if yours else "succeed", place, peer, term, outvoted)
-        return await self._flights.once(
-            key, lambda: self._look_and_take(place, peer, term, votes, yours=yours)
-        )
-
-    def _holding(self, place: Place, peer: PeerId, term: int) -> Holding:
-        """Who owns the stage as far as we know; who is reported, where nobody does."""
-        owner = winner(self._leases.recent(*place))
-        return Holding(peer, term) if owner is None else Holding(owner.peer, owner.term)
-
-    async def _look_and_take(
-        self, place: Place, peer: PeerId, term: int, votes: Sequence[bytes], *, yours: bool
-    ) -> SuspectReply:
-        holder, leases = self._holder, self._leases
+        leases = self._leases
         if (own := self._own(place)) is not None and own.term > term:
             return own
-        if holder is None or not any((claim.job, claim.stage) == place for claim in leases.standbys.mine()):
+        # Anybody may report anything: no vote is checked for a stage that we would not take.
+        stands_by = any((claim.job, claim.stage) == place for claim in leases.standbys.mine())
+        if self._holder is None or not stands_by:
             return refused("not a standby of that stage")
         owner = winner(leases.recent(*place))
-        suspected = set() if owner is None else {owner.peer}
-        # Whoever reports may name anybody: others are looked at only if they claim the stage, or if nobody else does.
-        if owner is None or any(claim.peer == peer for claim in leases.recent(*place)):
-            suspected.add(peer)
-        holding = self._holding(place, peer, term)
+        holding = Holding(peer, term) if owner is None else Holding(owner.peer, owner.term)
         outvoted = self._votes.is_voted_against(place, holding, votes)
+        # Apart, or two that ask each other would both wait; and anybody may report without a vote.
+        key = ("take" if yours else "succeed", place, peer, term, outvoted)
+        reported = Holding(peer, term)
+        return await self._flights.once(
+            key,
+            lambda: self._look_and_take(place, reported, holding, votes, outvoted=outvoted, yours=yours),
+        )
+
+    async def _look_and_take(
+        self,
+        place: Place,
+        reported: Holding,
+        holding: Holding,
+        votes: Sequence[bytes],
+        *,
+        outvoted: bool,
+        yours: bool,
+    ) -> SuspectReply:
+        """`holding`: who owns the stage as far as we know; who is reported, where nobody does."""
+        suspected = {holding.peer}
+        # Whoever reports may name anybody: others are looked at only if they claim the stage.
+        if any(claim.peer == reported.peer for claim in self._leases.recent(*place)):
+            suspected.add(reported.peer)
         asking = asyncio.ensure_future(self._votes.collect(place, holding, votes))
         try:
-            reported = Holding(peer, term)
             return await self._judge_and_take(
                 place, reported, suspected, holding, asking, outvoted=outvoted, yours=yours
             )

@@ -72,8 +72,8 @@ class Takeover(Protocol):
     def needs_us(self, job: JobId, stage: int) -> bool:
         """Whether we have voted so for long, and none of those who stand by for the stage has followed."""
 
-    def trust(self, job: JobId) -> None:
-        """Whoever holds stages of the job works for it: no more of that."""
+    def withdraw_votes(self, job: JobId) -> None:
+        """The job goes on: from now on vote against no owner of its stages."""
 
     def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
         """Begin to hand a stage that runs here to `peer`, at the next boundary where nothing is lost. It stays here if

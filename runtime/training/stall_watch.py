@@ -77,7 +77,7 @@ class StallWatch:
         if self._voted and self._context.takeover is not None:
             self._voted = False
             self._idle.clear()
-            self._context.takeover.trust(self._work.here.job)
+            self._context.takeover.withdraw_votes(self._work.here.job)
 
     async def _look(self, clock: StallClock, now: float) -> None:
         lead, waits_for = self._outbox.lead, self._waits_for

@@ -952,7 +952,7 @@ def test_an_owner_that_answers_keeps_its_stage_where_nobody_votes_against_it(
             elif how == "another holder":
                 votes.vote_against(job, 0, successor.id, 1, 60.0)
             else:
-                votes.trust(job)
+                votes.withdraw_votes(job)
             witness = await onlooker(made, job)
             asked = witness.context.takeover if how == "nobody votes" else votes
             assert asked is not None and await asked.suspect(job, 0, owner.id, 1) is None
@@ -1030,7 +1030,7 @@ def test_of_two_that_came_to_one_stage_and_do_nothing_a_voter_votes_against_eith
                 assert bool(await votes._votes.vote((job, 0), Holding(rival, term), successor.id)) == (
                     term == 1
                 )
-            votes.trust(job)
+            votes.withdraw_votes(job)
             assert not await votes._votes.vote((job, 0), Holding(rival, 1), successor.id)
 
     run(main())

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.training import config
 
-from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.dismissal import NEVER_JOINED
@@ -23,20 +23,10 @@ from fusion.runtime.training.step.stalls import (
     StallClock,
     culprits,
 )
-from fusion.swarm.directory.records import Digest
 from fusion.swarm.transport import PeerId
 
 A, B, C, D = (PeerId(name) for name in ("A", "B", "C", "D"))
-CONFIG = TrainConfig(
-    steps=5,
-    microbatches=1,
-    microbatch_size=1,
-    sequence=4,
-    seed=0,
-    optimizer=OptimizerConfig(learning_rate=0.5),
-    data=DataConfig(kind="tokens", train=Digest("0" * 64)),
-    snapshot_every=100,
-)
+CONFIG = config(steps=5, microbatches=1, microbatch_size=1, snapshot_every=100)
 
 
 # --- how long
