@@ -1,7 +1,7 @@
 """What must hold in every world, watched from outside the protocol: on the wire, at the planes, in the directory.
 
 history    the state of a stage at a step is the one that a single process computes; a step is applied once from
-           one base, by one owner in one attempt, with the samples that are its own
+           one base, by one owner in one attempt of one lead, with the samples that are its own
 commit     the lead commits a step only when every other stage has said that it is ready for it, in that attempt
 fence      a stage that has heard an owner under a term takes no frame under a lower one
 durable    a restore never goes back behind the newest snapshot that the lead knows to be held and can be had
@@ -38,7 +38,7 @@ class Oracle:
         self._stages = len(history[0])
         self._quiet = quiet
         self._ready: dict[tuple[Any, ...], set[int]] = {}  # (attempt, step) -> stages that said so
-        self._appliers: dict[tuple[Any, ...], PeerId] = {}
+        self._appliers: dict[tuple[Any, ...], Process] = {}
         self._holders: dict[tuple[int, int], list[Process]] = {}
         self._heard: dict[
             tuple[int, int], int
@@ -100,14 +100,16 @@ class Oracle:
                 f"history: step {before[0]} of stage {stage} at {peer} came out otherwise than it should"
             )
 
-    def commits(self, peer: PeerId, stage: int, attempt: tuple[int, int], step: int) -> None:
+    def commits(self, process: Process, stage: int, attempt: tuple[int, int], step: int) -> None:
         """The host of a stage carries a commit out."""
-        first = self._appliers.setdefault((stage, attempt, step), peer)
-        # Leads that could not know of each other may have come to the same term: each has attempts of its own then.
-        if first != peer and len({lead.peer_id for lead in self._holders[0, attempt[0]]}) < 2:
-            self.broken(
-                f"history: step {step} of stage {stage} in attempt {attempt} applied by {first} and {peer}"
-            )
+        first = self._appliers.setdefault((stage, attempt, step), process)
+        leads = self._holders[0, attempt[0]]
+        # Leads that could not know of each other may have come to the same term: each has attempts of its own then. So may one that
+        # starts again and knows nothing, when the first owner, too, has ended.
+        apart = len({lead.peer_id for lead in leads}) > 1 or first in leads[-1].gone
+        if first.peer_id != process.peer_id and not apart:
+            peers = f"{first.peer_id} and {process.peer_id}"
+            self.broken(f"history: step {step} of stage {stage} in attempt {attempt} applied by {peers}")
 
     def ended(self, index: Index, shards: Mapping[int, tuple[int, int]]) -> None:
         """The snapshot that the job ended with, and what is in its shards."""

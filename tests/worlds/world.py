@@ -204,7 +204,7 @@ class World:
         context = wiring.context(
             peer_id=peer_id, transport=transport, directory=directory, blobs=blobs, leases=leases, worker=worker,
             memory=MemoryBudget(process.seats * STAGE_BYTES), home=WorldPath(process.disk, "home"), clock=self.loop.clock,
-            stall_seconds=STALL_SECONDS, pace=NewJobPace(self.loop.clock.monotonic), random=self.chance, watch=OracleWatch(self.oracle, peer_id),
+            stall_seconds=STALL_SECONDS, pace=NewJobPace(self.loop.clock.monotonic), random=self.chance, watch=OracleWatch(self.oracle, process),
         )  # fmt: skip
         process.memory = context.memory
         plane = WorldPlane(peer_id, self.plan.microbatches, self.oracle)
@@ -566,15 +566,15 @@ class World:
 class OracleWatch(Watch):
     """Tells the oracle of a process's stages."""
 
-    def __init__(self, oracle: Oracle, peer: PeerId) -> None:
+    def __init__(self, oracle: Oracle, process: Process) -> None:
         self._oracle = oracle
-        self._peer = peer
+        self._process = process
 
     def takes(self, stage: int, term: int, incarnation: int, source: int, frame: Frame) -> None:
-        self._oracle.took(self._peer, stage, term, incarnation, source, frame)
+        self._oracle.took(self._process.peer_id, stage, term, incarnation, source, frame)
 
     def commits(self, stage: int, attempt: tuple[int, int], step: int) -> None:
-        self._oracle.commits(self._peer, stage, attempt, step)
+        self._oracle.commits(self._process, stage, attempt, step)
 
 
 class WatchedTraining(TrainingService):
