@@ -285,7 +285,9 @@ class Takeovers:
                     return _alive(signs, owner) if verdict == "alive" else SuspectReply("frozen")
                 if verdict == "alive":
                     self._idle.avoid(place[0], held.peer)
-            await holder.take_over(*place, leases.known_term(*place), None, votes)
+            # Reports of several kinds may come to this at once.
+            take = partial(holder.take_over, *place, leases.known_term(*place), None, votes)
+            await self._flights.once(("taken over", place), take)
             if (own := self._own(place)) is not None:
                 return own
             return refused("the stage could not be taken over here")

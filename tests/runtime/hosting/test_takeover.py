@@ -257,6 +257,42 @@ def test_many_reports_make_one_takeover(tmp_path: Path) -> None:
     run(main())
 
 
+def test_reports_of_every_kind_at_once_make_one_takeover(tmp_path: Path) -> None:
+    """With the vote of a neighbour or without, to whoever takes it itself or may ask others: memory for the stage is set aside once."""
+
+    async def main() -> None:
+        async with swarm(tmp_path, pooled=True) as made:
+            job, owner, (first,) = await one_job(made, 1, alone=False)
+            votes = VOTES[NEIGHBOURS[job].peer_id]
+            assert first.context.takeover is not None
+            holder = first.context.takeover._holder  # type: ignore[attr-defined]
+            take_over, calls = holder.take_over, list[Any]()
+
+            async def slowly(*args: Any) -> ClaimRecord | None:
+                calls.append(args)
+                await asyncio.sleep(0.05)
+                claim: ClaimRecord | None = await take_over(*args)
+                return claim
+
+            holder.take_over = slowly
+            vanish(made, owner)
+            about = {"job": job, "stage": 0, "peer": owner.id, "term": 1}
+            word = await votes._votes.vote((job, 0), Holding(owner.id, 1), first.id)
+            assert word
+            kinds = [{"word": said, "yours": yours} for said in (word, b"") for yours in (False, True)]
+            witness = await onlooker(made, job)
+            replies = await asyncio.gather(
+                *(
+                    call(witness.context.transport, first.id, HOLD.name, "suspect", {**about, **kind})
+                    for kind in kinds
+                )
+            )
+            assert {reply.kind for reply in replies} == {"owner"}
+            assert len(calls) == 1 and first.service.begun == [(job, 0)]
+
+    run(main())
+
+
 def test_the_next_standby_takes_over_when_the_best_died_as_well(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
