@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from cachetools import LRUCache
-
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.failover import Fault, Faulted
+from fusion.runtime.serving.answers.left_prefixes import LeftPrefixes
 from fusion.runtime.serving.requests.request import Logprobs, pack_tokens, whole
 from fusion.runtime.serving.ring.batches import frames_of
 from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingLinks, ShownGrants, no_grants
-from fusion.runtime.serving.ring.prefix import HASH_BYTES, PrefixHash, positions_of
+from fusion.runtime.serving.ring.prefix import PrefixHash, positions_of
 from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import FrameError, SwarmError
@@ -34,7 +33,6 @@ from fusion.swarm.transport import Frame, PeerId, Transport
 
 log = logging.getLogger(__name__)
 
-REMEMBERED_BEGINNINGS = 1 << 16  # of sequences that a stage may hold something of
 # Of logits and log-probabilities that may wait here for a client which reads slowly.
 UNREAD_BYTES = 16 << 20
 UNREAD_EVENTS = 1024  # that may wait, beside a token for each position of two sessions
@@ -52,6 +50,7 @@ class GatewaySession:
     )  # stage -> when it last said anything about this session
     knows: dict[int, frozenset[str]] = field(default_factory=dict)  # stage -> what it has said that it knows
     new: bool = False  # no stage can hold anything of it
+    expected: int = 0  # positions that every stage should hold, as one that ended left them there
     prompted: bool = False
     ran: dict[int, int] = field(
         default_factory=dict
@@ -74,22 +73,30 @@ class GatewaySession:
 
     @property
     def begins_early(self) -> bool:
-        """Whether the ring may begin while stages still open the session: each keeps what comes before, none has anything of it that
-        need not be run, and the last one knows all settings. Grammars take long to open."""
+        """Whether the ring may begin while stages still open the session: each keeps what comes before, we know what need not be
+        run, and the last one knows all settings. Grammars take long to open."""
         known = [self.knows.get(stage, frozenset()) for stage in range(len(self.route))]
         newer = {*self.opening.newer}
+        needed = "early" if self.new else "expects"
         return (
-            self.new
+            (self.new or self.expected > 0)
             and not self.opening.schema_bytes
-            and all("early" in each for each in known)
+            and all(needed in each for each in known)
             and newer <= known[-1]
         )
+
+    @property
+    def lacks(self) -> int | None:
+        """A stage that holds less than was expected when the prompt went out, as it says now."""
+        short = (stage for stage, held in self.held.items() if held < self.reused)
+        return next(short, None) if self.prompted else None
 
     def prompt(self, tokens: Sequence[int], *, guesses: bool, source: bytes = b"") -> None:
         """Let the ring begin, after what all stages hold. The last position always runs: the first token comes of it. `guesses`: the
         first stage may guess, where all of them know of it; `source`: what an encoder reads first."""
         self.prompted = True
-        self.reused = 0 if self.waiting else min(*self.held.values(), len(tokens) - 1)
+        held = [self.expected] if self.waiting else self.held.values()
+        self.reused = min(*held, len(tokens) - 1)
         said: dict[str, Any] = {"from": self.reused} if self.reused else {}
         if guesses and all("guesses" in self.knows.get(stage, ()) for stage in range(len(self.route))):
             said["guesses"] = True
@@ -145,8 +152,7 @@ class GatewaySessions:
         self._sessions: dict[SessionId, GatewaySession] = {}
         self._prefix_key = secrets.token_bytes(32)
         self._knows: WeakKeyDictionary[QueuedStream, frozenset[str]] = WeakKeyDictionary()
-        # By the hash of the first block.
-        self._beginnings: LRUCache[bytes, None] = LRUCache(REMEMBERED_BEGINNINGS)
+        self._left = LeftPrefixes()
 
     async def aclose(self) -> None:
         await self._links.aclose()
@@ -181,7 +187,8 @@ class GatewaySessions:
         except BaseException:
             self.close(session)
             raise
-        session.new = not self._begins(opening.prefix)
+        expected = self._left.begin(opening.prefix, opening.route)
+        session.new, session.expected = expected is None, expected or 0
         header, now = opening.to_header(), self._clock()
         for stage, link in session.links.items():
             session.heard[stage] = now
@@ -195,18 +202,10 @@ class GatewaySessions:
     def close(self, session: GatewaySession, chain: bytes = b"") -> None:
         """Free it on every stage that is reached, which may keep what it has of the blocks of `chain`. Idempotent."""
         if self._sessions.pop(session.id, None) is not None:
-            self._begins(chain)
+            self._left.end(chain, session.route, session.reached)
             kept = {"prefix": chain} if chain else {}
             for link in session.links.values():
                 link.post("close", {"session": session.id, **kept})
-
-    def _begins(self, chain: bytes) -> bool:
-        """Whether a stage may hold something of a sequence that begins so; from now on it may."""
-        first = chain[:HASH_BYTES]
-        known = first in self._beginnings
-        if first:
-            self._beginnings[first] = None
-        return known
 
     def _needed(self) -> set[LinkEnds]:
         """The links of all sessions, also of those that are being opened."""
@@ -277,7 +276,7 @@ class GatewaySessions:
         session.held[stage] = max(0, min(held, positions_of(session.opening.prefix)))
         what = _older(session, stage, frame) or frame
         link = session.links[stage]
-        said = {"guesses", "early", *session.opening.newer} & {*_known(frame)}
+        said = {"guesses", "early", "expects", *session.opening.newer} & {*_known(frame)}
         session.knows[stage] = self._knows[link] = self._knows.get(link, frozenset()) | said
         session.put_event(stage, what)
 

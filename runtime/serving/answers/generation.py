@@ -131,6 +131,9 @@ class Generation:
         except SwarmError as error:  # the directory is out of reach for now
             raise Faulted(Fault("absent", error_line(error))) from None
         await pair.begin(route)
+        assert pair.current is not None
+        if pair.current.prompted:
+            self._count_cached(pair.current)
         self._liveness.begin()
         self._slowdown.begin()
 
@@ -164,16 +167,23 @@ class Generation:
         match what.kind:
             case "opened":
                 session.waiting.discard(event.stage)
+                if (lacks := session.lacks) is not None:
+                    pair.expects = False
+                    raise Faulted(Fault("moved", f"{session.where(lacks)} holds less than it was left"))
                 if not session.waiting and not session.prompted:
                     pair.prompt(session)
-                    if not self._begun:
-                        self.cached_tokens = min(session.reused, len(pair.task.prompt))
+                    self._count_cached(session)
             case "leaving" if session is pair.current:
                 self._moves.leave(session, event.stage)
             case "token":
                 session.unread_bytes -= unread_bytes(what)
                 return await self._token(session, what)
         return None
+
+    def _count_cached(self, session: GatewaySession) -> None:
+        """Its prompt has gone out."""
+        if not self._begun:
+            self.cached_tokens = min(session.reused, len(self._pair.task.prompt))
 
     @property
     def _begun(self) -> bool:

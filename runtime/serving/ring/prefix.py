@@ -52,6 +52,11 @@ def positions_of(chain: bytes) -> int:
     return blocks_of(chain) * BLOCK_POSITIONS
 
 
+def beginning(chain: bytes, positions: int) -> bytes:
+    """The blocks of a chain that end within so many positions."""
+    return chain[: positions // BLOCK_POSITIONS * HASH_BYTES]
+
+
 def checked_chain(header: Mapping[str, Any]) -> bytes:
     """The field `prefix` of a message from outside; empty where there is none. JobError where it is no chain."""
     chain = header.get("prefix", b"")

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from fusion.runtime.serving.ring.prefix import BLOCK_POSITIONS, HASH_BYTES, blocks_of, shared_blocks
+from fusion.runtime.serving.ring.prefix import BLOCK_POSITIONS, beginning, blocks_of, shared_blocks
 from fusion.swarm.transport import PeerId
 
 MAX_RETAINED = 256
@@ -88,7 +88,7 @@ class RetainedPrefixes:
         if entry is None or positions < BLOCK_POSITIONS:
             self._entries.pop(name, None)
             return False
-        chain = entry.chain[: positions // BLOCK_POSITIONS * HASH_BYTES]
+        chain = beginning(entry.chain, positions)
         self._entries[name] = replace(entry, chain=chain, size_bytes=size_bytes)
         return True
 

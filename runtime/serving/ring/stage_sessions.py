@@ -224,13 +224,12 @@ class StageSessions:
             self._gave_up(session)
             return
         session.ready = True
+        known = [*opening.newer, *(["guesses"] if self._guesses else []), "early", "expects"]
+        held = {"held": session.held} if opening.prefix else {}
+        # Before what came early is looked at: the gateway may have expected more to be held, and is to know why it ends.
+        session.gateway.post("opened", {"session": session.id, "knows": known, **held})
         for early in self._early.take(session.id):
             early(session)
-        if session.closed:
-            return
-        known = [*opening.newer, *(["guesses"] if self._guesses else []), "early"]
-        held = {"held": session.held} if opening.prefix else {}
-        session.gateway.post("opened", {"session": session.id, "knows": known, **held})
 
     def _feeds(self, session: StageSession) -> list[LinkEnds]:
         """The links that it needs: to the stages that we feed, and from the last to the first."""

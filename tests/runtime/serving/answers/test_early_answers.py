@@ -1,8 +1,10 @@
-"""A second answer over the same stages begins while they open its session; what may be reused, or is not known, waits."""
+"""A second answer over the same stages begins while they open its session, behind what they were left; what else may be reused, or is
+not known, waits."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from support.served import Swarm, reference, swarm_of
 
 from fusion.runtime.serving.answers.failover import FailoverConfig
-from fusion.runtime.serving.answers.gateway_session import GatewaySession
+from fusion.runtime.serving.answers.gateway_session import GatewaySession, GatewaySessions
 from fusion.runtime.serving.requests.client import complete
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest
 from fusion.runtime.serving.ring.openings import EARLY_BYTES
@@ -59,11 +61,62 @@ def test_an_answer_begins_early_where_the_stages_are_known_and_hold_nothing_of_i
                 await ask(PROMPT, 9)
                 assert begun == [False, True]
                 assert [(await ask(LONG, 9)).cached_tokens for _ in range(2)] == [0, 64]
-                assert begun[2:] == [True, False]
+                assert begun[2:] == [True, True]
                 # What the stages have not said yet that they know.
                 await ask(PROMPT, 2, top_logprobs=1)
                 await ask(PROMPT, 2, top_logprobs=1)
                 assert begun[4:] == [False, True]
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_second_turn_is_given_all_the_same_where_a_stage_has_lost_what_it_was_left(
+    begun: list[bool], tmp_path: Path, index: int
+) -> None:
+    async def main() -> None:
+        async with swarm_of(4, tmp_path, failover=PATIENT) as swarm:
+            await swarm.serve("llama", 3)
+            async with swarm.client() as transport:
+
+                async def ask(prompt: tuple[int, ...]) -> Answer:
+                    request = GenerateRequest(prompt_ids=prompt, max_tokens=9)
+                    return await complete(transport, swarm.peers[-1].id, request)
+
+                turn = (*LONG, *(await ask(LONG)).tokens, 5, 6)
+                ring_of(swarm, index).shed(1 << 40)
+                answers = [await ask(turn) for _ in range(2)]
+                assert all(list(answer.tokens) == reference("llama", turn, 9) for answer in answers)
+                assert [answer.cached_tokens for answer in answers] == [0, 64]
+                assert begun == [False, True, False, True]
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
+def test_what_stages_of_the_release_before_were_left_is_asked_for_first(
+    begun: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def older(header: Any) -> Any:
+        return {**header, "knows": [each for each in header["knows"] if each != "expects"]}
+
+    async def main() -> None:
+        async with swarm_of(4, tmp_path) as swarm:
+            await swarm.serve("llama", 3)
+            received = GatewaySessions._received_opened
+            monkeypatch.setattr(
+                GatewaySessions,
+                "_received_opened",
+                lambda sessions, session, stage, frame: received(
+                    sessions, session, stage, replace(frame, header=older(frame.header))
+                ),
+            )
+            async with swarm.client() as transport:
+                request = GenerateRequest(prompt_ids=LONG, max_tokens=9)
+                answers = [await complete(transport, swarm.peers[-1].id, request) for _ in range(2)]
+            assert [answer.cached_tokens for answer in answers] == [0, 64]
+            assert begun == [False, False]
             await swarm.freed()
 
     asyncio.run(main())

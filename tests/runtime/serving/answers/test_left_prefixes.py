@@ -1,0 +1,74 @@
+"""What a gateway expects its stages to hold: what it left there on the same route, and nothing that it cannot tell."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusion.runtime.serving.answers import left_prefixes
+from fusion.runtime.serving.answers.left_prefixes import LeftPrefixes
+from fusion.runtime.serving.ring.prefix import BLOCK_POSITIONS, PrefixHash
+from fusion.runtime.serving.ring.session import Hop
+from fusion.swarm.transport import PeerId
+
+HERE, ELSEWHERE = (Hop(PeerId("one"), 1),), (Hop(PeerId("two"), 1),)
+SYSTEM = tuple(range(BLOCK_POSITIONS))
+CHAT = (*SYSTEM, *range(3 * BLOCK_POSITIONS))
+OTHER = (*SYSTEM, *range(7, 7 + BLOCK_POSITIONS))
+
+
+def chain(*tokens: int) -> bytes:
+    return PrefixHash(b"key", "apart").chain(tokens)
+
+
+def test_nothing_is_held_of_what_was_never_begun() -> None:
+    left = LeftPrefixes()
+    assert left.begin(chain(*CHAT), HERE) is None
+    assert left.begin(b"", HERE) is None
+    left.end(b"", HERE, 0)
+    assert left.begin(b"", HERE) is None
+
+
+def test_a_session_under_way_may_hold_anything() -> None:
+    left = LeftPrefixes()
+    left.begin(chain(*CHAT), HERE)
+    assert left.begin(chain(*CHAT), HERE) == 0
+
+
+def test_the_next_turn_finds_what_the_one_before_has_run() -> None:
+    left = LeftPrefixes()
+    left.end(chain(*CHAT), HERE, len(CHAT))
+    assert left.begin(chain(*CHAT, *SYSTEM, 1), HERE) == len(CHAT)
+    assert left.begin(chain(*CHAT[:-1]), HERE) == len(CHAT) - BLOCK_POSITIONS
+
+
+def test_another_chat_with_the_same_beginning_takes_nothing_away() -> None:
+    left = LeftPrefixes()
+    left.end(chain(*CHAT), HERE, len(CHAT))
+    assert left.begin(chain(*OTHER), HERE) == BLOCK_POSITIONS
+    left.end(chain(*OTHER), HERE, len(OTHER))
+    assert left.begin(chain(*CHAT), HERE) == len(CHAT)
+
+
+def test_what_an_answer_had_not_reached_is_not_expected() -> None:
+    left = LeftPrefixes()
+    left.end(chain(*CHAT), HERE, 0)
+    assert left.begin(chain(*CHAT), HERE) == 0
+    left.end(chain(*CHAT), HERE, 2 * BLOCK_POSITIONS + 5)
+    assert left.begin(chain(*CHAT), HERE) == 2 * BLOCK_POSITIONS
+
+
+def test_on_another_route_nobody_can_tell() -> None:
+    left = LeftPrefixes()
+    left.end(chain(*CHAT), HERE, len(CHAT))
+    assert left.begin(chain(*CHAT), ELSEWHERE) == 0
+    left.end(chain(*OTHER), ELSEWHERE, len(OTHER))
+    assert left.begin(chain(*CHAT), HERE) == len(CHAT)
+
+
+def test_what_was_left_longest_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(left_prefixes, "REMEMBERED_BLOCKS", 4)
+    left = LeftPrefixes()
+    left.end(chain(*CHAT), HERE, len(CHAT))
+    left.end(chain(*range(50, 50 + BLOCK_POSITIONS)), HERE, BLOCK_POSITIONS)
+    assert left.begin(chain(*SYSTEM), HERE) is None
+    assert left.begin(chain(*CHAT), HERE) == len(CHAT)
