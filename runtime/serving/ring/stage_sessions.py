@@ -70,7 +70,7 @@ class StageSessions:
         self.schedule: Schedule[StageSession] = Schedule(
             stages=plan.stages, bounded=not plan.first, user_of=lambda session: session.user
         )
-        self._guesses = runner.guesses
+        self._guesses, self._retains = runner.guesses, runner.chunks_agree
         self._clock = clock
         self._shares: Shares[StageSession] = Shares(clock)  # in positions of the sequence
         self._openings = Openings(clock)
@@ -224,7 +224,8 @@ class StageSessions:
             self._gave_up(session)
             return
         session.ready = True
-        known = [*opening.newer, *(["guesses"] if self._guesses else []), "early", "expects"]
+        known = [*opening.newer, *(["guesses"] if self._guesses else []), "early"]
+        known += ["expects"] if self._retains else []
         held = {"held": session.held} if opening.prefix else {}
         # Before what came early is looked at: the gateway may have expected more to be held, and is to know why it ends.
         session.gateway.post("opened", {"session": session.id, "knows": known, **held})

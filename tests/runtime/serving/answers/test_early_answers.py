@@ -17,6 +17,7 @@ from fusion.runtime.serving.requests.client import complete
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest
 from fusion.runtime.serving.ring.openings import EARLY_BYTES
 from fusion.runtime.serving.ring.stage import RingStage
+from fusion.runtime.serving.ring.stage_session import StageRunner
 from fusion.swarm.transport import PeerId
 
 PATIENT = FailoverConfig(recover_seconds=20)
@@ -95,27 +96,32 @@ def test_a_second_turn_is_given_all_the_same_where_a_stage_has_lost_what_it_was_
     asyncio.run(main())
 
 
-def test_what_stages_of_the_release_before_were_left_is_asked_for_first(
-    begun: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("why", ["the release before", "keeps nothing"])
+def test_what_stages_were_left_that_say_nothing_of_it_is_asked_for_first(
+    begun: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     def older(header: Any) -> Any:
         return {**header, "knows": [each for each in header["knows"] if each != "expects"]}
 
+    received = GatewaySessions._received_opened
+    if why == "keeps nothing":
+        monkeypatch.setattr(StageRunner, "chunks_agree", False)
+    else:
+        monkeypatch.setattr(
+            GatewaySessions,
+            "_received_opened",
+            lambda sessions, session, stage, frame: received(
+                sessions, session, stage, replace(frame, header=older(frame.header))
+            ),
+        )
+
     async def main() -> None:
         async with swarm_of(4, tmp_path) as swarm:
             await swarm.serve("llama", 3)
-            received = GatewaySessions._received_opened
-            monkeypatch.setattr(
-                GatewaySessions,
-                "_received_opened",
-                lambda sessions, session, stage, frame: received(
-                    sessions, session, stage, replace(frame, header=older(frame.header))
-                ),
-            )
             async with swarm.client() as transport:
                 request = GenerateRequest(prompt_ids=LONG, max_tokens=9)
                 answers = [await complete(transport, swarm.peers[-1].id, request) for _ in range(2)]
-            assert [answer.cached_tokens for answer in answers] == [0, 64]
+            assert [answer.cached_tokens for answer in answers] == [0, 0 if why == "keeps nothing" else 64]
             assert begun == [False, False]
             await swarm.freed()
 

@@ -7,6 +7,7 @@ import pytest
 from fusion.runtime.serving.answers import left_prefixes
 from fusion.runtime.serving.answers.left_prefixes import LeftPrefixes
 from fusion.runtime.serving.ring.prefix import BLOCK_POSITIONS, PrefixHash
+from fusion.runtime.serving.ring.retained import MAX_OF_HOLDER
 from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.transport import PeerId
 
@@ -63,6 +64,15 @@ def test_on_another_route_nobody_can_tell() -> None:
     assert left.begin(chain(*CHAT), ELSEWHERE) == 0
     left.end(chain(*OTHER), ELSEWHERE, len(OTHER))
     assert left.begin(chain(*CHAT), HERE) == len(CHAT)
+
+
+def test_no_more_sequences_are_expected_than_a_stage_keeps() -> None:
+    left = LeftPrefixes()
+    left.end(chain(*CHAT), HERE, len(CHAT))
+    for other in range(1, MAX_OF_HOLDER + 1):
+        assert left.begin(chain(*CHAT), HERE) == len(CHAT)
+        left.end(chain(*range(other, other + BLOCK_POSITIONS)), HERE, BLOCK_POSITIONS)
+    assert left.begin(chain(*CHAT), HERE) == 0
 
 
 def test_what_was_left_longest_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
