@@ -13,6 +13,8 @@ from attacks.ground import HERE, Ground
 from attacks.honest_training import Committed, training_job
 from attacks.verdict import Verdict
 
+from fusion.cli import job_client
+from fusion.runtime.belief.reading import look
 from fusion.runtime.job.protocol import HOLD
 from fusion.runtime.launch.launch import launch
 from fusion.swarm.directory.records import Place
@@ -45,9 +47,8 @@ async def goes_on_with_a_lying_owner(
     owners = [PeerId(peer.peer_id) for peer in ground.peers[:2]]
     owners.insert(stage, PeerId(liar.peer_id))
     store = ground.user.blobs.store
-    prepared = await ground.fleet.in_thread(
-        training_job, store, Identity.generate(), owners, name=f"lied-to-{liar.name}"
-    )
+    author = Identity.generate()
+    prepared = await ground.fleet.in_thread(training_job, store, author, owners, name=f"lied-to-{liar.name}")
     committed = Committed(job=prepared.job)
     ground.hearers.append(committed.hear)
     async with beside((prepared.job, stage)):
@@ -62,6 +63,10 @@ async def goes_on_with_a_lying_owner(
     found = await asyncio.to_thread(honest_training.faults, committed, store, prepared)
     if found:
         verdict.notes["fault: lied to"] = found[0]
+    # The next one is not to be held up by it.
+    belief = await look(ground.user, prepared.job)
+    assert belief is not None, "its owners speak of it"
+    await job_client.stop(ground.user, belief.record, author)
 
 
 async def _twentieth_step(
