@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import cycle, product
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ RECOMPUTED = ("openai-gpt",)  # no cache, so nothing to reuse, no guesses, and a
 STAGES = 3
 TOKENS = 40
 TOGETHER_SECONDS = 0.02
+NEIGHBOURS = ((3, 4), (30, 2), (1, 6))  # lengths of their prompts and answers
 PATIENT = FailoverConfig(recover_seconds=60)
 SCHEMA = checked_schema(json.dumps({"type": "array", "items": {"enum": ["ab", "cd", 7]}, "minItems": 30}))
 WRONG = 6  # one guess in so many
@@ -196,6 +197,11 @@ class Seen:
     held: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # at each opening
     waiting: bool = True  # for what is to happen: no answer is to be over before
 
+    @property
+    def met(self) -> bool:
+        """Whether any two ran in one turn."""
+        return any(self.beside.values())
+
 
 def watch(patch: pytest.MonkeyPatch, world: World) -> Seen:
     seen, run, prompt = Seen(), StageRunner.run, gateways.Gateways._prompt
@@ -234,9 +240,9 @@ def watch(patch: pytest.MonkeyPatch, world: World) -> Seen:
         number = session.opening.sampling.seed  # 0: a neighbour
         if seen.waiting and number and seen.chosen[number] > TOKENS // 2:
             asyncio.get_running_loop().call_later(0.005, unless_ahead, self, session)
-        elif number and len(world.asked) > 1 and not any(seen.beside.values()):
+        elif len(world.asked) > 1 and not seen.met:
             # Three answers over three stages may be at one each, always: until two have met, those that come at about the same time
-            # go on together.
+            # go on together, and neighbours with them.
             loop = asyncio.get_running_loop()
             loop.call_at(ceil(loop.time() / TOGETHER_SECONDS) * TOGETHER_SECONDS, advance, self, session)
         else:
@@ -323,9 +329,11 @@ async def until(happened: Callable[[], bool]) -> None:
         await asyncio.sleep(0.0005)
 
 
-async def passing(swarm: Swarm, family: str) -> None:
-    """Neighbours that come and go."""
-    for length, count in ((3, 4), (30, 2), (1, 6)) * 2:
+async def passing(swarm: Swarm, family: str, seen: Seen) -> None:
+    """Neighbours that come and go: six, and more until two have met. Of three answers alone each may have a stage to itself."""
+    for come, (length, count) in enumerate(cycle(NEIGHBOURS)):
+        if come >= 6 and (seen.met or not seen.waiting or family not in CACHED):
+            return
         prompt = tuple((i * i + length) % 256 for i in range(length))
         answer = await swarm.ask(-1, prompt_ids=prompt, max_tokens=count)
         assert list(answer.tokens) == neighbour(family, prompt, count)
@@ -334,7 +342,7 @@ async def passing(swarm: Swarm, family: str) -> None:
 def play(world: World, home: Path, patch: pytest.MonkeyPatch) -> None:
     for asked in world.asked:  # before any claim could run out
         expected(world.family, asked)
-    for length, count in ((3, 4), (30, 2), (1, 6)):
+    for length, count in NEIGHBOURS:
         neighbour(world.family, tuple((i * i + length) % 256 for i in range(length)), count)
     seen = watch(patch, world)
     told = [Told(asked) for asked in world.asked]
@@ -350,7 +358,7 @@ def play(world: World, home: Path, patch: pytest.MonkeyPatch) -> None:
             await swarm.stand_by(swarm.peers[STAGES], job, 0, 1, 2)
             async with asyncio.TaskGroup() as tasks:
                 if len(told) > 1:
-                    tasks.create_task(passing(swarm, world.family))
+                    tasks.create_task(passing(swarm, world.family, seen))
                 begin = asyncio.Barrier(len(told))
                 for each in told:
                     tasks.create_task(each.ask(swarm, world.reuses(each.asked), begin))
@@ -368,7 +376,7 @@ def play(world: World, home: Path, patch: pytest.MonkeyPatch) -> None:
     if (
         world.family in CACHED
     ):  # else each token of the others runs a whole sequence, for which a turn may have no room
-        assert any(seen.beside.values()) == (len(told) > 1)
+        assert seen.met == (len(told) > 1)
     for each, count in zip(told, at_event, strict=True):
         asked, number = each.asked, each.asked.number
         assert each.tokens == expected(world.family, asked), asked
