@@ -6,7 +6,7 @@ route_choice      which holder of each stage; pure
 served_model      a model as a gateway has it: its manifest and its tokenizer
 catalog           which models are served, and by whom
 task              what is to be answered, and what the model reads of it; pure
-left_prefixes     of which sequences stages should still have keys and values; pure
+expected_prefixes   which prefixes stages should retain; pure
 gateway_session   sessions as a gateway holds them
 session_pair      the session of an answer that runs, and the next
 liveness          whether the stages are there and get on

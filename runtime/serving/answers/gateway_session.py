@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.answers.catalog import ServedModel
+from fusion.runtime.serving.answers.expected_prefixes import ExpectedPrefixes
 from fusion.runtime.serving.answers.failover import Fault, Faulted
-from fusion.runtime.serving.answers.left_prefixes import LeftPrefixes
 from fusion.runtime.serving.requests.request import Logprobs, pack_tokens, whole
 from fusion.runtime.serving.ring.batches import frames_of
 from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingLinks, ShownGrants, no_grants
@@ -50,7 +50,7 @@ class GatewaySession:
     )  # stage -> when it last said anything about this session
     knows: dict[int, frozenset[str]] = field(default_factory=dict)  # stage -> what it has said that it knows
     new: bool = False  # no stage can hold anything of it
-    expected: int = 0  # positions that every stage should hold, as one that ended left them there
+    expected: int = 0  # positions that every stage should hold, as it retained them of one that has ended
     prompted: bool = False
     ran: dict[int, int] = field(
         default_factory=dict
@@ -84,12 +84,6 @@ class GatewaySession:
             and all(needed in each for each in known)
             and newer <= known[-1]
         )
-
-    @property
-    def lacks(self) -> int | None:
-        """A stage that holds less than was expected when the prompt went out, as it says now."""
-        short = (stage for stage, held in self.held.items() if held < self.reused)
-        return next(short, None) if self.prompted else None
 
     def prompt(self, tokens: Sequence[int], *, guesses: bool, source: bytes = b"") -> None:
         """Let the ring begin, after what all stages hold. The last position always runs: the first token comes of it. `guesses`: the
@@ -152,7 +146,7 @@ class GatewaySessions:
         self._sessions: dict[SessionId, GatewaySession] = {}
         self._prefix_key = secrets.token_bytes(32)
         self._knows: WeakKeyDictionary[QueuedStream, frozenset[str]] = WeakKeyDictionary()
-        self._left = LeftPrefixes()
+        self._expected = ExpectedPrefixes()
 
     async def aclose(self) -> None:
         await self._links.aclose()
@@ -187,7 +181,7 @@ class GatewaySessions:
         except BaseException:
             self.close(session)
             raise
-        expected = self._left.begin(opening.prefix, opening.route)
+        expected = self._expected.begin(opening.prefix, opening.route)
         session.new, session.expected = expected is None, expected or 0
         header, now = opening.to_header(), self._clock()
         for stage, link in session.links.items():
@@ -202,7 +196,7 @@ class GatewaySessions:
     def close(self, session: GatewaySession, chain: bytes = b"") -> None:
         """Free it on every stage that is reached, which may keep what it has of the blocks of `chain`. Idempotent."""
         if self._sessions.pop(session.id, None) is not None:
-            self._left.end(chain, session.route, session.reached)
+            self._expected.end(chain, session.route, session.reached)
             kept = {"prefix": chain} if chain else {}
             for link in session.links.values():
                 link.post("close", {"session": session.id, **kept})
@@ -272,13 +266,23 @@ class GatewaySessions:
             self.close(session)
 
     def _received_opened(self, session: GatewaySession, stage: int, frame: Frame) -> None:
+        if stage in session.held:
+            raise FrameError("a session that is opened twice")
         held = whole(frame.header, "held", 0)  # the release before says nothing of it
         session.held[stage] = max(0, min(held, positions_of(session.opening.prefix)))
-        what = _older(session, stage, frame) or frame
+        what = _older(session, stage, frame) or self._lacking(session, stage) or frame
         link = session.links[stage]
         said = {"guesses", "early", "expects", *session.opening.newer} & {*_known(frame)}
         session.knows[stage] = self._knows[link] = self._knows.get(link, frozenset()) | said
         session.put_event(stage, what)
+
+    def _lacking(self, session: GatewaySession, stage: int) -> Fault | None:
+        """What is wrong with a stage that holds less than was expected when the prompt went out. It may have needed the memory: the next
+        session of the answer asks first."""
+        if session.held[stage] >= session.reused:
+            return None
+        self._expected.forget(session.opening.prefix)
+        return Fault("moved", f"{session.where(stage)} holds less than was expected")
 
     def _lost(self, ends: LinkEnds, reason: str) -> None:
         log.info("ring: stage %d on %s: %s", ends.stage, friendly_name(ends.peer), reason)

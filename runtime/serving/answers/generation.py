@@ -167,9 +167,6 @@ class Generation:
         match what.kind:
             case "opened":
                 session.waiting.discard(event.stage)
-                if (lacks := session.lacks) is not None:
-                    pair.expects = False
-                    raise Faulted(Fault("moved", f"{session.where(lacks)} holds less than it was left"))
                 if not session.waiting and not session.prompted:
                     pair.prompt(session)
                     self._count_cached(session)

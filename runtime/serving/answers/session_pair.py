@@ -24,7 +24,6 @@ class SessionPair:
         self.current: GatewaySession | None = None
         self.next: GatewaySession | None = None
         self.reuses = True  # what stages say they hold; and takes it that all goes well
-        self.expects = True  # that they hold what they were left
         self._prefixes = sessions.prefixes(task.model, task.holder)
         self._sessions = sessions
         self._random = random
@@ -39,7 +38,7 @@ class SessionPair:
         """Make the current session. Faulted where a stage cannot be reached."""
         self.route = route
         self.current = await self._open(route, self._chain(self.known) if self.reuses else b"")
-        if self.current.begins_early and self.reuses and (self.current.new or self.expects):
+        if self.current.begins_early and self.reuses:
             self.prompt(self.current)
 
     def prompt(self, session: GatewaySession) -> None:

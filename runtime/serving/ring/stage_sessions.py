@@ -224,8 +224,8 @@ class StageSessions:
             self._gave_up(session)
             return
         session.ready = True
-        known = [*opening.newer, *(["guesses"] if self._guesses else []), "early"]
-        known += ["expects"] if self._retains else []
+        able = {"guesses": self._guesses, "early": True, "expects": self._retains}
+        known = [*opening.newer, *(name for name, is_able in able.items() if is_able)]
         held = {"held": session.held} if opening.prefix else {}
         # Before what came early is looked at: the gateway may have expected more to be held, and is to know why it ends.
         session.gateway.post("opened", {"session": session.id, "knows": known, **held})

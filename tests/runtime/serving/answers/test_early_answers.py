@@ -1,4 +1,4 @@
-"""A second answer over the same stages begins while they open its session, behind what they were left; what else may be reused, or is
+"""A second answer over the same stages begins while they open its session, behind what they retained; what else may be reused, or is
 not known, waits."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_an_answer_begins_early_where_the_stages_are_known_and_hold_nothing_of_i
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_a_second_turn_is_given_all_the_same_where_a_stage_has_lost_what_it_was_left(
+def test_a_second_turn_is_given_all_the_same_where_a_stage_retains_nothing_any_more(
     begun: list[bool], tmp_path: Path, index: int
 ) -> None:
     async def main() -> None:
@@ -97,7 +97,7 @@ def test_a_second_turn_is_given_all_the_same_where_a_stage_has_lost_what_it_was_
 
 
 @pytest.mark.parametrize("why", ["the release before", "keeps nothing"])
-def test_what_stages_were_left_that_say_nothing_of_it_is_asked_for_first(
+def test_what_stages_retain_that_say_nothing_of_it_is_asked_for_first(
     begun: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     def older(header: Any) -> Any:
@@ -126,6 +126,33 @@ def test_what_stages_were_left_that_say_nothing_of_it_is_asked_for_first(
             await swarm.freed()
 
     asyncio.run(main())
+
+
+def test_a_stage_cannot_say_again_that_it_has_opened_a_session(
+    begun: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With less that it holds it would have the answer begin anew as often as it likes, and nobody to blame."""
+
+    async def main() -> None:
+        async with swarm_of(4, tmp_path, failover=PATIENT) as swarm:
+            await swarm.serve("llama", 3)
+            sessions = ring_of(swarm, 1)._sessions
+            prepare, said = sessions._prepare, list[str]()
+
+            async def twice(session: Any, *given: Any) -> None:
+                await prepare(session, *given)
+                if not said:
+                    said.append(session.id)
+                    session.gateway.post("opened", {"session": session.id, "knows": [], "held": 0})
+
+            monkeypatch.setattr(sessions, "_prepare", twice)
+            answer = await swarm.ask(prompt_ids=LONG, max_tokens=9)
+            assert list(answer.tokens) == reference("llama", LONG, 9)
+            assert said and "stage 1 of llama" in caplog.text and "opened twice" in caplog.text
+            await swarm.freed()
+
+    with caplog.at_level("DEBUG"):
+        asyncio.run(main())
 
 
 def test_an_answer_whose_chunks_came_too_early_is_given_all_the_same(
