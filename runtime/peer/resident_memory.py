@@ -31,7 +31,7 @@ def _look(budget: MemoryBudget) -> Callable[[], None]:
     if trim is None or not STATM.exists():
         return lambda: None
     trim()  # what measuring the device has left
-    surplus = Surplus(resident_bytes())
+    surplus = Surplus(resident_bytes(), budget.lent_bytes)
 
     def look() -> None:
         if surplus.is_due(resident_bytes(), sum(budget.by_place.values())):
