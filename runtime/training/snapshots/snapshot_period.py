@@ -42,6 +42,15 @@ def share(state_bytes: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Durable:
+    """The newest snapshot that is held twice, until the step that it became so in has ended: that one is late as well."""
+
+    took_seconds: float
+    computing_seconds: float
+    cost_before_seconds: float  # as it was believed before this snapshot
+
+
+@dataclass(frozen=True, kw_only=True)
 class SnapshotPeriod:
     """The lead's books of what snapshots cost and how often stages are lost. Times are of one monotonic clock."""
 
@@ -54,6 +63,7 @@ class SnapshotPeriod:
     step_seconds: float | None = None  # a step while no snapshot is under way
     asked: float | None = None  # when the snapshot that is under way was asked for
     delay_seconds: float = 0.0  # by which steps have been late since
+    ending: _Durable | None = None
 
     def period(self, now: float) -> float:
         """Seconds from one snapshot to the next, by what was seen until now."""
@@ -75,18 +85,18 @@ class SnapshotPeriod:
 
     def restored(self, now: float) -> SnapshotPeriod:
         """Everybody is back at the newest snapshot: nothing can be lost yet."""
-        return replace(self, taken=now, asked=None)
+        return replace(self, taken=now, asked=None, ending=None)
 
     def stepped(self, seconds: float) -> SnapshotPeriod:
         """A step took so long, from one commit to the next."""
-        if self.asked is not None:
+        if self.asked is not None or self.ending is not None:
             late = 0.0 if self.step_seconds is None else seconds - self.step_seconds
-            return replace(self, delay_seconds=self.delay_seconds + late)
+            return replace(self, delay_seconds=self.delay_seconds + late)._counted(None)
         return replace(self, step_seconds=_smooth(self.step_seconds, seconds, FORGET_STEP))
 
     def ask(self, now: float) -> SnapshotPeriod:
         """All stages were told to save their state."""
-        return replace(self, asked=now, delay_seconds=0.0)
+        return replace(self, asked=now, delay_seconds=0.0, ending=None)
 
     def give_up(self) -> SnapshotPeriod:
         """The snapshot under way will never be whole."""
@@ -102,17 +112,22 @@ class SnapshotPeriod:
         if self.asked is None:
             return self
         took = max(0.0, now - self.asked)
+        usual = max(0.1, _smooth(self.usual_seconds, took))
+        durable = replace(self, taken=self.asked, asked=None, usual_seconds=usual, patience=GIVE_UP)
+        ending = _Durable(
+            took_seconds=took, computing_seconds=computing_seconds, cost_before_seconds=self.cost_seconds
+        )
+        return replace(durable, ending=ending)._counted(ending)
+
+    def _counted(self, ending: _Durable | None) -> SnapshotPeriod:
+        """With the cost of the snapshot that is ending as far as it is known, and from now on with `ending`."""
+        if self.ending is None:
+            return replace(self, ending=ending)
         # What saving and sending beside the steps cost shows in the steps; a stall for another reason must not count
         # as more than the time that the snapshot took.
-        cost = min(max(computing_seconds, self.delay_seconds), took)
-        return replace(
-            self,
-            taken=self.asked,
-            asked=None,
-            cost_seconds=max(1e-4, _smooth(self.cost_seconds, cost)),
-            usual_seconds=max(0.1, _smooth(self.usual_seconds, took)),
-            patience=GIVE_UP,
-        )
+        cost = min(max(self.ending.computing_seconds, self.delay_seconds), self.ending.took_seconds)
+        believed = max(1e-4, _smooth(self.ending.cost_before_seconds, cost))
+        return replace(self, cost_seconds=believed, ending=ending)
 
 
 def _smooth(before: float | None, new: float, weight: float = FORGET) -> float:

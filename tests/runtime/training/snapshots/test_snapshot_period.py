@@ -116,6 +116,23 @@ def test_the_cost_is_what_stages_computed_or_what_steps_were_late_by() -> None:
     assert quick.step_seconds == pytest.approx(0.5)
 
 
+def test_the_step_that_it_became_durable_in_is_late_as_well() -> None:
+    """It was not counted: a snapshot that took 3 s of a step of 2.5 cost nothing where it was held before that step's commit."""
+    period = NEW
+    for _ in range(50):
+        period = period.stepped(2.5)
+    held = period.ask(200.0).durable(203.0, 0.3)
+    assert held.cost_seconds == pytest.approx((FIRST_COST_SECONDS + 0.3) / 2), "until that step has ended"
+    late = held.stepped(5.0)
+    assert late.cost_seconds == pytest.approx((FIRST_COST_SECONDS + 2.5) / 2)
+    assert late.step_seconds == pytest.approx(2.5) and late.stepped(9.0).cost_seconds == late.cost_seconds
+    assert held.stepped(60.0).cost_seconds == pytest.approx((FIRST_COST_SECONDS + 3.0) / 2), (
+        "a stall is none of it"
+    )
+    assert held.restored(204.0).stepped(60.0).cost_seconds == held.cost_seconds
+    assert held.ask(204.0).stepped(60.0).cost_seconds == held.cost_seconds
+
+
 def test_a_large_state_is_believed_to_be_dear_before_it_was_saved_once() -> None:
     assert first_cost_seconds(0) == first_cost_seconds(1 << 20) == FIRST_COST_SECONDS
     large = 300_000_000
