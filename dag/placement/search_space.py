@@ -17,6 +17,7 @@ from fusion.dag.placement.codec_cost import DENSE, CodecCost
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.pipeline import Schedule
 from fusion.dag.placement.segments import Segments, measure
+from fusion.dag.placement.shared import carry_seconds
 from fusion.dag.placement.speeds import NODES
 from fusion.dag.placement.step_model import (
     Passage,
@@ -25,6 +26,7 @@ from fusion.dag.placement.step_model import (
     fill_seconds,
     handshake,
     held_by,
+    least_seconds,
     loops,
     period_seconds,
     total,
@@ -106,6 +108,23 @@ class Space:
         return np.array([d.down_bytes_per_second for d in self.network.devices])
 
     @cached_property
+    def machine(self) -> Indices:
+        """By device; equal numbers, equal cores."""
+        names = [d.shared.name for d in self.network.devices]
+        numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        return np.array([numbers[name] for name in names], dtype=np.int64)
+
+    @cached_property
+    def cores(self) -> Floats:
+        return np.array([d.shared.cores for d in self.network.devices])
+
+    @cached_property
+    def _carrying(self) -> Floats:
+        """(3, devices) for a message, a byte and a packet."""
+        shared = [d.shared for d in self.network.devices]
+        return np.array([(s.message_seconds, s.byte_seconds, s.packet_seconds) for s in shared]).T
+
+    @cached_property
     def crossed(self) -> Floats:
         """(6, bounds): `costs` of everything that crosses each bound, each value once."""
         nodes = np.array(self.segments.bounds)
@@ -139,19 +158,22 @@ class Space:
         keys, hop = np.unique(made * count + read, return_inverse=True)
         producer, consumer = keys // count, keys % count
         sums = [total(hop, row[value], len(keys)) for row in self.costs]
-        returns = total(hop, self.table.gradient[value].astype(np.float64), len(keys)) > 0
+        gradients = total(hop, self.table.gradient[value].astype(np.float64), len(keys)) * self.training
+        messages = (total(hop, np.ones(len(hop)), len(keys)), gradients)
         ways = []
         for way, (a, b) in enumerate(
             ((order[producer], order[consumer]), (order[consumer], order[producer]))
         ):
             ways.append(
                 Passage(
-                    used=(returns & self.training) if way else np.ones(len(keys), dtype=bool),
+                    used=(gradients > 0) if way else np.ones(len(keys), dtype=bool),
                     bytes=sums[3 * way],
                     encode_seconds=sums[3 * way + 1],
                     decode_seconds=sums[3 * way + 2],
                     alpha_seconds=self.network.alphas[a, b],
                     bytes_per_second=self.network.pair_rates[a, b],
+                    sent_seconds=self._carry_seconds(a, (a, b), sums[3 * way], messages[way]),
+                    received_seconds=self._carry_seconds(b, (a, b), sums[3 * way], messages[way]),
                 )
             )
         update = self.segments.updates(first, last, self.updated[order], self.seconds[NODES, order])
@@ -168,6 +190,8 @@ class Space:
             begin=begin + update,
             ready=ready,
             owner=np.arange(count),
+            machine=self.machine[order],
+            cores=self.cores[order],
             up=self.up[order],
             down=self.down[order],
             producer=producer,
@@ -176,6 +200,15 @@ class Space:
             back=ways[1],
             training=self.training,
         )
+
+    def _carry_seconds(
+        self, end: Indices, pair: tuple[Indices, Indices], bytes_: Floats, messages: Floats
+    ) -> Floats:
+        """Of the cores of one `end` of each pair of devices."""
+        if not self._carrying.any():
+            return np.zeros(len(end))
+        whole: Floats = carry_seconds(self._carrying[:, end], messages, bytes_, self.network.rates[pair])
+        return whole / 2
 
     def outlook(self, choice: Choice) -> Outlook:
         """The model's prediction with the shallowest schedule that is as fast as any that fits."""
@@ -193,7 +226,7 @@ class Space:
         work = self.work(choice)
         load = busy(work)
         fill = fill_seconds(work, load)
-        least = float((m * load.stages.sum(axis=0) + work.update).max())
+        least = least_seconds(work, load, m)
         period = period_seconds(load, "1f1b")
         best = Outlook(seconds=max(fill + (m - 1) * period, least))
         # The shortest loop of a 1F1B pipeline holds two microbatches, and none takes longer than the fill.

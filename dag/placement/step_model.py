@@ -5,7 +5,8 @@
 `fill` is the first microbatch alone, from commit to commit: the lead's word to commit, each stage's update, every stage
 and link once, both passes, and each stage's word to the lead that it is ready, along the longest path. `period` is what
 the busiest of these needs for one microbatch: a stage's compute; a link; a peer's uplink or downlink, shared by all its
-flows in both passes (FusionLLM, arXiv 2410.12707); its codec thread. Latency adds a term where a schedule holds few
+flows in both passes (FusionLLM, arXiv 2410.12707); its codec thread; its share of the cores of its machine, which compute,
+code and carry messages. Latency adds a term where a schedule holds few
 microbatches: stages s <= t of 1F1B let held(s) - held(t) + 1 microbatches into the loop that runs forward from s to t
 and back (t runs the backward pass of an earlier microbatch next); when they are through, the next ones go round.
 GPipe runs its passes one after the other: each has a period of its own, and no loop.
@@ -59,6 +60,8 @@ class Passage:
     decode_seconds: Floats
     alpha_seconds: Floats
     bytes_per_second: Floats  # the pair's own limit
+    sent_seconds: Floats  # of the cores of the sender's machine, to carry it
+    received_seconds: Floats  # of those of the reader's
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -70,7 +73,9 @@ class Work:
     update: Floats
     begin: Floats  # from the last commit until the stage may begin
     ready: Floats  # from the end of its last pass until the lead knows; in serving, until the first stage has the answer
-    owner: Indices  # equal numbers, equal machines
+    owner: Indices  # equal numbers, equal peers
+    machine: Indices  # equal numbers, equal cores
+    cores: Floats  # of the machine of the stage's owner; inf: nobody shares them
     up: Floats  # bytes a second of the stage's owner
     down: Floats
     producer: Indices  # by hop, ascending
@@ -112,9 +117,12 @@ class Busy:
     uplinks: Floats  # (2, stages): of the stage's owner, as all of the following
     downlinks: Floats
     codecs: Floats
+    machines: (
+        Floats  # with an even share of the cores of its owner's machine, whose stages take as much in reality
+    )
 
     def most(self) -> tuple[Floats, ...]:
-        return self.stages, self.pairs, self.uplinks, self.downlinks, self.codecs
+        return self.stages, self.pairs, self.uplinks, self.downlinks, self.codecs, self.machines
 
 
 def step_seconds(pipeline: Pipeline) -> Prediction:
@@ -140,9 +148,10 @@ def step_seconds(pipeline: Pipeline) -> Prediction:
         for row in (table.sum(axis=0) for table in (load.uplinks, load.downlinks, load.codecs))
     )
     every = (*links.values(), *uplinks.values(), *downlinks.values(), *codecs.values())
+    least = least_seconds(work, load, m)
     return Prediction(
-        seconds=max(fill + (m - 1) * period, float(stage_busy.max())),
-        bound_seconds=max(float(stage_busy.max()), *every, 0.0),
+        seconds=max(fill + (m - 1) * period, least),
+        bound_seconds=max((least, *every)),
         bottleneck=where,
         fill_seconds=fill,
         period_seconds=period,
@@ -162,17 +171,27 @@ def busy(work: Work) -> Busy:
         return total(work.owner[stage], seconds, count)[work.owner]
 
     everywhere = np.arange(len(work.owner))
-    pairs, up, down, codecs = [], [], [], []
-    for passage, sender, receiver in (
-        (work.there, work.producer, work.consumer),
-        (work.back, work.consumer, work.producer),
+    pairs, up, down, codecs, machines = [], [], [], [], []
+    for passage, sender, receiver, compute in (
+        (work.there, work.producer, work.consumer, work.forward),
+        (work.back, work.consumer, work.producer, work.backward),
     ):
         pairs.append(_by_pair(work, passage, sender, receiver))
         up.append(by_owner(sender, passage.bytes / work.up[sender]))
         down.append(by_owner(receiver, passage.bytes / work.down[receiver]))
         codecs.append(by_owner(sender, passage.encode_seconds) + by_owner(receiver, passage.decode_seconds))
+        spent = compute + total(sender, passage.sent_seconds + passage.encode_seconds, len(compute))
+        spent += total(receiver, passage.received_seconds + passage.decode_seconds, len(compute))
+        machines.append(spent / _even_shares(work))
     stages = [by_owner(everywhere, work.forward), by_owner(everywhere, work.backward)]
-    return Busy(*(np.stack(rows) for rows in (stages, pairs, up, down, codecs)))
+    return Busy(*(np.stack(rows) for rows in (stages, pairs, up, down, codecs, machines)))
+
+
+def least_seconds(work: Work, load: Busy, microbatches: int) -> float:
+    """Of a step: what computes is busy for so long, however well microbatches follow each other, and stages share cores."""
+    stages = microbatches * load.stages.sum(axis=0) + work.update
+    machines = (microbatches * load.machines.sum(axis=0) + work.update / _even_shares(work)) / _beside(work)
+    return float(max(stages.max(), total(work.machine, machines, len(machines)).max()))
 
 
 def period_seconds(load: Busy, schedule: Schedule) -> float:
@@ -283,31 +302,47 @@ def work_of(pipeline: Pipeline) -> Work:
     hops: dict[tuple[int, int], list[float]] = {}
     returns: set[tuple[int, int]] = set()
     for flow in sorted(pipeline.flows, key=lambda f: (f.producer, f.consumer)):
-        sums = hops.setdefault((flow.producer, flow.consumer), [0.0] * 6)
+        sums = hops.setdefault((flow.producer, flow.consumer), [0.0] * 8)
         here = owners[flow.producer] == owners[flow.consumer]
         for way, cost in enumerate((flow.forward, flow.backward)):
             if cost is not None and not here:
-                sums[3 * way] += cost.bytes(flow.elements)
-                sums[3 * way + 1] += cost.encode_seconds_per_element * flow.elements
-                sums[3 * way + 2] += cost.decode_seconds_per_element * flow.elements
+                sums[4 * way] += cost.bytes(flow.elements)
+                sums[4 * way + 1] += cost.encode_seconds_per_element * flow.elements
+                sums[4 * way + 2] += cost.decode_seconds_per_element * flow.elements
+                sums[4 * way + 3] += 1
         if flow.backward is not None:
             returns.add((flow.producer, flow.consumer))
-    table = np.array(list(hops.values()), dtype=np.float64).reshape(-1, 6)
+    table = np.array(list(hops.values()), dtype=np.float64).reshape(-1, 8)
     ways = []
     for way in (0, 1):
+        bytes_, encode, decode, messages = table[:, 4 * way : 4 * way + 4].T
         ends = [(owners[a], owners[b])[:: 1 - 2 * way] for a, b in hops]
         links = [network.link(a, b) if a != b else HERE for a, b in ends]
+        rates = [network.rate(a, b) if a != b else inf for a, b in ends]
+        # As `fusion.dag.placement.simulate` has it: half by either end.
+        carried = [
+            np.array(
+                [
+                    network.device(pair[end]).shared.carry_seconds(b, rate, m) / 2
+                    for pair, rate, b, m in zip(ends, rates, bytes_, messages, strict=True)
+                ]
+            )
+            for end in (0, 1)
+        ]
         ways.append(
             Passage(
                 used=np.array([way == 0 or pair in returns for pair in hops], dtype=bool),
-                bytes=table[:, 3 * way],
-                encode_seconds=table[:, 3 * way + 1],
-                decode_seconds=table[:, 3 * way + 2],
+                bytes=bytes_,
+                encode_seconds=encode,
+                decode_seconds=decode,
                 alpha_seconds=np.array([link.alpha_seconds for link in links]),
                 bytes_per_second=np.array([link.bytes_per_second for link in links]),
+                sent_seconds=carried[0],
+                received_seconds=carried[1],
             )
         )
     number = {owner: i for i, owner in enumerate(dict.fromkeys(owners))}
+    machines = {name: i for i, name in enumerate(dict.fromkeys(d.shared.name for d in devices))}
     pairs = np.array(list(hops), dtype=np.int64).reshape(-1, 2)
     loads = np.array(
         [(s.forward_seconds, s.backward_seconds, s.update_seconds) for s in pipeline.stages]
@@ -322,6 +357,8 @@ def work_of(pipeline: Pipeline) -> Work:
         begin=begin + loads[:, 2],
         ready=ready,
         owner=np.array([number[owner] for owner in owners], dtype=np.int64),
+        machine=np.array([machines[d.shared.name] for d in devices], dtype=np.int64),
+        cores=np.array([d.shared.cores for d in devices]),
         up=np.array([d.up_bytes_per_second for d in devices]),
         down=np.array([d.down_bytes_per_second for d in devices]),
         producer=pairs[:, 0],
@@ -338,6 +375,22 @@ def total(group: Indices, values: Floats, groups: int) -> Floats:
     return found
 
 
+def _beside(work: Work) -> Floats:
+    """How many stages the machine of each stage's owner runs."""
+    found: Floats = np.bincount(work.machine).astype(np.float64)[work.machine]
+    return found
+
+
+def _even_shares(work: Work) -> Floats:
+    """Cores for each stage; inf where nobody shares them."""
+    cores = np.full(
+        int(work.machine.max()) + 1, inf
+    )  # peers with more threads count fewer cores of the same machine
+    np.minimum.at(cores, work.machine, work.cores)
+    found: Floats = cores[work.machine] / _beside(work)
+    return found
+
+
 def _by_pair(work: Work, passage: Passage, sender: Indices, receiver: Indices) -> Floats:
     """Busy seconds of each hop's link, which other hops of the same two machines share."""
     seconds = passage.bytes / passage.bytes_per_second
@@ -350,7 +403,7 @@ def _by_pair(work: Work, passage: Passage, sender: Indices, receiver: Indices) -
 
 def _shared(load: Busy) -> tuple[Floats, ...]:
     """Tables whose two passes use the same thing; a link has one side for each."""
-    return load.stages, load.uplinks, load.downlinks, load.codecs, load.pairs.reshape(1, -1)
+    return load.stages, load.uplinks, load.downlinks, load.codecs, load.machines, load.pairs.reshape(1, -1)
 
 
 def _busiest(pipeline: Pipeline, work: Work, load: Busy) -> tuple[float, str]:
@@ -360,9 +413,10 @@ def _busiest(pipeline: Pipeline, work: Work, load: Busy) -> tuple[float, str]:
         "uplinks": lambda s: f"uplink of {owners[s]}",
         "downlinks": lambda s: f"downlink of {owners[s]}",
         "codecs": lambda s: f"codec of {owners[s]}",
+        "machines": lambda s: f"cores of the machine of {owners[s]}",
     }
     where, most = "", -1.0
-    for kind, table in zip(("stages", "uplinks", "downlinks", "codecs"), _shared(load)[:-1], strict=True):
+    for kind, table in zip(names, _shared(load)[:-1], strict=True):
         total = table.sum(axis=0)
         at = int(np.argmax(total))
         if total[at] > most:

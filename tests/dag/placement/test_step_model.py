@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from fusion.dag.placement.codec_cost import CodecCost
 from fusion.dag.placement.network import Device, Link, Network
 from fusion.dag.placement.pipeline import Flow, Pipeline, StageLoad
+from fusion.dag.placement.shared import Shared
 from fusion.dag.placement.simulate import simulate
 from fusion.dag.placement.step_model import step_seconds
 
@@ -132,3 +134,38 @@ def test_the_model_agrees_with_the_simulator(schedule):
         )  # fmt: skip
         ratios.append(step_seconds(found).seconds / simulate(found).step_seconds)
     assert abs(np.median(ratios) - 1) < 0.02 and np.quantile(np.abs(np.array(ratios) - 1), 0.9) < 0.15
+
+
+def on_one_machine(pipeline, *shared):
+    devices = [replace(d, shared=s) for d, s in zip(pipeline.network.devices, shared, strict=True)]
+    return replace(pipeline, network=replace(pipeline.network, devices=tuple(devices)))
+
+
+def test_peers_of_one_machine_have_its_cores_together():
+    loads, link = [(1, 2, 0.5)] * 3, Link(alpha_seconds=0, bytes_per_second=100)
+    alone = line(loads, 10, link, 10)
+    carrying = Shared(name="here", cores=2.0, message_seconds=0.1, byte_seconds=0.01)
+    found = step_seconds(on_one_machine(alone, carrying, carrying, carrying))
+    # Four messages of 10 bytes, of each microbatch, of which the stage in the middle has half.
+    message = 0.1 + 10 * 0.01
+    assert found.period_seconds == pytest.approx((3 + 2 * message) / (2 / 3)), "two thirds of a core for each"
+    assert found.bottleneck == "cores of the machine of p1"
+    assert found.bound_seconds == pytest.approx((10 * (3 * 3 + 4 * message) + 3 * 0.5) / 2)
+    assert step_seconds(alone).period_seconds == 3
+    elsewhere = step_seconds(on_one_machine(alone, *(replace(carrying, name=n) for n in "abc")))
+    assert elsewhere.period_seconds == 3, "two cores for each of them"
+
+
+@pytest.mark.parametrize("cores", [1.0, 1.5, 2.0, 8.0])
+@pytest.mark.parametrize("seed", range(6))
+def test_on_shared_cores_it_keeps_to_the_simulator(cores, seed):
+    random = np.random.default_rng(seed)
+    loads = [tuple(random.uniform(0.9, 1.1, 3)) for _ in range(int(random.integers(1, 5)))]
+    shared = Shared(
+        name="here", cores=cores, message_seconds=float(random.uniform(0, 0.3)), byte_seconds=0.01
+    )
+    link = Link(alpha_seconds=0.01, bytes_per_second=100)
+    given = on_one_machine(line(loads, 10, link, 8, depth=1), *(shared for _ in loads))
+    found, played = step_seconds(given), simulate(given).step_seconds
+    assert found.bound_seconds <= played * (1 + 1e-9)
+    assert 0.75 * played <= found.seconds <= 1.2 * played

@@ -8,9 +8,13 @@ import pytest
 from support.captured_once import capture_once
 
 from fusion.dag.ir import serialise
+from fusion.dag.placement.network import Device, Link, Network
+from fusion.dag.placement.place import place
+from fusion.dag.placement.shared import Shared
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
 from fusion.runtime.job import spec
+from fusion.runtime.peer.probes import TYPICAL
 from fusion.runtime.placing import offline_graph
 from fusion.runtime.placing.offline_graph import training_graph
 from fusion.runtime.placing.offline_plan import plan_training
@@ -86,3 +90,22 @@ def test_what_is_sent_is_what_the_links_carry(job):
     assert [(link.activation_bytes + link.gradient_bytes) % dense for link in found.links] == [0] * 4
     assert all(link.mbps == 1000 and link.rtt_ms == pytest.approx(1) for link in found.links)
     assert found.lines == ()  # nobody's own line limits anything
+
+
+def test_peers_of_one_machine_are_cut_apart_where_little_has_to_be_carried(job):
+    """They went by compute alone, and cut inside of blocks, where five values cross, since that divides the work more evenly: what
+    the cores carried then took longer than what the cut had won."""
+    graph = training_graph(job(blocks=4, width=256))
+
+    def sent(shared: Shared) -> tuple[int, ...]:
+        devices = tuple(
+            Device(peer=name, flops_per_second=1e9, memory_bytes=1 << 40, shared=shared, measured=TYPICAL.times(factor))
+            for name, factor in (("a", 1.0), ("b", 1.1))
+        )  # fmt: skip
+        links = {pair: Link(alpha_seconds=5e-4, bytes_per_second=250e6) for pair in (("a", "b"), ("b", "a"))}
+        network = Network(devices=devices, links=links)
+        return place(graph, network, {"batch": 2, "sequence": 32}, 8, stages=2).sent_bytes
+
+    activation = 4 * 2 * 32 * 256
+    assert sent(Shared(name="here", cores=2.0, message_seconds=1e-3, byte_seconds=2e-8)) == (activation,)
+    assert sent(Shared())[0] > activation, "or this shows nothing"
