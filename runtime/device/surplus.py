@@ -10,21 +10,20 @@ processor's time.
 from __future__ import annotations
 
 SPARE_BYTES = 16 << 20  # above what is set aside: Python's own needs change as well
-# That any stage may take, out of what is lent, whatever was set aside for it: the code that runs it, messages on their way, holes.
-STAGE_BYTES = 256 << 20
 
 
 class Surplus:
-    """`base_bytes`: what the process holds while nothing is set aside for any stage; `lent_bytes`: the most that may be set aside."""
+    """`base_bytes`: what the process holds while nothing is set aside for any stage; `lent_bytes`: the most that may be set aside;
+    `working_bytes`: as `fusion.runtime.planes.plane.Plane` has it."""
 
-    def __init__(self, base_bytes: int, lent_bytes: int) -> None:
+    def __init__(self, base_bytes: int, lent_bytes: int, working_bytes: int) -> None:
         self._base_bytes = base_bytes
-        self._stage_bytes = min(STAGE_BYTES, lent_bytes)
+        self._working_bytes = min(working_bytes, lent_bytes)
         self._left_bytes = 0  # by the last return: what more does not help against is tried once
 
     def is_due(self, resident_bytes: int, set_aside_bytes: int) -> bool:
         self._left_bytes = min(self._left_bytes, resident_bytes)
-        needed = max(set_aside_bytes, self._stage_bytes) if set_aside_bytes else 0
+        needed = max(set_aside_bytes, self._working_bytes) if set_aside_bytes else 0
         return resident_bytes > max(self._base_bytes + needed, self._left_bytes) + SPARE_BYTES
 
     def returned(self, resident_bytes: int) -> None:

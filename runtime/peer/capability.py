@@ -79,6 +79,11 @@ class Measured:
         self.pace = RealPace(self._at_best, time.thread_time if alone else time.perf_counter, time.monotonic)
 
     @property
+    def working_bytes(self) -> int:
+        """As the plane has it."""
+        return self._plane.working_bytes
+
+    @property
     def speeds(self) -> Speeds:
         """As steps have shown them to be; at first, what probes reach."""
         return self._at_best().times(self.pace.factor)

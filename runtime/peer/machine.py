@@ -86,7 +86,7 @@ async def opened(
             codec_worker=codec_worker,
             flops_per_second=capability().flops_per_second,
             real_pace=measured.pace,
-            memory=lent_memory(lent, worker),
+            memory=lent_memory(lent, measured.working_bytes, worker),
             home=config.home,
             takeover=Takeovers(network.transport, network.leases),
             links=links,

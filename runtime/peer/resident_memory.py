@@ -18,20 +18,21 @@ from fusion.runtime.job.worker import Worker
 STATM = Path("/proc/self/statm")
 
 
-def lent_memory(lent_bytes: int, worker: Worker) -> MemoryBudget:
-    """Of which nothing is set aside yet; from now on `worker` looks whether the process keeps to it."""
+def lent_memory(lent_bytes: int, working_bytes: int, worker: Worker) -> MemoryBudget:
+    """Of which nothing is set aside yet; from now on `worker` looks whether the process keeps to it. `working_bytes`: as
+    `fusion.runtime.planes.plane.Plane` has it."""
     budget = MemoryBudget(lent_bytes)
-    worker.between_parts(_look(budget))
+    worker.between_parts(_look(budget, working_bytes))
     return budget
 
 
-def _look(budget: MemoryBudget) -> Callable[[], None]:
+def _look(budget: MemoryBudget, working_bytes: int) -> Callable[[], None]:
     """For one thread at a time. Takes 20 us, and milliseconds where something is returned."""
     trim = _trim()
     if trim is None or not STATM.exists():
         return lambda: None
     trim()  # what measuring the device has left
-    surplus = Surplus(resident_bytes(), budget.lent_bytes)
+    surplus = Surplus(resident_bytes(), budget.lent_bytes, working_bytes)
 
     def look() -> None:
         if surplus.is_due(resident_bytes(), sum(budget.by_place.values())):

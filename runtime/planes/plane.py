@@ -137,10 +137,13 @@ class DecodingStage(Protocol):
 
 class Plane(Protocol):
     """What makes the stages of one device. `variables` holds every variable of the stage's graph by name; JobError for
-    one that is missing or of another shape or dtype. `lacks`: operators of the op-set that it does not run."""
+    one that is missing or of another shape or dtype. `lacks`: operators of the op-set that it does not run. `working_bytes`: that any
+    stage may take on a CPU, out of what is lent, whatever was set aside for it: the code that runs it, messages on their way, holes
+    in the allocator's heaps."""
 
     name: str
     lacks: frozenset[str]
+    working_bytes: int
 
     def training(self, stage: Stage, variables: Tensors, optimizer: OptimizerConfig) -> TrainingStage:
         """The stage with a copy of the variables and an optimizer that has not begun."""

@@ -218,6 +218,7 @@ class TorchPlane:
 
     name = "torch"
     lacks: frozenset[str] = frozenset()
+    working_bytes = 256 << 20
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = device

@@ -16,6 +16,7 @@ class JaxPlane:
 
     name = "jax"
     lacks = LACKING
+    working_bytes = 512 << 20  # compiled code, and all temporary values of a call at once
 
     def __init__(self, device: str = "cpu", threads: int = 1) -> None:
         self._device = load(device, threads)

@@ -28,7 +28,7 @@ def held() -> list[torch.Tensor]:
 def test_what_a_call_has_freed_goes_back_unless_it_is_set_aside() -> None:
     async def main() -> tuple[int, int]:
         async with Worker() as worker:
-            budget = lent_memory(4096 * MIB, worker)
+            budget = lent_memory(4096 * MIB, 256 * MIB, worker)
             before = resident_bytes()
             budget.hold(PLACE, 1024 * MIB)
             kept = await worker.run(held)
