@@ -6,8 +6,8 @@
 and link once, both passes, and each stage's word to the lead that it is ready, along the longest path. `period` is what
 the busiest of these needs for one microbatch: a stage's compute; a link; a peer's uplink or downlink, shared by all its
 flows in both passes (FusionLLM, arXiv 2410.12707); its codec thread; its share of the cores of its machine, which compute,
-code and carry messages. Latency adds a term where a schedule holds few
-microbatches: stages s <= t of 1F1B let held(s) - held(t) + 1 microbatches into the loop that runs forward from s to t
+code and carry messages (an even share: stages that left it to others would keep these waiting). Latency adds a term where a
+schedule holds few microbatches: stages s <= t of 1F1B let held(s) - held(t) + 1 microbatches into the loop that runs forward from s to t
 and back (t runs the backward pass of an earlier microbatch next); when they are through, the next ones go round.
 GPipe runs its passes one after the other: each has a period of its own, and no loop.
 """
@@ -117,9 +117,7 @@ class Busy:
     uplinks: Floats  # (2, stages): of the stage's owner, as all of the following
     downlinks: Floats
     codecs: Floats
-    machines: (
-        Floats  # with an even share of the cores of its owner's machine, whose stages take as much in reality
-    )
+    machines: Floats  # of an even share of the cores of the owner's machine: computing, coding and carrying
 
     def most(self) -> tuple[Floats, ...]:
         return self.stages, self.pairs, self.uplinks, self.downlinks, self.codecs, self.machines
@@ -383,10 +381,8 @@ def _beside(work: Work) -> Floats:
 
 def _even_shares(work: Work) -> Floats:
     """Cores for each stage; inf where nobody shares them."""
-    cores = np.full(
-        int(work.machine.max()) + 1, inf
-    )  # peers with more threads count fewer cores of the same machine
-    np.minimum.at(cores, work.machine, work.cores)
+    cores = np.full(len(work.machine), inf)
+    np.minimum.at(cores, work.machine, work.cores)  # peers with more threads count fewer of the same machine
     found: Floats = cores[work.machine] / _beside(work)
     return found
 
