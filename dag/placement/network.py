@@ -92,6 +92,13 @@ class Network:
         return {d.peer: i for i, d in enumerate(self.devices)}
 
     @cached_property
+    def machines(self) -> npt.NDArray[np.int64]:
+        """(devices,) equal numbers: the cores of one machine."""
+        names = [d.shared.name for d in self.devices]
+        numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        return np.array([numbers[name] for name in names], dtype=np.int64)
+
+    @cached_property
     def rates(self) -> Matrix:
         """(devices, devices) bytes a second from row to column, as `rate` gives them."""
         up = np.array([d.up_bytes_per_second for d in self.devices])

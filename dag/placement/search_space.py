@@ -108,13 +108,6 @@ class Space:
         return np.array([d.down_bytes_per_second for d in self.network.devices])
 
     @cached_property
-    def machine(self) -> Indices:
-        """By device; equal numbers, equal cores."""
-        names = [d.shared.name for d in self.network.devices]
-        numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
-        return np.array([numbers[name] for name in names], dtype=np.int64)
-
-    @cached_property
     def cores(self) -> Floats:
         return np.array([d.shared.cores for d in self.network.devices])
 
@@ -190,7 +183,7 @@ class Space:
             begin=begin + update,
             ready=ready,
             owner=np.arange(count),
-            machine=self.machine[order],
+            machine=self.network.machines[order],
             cores=self.cores[order],
             up=self.up[order],
             down=self.down[order],

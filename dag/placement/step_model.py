@@ -340,7 +340,6 @@ def work_of(pipeline: Pipeline) -> Work:
             )
         )
     number = {owner: i for i, owner in enumerate(dict.fromkeys(owners))}
-    machines = {name: i for i, name in enumerate(dict.fromkeys(d.shared.name for d in devices))}
     pairs = np.array(list(hops), dtype=np.int64).reshape(-1, 2)
     loads = np.array(
         [(s.forward_seconds, s.backward_seconds, s.update_seconds) for s in pipeline.stages]
@@ -355,7 +354,7 @@ def work_of(pipeline: Pipeline) -> Work:
         begin=begin + loads[:, 2],
         ready=ready,
         owner=np.array([number[owner] for owner in owners], dtype=np.int64),
-        machine=np.array([machines[d.shared.name] for d in devices], dtype=np.int64),
+        machine=network.machines[[network.index[owner] for owner in owners]],
         cores=np.array([d.shared.cores for d in devices]),
         up=np.array([d.up_bytes_per_second for d in devices]),
         down=np.array([d.down_bytes_per_second for d in devices]),
@@ -381,7 +380,7 @@ def _beside(work: Work) -> Floats:
 
 def _even_shares(work: Work) -> Floats:
     """Cores for each stage; inf where nobody shares them."""
-    cores = np.full(len(work.machine), inf)
+    cores = np.full(int(work.machine.max()) + 1, inf)
     np.minimum.at(cores, work.machine, work.cores)  # peers with more threads count fewer of the same machine
     found: Floats = cores[work.machine] / _beside(work)
     return found

@@ -3,8 +3,8 @@
 What a stage frees stays with the allocator of the process, in holes that its next values do not always fit: with activations of
 some MiB a stage took two and a half times what was set aside for it, and kept that while it had nothing to compute. What is
 returned is zeroed page by page when it is used again, so nothing is where stages keep to what they have, nor where there is little
-to return: of stages of 48 to 98 MiB each return got 5 to 20 MiB back, twenty times a second, and took a tenth to a fifth of the
-processor's time.
+to return: of stages of 48 to 98 MiB each return got 5 to 20 MiB back, up to twenty times a second, and took a tenth of a step
+with PyTorch, a fifth with JAX.
 """
 
 from __future__ import annotations

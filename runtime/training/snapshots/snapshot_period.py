@@ -63,7 +63,7 @@ class SnapshotPeriod:
     step_seconds: float | None = None  # a step while no snapshot is under way
     asked: float | None = None  # when the snapshot that is under way was asked for
     delay_seconds: float = 0.0  # by which steps have been late since
-    ending: _Durable | None = None
+    ending: _Durable | None = None  # until the next commit
 
     def period(self, now: float) -> float:
         """Seconds from one snapshot to the next, by what was seen until now."""

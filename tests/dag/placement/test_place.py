@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 
 import numpy as np
@@ -22,6 +23,7 @@ from fusion.dag.placement.place import place
 from fusion.dag.placement.replicas import replicate
 from fusion.dag.placement.search_space import DEPTHS
 from fusion.dag.placement.segments import measure
+from fusion.dag.placement.shared import Shared
 from fusion.dag.placement.shortlist import shortlist
 from fusion.dag.placement.step_model import step_seconds
 from tests.support.stage_costs import stage_cost
@@ -70,6 +72,18 @@ def test_equal_devices_get_equal_work():
         assert max(found.stage_seconds) < 1.05 * min(found.stage_seconds)
         flops = [stage_cost(s, SIZES).forward_flops for s in split(graph, found.cuts)]
         assert max(flops) < 1.05 * min(flops)
+
+
+def test_each_machine_of_a_swarm_has_cores_of_its_own():
+    """More machines than stages, whichever of them are taken; as peers on machines that nobody shares."""
+    peers = [
+        device(name, speed) for name, speed in zip("abcdef", (1e6, 1e6, 1e6, 1e6, 1e9, 1e9), strict=True)
+    ]
+    own = [replace(peer, shared=Shared(name=peer.peer, cores=4.0, message_seconds=1e-6)) for peer in peers]
+    found = place(mlp([512] * 9), network(own), SIZES, 8, stages=2)
+    alone = place(mlp([512] * 9), network(peers), SIZES, 8, stages=2)
+    assert set(found.owners) == {"e", "f"}
+    assert (found.cuts, found.predicted_seconds) == (alone.cuts, alone.predicted_seconds)
 
 
 def test_work_goes_by_speed():
