@@ -86,6 +86,10 @@ def table(results: dict[str, Any]) -> str:
         seconds = start["announced_seconds"]
         shown = f"{statistics.median(seconds):.2f} / {max(seconds):.2f}"
         rows.append((f"start to announced, p50 / max of {len(seconds)}: s", "", shown, "", ""))
+        speed = f"{statistics.median(start['flops_per_second']) / 1e9:.1f}"
+        rows.append(
+            ("speed announced, p50: GFLOP/s; how far apart", "", speed, f"{start['apart']:.2f}", "<= 0.10")
+        )
     if thin := results.get("thin"):
         seconds = thin["first_token_seconds"]
         shown = f"{statistics.median(seconds):.2f} / {max(seconds):.2f}"
