@@ -86,7 +86,7 @@ class Measured:
     @property
     def speeds(self) -> Speeds:
         """As steps have shown them to be; at first, what probes reach."""
-        return self._at_best().times(self.pace.factor)
+        return self.pace.speeds
 
     def _at_best(self) -> Speeds:
         """Of what probes reached in the last few times."""

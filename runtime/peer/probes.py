@@ -38,7 +38,7 @@ TYPICAL = Speeds(
     product_flop=1.1e-11, attention_flop=1.8e-11, convolution_flop=2.2e-11, streamed_byte=1.8e-10, touched_byte=2e-10,
     normed_byte=6e-10, drawn_element=1.3e-8, convolution=1.2e-4, node=1.5e-5, updated_byte=9e-11,
 )  # fmt: skip
-SWEEPS = 3  # over the probes: each is taken for what the others leave of it
+SWEEPS = 4  # over the probes: each is taken for what the others leave of it
 LEAST_SHARE = 0.2  # of a probe's time that is left for what it is there to show, whatever the others claim
 
 
@@ -74,7 +74,7 @@ def probes(scale: int = SMALL) -> tuple[Probe, ...]:
         Probe(ATTENTION, _attention(4 * scale, 256, 64)),
         Probe(NORMED, _norms(32 * scale, 64, 4)),
         Probe(DRAWN, _dropped(128, 256 * scale)),
-        Probe(CALLS, _convolutions(8, 16, 2)),
+        Probe(CALLS, _convolutions(32 * scale, 64, 2)),
         Probe(CONVOLUTIONS, _convolutions(32 * scale, 64, 4)),
     )
 

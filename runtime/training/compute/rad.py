@@ -22,7 +22,7 @@ import torch
 from fusion.dag.cutting.stage import Edge
 from fusion.dag.placement.schedule import Action, gpipe, one_f_one_b
 from fusion.runtime.device.overrun import Overrun, call_seconds
-from fusion.runtime.device.real_pace import RealPace
+from fusion.runtime.device.real_pace import RealPace, Row
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.plane import RngKey, TrainingStage
@@ -82,7 +82,7 @@ class Rad:
         self._flops_per_second = flops_per_second
         self._overrun: Overrun | None = None  # made with the first call, in the worker thread
         self._pace = pace
-        self._promised: float | None = None  # seconds of a microbatch, the same
+        self._asks: Row | None = None  # of a microbatch, the same
         self._computing = 0  # calls that run, or wait for the device
         self._called = 0  # calls that have ended
         self._computed = 0.0  # seconds, by the clock of `pace`
@@ -111,8 +111,8 @@ class Rad:
                 work = await self._prepare(action, attempt, step)
                 await gate.acquire()
                 group.create_task(work()).add_done_callback(lambda _: gate.release())
-        if self._pace is not None and self._promised is not None:
-            self._pace.saw(self._config.microbatches * self._promised, self._computed - computed)
+        if self._pace is not None and self._asks is not None:
+            self._pace.saw(self._config.microbatches * self._asks, self._computed - computed)
         if look:
             await self._compute(self._look_at_gradients)
         await self._sum_ties(attempt, step)
@@ -329,8 +329,8 @@ class Rad:
                 self._busy += seconds
             if self._pace is not None:
                 self._computed += self._pace.clock() - computed
-                if self._promised is None:
-                    self._promised = self._pace.promised(self._plan.stage, self._plan.sizes)
+                if self._asks is None:
+                    self._asks = self._pace.asks(self._plan.stage, self._plan.sizes)
             self._hold_to_estimate(seconds)
             return result
 
