@@ -21,6 +21,7 @@ from fusion.dag.cutting.costs import NodeCost
 
 Rows = npt.NDArray[np.float64]
 BACKWARD_MOVES = 2.0  # times the bytes of the forward pass, and the nodes
+BACKWARD_CALLS = 2.5  # convolutions begun for each of the forward pass: two, of operands that lie otherwise
 # Times weights, gradients and optimizer state that an update reads or writes: AdamW 7 of these four, the gradients' norm in
 # float64 5, clipping 2.
 UPDATE_TOUCHES = 14 / 4
@@ -99,6 +100,7 @@ def asked(costs: Sequence[NodeCost]) -> tuple[Rows, Rows]:
         forward[flops, at], backward[flops, at] = cost.forward_flops, cost.backward_flops
         forward[moved, at], backward[moved, at] = cost.moved_bytes, BACKWARD_MOVES * cost.moved_bytes
         forward[DRAWN, at] = cost.drawn_elements
-        for kind in (CALLS, NODES) if cost.family == "convolution" else (NODES,):
-            forward[kind, at], backward[kind, at] = 1, BACKWARD_MOVES
+        forward[NODES, at], backward[NODES, at] = 1, BACKWARD_MOVES
+        if cost.family == "convolution":
+            forward[CALLS, at], backward[CALLS, at] = 1, BACKWARD_CALLS
     return forward, backward
