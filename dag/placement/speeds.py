@@ -72,9 +72,6 @@ class Speeds:
         """Of each figure the faster one: whatever else a machine does makes it slower than it is, and nothing makes it faster."""
         return Speeds.of([min(pair) for pair in zip(self.parts, other.parts, strict=True)])
 
-    def times(self, factor: float) -> Speeds:
-        return Speeds.of([factor * part for part in self.parts])
-
     @cached_property
     def parts(self) -> tuple[float, ...]:
         """As a record carries them."""

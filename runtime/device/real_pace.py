@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from math import inf
 from statistics import median
 
 import numpy as np
@@ -74,7 +75,7 @@ class RealPace:
         shares, ratios = list[Row](), list[float]()
         for asks, times in steps.items():
             promised = np.array(asks) * probed.seconds
-            if len(times) >= LEAST_STEPS and promised.sum() > 0.0:
+            if len(times) >= LEAST_STEPS and 0.0 < promised.sum() < inf:
                 shares.append(np.append(promised / promised.sum(), 0.0))
                 ratios.append(min(MOST, max(LEAST, median(times) / promised.sum())))
         if not shares:

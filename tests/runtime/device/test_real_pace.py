@@ -66,6 +66,11 @@ def test_nothing_that_a_step_takes_makes_a_peer_endlessly_slow_or_fast() -> None
     pace = pace_at()
     seen(pace, FLOPS, 1e-9)
     assert factor(pace) == pytest.approx(LEAST, rel=0.03) and factor(pace) >= LEAST
+    pace = pace_at()
+    seen(pace, {PRODUCTS: 1e308, TOUCHED: 1e308, NORMED: 1e308}, 1.0)  # as a graph may claim
+    seen(pace, {PRODUCTS: float("inf")}, 1.0)
+    for found, probed in zip(pace.speeds.parts, PROBED.parts, strict=True):
+        assert LEAST * probed <= found <= MOST * probed
 
 
 def test_nobody_is_marked_as_slow_for_good() -> None:
@@ -94,8 +99,7 @@ def test_kinds_are_told_apart_once_stages_have_asked_for_more_and_for_less_of_th
         seen(pace, flops, sum(true[kind] * wanted[kind] for kind in kinds))
     for kind in kinds:
         assert factor(pace, kind) == pytest.approx(true[kind], abs=0.06)
-    # A stage of which nobody has seen one: of both kinds, and of another.
-    assert 0.9 < factor(pace, TOUCHED) < 2.0
+    assert 0.9 < factor(pace, TOUCHED) < 2.0  # of which nobody has seen any
 
 
 def test_a_job_of_one_kind_leaves_what_is_said_of_another_almost_as_it_was() -> None:

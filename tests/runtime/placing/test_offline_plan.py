@@ -11,6 +11,7 @@ from fusion.dag.ir import serialise
 from fusion.dag.placement.network import Device, Link, Network
 from fusion.dag.placement.place import place
 from fusion.dag.placement.shared import Shared
+from fusion.dag.placement.speeds import Speeds
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
 from fusion.runtime.job import spec
@@ -99,7 +100,7 @@ def test_peers_of_one_machine_are_cut_apart_where_little_has_to_be_carried(job):
 
     def sent(shared: Shared) -> tuple[int, ...]:
         devices = tuple(
-            Device(peer=name, flops_per_second=1e9, memory_bytes=1 << 40, shared=shared, measured=TYPICAL.times(factor))
+            Device(peer=name, flops_per_second=1e9, memory_bytes=1 << 40, shared=shared, measured=Speeds.of([factor * part for part in TYPICAL.parts]))
             for name, factor in (("a", 1.0), ("b", 1.1))
         )  # fmt: skip
         links = {pair: Link(alpha_seconds=5e-4, bytes_per_second=250e6) for pair in (("a", "b"), ("b", "a"))}
