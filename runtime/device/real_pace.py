@@ -31,7 +31,9 @@ REMEMBERED_SECONDS = 900.0
 LEAST_STEPS = 5  # of a stage, before it says anything; the first ones set things up
 LEAST, MOST = 0.5, 3.0  # times what probes say
 COMMON = 0.5  # of the variance of the kinds' factors
-NOISE = 0.03  # variance of what a stage shows, over that of the factors
+NOISE = (
+    0.03  # variance of what a stage shows, over that of the factors; less where it ran more steps than others
+)
 
 
 class RealPace:
@@ -72,16 +74,18 @@ class RealPace:
         for at, asks, took in self._seen:
             if at >= since:
                 steps[asks].append(took)
-        shares, ratios = list[Row](), list[float]()
+        shares, ratios, counts = list[Row](), list[float](), list[int]()
         for asks, times in steps.items():
             promised = np.array(asks) * probed.seconds
             if len(times) >= LEAST_STEPS and 0.0 < promised.sum() < inf:
                 shares.append(np.append(promised / promised.sum(), 0.0))
                 ratios.append(min(MOST, max(LEAST, median(times) / promised.sum())))
+                counts.append(len(times))
         if not shares:
             return np.ones(KINDS + 1)
         rows = np.array(shares)
         prior = COMMON + (1 - COMMON) * np.eye(KINDS + 1)
-        gain = np.linalg.solve(rows @ prior @ rows.T + NOISE * np.eye(len(rows)), np.array(ratios) - 1)
+        noise = np.diag(NOISE * np.mean(counts) / np.array(counts))
+        gain = np.linalg.solve(rows @ prior @ rows.T + noise, np.array(ratios) - 1)
         factors: Row = np.clip(1 + prior @ rows.T @ gain, LEAST, MOST)
         return factors

@@ -108,3 +108,10 @@ def test_a_job_of_one_kind_leaves_what_is_said_of_another_almost_as_it_was() -> 
     before = factor(pace)
     seen(pace, {CONVOLUTIONS: 1e9}, 3.0)
     assert factor(pace, CONVOLUTIONS) > 2.8 and factor(pace) == pytest.approx(before, abs=0.1)
+
+
+def test_a_few_steps_of_a_stranger_weigh_little_beside_many_of_others() -> None:
+    pace = pace_at()
+    seen(pace, FLOPS, 1.0, REMEMBERED - LEAST_STEPS)
+    seen(pace, {PRODUCTS: 2e9}, 6.0)  # three times as long as is promised
+    assert factor(pace) < 1.2
