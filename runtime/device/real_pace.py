@@ -18,22 +18,19 @@ from math import inf
 from statistics import median
 
 import numpy as np
-import numpy.typing as npt
 
 from fusion.dag.cutting.costs import stage_costs
 from fusion.dag.cutting.stage import Stage
-from fusion.dag.placement.speeds import KINDS, Speeds, asked
+from fusion.dag.placement.speeds import KINDS, Rows, Speeds, asked
 
-Row = npt.NDArray[np.float64]
+Asks = Rows  # (KINDS,)
 
 REMEMBERED = 64  # steps
 REMEMBERED_SECONDS = 900.0
 LEAST_STEPS = 5  # of a stage, before it says anything; the first ones set things up
 LEAST, MOST = 0.5, 3.0  # times what probes say
 COMMON = 0.5  # of the variance of the kinds' factors
-NOISE = (
-    0.03  # variance of what a stage shows, over that of the factors; less where it ran more steps than others
-)
+NOISE = 0.03  # variance of what a stage shows, over that of the factors; less where it ran more steps
 
 
 class RealPace:
@@ -50,13 +47,13 @@ class RealPace:
         self._seen: deque[tuple[float, tuple[float, ...], float]] = deque(maxlen=REMEMBERED)
 
     @staticmethod
-    def asks(stage: Stage, sizes: Mapping[str, int]) -> Row:
-        """(KINDS,) of both passes of one microbatch. Takes a while for a graph of thousands of nodes."""
+    def asks(stage: Stage, sizes: Mapping[str, int]) -> Asks:
+        """Of both passes of one microbatch. Takes a while for a graph of thousands of nodes."""
         forward, backward = asked(stage_costs(stage, sizes))
-        found: Row = (forward + backward).sum(axis=1)
+        found: Asks = (forward + backward).sum(axis=1)
         return found
 
-    def saw(self, asks: Row, took_seconds: float) -> None:
+    def saw(self, asks: Asks, took_seconds: float) -> None:
         """A step of one stage. `asks`: of all its microbatches."""
         if asks.any():
             self._seen.append((self._now(), tuple(asks.tolist()), took_seconds))
@@ -67,14 +64,14 @@ class RealPace:
         probed = self._probed()
         return Speeds.of([float(part) for part in self._factors(probed) * probed.parts])
 
-    def _factors(self, probed: Speeds) -> Row:
+    def _factors(self, probed: Speeds) -> Rows:
         """(KINDS + 1,) by which what probes say is to be multiplied; the last for updates, which no step has told us of."""
         since = self._now() - REMEMBERED_SECONDS
         steps = defaultdict[tuple[float, ...], list[float]](list)
         for at, asks, took in self._seen:
             if at >= since:
                 steps[asks].append(took)
-        shares, ratios, counts = list[Row](), list[float](), list[int]()
+        shares, ratios, counts = list[Rows](), list[float](), list[int]()
         for asks, times in steps.items():
             promised = np.array(asks) * probed.seconds
             if len(times) >= LEAST_STEPS and 0.0 < promised.sum() < inf:
@@ -87,5 +84,5 @@ class RealPace:
         prior = COMMON + (1 - COMMON) * np.eye(KINDS + 1)
         noise = np.diag(NOISE * np.mean(counts) / np.array(counts))
         gain = np.linalg.solve(rows @ prior @ rows.T + noise, np.array(ratios) - 1)
-        factors: Row = np.clip(1 + prior @ rows.T @ gain, LEAST, MOST)
+        factors: Rows = np.clip(1 + prior @ rows.T @ gain, LEAST, MOST)
         return factors

@@ -22,7 +22,7 @@ import torch
 from fusion.dag.cutting.stage import Edge
 from fusion.dag.placement.schedule import Action, gpipe, one_f_one_b
 from fusion.runtime.device.overrun import Overrun, call_seconds
-from fusion.runtime.device.real_pace import RealPace, Row
+from fusion.runtime.device.real_pace import Asks, RealPace
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.plane import RngKey, TrainingStage
@@ -82,7 +82,7 @@ class Rad:
         self._flops_per_second = flops_per_second
         self._overrun: Overrun | None = None  # made with the first call, in the worker thread
         self._pace = pace
-        self._asks: Row | None = None  # of a microbatch, the same
+        self._asks: Asks | None = None  # of a microbatch, the same
         self._computing = 0  # calls that run, or wait for the device
         self._called = 0  # calls that have ended
         self._computed = 0.0  # seconds, by the clock of `pace`

@@ -4,7 +4,7 @@ from support.staged import make
 
 from fusion.dag.cutting.cuts import split
 from fusion.dag.placement.segments import measure
-from fusion.dag.placement.speeds import CONVOLUTIONS, KINDS, NORMED, PRODUCTS, TOUCHED, Speeds
+from fusion.dag.placement.speeds import CONVOLUTIONS, KINDS, NORMED, PRODUCTS, TOUCHED, Rows, Speeds
 from fusion.runtime.device.real_pace import (
     LEAST,
     LEAST_STEPS,
@@ -12,7 +12,6 @@ from fusion.runtime.device.real_pace import (
     REMEMBERED,
     REMEMBERED_SECONDS,
     RealPace,
-    Row,
 )
 
 PROBED = Speeds.uniform(1e9, 1e8)
@@ -20,7 +19,7 @@ SIZES = {"batch": 2, "sequence": 12}
 FLOPS = {PRODUCTS: 1e9}  # a second of products
 
 
-def asks(flops: dict[int, float]) -> Row:
+def asks(flops: dict[int, float]) -> Rows:
     found = np.zeros(KINDS)
     for kind, count in flops.items():
         found[kind] = count
