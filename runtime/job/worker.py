@@ -9,13 +9,15 @@ not begun is dropped.
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache, partial
-from threading import Condition, Lock, Thread, local
+from threading import Condition, Lock, Thread, get_native_id, local
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -27,6 +29,7 @@ from fusion.swarm.printable import error_line
 
 SLICE_SECONDS = 0.01  # for which a call runs before it may rest
 IDLE_THREADS = 4  # kept for calls that overtake others
+NICE = 5  # that a thread which computes is above its process: with as much, whoever wakes need not wait for its time slice to end
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -209,6 +212,7 @@ class _Queue:
         return True
 
     def _work(self, hand: _Hand) -> None:
+        _give_way()
         prepare = cache(self._prepare)  # in the first call, which raises what is wrong with the device
         _here.rest = partial(self.rest, hand)
         while (given := self._next(hand)) is not None:
@@ -264,6 +268,16 @@ class _Queue:
         self._threads.append(Thread(target=self._work, args=(hand,), name=self._name, daemon=True))
         self._threads[-1].start()
         return hand
+
+
+def _give_way() -> None:
+    """Messages go first: the event loop and libp2p's daemon need a core for some hundred microseconds at a time, which others wait
+    for. So does whatever else the machine is there for. On Linux, where a thread has a priority of its own, which those that it
+    starts inherit."""
+    if sys.platform == "linux":
+        own = os.getpriority(os.PRIO_PROCESS, get_native_id())
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), own + NICE)  # at most 19, says the kernel
 
 
 def _do(call: _Call, prepare: Callable[[], None], ended: Callable[[], None]) -> None:

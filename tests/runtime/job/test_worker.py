@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from fusion.runtime.capture.models import GPT
 from fusion.runtime.device.share import Whose
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.job.worker import Worker, rest
+from fusion.runtime.job.worker import NICE, Worker, rest
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.transport import PeerId
 
@@ -38,6 +41,26 @@ def test_calls_run_in_order_in_one_thread_of_their_own() -> None:
         await worker.aclose()
 
     asyncio.run(main())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
+def test_what_computes_gives_way_to_what_carries_messages() -> None:
+    def niceness() -> tuple[int, int]:
+        """Of this thread, and of one that it starts, as a library's do."""
+        with ThreadPoolExecutor(1) as pool:
+            return _niceness(), pool.submit(_niceness).result()
+
+    async def main() -> None:
+        before = _niceness()
+        async with Worker() as worker:
+            assert await worker.run(niceness) == (min(19, before + NICE), min(19, before + NICE))
+        assert _niceness() == before
+
+    asyncio.run(main())
+
+
+def _niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 def test_another_authors_call_does_not_wait_for_all_that_one_has_asked_for() -> None:
