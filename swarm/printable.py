@@ -22,7 +22,8 @@ def printable(text: str, allowed: str = "") -> str:
 
 def one_line(text: str, limit: int = 300) -> str:
     """`text` as one line: what is not printable becomes a space, and it is cut at `limit` characters."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    clean = text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+    line = " ".join(clean.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
