@@ -26,13 +26,15 @@ TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
 DEVICE = "tun0"
 MTU_BYTES = 1500
 # As a home has them, except that no socket buffer is too small for a link (the default ends at about 4 MiB) and that
-# no connection learns from earlier ones what it then takes for granted.
+# no connection learns from earlier ones what it then takes for granted. Of several values the first one that the kernel takes:
+# it may keep cubic from a namespace, which then has the machine's own, and BBR, that of some servers, lets next to nothing
+# through for 200 ms in every ten seconds.
 SETTINGS = {
-    "net/ipv4/tcp_congestion_control": "cubic",
-    "net/ipv4/tcp_rmem": "4096 131072 67108864",
-    "net/ipv4/tcp_wmem": "4096 65536 67108864",
-    "net/ipv4/tcp_no_metrics_save": "1",
-    "net/ipv6/conf/all/disable_ipv6": "1",
+    "net/ipv4/tcp_congestion_control": ("cubic", "reno"),
+    "net/ipv4/tcp_rmem": ("4096 131072 67108864",),
+    "net/ipv4/tcp_wmem": ("4096 65536 67108864",),
+    "net/ipv4/tcp_no_metrics_save": ("1",),
+    "net/ipv6/conf/all/disable_ipv6": ("1",),
 }
 MARK = "FUSION_BOX"  # in the environment of what a box runs: its owner
 LOOK_SECONDS = 0.02
@@ -72,9 +74,8 @@ def make_host(address: str, prefix: int) -> tuple[int, int]:
     it. Each read or write is one packet behind a virtio_net_hdr, super-packets included."""
     if libc.unshare(CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "unshare: no network namespace can be made here")
-    for name, value in SETTINGS.items():
-        with suppress(OSError):  # a kernel without IPv6, or without cubic
-            Path("/proc/sys", name).write_text(value)
+    for name, values in SETTINGS.items():
+        _set(Path("/proc/sys", name), values)
     tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), IFF_TUN | IFF_NO_PI | IFF_VNET_HDR))
     fcntl.ioctl(tun, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
@@ -84,6 +85,13 @@ def make_host(address: str, prefix: int) -> tuple[int, int]:
     )
     subprocess.run(["ip", "-batch", "-"], input=commands, text=True, check=True)
     return namespace(), tun
+
+
+def _set(path: Path, values: Iterable[str]) -> None:
+    for value in values:
+        with suppress(OSError):  # a kernel without IPv6, or one that does not let a namespace have that
+            path.write_text(value)
+            return
 
 
 def living(namespaces: Collection[int], spared: Collection[int]) -> list[int]:

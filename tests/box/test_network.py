@@ -109,6 +109,16 @@ def test_a_thread_can_be_on_a_host_for_a_while() -> None:
         assert os.readlink("/proc/thread-self/ns/net") == here
 
 
+def test_hosts_send_as_a_home_does_whatever_the_machine_is_set_to() -> None:
+    with Box(NetworkSpec(hosts=HOSTS[:2])) as box:
+        for host in ("a", "b"):
+            with box.entered(host):
+                assert Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip() in (
+                    "cubic",
+                    "reno",
+                )
+
+
 def test_nothing_is_left_when_the_block_ends() -> None:
     devices = set(os.listdir("/sys/class/net"))
     with Box(NetworkSpec(hosts=HOSTS)) as box:
