@@ -94,7 +94,6 @@ class Rad:
         self._actions = _schedule(plan, config)
         # A tied variable is held several times; its gradient counts once in the norm, at the lowest stage.
         self._uncounted = frozenset(t.variable for t in plan.ties if t.stages[0] != plan.stage.index)
-        self._counts_ties = len(self._uncounted) < len(plan.ties)
 
     async def step(self, attempt: Attempt, step: int, *, look: bool = False) -> Ready:
         """Forward and backward of every microbatch of `step`, gradients summed over tie-groups; `look`: and say
@@ -116,11 +115,8 @@ class Rad:
             self._pace.saw(self._config.microbatches * self._asks, self._computed - computed)
         if look:
             await self._compute(self._look_at_gradients)
-        # Others' parts of the sums may be long in coming.
-        squared_norm = 0.0 if self._counts_ties else await self._squared_norm()
         await self._sum_ties(attempt, step)
-        if self._counts_ties:
-            squared_norm = await self._squared_norm()
+        squared_norm = await self._compute(self._plane.squared_norm, self._uncounted)
         losses = [self._losses[m] for m in sorted(self._losses)]
         return Ready(
             attempt,
@@ -277,10 +273,6 @@ class Rad:
                 parts[member] = await self.inbox.take(Key("tie", step, 0, group.variable, member))
             ordered = [parts[member] for member in group.stages]
             await self._compute(self._set_gradient, group.variable, ordered, read)
-
-    async def _squared_norm(self) -> float:
-        found: float = await self._compute(self._plane.squared_norm, self._uncounted)
-        return found
 
     def _own_gradient(self, variable: str) -> torch.Tensor:
         """Where it lies: a vocabulary's is the largest tensor that there is."""
