@@ -29,7 +29,7 @@ from fusion.swarm.printable import error_line
 
 SLICE_SECONDS = 0.01  # for which a call runs before it may rest
 IDLE_THREADS = 4  # kept for calls that overtake others
-NICE = 5  # that a thread which computes is above its process: with as much, whoever wakes need not wait for its time slice to end
+NICE = 5  # that a thread which computes is above its process
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -271,9 +271,8 @@ class _Queue:
 
 
 def _give_way() -> None:
-    """Messages go first: the event loop and libp2p's daemon need a core for some hundred microseconds at a time, which others wait
-    for. So does whatever else the machine is there for. On Linux, where a thread has a priority of its own, which those that it
-    starts inherit."""
+    """Messages go first: the event loop and libp2p's daemon need a core for some hundred microseconds at a time, and other peers wait
+    for what they carry. On Linux, where a thread has a priority of its own, which those that it starts inherit."""
     if sys.platform == "linux":
         own = os.getpriority(os.PRIO_PROCESS, get_native_id())
         with suppress(OSError):
