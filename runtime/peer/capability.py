@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 # Of each probe: on a busy machine one run that nothing interrupts is among so many.
 RUNS, RUN_SECONDS = 8, 0.06
-# Probes, the first ones, that are run before the peer is announced; all of them while it is idle. A GPU takes as long to begin an
-# operator as a CPU, but computes hundreds of times as fast: there one does not tell the others, and all of them are run, but
-# where each has to be compiled first. A CPU tells by three what a token of an answer takes: products say nothing of how fast
-# its weights come from memory, and a peer of which that is guessed beside one that has measured it gets all of a model or nothing.
-AT_START, AT_START_CUDA, AT_START_COMPILED_CUDA = 3, len(probes()), 2
+# Of each but the first, before the peer is announced: within some percent of what more show, which the first time that the peer is
+# idle will. All count: what is guessed in place of one is up to four times off, and a job can come at once.
+RUNS_AT_START, RUN_SECONDS_AT_START = 4, 0.02
+# Probes that are run before the peer is announced where each has to be compiled first and a GPU computes: the first ones.
+AT_START_COMPILED_CUDA = 2
 # Written through before each: in a step hundreds of operators run between two of one kind, so that what one reads is in no cache
 # near the core, where a probe that is run again and again would find all of it.
 SWEPT_BYTES = 8 << 20
@@ -66,14 +66,13 @@ class Measured:
         self._plane, self._worker = plane, worker
         cuda = device.startswith("cuda")
         self._device = device
-        self._scale, self._at_start = SMALL, AT_START
-        if cuda:
-            self._scale = LARGE
-            self._at_start = AT_START_CUDA if plane.name == "torch" else AT_START_COMPILED_CUDA
+        self._scale = LARGE if cuda else SMALL
+        self._quick = not cuda  # at start; the clock of a GPU rises only while it computes
+        self._at_start = AT_START_COMPILED_CUDA if cuda and plane.name != "torch" else None
         # Where what a probe reads lies: a stage's weights are on its device, and to move them there is no part of a step.
         self._place = device if cuda and plane.name == "torch" else "cpu"
         self._found: deque[Speeds] = deque(maxlen=REMEMBERED)
-        self._whole = False  # whether all probes were run, the last time
+        self._thorough = False  # whether all probes were run as often as they should be, the last time
         # PyTorch computes in the thread that calls it, on a CPU: what else the machine does meanwhile is no part of that.
         alone = plane.name == "torch" and not cuda
         self.pace = RealPace(self._at_best, time.thread_time if alone else time.perf_counter, time.monotonic)
@@ -92,21 +91,28 @@ class Measured:
         """Of what probes reached in the last few times."""
         return reduce(Speeds.best, self._found)
 
-    async def look(self, *, whole: bool = True) -> None:
-        """Measure now, with all probes or with those that a peer begins with, each in a call of about a tenth of a second, longer
-        where code is compiled."""
+    async def look(self, *, at_start: bool = False) -> None:
+        """Measure now, each probe in a call of up to a tenth of a second, longer where code is compiled: some of them, or a few
+        times each, `at_start`."""
         every = probes(self._scale)
-        some = every if whole else every[: self._at_start]
-        found = [(each, await self._worker.run(_run, self._plane, each, self._place)) for each in some]
-        if not self._whole:  # what was guessed then is known now
+        found = [
+            (
+                each,
+                await self._worker.run(
+                    _run, self._plane, each, self._place, at_start and self._quick and number > 0
+                ),
+            )
+            for number, each in enumerate(every[: self._at_start] if at_start else every)
+        ]
+        if not self._thorough:  # what was said then is known better now
             self._found.clear()
-        self._whole = len(found) == len(every)
+        self._thorough = not at_start
         self._found.append(fitted(found))
 
     async def first_look(self) -> None:
         """`look` as a peer begins with. ValueError, in one line, where others have filled the GPU, or it runs nothing."""
         try:
-            await self.look(whole=False)
+            await self.look(at_start=True)
         except RuntimeError as error:
             if not self._device.startswith("cuda"):
                 raise
@@ -160,8 +166,15 @@ def _cooler() -> Callable[[], object]:
     return lambda: swept.add_(1)
 
 
-def _run(plane: Plane, probe: Probe, place: str = "cpu", cool: Callable[[], object] | None = None) -> float:
-    """In the worker's thread: seconds of the fastest of some runs of what lies at `place`, with `cool` called before each."""
+def _run(
+    plane: Plane,
+    probe: Probe,
+    place: str = "cpu",
+    quick: bool = False,
+    cool: Callable[[], object] | None = None,
+) -> float:
+    """In the worker's thread: seconds of the fastest of some runs, of a few where it has to be `quick`, of what lies at `place`,
+    with `cool` called before each."""
     cool = cool or _cooler()
     graph, draw = probe.graph, torch.Generator().manual_seed(0)
 
@@ -180,7 +193,8 @@ def _run(plane: Plane, probe: Probe, place: str = "cpu", cool: Callable[[], obje
 
     for _ in range(WARM_UP):
         once()
-    seconds, until = list[float](), time.perf_counter() + RUN_SECONDS
-    while len(seconds) < RUNS or time.perf_counter() < until:
+    runs, lasting = (RUNS_AT_START, RUN_SECONDS_AT_START) if quick else (RUNS, RUN_SECONDS)
+    seconds, until = list[float](), time.perf_counter() + lasting
+    while len(seconds) < runs or time.perf_counter() < until:
         seconds.append(once())
     return min(seconds)
