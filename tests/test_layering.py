@@ -108,7 +108,7 @@ LIBRARY_FILES = {
         f"runtime/planes/jax_plane/{name}.py"
         for name in (
             *("library", "arrays", "pointwise", "moving", "reducing", "contracting", "windows", "program"),
-            *("in_range", "dropped", "optimizer", "jax_training", "jax_decoding", "jax_cache"),
+            *("in_range", "dropped", "residuals", "optimizer", "jax_training", "jax_decoding", "jax_cache"),
         )
     },
     "triton": {f"runtime/planes/kernels/{name}_kernels.py" for name in ("attention", "expert", "quantised")},

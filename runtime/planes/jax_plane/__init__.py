@@ -12,6 +12,7 @@ in_range          what is made with an index beyond its table
 program           a graph as one function of JAX
 dropped           dropout, with masks drawn as those of torch are
 attached          which values have a gradient
+residuals         what a backward pass needs, without what is held anyway
 optimizer         AdamW and SGD, with torch's state
 jax_training      a stage that is trained
 jax_cache         what a session keeps of past positions

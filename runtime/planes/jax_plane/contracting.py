@@ -18,7 +18,8 @@ _GATHERED_ROWS = 8
 
 
 def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
-    made = x @ weight.T
+    # `x @ weight.T` would have each microbatch keep a transposed copy of the weight for its backward pass.
+    made = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
     return made if bias is None else made + bias
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import Array
+from jax.sharding import SingleDeviceSharding
 
 from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.manifest import OptimizerConfig
@@ -24,6 +25,7 @@ from fusion.runtime.planes.jax_plane.attached import attached, with_gradient
 from fusion.runtime.planes.jax_plane.dropped import Dropped
 from fusion.runtime.planes.jax_plane.optimizer import Arrays, Optimizer
 from fusion.runtime.planes.jax_plane.program import Program
+from fusion.runtime.planes.jax_plane.residuals import Layout, apart, together
 from fusion.runtime.planes.plane import RngKey, Tensors
 from fusion.runtime.planes.stage_values import checked, output_keys, selected, state_of, state_parts
 
@@ -31,13 +33,50 @@ from fusion.runtime.planes.stage_values import checked, output_keys, selected, s
 MOST_COMPILED = 8
 _CPU = torch.device("cpu")
 
+Residuals = tuple[list[Array], list[Array]]  # that the forward pass was given, and that it returned
 
-@dataclass(frozen=True)
+
 class _Passes:
-    """Compiled for one combination of shapes."""
+    """Compiled for one combination of shapes. `program`: of the parameters, the other variables, the inputs that get a gradient, the
+    other inputs and dropout's masks; its outputs, those of them that the backward pass begins at, and the variables that it
+    writes."""
 
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    def __init__(self, program: Callable[..., tuple[list[Array], list[Array], Arrays]]) -> None:
+        self._program = program
+        self._layout: Layout | None = None  # known once the forward pass was traced
+        self._forward = jax.jit(self._traced_forward)
+        self._backward = jax.jit(
+            self._traced_backward, donate_argnums=3
+        )  # the sums so far are not read again
+
+    def forward(self, *given: Any) -> tuple[list[Array], Arrays, Residuals]:
+        outputs, written, returned = self._forward(*given)
+        assert self._layout is not None
+        flat = jax.tree.leaves(given)
+        return outputs, written, ([flat[place] for place in self._layout.held], returned)
+
+    def backward(self, residuals: Residuals, seeds: list[Array], gradients: Arrays) -> tuple[Arrays, Arrays]:
+        """`gradients`, of each parameter one, with those of this microbatch added, and those of the inputs that get one."""
+        found: tuple[Arrays, Arrays] = self._backward(*residuals, seeds, gradients)
+        return found
+
+    def _traced_forward(
+        self, parameters: Arrays, fixed: Arrays, leaves: Arrays, inputs: Arrays, kept: Arrays
+    ) -> tuple[list[Array], Arrays, list[Array]]:
+        def run(parameters: Arrays, leaves: Arrays) -> tuple[list[Array], tuple[list[Array], Arrays]]:
+            outputs, roots, written = self._program(parameters, fixed, leaves, inputs, kept)
+            return roots, (outputs, written)
+
+        _, back, (outputs, written) = jax.vjp(run, parameters, leaves, has_aux=True)
+        returned, self._layout = apart(back, jax.tree.leaves((parameters, fixed, leaves, inputs, kept)))
+        return outputs, written, returned
+
+    def _traced_backward(
+        self, held: list[Array], returned: list[Array], seeds: list[Array], gradients: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        assert self._layout is not None
+        found, leaves = together(self._layout, held, returned)(seeds)
+        return {**gradients, **{name: gradients[name] + value for name, value in found.items()}}, leaves
 
 
 @dataclass(frozen=True)
@@ -45,7 +84,7 @@ class _Stash:
     """What the backward pass of one microbatch needs."""
 
     passes: _Passes
-    back: Any  # what jax.vjp gave
+    residuals: Residuals
     shapes: tuple[tuple[int, ...], ...]  # of the outputs in `_roots`
     leaves: dict[str, Array]
 
@@ -83,6 +122,7 @@ class JaxTrainingStage:
         self._passes: OrderedDict[Any, _Passes] = OrderedDict()
         self._evaluations: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
         self._squares = jax.jit(_squares)
+        self._zeros = jax.jit(_zeros, out_shardings=SingleDeviceSharding(device))
 
     def forward(self, microbatch: int, inputs: Tensors, rng: RngKey) -> dict[str, torch.Tensor]:
         given = selected(self._training.inputs, inputs, _CPU)
@@ -97,10 +137,10 @@ class JaxTrainingStage:
             for name, count, p in self._training.draws(dimensions)
         }
         passes = _remembered(self._passes, _shapes(given), lambda: self._compiled(dimensions))
-        outputs, written, back = passes.forward(*self._parts(), leaves, arrays, kept)
+        outputs, written, residuals = passes.forward(*self._parts(), leaves, arrays, kept)
         self._values.update(written)
         shapes = tuple(outputs[i].shape for i in self._roots)
-        self._stashes[microbatch] = _Stash(passes, back, shapes, leaves)
+        self._stashes[microbatch] = _Stash(passes, residuals, shapes, leaves)
         return {key: tensor(value) for key, value in zip(self._keys, outputs, strict=True)}
 
     def backward(self, microbatch: int, gradients: Tensors, loss_scale: float) -> dict[str, torch.Tensor]:
@@ -120,7 +160,7 @@ class JaxTrainingStage:
             return {
                 name: torch.zeros(leaf.shape, dtype=tensor(leaf).dtype) for name, leaf in stash.leaves.items()
             }
-        self._gradients, leaves = stash.passes.backward(stash.back, seeds, self._gradients)
+        self._gradients, leaves = stash.passes.backward(stash.residuals, seeds, self._summed())
         return {name: tensor(value) for name, value in leaves.items()}
 
     def evaluate(self, inputs: Tensors) -> dict[str, torch.Tensor]:
@@ -184,31 +224,21 @@ class JaxTrainingStage:
     def _compiled(self, dimensions: Sequence[int]) -> _Passes:
         program, roots = self._training, self._roots
 
-        def forward(
+        def run(
             parameters: Arrays, fixed: Arrays, leaves: Arrays, inputs: Arrays, kept: Arrays
-        ) -> tuple[list[Array], Arrays, Any]:
-            def run(parameters: Arrays, leaves: Arrays) -> tuple[list[Array], tuple[list[Array], Arrays]]:
-                given = {**inputs, **leaves}
-                outputs, written = program.run(
-                    [given[name] for name in program.inputs],
-                    {**fixed, **parameters},
-                    dimensions,
-                    Dropped(kept),
-                )
-                return [outputs[i] for i in roots], (outputs, written)
+        ) -> tuple[list[Array], list[Array], Arrays]:
+            given = {**inputs, **leaves}
+            values = [given[name] for name in program.inputs]
+            outputs, written = program.run(values, {**fixed, **parameters}, dimensions, Dropped(kept))
+            return outputs, [outputs[i] for i in roots], written
 
-            if not roots:
-                _, (outputs, written) = run(parameters, leaves)
-                return outputs, written, None
-            _, back, (outputs, written) = jax.vjp(run, parameters, leaves, has_aux=True)
-            return outputs, written, back
+        return _Passes(run)
 
-        def backward(back: Any, seeds: list[Array], gradients: Arrays) -> tuple[Arrays, Arrays]:
-            found, leaves = back(seeds)
-            added = {n: gradients[n] + value if n in gradients else value for n, value in found.items()}
-            return {**gradients, **added}, leaves
-
-        return _Passes(jax.jit(forward), jax.jit(backward))
+    def _summed(self) -> Arrays:
+        """The gradients so far, of zeros at first: the backward pass of a step's first microbatch is that of all others, so that it
+        is compiled once."""
+        missing = {name: self._values[name] for name in self._reached if name not in self._gradients}
+        return {**self._gradients, **self._zeros(missing)} if missing else self._gradients
 
     def _gradient(self, name: str) -> torch.Tensor:
         parameter = self._parameter(name)
@@ -249,3 +279,7 @@ def _seed(gradients: Tensors, name: str, shape: tuple[int, ...], device: jax.Dev
 def _squares(gradients: Mapping[str, Array]) -> Array:
     totals = [jnp.sum(jnp.square(each.astype(jnp.float64))) for each in gradients.values()]
     return jnp.sum(jnp.stack(totals))
+
+
+def _zeros(values: Arrays) -> Arrays:
+    return {name: jnp.zeros_like(value) for name, value in values.items()}

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import Array
+from jax.sharding import SingleDeviceSharding
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import OptimizerConfig
@@ -27,7 +28,12 @@ class Optimizer:
         self._config = config
         self._device = device
         self._slots: Slots = {}
-        self._update = jax.jit(self._adamw if config.kind == "adamw" else self._sgd)
+        # Said to be on the device as all else is: what only looks at shapes is not, and what takes it would be compiled again.
+        self._first = jax.jit(self._slots_of, out_shardings=SingleDeviceSharding(device))
+        update = self._adamw if config.kind == "adamw" else self._sgd
+        self._update = jax.jit(
+            update, donate_argnums=(1, 2)
+        )  # the gradients' memory and the slots' are used again
 
     def step(
         self, parameters: Mapping[str, Array], gradients: Arrays, rate: float, clip_factor: float
@@ -36,7 +42,9 @@ class Optimizer:
         if not gradients:
             return {}
         before = {name: parameters[name] for name in gradients}
-        slots = {name: self._slots.get(name) or self._first(before[name]) for name in gradients}
+        new = {name: value for name, value in before.items() if name not in self._slots}
+        slots = {**self._slots, **self._first(new)} if new else self._slots
+        slots = {name: slots[name] for name in gradients}
         after: Arrays
         after, slots = self._update(before, gradients, slots, rate, clip_factor)
         self._slots.update(slots)
@@ -69,11 +77,19 @@ class Optimizer:
         require_whole(found, self._config.kind)
         self._slots = found
 
-    def _first(self, parameter: Array) -> Arrays:
+    def _slots_of(self, parameters: Arrays) -> Slots:
+        """Before the first update."""
         if self._config.kind == "sgd":
-            return {} if self._config.momentum == 0 else {"momentum_buffer": jnp.zeros_like(parameter)}
-        step = jnp.zeros((), jnp.float32, device=self._device)
-        return {"step": step, "exp_avg": jnp.zeros_like(parameter), "exp_avg_sq": jnp.zeros_like(parameter)}
+            momentum = {"momentum_buffer"} if self._config.momentum else set()
+            return {n: {slot: jnp.zeros_like(value) for slot in momentum} for n, value in parameters.items()}
+        return {
+            name: {
+                "step": jnp.zeros((), jnp.float32),
+                "exp_avg": jnp.zeros_like(value),
+                "exp_avg_sq": jnp.zeros_like(value),
+            }
+            for name, value in parameters.items()
+        }
 
     def _adamw(
         self, parameters: Arrays, gradients: Arrays, slots: Slots, rate: Array, clip: Array
