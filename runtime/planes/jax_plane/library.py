@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
 MISSING = 'plane: jax is not installed here: pip install "fusion-peer[jax]"'
 # How many threads XLA takes on a CPU; read when its device is made, once for a process.
 _THREADS = "PJRT_NPROC"
+# JAX says so of every program that this process starts (p2pd): between the fork and the program's begin none of its code runs.
+_NO_DEADLOCK = r"os\.fork\(\) was called\. os\.fork\(\) is incompatible with multithreaded code"
 
 
 def load(device: str, threads: int) -> jax.Device:
@@ -20,6 +23,7 @@ def load(device: str, threads: int) -> jax.Device:
         import jax
     except ImportError:
         raise ValueError(MISSING) from None
+    warnings.filterwarnings("ignore", message=_NO_DEADLOCK, category=RuntimeWarning)
     jax.config.update(
         "jax_enable_x64", True
     )  # token ids are int64 in graphs; what is computed has the dtypes that they say
