@@ -95,15 +95,10 @@ class Measured:
         """Measure now, each probe in a call of up to a tenth of a second, longer where code is compiled: some of them, or a few
         times each, `at_start`."""
         every = probes(self._scale)
-        found = [
-            (
-                each,
-                await self._worker.run(
-                    _run, self._plane, each, self._place, at_start and self._quick and number > 0
-                ),
-            )
-            for number, each in enumerate(every[: self._at_start] if at_start else every)
-        ]
+        found = list[tuple[Probe, float]]()
+        for probe in every[: self._at_start] if at_start else every:
+            quick = at_start and self._quick and len(found) > 0
+            found.append((probe, await self._worker.run(_run, self._plane, probe, self._place, quick)))
         if not self._thorough:  # what was said then is known better now
             self._found.clear()
         self._thorough = not at_start

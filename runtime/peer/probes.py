@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion.dag.cutting.costs import node_costs
-from fusion.dag.cutting.stage import Edge, Stage
+from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import Arg, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import spec
 from fusion.dag.ir.opset_spec import Required
@@ -44,17 +44,15 @@ LEAST_SHARE = 0.2  # of a probe's time that is left for what it is there to show
 
 @dataclass(frozen=True)
 class Probe:
-    """`shows`: the kind, by its place in `Speeds.seconds`. Weights are inputs that get a gradient, as values of other stages do:
-    so no optimizer is made."""
+    """`shows`: the kind, by its place in `Speeds.seconds`. Weights are parameters, as a stage's are: what comes in is copied to where
+    a plane computes, each time."""
 
     shows: int
     graph: Graph
 
     @property
     def stage(self) -> Stage:
-        weights = [given for given in self.graph.inputs if given.name != X.name]
-        receives = tuple(Edge(each.name, Ref(each.name), each.type, 0, (1,), True) for each in weights)
-        return Stage(index=1, graph=self.graph, receives=receives, sends=(), results=(0,))
+        return Stage(index=0, graph=self.graph, receives=(), sends=(), results=(0,))
 
     @property
     def asks(self) -> Rows:
@@ -95,27 +93,25 @@ class _Making:
     """A graph on its way: float32, every size a number."""
 
     def __init__(self, *shape: int) -> None:
-        self._inputs: list[Input] = []
         self._variables: list[Variable] = []
         self._nodes: list[Node] = []
         self._types: dict[Ref, TensorType] = {}
-        self.x = self._input(X.name, shape)
+        self.x = X
+        given = Input(X.name, TensorType(shape, "float32"))
+        self._inputs = (given,)
+        self._types[X] = given.type
 
     def weight(self, *shape: int) -> Ref:
-        return self._input(f"w{len(self._inputs)}", shape)
-
-    def _input(self, name: str, shape: tuple[int, ...]) -> Ref:
-        given = Input(name, TensorType(shape, "float32"))
-        self._inputs.append(given)
-        self._types[Ref(name)] = given.type
-        return Ref(name)
+        return self._variable(Variable(f"w{len(self._variables)}", TensorType(shape, "float32")))
 
     def buffer(self, *shape: int) -> Ref:
-        name = f"b{len(self._variables)}"
-        variable = Variable(name, TensorType(shape, "float32"), kind="buffer", trainable=False)
+        type_ = TensorType(shape, "float32")
+        return self._variable(Variable(f"b{len(self._variables)}", type_, kind="buffer", trainable=False))
+
+    def _variable(self, variable: Variable) -> Ref:
         self._variables.append(variable)
-        self._types[Ref(name)] = variable.type
-        return Ref(name)
+        self._types[Ref(variable.name)] = variable.type
+        return Ref(variable.name)
 
     def add(self, op: str, *args: Arg) -> Ref:
         """A node; arguments that are not given are as the operator has them."""
@@ -130,7 +126,7 @@ class _Making:
     def graph(self, value: Ref) -> Graph:
         """With the mean of a value as the loss."""
         loss = self.add("aten.mean", value)
-        return Graph(tuple(self._inputs), tuple(self._variables), tuple(self._nodes), (loss,), symbols=())
+        return Graph(self._inputs, tuple(self._variables), tuple(self._nodes), (loss,), symbols=())
 
 
 def _many_nodes(count: int = 48) -> Graph:
