@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 # Of each probe: on a busy machine one run that nothing interrupts is among so many.
 RUNS, RUN_SECONDS = 8, 0.06
-# Of each but the first, before the peer is announced: within some percent of what more show, which the first time that the peer is
-# idle will. All count: what is guessed in place of one is up to four times off, and a job can come at once.
+# Of each but the first, before the peer is announced: to some percent what more of them show, and more are run once the peer is
+# idle. No kind is left to a guess, which is up to four times off: a job can come at once.
 RUNS_AT_START, RUN_SECONDS_AT_START = 4, 0.02
 # Probes that are run before the peer is announced where each has to be compiled first and a GPU computes: the first ones.
 AT_START_COMPILED_CUDA = 2
