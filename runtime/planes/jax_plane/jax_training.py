@@ -45,9 +45,8 @@ class _Passes:
         self._program = program
         self._layout: Layout | None = None  # known once the forward pass was traced
         self._forward = jax.jit(self._traced_forward)
-        self._backward = jax.jit(
-            self._traced_backward, donate_argnums=3
-        )  # the sums so far are not read again
+        # The memory of the sums so far is taken for the new ones.
+        self._backward = jax.jit(self._traced_backward, donate_argnums=3)
 
     def forward(self, *given: Any) -> tuple[list[Array], Arrays, Residuals]:
         outputs, written, returned = self._forward(*given)
