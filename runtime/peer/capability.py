@@ -97,7 +97,7 @@ class Measured:
         every = probes(self._scale)
         found = list[tuple[Probe, float]]()
         for probe in every[: self._at_start] if at_start else every:
-            quick = at_start and self._quick and len(found) > 0
+            quick = at_start and self._quick and bool(found)
             found.append((probe, await self._worker.run(_run, self._plane, probe, self._place, quick)))
         if not self._thorough:  # what was said then is known better now
             self._found.clear()

@@ -25,7 +25,7 @@ from fusion.runtime.planes.jax_plane.attached import attached, with_gradient
 from fusion.runtime.planes.jax_plane.dropped import Dropped
 from fusion.runtime.planes.jax_plane.optimizer import Arrays, Optimizer
 from fusion.runtime.planes.jax_plane.program import Program
-from fusion.runtime.planes.jax_plane.residuals import Layout, apart, together
+from fusion.runtime.planes.jax_plane.residuals import Layout, combine, partition
 from fusion.runtime.planes.plane import RngKey, Tensors
 from fusion.runtime.planes.stage_values import checked, output_keys, selected, state_of, state_parts
 
@@ -67,14 +67,14 @@ class _Passes:
             return roots, (outputs, written)
 
         _, back, (outputs, written) = jax.vjp(run, parameters, leaves, has_aux=True)
-        returned, self._layout = apart(back, jax.tree.leaves((parameters, fixed, leaves, inputs, kept)))
+        returned, self._layout = partition(back, jax.tree.leaves((parameters, fixed, leaves, inputs, kept)))
         return outputs, written, returned
 
     def _traced_backward(
         self, held: list[Array], returned: list[Array], seeds: list[Array], gradients: Arrays
     ) -> tuple[Arrays, Arrays]:
         assert self._layout is not None
-        found, leaves = together(self._layout, held, returned)(seeds)
+        found, leaves = combine(self._layout, held, returned)(seeds)
         return {**gradients, **{name: gradients[name] + value for name, value in found.items()}}, leaves
 
 
@@ -159,7 +159,7 @@ class JaxTrainingStage:
             return {
                 name: torch.zeros(leaf.shape, dtype=tensor(leaf).dtype) for name, leaf in stash.leaves.items()
             }
-        self._gradients, leaves = stash.passes.backward(stash.residuals, seeds, self._summed())
+        self._gradients, leaves = stash.passes.backward(stash.residuals, seeds, self._accumulated())
         return {name: tensor(value) for name, value in leaves.items()}
 
     def evaluate(self, inputs: Tensors) -> dict[str, torch.Tensor]:
@@ -233,7 +233,7 @@ class JaxTrainingStage:
 
         return _Passes(run)
 
-    def _summed(self) -> Arrays:
+    def _accumulated(self) -> Arrays:
         """The gradients so far, of zeros at first: the backward pass of a step's first microbatch is that of all others, so that it
         is compiled once."""
         missing = {name: self._values[name] for name in self._reached if name not in self._gradients}

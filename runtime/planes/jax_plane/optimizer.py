@@ -31,9 +31,8 @@ class Optimizer:
         # Said to be on the device as all else is: what only looks at shapes is not, and what takes it would be compiled again.
         self._first = jax.jit(self._slots_of, out_shardings=SingleDeviceSharding(device))
         update = self._adamw if config.kind == "adamw" else self._sgd
-        self._update = jax.jit(
-            update, donate_argnums=(1, 2)
-        )  # the gradients' memory and the slots' are used again
+        # The memory of the gradients and of the slots is taken for what comes out.
+        self._update = jax.jit(update, donate_argnums=(1, 2))
 
     def step(
         self, parameters: Mapping[str, Array], gradients: Arrays, rate: float, clip_factor: float
@@ -80,8 +79,9 @@ class Optimizer:
     def _slots_of(self, parameters: Arrays) -> Slots:
         """Before the first update."""
         if self._config.kind == "sgd":
-            momentum = {"momentum_buffer"} if self._config.momentum else set()
-            return {n: {slot: jnp.zeros_like(value) for slot in momentum} for n, value in parameters.items()}
+            if not self._config.momentum:
+                return {name: {} for name in parameters}
+            return {name: {"momentum_buffer": jnp.zeros_like(value)} for name, value in parameters.items()}
         return {
             name: {
                 "step": jnp.zeros((), jnp.float32),

@@ -23,7 +23,7 @@ class Layout:
     places: tuple[int, ...]  # of each residual among these, and then among what was returned
 
 
-def apart(back: Any, given: Sequence[Array]) -> tuple[list[Array], Layout]:
+def partition(back: Any, given: Sequence[Array]) -> tuple[list[Array], Layout]:
     """What has to be returned for `back`, a function that `jax.vjp` made, within the trace of what was `given`."""
     leaves, tree = jax.tree.flatten(back)
     number = {id(value): place for place, value in enumerate(given)}
@@ -37,7 +37,7 @@ def apart(back: Any, given: Sequence[Array]) -> tuple[list[Array], Layout]:
     return known[len(held) :], Layout(tree, held, tuple(places[id(leaf)] for leaf in leaves))
 
 
-def together(layout: Layout, held: Sequence[Array], returned: Sequence[Array]) -> Any:
+def combine(layout: Layout, held: Sequence[Array], returned: Sequence[Array]) -> Any:
     """The function again, of those of the given values that `layout` holds, and of what was returned."""
     known = (*held, *returned)
     return jax.tree.unflatten(layout.tree, [known[place] for place in layout.places])

@@ -106,7 +106,7 @@ def test_measuring_again_keeps_the_best_and_goes_on_while_idle(monkeypatch: pyte
 def test_all_is_measured_before_a_peer_is_announced_but_where_a_gpu_would_compile_it(
     plane: str, device: str, expected: int, quick: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three of the probes promised a first job 1.36 times what its steps took, on a CPU; two of them half, on a GPU."""
+    """What is guessed in place of a probe was up to four times off on a CPU; two of them promised half of a step on a GPU."""
     run: list[Probe] = []
     quickly: list[bool] = []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.staged import make
@@ -61,3 +63,15 @@ def test_gradients_begin_at_zero_in_each_step() -> None:
         stage.discard()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert all(not value.any() for value in stage.gradients().values())
+
+
+def test_a_stage_without_anything_to_train_has_no_residuals() -> None:
+    case = make("chain")
+    (whole,) = split(case.graph, ())
+    frozen = replace(whole.graph, variables=tuple(replace(v, trainable=False) for v in whole.graph.variables))
+    variables = variables_from_module(case.module)
+    stage = choose(JAX, "cpu", 1).training(replace(whole, graph=frozen), variables, OptimizerConfig())
+    made = stage.forward(0, case.batch(0), RngKey(0, 0, 0))
+    assert float(made["result/0"]) == pytest.approx(float(case.loss(case.module, case.batch(0)).detach()))
+    assert stage._stashes[0].residuals == ([], [])  # type: ignore[attr-defined]
+    assert stage.backward(0, {}, 1.0) == {}
