@@ -4,11 +4,13 @@ other's."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import SingleDeviceSharding
 
 from fusion.dag.ir.graph import DTYPE_BYTES
 
@@ -24,6 +26,12 @@ def array(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
     else:
         numbers = value.numpy()
     return jnp.array(numbers, copy=True, device=device)
+
+
+def shapes_of(values: Any, device: jax.Device) -> Any:
+    """The same tree with the shape and dtype of each array, said to be on the device: what a function can be compiled for."""
+    place = SingleDeviceSharding(device)
+    return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=place), values)
 
 
 def tensor(value: jax.Array) -> torch.Tensor:

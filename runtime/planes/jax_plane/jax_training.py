@@ -7,12 +7,13 @@ compiled once for each combination of shapes. What backward needs is kept from o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import Array
 from jax.sharding import SingleDeviceSharding
@@ -20,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.planes.dropout import Masks
-from fusion.runtime.planes.jax_plane.arrays import array, tensor
+from fusion.runtime.planes.jax_plane.arrays import array, shapes_of, tensor
 from fusion.runtime.planes.jax_plane.attached import attached, with_gradient
 from fusion.runtime.planes.jax_plane.dropped import Dropped
 from fusion.runtime.planes.jax_plane.optimizer import Arrays, Optimizer
@@ -122,6 +123,7 @@ class JaxTrainingStage:
         self._evaluations: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
         self._squares = jax.jit(_squares)
         self._zeros = jax.jit(_zeros, out_shardings=SingleDeviceSharding(device))
+        self._compile_update()
 
     def forward(self, microbatch: int, inputs: Tensors, rng: RngKey) -> dict[str, torch.Tensor]:
         given = selected(self._training.inputs, inputs, _CPU)
@@ -189,8 +191,10 @@ class JaxTrainingStage:
             self._gradients[name] = array(value, self._device).astype(parameter.dtype)
 
     def squared_norm(self, skip: frozenset[str] = frozenset()) -> float:
-        counted = {name: value for name, value in self._gradients.items() if name not in skip}
-        return float(self._squares(counted)) if counted else 0.0
+        squares = np.asarray(self._squares(self._gradients)) if self._gradients else ()
+        return float(
+            sum(each for name, each in zip(sorted(self._gradients), squares, strict=True) if name not in skip)
+        )
 
     def apply(self, learning_rate: float, clip_factor: float) -> None:
         self._values.update(self._optimizer.step(self._values, self._gradients, learning_rate, clip_factor))
@@ -232,6 +236,13 @@ class JaxTrainingStage:
             return outputs, [outputs[i] for i in roots], written
 
         return _Passes(run)
+
+    def _compile_update(self) -> None:
+        """What ends a step, while the job is loaded: a second of the second step otherwise."""
+        parameters, _ = self._parts()
+        if parameters:
+            self._squares.lower(shapes_of(parameters, self._device)).compile()
+        self._optimizer.compile(parameters)
 
     def _accumulated(self) -> Arrays:
         """The gradients so far, of zeros at first: the backward pass of a step's first microbatch is that of all others, so that it
@@ -275,9 +286,10 @@ def _seed(gradients: Tensors, name: str, shape: tuple[int, ...], device: jax.Dev
     return array(gradient, device)
 
 
-def _squares(gradients: Mapping[str, Array]) -> Array:
-    totals = [jnp.sum(jnp.square(each.astype(jnp.float64))) for each in gradients.values()]
-    return jnp.sum(jnp.stack(totals))
+def _squares(gradients: Arrays) -> Array:
+    """The sum of squares of each, in the order of their names."""
+    totals = [jnp.sum(jnp.square(gradients[name].astype(jnp.float64))) for name in sorted(gradients)]
+    return jnp.stack(totals)
 
 
 def _zeros(values: Arrays) -> Arrays:

@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import OptimizerConfig
-from fusion.runtime.planes.jax_plane.arrays import array, tensor
+from fusion.runtime.planes.jax_plane.arrays import array, shapes_of, tensor
 from fusion.runtime.planes.optimizer import SLOTS, require_whole
 
 Arrays = dict[str, Array]
@@ -48,6 +48,15 @@ class Optimizer:
         after, slots = self._update(before, gradients, slots, rate, clip_factor)
         self._slots.update(slots)
         return after
+
+    def compile(self, parameters: Arrays) -> None:
+        """Compile what `step` runs where each of the parameters has a gradient: of shapes alone, nothing is set aside. In any other
+        case `step` compiles it when it is called."""
+        if not parameters:
+            return
+        self._first.lower(parameters).compile()
+        gradients, slots = shapes_of((parameters, self._first.eval_shape(parameters)), self._device)
+        self._update.lower(parameters, gradients, slots, 0.0, 1.0).compile()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Copies by "<name>/<slot>"."""

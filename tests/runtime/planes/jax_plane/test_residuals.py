@@ -14,7 +14,7 @@ from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.peer.plane_choice import JAX, choose
 from fusion.runtime.planes.plane import RngKey
 
-pytest.importorskip("jax", reason="the extra jax is not installed")
+jax = pytest.importorskip("jax", reason="the extra jax is not installed")
 
 STEPS, MICROBATCHES = 2, 3
 
@@ -49,6 +49,23 @@ def test_a_stage_is_compiled_once_for_all_microbatches_and_steps() -> None:
     (passes,) = stage._passes.values()  # type: ignore[attr-defined]
     jitted = (passes._forward, passes._backward, stage._squares, stage._optimizer._update)  # type: ignore[attr-defined]
     assert [each._cache_size() for each in jitted] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_what_ends_a_step_is_compiled_before_the_first_one(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second of a short job's steps took three times as long as the others."""
+    case = make("tied")
+    (whole,) = split(case.graph, ())
+    config = OptimizerConfig(kind=kind, momentum=0.9 if kind == "sgd" else 0.0)
+    stage = choose(JAX, "cpu", 1).training(whole, variables_from_module(case.module), config)
+    stage.forward(0, case.batch(0), RngKey(0, 0, 0))
+    stage.backward(0, {}, 1.0)
+    with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
+        stage.squared_norm(frozenset({whole.graph.variables[0].name}))
+        stage.apply(1e-3, 1.0)
+    assert [each.getMessage() for each in caplog.records if "Finished XLA" in each.getMessage()] == []
 
 
 def test_gradients_begin_at_zero_in_each_step() -> None:
