@@ -52,8 +52,6 @@ class Optimizer:
     def compile(self, parameters: Arrays) -> None:
         """Compile what `step` runs where each of the parameters has a gradient: of shapes alone, nothing is set aside. In any other
         case `step` compiles it when it is called."""
-        if not parameters:
-            return
         self._first.lower(parameters).compile()
         gradients, slots = shapes_of((parameters, self._first.eval_shape(parameters)), self._device)
         self._update.lower(parameters, gradients, slots, 0.0, 1.0).compile()
