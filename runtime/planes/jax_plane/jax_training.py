@@ -161,7 +161,9 @@ class JaxTrainingStage:
             return {
                 name: torch.zeros(leaf.shape, dtype=tensor(leaf).dtype) for name, leaf in stash.leaves.items()
             }
-        self._gradients, leaves = stash.passes.backward(stash.residuals, seeds, self._accumulated())
+        found = stash.passes.backward(stash.residuals, seeds, self._accumulated())
+        # JAX computes behind the call: whoever times it, or gives its thread to another job, wants it done.
+        self._gradients, leaves = jax.block_until_ready(found)
         return {name: tensor(value) for name, value in leaves.items()}
 
     def evaluate(self, inputs: Tensors) -> dict[str, torch.Tensor]:
@@ -197,7 +199,8 @@ class JaxTrainingStage:
         )
 
     def apply(self, learning_rate: float, clip_factor: float) -> None:
-        self._values.update(self._optimizer.step(self._values, self._gradients, learning_rate, clip_factor))
+        updated = self._optimizer.step(self._values, self._gradients, learning_rate, clip_factor)
+        self._values.update(jax.block_until_ready(updated))
         self._committed = {name: self._values[name] for name in self._training.written}
         self._clear()
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from support.staged import make
+from torch import nn
 
 from fusion.dag.cutting.cuts import split
-from fusion.runtime.capture.capture import variables_from_module
+from fusion.runtime.capture.capture import capture_module, variables_from_module
 from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.peer.plane_choice import JAX, choose
 from fusion.runtime.planes.plane import RngKey
@@ -91,3 +92,28 @@ def test_a_stage_without_anything_to_train_has_no_residuals() -> None:
     assert float(made["result/0"]) == pytest.approx(float(case.loss(case.module, case.batch(0)).detach()))
     assert stage._stashes[0].residuals == ([], [])  # type: ignore[attr-defined]
     assert stage.backward(0, {}, 1.0) == {}
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(768, 768) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_calls_end_when_what_they_compute_is_done() -> None:
+    """JAX computes behind a call, so that the time of a backward pass was nobody's: no author's, and in no measured pace."""
+    module, given = Wide(), {"x": torch.randn(512, 768)}
+    graph = capture_module(module, given)
+    (whole,) = split(graph, ())
+    stage = choose(JAX, "cpu", 1).training(whole, variables_from_module(module), OptimizerConfig())
+    for step in range(STEPS):
+        for i in range(MICROBATCHES):
+            stage.forward(i, given, RngKey(0, step, i))
+            stage.backward(i, {}, 1.0)
+            assert all(value.is_ready() for value in stage._gradients.values())  # type: ignore[attr-defined]
+        stage.squared_norm()
+        stage.apply(1e-3, 1.0)
+        assert all(value.is_ready() for value in stage._values.values())  # type: ignore[attr-defined]
