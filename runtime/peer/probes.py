@@ -72,7 +72,7 @@ def probes(scale: int = SMALL) -> tuple[Probe, ...]:
         Probe(ATTENTION, _attention(4 * scale, 256, 64)),
         Probe(NORMED, _norms(32 * scale, 64, 4)),
         Probe(DRAWN, _dropped(128, 256 * scale)),
-        Probe(CALLS, _convolutions(32 * scale, 64, 2)),
+        Probe(CALLS, _block(32 * scale, 128, 2)),
         Probe(CONVOLUTIONS, _convolutions(32 * scale, 64, 4)),
     )
 
@@ -187,10 +187,24 @@ def _attention(heads: int, positions: int, width: int) -> Graph:
 
 
 def _convolutions(images: int, channels: int, side: int) -> Graph:
-    """As in a block of a ResNet."""
     made = _Making(images, channels, side, side)
     x = made.x
     for window in (1, 3, 1):
         weight = made.weight(channels, channels, window, window)
         x = made.add("aten.conv2d", x, weight, None, (1, 1), (window // 2,) * 2)
+    return made.graph(x)
+
+
+def _block(images: int, channels: int, side: int) -> Graph:
+    """The first half of a ResNet's (arXiv 1512.03385): between two convolutions others run, so that none finds its code in a cache."""
+    made = _Making(images, channels, side, side)
+    x, inside = made.x, channels // 4
+    for of, into, window in ((channels, inside, 1), (inside, inside, 3)):
+        weight = made.weight(into, of, window, window)
+        x = made.add("aten.conv2d", x, weight, None, (1, 1), (window // 2,) * 2)
+        scale, shift = (made.weight(into) for _ in range(2))
+        mean, variance = (made.buffer(into) for _ in range(2))
+        x = made.add(
+            "aten.relu", made.add("aten.batch_norm", x, scale, shift, mean, variance, True, 0.1, 1e-5)
+        )
     return made.graph(x)
