@@ -72,7 +72,7 @@ def probes(scale: int = SMALL) -> tuple[Probe, ...]:
         Probe(ATTENTION, _attention(4 * scale, 256, 64)),
         Probe(NORMED, _norms(32 * scale, 64, 4)),
         Probe(DRAWN, _dropped(128, 256 * scale)),
-        Probe(CALLS, _block(32 * scale, 128, 2)),
+        Probe(CALLS, _block(32 * scale, 192, 2)),
         Probe(CONVOLUTIONS, _convolutions(32 * scale, 64, 4)),
     )
 
