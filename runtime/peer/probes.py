@@ -196,7 +196,8 @@ def _convolutions(images: int, channels: int, side: int) -> Graph:
 
 
 def _block(images: int, channels: int, side: int) -> Graph:
-    """The first half of a ResNet's (arXiv 1512.03385): between two convolutions others run, so that none finds its code in a cache."""
+    """The first half of a ResNet's bottleneck block (arXiv 1512.03385): between two convolutions other operators run, so that neither
+    finds its code in a cache."""
     made = _Making(images, channels, side, side)
     x, inside = made.x, channels // 4
     for of, into, window in ((channels, inside, 1), (inside, inside, 3)):

@@ -123,7 +123,7 @@ class JaxTrainingStage:
         self._evaluations: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
         self._squares = jax.jit(_squares)
         self._zeros = jax.jit(_zeros, out_shardings=SingleDeviceSharding(device))
-        self._ends = False  # whether what ends a step is compiled
+        self._end_compiled = False
 
     def forward(self, microbatch: int, inputs: Tensors, rng: RngKey) -> dict[str, torch.Tensor]:
         given = selected(self._training.inputs, inputs, _CPU)
@@ -243,14 +243,14 @@ class JaxTrainingStage:
     def _accumulated(self) -> Arrays:
         """The gradients so far, of zeros at first: the backward pass of a step's first microbatch is that of all others, so that it
         is compiled once."""
-        if not self._ends:
+        if not self._end_compiled:
             self._compile_end()
         missing = {name: self._values[name] for name in self._reached if name not in self._gradients}
         return {**self._gradients, **self._zeros(missing)} if missing else self._gradients
 
     def _compile_end(self) -> None:
         """What ends a step, with the backward pass of the first: a second of the second step otherwise."""
-        self._ends = True
+        self._end_compiled = True
         parameters, _ = self._parts()
         if parameters:
             self._squares.lower(shapes_of(parameters, self._device)).compile()
