@@ -123,6 +123,17 @@ class _Making:
         self._types.update({Ref(name, i): each for i, each in enumerate(results)})
         return Ref(name)
 
+    def convolved(self, x: Ref, channels: int, into: int, window: int) -> Ref:
+        """Into images of the same size."""
+        weight = self.weight(into, channels, window, window)
+        return self.add("aten.conv2d", x, weight, None, (1, 1), (window // 2,) * 2)
+
+    def batch_normed(self, x: Ref, channels: int) -> Ref:
+        """With the statistics of what is given, as in training."""
+        scale, shift = (self.weight(channels) for _ in range(2))
+        mean, variance = (self.buffer(channels) for _ in range(2))
+        return self.add("aten.batch_norm", x, scale, shift, mean, variance, True, 0.1, 1e-5)
+
     def graph(self, value: Ref) -> Graph:
         """With the mean of a value as the loss."""
         loss = self.add("aten.mean", value)
@@ -152,9 +163,7 @@ def _norms(images: int, channels: int, side: int) -> Graph:
     made = _Making(images, channels, side, side)
     x = made.add("aten.mul.Tensor", made.x, made.weight(side))
     for _ in range(2):
-        scale, shift = (made.weight(channels) for _ in range(2))
-        mean, variance = (made.buffer(channels) for _ in range(2))
-        x = made.add("aten.batch_norm", x, scale, shift, mean, variance, True, 0.1, 1e-5)
+        x = made.batch_normed(x, channels)
     return made.graph(x)
 
 
@@ -190,8 +199,7 @@ def _convolutions(images: int, channels: int, side: int) -> Graph:
     made = _Making(images, channels, side, side)
     x = made.x
     for window in (1, 3, 1):
-        weight = made.weight(channels, channels, window, window)
-        x = made.add("aten.conv2d", x, weight, None, (1, 1), (window // 2,) * 2)
+        x = made.convolved(x, channels, channels, window)
     return made.graph(x)
 
 
@@ -200,12 +208,6 @@ def _block(images: int, channels: int, side: int) -> Graph:
     finds its code in a cache."""
     made = _Making(images, channels, side, side)
     x, inside = made.x, channels // 4
-    for of, into, window in ((channels, inside, 1), (inside, inside, 3)):
-        weight = made.weight(into, of, window, window)
-        x = made.add("aten.conv2d", x, weight, None, (1, 1), (window // 2,) * 2)
-        scale, shift = (made.weight(into) for _ in range(2))
-        mean, variance = (made.buffer(into) for _ in range(2))
-        x = made.add(
-            "aten.relu", made.add("aten.batch_norm", x, scale, shift, mean, variance, True, 0.1, 1e-5)
-        )
+    for of, window in ((channels, 1), (inside, 3)):
+        x = made.add("aten.relu", made.batch_normed(made.convolved(x, of, inside, window), inside))
     return made.graph(x)

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax import Array
 from jax.sharding import SingleDeviceSharding
@@ -161,8 +160,10 @@ class JaxTrainingStage:
             return {
                 name: torch.zeros(leaf.shape, dtype=tensor(leaf).dtype) for name, leaf in stash.leaves.items()
             }
+        if not self._end_compiled:
+            self._compile_end()
         found = stash.passes.backward(stash.residuals, seeds, self._accumulated())
-        # JAX computes behind the call: whoever times it, or gives its thread to another job, wants it done.
+        # Dispatch is asynchronous: the next call would wait for it, which may be another job's.
         self._gradients, leaves = jax.block_until_ready(found)
         return {name: tensor(value) for name, value in leaves.items()}
 
@@ -193,10 +194,8 @@ class JaxTrainingStage:
             self._gradients[name] = array(value, self._device).astype(parameter.dtype)
 
     def squared_norm(self, skip: frozenset[str] = frozenset()) -> float:
-        squares = np.asarray(self._squares(self._gradients)) if self._gradients else ()
-        return float(
-            sum(each for name, each in zip(sorted(self._gradients), squares, strict=True) if name not in skip)
-        )
+        squares = jax.device_get(self._squares(self._gradients))
+        return float(sum(value for name, value in squares.items() if name not in skip))
 
     def apply(self, learning_rate: float, clip_factor: float) -> None:
         updated = self._optimizer.step(self._values, self._gradients, learning_rate, clip_factor)
@@ -243,8 +242,6 @@ class JaxTrainingStage:
     def _accumulated(self) -> Arrays:
         """The gradients so far, of zeros at first: the backward pass of a step's first microbatch is that of all others, so that it
         is compiled once."""
-        if not self._end_compiled:
-            self._compile_end()
         missing = {name: self._values[name] for name in self._reached if name not in self._gradients}
         return {**self._gradients, **self._zeros(missing)} if missing else self._gradients
 
@@ -292,10 +289,9 @@ def _seed(gradients: Tensors, name: str, shape: tuple[int, ...], device: jax.Dev
     return array(gradient, device)
 
 
-def _squares(gradients: Arrays) -> Array:
-    """The sum of squares of each, in the order of their names."""
-    totals = [jnp.sum(jnp.square(gradients[name].astype(jnp.float64))) for name in sorted(gradients)]
-    return jnp.stack(totals)
+def _squares(gradients: Arrays) -> Arrays:
+    """The sum of squares of each, in float64."""
+    return {name: jnp.sum(jnp.square(each.astype(jnp.float64))) for name, each in gradients.items()}
 
 
 def _zeros(values: Arrays) -> Arrays:
