@@ -262,16 +262,18 @@ class DeviceShare:
 
     def _for_others(self, next_one: Whose) -> float:
         """Somebody who has had less is about, and should not find a call of this author's under way each time."""
+        if self._due <= 0.0:
+            return 0.0
         ended, seconds = self._ended.get(next_one.author, (-math.inf, 0.0))
         left = ended + min(PAUSE_SECONDS, seconds) - self._clock()
-        if left <= 0.0 or self._due <= 0.0:
-            return 0.0
-        return left if self._had_more(next_one.author) else 0.0
+        return left if left > 0.0 and self._had_more(next_one.author) else 0.0
 
     def _long_rest(self, whose: Whose) -> float:
         """Seconds for which it leaves the device to others, after a call that held them up for long."""
+        if self._due <= 0.0:
+            return 0.0
         left = self._rests.get((whose.author, whose.serves), NO_REST).until - self._clock()
-        return left if left > 0.0 and self._due > 0.0 and self._had_more(whose.author) else 0.0
+        return left if left > 0.0 and self._had_more(whose.author) else 0.0
 
     def _pause(self, cost: float) -> None:
         if self._paused is None:

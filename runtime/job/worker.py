@@ -74,10 +74,18 @@ class Worker:
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`function(*args, **kwargs)` in the worker thread; its exception is raised here. RuntimeError once it is closed."""
+        return await self.result(self.submit(function, *args, **kwargs))
+
+    def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """As `run`, without waiting: `result` waits for what comes of it."""
         # A ThreadPoolExecutor and its futures take three times as long to hand a call over and back, for every hop of a token.
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[T] = loop.create_future()
         self._queue.submit(self._whose, _Call(partial(function, *args, **kwargs), loop, outcome))
+        return outcome
+
+    async def result(self, outcome: asyncio.Future[T]) -> T:
+        """Of a call that was submitted; its exception is raised here."""
         try:
             return await outcome
         except RuntimeError as error:

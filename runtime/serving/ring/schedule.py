@@ -162,6 +162,9 @@ class Schedule(Generic[Session]):
         """The chunks that run together next, one a session; nothing while none waits, or for as long as `rest` says. `clear`:
         whether what a chunk of the session gives can go out; `in_window`: whether what one of a prompt gives may go out although
         tokens of others, who decode, would wait behind it."""
+        if not self._waiting:
+            self._decoded = False
+            return ()
         first: dict[SessionId, Work[Session]] = {}
         for work in self._waiting:
             if work.session.id not in self._held and clear(work.session):

@@ -102,7 +102,7 @@ class RingStage:
             self._sessions.start(tasks)
             self._full.start(tasks)
             self._unread.start(tasks)
-            turning = tasks.create_task(self._turn_for_ever(tasks))
+            turning = tasks.create_task(self._turn_for_ever())
             try:
                 await asyncio.wait([turning])
             except asyncio.CancelledError:
@@ -314,38 +314,40 @@ class RingStage:
 
     # --- turns
 
-    async def _turn_for_ever(self, tasks: asyncio.TaskGroup) -> None:
-        """What a turn gave is passed on while the next one runs."""
-        passing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        passing.set_result(None)
+    async def _turn_for_ever(self) -> None:
+        """What a turn gave is passed on while the next one runs, or at once where nothing waits for that."""
+        over: tuple[Turn, Sequence[Outcome | Exception]] | None = None
         while True:
-            turn = await self._next(passing)
             began = self._clock()
-            outcomes = await self._worker.run(self._runner.run, turn)
-            now = self._clock()
-            self._schedule.took(turn, now - began, now)
-            for work, outcome in zip(turn, outcomes, strict=True):
-                if isinstance(outcome, MemoryError):
-                    self._schedule.hold(work.session)
-            await asyncio.wait([passing])
-            passing = tasks.create_task(self._pass_all_on(turn, outcomes))
-            if self._drafting.running:
-                passing.add_done_callback(lambda _: self._arrived.set())
+            turn = self._waiting_turn(began)
+            computing = self._worker.submit(self._runner.run, turn) if turn else None
+            if over is not None:
+                await self._pass_all_on(*over)
+                over = None
+            elif computing is None:
+                await self._more(began)
+            if computing is not None:
+                outcomes = await self._worker.result(computing)
+                now = self._clock()
+                self._schedule.took(turn, now - began, now)
+                for work, outcome in zip(turn, outcomes, strict=True):
+                    if isinstance(outcome, MemoryError):
+                        self._schedule.hold(work.session)
+                over = turn, outcomes
 
-    async def _next(self, passing: asyncio.Future[None]) -> Turn:
-        """`passing`: what the turn before gave is on its way."""
-        while True:
-            now = self._clock()
-            turn = self._schedule.next_turn(now, self._clear, self._sessions.in_window)
-            self._sessions.room.set()
-            if turn:
-                return turn
-            self._arrived.clear()
-            # What passes on may bring work of its own, which a step of the draft model would hold up.
-            if not passing.done() or not await self._draft():
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._schedule.rest(now) or None):
-                        await self._arrived.wait()
+    def _waiting_turn(self, now: float) -> Turn:
+        """The chunks that are to run now; nothing where none may."""
+        turn = self._schedule.next_turn(now, self._clear, self._sessions.in_window)
+        self._sessions.room.set()
+        return turn
+
+    async def _more(self, now: float) -> None:
+        """Nothing may run `now`: draft, or wait until something may."""
+        self._arrived.clear()
+        if not await self._draft():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._schedule.rest(now) or None):
+                    await self._arrived.wait()
 
     def _clear(self, session: StageSession) -> bool:
         """Whether what its next chunk gives can go out: it would wait, and with it whoever else is in the turn."""
@@ -359,7 +361,8 @@ class RingStage:
         return bool(drafted)
 
     async def _pass_all_on(self, turn: Turn, outcomes: Sequence[Outcome | Exception]) -> None:
-        """What the chunks gave goes to the next stages; the last one's tokens around the ring, and to the gateways."""
+        """What the chunks gave goes to the next stages; the last one's tokens around the ring, and to the gateways. Waits for
+        nothing but memory, where a chunk found none."""
         tokens, chunks = (TurnFrames(kind, self._sessions.taking) for kind in ("token", "chunk"))
         failed: list[tuple[Work[StageSession], Exception]] = []
         for work, outcome in zip(turn, outcomes, strict=True):
