@@ -7,7 +7,8 @@ Moore, "What do packet dispersion techniques measure?", INFOCOM 2001). Three thi
     waits at our end      what piled up comes at once afterwards: the bytes that came are never ahead of the link, so the
                           upper hull of (time, bytes) is where nothing waited, and a rate far above its slope a wait
     TCP's slow start      pauses of a round trip between bursts: the rate is a high quantile over short windows, and a
-                          transfer that a cold start explains is never evidence that a link became slower
+                          transfer that a cold start explains, and a wait for a core, is never evidence that a link became
+                          slower
     others on the way     who shares an uplink or a downlink sees a part of it: then the rate is only a lower bound
 """
 
@@ -79,7 +80,8 @@ def sample(reads: Sequence[Read], since: float, rtt_seconds: float | None) -> Sa
         steps += [(min(rate, most), weight) for rate, weight in _windows(part)]
         whole = sum(read.size for read in run)
         lasted = run[-1].at - run[0].at
-        if not run[0].first or whole < 0.5 * cold_start_bytes(lasted, rtt_seconds):
+        unhindered = lasted - SHORTEST_WINDOW_SECONDS  # processes may have held it up for so long
+        if not run[0].first or whole < 0.5 * cold_start_bytes(unhindered, rtt_seconds):
             slow += came
     if not steps:
         return None
@@ -89,7 +91,7 @@ def sample(reads: Sequence[Read], since: float, rtt_seconds: float | None) -> Sa
 
 def cold_start_bytes(seconds: float, rtt_seconds: float | None) -> float:
     """What TCP sends on an idle connection in `seconds` where no link limits it: its window doubles every round trip."""
-    rounds = seconds / max(rtt_seconds or UNKNOWN_RTT_SECONDS, 1e-4)
+    rounds = max(0.0, seconds) / max(rtt_seconds or UNKNOWN_RTT_SECONDS, 1e-4)
     return COLD_START_BYTES * (math.pow(2.0, min(rounds + 1.0, 60.0)) - 1.0)
 
 

@@ -70,6 +70,17 @@ def test_what_a_cold_start_explains_is_no_evidence_of_a_slow_link() -> None:
     assert slow is not None and slow.sure
 
 
+@pytest.mark.parametrize(("held_up", "sure"), [(0.012, False), (0.06, True)])
+def test_a_cold_start_that_waits_for_a_core_is_no_evidence_of_a_slow_link(held_up: float, sure: bool) -> None:
+    """The one payload of a second, of 256 KiB over 400 Mbps."""
+    reads = cold(400 * MBPS, 0.0047, 256 * 1024)
+    late = [
+        Read(read.at + held_up * (k > len(reads) // 2), read.size, read.first) for k, read in enumerate(reads)
+    ]
+    found = sample(late, 0.0, 0.0047)
+    assert found is not None and found.bytes_per_second < 130 * MBPS and found.sure is sure
+
+
 def test_what_piled_up_while_we_were_held_up_does_not_make_a_link_fast() -> None:
     rate, reads = 50 * MBPS, []
     for read in steady(50 * MBPS, 4_000_000):
