@@ -25,6 +25,8 @@ UserOf = Callable[[Item], Hashable]
 
 def in_turns(waiting: Sequence[Item], user_of: UserOf[Item]) -> list[Item]:
     """A user's first before anybody's second; otherwise in the order in which they came."""
+    if len(waiting) < 2:
+        return list(waiting)
     before = Counter[Hashable]()
     ranked = []
     for item in waiting:
@@ -62,6 +64,8 @@ class PromptTurns:
 
     def ranked(self, waiting: Sequence[Item], user_of: UserOf[Item]) -> list[Item]:
         """In turns; of equal rank those first whose user had none for longest."""
+        if len(waiting) < 2:
+            return list(waiting)
         order = {user: place for place, user in enumerate(self._turns)}
         return in_turns(sorted(waiting, key=lambda item: order.get(user_of(item), -1)), user_of)
 
@@ -76,7 +80,9 @@ class PromptTurns:
 
 def with_fewest(decoding: Mapping[Hashable, int]) -> frozenset[Hashable]:
     """The users with the fewest sessions that decode, of those in `decoding`, where others have more."""
-    fewest = min(decoding.values(), default=0)
+    if len(decoding) < 2:
+        return frozenset()
+    fewest = min(decoding.values())
     few = frozenset(user for user, count in decoding.items() if count == fewest)
     return few if len(few) < len(decoding) else frozenset()
 
