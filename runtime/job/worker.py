@@ -293,9 +293,9 @@ def _do(call: _Call, prepare: Callable[[], None], ended: Callable[[], None]) -> 
         settle = partial(_give, call.outcome, call.function())
     except BaseException as error:  # whoever waits for the call raises it
         settle = partial(_fail, call.outcome, error)
-    ended()
     with suppress(RuntimeError):  # the loop is closed
         call.loop.call_soon_threadsafe(settle)
+    ended()  # while the loop wakes up
     del call, settle  # an error's traceback holds this frame, which would hold the error
 
 
