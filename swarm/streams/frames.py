@@ -31,6 +31,8 @@ CONTAINER_BYTES = 96  # of memory that we count for each in a header that waits 
 # Of memory for all values of one header: short texts take twenty times their bytes. The most that is sent are 30 000 token
 # ids, and batches of 1024 headers; both fit.
 MAX_VALUE_BYTES = 2 << 20
+# Each list, map or value takes a byte at least, and no more memory for each byte than a list.
+SHORT_HEADER_BYTES = min(MAX_CONTAINERS, MAX_VALUE_BYTES // CONTAINER_BYTES)
 _MAX_DEPTH = 16  # of lists and maps in a header
 
 
@@ -89,7 +91,8 @@ def decode_head(data: Buffer, limits: FrameLimits = DEFAULT_LIMITS, offset: int 
 def decode_header(data: Buffer) -> tuple[str, Header]:
     """Kind and header of a frame. Raises FrameError for bytes that are not exactly one header, or one of more than
     MAX_CONTAINERS lists and maps or MAX_VALUE_BYTES of memory."""
-    containers = _Containers()
+    # In so few bytes there is no room for too much of either.
+    containers = _Containers() if len(data) > SHORT_HEADER_BYTES else None
     try:
         value = msgpack.unpackb(
             data,

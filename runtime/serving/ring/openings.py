@@ -170,6 +170,8 @@ class WaitingParts(Generic[Session]):
     def set(self, session: Session, gateway: PeerId, size_bytes: int) -> Session | None:
         """So many wait of this one now. Which session has to end, where that is too much in all: the largest of the gateway that has
         most."""
+        if not size_bytes and session not in self._waiting:
+            return None
         before = self._waiting.pop(session, (gateway, 0))
         self._size_bytes[gateway] += size_bytes - before[1]
         if size_bytes:

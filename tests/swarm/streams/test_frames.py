@@ -18,6 +18,8 @@ from fusion.swarm.streams.frames import (
     DEFAULT_LIMITS,
     END,
     HEAD_BYTES,
+    MAX_VALUE_BYTES,
+    SHORT_HEADER_BYTES,
     FrameLimits,
     decode_head,
     decode_header,
@@ -134,6 +136,31 @@ def test_a_header_of_empties_is_given_up_before_it_fills_the_memory(empty: bytes
         with pytest.raises(FrameError, match="lists and maps"):
             decode_header(data)
         assert tracemalloc.get_traced_memory()[1] < 3 * len(data)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "element",
+    [
+        b"\x80",
+        b"\x90",
+        b"\xa2ab",
+        b"\xa2\xc3\xa9",
+        b"\x81\xa1a\x80",
+        b"\x91\x91\x90",
+        b"\xca\x3f\x80\x00\x00",
+        b"\xcd\x7f\xff",
+    ],
+)
+def test_a_short_header_has_no_room_for_too_much(element: bytes) -> None:
+    """It is not looked at while it is made."""
+    count = (SHORT_HEADER_BYTES - 8) // len(element)
+    data = b"\x92\xa1k\x81\xa1a\xdc" + count.to_bytes(2, "big") + element * count
+    tracemalloc.start()
+    try:
+        _, header = decode_header(data)
+        assert len(header["a"]) == count and tracemalloc.get_traced_memory()[1] < MAX_VALUE_BYTES
     finally:
         tracemalloc.stop()
 
