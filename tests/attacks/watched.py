@@ -128,18 +128,18 @@ def slow_device() -> None:
     from fusion.runtime.serving.ring.stage_session import StageRunner
 
     # They compute nothing: memory set aside for a session, and given back.
-    run, quick = Worker.run, (StageRunner.begin, StageRunner.free)
+    submit, quick = Worker.submit, (StageRunner.begin, StageRunner.free)
 
-    async def run_slowly(self: Worker, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def submit_slow(self: Worker, function: Any, *args: Any, **kwargs: Any) -> Any:
         def slow(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
             if getattr(function, "__func__", function) not in quick:
                 time.sleep(DEVICE_SECONDS)
             return result
 
-        return await run(self, slow, *args, **kwargs)
+        return submit(self, slow, *args, **kwargs)
 
-    Worker.run = run_slowly  # type: ignore[method-assign, assignment]
+    Worker.submit = submit_slow  # type: ignore[method-assign, assignment]
 
 
 def watched(report: Path) -> None:

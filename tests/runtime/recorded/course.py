@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -77,9 +77,8 @@ def record() -> str:
 class LoopWorker(Worker):
     """Computes on the loop, without a thread."""
 
-    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        run = partial(function, *args, **kwargs)
-        return cast("T", await asyncio.get_running_loop().run_in_executor(None, run))
+    def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(None, partial(function, *args, **kwargs))
 
 
 class Chances(random.Random):
