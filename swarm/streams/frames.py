@@ -31,7 +31,7 @@ CONTAINER_BYTES = 96  # of memory that we count for each in a header that waits 
 # Of memory for all values of one header: short texts take twenty times their bytes. The most that is sent are 30 000 token
 # ids, and batches of 1024 headers; both fit.
 MAX_VALUE_BYTES = 2 << 20
-# Each list, map or value takes a byte at least, and no more memory for each byte than a list.
+# Each list, map or value takes a byte at least on the wire, and for each of its bytes no more memory than an empty map.
 SHORT_HEADER_BYTES = min(MAX_CONTAINERS, MAX_VALUE_BYTES // CONTAINER_BYTES)
 _MAX_DEPTH = 16  # of lists and maps in a header
 
