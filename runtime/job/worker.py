@@ -77,7 +77,7 @@ class Worker:
         return await self.result(self.submit(function, *args, **kwargs))
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-        """As `run`, without waiting: `result` waits for what comes of it."""
+        """As `run`, without waiting: `result` waits for what comes of it. RuntimeError once it is closed."""
         # A ThreadPoolExecutor and its futures take three times as long to hand a call over and back, for every hop of a token.
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[T] = loop.create_future()
@@ -95,8 +95,8 @@ class Worker:
             del outcome  # an error that it holds would hold it
 
     def doubt(self, error: BaseException) -> None:
-        """Find out whether the device still computes, if `error`, of a call on it, may say that it does not. `run` does so with
-        what it raises."""
+        """Find out whether the device still computes, if `error`, of a call on it, may say that it does not. `result` does so
+        with what it raises."""
         loss = self._loss
         if is_device_error(error) and not self.is_lost and (loss.looking is None or loss.looking.done()):
             loss.looking = asyncio.create_task(self._look())

@@ -80,7 +80,7 @@ def sample(reads: Sequence[Read], since: float, rtt_seconds: float | None) -> Sa
         steps += [(min(rate, most), weight) for rate, weight in _windows(part)]
         whole = sum(read.size for read in run)
         lasted = run[-1].at - run[0].at
-        unhindered = lasted - SHORTEST_WINDOW_SECONDS  # processes may have held it up for so long
+        unhindered = max(0.0, lasted - SHORTEST_WINDOW_SECONDS)  # processes may have held it up for so long
         if not run[0].first or whole < 0.5 * cold_start_bytes(unhindered, rtt_seconds):
             slow += came
     if not steps:
@@ -91,7 +91,7 @@ def sample(reads: Sequence[Read], since: float, rtt_seconds: float | None) -> Sa
 
 def cold_start_bytes(seconds: float, rtt_seconds: float | None) -> float:
     """What TCP sends on an idle connection in `seconds` where no link limits it: its window doubles every round trip."""
-    rounds = max(0.0, seconds) / max(rtt_seconds or UNKNOWN_RTT_SECONDS, 1e-4)
+    rounds = seconds / max(rtt_seconds or UNKNOWN_RTT_SECONDS, 1e-4)
     return COLD_START_BYTES * (math.pow(2.0, min(rounds + 1.0, 60.0)) - 1.0)
 
 

@@ -25,8 +25,6 @@ UserOf = Callable[[Item], Hashable]
 
 def in_turns(waiting: Sequence[Item], user_of: UserOf[Item]) -> list[Item]:
     """A user's first before anybody's second; otherwise in the order in which they came."""
-    if len(waiting) < 2:
-        return list(waiting)
     before = Counter[Hashable]()
     ranked = []
     for item in waiting:
