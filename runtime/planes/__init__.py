@@ -15,7 +15,7 @@ optimizer         AdamW and SGD as data, with their schedules
 weights_file      tensors in a file, written and read one at a time
 stage_values      the values that a stage takes and gives, by name
 kernels/          kernels of our own for CUDA, and what torch's are kept from
-products/         products of rows with matrices, the same bits in any company
+products/         products of rows with matrices, and attention of rows, the same bits in any company
 matrices          the variables of a stage that decodes, laid out for such products
 sessions          what a stage that decodes keeps of its sessions, and the table of them
 sequences         pieces of several sequences in one run

@@ -1,4 +1,4 @@
-"""Attention of queries to keys and values that are given, without a cache: what the scores are made of, and what is seen."""
+"""Attention of queries to keys and values that are given: what the scores are made of, and what is seen."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch.nn import functional
+
+from fusion.runtime.planes.products import single_queries
 
 MOST_SCORES = 1 << 22  # at once, where they are computed one by one: 16 MB of float32
 
@@ -36,6 +38,25 @@ class Scored(NamedTuple):
         queries = torch.arange(first, first + count, device=device)[:, None]
         distance = (queries - torch.arange(length, device=device)).clamp(0, len(self.relative) - 1)
         return self.relative[distance].permute(2, 0, 1)[None]
+
+
+def runs_singly(query: torch.Tensor, held: Sequence[torch.Tensor], scored: Scored | None) -> bool:
+    """Whether `single_attention` is for these."""
+    return (scored is None or scored.relative is None) and single_queries.runs(query, held)
+
+
+def single_attention(
+    query: torch.Tensor,  # (1, heads, positions, width)
+    new: Sequence[torch.Tensor],  # keys and values of these positions
+    kept: Sequence[Sequence[torch.Tensor]],  # of each position's sequence
+    at: Sequence[int],  # the positions there
+    scale: float | None,
+    window: int | None,
+    scored: Scored | None,
+) -> torch.Tensor:
+    """What is new is stored; then each position sees all of its sequence up to itself, with the bits of a run of its own."""
+    of = scored or Scored()
+    return single_queries.attend(query, new, kept, at, scale, window, of.sinks, of.softcap, of.slopes)
 
 
 def most_scored(length: int) -> int:

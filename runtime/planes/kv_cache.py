@@ -13,7 +13,14 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from fusion.runtime.planes.attention import Scored, all_attention, most_scored, scored_attention
+from fusion.runtime.planes.attention import (
+    Scored,
+    all_attention,
+    most_scored,
+    runs_singly,
+    scored_attention,
+    single_attention,
+)
 from fusion.runtime.planes.input_sizes import HALF
 from fusion.runtime.planes.recurrence import first_state, read
 
@@ -134,6 +141,20 @@ class SessionCache:
         for slot, states in self._states.items():
             self._states[slot] = [(at, state) for at, state in states if at <= positions]
 
+    @property
+    def running(self) -> range:
+        """The positions that run."""
+        return range(self._start, self._end)
+
+    @property
+    def single(self) -> bool:
+        """Whether each of these is to have the bits of a run of its own."""
+        return self._singly or self._end - self._start == 1
+
+    def memory(self, slot: int) -> Sequence[torch.Tensor]:
+        """What a slot keeps, (1, heads, room, width) each."""
+        return self._memory[slot]
+
     def commit(self) -> None:
         self.length = self._end
 
@@ -169,6 +190,8 @@ class SessionCache:
         """Store what is new, and attend causally to all positions that are held, or to the last `window`."""
         held = self._memory[slot]
         start, end = self._start, self._end
+        if self.single and runs_singly(query, held, scored):
+            return single_attention(query, new, [held] * (end - start), self.running, scale, window, scored)
         for memory, values in zip(held, new, strict=True):
             memory[:, :, start:end] = values
         if not self._singly:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from fusion.runtime.planes.attention import Scored
+from fusion.runtime.planes.attention import Scored, runs_singly, single_attention
 from fusion.runtime.planes.kv_cache import SessionCache
 
 Part = Callable[[torch.Tensor], torch.Tensor]  # of a tensor along the rows, those of one piece
@@ -24,6 +24,8 @@ class Sequences:
         self._lengths = lengths
         self._rows = rows
         self._ends = ends
+        self._single = bool(caches) and all(cache.single for cache in caches)
+        self._positions = [position for cache in caches for position in cache.running]
 
     def attend(
         self,
@@ -35,6 +37,13 @@ class Sequences:
         scored: Scored | None = None,
     ) -> torch.Tensor:
         """Each piece to its own sequence, as it would alone."""
+        if self._single and runs_singly(query, self._caches[0].memory(slot), scored):
+            rows = partial(torch.narrow, dim=2, start=0, length=len(self._positions))
+            kept = [memory for cache in self._caches for memory in [cache.memory(slot)] * len(cache.running)]
+            found = single_attention(
+                rows(query), [*map(rows, new)], kept, self._positions, scale, window, scored
+            )
+            return self._filled([found])
         return self._each(
             lambda cache, part: cache.attend(part(query), [*map(part, new)], slot, scale, window, scored)
         )
@@ -63,9 +72,14 @@ class Sequences:
         for cache, count in zip(self._caches, self._lengths, strict=True):
             found.append(run(cache, partial(torch.narrow, dim=2, start=at, length=count)))
             at += count
-        if at < self._rows:
-            found.append(found[-1][:, :, -1:].expand(-1, -1, self._rows - at, -1))
-        return torch.cat(found, 2)
+        return self._filled(found)
+
+    def _filled(self, found: list[torch.Tensor]) -> torch.Tensor:
+        """These along dimension 2, and the last position again for the padding."""
+        missing = self._rows - sum(self._lengths)
+        if missing:
+            found.append(found[-1][:, :, -1:].expand(-1, -1, missing, -1))
+        return found[0] if len(found) == 1 else torch.cat(found, 2)
 
     def last(self, values: torch.Tensor, axis: int) -> torch.Tensor:
         """The last positions of each piece, as many as are shown of it."""

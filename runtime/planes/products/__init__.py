@@ -1,6 +1,9 @@
-"""Products of rows with a matrix, for stages that decode: batch-invariant: a row has the same bits in any batch.
+"""Products of rows with a matrix, and attention of single positions, for stages that decode: batch-invariant: a row has the same
+bits in any batch.
 
 machine_code        functions that LLVM makes for this machine
+attention_code      attention of single positions, as machine code
+single_queries      all that run at once in one call
 packed_code         products with matrices of float32, as machine code
 packed              how such matrices lie, and what a library does where there is no such code
 half                products in half precision, by piece where a row's bits depend on whether it comes alone

@@ -140,6 +140,25 @@ class Code:
         placed = self.at.insert_element(empty, one, self.ir.Constant(self.ir.IntType(32), 0))
         return self.at.shuffle_vector(placed, empty, self.ir.Constant(self.integers, [0] * LANES))
 
+    def sum(self, lanes: Any) -> Any:
+        """Of all lanes: of each half's, and so on."""
+        count = LANES
+        while count > 1:
+            count //= 2
+            kind = self.ir.VectorType(self.ir.IntType(32), count)
+            halves = [
+                self.at.shuffle_vector(
+                    lanes, lanes, self.ir.Constant(kind, list(range(first, first + count)))
+                )
+                for first in (0, count)
+            ]
+            lanes = self.at.fadd(*halves)
+        return self.at.extract_element(lanes, self.ir.Constant(self.ir.IntType(32), 0))
+
+    def all(self, number: float) -> Any:
+        """A float that is known now, in all lanes."""
+        return self.ir.Constant(self.floats, [number] * LANES)
+
     def number(self, value: int) -> Any:
         return self.ir.Constant(self.word, value)
 
