@@ -63,25 +63,44 @@ def guess(sampling: Sampling, logits: torch.Tensor, position: int) -> int:
 def _probabilities(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Of the tokens that may be drawn, in the order in which draws go through them, and their ids; None: these are their places.
     JobFailed where the most probable one is not a number."""
+    logits = logits.cpu()
+    _check(float(logits.max()))
+    ids: torch.Tensor | None = None  # None: places in `logits` are token ids
+    if 0 < sampling.top_k < logits.numel():
+        logits, ids = _highest(logits, sampling.top_k, above=-math.inf)
     # Float64 on the CPU: the sum of many small probabilities must not depend on the device.
-    scaled = logits.to(device="cpu", dtype=torch.float64)
+    scaled = logits.to(torch.float64, copy=True)
     # Largest first set to 0: a tiny temperature then gives -inf for the others, never inf - inf.
-    scaled = (scaled - scaled.max()) / sampling.temperature
+    scaled.sub_(scaled.max()).div_(sampling.temperature)
     if sampling.min_p:
         scaled[scaled.exp() < sampling.min_p] = -math.inf
-    ids: torch.Tensor | None = None  # None: places in `scaled` are token ids
-    if 0 < sampling.top_k < scaled.numel():
-        scaled, ids = scaled.topk(sampling.top_k)
     probabilities = scaled.softmax(0)
     _check(float(probabilities[0]))
     if sampling.top_p < 1.0:
-        probabilities, order = probabilities.sort(descending=True, stable=True)
-        ids = order if ids is None else ids[order]
-        reached = probabilities.cumsum(0)
-        # A token stays if the ones before it have not reached top_p yet, so the first always stays.
-        kept = int(((reached - probabilities) < sampling.top_p).sum())
-        probabilities = probabilities[: max(1, kept)]
+        probabilities, places = _reaching(probabilities, sampling.top_p)
+        ids = places if ids is None else ids[places]
     return probabilities, ids
+
+
+def _reaching(probabilities: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fewest that reach `top_p` together, the most probable first, and their places."""
+    # All that are less probable have half of what is left of 1 at most, together. To sort them too takes longer, of a large
+    # vocabulary, than to run a small model.
+    least = (1 - top_p) / (2 * probabilities.numel())
+    places = (probabilities >= least).nonzero().squeeze(1)
+    found, order = probabilities[places].sort(descending=True, stable=True)
+    # A token stays if the ones before it have not reached top_p yet, so the first always stays.
+    kept = max(1, int((found.cumsum(0) - found < top_p).sum()))
+    return found[:kept], places[order[:kept]]
+
+
+def _highest(values: torch.Tensor, count: int, above: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` highest, or as many as are above `above`, in descending order, of equal ones the first; and their places."""
+    # `topk` does not say which of equal ones it takes.
+    least = values.topk(count).values[-1]
+    places = ((values >= least) & (values > above)).nonzero().squeeze(1)
+    found, order = values[places].sort(descending=True, stable=True)
+    return found[:count], places[order[:count]]
 
 
 def logprobs(logits: torch.Tensor, token: int, count: int) -> Logprobs:
@@ -92,11 +111,8 @@ def logprobs(logits: torch.Tensor, token: int, count: int) -> Logprobs:
     _check(float(found[token]))
     if not count:
         return Logprobs(float(found[token]))
-    # `topk` does not say which of equal ones it takes.
-    least = found.topk(min(count, found.numel())).values[-1]
-    ids = (found >= least).nonzero().squeeze(1)
-    values, order = found[ids].sort(descending=True, stable=True)
-    top = zip(ids[order].tolist()[:count], values.tolist()[:count], strict=True)
+    values, ids = _highest(found, min(count, found.numel()), above=-math.inf)
+    top = zip(ids.tolist(), values.tolist(), strict=True)
     return Logprobs(float(found[token]), tuple(top))
 
 

@@ -73,6 +73,29 @@ def test_every_draw_is_a_token_with_probability(
         assert int((row > row[token]).sum()) < top_k
 
 
+@settings(max_examples=examples(60))
+@given(
+    spread=st.floats(0, 12),
+    count=st.integers(1, 3000),
+    top_k=st.integers(0, 60),
+    top_p=st.floats(0.001, 1.0, exclude_max=True),
+    decimals=st.integers(0, 3),
+)
+def test_what_may_be_drawn_is_what_a_whole_sort_gives(
+    spread: float, count: int, top_k: int, top_p: float, decimals: int
+) -> None:
+    made = torch.Generator().manual_seed(count)
+    row = (spread * torch.randn(count, generator=made)).round(decimals=decimals)  # some are equal
+    order = row.sort(descending=True, stable=True).indices[: top_k or count]
+    probabilities = row.double()[order].softmax(0)
+    allowed = order[(probabilities.cumsum(0) - probabilities) < top_p * (1 - 1e-12)]
+    sampling = Sampling(temperature=1.0, top_k=top_k, top_p=top_p, seed=count)
+    drawn = {sample(row, sampling, position) for position in range(60)}
+    assert drawn <= {*order[: len(allowed) + 1].tolist()}
+    if len(allowed) < 4 and probabilities[: len(allowed)].min() > 0.1 * probabilities[: len(allowed)].sum():
+        assert {*allowed.tolist()} <= drawn
+
+
 def test_uniform_is_fixed_for_ever() -> None:
     values = [uniform(5, i) for i in range(2000)]
     assert min(values) >= 0.0 and max(values) < 1.0
