@@ -100,6 +100,17 @@ def differentiable(graph: Graph, given: Iterable[Ref] = ()) -> frozenset[Ref]:
     return frozenset(found)
 
 
+def with_gradient(graph: Graph) -> frozenset[Ref]:
+    """Those of `differentiable` that a gradient of the outputs comes back to: not what is read only behind a detach, or by an
+    op that has none, as that of a backbone which runs under torch.no_grad."""
+    able = differentiable(graph)
+    found = {ref for ref in graph.outputs if ref in able}
+    for node in reversed(graph.nodes):
+        if spec(node.op).differentiable and any(Ref(node.name, i) in found for i in range(len(node.results))):
+            found.update(ref for ref in node.refs() if ref in able)
+    return frozenset(found)
+
+
 def cast_once(graph: Graph) -> frozenset[Ref]:
     """The casts of trained float32 parameters to half precision: a plane makes them once a step, not for each microbatch."""
     trained = {

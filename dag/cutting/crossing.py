@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fusion.dag.cutting.costs import differentiable
+from fusion.dag.cutting.costs import with_gradient
 from fusion.dag.cutting.cuts import value_bytes
 from fusion.dag.cutting.positional import repeatable
 from fusion.dag.cutting.references import needed
@@ -46,7 +46,7 @@ class Crossing:
 
 
 def crossing(graph: Graph, sizes: Mapping[str, int]) -> Crossing:
-    repeated, gradient, index = repeatable(graph), differentiable(graph), graph.node_index
+    repeated, gradient, index = repeatable(graph), with_gradient(graph), graph.node_index
     live = {node.name for node in needed(graph, graph.outputs)}
 
     def runs_once(node: Node) -> bool:

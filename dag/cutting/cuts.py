@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from fusion.dag.cutting.costs import differentiable, node_costs
+from fusion.dag.cutting.costs import node_costs, with_gradient
 from fusion.dag.cutting.positional import (
     POSITIONAL,
     keeps_last,
@@ -39,15 +39,15 @@ def split(graph: Graph, cuts: Sequence[int]) -> tuple[Stage, ...]:
     """One stage more than there are cuts; stage i has the nodes [cuts[i-1], cuts[i]) that something needs.
 
     Nodes that `repeatable` names are computed again in every stage that reads them. A variable is in every stage
-    that reads it (see `tie_groups`); one that nothing reads is kept, frozen, by stage 0. Names do not change, except
-    that a value from another stage is an input called `edge_name(ref)`. A stage whose nodes nobody else needs has
-    no nodes. GraphError if the cuts do not ascend in [1, len(nodes)), separate the users of a written buffer, or make
+    that reads it (see `tie_groups`), frozen where no gradient comes back to it; one that nothing reads is kept by stage 0. Names
+    do not change, except that a value from another stage is an input called `edge_name(ref)`. A stage whose nodes nobody else
+    needs has no nodes. GraphError if the cuts do not ascend in [1, len(nodes)), separate the users of a written buffer, or make
     stages repeat more than MAX_REPEATED nodes. Takes time in proportion to the graph and what is repeated.
     """
     bounds = _bounds(graph, cuts)
     parts = _partition(graph, bounds)
-    variables = _variables(graph, parts)
-    gradient, of_source = differentiable(graph), source_values(graph)
+    gradient, of_source = with_gradient(graph), source_values(graph)
+    variables = _variables(graph, parts, gradient)
     consumers: dict[Ref, list[int]] = {}
     for s, part in enumerate(parts):
         for ref in part.foreign:
@@ -109,7 +109,7 @@ def crossings(graph: Graph, sizes: Mapping[str, int], without: Collection[Ref] =
     microbatch, each value counted once however many read it, and those `without` not at all."""
     forward = np.zeros(len(graph.nodes) + 2, dtype=np.int64)
     backward = forward.copy()
-    repeated, gradient, index = repeatable(graph), differentiable(graph), graph.node_index
+    repeated, gradient, index = repeatable(graph), with_gradient(graph), graph.node_index
     for ref, readers in graph.uses.items():
         if ref.name not in index or ref.name in repeated or ref in without:
             continue
@@ -196,15 +196,15 @@ def _partition(graph: Graph, bounds: Sequence[int]) -> list[_Part]:
     return parts
 
 
-def _variables(graph: Graph, parts: Sequence[_Part]) -> list[tuple[Variable, ...]]:
+def _variables(graph: Graph, parts: Sequence[_Part], gradient: Collection[Ref]) -> list[tuple[Variable, ...]]:
     place = {v.name: i for i, v in enumerate(graph.variables)}
+    # What gets no gradient an optimizer must not decay either.
+    own = [v if Ref(v.name) in gradient else replace(v, trainable=False) for v in graph.variables]
     held = [
-        tuple(graph.variables[i] for i in sorted(place[name] for name in part.names if name in place))
-        for part in parts
+        tuple(own[i] for i in sorted(place[name] for name in part.names if name in place)) for part in parts
     ]
     read = {v.name for part in held for v in part}
-    # What nothing reads gets no gradient, so an optimizer must not decay it either.
-    idle = [replace(v, trainable=False) for v in graph.variables if v.name not in read]
+    idle = [v for v in own if v.name not in read]
     return [(*held[0], *idle), *held[1:]]
 
 

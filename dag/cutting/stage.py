@@ -23,7 +23,7 @@ class Edge:
     type: TensorType
     producer: int  # stage index
     consumers: tuple[int, ...]  # stage indices, ascending, all > producer
-    needs_gradient: bool  # a floating value that depends on a trainable parameter
+    needs_gradient: bool  # a floating value between a trainable parameter and the loss
     # Made once for a session, of what it was given to read (`fusion.dag.cutting.source`).
     of_source: bool = False
 

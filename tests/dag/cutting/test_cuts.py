@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.operations import operations
 
+from fusion.dag.cutting.costs import differentiable
 from fusion.dag.cutting.cuts import (
     candidate_cuts,
     crossings,
-    differentiable,
     legal_cuts,
     split,
     tie_groups,
@@ -342,6 +342,20 @@ def test_gradients_stop_at_whole_numbers_and_detach():
     joined = b("joined", "aten.mul.Tensor", cut_off, x)
     found = differentiable(b.graph(real, joined))
     assert {x, joined} <= found and not {number, real, cut_off} & found
+
+
+def test_what_no_gradient_comes_back_to_is_frozen_and_sent_without_one():
+    """An optimizer would decay it, wherever a gradient of zeros came from another stage; without cuts it would not."""
+    b = Builder(INPUTS, VARIABLES)
+    x = b("x", "aten.embedding", Ref("table"), Ref("input_ids"), -1, False)
+    y = b("y", "aten.linear", x, Ref("w0"), None)
+    cut_off = b("cut_off", "aten.detach", y)
+    graph = b.graph(b("z", "aten.linear", cut_off, Ref("w1"), None))
+    for cuts in ((), (1,), (2,), (1, 2, 3)):
+        stages = split(graph, cuts)
+        trained = {v.name for s in stages for v in s.graph.variables if v.kind == "parameter" and v.trainable}
+        assert trained == {"w1"}
+        assert not any(edge.needs_gradient for stage in stages for edge in stage.sends)
 
 
 @pytest.mark.parametrize("cuts", [(0,), (5,), (2, 2), (3, 2), (True,), (1.0,), (-1,)])
