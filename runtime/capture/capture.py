@@ -30,7 +30,13 @@ from fusion.dag.cutting.source import SOURCE, SOURCE_FEATURES, SOURCE_IDS
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture.aten_names import op_name, operators, supported, unseen_write, writes_in_place
-from fusion.runtime.capture.exporting.model_code import every_line, fixed_size, line_of_error, line_of_node
+from fusion.runtime.capture.exporting.model_code import (
+    every_line,
+    fixed_size,
+    line_of_error,
+    line_of_node,
+    taken_from,
+)
 from fusion.runtime.capture.exporting.recurrences import one_operator
 from fusion.runtime.capture.exporting.torch_calls import as_exported, require_plain_gradients
 from fusion.runtime.capture.lower import lower
@@ -400,15 +406,15 @@ def _decomposed(exported: ExportedProgram) -> ExportedProgram:
     """Ops that the op-set does not have, taken apart where torch knows how, and what they are made of in turn; the others
     are left whole."""
     table = {**decomposition_table, **torch.export.default_decompositions()}
-    called: dict[str, str] = {}  # by line, what the model calls there
+    called = {(n.name, line_of_node(n)): op_name(n.target) for n in operators(exported)}
     tried = set[Any]()
     while unknown := {n.target: n for n in operators(exported) if not supported(n)}:
         lost = next((n for t, n in unknown.items() if t not in table or t in tried), None)
-        for node in unknown.values():
-            called.setdefault(line_of_node(node), op_name(node.target))
         if lost is not None:
             line = line_of_node(lost)
-            raise CaptureError(f"the op-set has no operator {called[line]}, which the model calls{line}")
+            known = (called[name, line] for name in taken_from(lost) if (name, line) in called)
+            name = next(known, op_name(lost.target))
+            raise CaptureError(f"the op-set has no operator {name}, which the model calls{line}")
         logger.debug("decomposing %s", sorted(map(op_name, unknown)))
         tried.update(unknown)
         exported = _apart(exported, {target: table[target] for target in unknown})

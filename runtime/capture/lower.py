@@ -266,9 +266,7 @@ class _Lowering:
 
     def call(self, node: fx.Node, name: str) -> None:
         if not hasattr(node.target, "_schema"):  # a function of Python's, of which torch says nothing
-            raise CaptureError(
-                f"the op-set has no operator {name}, which the model calls{line_of_node(node)}"
-            )
+            raise CaptureError(f"the op-set has no operator {name}, which the model calls")
         values = arguments(node)
         first: Any = next(iter(node.args), None)
         same, memory = passed_on(name, node, values)

@@ -33,6 +33,15 @@ def line_of_node(node: fx.Node) -> str:
     return _last([(file, int(number)) for file, number in _TRACED.findall(node.stack_trace or "")])
 
 
+def taken_from(node: fx.Node) -> list[str]:
+    """The names of the nodes that `node` is what is left of after others were taken apart, from the model's own; last its own."""
+    names, sources = [node.name], node.meta.get("from_node")
+    while sources:
+        names.append(sources[-1].name)
+        sources = sources[-1].from_node
+    return names[::-1]
+
+
 def line_of_error(error: BaseException) -> str:
     """ ", at FILE:LINE", of the innermost line of the model's code on the traceback; empty where there is none."""
     frames = traceback.extract_tb(error.__traceback__)
