@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusion.dag.cutting.costs import differentiable
 from fusion.dag.ir.dims import Poly
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph
 from fusion.runtime.capture.capture import capture_module, variables_from_module
@@ -79,8 +80,6 @@ class PythonModel:
                 loss_inputs=self._loss_inputs,
             )
             self._check_loss(training)
-            if not any(variable.trainable for variable in training.variables):
-                raise JobError(f"{self._config.path}: no parameter is trainable")
             inference = None
             if loss is not None:
                 inference = capture_module(
@@ -100,11 +99,18 @@ class PythonModel:
 
     def _check_loss(self, graph: Graph) -> None:
         (loss,) = (graph.types[ref] for ref in graph.outputs)
+        made = self._config.loss or f"forward of {type(self.module).__name__}, as no model.loss is named,"
         if loss.shape or "float" not in loss.dtype:
-            made = self._config.loss or f"forward of {type(self.module).__name__}, as no model.loss is named,"
             hint = ": take its mean" if any(isinstance(d, Poly) for d in loss.shape) else ""
             raise JobError(
                 f"{self._config.path}: {made} must return one number to train on, not {loss}{hint}"
+            )
+        if not any(variable.trainable for variable in graph.variables):
+            raise JobError(f"{self._config.path}: no parameter is trainable")
+        if graph.outputs[0] not in differentiable(graph):
+            raise JobError(
+                f"{self._config.path}: {made} must return a number with a gradient: no trainable parameter has a part in it, "
+                "but behind a detach, a comparison, an argmax or the like"
             )
 
 
@@ -175,8 +181,10 @@ def _named(made: Any) -> dict[str, torch.Tensor]:
         else {}
     )
     found = {str(name): value for name, value in named.items() if value is not None}
-    if not found or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise TypeError(
-            f"forward must return a tensor, or several in a dict or tuple, not {type(made).__name__}"
-        )
+    wrong = [
+        f"{name} is of {type(v).__name__}" for name, v in found.items() if not isinstance(v, torch.Tensor)
+    ]
+    if not found or wrong:
+        said = f"a {type(made).__name__} in which {wrong[0]}" if wrong else type(made).__name__
+        raise TypeError(f"forward must return a tensor, or several in a dict or tuple, not {said}")
     return found
