@@ -245,6 +245,13 @@ def _renamed(op: str, **renamed: str) -> Callable[[fx.Node, Values], tuple[str, 
     return lambda _, values: (op, {**values, **{ours: values[theirs] for ours, theirs in renamed.items()}})
 
 
+def _difference(_: fx.Node, values: Values) -> tuple[str, Values]:
+    """Also of a number and a tensor, as torch has it where it takes others apart."""
+    if isinstance(values["self"], fx.Node):
+        return "aten.sub.Tensor", values
+    return "aten.rsub.Scalar", {**values, "self": values["other"], "other": values["self"]}
+
+
 def _matrix_transpose(_: fx.Node, values: Values) -> tuple[str, Values]:
     return "aten.transpose.int", {**values, "dim0": -2, "dim1": -1}
 
@@ -286,6 +293,7 @@ _RESPELT: Mapping[str, Callable[[fx.Node, Values], tuple[str, Values]]] = {
     "aten.gelu": _gelu,
     "aten.div.Tensor_mode": _division("aten.div.Tensor"),
     "aten.div.Scalar_mode": _division("aten.div.Scalar"),
+    "aten.sub.Tensor": _difference,
     "aten.pad": _pad,
     "aten.mT": _matrix_transpose,
     "aten.unsafe_split.Tensor": lambda _, values: ("aten.split.Tensor", values),

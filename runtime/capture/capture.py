@@ -38,6 +38,7 @@ from fusion.runtime.capture.exporting.model_code import (
     taken_from,
 )
 from fusion.runtime.capture.exporting.recurrences import one_operator
+from fusion.runtime.capture.exporting.taken_apart import TAKEN_APART
 from fusion.runtime.capture.exporting.torch_calls import as_exported, require_plain_gradients
 from fusion.runtime.capture.lower import lower
 from fusion.runtime.capture.rope import fix_frequencies
@@ -405,7 +406,7 @@ def _export(
 def _decomposed(exported: ExportedProgram) -> ExportedProgram:
     """Ops that the op-set does not have, taken apart where torch knows how, and what they are made of in turn; the others
     are left whole."""
-    table = {**decomposition_table, **torch.export.default_decompositions()}
+    table = {**decomposition_table, **torch.export.default_decompositions(), **TAKEN_APART}
     called = {(n.name, line_of_node(n)): op_name(n.target) for n in operators(exported)}
     tried = set[Any]()
     while unknown := {n.target: n for n in operators(exported) if not supported(n)}:
@@ -424,7 +425,10 @@ def _decomposed(exported: ExportedProgram) -> ExportedProgram:
 def _apart(exported: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        apart: ExportedProgram = exported.run_decompositions(table)
+        try:
+            apart: ExportedProgram = exported.run_decompositions(table)
+        except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+            raise CaptureError(f"torch cannot take the model's operators apart: {_line(error)}") from error
     return apart
 
 

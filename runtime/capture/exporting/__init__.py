@@ -4,6 +4,7 @@ model_code     which line of the model's code a message is about
 drawn          random numbers of a model's own, made of masks of dropout
 layers         layers made of operators that the op-set has
 torch_calls    what torch's own functions do otherwise meanwhile
+taken_apart    operators that torch takes apart otherwise than the op-set can say
 recurrences    linear attention and state spaces as one operator
 
 It knows nothing of graphs.

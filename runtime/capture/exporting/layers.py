@@ -107,5 +107,19 @@ def unfold(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def take_along_dim(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """As a look-up of tensors that are of one shape elsewhere, without a look at whether they are."""
+
+    def run(input: Tensor, indices: Tensor, dim: int | None = None, **named: Any) -> Tensor:
+        if dim is None or named:
+            return plain(input, indices, dim, **named)
+        shape = list(torch.broadcast_shapes(input.select(dim, 0).shape, indices.select(dim, 0).shape))  # type: ignore[no-untyped-call]
+        at = dim % input.dim()
+        source, places = (t.expand(*shape[:at], t.shape[at], *shape[at:]) for t in (input, indices))
+        return source.gather(at, places)
+
+    return run
+
+
 _MOST_WINDOWS = 64
 _REST = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights", "include_last_offset", "padding_idx")  # fmt: skip

@@ -158,6 +158,7 @@ _ASKING: tuple[_Change, ...] = (
     (functional, "bilinear", layers.bilinear),
     (functional, "gaussian_nll_loss", layers.gaussian_nll_loss),
     *((where, "outer", layers.outer) for where in (torch, torch.Tensor)),
+    *((where, "take_along_dim", layers.take_along_dim) for where in (torch, torch.Tensor)),
     (torch, "cdist", layers.cdist),
     (torch.Tensor, "unfold", layers.unfold),
 )

@@ -47,6 +47,11 @@ def turned(m: Any, x: Tensor) -> Tensor:
     return functional.grid_sample(x, where, align_corners=False)
 
 
+def written(x: Tensor) -> Tensor:
+    torch.diagonal(x, 1, 2, 3).add_(2)
+    return x * x
+
+
 FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "reflect": lambda m, x: m.padded(x),
     "replicate": lambda m, x: functional.pad(x, (1, 2, 0, 1), mode="replicate"),
@@ -75,6 +80,11 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "axes": lambda m, x: x.movedim(1, -1).swapaxes(0, 1).movedim((0, 1), (2, 0)).swapdims(0, 2),
     "angles": lambda m, x: torch.tan(x.sin()) + torch.atan(x) + torch.asinh(x) + torch.sinh(x) + torch.exp2(x) + torch.erfc(x),
     "angles within": lambda m, x: torch.asin(x.tanh() / 2) + torch.acos(x.tanh() / 2) + torch.atanh(x.tanh() / 2) + torch.acosh(2 + x.cosh()) + torch.log10(1 + x.square()),
+    "diagonals": lambda m, x: torch.diagonal(x, 1, 2, 3) + torch.diagonal(x[:, :, 1:], 0, -1, -2) + torch.einsum("bcii->bci", x)[..., 1:] * torch.trace(m.normed.bias.diag(1)[:, :5]),
+    "a diagonal written to": lambda m, x: written(x * 1) + torch.diagonal_scatter(x, x[:, :, :6, 0], -1, 2, 3),
+    "standardised": lambda m, x: sum(torch.var_mean(x, (2, 3), keepdim=True, correction=0)) + sum(torch.std_mean(x, 1, True, keepdim=True)) + sum(torch.var_mean(x)),
+    "along": lambda m, x: torch.take_along_dim(x, x.argsort(3), 3) + x.take_along_dim(words(x)[:, None, :, None], 2)[:, :, :1],
+    "logit": lambda m, x: torch.logit(x.sigmoid()),
     "frac": lambda m, x: torch.frac(x) + torch.logaddexp(x, 2 * x) + torch.sinc(x),
 }  # fmt: skip
 

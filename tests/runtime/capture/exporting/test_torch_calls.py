@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fusion.dag.ir.graph import Graph
+from fusion.runtime.capture import capture
 from fusion.runtime.capture.capture import capture_module, variables_from_module
 from fusion.runtime.job.errors import CaptureError
 from fusion.runtime.planes.codegen import compile_graph
@@ -142,3 +143,13 @@ def test_a_loss_that_cannot_be_captured_is_named_by_its_line() -> None:
     given = {"x": torch.zeros(2, 6), "targets": torch.zeros(2, 2, 2)}
     with pytest.raises(CaptureError, match=r"no operator aten\.linalg_\w+.*, at \S*test_torch_calls\.py:\d+"):
         capture_module(Inner(torch.tanh), given, loss)
+
+
+def test_what_torch_cannot_take_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "TAKEN_APART", {})  # torch's own writes in place
+
+    def scattered(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.diagonal_scatter(x[:, :, None] * x[:, None], x, 0, 1, 2).sum()
+
+    with pytest.raises(CaptureError, match="torch cannot take the model's operators apart: "):
+        capture_module(Inner(scattered), {"x": torch.zeros(2, 6)}, training=True)
