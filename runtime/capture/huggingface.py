@@ -238,18 +238,19 @@ def _stored_module(
     config: Any, directory: Path, dtype: str, files: Mapping[str, Path]
 ) -> tuple[nn.Module, StoredWeights]:
     """The module without its parameters, and where these are. A head that is said to be the embedding, and of which the files hold
-    other numbers than of that, is one of its own, as it is to transformers."""
+    other numbers than of that, is one of its own, as it is to transformers; all else that is tied stays so."""
     module = hollow_module(config, directory, dtype)
     weights = stored_weights(files, module, _loading(module))
-    if weights.tied_apart() is not None:
-        for each in (config, config.get_text_config()):
-            each.tie_word_embeddings = False
-        module = hollow_module(config, directory, dtype)
-        weights = stored_weights(files, module, _loading(module))
-        if (apart := weights.tied_apart()) is not None:
+    tied = [*getattr(module, "all_tied_weights_keys", ())]  # in the order in which they are tied
+    while (apart := weights.tied_apart()) is not None:
+        own = max(apart, key=lambda name: tied.index(name) if name in tied else -1)
+        if own not in tied:
             raise JobError(
                 f"{directory}: {' and '.join(apart)} are one in the model, and differ in its files"
             )
+        place, _, name = own.rpartition(".")
+        parameter = nn.Parameter(torch.empty_like(module.get_parameter(own)))
+        setattr(module.get_submodule(place), name, parameter)
     return module, weights
 
 

@@ -380,6 +380,29 @@ def test_a_head_of_its_own_is_read_where_the_config_says_that_there_is_none(tmp_
     assert torch.equal(found["transformer.wte.weight"], wanted.transformer.wte.weight)
 
 
+def test_where_a_head_is_one_of_its_own_all_else_that_is_tied_stays_so(tmp_path: Path) -> None:
+    """As of Flan-T5 and mT5: files have the head beside one matrix for both embeddings."""
+    tiny = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64, decoder_start_token_id=0
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForSeq2SeqLM.from_config(tiny).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    values = load_file(path)
+    assert not values.keys() & {
+        "lm_head.weight",
+        "encoder.embed_tokens.weight",
+        "decoder.embed_tokens.weight",
+    }
+    values["lm_head.weight"] = torch.randn(64, 32)
+    save_file(values, path, metadata={"format": "pt"})
+    opened = open_model(tmp_path)
+    found = opened.read(opened.capture().variables)
+    assert torch.equal(found["lm_head.weight"], values["lm_head.weight"])
+    assert torch.equal(found["shared.weight"], values["shared.weight"])
+    assert sum(value.shape == (64, 32) for value in found.values()) == 2
+
+
 def test_a_matrix_that_is_stored_twice_is_read_once(tmp_path: Path) -> None:
     model = saved(tmp_path, gpt2())
     values = {name: value.clone() for name, value in model.state_dict().items()}
