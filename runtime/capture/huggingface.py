@@ -369,12 +369,14 @@ def _longest(config: Any) -> int:
 
 
 def _end_tokens(directory: Path, *configs: Any) -> tuple[int, ...]:
-    """Without a file of their own, those of the first of the configurations that says some, as transformers takes them."""
-    said = (getattr(config, "eos_token_id", None) for config in configs)
-    found = next((tokens for tokens in said if tokens is not None), None)
+    """Without a file of their own, those of the first of the configurations that says some; with one, those that it says or none.
+    As transformers takes them."""
     path = directory / "generation_config.json"
     if path.is_file():
-        found = json_object(path).get("eos_token_id", found)
+        found = json_object(path).get("eos_token_id")
+    else:
+        said = (getattr(config, "eos_token_id", None) for config in configs)
+        found = next((tokens for tokens in said if tokens is not None), None)
     if found is None:
         return ()
     tokens = found if isinstance(found, list) else [found]

@@ -663,6 +663,13 @@ def test_tokens_that_end_an_answer_may_stand_beside_the_configuration_of_its_tex
     assert open_model(tmp_path, weights=False).end_tokens == (5,)
 
 
+def test_a_file_on_generation_that_names_no_end_leaves_answers_without_one(tmp_path: Path) -> None:
+    saved(tmp_path, gpt2(eos_token_id=3))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"bos_token_id": 1}))
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id
+    assert wanted is None and open_model(tmp_path).end_tokens == ()
+
+
 def test_an_answer_begins_as_an_old_configuration_says(tmp_path: Path) -> None:
     """The library drops such settings from a configuration, and reads them of its file again where they have none of their own."""
     bart(tmp_path)
