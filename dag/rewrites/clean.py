@@ -124,6 +124,8 @@ def _turns(node: Node, types: Types) -> bool:
             return len(types[matrix].shape) == 2
         case "aten.transpose.int", Ref() as matrix, int(one), int(other):
             return len(types[matrix].shape) == 2 and (one - other) % 2 == 1
+        case "aten.permute", Ref(), (int(first), int(second)):  # what decompositions make of it
+            return (first % 2, second % 2) == (1, 0)
     return False
 
 

@@ -146,7 +146,16 @@ def test_a_norm_in_another_precision_is_left(b):
     assert "aten.rms_norm" not in {n.op for n in fuse(clean(graph)).nodes}
 
 
-@pytest.mark.parametrize("turn", [("aten.t", W), ("aten.numpy_T", W), ("aten.transpose.int", W, -2, -1)])
+@pytest.mark.parametrize(
+    "turn",
+    [
+        ("aten.t", W),
+        ("aten.numpy_T", W),
+        ("aten.transpose.int", W, -2, -1),
+        ("aten.permute", W, (1, 0)),
+        ("aten.permute", W, (-1, -2)),
+    ],
+)
 def test_a_product_with_a_matrix_the_other_way_round_is_a_layer(b, turn):
     b(*turn, name="turned")
     y = b("aten.matmul", X, Ref("turned"), name="y")
@@ -168,9 +177,10 @@ def test_a_matrix_times_rows_the_other_way_round_is_a_layer_of_rows_turned(b, ex
     np.testing.assert_allclose(execute(cleaned, weights, tokens), execute(graph, weights, tokens), rtol=1e-12)
 
 
-@pytest.mark.parametrize("args", [(X, W), (Ref("columns"), X)])
+@pytest.mark.parametrize("args", [(X, W), (Ref("columns"), X), (X, Ref("same"))])
 def test_other_products_stay_what_they_are(b, args):
     b("aten.t", W, name="turned")
+    b("aten.permute", W, (0, 1), name="same")
     b("aten.transpose.int", X, 1, 2, name="columns")
     y = b("aten.matmul", *args, name="y")
     assert kept(b.graph(y)).nodes[-1].op == "aten.matmul"
