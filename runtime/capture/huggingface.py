@@ -53,7 +53,8 @@ _OLDER_TOKENIZERS = {
     "vocab.json": ("merges.txt",),
     **dict.fromkeys(("vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"), ()),
 }
-_MAXIMA = ("max_position_embeddings", "max_seq_len")  # what configurations call the most positions
+# What configurations call the most positions; the last, Whisper, whose decoder may be saved alone.
+_MAXIMA = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 
 
 @dataclass(frozen=True)

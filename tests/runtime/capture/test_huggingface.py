@@ -403,6 +403,18 @@ def test_where_a_head_is_one_of_its_own_all_else_that_is_tied_stays_so(tmp_path:
     assert sum(value.shape == (64, 32) for value in found.values()) == 2
 
 
+def test_a_decoder_of_whisper_that_is_alone_reads_as_many_positions_as_it_has(tmp_path: Path) -> None:
+    tiny = transformers.WhisperConfig(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=64, num_mel_bins=8, max_target_positions=48,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
+    )  # fmt: skip
+    model = saved(tmp_path, tiny)
+    assert model.model.decoder.embed_positions.num_embeddings == 48
+    opened = open_model(tmp_path)
+    assert opened.source is None and opened.max_sequence == 48
+
+
 def test_a_matrix_that_is_stored_twice_is_read_once(tmp_path: Path) -> None:
     model = saved(tmp_path, gpt2())
     values = {name: value.clone() for name, value in model.state_dict().items()}
