@@ -31,7 +31,9 @@ MAX_HEAD_BYTES = 32 << 10
 LOOK_SECONDS = 1.0
 SILENT_SECONDS = 10.0  # for a connection to send the head of a request
 UNREAD_SECONDS = 30.0  # for a client to read a part of its answer, at most 256 KiB
-IDLE_SECONDS = 5  # between two requests on a connection
+# Between two requests on a connection. More than the 5 for which OpenAI's client and httpx use one again: what they send at that moment
+# would meet a connection that ends.
+IDLE_SECONDS = 8
 STOP_SECONDS = 1
 
 

@@ -7,9 +7,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from openai import DEFAULT_CONNECTION_LIMITS
 from support.instant_loop import run
 
-from fusion.runtime.serving.http.running import UNREAD_SECONDS, _Connection, _watch
+from fusion.runtime.serving.http.running import (
+    IDLE_SECONDS,
+    SILENT_SECONDS,
+    UNREAD_SECONDS,
+    _Connection,
+    _watch,
+)
+
+
+def test_no_connection_ends_while_a_client_may_use_it_again() -> None:
+    kept = DEFAULT_CONNECTION_LIMITS.keepalive_expiry
+    assert kept is not None and kept + 1 < IDLE_SECONDS < SILENT_SECONDS
 
 
 @pytest.mark.parametrize("catches_up", [True, False])
