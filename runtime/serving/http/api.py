@@ -126,7 +126,8 @@ class Api:
             top = (body.top_logprobs or 0) if body.logprobs else None
             asked = asking.requests(body, model.job, [prompt], [most], top, self._context.random)
             spelling: dict[int, bytes] = {}
-            shape = ChatShape([tool.function.name for tool in body.offered_tools], spelling)
+            tools = [tool.function.name for tool in body.offered_tools]
+            shape = ChatShape(tools, spelling, several=body.parallel_tool_calls is not False)
             return await self._reply(request, body, model, shape, asked, spelling)
 
     async def _text(self, model: ServedModel, body: ChatRequest) -> str:

@@ -200,14 +200,16 @@ def _completion(choice: int, text: str, logprobs: Json | Written | None, finish:
 
 
 class ChatShape:
-    """`tools`: the names of those that the model was told of."""
+    """`tools`: the names of those that the model was told of. `several`: whether an answer may call more than one of them; of its
+    calls the first is told otherwise, as with vLLM."""
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tools: Collection[str], spelling: Spelling) -> None:
+    def __init__(self, tools: Collection[str], spelling: Spelling, *, several: bool = True) -> None:
         self._sent = _Sent()
         self._told = _WrittenLogprobs()
         self._tools = tools
+        self._several = several
         self._spelling = spelling
         self._reading: dict[int, ToolCallStream] = {}
 
@@ -254,7 +256,7 @@ class ChatShape:
         if not isinstance(part.said, Answer):
             return text, ()
         rest, calls = reading.finish()
-        return text + rest, calls
+        return text + rest, calls if self._several else calls[:1]
 
 
 def _delta(choice: int, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:

@@ -77,6 +77,16 @@ def test_tools_are_called(text: str) -> None:
     assert whole(ChatShape(["f"], {}), said([text[:-20]], finish="length"))["finish_reason"] == "length"
 
 
+def test_one_tool_is_called_where_several_may_not_be() -> None:
+    parts = said([CALL.replace("1", "0"), "\n", CALL])
+    for several, arguments in ((True, ['{"a": 0}', '{"a": 1}']), (False, ['{"a": 0}'])):
+        found = whole(ChatShape(["f"], {}, several=several), parts)
+        *_, calling, end = streamed(ChatShape(["f"], {}, several=several), parts)
+        assert found["finish_reason"] == end["finish_reason"] == "tool_calls"
+        for told in (found["message"]["tool_calls"], calling["delta"]["tool_calls"]):
+            assert [call["function"]["arguments"] for call in told] == arguments
+
+
 def test_tokens_as_they_are_told() -> None:
     assert token_text(7, " é".encode()) == " é"
     assert token_text(7, "é".encode()[:1]) == "bytes:\\xc3"
