@@ -15,6 +15,8 @@ from fusion.swarm.printable import one_line
 
 RETRY_SECONDS = 2
 LINE_CHARACTERS = 500
+# As OpenAI and vLLM begin to say it: LiteLLM, which many agents ask through, knows it by these words and by no code.
+TOO_LONG = "this model's maximum context length is exceeded"
 _TYPES = {
     **dict.fromkeys((400, 404, 405, 408, 413, 415), "invalid_request_error"),
     401: "authentication_error",
@@ -121,5 +123,6 @@ def invalid(message: str) -> ApiError:
     message = _OPTIONS.sub("", message)
     field = message.partition(":")[0]
     param = _PARAMS.get(field, field) if field in _FIELDS else None
-    long = "positions" in message and field in ("max_tokens", "prompt", "input", "messages")
-    return ApiError(400, message, param=param, code="context_length_exceeded" if long else None)
+    if "positions" in message and field in ("max_tokens", "prompt", "input", "messages"):
+        return ApiError(400, f"{message} ({TOO_LONG})", param=param, code="context_length_exceeded")
+    return ApiError(400, message, param=param)

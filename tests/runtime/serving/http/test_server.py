@@ -25,6 +25,7 @@ from fusion.runtime.serving.http import running, shapes
 from fusion.runtime.serving.http.body import MAX_BODY_BYTES
 from fusion.runtime.serving.http.chat_page import FOLDER
 from fusion.runtime.serving.http.config import HttpConfig
+from fusion.runtime.serving.http.errors import TOO_LONG
 from fusion.runtime.serving.http.server import open_http
 from fusion.runtime.serving.requests.request import Sampling
 from fusion.runtime.serving.ring import openings
@@ -411,6 +412,7 @@ def test_ids_that_no_prompt_has_room_for_are_looked_at_once_and_not_for_every_an
             error = json.loads(data)["error"]
             assert (status, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
             assert "1000 tokens; the model takes 96 positions" in error["message"]
+            assert TOO_LONG in error["message"] and "this model's maximum context length is" in TOO_LONG
 
     asyncio.run(main())
 
@@ -477,6 +479,7 @@ def test_what_is_wrong_with_a_chat_is_said_of_its_messages(tmp_path: Path) -> No
                     assert (status, error["param"]) == (400, "messages")
                     assert error["code"] == "context_length_exceeded"
                     assert error["message"].startswith("messages: ") and says in error["message"]
+                    assert TOO_LONG in error["message"]
 
     asyncio.run(main())
 
