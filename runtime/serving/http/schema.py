@@ -284,6 +284,7 @@ class ChatRequest(Settings):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     functions: list[Any] | None = None
 
     @property

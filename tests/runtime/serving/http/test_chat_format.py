@@ -26,6 +26,22 @@ def test_arguments_of_a_call_are_an_object() -> None:
     assert arguments("sunny") == "sunny"
 
 
+@pytest.mark.parametrize(
+    ("said", "effort"),
+    [
+        ({}, None),
+        ({"reasoning_effort": None}, None),
+        ({"reasoning_effort": "low"}, "low"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "high"),
+    ],
+)
+def test_a_template_is_told_how_much_to_reason(said: dict[str, Any], effort: str | None) -> None:
+    request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], **said})
+    found = variables(ChatFormat("", {}), request)
+    assert found.get("reasoning_effort") == effort
+    assert effort is not None or "reasoning_effort" not in found, "a template has its own where none is given"
+
+
 @pytest.mark.parametrize("text", ["", " ", "{}"])
 def test_a_call_without_arguments_has_an_empty_object_of_them(text: str) -> None:
     assert arguments(text) == {}
