@@ -41,13 +41,17 @@ class ChatFormats:
         self._known: LRUCache[JobId, ChatFormat] = LRUCache(MAX_FORMATS)
 
     async def of(self, model: ServedModel) -> ChatFormat:
-        """ApiError (400) for a model without a template; BlobError where nobody has it now."""
+        """ApiError (400) for a model without a template, or one that says nothing; BlobError where nobody has it now."""
         found = self._known.get(model.job)
         if found is None:
             found = self._known[model.job] = await self._read(model)
         return found
 
     async def _read(self, model: ServedModel) -> ChatFormat:
+        name = model.manifest.name
+        if model.serve.outputs:
+            instead = "/v1/embeddings" if model.serve.embeds else f"it with: fusion-peer run {name}"
+            raise ApiError(400, f"model: {name} generates nothing; ask {instead}", param="model")
         try:
             return await read_format(self._context.blobs.of(model.job), model.manifest)
         except NoTemplate as error:

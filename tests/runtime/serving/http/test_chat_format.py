@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fusion.runtime.serving.http.chat_format import MAX_ARGUMENTS, variables
+from fusion.runtime.serving.http.chat_format import MAX_ARGUMENTS, ChatFormats, variables
 from fusion.runtime.serving.http.errors import ApiError
 from fusion.runtime.serving.http.schema import ChatRequest
 from fusion.runtime.serving.requests.chat_format import ChatFormat
@@ -61,3 +63,13 @@ def test_arguments_are_read_as_far_as_a_request_may_have_them() -> None:
     with pytest.raises(ApiError, match="characters of arguments") as found:
         variables(ChatFormat("", {}), request)
     assert found.value.status == 400
+
+
+@pytest.mark.parametrize(("embeds", "instead"), [(True, "/v1/embeddings"), (False, "fusion-peer run m")])
+def test_a_model_that_generates_nothing_is_asked_in_another_way(embeds: bool, instead: str) -> None:
+    serve = SimpleNamespace(outputs=("x",), embeds=embeds)
+    model: Any = SimpleNamespace(job="job", manifest=SimpleNamespace(name="m"), serve=serve)
+    context: Any = SimpleNamespace()
+    with pytest.raises(ApiError, match=f"model: m generates nothing; ask .*{instead}$") as found:
+        asyncio.run(ChatFormats(context).of(model))
+    assert (found.value.status, found.value.param) == (400, "model")
