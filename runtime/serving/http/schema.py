@@ -27,6 +27,8 @@ MAX_STOPS = 4
 MAX_BIASED = 300
 MAX_NAME = 256  # characters of a model's name
 COMPLETION_TOKENS = 16  # where max_tokens is left out, as with OpenAI
+# What vLLM calls a form of the answer: passed over, it would be given any text.
+OTHER_FORMS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -115,6 +117,14 @@ class Settings(Body):
     user: str | None = None
     response_format: ResponseFormat | None = None
     guesses: bool | None = None  # ours: False where the ring is not to run ahead of what is chosen
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_no_other_form(cls, said: Any) -> Any:
+        for name in OTHER_FORMS if isinstance(said, dict) else ():
+            if said.get(name):
+                raise ValueError(f"{name}: say response_format, with a JSON schema")
+        return said
 
     @property
     def json_schema(self) -> str:
@@ -286,6 +296,7 @@ class ChatRequest(Settings):
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     reasoning_effort: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     functions: list[Any] | None = None
+    modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
 
     @property
     def tokens(self) -> int | None:
@@ -309,6 +320,8 @@ class ChatRequest(Settings):
     def _unsupported(self) -> Self:
         if self.functions:
             raise ValueError("functions: say tools")
+        if set(self.modalities or ()) - {"text"}:
+            raise ValueError("modalities: answers are text here")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
         if isinstance(self.tool_choice, ToolChoice | AllowedTools) and not self.offered_tools:

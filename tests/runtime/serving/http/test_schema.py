@@ -38,7 +38,7 @@ def test_the_four_kinds_of_prompt(prompt: Any, expected: Any) -> None:
             ("n", 0), ("n", 17), ("max_tokens", 0), ("temperature", -1), ("temperature", "hot"), ("top_p", 2),
             ("stop", []  + ["a"] * 5), ("stop", [None]), ("stop", "x" * 300), ("stop", 1), ("logit_bias", {"1": 101}),
             ("seed", 1 << 64), ("stream", "perhaps"), ("logprobs", 21), ("echo", True), ("suffix", "b"), ("best_of", 3),
-            ("frequency_penalty", 3), ("model", "x" * 300), ("temperature", float("nan")),
+            ("frequency_penalty", 3), ("model", "x" * 300), ("temperature", float("nan")), ("guided_regex", "a+"),
         )),
         {"prompt": ["a"] * 64, "n": 2},
     ],
@@ -58,7 +58,8 @@ def test_completions_that_are_refused(said: dict[str, Any]) -> None:
             ("tool_choice", {"type": "function", "function": {"name": "g"}}), ("top_logprobs", 3),
             ("response_format", {"type": "json_schema"}), ("max_completion_tokens", 0), ("logprobs", 5),
             ("response_format", {"type": "json_schema", "json_schema": {"name": "a"}}),
-            ("response_format", {"type": "xml"}),
+            ("response_format", {"type": "xml"}), ("modalities", ["text", "audio"]), ("guided_choice", ["a", "b"]),
+            ("structured_outputs", {"json": {"type": "object"}}),
         )),
     ],
 )  # fmt: skip
@@ -93,7 +94,7 @@ def _refused(kind: type[BaseModel], said: dict[str, Any]) -> None:
 
 def test_what_is_left_out_is_none_and_what_is_not_known_is_passed_over() -> None:
     said = ChatRequest.model_validate(
-        {**HI, "user": "me", "store": True, "parallel_tool_calls": False, "n": None}
+        {**HI, "user": "me", "store": True, "modalities": ["text"], "guided_json": None, "n": None}
     )
     assert (
         said.answers == 1 and said.tokens is None and said.temperature is None and not said.usage_at_the_end

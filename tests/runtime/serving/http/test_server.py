@@ -257,6 +257,8 @@ def test_what_is_wrong_is_told_as_openai_does(tmp_path: Path) -> None:
             "messages: parts are text here, not 'image_url'",
         ),
         ("/v1/completions", {**ok, "echo": True}, 400, "echo", "not repeated"),
+        ("/v1/completions", {**ok, "guided_regex": "a+"}, 400, "guided_regex", "say response_format"),
+        ("/v1/chat/completions", {**hi, "modalities": ["audio"]}, 400, "modalities", "text here"),
         ("/v1/completions", {**ok, "prompt": [[]]}, 400, "prompt", "at least 1 item"),
         ("/v1/completions", b"{", 400, None, "JSON"),
         ("/v1/completions", b"[]", 400, None, "JSON object"),
