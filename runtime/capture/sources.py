@@ -28,6 +28,7 @@ from fusion.runtime.job.model_files import (
     ABOUT_FILE,
     GRAPH_FILE,
     MAX_JSON_BYTES,
+    SPECIAL_TOKENS_FILE,
     WEIGHTS_FILE,
     chat_files,
     check_model,
@@ -36,7 +37,8 @@ from fusion.runtime.job.model_files import (
     read_capped,
 )
 from fusion.runtime.job.spec import GPTConfig, HuggingFaceConfig
-from fusion.runtime.job.text import check_tokenizer
+from fusion.runtime.job.text import TokenizerText, check_tokenizer
+from fusion.swarm.printable import one_line
 
 if TYPE_CHECKING:
     from fusion.runtime.capture.huggingface import HuggingFaceModel
@@ -104,6 +106,17 @@ class LanguageModel:
     chat: Mapping[str, bytes] = field(
         default_factory=dict
     )  # by file name: how it is chatted with, if it says so
+
+    @property
+    def unended(self) -> str | None:
+        """The eos_token of the tokenizer of a model that can be chatted with, where its configuration lets answers go on behind it."""
+        said, tokenizer = self.chat.get(SPECIAL_TOKENS_FILE), self.tokenizer
+        text = None if said is None else json.loads(said).get("eos_token")
+        if text is None or tokenizer is None:
+            return None
+        read = TokenizerText(tokenizer if isinstance(tokenizer, bytes) else tokenizer.read_bytes())
+        ends = {token for token in read.special if read.spell(token) == text.encode(errors="replace")}
+        return one_line(text) if ends and ends.isdisjoint(self.about.end_tokens) else None
 
 
 def builtin(config: GPTConfig, seed: int, *, byte_level: bool, tokenizer: Path | None) -> LanguageModel:

@@ -83,6 +83,11 @@ def read_servable(
         return _one_run(path, model, draft, quantization)
     if model.tokenizer is None and not about.byte_level:
         report("it has no tokenizer: prompts are token ids")
+    if (end := model.unended) is not None:
+        report(
+            f"its chats do not end at {end}, its tokenizer's eos_token: like those of generate(), answers end where "
+            "eos_token_id in generation_config.json says"
+        )
     report("rewriting its graph for decoding")
     try:
         graph, cached = (

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support import chat_model
 from support.captured_once import capture_once
 from support.source_tokenizer import tokenizer_of_sources
 
@@ -654,6 +655,18 @@ def test_a_configuration_does_not_fill_the_memory_with_lists(
 
 
 # --- what its files say of answers
+
+
+def test_an_end_that_only_the_tokenizer_knows_is_said(tmp_path: Path) -> None:
+    made = chat_model.tokenizer()
+    chat_model.save_model(tmp_path, made)
+    assert sources.in_files(tmp_path).unended == "<|im_end|>"
+    end = made.token_to_id("<|im_end|>")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, end]}))
+    assert sources.in_files(tmp_path).unended is None
+    (tmp_path / "generation_config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    assert sources.in_files(tmp_path).unended is None  # nobody chats with it
 
 
 def test_tokens_that_end_an_answer_may_stand_beside_the_configuration_of_its_text(tmp_path: Path) -> None:
