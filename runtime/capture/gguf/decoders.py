@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fusion.runtime.capture.gguf.metadata import TOKENS, Metadata
+from fusion.runtime.capture.gguf.metadata import LEAST, TOKENS, Metadata
 from fusion.runtime.job.errors import JobError
 
 MAX_CONTEXT = 1 << 24  # positions
@@ -84,9 +84,7 @@ def rotary(said: Metadata, head_dim: int, *, partial: bool = False) -> Values:
     rotated = said.size("rope.dimension_count", head_dim)
     if rotated > head_dim or rotated % 2 or (rotated != head_dim and not partial):
         raise said.bad("rope.dimension_count", rotated, f"the {head_dim} of a head")
-    found: Values = {"rope_type": "default", "rope_theta": said.real("rope.freq_base", 10_000.0)}
-    if found["rope_theta"] <= 0:
-        raise said.bad("rope.freq_base", found["rope_theta"], "above 0")
+    found: Values = {"rope_type": "default", "rope_theta": said.real("rope.freq_base", 10_000.0, least=1.0)}
     if rotated != head_dim:
         found["partial_rotary_factor"] = rotated / head_dim
     older = said.real("rope.scale_linear", 0.0)
@@ -95,8 +93,8 @@ def rotary(said: Metadata, head_dim: int, *, partial: bool = False) -> Values:
     original = said.size("rope.scaling.original_context_length", said.size("context_length"))
     said.must_be("rope.scaling.finetuned", False, True)  # says nothing of what is computed
     yarn = {
-        "beta_fast": said.real("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": said.real("rope.scaling.yarn_beta_slow", 1.0),
+        "beta_fast": said.real("rope.scaling.yarn_beta_fast", 32.0, least=LEAST),
+        "beta_slow": said.real("rope.scaling.yarn_beta_slow", 1.0, least=LEAST),
     }
     said.must_be("rope.scaling.yarn_ext_factor", 1.0)
     said.must_be("rope.scaling.yarn_attn_factor", 1.0)
@@ -105,8 +103,6 @@ def rotary(said: Metadata, head_dim: int, *, partial: bool = False) -> Values:
     said.must_be("rope.scaling.attn_factor", 1.0)
     if kind not in ("none", "linear", "yarn"):
         raise said.bad("rope.scaling.type", kind, "none, linear and yarn are read")
-    if factor <= 0:
-        raise said.bad("rope.scaling.factor", factor, "above 0")
     if kind != "none" and factor != 1.0:
         found |= {"rope_type": kind, "factor": factor}
         if kind == "yarn":

@@ -15,7 +15,7 @@ from fusion.runtime.capture.gguf.decoders import (
     rms,
     rotary,
 )
-from fusion.runtime.capture.gguf.metadata import Metadata
+from fusion.runtime.capture.gguf.metadata import LEAST, Metadata
 
 LEAST_SCALE = 1e-3  # of queries: 1 by the root of a head's length, which then has a million numbers
 
@@ -71,8 +71,8 @@ def _gemma(said: Metadata) -> Values:
 def _gemma2(said: Metadata) -> Values:
     values = _gemma(said)
     return values | {
-        "attn_logit_softcapping": said.real("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": said.real("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": said.real("attn_logit_softcapping", 50.0, least=LEAST),
+        "final_logit_softcapping": said.real("final_logit_softcapping", 30.0, least=LEAST),
         "sliding_window": said.size("attention.sliding_window", 4096),
         "layer_types": alternating(said, values, 2),
         "query_pre_attn_scalar": _query_scale(said, values, 46),
@@ -81,7 +81,7 @@ def _gemma2(said: Metadata) -> Values:
 
 def _gemma3(said: Metadata) -> Values:
     values = _gemma(said)
-    near = said.real("rope.freq_base_swa", 10_000.0)
+    near = said.real("rope.freq_base_swa", 10_000.0, least=1.0)
     return values | {
         "final_logit_softcapping": said.real("final_logit_softcapping", 0.0) or None,
         "sliding_window": said.size("attention.sliding_window"),

@@ -9,6 +9,7 @@ from fusion.runtime.capture.gguf.header import GGUFHeader, Value, shown
 from fusion.runtime.job.errors import JobError
 
 TOKENS = "tokenizer.ggml.tokens"
+LEAST = 1e-3  # of a number that others are divided by
 
 
 class Metadata:
@@ -35,10 +36,12 @@ class Metadata:
             raise self.bad(key, found, "at least 1")
         return found
 
-    def real(self, key: str, default: float | None = None) -> float:
+    def real(self, key: str, default: float | None = None, *, least: float = 0.0) -> float:
         found = self._same(key, default)
         if type(found) not in (int, float) or not math.isfinite(found):
             raise self.bad(key, found, "a number")
+        if found < least:
+            raise self.bad(key, found, f"at least {least:g}")
         return float(found)
 
     def text(self, key: str, default: str | None = None) -> str:

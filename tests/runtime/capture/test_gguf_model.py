@@ -262,6 +262,10 @@ def small(path: Path, **more: Any) -> None:
         ({"llama.feed_forward_length": 1 << 31}, "blk.0.ffn_gate.weight has the shape"),
         ({"llama.context_length": 1 << 31}, "at most 16777216"),
         ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "a number"),
+        ({"llama.attention.layer_norm_rms_epsilon": -1e-5}, "at least 0"),
+        ({"llama.rope.freq_base": 1e-30}, "llama.rope.freq_base = 1.0000000031710769e-30: at least 1"),
+        ({"llama.rope.scaling.yarn_beta_fast": -32.0}, "llama.rope.scaling.yarn_beta_fast = -32.0: at least 0.001"),
+        ({"llama.rope.scaling.factor": -2.0}, "llama.rope.scaling.factor = -2.0: at least 0"),
         ({"llama.vocab_size": 7}, "llama.vocab_size = 7: 256"),
         ({"general.type": "adapter"}, "not a model but 'adapter'"),
         ({"general.architecture": "rwkv7"}, "kind 'rwkv7'; llama, qwen2"),
@@ -376,6 +380,14 @@ def test_what_transformers_takes_for_no_configuration_is_refused_in_one_line(
     refused(tmp_path / "model.gguf", f"transformers knows no such {family} model")
 
 
+@pytest.mark.parametrize("cap", [0.0, -30.0])
+def test_a_cap_that_nothing_can_be_divided_by_is_refused_in_one_line(cap: float, tmp_path: Path) -> None:
+    path, module = tmp_path / "model.gguf", build(transformers.Gemma2Config(**GROUPED, **SOFT))
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        gguf_files.write(path, module, "F16", more={f"gemma2.{key}": cap})
+        refused(path, f"gemma2.{key} = {cap}: at least 0.001")
+
+
 @pytest.mark.parametrize("scale", [0.0, 2.0, 1e30, 1e-300])
 def test_a_scale_of_queries_that_none_has_is_refused_in_one_line(scale: float, tmp_path: Path) -> None:
     path, module = tmp_path / "model.gguf", build(transformers.Gemma2Config(**GROUPED, **SOFT))
@@ -396,7 +408,7 @@ def test_layers_that_a_file_says_and_does_not_have_are_not_counted_up(tmp_path: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rope.scaling.attn_factor": -1.0}, "attn_factor = -1.0: above 0, at most 10"),
+        ({"rope.scaling.attn_factor": -1.0}, "attn_factor = -1.0: at least 0"),
         ({"rope.scaling.factor": 2.0}, "factor = 2.0: 1, beside rope_factors_short.weight"),
         ({"rope.dimension_count": 32}, "rope_factors_short.weight has the shape"),
     ],
