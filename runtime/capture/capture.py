@@ -409,7 +409,7 @@ def _decomposed(exported: ExportedProgram) -> ExportedProgram:
     table = {**decomposition_table, **torch.export.default_decompositions(), **TAKEN_APART}
     called = {(n.name, line_of_node(n)): op_name(n.target) for n in operators(exported)}
     tried = set[Any]()
-    while unknown := {n.target: n for n in operators(exported) if not supported(n)}:
+    while unknown := _unsupported(exported):
         lost = next((n for t, n in unknown.items() if t not in table or t in tried), None)
         if lost is not None:
             line = line_of_node(lost)
@@ -420,6 +420,15 @@ def _decomposed(exported: ExportedProgram) -> ExportedProgram:
         tried.update(unknown)
         exported = _apart(exported, {target: table[target] for target in unknown})
     return exported
+
+
+def _unsupported(exported: ExportedProgram) -> dict[Any, torch.fx.Node]:
+    """The first node that calls each operator that the op-set does not have."""
+    found = dict[Any, torch.fx.Node]()
+    for node in operators(exported):
+        if not supported(node):
+            found.setdefault(node.target, node)
+    return found
 
 
 def _apart(exported: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:
