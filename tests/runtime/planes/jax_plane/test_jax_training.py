@@ -215,7 +215,7 @@ def test_what_nothing_depends_on_is_left_alone_as_in_torch(both: tuple[Plane, Pl
         ran = plane.training(stage, {"w": torch.ones(3), "v": torch.ones(3)}, CONFIG)
         ran.forward(0, {"x": torch.ones(3)}, RngKey(0, 0, 0))
         ran.backward(0, {}, 1.0)
-        assert torch.equal(ran.gradients()["v"], torch.zeros(3))
+        assert set(ran.gradients()) == {"w"}
         ran.apply(0.1, 1.0)
         state = ran.state()
         assert torch.equal(state["variable/v"], torch.ones(3))
