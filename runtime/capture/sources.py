@@ -38,7 +38,6 @@ from fusion.runtime.job.model_files import (
 )
 from fusion.runtime.job.spec import GPTConfig, HuggingFaceConfig
 from fusion.runtime.job.text import TokenizerText, check_tokenizer
-from fusion.swarm.printable import one_line
 
 if TYPE_CHECKING:
     from fusion.runtime.capture.huggingface import HuggingFaceModel
@@ -116,7 +115,7 @@ class LanguageModel:
             return None
         read = TokenizerText(tokenizer if isinstance(tokenizer, bytes) else tokenizer.read_bytes())
         ends = {token for token in read.special if read.spell(token) == text.encode(errors="replace")}
-        return one_line(text) if ends and ends.isdisjoint(self.about.end_tokens) else None
+        return text if ends and ends.isdisjoint(self.about.end_tokens) else None
 
 
 def builtin(config: GPTConfig, seed: int, *, byte_level: bool, tokenizer: Path | None) -> LanguageModel:

@@ -85,7 +85,7 @@ def read_servable(
         report("it has no tokenizer: prompts are token ids")
     if (end := model.unended) is not None:
         report(
-            f"its chats do not end at {end}, its tokenizer's eos_token: like those of generate(), answers end where "
+            f"its chats do not end at {end!r:.80}, its tokenizer's eos_token: like those of generate(), answers end where "
             "eos_token_id in generation_config.json says"
         )
     report("rewriting its graph for decoding")
