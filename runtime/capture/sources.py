@@ -37,7 +37,7 @@ from fusion.runtime.job.model_files import (
     read_capped,
 )
 from fusion.runtime.job.spec import GPTConfig, HuggingFaceConfig
-from fusion.runtime.job.text import TokenizerText, check_tokenizer
+from fusion.runtime.job.text import check_tokenizer
 
 if TYPE_CHECKING:
     from fusion.runtime.capture.huggingface import HuggingFaceModel
@@ -113,8 +113,8 @@ class LanguageModel:
         text = None if said is None else json.loads(said).get("eos_token")
         if text is None or tokenizer is None:
             return None
-        read = TokenizerText(tokenizer if isinstance(tokenizer, bytes) else tokenizer.read_bytes())
-        ends = {token for token in read.special if read.spell(token) == text.encode(errors="replace")}
+        read = json.loads(tokenizer if isinstance(tokenizer, bytes) else tokenizer.read_bytes())
+        ends = {each["id"] for each in read.get("added_tokens") or () if each["content"] == text}
         return text if ends and ends.isdisjoint(self.about.end_tokens) else None
 
 
