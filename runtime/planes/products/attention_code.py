@@ -1,7 +1,7 @@
 """Attention of single positions to the keys and values of their own sequences, as machine code.
 
-A library's takes a call for each sequence, and a few more to store what is new and to find what is kept: for a handful of
-sequences of a few hundred positions that is most of the time. Here one call does a layer's for all of them. The scores of a
+A library's takes a call for each sequence, and a few more to store what is new and to find what is kept: for sequences of a
+few hundred positions most of what it takes. Here one call does a layer's for all of them. The scores of a
 position are computed key by key and its softmax in one order, whatever other positions there are.
 """
 
