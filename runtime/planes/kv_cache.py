@@ -1,4 +1,4 @@
-"""What a session keeps of past positions, keys and values above all: memory that grows with it, and the operators that read it.
+"""What a session keeps of past positions, keys and values above all: memory that grows with it.
 
 Positions of a session are 0 .. length - 1, each written once; cutting the cache back only forgets, so a stage can
 run positions again. Memory is taken in blocks of positions, first set aside (`reserve`), then allocated when a run needs it.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -361,110 +360,3 @@ class SessionCache:
                 found &= positions > queries - window
             self._masks[first, window] = found
         return found
-
-
-class Attends(Protocol):
-    """One sequence, or several of a run (`fusion.runtime.planes.sequences`)."""
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        new: Sequence[torch.Tensor],
-        slot: int,
-        scale: float | None,
-        window: int | None,
-        scored: Scored | None = None,
-    ) -> torch.Tensor: ...
-
-    def attend_source(self, query: torch.Tensor, slot: int, scale: float | None) -> torch.Tensor: ...
-
-    def convolve(
-        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int
-    ) -> torch.Tensor: ...
-
-    def recur(
-        self, query: torch.Tensor, new: Sequence[torch.Tensor], rates: torch.Tensor | None, slot: int
-    ) -> torch.Tensor: ...
-
-
-def cached_convolution(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int, state: Attends
-) -> torch.Tensor:
-    """`fusion.cached_convolution`."""
-    return state.convolve(rows, weight, bias, slot)
-
-
-def cached_recurrence(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor | None,
-    rates: torch.Tensor | None,
-    slot: int,
-    state: Attends,
-) -> torch.Tensor:
-    """`fusion.cached_recurrence`."""
-    new = (key, value, decay) if beta is None else (key, value, decay, beta)
-    return state.recur(query, new, rates, slot)
-
-
-def cached_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slot: int,
-    scale: float | None,
-    window: int | None,
-    state: Attends,
-) -> torch.Tensor:
-    """`fusion.cached_attention`."""
-    return state.attend(query, (key, value), slot, scale, window)
-
-
-def cached_attention_scored(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    slot: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    slopes: list[float] | None,
-    state: Attends,
-) -> torch.Tensor:
-    """`fusion.cached_attention_scored`."""
-    new = (key, value) if bias is None else (key, value, bias)
-    scored = Scored(sinks, softcap, None if slopes is None else tuple(slopes))
-    return state.attend(query, new, slot, scale, window, scored)
-
-
-def cached_attention_relative(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor,
-    slot: int,
-    scale: float,
-    buckets: list[int],
-    state: Attends,
-) -> torch.Tensor:
-    """`fusion.cached_attention_relative`."""
-    relative = table[torch.tensor(buckets, device=table.device)].to(query.dtype)
-    return state.attend(query, (key, value), slot, scale, None, Scored(relative=relative))
-
-
-def source_attention(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    slot: int,
-    scale: float | None,
-    state: Attends,
-) -> torch.Tensor:
-    """`fusion.source_attention`; without `key` and `value`, to those that each session keeps."""
-    if key is None or value is None:
-        return state.attend_source(query, slot, scale)
-    return all_attention(query, key, value, scale)

@@ -1,13 +1,15 @@
-"""One run of a program over pieces of several sequences, laid end to end: who attends to what, and where each piece ends."""
+"""One run of a program over pieces of several sequences, laid end to end: who attends to what, where each piece ends, and the operators
+that read what a sequence keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 
-from fusion.runtime.planes.attention import Scored, runs_singly, single_attention
+from fusion.runtime.planes.attention import Scored, all_attention, runs_singly, single_attention
 from fusion.runtime.planes.kv_cache import SessionCache
 
 Part = Callable[[torch.Tensor], torch.Tensor]  # of a tensor along the rows, those of one piece
@@ -89,3 +91,110 @@ class Sequences:
 def last_position(values: torch.Tensor, axis: int, sequences: Sequences) -> torch.Tensor:
     """What stands for the cut to the last position (`fusion.dag.rewrites.last_position`)."""
     return sequences.last(values, axis)
+
+
+class Attends(Protocol):
+    """One sequence, or several of a run."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        new: Sequence[torch.Tensor],
+        slot: int,
+        scale: float | None,
+        window: int | None,
+        scored: Scored | None = None,
+    ) -> torch.Tensor: ...
+
+    def attend_source(self, query: torch.Tensor, slot: int, scale: float | None) -> torch.Tensor: ...
+
+    def convolve(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int
+    ) -> torch.Tensor: ...
+
+    def recur(
+        self, query: torch.Tensor, new: Sequence[torch.Tensor], rates: torch.Tensor | None, slot: int
+    ) -> torch.Tensor: ...
+
+
+def cached_convolution(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int, state: Attends
+) -> torch.Tensor:
+    """`fusion.cached_convolution`."""
+    return state.convolve(rows, weight, bias, slot)
+
+
+def cached_recurrence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    rates: torch.Tensor | None,
+    slot: int,
+    state: Attends,
+) -> torch.Tensor:
+    """`fusion.cached_recurrence`."""
+    new = (key, value, decay) if beta is None else (key, value, decay, beta)
+    return state.recur(query, new, rates, slot)
+
+
+def cached_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot: int,
+    scale: float | None,
+    window: int | None,
+    state: Attends,
+) -> torch.Tensor:
+    """`fusion.cached_attention`."""
+    return state.attend(query, (key, value), slot, scale, window)
+
+
+def cached_attention_scored(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    slot: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    slopes: list[float] | None,
+    state: Attends,
+) -> torch.Tensor:
+    """`fusion.cached_attention_scored`."""
+    new = (key, value) if bias is None else (key, value, bias)
+    scored = Scored(sinks, softcap, None if slopes is None else tuple(slopes))
+    return state.attend(query, new, slot, scale, window, scored)
+
+
+def cached_attention_relative(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    slot: int,
+    scale: float,
+    buckets: list[int],
+    state: Attends,
+) -> torch.Tensor:
+    """`fusion.cached_attention_relative`."""
+    relative = table[torch.tensor(buckets, device=table.device)].to(query.dtype)
+    return state.attend(query, (key, value), slot, scale, None, Scored(relative=relative))
+
+
+def source_attention(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    slot: int,
+    scale: float | None,
+    state: Attends,
+) -> torch.Tensor:
+    """`fusion.source_attention`; without `key` and `value`, to those that each session keeps."""
+    if key is None or value is None:
+        return state.attend_source(query, slot, scale)
+    return all_attention(query, key, value, scale)

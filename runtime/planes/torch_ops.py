@@ -17,7 +17,11 @@ from torch.nn import functional
 from fusion.dag.ir.opset import OPSET
 from fusion.dag.ir.opset_spec import OpSpec
 from fusion.runtime.planes.dropout import dropout, dropout_attention
-from fusion.runtime.planes.kv_cache import (
+from fusion.runtime.planes.products.experts import expert_linear
+from fusion.runtime.planes.products.quantised import embedding, linear
+from fusion.runtime.planes.products.quantised_experts import expert_linear as stored_expert_linear
+from fusion.runtime.planes.recurrence import recurrence
+from fusion.runtime.planes.sequences import (
     cached_attention,
     cached_attention_relative,
     cached_attention_scored,
@@ -25,10 +29,6 @@ from fusion.runtime.planes.kv_cache import (
     cached_recurrence,
     source_attention,
 )
-from fusion.runtime.planes.products.experts import expert_linear
-from fusion.runtime.planes.products.quantised import embedding, linear
-from fusion.runtime.planes.products.quantised_experts import expert_linear as stored_expert_linear
-from fusion.runtime.planes.recurrence import recurrence
 
 Args = tuple[Any, ...]  # positional and complete, in the order of the op-set's parameters
 Call = tuple[Callable[..., Any], Args, dict[str, Any]]

@@ -50,8 +50,8 @@ def _write(code: Code) -> None:
     first, last, groups, each, positions, width, value_width, *strides, room, window, scale, cap = numbers
     scale, cap = (at.bitcast(at.trunc(bits, code.ir.IntType(32)), code.float) for bits in (scale, cap))
     # How often a loop runs that is for these alone: once or not at all.
-    capped = at.zext(at.fcmp_ordered("!=", cap, code.zero), code.word)
-    sloped, drained = (
+    has_cap = at.zext(at.fcmp_ordered("!=", cap, code.zero), code.word)
+    has_slopes, has_sinks = (
         at.zext(at.icmp_unsigned("!=", at.ptrtoint(address, code.word), code.number(0)), code.word)
         for address in (slopes, sinks)
     )
@@ -80,10 +80,10 @@ def _write(code: Code) -> None:
                 asked = (queries, at.add(at.mul(which, strides[0]), at.mul(row, strides[1])))
                 held = (scores, at.mul(which, room))
                 _scores(code, asked, (keys, start), held, widths[0], seen, scale)
-                _cap(code, held, seen, capped, cap)
+                _cap(code, held, seen, has_cap, cap)
                 _pad(code, held, seen)
-                _slope(code, held, seen, sloped, (slopes, which))
-                total = _softmax(code, held, seen, drained, (sinks, which))
+                _slope(code, held, seen, has_slopes, (slopes, which))
+                total = _softmax(code, held, seen, has_sinks, (sinks, which))
                 place = at.mul(at.add(at.mul(row, at.mul(groups, each)), which), value_width)
                 _values(code, held, (values, start), (made, place), widths[1], seen, total)
                 return ()
@@ -216,12 +216,12 @@ def _softmax(code: Code, scores: Place, seen: Any, times: Any, sink: Place) -> A
         found = code.load(scores[0], at.add(scores[1], index), code.float, LANES)
         return [at.select(at.fcmp_ordered(">", found, carried[0]), found, carried[0])]
 
-    def sunk(_: Any, __: Sequence[Any]) -> Sequence[Any]:
+    def sink_score(_: Any, __: Sequence[Any]) -> Sequence[Any]:
         return [code.load(*sink, code.float)]
 
     (most,) = code.loop(code.number(0), seen, LANES, higher, [lowest])
-    (drain,) = code.loop(code.number(0), times, 1, sunk, [code.ir.Constant(code.float, -math.inf)])
-    highest = drain
+    (own,) = code.loop(code.number(0), times, 1, sink_score, [code.ir.Constant(code.float, -math.inf)])
+    highest = own
     for lane in range(LANES):
         one = at.extract_element(most, code.ir.Constant(code.ir.IntType(32), lane))
         highest = at.select(at.fcmp_ordered(">", one, highest), one, highest)
@@ -234,7 +234,7 @@ def _softmax(code: Code, scores: Place, seen: Any, times: Any, sink: Place) -> A
         return [at.fadd(carried[0], found)]
 
     (total,) = code.loop(code.number(0), seen, LANES, some, [code.zeros])
-    extra = _exp(code, at.fsub(code.spread(drain), most))
+    extra = _exp(code, at.fsub(code.spread(own), most))
     return at.fadd(code.sum(total), at.extract_element(extra, code.ir.Constant(code.ir.IntType(32), 0)))
 
 

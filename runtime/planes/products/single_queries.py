@@ -1,12 +1,13 @@
-"""Attention of single positions, each to the keys and values of its own sequence: all of them in one call.
+"""Attention of single positions (decode attention), each to the keys and values of its own sequence: all of them in one call.
 
 A position has the same bits whatever others there are, on any number of threads: those of a run of its own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
-import struct
+import sys
 from array import array
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -91,9 +92,9 @@ def _attend(
     longest = max(at) + 1 if window is None else min(window, max(at) + 1)
     room = -(-longest // LANES) * LANES + LANES
     scores, made = torch.empty(heads, room), torch.empty(1, count, heads, value_width)
-    sloped = None if slopes is None else _floats(slopes)
-    drained = None if sinks is None else sinks.float().contiguous()
-    if not all(each is None or each.shape == (heads,) for each in (sloped, drained)):
+    of_slopes = None if slopes is None else _floats(slopes)
+    of_sinks = None if sinks is None else sinks.float().contiguous()
+    if not all(each is None or each.shape == (heads,) for each in (of_slopes, of_sinks)):
         raise ValueError(f"slopes or sinks that are not one for each of {heads} heads")
     over_blocks(
         code,
@@ -102,7 +103,7 @@ def _attend(
             key.data_ptr(),
             value.data_ptr(),
             table.buffer_info()[0],
-            *(0 if each is None else each.data_ptr() for each in (sloped, drained)),
+            *(0 if each is None else each.data_ptr() for each in (of_slopes, of_sinks)),
             scores.data_ptr(),
             made.data_ptr(),
         ),
@@ -125,11 +126,9 @@ def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
-@lru_cache(64)
 def _bits(value: float) -> int:
-    """Of a float, as a whole number."""
-    (found,) = struct.unpack("<I", struct.pack("<f", value))
-    return int(found)
+    """Of a float, as a whole number; infinity for one that is too large."""
+    return int.from_bytes(bytes(ctypes.c_float(value)), sys.byteorder)
 
 
 @lru_cache(64)

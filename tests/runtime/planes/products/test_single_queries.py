@@ -247,3 +247,9 @@ def test_tokens_beside_a_prompt_have_the_bits_that_they_have_among_tokens(scored
     for one, other, third in zip(tokens, mixed[:2] + mixed[3:], all_singly[:2] + all_singly[3:], strict=True):
         assert torch.equal(one, other) and torch.equal(one, third)
     torch.testing.assert_close(mixed[2], all_singly[2])
+
+
+def test_a_scale_that_no_float_holds_is_infinite_as_it_is_to_torch() -> None:
+    made = case(1, 1, 16, 16, (0,))
+    assert torch.equal(attend(made.query, made.new, made.copied(), (0,), 1e-300, None), made.new[1])
+    assert attend(made.query, made.new, made.copied(), (0,), 1e300, None).isnan().all()
