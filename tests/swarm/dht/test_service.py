@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import count, islice
 
 import msgpack
 import pytest
@@ -236,9 +237,8 @@ def test_a_new_node_is_offered_what_it_should_keep_once_and_not_all_there_is() -
 
 def test_a_dead_node_makes_room_in_a_full_bucket_and_a_living_one_does_not() -> None:
     desk = Desk()
-    far = [peer for peer in (Identity.generate().peer_id for _ in range(1000)) if _bucket(desk, peer) == 0][
-        :21
-    ]
+    strangers = (Identity.generate().peer_id for _ in count())
+    far = list(islice((peer for peer in strangers if _bucket(desk, peer) == 0), 21))
     for peer in far[:20]:
         assert desk.service.table.seen(Node(node_id(peer), peer))
     assert far[20] not in meet(desk, lambda: desk.service.ping(as_node(far[20])))
