@@ -161,6 +161,11 @@ class DeviceShare:
         self._running: Whose | None = None
         self._last: Whose | None = None  # whose call ended last
 
+    @property
+    def idle(self) -> bool:
+        """Whether no call runs."""
+        return self._running is None
+
     def arrives(self, whose: Whose) -> Waiting:
         """A call that waits from now on."""
         self._authors.arrives(whose.author, self._clock())

@@ -12,7 +12,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -78,11 +78,22 @@ class Worker:
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """As `run`, without waiting: `result` waits for what comes of it. RuntimeError once it is closed."""
+        call = self._call(partial(function, *args, **kwargs))
+        self._queue.submit(self._whose, call)
+        return call.outcome
+
+    def submit_short(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """As `submit`, for a call of less than SLICE_SECONDS: it has run in the event loop's own thread when this returns, if the
+        device is free for it. To hand a call over and back takes some hundred microseconds, above all to wake the threads up."""
+        call = self._call(function)
+        if self.device != "cpu" or not self._queue.run_here(self._whose, call):
+            self._queue.submit(self._whose, call)
+        return call.outcome
+
+    def _call(self, function: Callable[[], T]) -> _Call:
         # A ThreadPoolExecutor and its futures take three times as long to hand a call over and back, for every hop of a token.
         loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[T] = loop.create_future()
-        self._queue.submit(self._whose, _Call(partial(function, *args, **kwargs), loop, outcome))
-        return outcome
+        return _Call(function, loop, loop.create_future())
 
     async def result(self, outcome: asyncio.Future[T]) -> T:
         """Of a call that was submitted; its exception is raised here."""
@@ -178,6 +189,7 @@ class _Queue:
         self._threads: list[Thread] = []
         self._closed = False
         self._whose, self._began = NOBODY, 0.0  # what runs, and since when without a rest
+        self._prepare_here = cache(prepare)  # of the event loop's thread
         self.look: Callable[[], None] = lambda: None
 
     def submit(self, whose: Whose, call: _Call) -> None:
@@ -189,6 +201,20 @@ class _Queue:
             self._changed.notify()
             if self._holder is None:
                 self._holder = self._new_hand()
+
+    def run_here(self, whose: Whose, call: _Call) -> bool:
+        """In the thread that asks, if nobody has the device, or waits for it, and it need not be held free. Whether it ran."""
+        with self._lock:
+            if self._closed or self._calls or self._resting or not self._share.idle:
+                return False
+            waiting = self._share.arrives(whose)
+            if self._share.choose([waiting]) is not waiting:
+                return False
+            self._begins(waiting, [])
+        _settle(call, self._prepare_here)()
+        self._ended()
+        del call  # as in `_do`
+        return True
 
     async def aclose(self) -> None:
         with self._lock:
@@ -229,9 +255,14 @@ class _Queue:
             if time.monotonic() - self._began >= SLICE_SECONDS:
                 self.look()
 
+    def _begins(self, call: Waiting, waiting: Sequence[Waiting]) -> None:
+        self._share.begins(call, waiting)
+        self._whose, self._began = call.whose, time.monotonic()
+
     def _ended(self) -> None:
         with self._lock:
             self._share.ends(self._whose, time.monotonic() - self._began)
+            self._changed.notify()  # for what was asked for while it ran in the event loop's thread
 
     def _next(self, hand: _Hand) -> tuple[Waiting, _Call] | None:
         """What this thread runs now; None where it is to end."""
@@ -254,12 +285,11 @@ class _Queue:
             waiting = [each for each, _ in (*self._resting.values(), *self._calls.values())]
             if not waiting and self._closed:
                 return False
-            choice = self._share.choose(waiting) if waiting else None
+            choice = self._share.choose(waiting) if waiting and self._share.idle else None
             if isinstance(choice, Waiting):
                 break
             self._changed.wait(choice)
-        self._share.begins(choice, [each for each in waiting if each is not choice])
-        self._whose, self._began = choice.whose, time.monotonic()
+        self._begins(choice, [each for each in waiting if each is not choice])
         if (resting := self._resting.pop(id(choice), None)) is not None:
             self._holder = resting[1]
         else:
@@ -288,15 +318,22 @@ def _give_way() -> None:
 
 
 def _do(call: _Call, prepare: Callable[[], None], ended: Callable[[], None]) -> None:
-    try:
-        prepare()
-        settle = partial(_give, call.outcome, call.function())
-    except BaseException as error:  # whoever waits for the call raises it
-        settle = partial(_fail, call.outcome, error)
+    settle = _settle(call, prepare)
     with suppress(RuntimeError):  # the loop is closed
         call.loop.call_soon_threadsafe(settle)
     ended()  # while the loop wakes up
     del call, settle  # an error's traceback holds this frame, which would hold the error
+
+
+def _settle(call: _Call, prepare: Callable[[], None]) -> Callable[[], None]:
+    """Run it: what tells whoever waits for it what came, in the loop's thread."""
+    try:
+        prepare()
+        return partial(_give, call.outcome, call.function())
+    except BaseException as error:  # whoever waits for the call raises it
+        return partial(_fail, call.outcome, error)
+    finally:
+        del call
 
 
 def _give(outcome: asyncio.Future[Any], value: object) -> None:

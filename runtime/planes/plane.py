@@ -94,6 +94,7 @@ class DecodingStage(Protocol):
     caches: bool  # whether it keeps anything between runs: one without attention needs nothing
     together: bool
     chunks_agree: bool
+    compiles: bool  # whether a run may have to compile first what it runs, for seconds
 
     def open(self, session: str, capacity: int, source: int = 0) -> None:
         """Begin a session of at most `capacity` positions, with a source of so many."""

@@ -29,6 +29,8 @@ class TorchDecodingStage(Sessions[SessionCache]):
     """A stage being served. Weights are moved to the device once. A stage without attention to a cache keeps
     nothing between runs. `fixed_rows`: as of `Matrices`."""
 
+    compiles = False
+
     def __init__(self, stage: Stage, variables: Tensors, device: str = "cpu", fixed_rows: int = 0) -> None:
         super().__init__()
         self.stage = stage

@@ -86,6 +86,7 @@ def arithmetic(stage: Stage, inputs: Mapping[str, torch.Tensor]) -> dict[str, to
 
 class ToyPlane:
     together = chunks_agree = True
+    compiles = False
 
     def __init__(self, stage: Stage, on_run: Callable[[str, int, int], None] = lambda *_: None) -> None:
         self.stage = stage

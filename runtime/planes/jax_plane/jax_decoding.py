@@ -34,6 +34,7 @@ class JaxDecodingStage(Sessions[SessionArrays]):
     """A stage being served. A stage without attention to a cache keeps nothing between runs."""
 
     together = False  # each piece is a run of its own
+    compiles = True
     chunks_agree = True  # of 36 prompts in bfloat16, cut in three ways, none had other logits (CPU)
 
     def __init__(self, stage: Stage, variables: Tensors, device: jax.Device) -> None:

@@ -31,6 +31,7 @@ SHARED_POSITIONS = 16  # of prompts, in a turn between others' tokens
 TURN_COST_POSITIONS = 32
 PREFIX_POSITIONS = 4096  # before a chunk, with which it takes about twice as long
 SHORT_POSITIONS = 16  # at most, of a chunk that decodes
+SHORT_SECONDS = 0.01  # less than which a turn takes that may run in the event loop's thread
 GUESSES = 64  # of all sessions, under way at once
 WAITING_POSITIONS = (
     4 * TURN_POSITIONS
@@ -69,6 +70,11 @@ def _decodes(chunk: Chunk) -> bool:
     return chunk.sample and chunk.length <= SHORT_POSITIONS
 
 
+def _is_one(turn: Sequence[Work[Session]]) -> bool:
+    """One position, whose token is wanted."""
+    return len(turn) == 1 and turn[0].chunk.sample and turn[0].chunk.length == 1
+
+
 class Schedule(Generic[Session]):
     """`stages`: of the ring. `bounded`: chunks come from other stages, which wait while WAITING_POSITIONS wait here. The
     first stage makes its own, at most one for each session: it needs no bound and never holds up a token on its way back,
@@ -90,6 +96,7 @@ class Schedule(Generic[Session]):
         self._had_few = False  # one of these had a row in the turn before that
         self._rests = Rests()
         self._held: set[SessionId] = set()  # sessions of which a chunk that had its turn comes again
+        self._position_seconds = math.inf  # that the last turn took which was for one position
 
     def admit(self, session: Session) -> bool:
         """Whether there is room for it: then it is one of `sessions`. JobError where one of that name is here."""
@@ -207,9 +214,16 @@ class Schedule(Generic[Session]):
         """Seconds for which what waits may have to wait for a user who has fewer sessions."""
         return self._rests.left(now) if self._waiting else 0.0
 
+    def is_short(self, turn: Sequence[Work[Session]]) -> bool:
+        """Whether the turn may hold up all else that the peer does: it is for the only session here, and takes less than
+        SHORT_SECONDS, as far as the last one like it tells."""
+        return len(self.sessions) == 1 and self._position_seconds < SHORT_SECONDS and _is_one(turn)
+
     def took(self, turn: Sequence[Work[Session]], seconds: float, now: float) -> None:
         """How long the turn has run that is over now. A prompt's chunk, once after each of a user's tokens, is not held
         against anybody."""
+        if _is_one(turn):
+            self._position_seconds = seconds
         has_few = any(self._of(work) in self._few for work in turn)
         behind = self._had_few and not self._decoded
         self._rests.ran(bool(self._few) and not has_few and not behind, seconds, now)

@@ -315,17 +315,20 @@ class RingStage:
     # --- turns
 
     async def _turn_for_ever(self) -> None:
-        """What a turn gave is passed on while the next one runs, or at once where nothing waits for that."""
+        """What a turn gave is passed on while the next one runs, or at once where nothing waits for that. A short one runs in
+        the event loop's thread, where the loop has had its time since the last one."""
         over: tuple[Turn, Sequence[Outcome | Exception]] | None = None
+        waited = False  # since the last turn
         while True:
             began = self._clock()
             turn = self._waiting_turn(began)
-            computing = self._worker.submit(self._runner.run, turn) if turn else None
+            computing = self._submit(turn, here=waited) if turn else None
             if over is not None:
                 await self._pass_all_on(*over)
                 over = None
             elif computing is None:
                 await self._more(began)
+                waited = True
             if computing is not None:
                 outcomes = await self._worker.result(computing)
                 now = self._clock()
@@ -333,7 +336,12 @@ class RingStage:
                 for work, outcome in zip(turn, outcomes, strict=True):
                     if isinstance(outcome, MemoryError):
                         self._schedule.hold(work.session)
-                over = turn, outcomes
+                over, waited = (turn, outcomes), False
+
+    def _submit(self, turn: Turn, *, here: bool) -> asyncio.Future[list[Outcome | Exception]]:
+        if here and not self._runner.compiles and self._schedule.is_short(turn):
+            return self._worker.submit_short(partial(self._runner.run, turn))
+        return self._worker.submit(self._runner.run, turn)
 
     def _waiting_turn(self, now: float) -> Turn:
         """The chunks that are to run now; nothing where none may."""

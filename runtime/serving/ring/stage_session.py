@@ -233,6 +233,11 @@ class StageRunner:
         return held
 
     @property
+    def compiles(self) -> bool:
+        """Whether running a chunk may take seconds more than another as long did."""
+        return self._plane.compiles
+
+    @property
     def chunks_agree(self) -> bool:
         """Whether prompts may be cut anywhere, and keys and values of one prompt do for another that begins alike."""
         return self._plane.chunks_agree

@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -268,6 +269,68 @@ def test_another_jobs_call_overtakes_one_that_rests_and_its_own_jobs_do_not(
 
     assert not rest(), "elsewhere it does nothing"
     asyncio.run(main())
+
+
+def test_a_short_call_runs_in_the_loops_own_thread_where_the_device_is_free() -> None:
+    here = threading.current_thread
+
+    async def main() -> None:
+        begun, go = threading.Event(), threading.Event()
+
+        def busy() -> threading.Thread:
+            begun.set()
+            assert go.wait(10)
+            return here()
+
+        async with Worker(threads=1) as worker:
+            mine, other = (worker.of(Whose(PeerId(name), JobId(name))) for name in "ab")
+            first = mine.submit_short(here)
+            assert first.done() and await worker.result(first) is here()
+            assert mine.submit_short(torch.get_num_threads).result() == 1
+            with pytest.raises(ZeroDivisionError):
+                mine.submit_short(lambda: 1 // 0).result()
+            long = other.submit(busy)
+            await asyncio.to_thread(begun.wait, 10)
+            behind = mine.submit_short(here)
+            assert not behind.done(), "another job has the device"
+            go.set()
+            assert await worker.result(long) is await worker.result(behind) is not here()
+        with pytest.raises(RuntimeError, match="closed"):
+            mine.submit_short(here)
+
+    asyncio.run(main())
+
+
+def test_what_is_asked_for_during_a_short_call_runs_after_it() -> None:
+    seen: list[str] = []
+
+    async def main() -> None:
+        begun, asked = threading.Event(), threading.Event()
+
+        async def ask(worker: Worker) -> None:
+            call = worker.submit(seen.append, "asked for elsewhere")
+            asked.set()
+            await worker.result(call)
+
+        def elsewhere(worker: Worker) -> None:
+            assert begun.wait(10)
+            asyncio.run(ask(worker))
+
+        def short() -> None:
+            begun.set()
+            assert asked.wait(10)
+            time.sleep(0.05)
+            seen.append("short")
+
+        async with Worker() as worker:
+            await worker.run(int)  # its thread waits for calls
+            other = asyncio.ensure_future(asyncio.to_thread(elsewhere, worker))
+            await asyncio.sleep(0)
+            await worker.result(worker.submit_short(short))
+            await other
+
+    asyncio.run(main())
+    assert seen == ["short", "asked for elsewhere"]
 
 
 def test_closing_waits_for_calls_that_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from fusion.runtime.serving.ring.schedule import (
     MAX_SESSIONS,
     SHARED_POSITIONS,
     SHORT_POSITIONS,
+    SHORT_SECONDS,
     TURN_COST_POSITIONS,
     TURN_POSITIONS,
     WAITING_POSITIONS,
@@ -273,6 +274,19 @@ def test_a_chunk_of_a_prompt_behind_the_tokens_of_the_user_with_fewest_sessions_
     assert [w.session for w in prompt] == [asks]
     schedule.add(work(asks, 2 * SHARED_POSITIONS, SHARED_POSITIONS))
     assert schedule.rest(3.0) == REST_TIMES, "the user with fewest sessions has had no turn since"
+
+
+def test_a_turn_is_short_for_the_only_session_once_one_like_it_was() -> None:
+    schedule, (a, b) = scheduled(2, "ab")
+    token, prompt, less = (work(a, 3),), (work(a, 0, 3),), 0.9 * SHORT_SECONDS
+    schedule.took(token, less, 0.0)
+    assert not schedule.is_short(token), "somebody else is here"
+    schedule.remove(b)
+    assert schedule.is_short(token) and not schedule.is_short(prompt)
+    schedule.took(prompt, 1.0, 0.0)
+    assert schedule.is_short(token), "a prompt tells nothing of a token"
+    schedule.took(token, SHORT_SECONDS, 0.0)
+    assert not schedule.is_short(token)
 
 
 def test_a_session_that_ended_while_its_chunk_ran_is_held_under_no_name() -> None:

@@ -85,6 +85,42 @@ def test_sessions_at_once_do_not_touch_each_other() -> None:
     asyncio.run(main())
 
 
+def test_tokens_of_the_only_session_are_computed_between_what_the_loop_does_and_those_of_several_beside_it() -> (
+    None
+):
+    ran: list[tuple[int, threading.Thread]] = []
+
+    async def main() -> None:
+        stages = SHAPES["three"]
+        async with ring_of(
+            stages, on_run=lambda stage, *_: ran.append((stage, threading.current_thread()))
+        ) as ring:
+            prompt = [1, 2, 3]
+            assert await ring.generate(prompt, 20) == reference(stages, prompt, 20)
+            here = threading.current_thread()
+            for stage in range(3):
+                threads = [thread for number, thread in ran if number == stage]
+                assert threads[0] is not here, "how long a token takes is not known"
+                assert threads.count(here) > 10
+            ran.clear()
+            both = await asyncio.gather(*(ring.generate([n, 2, 3], 20) for n in range(2)))
+            assert both == [reference(stages, [n, 2, 3], 20) for n in range(2)]
+            assert sum(thread is not here for _, thread in ran) > len(ran) / 2
+
+    asyncio.run(main())
+
+
+def test_one_stage_alone_leaves_the_loop_to_others_between_tokens() -> None:
+    ran: list[threading.Thread] = []
+
+    async def main() -> None:
+        async with ring_of(SHAPES["one"], on_run=lambda *_: ran.append(threading.current_thread())) as ring:
+            assert await ring.generate([1, 2, 3], 20) == reference(SHAPES["one"], [1, 2, 3], 20)
+
+    asyncio.run(main())
+    assert threading.current_thread() not in ran
+
+
 def test_links_between_stages_end_once_no_session_needs_them_and_are_made_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
