@@ -1,4 +1,4 @@
-"""The thread that runs torch work of one device, so that the asyncio loop never waits for arithmetic.
+"""The thread that runs torch work of one device, so that the asyncio loop waits for no arithmetic but that of short calls (`submit_short`).
 
 Calls run one at a time: those of one job in the order in which they were made, those of several by what each has had of
 the device (`fusion.runtime.device.share`). A call that runs for long rests between two operators (`rest`), and calls of other

@@ -23,6 +23,7 @@ from fusion.runtime.planes.batch_invariant import UNEVEN, even, in_rows
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES, InputSizes, polynomials
 from fusion.runtime.planes.kernels.in_range import in_range
 from fusion.runtime.planes.preemption import preemption_point
+from fusion.runtime.planes.products.fused_rows import Fused
 from fusion.runtime.planes.sequences import last_position
 from fusion.runtime.planes.torch_ops import STATEFUL, evaluation, gives_several, spell
 
@@ -67,15 +68,16 @@ def compile_graph(
     training: bool,
     products: Mapping[str, Callable[..., torch.Tensor]] | None = None,
     last: frozenset[str] = frozenset(),
+    fused: Mapping[str, Fused] | None = None,
 ) -> Program:
     """Generate the code of `graph` for `device`; without `training`, dropout is off and running statistics are used.
     `products`: what computes these nodes in place of their operators; `last`: nodes that keep the last position of each
-    sequence of a run (`fusion.runtime.planes.sequences`).
+    sequence of a run (`fusion.runtime.planes.sequences`); `fused`: what computes others, and nodes before them, in one call.
 
     GraphError names what cannot become code. The graph is assumed to have passed `fusion.dag.ir.serialise.validate`; one
     that has not may fail later, but still cannot place text in the source.
     """
-    return _Writer(graph, device, training, products or {}, last).write()
+    return _Writer(graph, device, training, products or {}, last, fused or {}).write()
 
 
 class _Writer:
@@ -86,9 +88,12 @@ class _Writer:
         training: bool,
         products: Mapping[str, Callable[..., torch.Tensor]],
         last: frozenset[str],
+        fused: Mapping[str, Fused],
     ) -> None:
         self.products = products
         self.last = last
+        self.fused = fused
+        self.replaced = frozenset[str]().union(*(each.replaces for each in fused.values()))
         cpu = device.type == "cpu"
         self.even = not training and cpu  # positions have the same bits however many are run
         self.rests_after = 1 if training else DECODED_NODES if cpu else 0  # nodes; 0: nowhere
@@ -111,10 +116,16 @@ class _Writer:
                     self.dimensions[dim] = self.placeholder()
         state = self.placeholder()
         for number, node in enumerate(graph.nodes, 1):
-            op, args = node.op, tuple(self.value(node.op, a) for a in node.args)
-            if not self.training:
-                op, args = evaluation(op, args)
-            made = self.computed(node.name, op, args, state)
+            if node.name in self.replaced:
+                continue
+            fused = self.fused.get(node.name)
+            op, args = node.op, tuple(self.value(a) for a in (fused or node).args)
+            if fused is not None:
+                made = self.call(fused.function, args, {})
+            else:
+                if not self.training:
+                    op, args = evaluation(op, args)
+                made = self.computed(node.name, op, args, state)
             self.results(node, op, made)
             if self.rests_after and number % self.rests_after == 0:
                 self.call(preemption_point, (made,), {})
@@ -171,7 +182,7 @@ class _Writer:
         except KeyError:
             raise GraphError("a node or an output reads a value that is not defined before it") from None
 
-    def value(self, op: str, arg: Arg) -> Any:
+    def value(self, arg: Arg) -> Any:
         if isinstance(arg, Ref):
             return self.find(arg)
         if isinstance(arg, Poly):
@@ -181,7 +192,7 @@ class _Writer:
                 raise GraphError("an argument is a dtype that does not exist")
             return TORCH_DTYPES[arg.name]
         if type(arg) is tuple:
-            return [self.value(op, a) for a in arg]
+            return [self.value(a) for a in arg]
         if arg is None or type(arg) in (bool, int, float):
             return arg
         raise GraphError(f"an argument of type {type(arg).__name__} has no place in a graph")

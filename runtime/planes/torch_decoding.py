@@ -19,6 +19,7 @@ from fusion.runtime.planes.input_sizes import HALF, TORCH_DTYPES
 from fusion.runtime.planes.kv_cache import KeptShape, KeptSource, SessionCache
 from fusion.runtime.planes.matrices import Matrices
 from fusion.runtime.planes.plane import Piece, Tensors
+from fusion.runtime.planes.products.fused_rows import fused_rows
 from fusion.runtime.planes.products.packed import padded
 from fusion.runtime.planes.sequences import Sequences
 from fusion.runtime.planes.sessions import Sessions, slot_shapes, state_bytes_of
@@ -48,12 +49,16 @@ class TorchDecodingStage(Sessions[SessionCache]):
         self._by_piece = matrices.by_piece
         self._idle = both is not None and not stage.graph.outputs  # all that is here is an encoder's
         self.together = layout is not None or self._idle  # whether pieces run as one
+        products = matrices.products(together=layout is not None)
+        last = layout.last if layout is not None else frozenset[str]()
+        cpu = self.device.type == "cpu"
         self._program = compile_graph(
             stage.graph,
             self.device,
             training=False,
-            products=matrices.products(together=layout is not None),
-            last=layout.last if layout is not None else frozenset(),
+            products=products,
+            last=last,
+            fused=fused_rows(stage.graph, {*products, *last}) if cpu else {},
         )
         # What stands for keys and values of the source is with each session.
         self._variables: tuple[Any, ...] = tuple(matrices.laid_out.get(v.name) for v in stage.graph.variables)

@@ -17,13 +17,6 @@ from fusion.runtime.planes.products.machine_code import LANES, Code, Function, c
 ENTRY = 4  # whole numbers of the table for each position
 _KEYS = 4  # whose scores are computed at once: their sums wait for each other otherwise
 _VECTORS = 4  # of a value's width that are summed at once
-_LOWEST = -87.0  # of which exp is the smallest that we tell from 0
-_LOG2_E = 1.4426950408889634
-# ln 2 in two parts, the first of so few bits that whole multiples of it are exact, and exp(x) - 1 - x over x squared for half
-# of it on both sides of 0, of least error (Cephes, expf.c).
-_LN2 = (0.693359375, -2.12194440e-4)
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-_ROUND = 1.5 * 2**23  # a float that much greater has no place for fractions
 
 
 @cache
@@ -166,7 +159,7 @@ def _cap(code: Code, scores: Place, seen: Any, times: Any, cap: Any) -> None:
         bits = at.bitcast(value, code.integers)
         sign = at.and_(bits, code.whole_numbers(-(1 << 31)))
         size = at.bitcast(at.and_(bits, code.whole_numbers((1 << 31) - 1)), code.floats)
-        less = _exp(code, at.fmul(size, code.all(-2.0)))
+        less = code.exp(at.fmul(size, code.all(-2.0)))
         found = at.fdiv(at.fsub(code.all(1.0), less), at.fadd(code.all(1.0), less))
         found = at.bitcast(at.or_(at.bitcast(found, code.integers), sign), code.floats)
         return at.fmul(found, code.spread(cap))
@@ -229,31 +222,13 @@ def _softmax(code: Code, scores: Place, seen: Any, times: Any, sink: Place) -> A
 
     def some(index: Any, carried: Sequence[Any]) -> Sequence[Any]:
         place = at.add(scores[1], index)
-        found = _exp(code, at.fsub(code.load(scores[0], place, code.float, LANES), most))
+        found = code.exp(at.fsub(code.load(scores[0], place, code.float, LANES), most))
         code.store(found, scores[0], place)
         return [at.fadd(carried[0], found)]
 
     (total,) = code.loop(code.number(0), seen, LANES, some, [code.zeros])
-    extra = _exp(code, at.fsub(code.spread(own), most))
-    return at.fadd(code.sum(total), at.extract_element(extra, code.ir.Constant(code.ir.IntType(32), 0)))
-
-
-def _exp(code: Code, value: Any) -> Any:
-    """Of numbers that are not above 0: to 2 units in the last place, and 0 below _LOWEST."""
-    at, all_of = code.at, code.all
-    rounded = code.fma(value, all_of(_LOG2_E), all_of(_ROUND))
-    whole = at.fsub(rounded, all_of(_ROUND))
-    rest = value
-    for part in _LN2:
-        rest = code.fma(whole, all_of(-part), rest)
-    found = all_of(_EXP[0])
-    for number in _EXP[1:]:
-        found = code.fma(found, rest, all_of(number))
-    found = at.fadd(code.fma(found, at.fmul(rest, rest), rest), all_of(1.0))
-    # What is in the last bits of `rounded` is the power of two.
-    power = at.shl(at.bitcast(rounded, code.integers), code.whole_numbers(23))
-    power = at.bitcast(at.add(power, code.whole_numbers(0x3F800000)), code.floats)
-    return at.select(at.fcmp_ordered("<", value, all_of(_LOWEST)), code.zeros, at.fmul(found, power))
+    extra = code.exp(at.fsub(code.spread(own), most))
+    return at.fadd(code.sum(total), code.first(extra))
 
 
 def _values(

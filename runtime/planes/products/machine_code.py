@@ -1,6 +1,6 @@
 """Functions that LLVM makes for this machine, and running them over the blocks of a matrix.
 
-What LLVM is given is written here and beside it (`packed_code`, `quantised_code`); nothing of a graph comes near it. Sums are
+What LLVM is given is written here and beside it (modules named `..._code`); nothing of a graph comes near it. Sums are
 written in one order, with fused multiply-adds and without leave to change it, so that what is written gives the same bits
 whatever runs beside it, on any number of threads and on any CPU; it was seen on x86-64 with AVX2 alone.
 """
@@ -18,6 +18,13 @@ from typing import Any
 LANES = 16  # numbers that are counted with at once: the rows of a matrix that a block has
 _GROUP = 4  # blocks that are run with all rows before the next
 _THREAD_PRODUCTS = 1 << 22  # for fewer another thread does not pay
+_LOWEST = -87.0  # of which exp is the smallest that we tell from 0
+_LOG2_E = 1.4426950408889634
+# ln 2 in two parts, the first of so few bits that whole multiples of it are exact, and exp(x) - 1 - x over x squared for half
+# of it on both sides of 0, of least error (Cephes, expf.c).
+_LN2 = (0.693359375, -2.12194440e-4)
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_ROUND = 1.5 * 2**23  # a float that much greater has no place for fractions
 
 Function = Callable[..., None]  # of addresses and whole numbers
 
@@ -42,6 +49,8 @@ class Code:
         self._function = ir.Function(self.module, kind, "function")
         fused = ir.FunctionType(self.floats, [self.floats] * 3)
         self._fused = ir.Function(self.module, fused, f"llvm.fma.v{LANES}f32")
+        root = ir.FunctionType(self.float, [self.float])
+        self._root = ir.Function(self.module, root, "llvm.sqrt.f32")
         self.at = ir.IRBuilder(self._function.append_basic_block())
 
     @property
@@ -140,6 +149,31 @@ class Code:
         placed = self.at.insert_element(empty, one, self.ir.Constant(self.ir.IntType(32), 0))
         return self.at.shuffle_vector(placed, empty, self.ir.Constant(self.integers, [0] * LANES))
 
+    def exp(self, value: Any) -> Any:
+        """Of numbers that are not above 0: to 2 units in the last place, and 0 below _LOWEST."""
+        at, all_of = self.at, self.all
+        rounded = self.fma(value, all_of(_LOG2_E), all_of(_ROUND))
+        whole = at.fsub(rounded, all_of(_ROUND))
+        rest = value
+        for part in _LN2:
+            rest = self.fma(whole, all_of(-part), rest)
+        found = all_of(_EXP[0])
+        for number in _EXP[1:]:
+            found = self.fma(found, rest, all_of(number))
+        found = at.fadd(self.fma(found, at.fmul(rest, rest), rest), all_of(1.0))
+        # What is in the last bits of `rounded` is the power of two.
+        power = at.shl(at.bitcast(rounded, self.integers), self.whole_numbers(23))
+        power = at.bitcast(at.add(power, self.whole_numbers(0x3F800000)), self.floats)
+        return at.select(at.fcmp_ordered("<", value, all_of(_LOWEST)), self.zeros, at.fmul(found, power))
+
+    def sqrt(self, one: Any) -> Any:
+        """Of one float."""
+        return self.at.call(self._root, [one])
+
+    def first(self, lanes: Any) -> Any:
+        """The float in the first lane."""
+        return self.at.extract_element(lanes, self.ir.Constant(self.ir.IntType(32), 0))
+
     def sum(self, lanes: Any) -> Any:
         """Of all lanes: of each half's, and so on."""
         count = LANES
@@ -153,7 +187,7 @@ class Code:
                 for first in (0, count)
             ]
             lanes = self.at.fadd(*halves)
-        return self.at.extract_element(lanes, self.ir.Constant(self.ir.IntType(32), 0))
+        return self.first(lanes)
 
     def all(self, number: float) -> Any:
         """A float that is known now, in all lanes."""
