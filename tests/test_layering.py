@@ -257,6 +257,7 @@ PURE = (
     *(
         f"runtime/serving/{name}.py"
         for name in (
+            "requests/ends",
             "requests/json_schema",
             "requests/request",
             "requests/stop",

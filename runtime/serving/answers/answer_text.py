@@ -14,13 +14,15 @@ class AnswerText:
     """A pure function of the tokens: whoever goes on with an answer, of which it is told the tokens, goes on with its
     text."""
 
-    def __init__(self, text: Text, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        """JobError where there are `stops` and no text that could have them."""
+    def __init__(self, text: Text, prompt: Sequence[int], stops: Sequence[str], least: int = 0) -> None:
+        """None of `stops` ends in the text of the first `least` tokens. JobError where there are `stops` and no text that could
+        have them."""
         if stops and isinstance(text, NoText):
             raise JobError("stop: this model has no tokenizer, so its answers have no text")
         self._pieces: list[str] = []
         self._stream = text.stream(prompt)
         self._stops = StopTexts(stops)
+        self._least, self._tokens = least, 0
 
     @property
     def whole(self) -> str:
@@ -33,7 +35,8 @@ class AnswerText:
 
     def push(self, token: int) -> str:
         """What this token adds to the text, as far as that is certain."""
-        return self._add(self._stops.push(self._stream.push(token)))
+        self._tokens += 1
+        return self._add(self._stops.push(self._stream.push(token), counts=self._counts))
 
     def read(self, tokens: Sequence[int]) -> None:
         """The tokens that the user has already, and their text."""
@@ -42,8 +45,12 @@ class AnswerText:
 
     def finish(self) -> None:
         """There are no more tokens: what was held back is text, unless it is the beginning of a character."""
-        self._add(self._stops.push(self._stream.finish()))
+        self._add(self._stops.push(self._stream.finish(), counts=self._counts))
         self._add(self._stops.finish())
+
+    @property
+    def _counts(self) -> bool:
+        return self._tokens > self._least
 
     def _add(self, piece: str) -> str:
         self._pieces.append(piece)

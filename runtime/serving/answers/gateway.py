@@ -12,7 +12,7 @@ learn that it has. What then happens is in `fusion.runtime.serving.answers.gener
     /fusion/generate/2   the same, and {min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias,
                          top_logprobs, stop} and the prompts "chat" and "features" (of {features} bytes, then ids), of which /1 says
                          nothing; `token` has {logprob, top_logprobs}. "text+schema" and so on: a schema of {schema} bytes
-                         comes before the prompt
+                         comes before the prompt. "text+ends" and so on: with {ignore_eos, min_tokens, stop_token_ids}
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class Gateway:
         model = await self._catalog.find(request.model)
         await self._catalog.check_asker(model, asker, request.grants)
         task, prompt_tokens = await self._prepared(model, request, holder)
-        text = await self._run(self._texts, model, holder, AnswerText, model.text, task.prompt, request.stop)
+        stops, least = request.stop, request.ends.min_tokens
+        text = await self._run(self._texts, model, holder, AnswerText, model.text, task.prompt, stops, least)
         tokens, grammar = list(request.answered), None
         if request.schema:
             answered = [token for token in tokens if token not in model.serve.end_tokens]
@@ -171,6 +172,7 @@ class Gateway:
             sampling=sampling,
             logits=request.logits,
             top_logprobs=request.top_logprobs,
+            ends=request.ends,
             user=self._user(holder),
             holder=holder,
             guesses=request.guesses,
@@ -184,9 +186,9 @@ class Gateway:
         self, task: Task, generation: Generation, text: AnswerText
     ) -> AsyncGenerator[Piece, None]:
         """Of the tokens that the user does not have yet; that which a stop text ends in once every stage is free."""
-        model, ends, had = task.model, task.model.serve.end_tokens, task.answered
+        model, had = task.model, task.answered
         if had:  # as many as a prompt may have; an end token is not text
-            had_text = had[:-1] if had[-1] in ends else had
+            had_text = had[:-1] if task.ends_with(had[-1], len(had) - 1) else had
             await self._run(self._prompts, model, task.holder, text.read, had_text)
         last: Piece | None = None
         async with aclosing(generation.tokens()) as chosen:
@@ -194,7 +196,7 @@ class Gateway:
                 token = None if text.stopped else await anext(chosen, None)
                 if token is None:
                     break
-                ended = generation.finish == "stop" and token.id in ends
+                ended = generation.finish == "stop" and task.ends_with(token.id, index)
                 shown = ""
                 if not ended:
                     shown = await self._run(self._texts, model, task.holder, text.push, token.id)

@@ -216,7 +216,7 @@ class Generation:
         if grammar is None:
             return said
         fits = grammar.accepts if token in ends else await grammar.push_soon((token,))
-        if fits and (grammar.complete or token in ends):
+        if fits and (grammar.complete or token in ends or token in session.opening.ends.stop_token_ids):
             return "stop"
         last = len(session.route) - 1
         fault = Fault("broken", f"{session.where(last)} does not follow response_format", (last,))
@@ -238,7 +238,7 @@ class Generation:
 
 def _ended(task: Task) -> Finish:
     """Whether what the user has already is the whole answer."""
-    if task.answered and task.answered[-1] in task.model.serve.end_tokens:
+    if task.answered and task.ends_with(task.answered[-1], len(task.answered) - 1):
         return "stop"
     if task.grammar is not None and task.grammar.complete:
         return "stop"

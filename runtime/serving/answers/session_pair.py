@@ -63,6 +63,7 @@ class SessionPair:
             sampling=task.sampling,
             logits=task.logits,
             top_logprobs=task.top_logprobs,
+            ends=task.ends,
             answered=remaining.known - len(task.prompt),
             user=task.user,
             prefix=prefix,

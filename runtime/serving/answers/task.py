@@ -10,6 +10,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.grammar.matcher import GrammarSession
+from fusion.runtime.serving.requests.ends import MODELS_OWN, Ends
 from fusion.runtime.serving.requests.request import (
     GenerateRequest,
     Sampling,
@@ -37,6 +38,7 @@ class Task:
     sampling: Sampling
     logits: bool
     top_logprobs: int | None = None
+    ends: Ends = MODELS_OWN  # which tokens end it, and from when on
     holder: PeerId  # whose it is: stages may have the beginning of it from another one of the same holder
     user: int = 0  # who asks, as stages are told
     guesses: bool = True
@@ -44,6 +46,10 @@ class Task:
     grammar: GrammarSession | None = None  # how the answer stands with it
     source: bytes = b""  # what an encoder-decoder reads first, of so many ids or frames
     source_length: int = 0
+
+    def ends_with(self, token: int, index: int) -> bool:
+        """Whether `token`, number `index` of the answer, ends it and is no text."""
+        return self.ends.end_with(token, index, self.model.serve.end_tokens)
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ def tokens_wanted(request: GenerateRequest, serve: ServeConfig, prompt: Sequence
     check_prompt(prompt, wanted, serve.vocabulary, serve.max_sequence)
     check_answered(request.answered, wanted, serve.vocabulary)
     check_biases(request.sampling, serve.vocabulary)
+    request.ends.check_vocabulary(serve.vocabulary)
     return wanted
 
 

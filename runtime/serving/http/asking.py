@@ -7,6 +7,7 @@ from random import Random
 
 from fusion.runtime.serving.http.errors import ApiError
 from fusion.runtime.serving.http.schema import Settings
+from fusion.runtime.serving.requests.ends import Ends
 from fusion.runtime.serving.requests.request import MAX_SEED, GenerateRequest, Sampling
 
 TEMPERATURE = 1.0  # where none is given, as with OpenAI
@@ -30,6 +31,11 @@ def requests(
         raise ApiError(400, f"{said}: ask for a stream, or for fewer tokens", param="top_logprobs")
     first = random.randrange(MAX_SEED) if body.seed is None else body.seed
     schema = body.json_schema
+    ends = Ends(
+        ignore_eos=body.ignore_eos is True,
+        min_tokens=body.min_tokens or 0,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+    )
     samplings = [_sampling(body, (first + i) & MAX_SEED) for i in range(body.answers)]
     return [
         GenerateRequest(
@@ -39,6 +45,7 @@ def requests(
             sampling=sampling,
             top_logprobs=top_logprobs,
             stop=body.stop or (),
+            ends=ends,
             schema=schema,
             guesses=body.guesses is not False,
         )

@@ -41,6 +41,7 @@ _FIELDS = frozenset(
             "stop",
         ),
         *("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs"),
+        *("ignore_eos", "min_tokens", "stop_token_ids"),
         *("answered", "json_schema", "response_format", "input", "dimensions", "messages"),
     }
 )

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from fusion.runtime.serving.requests.ends import MAX_STOP_TOKENS
 from fusion.runtime.serving.requests.json_schema import JSON_OBJECT, schema_text
 from fusion.runtime.serving.requests.request import MAX_SEED, MAX_STOP_BYTES, MAX_TOP_LOGPROBS
 
@@ -114,6 +115,9 @@ class Settings(Body):
         ]
         | None
     ) = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
     guesses: bool | None = None  # ours: False where the ring is not to run ahead of what is chosen

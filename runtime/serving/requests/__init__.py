@@ -1,6 +1,7 @@
 """What is asked and what is answered, for whoever asks. Loads no torch.
 
 json_schema       the schema that an answer has to follow; pure
+ends              which tokens end an answer, and from when on; pure
 request           what a client asks, and what it gets
 stop              texts that end an answer; pure
 chat_format       how a model is chatted with

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import MAX_PROMPT_BYTES, MAX_SOURCE_BYTES
+from fusion.runtime.serving.requests.ends import MODELS_OWN, WITH_ENDS, Ends
 from fusion.runtime.serving.requests.json_schema import checked_schema
 from fusion.swarm.authority.access import chain_of
 from fusion.swarm.transport import PeerId
@@ -136,6 +137,7 @@ class GenerateRequest:
     # penalties and temperature. None: none.
     top_logprobs: int | None = None
     stop: tuple[str, ...] = ()  # the text ends before the first of these
+    ends: Ends = MODELS_OWN  # which tokens end it, and from when on
     # `prompt` is a chat as the model's template wrote it: its special tokens are those that it has, and `max_tokens` are at most
     # as many as the model has positions left.
     chat: bool = False
@@ -168,6 +170,13 @@ class GenerateRequest:
             raise JobError(f"stop: at most {MAX_STOPS} texts, not {len(self.stop)}")
         if not all(_is_text(text) and 1 <= len(text.encode()) <= MAX_STOP_BYTES for text in self.stop):
             raise JobError(f"stop: texts of 1 to {MAX_STOP_BYTES} bytes of UTF-8")
+        if self.ends.min_tokens > self.most_tokens:
+            raise JobError(
+                f"min_tokens: at most max_tokens, which is {self.most_tokens}, not {self.ends.min_tokens}"
+            )
+        if self.schema and (self.ends.ignore_eos or self.ends.min_tokens):
+            name = "ignore_eos" if self.ends.ignore_eos else "min_tokens"
+            raise JobError(f"{name}: an answer that follows response_format ends where its JSON does")
 
     @property
     def most_tokens(self) -> int:
@@ -179,11 +188,13 @@ class GenerateRequest:
         return (
             bool(self.sampling.newer or self.stop or self.chat or self.schema or self.features)
             or self.top_logprobs is not None
+            or self.ends != MODELS_OWN
         )
 
     def to_frame(self) -> tuple[dict[str, Any], bytes]:
         """Header and payload of the `generate` frame. The prompt is the payload: UTF-8 text, or ids. A schema comes before it,
-        and is said of it: a gateway that knows of none must not take it for a part of the prompt."""
+        and is said of it: a gateway that knows of none must not take it for a part of the prompt. So are `ends`, which it must
+        not pass over."""
         header: dict[str, Any] = {"model": self.model}
         if self.max_tokens is not None:
             header["max_tokens"] = self.max_tokens
@@ -210,6 +221,9 @@ class GenerateRequest:
         else:
             assert self.prompt_ids is not None
             kind, payload = "ids", pack_tokens(self.prompt_ids)
+        if self.ends != MODELS_OWN:
+            kind += WITH_ENDS
+            header |= self.ends.to_header()
         if self.schema:
             schema = self.schema.encode()
             return {**header, "prompt": f"{kind}{WITH_SCHEMA}", "schema": len(schema)}, schema + payload
@@ -225,6 +239,9 @@ class GenerateRequest:
         if isinstance(kind, str) and kind.endswith(WITH_SCHEMA):
             kind = kind.removesuffix(WITH_SCHEMA)
             schema, payload = split_schema(payload, whole(header, "schema", 0))
+        ends = MODELS_OWN
+        if isinstance(kind, str) and kind.endswith(WITH_ENDS):
+            kind, ends = kind.removesuffix(WITH_ENDS), Ends.from_header(header)
         if kind not in ("text", "chat", "ids", "features"):
             raise JobError("prompt: text, chat, ids or features")
         if len(payload) > MAX_PROMPT_BYTES:
@@ -258,6 +275,7 @@ class GenerateRequest:
             grants=chain_of(header.get("grants")),
             top_logprobs=None if header.get("top_logprobs") is None else whole(header, "top_logprobs", 0),
             stop=tuple(stop),
+            ends=ends,
             chat=kind == "chat",
             guesses=header.get("guesses") is not False,
             schema=schema,

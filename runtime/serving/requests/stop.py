@@ -18,8 +18,9 @@ class StopTexts:
         self._held = ""
         self.found = False
 
-    def push(self, piece: str) -> str:
-        """What is certain now and was not before. Once one is `found`, nothing more."""
+    def push(self, piece: str, *, counts: bool = True) -> str:
+        """What is certain now and was not before. Once one is `found`, nothing more. `counts` False: none ends in this piece,
+        whatever it says; one may begin in it."""
         if not self._stops:
             return piece
         start = len(self._held)
@@ -31,7 +32,9 @@ class StopTexts:
                 for stop, matched in zip(self._stops, self._matched, strict=True)
                 if matched == len(stop)
             ]
-            if ended:
+            if ended and not counts:
+                self._begin_again()
+            elif ended:
                 self.found, self._held = True, ""
                 return text[: place + 1 - max(ended)]
         if self.found:
@@ -44,6 +47,12 @@ class StopTexts:
         """The text has ended: what was held back."""
         held, self._held = self._held, ""
         return held
+
+    def _begin_again(self) -> None:
+        """What has ended may yet begin in its own end."""
+        for each, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+            if self._matched[each] == len(stop):
+                self._matched[each] = borders[-1]
 
     def _step(self, character: str) -> None:
         for each, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):

@@ -47,6 +47,7 @@ class OpeningPayload:
     @classmethod
     def of(cls, opening: Opening, payload: memoryview, vocabulary: int) -> OpeningPayload:
         """JobError where it is not what was announced, or not of this model."""
+        opening.ends.check_vocabulary(vocabulary)
         schema = ""
         if opening.schema_bytes:
             schema, payload = split_schema(payload, opening.schema_bytes)
@@ -91,6 +92,26 @@ def suppressed_by(serve: ServeConfig) -> SuppressedTokens | None:
         if source is None or not (source.suppress_tokens or source.begin_suppress_tokens)
         else SuppressedTokens(source, serve.vocabulary)
     )
+
+
+class WithheldEnds:
+    """The tokens that end an answer, which is not to have any of them among its first."""
+
+    def __init__(self, opening: Opening, serve: ServeConfig) -> None:
+        self._until = opening.first + opening.ends.min_tokens
+        self._others = torch.ones(serve.vocabulary, dtype=torch.bool)
+        self._others[list(opening.ends.tokens(serve.end_tokens))] = False
+
+    def of(self, allowed: torch.Tensor | None, position: int) -> torch.Tensor | None:
+        """Of the tokens that are `allowed` (vocabulary,), those that may be said at `position`; None: all."""
+        if position >= self._until:
+            return allowed
+        return self._others if allowed is None else self._others & allowed
+
+
+def withheld_by(opening: Opening, serve: ServeConfig) -> WithheldEnds | None:
+    """None where an answer may end at once."""
+    return WithheldEnds(opening, serve) if opening.ends.min_tokens else None
 
 
 class TokenConstraint:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NewType
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import SourceConfig
+from fusion.runtime.serving.requests.ends import MODELS_OWN, Ends
 from fusion.runtime.serving.requests.json_schema import MAX_SCHEMA_BYTES
 from fusion.runtime.serving.requests.request import Finish, Sampling, check_top_logprobs, whole
 from fusion.runtime.serving.ring.guesses import LEAST_ALONE, MAX_GUESSES, Allowance, Drafter
@@ -45,6 +46,7 @@ class Opening:
     sampling: Sampling
     logits: bool = False
     top_logprobs: int | None = None  # of how many tokens beside the one chosen; None: not of that either
+    ends: Ends = MODELS_OWN  # which tokens end the answer, and from when on
     # How many tokens at the end of the prompt belong to the answer: those that sessions before this one gave.
     answered: int = 0
     user: int = 0  # whose of the gateway's clients it is, by a number of the gateway's own; turns are shared between users
@@ -62,7 +64,8 @@ class Opening:
         """The settings that a last stage of the release before does not know and would pass over, by name. One that knows
         them says so as it opens the session."""
         schema = ("schema",) if self.schema_bytes else ()
-        return (*self.sampling.newer, *(() if self.top_logprobs is None else ("top_logprobs",)), *schema)
+        logprobs = () if self.top_logprobs is None else ("top_logprobs",)
+        return (*self.sampling.newer, *logprobs, *self.ends.to_header(), *schema)
 
     @property
     def first(self) -> int:
@@ -76,7 +79,7 @@ class Opening:
 
     def finish(self, token: int, position: int, end_tokens: Sequence[int]) -> Finish:
         """Whether the answer ends with `token` at `position` of the sequence, and why."""
-        if token in end_tokens:
+        if self.ends.end_with(token, position - self.first, end_tokens):
             return "stop"
         return "length" if position + 1 >= self.capacity else ""
 
@@ -88,6 +91,7 @@ class Opening:
             "max_tokens": self.max_tokens,
             "sampling": self.sampling.to_header(),
             "logits": self.logits,
+            **self.ends.to_header(),
         }
         if self.top_logprobs is not None:
             header["top_logprobs"] = self.top_logprobs
@@ -128,6 +132,7 @@ class Opening:
             sampling=Sampling.from_header(sampling),
             logits=header.get("logits") is True,
             top_logprobs=None if header.get("top_logprobs") is None else whole(header, "top_logprobs", 0),
+            ends=Ends.from_header(header),
             answered=whole(header, "answered", 0),
             user=whole(header, "user", 0),
             prefix=checked_chain(header),

@@ -15,7 +15,7 @@ from fusion.runtime.planes.plane import DecodingStage, Piece
 from fusion.runtime.serving.drafts.draft_model import DraftModel
 from fusion.runtime.serving.drafts.drafter import DraftStep, ModelDrafter
 from fusion.runtime.serving.requests.request import Logprobs
-from fusion.runtime.serving.ring.constraint import SuppressedTokens, TokenConstraint
+from fusion.runtime.serving.ring.constraint import SuppressedTokens, TokenConstraint, WithheldEnds
 from fusion.runtime.serving.ring.frames import Parcel, RingPlan, unpack_source
 from fusion.runtime.serving.ring.guesses import Verdicts
 from fusion.runtime.serving.ring.penalties import TokenCounts
@@ -61,6 +61,7 @@ class StageSession:
     user: tuple[PeerId, int] = field(init=False)  # whose it is: one of its gateway's clients'
     constraint: TokenConstraint | None = None  # at the last stage, where there is a schema
     suppressed: SuppressedTokens | None = None  # at the last stage, where tokens are never to be said
+    withheld: WithheldEnds | None = None  # at the last stage, where the answer has a least length
     parts: dict[int, dict[int, Part]] = field(default_factory=dict)  # order of chunk -> sender -> its part
     waiting_positions: int = 0  # of these
     waiting_bytes: int = 0  # of these, and of what waits for the source
@@ -377,6 +378,8 @@ def _choose(session: StageSession, chunk: Chunk, logits: torch.Tensor) -> Iterat
         allowed = None if constraint is None else constraint.allowed()
         if session.suppressed is not None:
             allowed = session.suppressed.of(allowed, first=position == opening.first)
+        if session.withheld is not None:
+            allowed = session.withheld.of(allowed, position)
         token = sample(row, opening.sampling, position, counts, allowed)
         complete = constraint is not None and constraint.push(token)
         verdicts.push(token)

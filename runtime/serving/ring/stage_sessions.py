@@ -18,6 +18,7 @@ from fusion.runtime.serving.ring.constraint import (
     constraint_of,
     suppressed_by,
     unconstrained,
+    withheld_by,
 )
 from fusion.runtime.serving.ring.frames import RingPlan
 from fusion.runtime.serving.ring.links import LinkEnds, RingLinks, RingPosition, ShownGrants, no_grants
@@ -177,6 +178,7 @@ class StageSessions:
             return
         session = StageSession(opening, gateway, heard_at=self._clock(), counts=said.counts)
         session.suppressed = self._suppressed
+        session.withheld = withheld_by(opening, serve) if self._plan.last else None
         if not self.schedule.admit(session):
             other = self._shares.yields(asker, opening.capacity)
             if other is None:

@@ -16,6 +16,7 @@ from support.served import Swarm, reference, swarm_of
 
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.requests.client import generate
+from fusion.runtime.serving.requests.ends import Ends
 from fusion.runtime.serving.requests.json_schema import checked_schema
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, Sampling
 from fusion.runtime.serving.ring.session import Opening
@@ -147,6 +148,21 @@ def test_an_end_token_ends_only_what_may_end(tmp_path: Path) -> None:
             _, answer = await answer_while(swarm, end, schema=number)
             assert answer.finish == "stop" and int(answer.text) >= 10 and len(answer.text) == 2
             assert answer.tokens == (*answer.text.encode(), 0)
+
+    asyncio.run(main())
+
+
+def test_a_token_that_was_asked_for_ends_it_in_the_middle(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm_of(3, tmp_path, failover=PATIENT) as swarm:
+            await swarm.serve("llama", 2, byte_level=True)
+            _, whole = await answer_while(swarm, SETTINGS["greedy"])
+            _, cut = await answer_while(swarm, SETTINGS["greedy"], ends=Ends(stop_token_ids=(ord(","),)))
+            before, comma, _ = whole.text.partition(",")
+            assert comma and (cut.text, cut.finish) == (before, "stop") and cut.tokens[-1] == ord(",")
+            _, last = await answer_while(swarm, SETTINGS["greedy"], ends=Ends(stop_token_ids=(ord("}"),)))
+            assert (last.text, last.finish) == (whole.text.removesuffix("}"), "stop")
+            await swarm.freed()
 
     asyncio.run(main())
 

@@ -643,6 +643,48 @@ def test_stop_texts_penalties_and_biases(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_end_tokens_least_lengths_and_other_ends(tmp_path: Path) -> None:
+    async def main() -> None:
+        tokens = reference("llama", PROMPT, 20)
+        end = tokens[4]
+        first, other = tokens.index(end), tokens[1]
+        options: dict[str, Any] = {"template": TEMPLATE, "serve": {"end_tokens": (end,)}}
+        async with served_over_http(tmp_path, **options) as (swarm, http), client_of(http) as client:
+            asked: dict[str, Any] = {**GREEDY, "prompt": PROMPT, "max_tokens": 20}
+
+            async def answer(**more: Any) -> tuple[str, str, int]:
+                found = await client.completions.create(**asked, extra_body=more)
+                assert found.usage is not None
+                [choice] = found.choices
+                return choice.text, choice.finish_reason, found.usage.completion_tokens
+
+            assert await answer() == (text_of(tokens[:first]), "stop", first + 1)
+            assert await answer(ignore_eos=True) == (text_of(tokens), "length", 20)
+            assert await answer(stop_token_ids=[other]) == (text_of(tokens[:1]), "stop", 2)
+            longer, _, count = await answer(min_tokens=first + 3)
+            assert count > first + 2 and chr(end) not in longer and longer.startswith(text_of(tokens[:first]))
+            stop = {"stop": text_of(tokens[:2]), "ignore_eos": True}
+            assert (await answer(**stop))[0] == "" and len((await answer(**stop, min_tokens=2))[0]) > 2
+            chat = {**asked, "messages": [{"role": "user", "content": "Hi"}]}
+            del chat["prompt"]
+            whole = await client.chat.completions.create(**chat, extra_body={"ignore_eos": True})
+            assert whole.choices[0].finish_reason == "length"
+            form = {"response_format": {"type": "json_object"}}
+            for wrong, line in (
+                ({"min_tokens": 21}, "min_tokens: at most max_tokens, which is 20, not 21"),
+                ({"min_tokens": -1}, "min_tokens: .* greater than or equal to 0"),
+                ({"stop_token_ids": [128]}, "stop_token_ids: this model's tokens are 0 to 127, not 128"),
+                ({"stop_token_ids": [1] * 65}, "stop_token_ids: .* at most 64 items"),
+                ({"ignore_eos": True, **form}, "ignore_eos: an answer that follows response_format ends"),
+            ):
+                with pytest.raises(openai.BadRequestError, match=line) as found:
+                    await answer(**wrong)
+                assert found.value.param == next(iter(wrong))
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
 def test_the_page_and_what_it_may_load(tmp_path: Path) -> None:
     async def main() -> None:
         config = HttpConfig(keys=(hashlib.sha256(KEY.encode()).digest(),))
