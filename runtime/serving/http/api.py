@@ -81,7 +81,7 @@ class Api:
 
     async def model(self, name: str) -> Json:
         found = (await self.find(name)).manifest
-        return _described(name or found.name, found.launched_at, found.author)
+        return _described(name, found.launched_at, found.author)
 
     async def find(self, name: str) -> ServedModel:
         try:

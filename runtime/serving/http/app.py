@@ -18,7 +18,7 @@ from fusion.runtime.serving.http.chat_page import FILES, page_routes
 from fusion.runtime.serving.http.embedding import Embeddings
 from fusion.runtime.serving.http.errors import ApiError
 from fusion.runtime.serving.http.events import ClientGone
-from fusion.runtime.serving.http.guard import Guard
+from fusion.runtime.serving.http.guard import Guard, check_head
 from fusion.runtime.serving.http.metrics import CONTENT_TYPE, Metrics
 from fusion.runtime.serving.http.schema import ChatRequest, CompletionRequest, EmbeddingRequest
 
@@ -29,6 +29,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     403: {"description": "A page of another site, or a model that is not for everybody."},
     404: {"description": "No such model."},
     413: {"description": "Too long a request."},
+    431: {"description": "Too long a head of a request."},
     429: {"description": "This peer answers as many as it can; `Retry-After` says when to ask again."},
     503: {"description": "Nobody runs some stage of the model now."},
 }
@@ -84,6 +85,7 @@ def _routes(api: Api, embeddings: Embeddings, metrics: Metrics) -> APIRouter:
         """A vector of each text."""
         return await embeddings.answer(request, body)
 
+    @router.get("/v1/models/", response_model=None, include_in_schema=False)  # no model's id is empty
     @router.get("/v1/models", response_model=None)
     async def models() -> dict[str, Any]:
         """What the swarm serves."""
@@ -151,6 +153,7 @@ class _Gate:
 
         app = self._app
         try:
+            check_head(scope)
             address = (scope.get("client") or ("",))[0]
             scope.setdefault("state", {})["holder"] = self._guard.admit(
                 Headers(scope=scope), address, public=scope["path"] in FILES

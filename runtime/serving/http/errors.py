@@ -18,7 +18,7 @@ LINE_CHARACTERS = 500
 # As OpenAI and vLLM begin to say it: LiteLLM, which many agents ask through, knows it by these words and by no code.
 TOO_LONG = "this model's maximum context length is exceeded"
 _TYPES = {
-    **dict.fromkeys((400, 404, 405, 408, 413, 415), "invalid_request_error"),
+    **dict.fromkeys((400, 404, 405, 408, 413, 415, 431), "invalid_request_error"),
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -21,7 +22,22 @@ from fusion.runtime.serving.http.errors import ApiError
 from fusion.swarm.transport import PeerId
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?")
+MAX_HEAD_BYTES = 32 << 10
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def check_head(scope: Mapping[str, Any]) -> None:
+    """ApiError (431) where the head of the request is too long. The server stops reading one that comes in several parts; one that
+    comes at once it has whole, however long."""
+    line = len(scope["method"]) + len(scope.get("raw_path") or b"") + len(scope["query_string"])
+    size = line + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"])
+    if size > MAX_HEAD_BYTES:
+        raise head_too_long()
+
+
+def head_too_long() -> ApiError:
+    said = f"the head of a request has at most {MAX_HEAD_BYTES >> 10} KiB"
+    return ApiError(431, said, code="request_head_too_large")
 
 
 class Guard:

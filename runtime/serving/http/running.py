@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 
 import h11
 import uvicorn
@@ -20,14 +21,14 @@ from fusion.runtime.serving.http.api import Api
 from fusion.runtime.serving.http.app import make_app
 from fusion.runtime.serving.http.config import HttpConfig
 from fusion.runtime.serving.http.embedding import Embeddings
-from fusion.runtime.serving.http.errors import Busy
-from fusion.runtime.serving.http.guard import Guard
+from fusion.runtime.serving.http.errors import ApiError, Busy
+from fusion.runtime.serving.http.guard import MAX_HEAD_BYTES, Guard, head_too_long
 from fusion.runtime.serving.http.metrics import Metrics, StageLoads
 
 MAX_CONNECTIONS = 256
 MAX_REFUSED = 64  # over these, that are told to come back; further ones are hung up on
 REFUSED_SECONDS = 1.0  # for them to read it
-MAX_HEAD_BYTES = 32 << 10
+NO_HTTP = "what came is no request of HTTP/1.1"
 LOOK_SECONDS = 1.0
 SILENT_SECONDS = 10.0  # for a connection to send the head of a request
 UNREAD_SECONDS = 30.0  # for a client to read a part of its answer, at most 256 KiB
@@ -128,6 +129,18 @@ class _Connection(H11Protocol):
         ):  # the rest of a body is no HTTP, and its request is answered: no 400 can follow
             self.transport.close()
 
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP, or too long a head. As uvicorn does it, but in OpenAI's form."""
+        unread, _ = self.conn.trailing_data
+        reads_head = self.cycle is None or self.cycle.response_complete
+        too_long = reads_head and len(unread) > MAX_HEAD_BYTES
+        error = head_too_long() if too_long else ApiError(400, NO_HTTP)
+        body, headers = _written(error)
+        answer = h11.Response(status_code=error.status, headers=[*headers.items()], reason=_reason(error))
+        for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
     def resume_writing(self) -> None:
         super().resume_writing()
         self._read += 1
@@ -141,13 +154,22 @@ class _Connection(H11Protocol):
         return "answer", float("inf")
 
 
-def _refusal(error: Busy) -> bytes:
+def _written(error: ApiError) -> tuple[bytes, dict[str, str]]:
+    """Body and headers of what ends a connection."""
     body = json.dumps(error.body).encode()
-    headers = {
+    return body, {
         **error.headers, "Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close",
     }  # fmt: skip
+
+
+def _reason(error: ApiError) -> str:
+    return HTTPStatus(error.status).phrase
+
+
+def _refusal(error: Busy) -> bytes:
+    body, headers = _written(error)
     lines = (
-        f"HTTP/1.1 {error.status} Too Many Requests",
+        f"HTTP/1.1 {error.status} {_reason(error)}",
         *(f"{name}: {value}" for name, value in headers.items()),
     )
     return "\r\n".join((*lines, "", "")).encode("latin-1") + body

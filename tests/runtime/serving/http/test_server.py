@@ -26,6 +26,7 @@ from fusion.runtime.serving.http.body import MAX_BODY_BYTES
 from fusion.runtime.serving.http.chat_page import FOLDER
 from fusion.runtime.serving.http.config import HttpConfig
 from fusion.runtime.serving.http.errors import TOO_LONG
+from fusion.runtime.serving.http.guard import MAX_HEAD_BYTES
 from fusion.runtime.serving.http.server import open_http
 from fusion.runtime.serving.requests.request import Sampling
 from fusion.runtime.serving.ring import openings
@@ -187,7 +188,9 @@ def test_models_health_and_metrics(tmp_path: Path) -> None:
             [model] = (await client.models.list()).data
             assert (model.id, model.owned_by) == ("llama", swarm.author.peer_id)
             assert (await client.models.retrieve("llama")).id == "llama"
-            assert json.loads((await ask(http, "GET", "/v1/models/"))[2])["id"] == "llama"
+            for path in ("/v1/models", "/v1/models/"):
+                status, _, listed = await ask(http, "GET", path)
+                assert status == 200 and [each["id"] for each in json.loads(listed)["data"]] == ["llama"]
             assert (
                 await client.models.retrieve(f"llama@{swarm.author.peer_id}")
             ).owned_by == swarm.author.peer_id
@@ -415,6 +418,36 @@ def test_ids_that_no_prompt_has_room_for_are_looked_at_once_and_not_for_every_an
             assert (status, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
             assert "1000 tokens; the model takes 96 positions" in error["message"]
             assert TOO_LONG in error["message"] and "this model's maximum context length is" in TOO_LONG
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("parts", [1, 2, 40])
+def test_heads_are_bounded_however_they_arrive(parts: int, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (_, http):
+            for where in ("header", "target"):
+                statuses = []
+                for over in (-1, 1):
+                    many = MAX_HEAD_BYTES + 100 * over
+                    padding = "x" * (many if where == "target" else many - 40)
+                    target, more = (f"?{padding}", "") if where == "target" else ("", f"a: {padding}\r\n")
+                    head = f"GET /health{target} HTTP/1.1\r\nHost: localhost\r\n{more}\r\n".encode()
+                    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+                    size = -(-len(head) // parts)
+                    for at in range(0, len(head), size):
+                        writer.write(head[at : at + size])
+                        await writer.drain()
+                        await asyncio.sleep(0.002)
+                    async with asyncio.timeout(10):
+                        answer = await reader.readuntil(b"}")
+                    writer.close()
+                    statuses.append(int(answer[9:12]))
+                    if over > 0:
+                        error = json.loads(answer.partition(b"\r\n\r\n")[2] + b"}")["error"]
+                        assert error["message"] == "the head of a request has at most 32 KiB"
+                        assert error["type"] == "invalid_request_error"
+                assert statuses == [200, 431], where
 
     asyncio.run(main())
 
@@ -754,8 +787,11 @@ def test_what_is_no_http_ends_a_connection_and_nothing_else(
             reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
             writer.write(junk)
             async with asyncio.timeout(30):
-                await asyncio.gather(reader.read(), return_exceptions=True)
+                [said] = await asyncio.gather(reader.read(), return_exceptions=True)
             writer.close()
+            if isinstance(said, bytes) and said[9:12] != b"200":
+                error, _ = json.JSONDecoder().raw_decode(said.partition(b"\r\n\r\n")[2].decode())
+                assert error["error"]["message"]
             assert (await ask(http, "GET", "/health"))[0] == 200
 
     asyncio.run(main())
