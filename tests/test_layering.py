@@ -66,7 +66,7 @@ ROOMS = {
         ),
         *(
             f"serving/{room}"
-            for room in ("requests", "grammar", "drafts", "ring", "answers", "graphs", "http")
+            for room in ("requests", "grammar", "drafts", "ring", "answers", "graphs", "http", "http/port")
         ),
         *("serving", "datasets", "placing"),
         *(f"training/{room}" for room in ("data", "step", "compute", "streams", "snapshots", "lead")),
@@ -116,10 +116,10 @@ LIBRARY_FILES = {
     **{
         library: {f"runtime/serving/http/{name}.py" for name in names}
         for library, names in {
-            "fastapi": ("api", "app", "body", "chat_page", "embedding"),
-            "starlette": ("app", "body", "events", "guard"),
+            "fastapi": ("api", "port/app", "body", "chat_page", "embedding"),
+            "starlette": ("port/app", "body", "events", "guard"),
             "pydantic": ("schema",),
-            "uvicorn": ("running",),
+            "uvicorn": ("port/running",),
             "prometheus_client": ("metrics",),
         }.items()
     },

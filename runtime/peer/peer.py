@@ -22,7 +22,7 @@ from fusion.runtime.peer.machine import opened
 from fusion.runtime.peer.network import Network
 from fusion.runtime.peer.plane_choice import choose
 from fusion.runtime.peer.questions import StagesNow
-from fusion.runtime.serving.http.server import HttpServer, open_http
+from fusion.runtime.serving.http.port.server import HttpServer, open_http
 from fusion.runtime.serving.models import ServedModels
 from fusion.swarm.errors import ClosedSwarm
 from fusion.swarm.swarm_key import NO_MEMBER

@@ -20,7 +20,7 @@ from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.graphs.gateway import GraphGateway
 from fusion.runtime.serving.graphs.stages import GraphStages
 from fusion.runtime.serving.http.config import HttpConfig
-from fusion.runtime.serving.http.server import HttpServer, open_http
+from fusion.runtime.serving.http.port.server import HttpServer, open_http
 from fusion.runtime.serving.stage_loader import StageLoader
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

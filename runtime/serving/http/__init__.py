@@ -16,7 +16,5 @@ route             which peers run the stages of an answer
 events            answers on their way to a client
 api               what the routes do
 chat_page         the page at `/`, whose files are in the folder beside it
-app               the routes
-running           uvicorn in a loop that is not its own
-server            the port, opened with the peer
+port/             the port that all of it answers at
 """

@@ -15,7 +15,7 @@ with lean_imports():
     import fusion.runtime.peer.peer
     assert not gc.isenabled()
 assert gc.isenabled()
-import fusion.runtime.serving.http.server, fusion.runtime.serving.http.config
+import fusion.runtime.serving.http.port.server, fusion.runtime.serving.http.config
 from hivemind.dht.node import DHTNode
 print(*sys.modules)
 import fusion.runtime.launch.launch

@@ -65,7 +65,7 @@ async def _serve(
 ) -> None:
     await _readable(listening)
     await asyncio.to_thread(_load)
-    from fusion.runtime.serving.http.running import run
+    from fusion.runtime.serving.http.port.running import run
 
     await run(listening, port, config, context, gateway, graphs, loads)
 
@@ -81,7 +81,7 @@ async def _readable(listening: socket.socket) -> None:
 
 
 def _load() -> None:
-    import fusion.runtime.serving.http.running  # noqa: F401
+    import fusion.runtime.serving.http.port.running  # noqa: F401
 
 
 def _log_end(serving: asyncio.Task[None]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from openai import DEFAULT_CONNECTION_LIMITS
 from support.instant_loop import run
 
-from fusion.runtime.serving.http.running import (
+from fusion.runtime.serving.http.port.running import (
     IDLE_SECONDS,
     SILENT_SECONDS,
     UNREAD_SECONDS,

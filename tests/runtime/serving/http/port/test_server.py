@@ -21,13 +21,14 @@ from support.served import reference, seeded_reference
 from fusion.runtime.job.model_files import CHAT_TEMPLATE_FILE
 from fusion.runtime.serving.answers import gateway
 from fusion.runtime.serving.answers.gateway import ANSWERS_BESIDE
-from fusion.runtime.serving.http import running, shapes
+from fusion.runtime.serving.http import shapes
 from fusion.runtime.serving.http.body import MAX_BODY_BYTES
 from fusion.runtime.serving.http.chat_page import FOLDER
 from fusion.runtime.serving.http.config import HttpConfig
 from fusion.runtime.serving.http.errors import TOO_LONG
 from fusion.runtime.serving.http.guard import MAX_HEAD_BYTES
-from fusion.runtime.serving.http.server import open_http
+from fusion.runtime.serving.http.port import running
+from fusion.runtime.serving.http.port.server import open_http
 from fusion.runtime.serving.requests.request import Sampling
 from fusion.runtime.serving.ring import openings
 from fusion.swarm.directory.records import Digest

@@ -18,12 +18,12 @@ from fusion.runtime.job.progress import StageLoad
 from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.graphs.gateway import GraphGateway
 from fusion.runtime.serving.http.api import Api
-from fusion.runtime.serving.http.app import make_app
 from fusion.runtime.serving.http.config import HttpConfig
 from fusion.runtime.serving.http.embedding import Embeddings
 from fusion.runtime.serving.http.errors import ApiError, Busy
 from fusion.runtime.serving.http.guard import MAX_HEAD_BYTES, Guard, head_too_long
 from fusion.runtime.serving.http.metrics import Metrics, StageLoads
+from fusion.runtime.serving.http.port.app import make_app
 
 MAX_CONNECTIONS = 256
 MAX_REFUSED = 64  # over these, that are told to come back; further ones are hung up on
