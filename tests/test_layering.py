@@ -66,7 +66,17 @@ ROOMS = {
         ),
         *(
             f"serving/{room}"
-            for room in ("requests", "grammar", "drafts", "ring", "answers", "graphs", "http", "http/port")
+            for room in (
+                "requests",
+                "grammar",
+                "drafts",
+                "ring",
+                "answers",
+                "graphs",
+                "http",
+                "http/responses",
+                "http/port",
+            )
         ),
         *("serving", "datasets", "placing"),
         *(f"training/{room}" for room in ("data", "step", "compute", "streams", "snapshots", "lead")),
@@ -116,9 +126,9 @@ LIBRARY_FILES = {
     **{
         library: {f"runtime/serving/http/{name}.py" for name in names}
         for library, names in {
-            "fastapi": ("api", "port/app", "body", "chat_page", "embedding"),
+            "fastapi": ("api", "port/app", "body", "chat_page", "embedding", "responses/api"),
             "starlette": ("port/app", "body", "events", "guard"),
-            "pydantic": ("schema",),
+            "pydantic": ("schema", "responses/items", "responses/schema"),
             "uvicorn": ("port/running",),
             "prometheus_client": ("metrics",),
         }.items()

@@ -16,5 +16,6 @@ route             which peers run the stages of an answer
 events            answers on their way to a client
 api               what the routes do
 chat_page         the page at `/`, whose files are in the folder beside it
+responses/        OpenAI's Responses API, on top of chats
 port/             the port that all of it answers at
 """

@@ -21,7 +21,7 @@ from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.http import answers, asking
 from fusion.runtime.serving.http.chat_format import ChatFormats, variables
 from fusion.runtime.serving.http.errors import ApiError, Busy, api_error, attributed_to, invalid
-from fusion.runtime.serving.http.events import EventStream, WholeAnswer, events_of, unless_gone
+from fusion.runtime.serving.http.events import EventStream, WholeAnswer, event, events_of, unless_gone
 from fusion.runtime.serving.http.metrics import Metrics
 from fusion.runtime.serving.http.schema import (
     COMPLETION_TOKENS,
@@ -30,6 +30,7 @@ from fusion.runtime.serving.http.schema import (
     Settings,
 )
 from fusion.runtime.serving.http.shapes import (
+    ChatReader,
     ChatShape,
     CompletionShape,
     Heading,
@@ -118,17 +119,26 @@ class Api:
         return prompt
 
     async def _chat(self, request: Request, body: ChatRequest) -> Response:
-        model = await self.find(body.model)
         with attributed_to("messages"):
-            text = await self._text(model, body)
-            prompt = await self._gateway.encode(model, request.state.holder, text, plain=False)
-            most = body.tokens or min(CHAT_TOKENS, _left(model, prompt))
-            top = (body.top_logprobs or 0) if body.logprobs else None
-            asked = asking.requests(body, model.job, [prompt], [most], top, self._context.random)
+            model, asked = await self.chat_requests(request, body)
             spelling: dict[int, bytes] = {}
-            tools = [tool.function.name for tool in body.offered_tools]
-            shape = ChatShape(tools, spelling, several=body.parallel_tool_calls is not False)
-            return await self._reply(request, body, model, shape, asked, spelling)
+            reader = ChatReader(body.tool_names, several=body.parallel_tool_calls is not False)
+            return await self._reply(request, body, model, ChatShape(reader, spelling), asked, spelling)
+
+    async def chat_requests(
+        self, request: Request, body: ChatRequest
+    ) -> tuple[ServedModel, list[GenerateRequest]]:
+        """The model that a chat is with, and what its gateway is asked."""
+        model = await self.find(body.model)
+        text = await self._text(model, body)
+        prompt = await self._gateway.encode(model, request.state.holder, text, plain=False)
+        most = body.tokens or min(CHAT_TOKENS, _left(model, prompt))
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        return model, asking.requests(body, model.job, [prompt], [most], top, self._context.random)
+
+    def parts(self, request: Request, asked: Sequence[GenerateRequest]) -> AsyncGenerator[answers.Part]:
+        """The answers of the gateway, as `answers.parts` gives them."""
+        return answers.parts(self._gateway, asked, request.state.holder, self._metrics)
 
     async def _text(self, model: ServedModel, body: ChatRequest) -> str:
         """The messages as the model's own template writes them."""
@@ -161,13 +171,13 @@ class Api:
             fingerprint=f"fp_{model.job[:12]}",
         )
         prompt_tokens = sum(len(each.prompt_ids or ()) for each in asked) // body.answers
-        parts = answers.parts(self._gateway, asked, request.state.holder, self._metrics)
+        parts = self.parts(request, asked)
         if asked[0].top_logprobs is not None:
             parts = self._spelled(request, model, parts, spelling)
         if body.stream:
             first = await anext(parts)  # what goes wrong before it has a status of its own
             events = events_of(first, parts, heading, shape, body, prompt_tokens, self._context)
-            return EventStream(events, parts, self.closing, self.failed)
+            return EventStream(events, parts, self.closing, lambda error: event(self.failed(error).body))
         ends: dict[int, Answer] = {}
         async with AsyncExitStack() as held:
             held.push_async_callback(parts.aclose)

@@ -43,8 +43,10 @@ _FIELDS = frozenset(
         *("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs"),
         *("ignore_eos", "min_tokens", "stop_token_ids"),
         *("answered", "json_schema", "response_format", "input", "dimensions", "messages"),
+        *("text", "max_output_tokens"),
     }
 )
+_NO_OTHER: Mapping[str, str] = {}
 _OPTIONS = re.compile(r" \(--[^()]*\)$")  # what a line of ours says to the command line
 
 
@@ -108,15 +110,21 @@ def api_error(error: BaseException) -> ApiError:
 
 
 @contextmanager
-def attributed_to(field: str) -> Iterator[None]:
-    """What a JobError says of a prompt is said of the field that it was made of."""
+def attributed_to(field: str, other: Mapping[str, str] = _NO_OTHER) -> Iterator[None]:
+    """What is said of a prompt is said of the field that it was made of. `other`: what further fields are called there."""
+    names = {"prompt": field, "prompt_ids": field, **other}
     try:
         yield
     except JobError as error:
         wrong, _, why = str(error).partition(": ")
-        if wrong not in ("prompt", "prompt_ids"):
+        if wrong not in names:
             raise
-        raise JobError(f"{field}: {why}") from None
+        raise JobError(f"{names[wrong]}: {why}") from None
+    except ApiError as error:
+        if error.param is None or error.param not in other:
+            raise
+        name, why = other[error.param], str(error).removeprefix(f"{error.param}: ")
+        raise ApiError(error.status, f"{name}: {why}", param=name, code=error.code) from None
 
 
 def invalid(message: str) -> ApiError:
@@ -124,6 +132,6 @@ def invalid(message: str) -> ApiError:
     message = _OPTIONS.sub("", message)
     field = message.partition(":")[0]
     param = _PARAMS.get(field, field) if field in _FIELDS else None
-    if "positions" in message and field in ("max_tokens", "prompt", "input", "messages"):
+    if "positions" in message and field in ("max_tokens", "max_output_tokens", "prompt", "input", "messages"):
         return ApiError(400, f"{message} ({TOO_LONG})", param=param, code="context_length_exceeded")
     return ApiError(400, message, param=param)

@@ -62,7 +62,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends each of `events`, and what went wrong where they end with an exception. They and their `source` are closed
+    """Sends each of `events`, and what `failed` makes of an exception where they end with one. They and their `source` are closed
     whatever happens."""
 
     media_type = "text/event-stream"
@@ -72,7 +72,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes],
         source: AsyncGenerator[Any],
         closing: asyncio.Event,
-        failed: Callable[[BaseException], ApiError],
+        failed: Callable[[BaseException], bytes],
     ) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
@@ -89,7 +89,7 @@ class EventStream(Response):
             except ClientGone:
                 return
             except Exception as error:
-                await _body(send, event(self._failed(error).body))
+                await _body(send, self._failed(error))
             await _body(send, b"", more=False)
 
     async def _send(self, send: Send) -> None:

@@ -10,7 +10,7 @@ body has room for millions of entries.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -84,13 +84,13 @@ class ResponseFormat(Body):
         return self
 
 
-class Settings(Body):
-    """What both ways of asking have. `None` is what OpenAI does: temperature 1, everything else off."""
+class Choosing(Body):
+    """What every way of asking for text has. `None` is what OpenAI does: temperature 1, everything else off."""
+
+    form: ClassVar[str] = "response_format"  # the field that says the form of an answer
 
     model: Annotated[str, Field(max_length=MAX_NAME)] = ""
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
@@ -119,7 +119,6 @@ class Settings(Body):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     user: str | None = None
-    response_format: ResponseFormat | None = None
     guesses: bool | None = None  # ours: False where the ring is not to run ahead of what is chosen
 
     @model_validator(mode="before")
@@ -127,8 +126,16 @@ class Settings(Body):
     def _in_no_other_form(cls, said: Any) -> Any:
         for name in OTHER_FORMS if isinstance(said, dict) else ():
             if said.get(name):
-                raise ValueError(f"{name}: say response_format, with a JSON schema")
+                raise ValueError(f"{name}: say {cls.form}, with a JSON schema")
         return said
+
+
+class Settings(Choosing):
+    """What completions and chats have."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def json_schema(self) -> str:
@@ -320,6 +327,10 @@ class ChatRequest(Settings):
                 return tuple(self.tools or ())
         return tuple(tool for tool in self.tools or () if tool.function.name in wanted)
 
+    @property
+    def tool_names(self) -> tuple[str, ...]:
+        return tuple(tool.function.name for tool in self.offered_tools)
+
     @model_validator(mode="after")
     def _unsupported(self) -> Self:
         if self.functions:
@@ -328,6 +339,10 @@ class ChatRequest(Settings):
             raise ValueError("modalities: answers are text here")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
+        self.check_tool_choice()
+        return self
+
+    def check_tool_choice(self) -> None:
+        """ValueError where it names tools that there are not."""
         if isinstance(self.tool_choice, ToolChoice | AllowedTools) and not self.offered_tools:
             raise ValueError("tool_choice: names none of the tools")
-        return self

@@ -199,25 +199,42 @@ def _completion(choice: int, text: str, logprobs: Json | Written | None, finish:
     return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
 
-class ChatShape:
-    """`tools`: the names of those that the model was told of. `several`: whether an answer may call more than one of them; of its
-    calls the first is told otherwise, as with vLLM."""
+class ChatReader:
+    """What the answers of one request say: text, and calls of tools. `tools`: the names of those that the model was told of.
+    `several`: whether an answer may call more than one of them; of its calls the first is told otherwise, as with vLLM."""
 
-    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, tools: Collection[str], spelling: Spelling, *, several: bool = True) -> None:
+    def __init__(self, tools: Collection[str], *, several: bool = True) -> None:
         self._sent = _Sent()
-        self._told = _WrittenLogprobs()
         self._tools = tools
         self._several = several
-        self._spelling = spelling
         self._reading: dict[int, ToolCallStream] = {}
+
+    def read(self, part: Part) -> tuple[str, tuple[Call, ...]]:
+        """What is text for certain now and was not before; at the end of an answer its calls as well."""
+        text = self._sent.next(part)
+        if not self._tools:
+            return text, ()
+        reading = self._reading.setdefault(part.choice, ToolCallStream(self._tools))
+        text = reading.push(text)
+        if not isinstance(part.said, Answer):
+            return text, ()
+        rest, calls = reading.finish()
+        return text + rest, calls if self._several else calls[:1]
+
+
+class ChatShape:
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, reader: ChatReader, spelling: Spelling) -> None:
+        self._reader = reader
+        self._told = _WrittenLogprobs()
+        self._spelling = spelling
 
     def begin(self, choice: int) -> list[Json]:
         return [_delta(choice, {"role": "assistant", "content": ""})]
 
     def chunks(self, part: Part) -> list[Json]:
-        text, calls = self._read(part)
+        text, calls = self._reader.read(part)
         logprobs = None if isinstance(part.said, Answer) else self._logprobs(part.said)
         found = [_delta(part.choice, {"content": text}, logprobs)] if text or logprobs else []
         if isinstance(part.said, Answer):
@@ -230,7 +247,7 @@ class ChatShape:
         self._told.add(choice, self._logprobs(piece))
 
     def whole(self, choice: int, answer: Answer) -> Json:
-        text, calls = self._read(Part(choice, answer))
+        text, calls = self._reader.read(Part(choice, answer))
         message: Json = {"role": "assistant", "content": text or (None if calls else "")}
         if calls:
             message["tool_calls"] = _calls(calls)
@@ -247,17 +264,6 @@ class ChatShape:
         spelled = self._spelling[token]
         return {"token": token_text(token, spelled), "logprob": logprob, "bytes": list(spelled) or None}
 
-    def _read(self, part: Part) -> tuple[str, tuple[Call, ...]]:
-        text = self._sent.next(part)
-        if not self._tools:
-            return text, ()
-        reading = self._reading.setdefault(part.choice, ToolCallStream(self._tools))
-        text = reading.push(text)
-        if not isinstance(part.said, Answer):
-            return text, ()
-        rest, calls = reading.finish()
-        return text + rest, calls if self._several else calls[:1]
-
 
 def _delta(choice: int, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
     return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
@@ -267,12 +273,16 @@ def _calls(calls: Sequence[Call], *, indexed: bool = False) -> list[Json]:
     return [
         {
             **({"index": number} if indexed else {}),
-            "id": f"call_{secrets.token_hex(12)}",
+            "id": call_id(),
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
         for number, call in enumerate(calls)
     ]
+
+
+def call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
 
 
 def finish_reason(answer: Answer, calls: Sequence[Call] = ()) -> str:

@@ -20,6 +20,8 @@ from fusion.runtime.serving.http.errors import ApiError
 from fusion.runtime.serving.http.events import ClientGone
 from fusion.runtime.serving.http.guard import Guard, check_head
 from fusion.runtime.serving.http.metrics import CONTENT_TYPE, Metrics
+from fusion.runtime.serving.http.responses.api import Responses
+from fusion.runtime.serving.http.responses.schema import ResponsesRequest
 from fusion.runtime.serving.http.schema import ChatRequest, CompletionRequest, EmbeddingRequest
 
 GONE = 499  # nobody reads it
@@ -35,17 +37,19 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(api: Api, embeddings: Embeddings, guard: Guard, metrics: Metrics) -> ASGIApp:
+def make_app(
+    api: Api, responses: Responses, embeddings: Embeddings, guard: Guard, metrics: Metrics
+) -> ASGIApp:
     # Pages with documentation would load scripts from elsewhere.
     app = FastAPI(title="Fusion Peer", docs_url=None, redoc_url=None)
     app.state.large_bodies = set()
-    app.include_router(_routes(api, embeddings, metrics))
+    app.include_router(_routes(api, responses, embeddings, metrics))
     app.include_router(page_routes())
     app.add_exception_handler(HTTPException, _unknown)
     return _Gate(app, guard, metrics)
 
 
-def _routes(api: Api, embeddings: Embeddings, metrics: Metrics) -> APIRouter:
+def _routes(api: Api, responses: Responses, embeddings: Embeddings, metrics: Metrics) -> APIRouter:
     class Route(BoundedRoute):
         """What goes wrong is told as OpenAI does."""
 
@@ -79,6 +83,11 @@ def _routes(api: Api, embeddings: Embeddings, metrics: Metrics) -> APIRouter:
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer a chat, as the model's own template writes it."""
         return await api.chat(request, body)
+
+    @router.post("/v1/responses", response_model=None)
+    async def respond(request: Request, body: ResponsesRequest) -> Response:
+        """Answer a chat as the Responses API has it: text and calls of functions; nothing of it is kept."""
+        return await responses.answer(request, body)
 
     @router.post("/v1/embeddings", response_model=None)
     async def embed(request: Request, body: EmbeddingRequest) -> Response:

@@ -24,6 +24,7 @@ from fusion.runtime.serving.http.errors import ApiError, Busy
 from fusion.runtime.serving.http.guard import MAX_HEAD_BYTES, Guard, head_too_long
 from fusion.runtime.serving.http.metrics import Metrics, StageLoads
 from fusion.runtime.serving.http.port.app import make_app
+from fusion.runtime.serving.http.responses.api import Responses
 
 MAX_CONNECTIONS = 256
 MAX_REFUSED = 64  # over these, that are told to come back; further ones are hung up on
@@ -54,7 +55,7 @@ async def run(
     embeddings = Embeddings(api, gateway, graphs, context.peer_id)
     server = _Server(
         uvicorn.Config(
-            make_app(api, embeddings, Guard(config, port), metrics),
+            make_app(api, Responses(api), embeddings, Guard(config, port), metrics),
             loop="none",
             http=_Connection,
             ws="none",

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 CASES = {
     ("/v1/completions", "POST"): 1000,
     ("/v1/chat/completions", "POST"): 1000,
+    ("/v1/responses", "POST"): 1000,
     ("/v1/embeddings", "POST"): 20,
     ("/v1/models/{model}", "GET"): 300,
     ("/v1/models", "GET"): 20,
@@ -88,7 +89,8 @@ def _ask(strategy: object, url: str, count: int, found: dict[int, int]) -> None:
     @given(strategy)  # type: ignore[arg-type]
     def one(case: Any) -> None:
         if isinstance(case.body, dict) and isinstance(case.body.get("model", ""), str):
-            case.body |= {"model": "llama", "max_tokens": 4}  # else hardly any would be answered
+            few = dict.fromkeys(("max_tokens", "max_output_tokens"), 4)
+            case.body |= {"model": "llama", **few}  # else hardly any would be answered
         if case.path_parameters and len(found) % 2:
             case.path_parameters["model"] = "llama"
         answer = case.call(base_url=url)

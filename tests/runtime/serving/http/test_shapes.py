@@ -13,6 +13,7 @@ from fusion.runtime.serving.http.answers import Part
 from fusion.runtime.serving.http.chat_format import variables
 from fusion.runtime.serving.http.schema import ChatRequest
 from fusion.runtime.serving.http.shapes import (
+    ChatReader,
     ChatShape,
     CompletionShape,
     Shape,
@@ -56,32 +57,37 @@ def test_a_text_that_was_held_back_comes_at_the_end_and_pieces_without_text_do_n
         ("b", None),
         ("c", "length"),
     ]
-    deltas = streamed(ChatShape((), {}), parts)
+    deltas = streamed(ChatShape(ChatReader(()), {}), parts)
     assert [each["delta"] for each in deltas] == [{"content": "a"}, {"content": "b"}, {"content": "c"}, {}]
     assert whole(CompletionShape({}), parts)["text"] == "abc"
-    assert whole(ChatShape((), {}), parts)["message"] == {"role": "assistant", "content": "abc"}
+    assert whole(ChatShape(ChatReader(()), {}), parts)["message"] == {"role": "assistant", "content": "abc"}
 
 
 @pytest.mark.parametrize("text", [CALL, f"Well.\n{CALL}"])
 def test_tools_are_called(text: str) -> None:
     content = text.removesuffix(CALL)
-    found = whole(ChatShape(["f"], {}), said([text]))
+    found = whole(ChatShape(ChatReader(["f"]), {}), said([text]))
     [call] = found["message"]["tool_calls"]
     assert found["message"]["content"] == (content or None) and found["finish_reason"] == "tool_calls"
     assert call["function"] == {"name": "f", "arguments": '{"a": 1}'} and call["id"].startswith("call_")
-    chunks = streamed(ChatShape(["f"], {}), said(list(text)))
+    chunks = streamed(ChatShape(ChatReader(["f"]), {}), said(list(text)))
     assert "".join(each["delta"].get("content", "") for each in chunks) == content
     assert chunks[-2]["delta"]["tool_calls"][0]["index"] == 0
     assert chunks[-1]["delta"] == {} and chunks[-1]["finish_reason"] == "tool_calls"
-    assert whole(ChatShape((), {}), said([text]))["message"]["content"] == text, "nobody offered a tool"
-    assert whole(ChatShape(["f"], {}), said([text[:-20]], finish="length"))["finish_reason"] == "length"
+    assert whole(ChatShape(ChatReader(()), {}), said([text]))["message"]["content"] == text, (
+        "nobody offered a tool"
+    )
+    assert (
+        whole(ChatShape(ChatReader(["f"]), {}), said([text[:-20]], finish="length"))["finish_reason"]
+        == "length"
+    )
 
 
 def test_one_tool_is_called_where_several_may_not_be() -> None:
     parts = said([CALL.replace("1", "0"), "\n", CALL])
     for several, arguments in ((True, ['{"a": 0}', '{"a": 1}']), (False, ['{"a": 0}'])):
-        found = whole(ChatShape(["f"], {}, several=several), parts)
-        *_, calling, end = streamed(ChatShape(["f"], {}, several=several), parts)
+        found = whole(ChatShape(ChatReader(["f"], several=several), {}), parts)
+        *_, calling, end = streamed(ChatShape(ChatReader(["f"], several=several), {}), parts)
         assert found["finish_reason"] == end["finish_reason"] == "tool_calls"
         for told in (found["message"]["tool_calls"], calling["delta"]["tool_calls"]):
             assert [call["function"]["arguments"] for call in told] == arguments
@@ -93,7 +99,7 @@ def test_tokens_as_they_are_told() -> None:
     assert token_text(7, b"") == "token_id:7"
     piece = Piece(index=0, id=7, text="", logprob=-1.0, top_logprobs=((7, -1.0), (8, -2.0)))
     spelling = {7: b"\xc3", 8: b"a"}
-    [chunk] = ChatShape((), spelling).chunks(Part(0, piece))
+    [chunk] = ChatShape(ChatReader(()), spelling).chunks(Part(0, piece))
     [told] = chunk["logprobs"]["content"]
     assert (told["token"], told["bytes"], told["logprob"]) == ("bytes:\\xc3", [0xC3], -1.0)
     assert [each["token"] for each in told["top_logprobs"]] == ["bytes:\\xc3", "a"]
@@ -104,7 +110,7 @@ def test_tokens_as_they_are_told() -> None:
 TOLD = {i: f"é{i}".encode() for i in range(9)}
 
 
-@pytest.mark.parametrize("shape", [CompletionShape, lambda spelling: ChatShape((), spelling)])
+@pytest.mark.parametrize("shape", [CompletionShape, lambda spelling: ChatShape(ChatReader(()), spelling)])
 def test_log_probabilities_of_a_whole_answer_are_written_a_token_at_a_time(
     shape: Callable[[dict[int, bytes]], Shape],
 ) -> None:

@@ -1,0 +1,102 @@
+"""What the input of a response may hold, and the messages of a chat that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from fusion.runtime.serving.http.schema import (
+    MAX_NAME,
+    Body,
+    CalledFunction,
+    Message,
+    TextPart,
+    ToolCall,
+)
+
+Texts = str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+
+class MessageItem(Body):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Texts
+
+
+class FunctionCallItem(Body):
+    type: Literal["function_call"]
+    call_id: str
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+    arguments: str = "{}"
+
+
+class FunctionCallOutputItem(Body):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Texts
+
+
+class ReasoningItem(Body):
+    """Passed over: what a model thought before is not said again."""
+
+    type: Literal["reasoning"]
+
+
+KINDS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _kind(value: Any) -> str:
+    found = value.get("type") if isinstance(value, dict) else value.type
+    return "message" if found is None else str(found)
+
+
+def _known(value: Any) -> Any:
+    """Of an item of another kind pydantic would list those that there are."""
+    if not isinstance(value, dict):
+        raise ValueError("an item is an object, such as a message")
+    kind = value.get("type")
+    if kind == "item_reference":
+        raise ValueError("item_reference: nothing is kept here; send the item itself")
+    if kind is None or kind in KINDS:
+        return {**value, "type": kind or "message"}
+    raise ValueError(f"items are messages, function calls and their outputs here, not {str(kind)[:40]!r}")
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+]
+KnownItem = Annotated[Item, BeforeValidator(_known, json_schema_input_type=Item)]
+
+
+def items_of(value: Any) -> Any:
+    """A text is what the user says."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def messages_of(items: Sequence[Item]) -> list[Message]:
+    """Calls stand in the message of the assistant before them, or in one of their own."""
+    found = list[Message]()
+    calls: list[ToolCall] | None = None  # of the last message, where it is the assistant's
+    for item in items:
+        match item:
+            case MessageItem():
+                calls = [] if item.role == "assistant" else None
+                found.append(Message(role=item.role, content=item.content))
+            case FunctionCallItem():
+                if calls is None:
+                    calls = []
+                    found.append(Message(role="assistant"))
+                function = CalledFunction(name=item.name, arguments=item.arguments)
+                calls.append(ToolCall(id=item.call_id, function=function))
+                if len(calls) == 1:
+                    found[-1] = found[-1].model_copy(update={"tool_calls": calls})
+            case FunctionCallOutputItem():
+                calls = None
+                found.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
+    return found
