@@ -131,11 +131,18 @@ def supported(node: fx.Node) -> bool:
         or name == DROPOUT_APART
         or name in _PASSED_ON
         or (name.removesuffix("_") in _DROPOUTS and not _drops(arguments(node)))
-        or (name in _RESPELT and not (name == "aten.pad" and arguments(node)["mode"] != "constant"))
+        or (name in _RESPELT and not _lopsided(name, node))
         or is_dropped(name)
         or is_complex(node)  # in real numbers, or refused by its name
         or out_of_place(name) in OPSET
     )
+
+
+def _lopsided(name: str, node: fx.Node) -> bool:
+    """Whether what is padded is not padded with numbers, or with more on one side than a convolution can say."""
+    if name.endswith("d.padding"):
+        return any(each % 2 for each in _padding(arguments(node)))
+    return name == "aten.pad" and arguments(node)["mode"] != "constant"
 
 
 def arguments(node: fx.Node) -> Values:
@@ -231,14 +238,18 @@ def _upsampled(node: fx.Node, values: Values) -> tuple[str, Values]:
 
 def _padded(node: fx.Node, values: Values) -> tuple[str, Values]:
     """padding "valid" and "same", in numbers, where it is as much on both sides."""
-    name = op_name(node.target).removesuffix(".padding")
+    return op_name(node.target).removesuffix(".padding"), {
+        **values,
+        "padding": tuple(each // 2 for each in _padding(values)),
+    }
+
+
+def _padding(values: Values) -> list[int]:
+    """On both sides together, of each dimension."""
     window = values["weight"].meta["val"].shape[2:]
     dilation = tuple(values["dilation"])
     dilation = dilation * len(window) if len(dilation) == 1 else dilation
-    total = [d * (w - 1) if values["padding"] == "same" else 0 for d, w in zip(dilation, window, strict=True)]
-    if any(each % 2 for each in total):
-        return f"{name}.padding, more on one side", values
-    return name, {**values, "padding": tuple(each // 2 for each in total)}
+    return [d * (w - 1) if values["padding"] == "same" else 0 for d, w in zip(dilation, window, strict=True)]
 
 
 def _renamed(op: str, **renamed: str) -> Callable[[fx.Node, Values], tuple[str, Values]]:
@@ -295,7 +306,7 @@ _RESPELT: Mapping[str, Callable[[fx.Node, Values], tuple[str, Values]]] = {
     "aten.div.Scalar_mode": _division("aten.div.Scalar"),
     "aten.sub.Tensor": _difference,
     "aten.pad": _pad,
-    "aten.mT": _matrix_transpose,
+    **dict.fromkeys(("aten.mT", "aten.mH", "aten.adjoint", "aten.matrix_H"), _matrix_transpose),
     "aten.unsafe_split.Tensor": lambda _, values: ("aten.split.Tensor", values),
     **{f"aten.upsample_{kind}2d.vec": _upsampled for kind in ("nearest", "bilinear")},
     **{f"aten.conv{n}d.padding": _padded for n in (1, 2, 3)},

@@ -5,6 +5,8 @@ drawn          random numbers of a model's own, made of masks of dropout
 layers         layers made of operators that the op-set has
 torch_calls    what torch's own functions do otherwise meanwhile
 taken_apart    operators that torch takes apart otherwise than the op-set can say
+ordered        of these: medians, the largest so far
+scattered      of these: reductions at places that an index names
 recurrences    linear attention and state spaces as one operator
 
 It knows nothing of graphs.

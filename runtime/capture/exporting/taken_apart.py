@@ -4,10 +4,15 @@ others."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
+from math import copysign
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from fusion.runtime.capture.exporting import ordered, scattered
 
 
 def _diagonal(self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
@@ -43,6 +48,64 @@ def _with_mean(plain: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tens
     return both
 
 
+def _hypot(self: Tensor, other: Tensor) -> Tensor:
+    """Of both divided by the larger one, whose squares stay in range."""
+    larger = torch.maximum(self.abs(), other.abs()).detach()
+    larger = torch.where((larger > 0) & larger.isinf().logical_not(), larger, torch.ones_like(larger))
+    return larger * ((self / larger).square() + (other / larger).square()).sqrt()
+
+
+def _copysign(self: Tensor, other: Any) -> Tensor:
+    kind = torch.result_type(self, other)
+    size = self.abs().to(kind if kind.is_floating_point else torch.get_default_dtype())
+    if not isinstance(other, Tensor):
+        return -size if copysign(1, other) < 0 else size
+    below = other < 0
+    if other.is_floating_point():  # a zero has a sign as well
+        below = below | ((other == 0) & (other.reciprocal() < 0))
+    return torch.where(below, -size, size)
+
+
+def _in_sections(dim: int | None) -> Callable[..., list[Tensor]]:
+    """Pieces that are as many, nearly as large as each other, along a dimension that the operator names if not given here."""
+
+    def split(self: Tensor, sections: Any, at: int = 0) -> list[Tensor]:
+        along = _along(self, at, dim)
+        size = self.shape[along]
+        small, more = size // sections, size % sections
+        ends = [i * small + min(i, more) for i in range(sections + 1)]
+        return [self.narrow(along, a, b - a) for a, b in pairwise(ends)]
+
+    return split
+
+
+def _at_indices(dim: int | None) -> Callable[..., list[Tensor]]:
+    def split(self: Tensor, indices: Any, at: int = 0) -> list[Tensor]:
+        along = _along(self, at, dim)
+        ends = [0, *indices, self.shape[along]]
+        return [self[(*(slice(None),) * along, slice(a, b))] for a, b in pairwise(ends)]
+
+    return split
+
+
+def _along(self: Tensor, named: int, dim: int | None) -> int:
+    return named % self.dim() if dim is None else min(dim, self.dim() - 1)
+
+
+def _padded_convolution(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """padding "same" with more on one side: a convolution of what is padded before."""
+
+    def run(input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: str = "valid", dilation: Any = 1, groups: int = 1) -> Tensor:  # fmt: skip
+        window = weight.shape[2:]
+        given = [dilation] if isinstance(dilation, int) else list(dilation)
+        apart = given if len(given) == len(window) else given * len(window)
+        total = [d * (w - 1) for d, w in zip(apart, window, strict=True)]
+        sides = [side for each in reversed(total) for side in (each // 2, each - each // 2)]
+        return plain(functional.pad(input, sides), weight, bias, stride, 0, dilation, groups)
+
+    return run
+
+
 TAKEN_APART: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.diagonal.default: _diagonal,
     torch.ops.aten.diagonal_scatter.default: _diagonal_scatter,
@@ -52,4 +115,28 @@ TAKEN_APART: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.var_mean.correction: _with_mean(torch.var),
     torch.ops.aten.std_mean.dim: _with_mean(torch.std),
     torch.ops.aten.std_mean.correction: _with_mean(torch.std),
+    torch.ops.aten.hypot.default: _hypot,
+    torch.ops.aten.copysign.Tensor: _copysign,
+    torch.ops.aten.copysign.Scalar: _copysign,
+    torch.ops.aten.tensor_split.sections: _in_sections(None),
+    torch.ops.aten.tensor_split.indices: _at_indices(None),
+    torch.ops.aten.hsplit.int: _in_sections(1),
+    torch.ops.aten.hsplit.array: _at_indices(1),
+    torch.ops.aten.vsplit.int: _in_sections(0),
+    torch.ops.aten.vsplit.array: _at_indices(0),
+    torch.ops.aten.dsplit.int: _in_sections(2),
+    torch.ops.aten.dsplit.array: _at_indices(2),
+    torch.ops.aten.conv1d.padding: _padded_convolution(torch.conv1d),
+    torch.ops.aten.conv2d.padding: _padded_convolution(torch.conv2d),
+    torch.ops.aten.conv3d.padding: _padded_convolution(torch.conv3d),
+    torch.ops.aten.median.dim: ordered.median,
+    torch.ops.aten.median.default: ordered.median_of_all,
+    torch.ops.aten.nanmedian.dim: ordered.nanmedian,
+    torch.ops.aten.nanmedian.default: ordered.nanmedian_of_all,
+    torch.ops.aten.kthvalue.default: ordered.kthvalue,
+    torch.ops.aten.cummax.default: ordered.largest_so_far(torch.gt),
+    torch.ops.aten.cummin.default: ordered.largest_so_far(torch.lt),
+    torch.ops.aten.logcumsumexp.default: ordered.logcumsumexp,
+    torch.ops.aten.scatter_reduce.two: scattered.scatter_reduce,
+    torch.ops.aten.index_reduce.default: scattered.index_reduce,
 }

@@ -1,0 +1,135 @@
+"""Operators taken apart by us give what torch's give, and their gradients, also where values are equal, zero or not numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fusion.dag.ir import serialise
+from fusion.runtime.capture.capture import capture_module, variables_from_module
+from fusion.runtime.job.errors import CaptureError
+from fusion.runtime.planes.codegen import compile_graph
+
+PLACES = torch.tensor([0, 1, 2, 0, 1, 1])
+
+
+class Table(nn.Module):
+    """A function of a row of six for each sample, which the module's parameters make."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.scale = nn.Parameter(torch.tensor([1.0, -1.0, 2.0, 0.5, 1.0, 3.0]))
+        self.shift = nn.Parameter(torch.tensor([0.0, 1.0, 0.0, 0.5, -1.0, 2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * self.scale + self.shift)
+
+
+# Halves, so that some are equal: where torch leaves open which of them it takes, it is not asked.
+EQUAL = torch.tensor([[1, 2, 0.5, 2, -1, 0], [0, 1, 0.5, -1, 2, -1], [-2, 1.5, 1, 0, 0, 1]])
+UNEQUAL = torch.tensor([[0.3, 2.1, 0.7, 2.2, -1.1, 0.1], [0.6, 1.3, 0.9, -1.7, 2.4, -1.2]])
+
+
+def spread(x: Tensor) -> Tensor:
+    """With values that are not numbers: the square roots of those below zero."""
+    return x + (x.detach() + 2).sqrt().detach()
+
+
+def reduced(x: Tensor, include_self: bool) -> Tensor:
+    given = x[:, :5] * torch.tensor([1.0, 1.0, 0.5, 2.0, 1.0])
+    made = given.index_reduce(1, PLACES, x, "prod", include_self=include_self)
+    for i, kind in enumerate(("sum", "mean", "amax", "amin", "prod")):
+        one = given.scatter_reduce(-1, PLACES.expand(x.shape), x, kind, include_self=include_self)
+        made = made + (i + 2) * one
+    return made
+
+
+def written(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape[0], 4).scatter_reduce_(1, PLACES.expand(x.shape), x, "amax", include_self=False)  # fmt: skip
+
+
+def pieces(x: Tensor) -> Tensor:
+    found = [*x.tensor_split(4, 1), *x.tensor_split((1, -2), -1), *x.hsplit(3), *x[0].hsplit([2, 9])]
+    found += [*x.T.vsplit([1, 4]), *x.view(-1, 2, 3).dsplit([1])]
+    total = torch.zeros(())
+    for i, piece in enumerate(found):
+        total = total + (i + 1) * piece.square().sum()
+    return total
+
+
+def convolved(x: Tensor) -> Tensor:
+    window = torch.tensor([[[1.0, 2.0, -1.0, 0.5]]])
+    return functional.conv1d(x[:, None], window, padding="same") + functional.conv1d(
+        x[:, None], window, None, 1, "same", 3
+    )
+
+
+def by_row(x: Tensor) -> Tensor:
+    return x.square() @ x.adjoint() @ x.mH.mH + x.H.mT
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "hypot": lambda x: torch.hypot(x, x.flip(1) + 4) + torch.hypot(1e25 * x, 2e25 * (1 + x.square())) * 1e-25,
+    "hypot of what is tiny": lambda x: torch.hypot(1e-25 * x, 2e-25 * (1 + x.square())) * 1e25,
+    "sign of another": lambda x: torch.copysign(x, -x.flip(1)) + 2 * torch.copysign(x.flip(1), -1.5) + 3 * x.copysign(0.0),
+    "sign of a zero": lambda x: torch.copysign(x, torch.tensor([0.0, -0.0, 1.0, -1.0, -0.0, 0.0])),
+    "pieces": pieces,
+    "conjugated": by_row,
+    "same, more on one side": convolved,
+    "median of all": lambda x: torch.median(x) + 2 * torch.nanmedian(x),
+    "median": lambda x: torch.median(x[:, :5], 1).values + x.median(-1, keepdim=True)[0],
+    "median of what is no number": lambda x: torch.where(spread(x).median(1, True).values.isnan(), x, 2 * x) + spread(x).nanmedian(1, True).values,
+    "third": lambda x: torch.kthvalue(x, 3).values + x.kthvalue(2, 1, True).values,
+    "cummax": lambda x: torch.cummax(x, 1).values,
+    "cummin": lambda x: x.cummin(-1).values * (1 + x.cummin(1).indices),
+    "cummax of what is no number": lambda x: torch.where(spread(x).cummax(1).values.isnan(), x, 2 * x),
+    "logcumsumexp": lambda x: torch.logcumsumexp(40 * x, 1),
+    "at places, with what was there": lambda x: reduced(x, True),
+    "at places, without": lambda x: reduced(x, False),
+    "written to": written,
+}  # fmt: skip
+# Of equal values torch looks none of these up at a place that it promises.
+OPEN = ("median", "median of what is no number", "third")
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_operators_and_their_gradients_are_torch_s(name: str) -> None:
+    torch.manual_seed(1)
+    module = Table(FUNCTIONS[name])
+    for x in [UNEQUAL] if name in OPEN else [EQUAL, UNEQUAL]:
+        graph = capture_module(module, {"x": torch.zeros(4, 6)}, training=True)
+        program = compile_graph(serialise.decode(serialise.encode(graph)), torch.device("cpu"), training=True)
+        values = variables_from_module(module)
+        leaves = {each: values[each].clone().requires_grad_() for each in program.variables}
+        (found,) = program.run([x], [leaves[each] for each in program.variables], None)
+        wanted = module(x)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+        module.zero_grad()
+        pull = torch.randn(wanted.shape)
+        (found * pull).sum().backward()
+        (wanted * pull).sum().backward()
+        for each in ("scale", "shift"):
+            parameter = module.get_parameter(each)
+            assert parameter.grad is not None
+            torch.testing.assert_close(leaves[each].grad, parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("function", "called"),
+    [
+        (lambda x: x.cummax(0).values, "aten.cummax"),
+        (lambda x: x.scatter_reduce(0, PLACES[:1].expand(x.shape), x, "amax"), "aten.scatter_reduce.two"),
+        (lambda x: torch.zeros(x.shape[0], 300).scatter_reduce(1, PLACES.expand(x.shape), x, "amin"), "aten.scatter_reduce.two"),
+    ],
+)  # fmt: skip
+def test_what_has_no_bound_on_its_size_is_named_as_the_model_calls_it(
+    function: Callable[[Tensor], Tensor], called: str
+) -> None:
+    with pytest.raises(CaptureError, match=rf"no operator {called}, .*, at \S*test_taken_apart\.py:\d+$"):
+        capture_module(Table(function), {"x": torch.zeros(2, 6)}, training=True)
