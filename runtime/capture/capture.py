@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._decomp import decomposition_table
+from torch._export.verifier import SpecViolationError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -30,6 +31,7 @@ from fusion.dag.cutting.source import SOURCE, SOURCE_FEATURES, SOURCE_IDS
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture.aten_names import op_name, operators, supported, unseen_write, writes_in_place
+from fusion.runtime.capture.exporting.buffers import no_state_in_buffers
 from fusion.runtime.capture.exporting.model_code import (
     every_line,
     fixed_size,
@@ -52,6 +54,8 @@ logger = logging.getLogger(__name__)
 MAX_BATCH = 1 << 16
 EXPERTS = "batched_mm"  # an implementation of experts in transformers
 MAX_CONSTANT = 64  # elements of a tensor that the code makes; it travels as nodes
+# What torch raises of a model that it cannot export.
+_OF_TORCH = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, SpecViolationError)
 _VARIABLE_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 
 Loss = Callable[..., Any]
@@ -377,6 +381,7 @@ def _export(
         as_exported(training=wrapped.training),
         every_line(),
         one_operator(wrapped),
+        no_state_in_buffers(wrapped),
         fixed_size() as fixed,
     ):
         warnings.simplefilter("ignore")
@@ -390,7 +395,7 @@ def _export(
             raise CaptureError(
                 f"the model's code decides by values of tensors{line_of_error(error)}: use torch.where or a mask there"
             ) from error
-        except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        except _OF_TORCH as error:
             held = re.match(r"Constraints violated \((\w+)", str(error))
             if held:
                 raise CaptureError(
@@ -410,6 +415,7 @@ def _decomposed(exported: ExportedProgram) -> ExportedProgram:
     called = {(n.name, line_of_node(n)): op_name(n.target) for n in operators(exported)}
     tried = set[Any]()
     while unknown := _unsupported(exported):
+        table.update((t, t.decompose) for t in unknown if t not in table and t._can_decompose())
         lost = next((n for t, n in unknown.items() if t not in table or t in tried), None)
         if lost is not None:
             line = line_of_node(lost)
@@ -436,7 +442,7 @@ def _apart(exported: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> E
         warnings.simplefilter("ignore")
         try:
             apart: ExportedProgram = exported.run_decompositions(table)
-        except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        except _OF_TORCH as error:
             raise CaptureError(f"torch cannot take the model's operators apart: {_line(error)}") from error
     return apart
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import Max, Min
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
@@ -361,6 +362,10 @@ class _Lowering:
             return DType(_dtype(value))
         if isinstance(value, torch.SymInt):
             return self.dim(value)
+        if isinstance(value, float) and value != value:
+            raise CaptureError(
+                f"{op}: a constant that is not a number (NaN) has no place in a graph: divide by zero"
+            )
         if value is None or type(value) in (bool, int, float):
             return value  # type: ignore[no-any-return]
         raise CaptureError(f"{op}: an argument of type {type(value).__name__} has no place in a graph")
@@ -372,6 +377,10 @@ class _Lowering:
         if expression.has(Max, Min):
             expression = _settled(expression, value.node.shape_env.var_to_range)
         expression = sympy.expand(expression)
+        if free_unbacked_symbols(expression):
+            raise CaptureError(
+                "the size of a value follows from what is in a tensor: use torch.where or a mask"
+            )
         if expression.is_Integer:
             return int(expression)
         try:

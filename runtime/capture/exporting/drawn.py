@@ -111,6 +111,13 @@ def exponential_(self: Tensor, lambd: float = 1.0, *, generator: Any = None) -> 
     return self.copy_(rand(self.shape, generator=generator).log() / -lambd)
 
 
+def rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Tensor:  # fmt: skip
+    """A slope of its own for each element below zero; the middle one while the model is not trained."""
+    slope = lower + (upper - lower) * rand_like(input) if training and lower < upper else (lower + upper) / 2
+    made = torch.where(input <= 0, input * slope, input)
+    return input.copy_(made) if inplace else made
+
+
 def dropout_of_channels(unbatched: int | None) -> Any:
     """dropout1d and the like: of whole channels. `unbatched`: the rank of an input without a batch, where there may be one."""
 

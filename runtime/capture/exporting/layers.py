@@ -45,14 +45,25 @@ def embedding_bag(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         given = {**dict(zip(_REST, rest, strict=False)), **named}
         mode, each = given.get("mode", "mean"), given.get("per_sample_weights")
         apart = any(given.get(name) for name in ("max_norm", "scale_grad_by_freq"))
-        if input.dim() != 2 or apart or given.get("padding_idx") is not None:
+        if input.dim() != 2 or apart:
             return plain(input, weight, offsets, *rest, **named)
-        rows = functional.embedding(input, weight)
+        rows, padding = functional.embedding(input, weight), given.get("padding_idx")
         if each is not None:
             rows = rows * each.unsqueeze(-1)
+        if padding is not None:
+            return _padded_bag(rows, (input != padding % weight.shape[0]).unsqueeze(-1), mode)
         return rows.sum(1) if mode == "sum" else rows.mean(1) if mode == "mean" else rows.max(1).values
 
     return looked_up
+
+
+def _padded_bag(rows: Tensor, counts: Tensor, mode: str) -> Tensor:
+    """Of the rows that count; zero where none does."""
+    if mode == "max":
+        largest = torch.where(counts, rows, torch.full_like(rows, float("-inf"))).max(1).values
+        return torch.where(counts.any(1), largest, torch.zeros_like(largest))
+    total = torch.where(counts, rows, torch.zeros_like(rows)).sum(1)
+    return total / counts.sum(1).clamp(min=1) if mode == "mean" else total
 
 
 def bilinear(_: Any) -> Callable[..., Tensor]:
@@ -73,6 +84,47 @@ def cdist(_: Any) -> Callable[..., Tensor]:
     def run(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
         made: Tensor = torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
         return made
+
+    return run
+
+
+def cov(_: Any) -> Callable[..., Tensor]:
+    """Without a look for weights below zero."""
+
+    def run(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:  # fmt: skip
+        rows = input.reshape(1, -1) if input.dim() < 2 else input
+        each = torch.ones(1) if fweights is None else fweights
+        counted: Any = rows.shape[1] if fweights is None else fweights.sum()
+        over = counted - correction
+        if aweights is not None:
+            each = each * aweights
+            counted = each.sum()
+            over = counted - correction * (each * aweights).sum() / counted
+        apart = rows - (rows * each).sum(1, keepdim=True) / counted
+        made: Tensor = (apart * each) @ apart.mT / over
+        return made.squeeze() if input.dim() < 2 else made
+
+    return run
+
+
+def corrcoef(_: Any) -> Callable[[Tensor], Tensor]:
+    def run(input: Tensor) -> Tensor:
+        shared = cov(None)(input)
+        if input.dim() < 2:
+            return shared / shared
+        apart = shared.diagonal().sqrt()
+        return (shared / apart.unsqueeze(1) / apart).clamp(-1, 1)
+
+    return run
+
+
+def fill_diagonal_(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(self: Tensor, fill_value: float, wrap: bool = False) -> Tensor:
+        if self.dim() != 2 or wrap:
+            return plain(self, fill_value, wrap)
+        rows, columns = self.shape
+        there = torch.arange(rows).unsqueeze(1) == torch.arange(columns)
+        return self.copy_(torch.where(there, fill_value, self))
 
     return run
 
@@ -103,6 +155,21 @@ def unfold(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         shape = (*self.shape[:at], count, size, *self.shape[at + 1 :])
         order = [i for i in range(len(shape)) if i != at + 1]
         return self.index_select(at, places).reshape(shape).permute(*order, at + 1)
+
+    return run
+
+
+def searchsorted(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """How many bounds lie before each value."""
+
+    def run(sorted_sequence: Tensor, input: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Tensor | None = None, out: Any = None) -> Tensor:  # fmt: skip
+        if out is not None:
+            return plain(sorted_sequence, input, out_int32=out_int32, right=right, side=side, sorter=sorter, out=out)  # fmt: skip
+        bounds = sorted_sequence if sorter is None else sorted_sequence.gather(-1, sorter)
+        values = input.unsqueeze(-1) if isinstance(input, Tensor) else input
+        bounds = bounds.unsqueeze(-2) if isinstance(input, Tensor) else bounds
+        before = bounds <= values if right or side == "right" else bounds < values
+        return before.sum(-1).to(torch.int32 if out_int32 else torch.int64)
 
     return run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from math import copysign
+from math import copysign, log
 from typing import Any
 
 import torch
@@ -106,6 +106,37 @@ def _padded_convolution(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def _multilabel_margin(self: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    """torch's own way counts a label that is none, behind the first -1, as the first class."""
+    rows, labels = (each.reshape(-1, self.shape[-1]) for each in (self, target))
+    is_label = (labels == -1).cumsum(1) == 0
+    own = rows.gather(1, labels.clamp(min=0))
+    places = torch.arange(self.shape[-1])
+    is_target = ((labels.unsqueeze(2) == places) & is_label.unsqueeze(2)).any(1)  # (batch, class)
+    counts = is_label.unsqueeze(2) & is_target.logical_not().unsqueeze(1)  # (batch, label, class)
+    apart = (1 - own.unsqueeze(2) + rows.unsqueeze(1)).clamp(min=0)
+    loss = torch.where(counts, apart, torch.zeros_like(apart)).sum((1, 2)) / self.shape[-1]
+    return loss.reshape(self.shape[:-1]) if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
+
+
+def _xlogy(self: Any, other: Any) -> Tensor:
+    """Zero for a zero of the first, whatever the other is; gradients where both are zero are zero as well."""
+    if not isinstance(other, Tensor):
+        if other > 0:
+            return self * log(other)  # type: ignore[no-any-return]
+        zero = self == 0
+        made = torch.where(zero, 1.0, self) * (
+            float("-inf") if other == 0 else torch.full_like(self, other).log()
+        )
+    elif not isinstance(self, Tensor):
+        zero = (other <= 0) & (self == 0)
+        made = self * other.log()
+    else:
+        zero = (self == 0) & (other <= 0)
+        made = self * torch.where(zero, 1.0, other).log()
+    return torch.where(zero, torch.zeros_like(made), made)
+
+
 TAKEN_APART: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.diagonal.default: _diagonal,
     torch.ops.aten.diagonal_scatter.default: _diagonal_scatter,
@@ -129,6 +160,10 @@ TAKEN_APART: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.conv1d.padding: _padded_convolution(torch.conv1d),
     torch.ops.aten.conv2d.padding: _padded_convolution(torch.conv2d),
     torch.ops.aten.conv3d.padding: _padded_convolution(torch.conv3d),
+    torch.ops.aten.multilabel_margin_loss.default: _multilabel_margin,
+    torch.ops.aten.xlogy.Tensor: _xlogy,
+    torch.ops.aten.xlogy.Scalar_Self: _xlogy,
+    torch.ops.aten.xlogy.Scalar_Other: _xlogy,
     torch.ops.aten.median.dim: ordered.median,
     torch.ops.aten.median.default: ordered.median_of_all,
     torch.ops.aten.nanmedian.dim: ordered.nanmedian,

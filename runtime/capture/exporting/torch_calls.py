@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.utils.checkpoint import CheckpointFunction
 
-from fusion.runtime.capture.exporting import drawn, layers
+from fusion.runtime.capture.exporting import ctc, drawn, layers
 from fusion.runtime.capture.exporting.model_code import line_of_caller
 from fusion.runtime.job.errors import CaptureError
 
@@ -142,12 +142,40 @@ def _functions(of: type[torch.autograd.Function] = torch.autograd.Function) -> I
 
 
 def _as_detached(plain: Any) -> property:
-    """`x.data` is read as `x.detach()`; fake tensors know no memory to share beside autograd."""
-    return property(lambda tensor: tensor.detach(), plain.__set__)
+    """`x.data` is read as `x.detach()`; fake tensors know no memory to share beside autograd. That a model sets it, torch.export
+    would leave out."""
+
+    def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            raise CaptureError(
+                f"the model sets .data of a tensor{line_of_caller()}, which a graph has no place for: use another tensor"
+            )
+        plain.__set__(tensor, value)
+
+    return property(lambda tensor: tensor.detach(), put)
+
+
+def _counted(plain: Callable[[Any], int]) -> Callable[[Any], int]:
+    """len() must be a number, which a size that is free is not."""
+
+    def length(tensor: torch.Tensor) -> int:
+        if tensor.dim() and not isinstance(tensor.shape[0], int):
+            raise CaptureError(
+                f"the model takes len() of a tensor whose first size is free{line_of_caller()}: write x.shape[0]"
+            )
+        return plain(tensor)
+
+    return length
+
+
+def _as_its_module(parallel: nn.DataParallel[Any], *given: Any, **named: Any) -> Any:
+    """What runs on several devices there is captured once."""
+    return parallel.module(*given, **named)
 
 
 _ASKING: tuple[_Change, ...] = (
     (torch.Tensor, "data", _as_detached),
+    (torch.Tensor, "__len__", _counted),
     (torch, "sym_min", _known_order(lambda a, b: a <= b)),
     (torch, "sym_max", _known_order(lambda a, b: a >= b)),
     (transformer, "_detect_is_causal_mask", _unasked),
@@ -160,11 +188,17 @@ _ASKING: tuple[_Change, ...] = (
     *((where, "outer", layers.outer) for where in (torch, torch.Tensor)),
     *((where, "take_along_dim", layers.take_along_dim) for where in (torch, torch.Tensor)),
     (torch, "cdist", layers.cdist),
+    (torch, "searchsorted", layers.searchsorted),
+    *((where, "ctc_loss", ctc.ctc_loss) for where in (torch, functional)),
+    *((where, name, change) for where in (torch, torch.Tensor) for name, change in (("cov", layers.cov), ("corrcoef", layers.corrcoef))),
+    (torch.Tensor, "fill_diagonal_", layers.fill_diagonal_),
+    (nn.DataParallel, "forward", lambda _: _as_its_module),
     (torch.Tensor, "unfold", layers.unfold),
-)
+)  # fmt: skip
 _DRAWING: tuple[_Change, ...] = (
     *((torch, n, _of_ours(n)) for n in ("rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "bernoulli", "normal")),
     *((torch.Tensor, n, _of_ours(n)) for n in ("bernoulli", "normal_", "uniform_", "bernoulli_", "exponential_")),
+    (functional, "rrelu", lambda _: drawn.rrelu),
     (functional, "dropout1d", lambda _: drawn.dropout_of_channels(2)),
     (functional, "dropout2d", lambda _: drawn.dropout_of_channels(None)),
     (functional, "dropout3d", lambda _: drawn.dropout_of_channels(4)),

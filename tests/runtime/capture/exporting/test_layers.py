@@ -67,6 +67,15 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "bag": lambda m, x: m.table(words(x)) * x.mean((1, 2)),
     "weighed bag": lambda m, x: functional.embedding_bag(words(x), m.table.weight, mode="sum", per_sample_weights=x[:, 0, :3, 0]),
     "largest of a bag": lambda m, x: functional.embedding_bag(words(x), m.table.weight, mode="max") * x.mean((1, 2)),
+    "padded bags": lambda m, x: sum(functional.embedding_bag(words(x) * words(x).flip(0), m.table.weight, mode=mode, padding_idx=at) for mode in ("sum", "mean", "max") for at in (0, -6)) * x.mean((1, 2)),  # type: ignore[misc]
+    "covariances": lambda m, x: torch.cov(x[:, 0, 0].T) + x[0, 0].cov(fweights=torch.arange(1, 8), aweights=torch.arange(2.0, 9.0)) + x[0, 1].corrcoef() + torch.cov(x[0, 0, 0], correction=0),
+    "filled diagonal": lambda m, x: x @ (m.normed.weight.T @ m.normed.weight).fill_diagonal_(2.0),
+    "searched": lambda m, x: x * torch.searchsorted(torch.arange(-1.0, 2.0), x, right=True) + torch.searchsorted(x.detach().sort(-1)[0], x),
+    "margins": lambda m, x: functional.multilabel_margin_loss(x[:, 0, 0], torch.tensor([3, 0, -1, 1, 1, 1, 2]).expand(x.shape[0], 7), reduction="none"),
+    "xlogy": lambda m, x: torch.xlogy(x.relu(), x.detach().relu()) + torch.xlogy(x.relu(), 2.0) + torch.xlogy(3.0, x.exp()),
+    "of others": lambda m, x: x.ravel() + torch.atleast_3d(+x).ravel() + torch.cartesian_prod(x[0, 0, 0], x[0, 1, 1]).mean(),
+    "slopes": lambda m, x: functional.rrelu(x, 0.25, 0.25, True) + functional.rrelu(x, training=False),
+    "alignments": lambda m, x: functional.ctc_loss(x[:, :, 0].permute(2, 0, 1).log_softmax(-1), words(x) % 3 + 1, torch.full((x.shape[0],), 7), torch.arange(x.shape[0]) % 3 + 1, reduction="none"),
     "distances": lambda m, x: torch.cdist(x[:, 0], x[:, 1]) + torch.cdist(x[:, 0], x[:, 1, :7], p=1.0),
     "outer": lambda m, x: torch.outer(x.mean((0, 1, 2)), m.normed.bias) + x.mean((0, 1, 2)).outer(m.normed.bias),
     "gaussian": lambda m, x: functional.gaussian_nll_loss(x[:, 0], x[:, 1], x[:, 2].relu(), full=True),
@@ -111,6 +120,13 @@ def test_layers_and_their_gradients_are_torch_s(name: str) -> None:
             torch.testing.assert_close(leaves[each].grad, parameter.grad, rtol=1e-4, atol=1e-4)
 
 
+def test_what_runs_on_several_devices_is_captured_as_its_module() -> None:
+    parallel = nn.DataParallel(nn.Linear(6, 3))
+    parallel.device_ids, parallel.src_device_obj = [0], torch.device("cuda:0")  # as where there is one
+    graph = capture_module(parallel, {"input": torch.zeros(2, 6)}, training=True)
+    assert [node.op for node in graph.nodes] == ["aten.linear"]
+
+
 class Bounded(nn.Module):
     """By tensors that it equals where it begins."""
 
@@ -145,7 +161,7 @@ def test_at_a_bound_the_gradient_is_torch_s() -> None:
         (lambda m, x: torch.logdet(m.pairs.weight[0] + torch.eye(7)) + torch.isfinite(x), "aten.logdet"),
         (lambda m, x: torch.vmap(torch.sum)(x), "lazy_load_decompositions"),
         (
-            lambda m, x: functional.embedding_bag(words(x), m.table.weight, padding_idx=0),
+            lambda m, x: functional.embedding_bag(words(x).flatten(), m.table.weight, words(x)[:, 0]),
             "aten.embedding_bag",
         ),
         (
