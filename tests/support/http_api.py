@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
-from support.served import Peer, Swarm, swarm_of
+from support.served import Peer, Swarm, captured, swarm_of
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.model_files import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
@@ -36,6 +36,7 @@ async def served_over_http(
     **options: Any,
 ) -> AsyncIterator[tuple[Swarm, HttpServer]]:
     """A byte-level llama on peer 0, the API on peer 1."""
+    captured("llama", "kv")  # once in a process; those seconds are for what is tested
     async with swarm_of(2, home, seconds=seconds) as swarm:
         files = []
         if template is not None:
