@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 CASES = {
     ("/v1/completions", "POST"): 1000,
     ("/v1/chat/completions", "POST"): 1000,
-    ("/v1/responses", "POST"): 1000,
+    ("/v1/responses", "POST"): 500,
     ("/v1/embeddings", "POST"): 20,
     ("/v1/models/{model}", "GET"): 300,
     ("/v1/models", "GET"): 20,
