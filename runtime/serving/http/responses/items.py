@@ -58,7 +58,9 @@ def _known(value: Any) -> Any:
         raise ValueError("an item is an object, such as a message")
     kind = value.get("type")
     if kind == "item_reference":
-        raise ValueError("item_reference: nothing is kept here; send the item itself")
+        raise ValueError(
+            "item_reference: nothing is kept here; send the item itself (clients do with store: false)"
+        )
     if kind is None or kind in KINDS:
         return {**value, "type": kind or "message"}
     raise ValueError(f"items are messages, function calls and their outputs here, not {str(kind)[:40]!r}")

@@ -231,7 +231,7 @@ def test_what_is_wrong_is_told_as_openai_does(tmp_path: Path) -> None:
         ({"input": ["Hi"]}, "input", "an item is an object"),
         ({"input": [{"content": "Hi"}]}, "input", "0.message.role: Field required"),
         ({"input": [{"role": "user", "content": [image]}]}, "input", "parts are text here, not 'input_image'"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "nothing is kept here; send the item"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "send the item itself (clients do with store: false)"),
         ({"input": [{"type": "web_search_call"}]}, "input", "their outputs here, not 'web_search_call'"),
         ({"input": "x" * 500}, "input", TOO_LONG),
         ({"max_output_tokens": 999}, "max_output_tokens", "at most 7"),
