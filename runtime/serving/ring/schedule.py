@@ -96,7 +96,9 @@ class Schedule(Generic[Session]):
         self._had_few = False  # one of these had a row in the turn before that
         self._rests = Rests()
         self._held: set[SessionId] = set()  # sessions of which a chunk that had its turn comes again
-        self._position_seconds = math.inf  # that the last turn took which was for one position
+        self._position_seconds = (
+            math.inf
+        )  # that the last turn took which was for one position, of the newest session
 
     def admit(self, session: Session) -> bool:
         """Whether there is room for it: then it is one of `sessions`. JobError where one of that name is here."""
@@ -105,6 +107,7 @@ class Schedule(Generic[Session]):
         if len(self.sessions) >= MAX_SESSIONS:
             return False
         self.sessions[session.id] = session
+        self._position_seconds = math.inf  # it may be far longer than others were
         return True
 
     def remove(self, session: Session) -> bool:

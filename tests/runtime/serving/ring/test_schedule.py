@@ -287,6 +287,9 @@ def test_a_turn_is_short_for_the_only_session_once_one_like_it_was() -> None:
     assert schedule.is_short(token), "a prompt tells nothing of a token"
     schedule.took(token, SHORT_SECONDS, 0.0)
     assert not schedule.is_short(token)
+    schedule.took(token, less, 0.0)
+    schedule.remove(a)
+    assert schedule.admit(b) and not schedule.is_short((work(b, 90_000),)), "it has far more to look at"
 
 
 def test_a_session_that_ended_while_its_chunk_ran_is_held_under_no_name() -> None:
