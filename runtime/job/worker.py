@@ -86,8 +86,7 @@ class Worker:
         """As `submit`, for a call of less than SLICE_SECONDS: it has run in the event loop's own thread when this returns, if the
         device is free for it. To hand a call over and back takes some hundred microseconds, above all to wake the threads up."""
         call = self._call(function)
-        if self.device != "cpu" or not self._queue.run_here(self._whose, call):
-            self._queue.submit(self._whose, call)
+        self._queue.submit(self._whose, call, here=self.device == "cpu")
         return call.outcome
 
     def _call(self, function: Callable[[], T]) -> _Call:
@@ -192,29 +191,26 @@ class _Queue:
         self._prepare_here = cache(prepare)  # of the event loop's thread
         self.look: Callable[[], None] = lambda: None
 
-    def submit(self, whose: Whose, call: _Call) -> None:
+    def submit(self, whose: Whose, call: _Call, *, here: bool = False) -> None:
+        """`here`: it has run when this returns, in the thread that asks, if nobody has the device, or waits for it, and it need not
+        be held free."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the worker is closed")
+            free = not self._calls and not self._resting and self._share.idle
             waiting = self._share.arrives(whose)
-            self._calls[id(waiting)] = waiting, call
-            self._changed.notify()
-            if self._holder is None:
-                self._holder = self._new_hand()
-
-    def run_here(self, whose: Whose, call: _Call) -> bool:
-        """In the thread that asks, if nobody has the device, or waits for it, and it need not be held free. Whether it ran."""
-        with self._lock:
-            if self._closed or self._calls or self._resting or not self._share.idle:
-                return False
-            waiting = self._share.arrives(whose)
-            if self._share.choose([waiting]) is not waiting:
-                return False
-            self._begins(waiting, [])
-        _settle(call, self._prepare_here)()
-        self._ended()
+            here = here and free and self._share.choose([waiting]) is waiting
+            if here:
+                self._begins(waiting, [])
+            else:
+                self._calls[id(waiting)] = waiting, call
+                self._changed.notify()
+                if self._holder is None:
+                    self._holder = self._new_hand()
+        if here:
+            _settle(call, self._prepare_here)()
+            self._ended()
         del call  # as in `_do`
-        return True
 
     async def aclose(self) -> None:
         with self._lock:
