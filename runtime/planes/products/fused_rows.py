@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,7 +13,7 @@ from torch.nn import functional
 
 from fusion.dag.ir.graph import Arg, Graph, Node, Ref
 from fusion.runtime.planes.products import row_code
-from fusion.runtime.planes.products.machine_code import LANES, Function, over_blocks
+from fusion.runtime.planes.products.machine_code import LANES, Function, float_bits, over_blocks
 
 _EXP_COSTS = 8  # numbers that are multiplied take as long as one of which exp is taken
 
@@ -133,7 +131,7 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float | None) ->
         code,
         (rows.data_ptr(), weight.data_ptr(), made.data_ptr()),
         rows.numel() // width if width else 0,
-        (width, _bits(torch.finfo(torch.float32).eps if epsilon is None else epsilon)),
+        (width, float_bits(torch.finfo(torch.float32).eps if epsilon is None else epsilon)),
         products=2 * rows.numel(),
         threads=torch.get_num_threads(),
     )
@@ -190,7 +188,7 @@ def silu(given: torch.Tensor) -> torch.Tensor:
 def _silu(code: Function, *given: torch.Tensor) -> torch.Tensor:
     """Of the first, times the other."""
     if any(each.dtype != torch.float32 for each in given):
-        raise ValueError("a gate of float32")
+        raise ValueError("SiLU of float32 alone")
     given = tuple(each.contiguous() for each in given)
     made = torch.empty_like(given[0])
     over_blocks(
@@ -202,11 +200,6 @@ def _silu(code: Function, *given: torch.Tensor) -> torch.Tensor:
         threads=torch.get_num_threads(),
     )
     return made
-
-
-def _bits(value: float) -> int:
-    """Of a float, as a whole number."""
-    return int.from_bytes(bytes(ctypes.c_float(value)), sys.byteorder)
 
 
 @cache

@@ -8,6 +8,7 @@ whatever runs beside it, on any number of threads and on any CPU; it was seen on
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -237,6 +238,11 @@ def compiled(addresses: int, numbers: int, write: Callable[[Code], None]) -> Fun
 
 
 _ENGINES: list[Any] = []
+
+
+def float_bits(value: float) -> int:
+    """A float as such a function takes it among its whole numbers; infinity for one that is too large."""
+    return int.from_bytes(bytes(ctypes.c_float(value)), sys.byteorder)
 
 
 def over_blocks(

@@ -5,9 +5,7 @@ A position has the same bits whatever others there are, on any number of threads
 
 from __future__ import annotations
 
-import ctypes
 import math
-import sys
 from array import array
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -16,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from fusion.runtime.planes.products.attention_code import attention
-from fusion.runtime.planes.products.machine_code import LANES, Function, over_blocks
+from fusion.runtime.planes.products.machine_code import LANES, Function, float_bits, over_blocks
 
 KEYS_AND_VALUES = 2  # tensors that are kept
 Kept = Sequence[torch.Tensor]  # keys and values, each (1, its heads, room, its width)
@@ -112,8 +110,8 @@ def _attend(
             *(groups, heads // groups, count, width, value_width),
             *(stride for each in (query, key, value) for stride in each.stride()[1:3]),
             *(room, window or 0),
-            _bits(1 / math.sqrt(width) if scale is None else scale),
-            _bits(softcap or 0.0),
+            float_bits(1 / math.sqrt(width) if scale is None else scale),
+            float_bits(softcap or 0.0),
         ),
         products=heads * (width + value_width) * (sum(at) + count),
         threads=torch.get_num_threads(),
@@ -124,11 +122,6 @@ def _attend(
 def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Each position of each head contiguous."""
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
-
-
-def _bits(value: float) -> int:
-    """Of a float, as a whole number; infinity for one that is too large."""
-    return int.from_bytes(bytes(ctypes.c_float(value)), sys.byteorder)
 
 
 @lru_cache(64)
