@@ -238,7 +238,10 @@ def watch(patch: pytest.MonkeyPatch, world: World) -> Seen:
 
     def unless_ahead(self: RingStage, session: Any) -> None:
         number = session.opening.sampling.seed  # 0: a neighbour
-        if seen.waiting and number and seen.chosen[number] > TOKENS // 2:
+        stays = (
+            "leave" in world.events and len(seen.held[number]) < 2
+        )  # it is not to be over before it has moved
+        if (seen.waiting or stays) and number and seen.chosen[number] > TOKENS // 2:
             asyncio.get_running_loop().call_later(0.005, unless_ahead, self, session)
         elif len(world.asked) > 1 and not seen.met:
             # Three answers over three stages may be at one each, always: until two have met, those that come at about the same time
@@ -257,7 +260,7 @@ def watch(patch: pytest.MonkeyPatch, world: World) -> Seen:
         turn = RingStage._pass_all_on
 
         async def unhurried(self: RingStage, *given: Any) -> None:
-            await asyncio.sleep(0.005)  # no answer is to be over before it has moved either
+            await asyncio.sleep(0.005)  # nor before the peer that leaves has told it
             await turn(self, *given)
 
         patch.setattr(RingStage, "_pass_all_on", unhurried)
