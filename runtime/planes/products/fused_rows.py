@@ -15,6 +15,7 @@ from fusion.dag.ir.graph import Arg, Graph, Node, Ref
 from fusion.runtime.planes.products import row_code
 from fusion.runtime.planes.products.machine_code import LANES, Function, float_bits, over_blocks
 
+_HALF = ("bfloat16", "float16")
 _EXP_COSTS = 8  # numbers that are multiplied take as long as one of which exp is taken
 
 
@@ -28,8 +29,9 @@ class Fused(NamedTuple):
 
 
 def fused_rows(graph: Graph, kept: Collection[str]) -> dict[str, Fused]:
-    """By name of the node. `kept`: nodes that are computed as they are."""
-    if not _there():
+    """By name of the node; none of a model in half precision, where a last bit of what it computes in float32 may be all that the
+    bits of a token's logits differ by from the library's. `kept`: nodes that are computed as they are."""
+    if not _there() or any(each.dtype in _HALF for each in graph.types.values()):
         return {}
     patterns = _Patterns(graph, kept)
     found: dict[str, Fused] = {}

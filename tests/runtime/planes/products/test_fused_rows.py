@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from fusion.dag.ir.dims import symbol
-from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType
+from fusion.dag.ir.graph import DType, Graph, Input, Node, Ref, TensorType
 from fusion.runtime.planes.codegen import compile_graph
 from fusion.runtime.planes.products.fused_rows import fused_rows, gate, rms_norm, rotate, silu
 
@@ -115,7 +115,7 @@ def test_nothing_is_made_of_tensors_that_do_not_belong_together() -> None:
         lambda: gate(x, x.double()),
         lambda: silu(x.double()),
     ]:
-        with pytest.raises(ValueError, match=r"heads|rows|gate"):
+        with pytest.raises(ValueError, match=r"heads|rows|gate|SiLU"):
             wrong()
     for empty in (rotate(x[:, :, :0], angles[:, :, :0], angles[:, :, :0]), gate(x[:0], x[:0])):
         assert not empty.numel()
@@ -179,3 +179,11 @@ def test_what_only_looks_like_rotary_positions_stays(graph: Graph) -> None:
 
 def test_other_dtypes_are_the_librarys() -> None:
     assert made_by(layer(dtype="bfloat16")) == {}
+
+
+def test_what_is_rounded_to_half_precision_is_the_librarys() -> None:
+    graph = layer()
+    to = Node(
+        "rounded", "aten.to.dtype", (Ref("normed"), DType("bfloat16")), (floats(2, 8, dtype="bfloat16"),)
+    )
+    assert made_by(Graph(graph.inputs, (), (*graph.nodes, to), (Ref("rounded"),))) == {}
