@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, AsyncStream
 from support.served import Peer, Swarm, captured, swarm_of
 
 from fusion.runtime.job.context import Context
@@ -58,6 +59,34 @@ def behind(peer: Peer) -> tuple[Context, Gateway, GraphGateway]:
         peer.context, TorchPlane("cpu"), graphs, StageLoader(peer.context, TorchPlane(), graphs).fetch
     )
     return peer.context, gateway, GraphGateway(peer.context, stages, graphs, gateway.catalog)
+
+
+async def go_away(
+    swarm: Swarm, stream: AsyncStream[Any], count: int, asked: Coroutine[Any, Any, Any]
+) -> None:
+    """A client closes a stream of `count` answers, and goes away from one that waits for the device: each time all is freed."""
+    places = swarm.peers[1].service.gateway._answers
+    async for _ in stream:
+        break
+    assert len(places) == count
+    await stream.close()
+    await swarm.freed()
+    go = threading.Event()
+    blocked = asyncio.create_task(swarm.peers[0].context.compute.run(go.wait, 20))
+    waiting = asyncio.create_task(asked)
+    await until(lambda: bool(places))
+    waiting.cancel()
+    await until(lambda: not places)
+    go.set()
+    await blocked
+    await swarm.freed()
+
+
+async def until(happened: Callable[[], bool], seconds: float = 10) -> None:
+    """TimeoutError after so long."""
+    async with asyncio.timeout(seconds):
+        while not happened():
+            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager

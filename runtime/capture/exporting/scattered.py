@@ -33,6 +33,14 @@ def index_reduce(self: Tensor, dim: int, index: Tensor, source: Tensor, reduce: 
     )
 
 
+def masked_scatter(self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """The first numbers of `source`, one behind the other, where `mask` is."""
+    if self.shape != mask.shape:
+        self, mask = torch.broadcast_tensors(self, mask)  # type: ignore[no-untyped-call]
+    place = (mask.flatten().cumsum(0) - 1).clamp(min=0)
+    return torch.where(mask, source.flatten().index_select(0, place).reshape(self.shape), self)
+
+
 def _by_mask(self: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, include_self: bool) -> Any:
     count, dim = self.shape[dim], dim % self.dim()
     if not isinstance(count, int) or count > MOST_PLACES or not self.is_floating_point():

@@ -66,6 +66,22 @@ def _copysign(self: Tensor, other: Any) -> Tensor:
     return torch.where(below, -size, size)
 
 
+def _of_numbers(first: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The one of both that comes first, and the other where one is not a number."""
+    return lambda self, other: torch.where(first(self, other) | other.isnan(), self, other)
+
+
+def _round(self: Tensor, *, decimals: int) -> Tensor:
+    size = 10.0 ** abs(decimals)
+    return (self * size).round() / size if decimals > 0 else (self / size).round() * size
+
+
+def _addbmm(self: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    made = torch.bmm(batch1, batch2).sum(0)
+    made = made if alpha == 1 else alpha * made
+    return made if beta == 0 else made + (self if beta == 1 else beta * self)
+
+
 def _in_sections(dim: int | None) -> Callable[..., list[Tensor]]:
     """Pieces that are as many, nearly as large as each other, along a dimension that the operator names if not given here."""
 
@@ -149,6 +165,10 @@ TAKEN_APART: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.hypot.default: _hypot,
     torch.ops.aten.copysign.Tensor: _copysign,
     torch.ops.aten.copysign.Scalar: _copysign,
+    torch.ops.aten.fmax.default: _of_numbers(torch.ge),
+    torch.ops.aten.fmin.default: _of_numbers(torch.le),
+    torch.ops.aten.round.decimals: _round,
+    torch.ops.aten.addbmm.default: _addbmm,
     torch.ops.aten.tensor_split.sections: _in_sections(None),
     torch.ops.aten.tensor_split.indices: _at_indices(None),
     torch.ops.aten.hsplit.int: _in_sections(1),
@@ -172,6 +192,7 @@ TAKEN_APART: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.cummax.default: ordered.largest_so_far(torch.gt),
     torch.ops.aten.cummin.default: ordered.largest_so_far(torch.lt),
     torch.ops.aten.logcumsumexp.default: ordered.logcumsumexp,
+    torch.ops.aten.masked_scatter.default: scattered.masked_scatter,
     torch.ops.aten.scatter_reduce.two: scattered.scatter_reduce,
     torch.ops.aten.index_reduce.default: scattered.index_reduce,
 }

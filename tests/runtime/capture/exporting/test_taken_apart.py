@@ -92,6 +92,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "at places, with what was there": lambda x: reduced(x, True),
     "at places, without": lambda x: reduced(x, False),
     "written to": written,
+    "written where a mask is": lambda x: x.masked_scatter(x > 0.5, 2 * x.flip(1)) + torch.ones(6).masked_scatter(x < 1, x.square()),
+    "the larger number": lambda x: torch.fmax(spread(x), x.flip(1)) + 2 * torch.fmax(x, spread(x.flip(1))),
+    "the smaller number": lambda x: torch.fmin(spread(x), x.flip(1)) + 2 * torch.fmin(x, spread(x.flip(1))),
+    "rounded": lambda x: x * (torch.round(1.234 * x, decimals=1) + torch.round(123.4 * x, decimals=-2) + x.round(decimals=0)),
+    "products that are summed": lambda x: torch.addbmm(x[:1, :2], x.view(-1, 2, 3), x.view(-1, 3, 2), beta=0.5, alpha=2)
+    + torch.addbmm(x[:1, :2], x.view(-1, 2, 3), x.view(-1, 3, 2)),
 }  # fmt: skip
 # Of equal values torch looks none of these up at a place that it promises.
 OPEN = ("median", "median of what is no number", "third")
