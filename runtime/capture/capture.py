@@ -16,6 +16,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -145,18 +146,21 @@ def capture_module(
     mode = loss is not None if training is None else training
     batch = Dim("batch", max=MAX_BATCH)
     own = [name for name in example if name not in asked] if module_inputs is None else module_inputs
-    wrapped = _AnyModule(_hollow(module), tuple(example), loss, tuple(own), tuple(asked))
-    return _capture(module, wrapped, example, tuple({0: batch} for _ in example), mode)
+    shown = _hollow(loss) if isinstance(loss, nn.Module) else loss
+    wrapped = _AnyModule(_hollow(module), tuple(example), shown, tuple(own), tuple(asked))
+    loss_names = _loss_names(module, loss)
+    return _capture(module, wrapped, example, tuple({0: batch} for _ in example), mode, loss_names)
 
 
-def variables_from_module(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter, buffer and tensor attribute under the name that capture gives it, tied tensors once; not
-    copied. A superset of what a captured graph reads."""
+def variables_from_module(module: nn.Module, loss: Loss | None = None) -> dict[str, torch.Tensor]:
+    """Every parameter, buffer and tensor attribute under the name that capture gives it, tied tensors once, and those of a `loss`
+    that is a module; not copied. A superset of what a captured graph reads."""
     names = _names(module)
     found: dict[str, torch.Tensor] = {}
     for name, tensor in _tensors(module):
         found.setdefault(names[name], tensor.detach())
-    return found
+    of_loss = _loss_names(module, loss)
+    return {**found, **{of_loss[name]: tensor.detach() for name, tensor in _loss_tensors(loss)}}
 
 
 class _LanguageModel(nn.Module):
@@ -268,6 +272,27 @@ def _names(module: nn.Module) -> dict[str, str]:
     return names
 
 
+def _loss_tensors(loss: Loss | None) -> list[tuple[str, torch.Tensor]]:
+    return _tensors(loss) if isinstance(loss, nn.Module) else []
+
+
+def _loss_names(module: nn.Module, loss: Loss | None) -> dict[str, str]:
+    """Variable name of each tensor that a loss has: what is also the module's keeps its name, and no export has the others."""
+    names = _names(module)
+    known = {id(tensor): names[name] for name, tensor in _tensors(module)}
+    found: dict[str, str] = {}
+    for name, tensor in _loss_tensors(loss):
+        own = f"{CONSTANT}loss.{name}"
+        if id(tensor) not in known and tensor.requires_grad:
+            raise CaptureError(f"the loss has a parameter of its own, {name}: make it a part of the model")
+        if id(tensor) not in known and own in names.values():
+            raise CaptureError(
+                f"the loss and the model's attribute loss have a {name} each: rename the attribute"
+            )
+        found[name] = known.get(id(tensor), own)
+    return found
+
+
 def _tied_by_memory(module: nn.Module) -> tuple[str, str] | None:
     """Two names of tensors that are not one, but lie in the same memory, and of which one at least is trained."""
     first: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
@@ -316,8 +341,10 @@ def _capture(
     example: Mapping[str, torch.Tensor],
     dims: tuple[dict[int, Any], ...],
     training: bool,
+    loss_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Graph:
     names = {f"module.{original}": name for original, name in _names(module).items()}
+    names |= {f"loss.{original}": name for original, name in loss_names.items()}
     if training and (tied := _tied_by_memory(module)) is not None:
         raise CaptureError(
             f"{tied[0]} and {tied[1]} are two tensors in the same memory, which are trained as one only if they are one: "
@@ -366,7 +393,7 @@ def _lowered(
             raise CaptureError(f"the model's code makes a constant ({name}) that is not a plain tensor")
         if value.numel() > MAX_CONSTANT:
             raise CaptureError(
-                f"the model's code makes a constant of {value.numel()} elements: register it as a buffer"
+                f"the model's code makes a constant of {value.numel()} elements: register it as a buffer of the model, or of a loss that is a module"
             )
         constants[name] = value
     return lower(exported, inputs, names, constants, symbols)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +61,7 @@ class PythonModel:
     def capture(self, example: Mapping[str, torch.Tensor]) -> PythonGraphs:
         """`example`: two samples or more of each of `inputs`. Raises CaptureError, JobError."""
         file, loss, names = self._file, self._loss, list[str]()
-
-        def trained(made: Any, *arrays: torch.Tensor) -> torch.Tensor:
-            named = dict(zip(self._loss_inputs, arrays, strict=True))
-            return _total(made if loss is None else _called(loss, made, named))
+        total = _TotalLoss(loss, self._loss_inputs)
 
         def shown(made: Any) -> tuple[torch.Tensor, ...]:
             named = _named(made)
@@ -75,7 +72,7 @@ class PythonModel:
             training = capture_module(
                 self.module,
                 {name: example[name] for name in self.inputs},
-                trained,
+                total,
                 module_inputs=self._module_inputs,
                 loss_inputs=self._loss_inputs,
             )
@@ -89,7 +86,7 @@ class PythonModel:
                     training=False,
                     loss_inputs=(),
                 )
-        values = variables_from_module(self.module)
+        values = variables_from_module(self.module, total)
         return PythonGraphs(
             training=training,
             inference=inference,
@@ -130,7 +127,7 @@ def _wanted(
 ) -> tuple[str, ...]:
     """The arrays that the function takes by its parameters' names, after so many that it is `given`. JobError for a parameter
     without a default that the data does not have."""
-    parameters = list(inspect.signature(function).parameters.values())
+    parameters = _parameters(function)
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
     if len(plain) < given:
         raise JobError(f"{where} must take what forward returned as its first argument")
@@ -146,12 +143,29 @@ def _wanted(
     return tuple(found)
 
 
+class _TotalLoss(nn.Module):
+    """What is trained on: of what forward returned, and then arrays in the order of these `names`."""
+
+    def __init__(self, loss: Callable[..., Any] | None, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.loss, self._names = loss, names
+
+    def forward(self, made: Any, *arrays: torch.Tensor) -> torch.Tensor:
+        named = dict(zip(self._names, arrays, strict=True))
+        return _total(made if self.loss is None else _called(self.loss, made, named))
+
+
 def _called(loss: Callable[..., Any], made: Any, arrays: Mapping[str, torch.Tensor]) -> Any:
     """The loss of what forward returned, with `arrays` by name where the parameter can be named."""
     named = dict(arrays)
-    parameters = inspect.signature(loss).parameters.values()
-    placed = [named.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in named]
+    placed = [named.pop(p.name) for p in _parameters(loss) if p.kind is p.POSITIONAL_ONLY and p.name in named]
     return loss(made, *placed, **named)
+
+
+def _parameters(function: Callable[..., Any]) -> Sequence[inspect.Parameter]:
+    """Of what a module calls its forward, or of a function."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    return list(inspect.signature(called).parameters.values())
 
 
 def _total(loss: Any) -> torch.Tensor:

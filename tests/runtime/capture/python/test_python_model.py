@@ -91,6 +91,31 @@ def test_a_forward_that_gives_the_loss_itself(tmp_path: Path) -> None:
     assert graphs.inference is None and graphs.training.types[graphs.training.outputs[0]].shape == ()
 
 
+def test_a_loss_that_is_a_module_has_its_buffers(tmp_path: Path) -> None:
+    text = (
+        TWO[: TWO.index("def loss")]
+        + """
+class Loss(nn.CrossEntropyLoss):
+    def forward(self, made, labels):
+        return super().forward(made["scores"], labels)
+
+loss = Loss(weight=torch.arange(1.0, 101.0))
+"""
+    )
+    model, graphs = made(tmp_path, text.replace("nn.Linear(width, 2)", "nn.Linear(width, 100)"))
+    assert model.inputs == ("x", "y", "labels")
+    program = compile_graph(graphs.training, torch.device("cpu"), training=True)
+    variables = {each.name: each for each in graphs.training.variables}
+    values = graphs.read([variables[name] for name in program.variables])
+    given = [values[name].clone() for name in program.variables]
+    found = program.run([ARRAYS[name] for name in program.inputs], given, None)[0]
+    scores = model.module(ARRAYS["x"], ARRAYS["y"])["scores"]
+    weight = torch.arange(1.0, 101.0)
+    torch.testing.assert_close(
+        found, torch.nn.functional.cross_entropy(scores, ARRAYS["labels"], weight=weight)
+    )
+
+
 @pytest.mark.parametrize(
     ("parameters", "inputs"),
     [
