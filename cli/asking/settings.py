@@ -11,7 +11,7 @@ import typer
 from fusion.cli.terminal import options
 
 if TYPE_CHECKING:
-    from fusion.runtime.serving.requests.request import Sampling
+    from fusion.runtime.serving.requests.sampling_params import Sampling
     from fusion.swarm.errors import RemoteError
 
 # More than any model has positions, or a vocabulary tokens: what a frame has no room for is refused before it is sent.
@@ -105,7 +105,7 @@ def sampling(
     logit_bias: Sequence[str] | None,
 ) -> Sampling:
     """Of the values of these options. ValueError names the one that is out of range."""
-    from fusion.runtime.serving.requests.request import Sampling
+    from fusion.runtime.serving.requests.sampling_params import Sampling
 
     return Sampling(
         temperature=temperature,

@@ -48,7 +48,8 @@ from fusion.runtime.launch.export import export
 from fusion.runtime.launch.launch import Prepared, launch, prepare_serving, prepare_training, wait_until_held
 from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.serving.requests.client import complete
-from fusion.runtime.serving.requests.request import GenerateRequest, Sampling
+from fusion.runtime.serving.requests.request import GenerateRequest
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.training.snapshots import snapshot
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusion.runtime.serving.requests.request import Sampling
+from fusion.runtime.serving.requests.sampling_params import Sampling
 
 EVERY_SETTING = Sampling(
     temperature=0.5,

@@ -29,7 +29,8 @@ from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway import GatewayConfig
 from fusion.runtime.serving.requests.client import complete
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Sampling
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.penalties import TokenCounts
 from fusion.runtime.serving.ring.sampling import sample
 from fusion.runtime.serving.service import ServingService

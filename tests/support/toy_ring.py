@@ -24,7 +24,8 @@ from fusion.runtime.job.protocol import RING
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.serving.drafts.draft_model import DraftModel
-from fusion.runtime.serving.requests.request import Sampling, pack_tokens
+from fusion.runtime.serving.requests.header_fields import pack_tokens
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.frames import plan_ring
 from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition, hears_acks, takes_batches
 from fusion.runtime.serving.ring.sampling import sample

@@ -37,13 +37,7 @@ from fusion.runtime.serving.answers.generation import Generation
 from fusion.runtime.serving.answers.owner_reports import OwnerReports
 from fusion.runtime.serving.answers.task import OpenGrammar, Task, reading, tokens_wanted
 from fusion.runtime.serving.answers.text_threads import TextThreads
-from fusion.runtime.serving.requests.request import (
-    MAX_SEED,
-    Answer,
-    GenerateRequest,
-    Piece,
-    check_size,
-)
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, check_size
 from fusion.swarm.errors import FrameError, NotAdmitted
 from fusion.swarm.transport import Frame, PeerId, Stream
 from fusion.swarm.turns import Turn, Turns
@@ -161,15 +155,12 @@ class Gateway:
             ids = list(request.prompt_ids or ())
         read = reading(serve, ids, request.features)
         prompt = list(read.prompt)
-        max_tokens, sampling = tokens_wanted(request, serve, prompt), request.sampling
-        if not request.seeded:
-            sampling = replace(sampling, seed=self._context.random.randrange(MAX_SEED))
         task = Task(
             model=model,
             prompt=prompt,
             answered=request.answered,
-            max_tokens=max_tokens,
-            sampling=sampling,
+            max_tokens=tokens_wanted(request, serve, prompt),
+            sampling=request.drawn(self._context.random.randrange).sampling,
             logits=request.logits,
             top_logprobs=request.top_logprobs,
             ends=request.ends,

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.expected_prefixes import ExpectedPrefixes
 from fusion.runtime.serving.answers.failover import Fault, Faulted
-from fusion.runtime.serving.requests.request import Logprobs, pack_tokens, whole
+from fusion.runtime.serving.requests.header_fields import pack_tokens, whole
 from fusion.runtime.serving.ring.batches import frames_of
 from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingLinks, ShownGrants, no_grants
 from fusion.runtime.serving.ring.prefix import PrefixHash, positions_of
@@ -255,7 +254,7 @@ class GatewaySessions:
         position, token = whole(frame.header, "position", -1), whole(frame.header, "id", -1)
         if not 0 <= token < session.model.serve.vocabulary:
             raise FrameError("a token that the model does not have")
-        logprobs_of(session, frame)
+        session.opening.logprobs_of(frame.header, session.model.serve.vocabulary)
         if frame.payload and not session.opening.logits:
             raise FrameError("logits that nobody asked for")
         session.put_event(stage, frame)
@@ -311,17 +310,6 @@ def token_of(frame: Frame) -> tuple[int, int]:
 def unread_bytes(frame: Frame) -> int:
     """Of memory that a `token` frame takes for what was asked for beside the token."""
     return len(frame.payload) + memory_bytes(frame.header.get("top_logprobs"))
-
-
-def logprobs_of(session: GatewaySession, frame: Frame) -> Logprobs | None:
-    """Of a `token` frame, where they were asked for. JobError where they are not there, or of tokens that there are not."""
-    count = session.opening.top_logprobs
-    if count is None:
-        return None
-    found = Logprobs.from_header(frame.header, count)
-    if any(token >= session.model.serve.vocabulary for token, _ in found.top):
-        raise JobError("top_logprobs: tokens that the model does not have")
-    return found
 
 
 def _known(opened: Frame) -> list[str]:

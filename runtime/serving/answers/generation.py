@@ -26,7 +26,6 @@ from fusion.runtime.serving.answers.gateway_session import (
     Event,
     GatewaySession,
     GatewaySessions,
-    logprobs_of,
     token_of,
     unread_bytes,
 )
@@ -206,7 +205,8 @@ class Generation:
             log.debug("%s: tokens come slower", session.model.manifest.name)
             session.slow()
         self.finish = finish
-        return Chosen(token, bytes(frame.payload), logprobs_of(session, frame))
+        told = session.opening.logprobs_of(frame.header, session.model.serve.vocabulary)
+        return Chosen(token, bytes(frame.payload), told)
 
     async def _finish(self, session: GatewaySession, frame: Frame, token: int) -> Finish:
         """Whether the answer ends with the token, and why: also where the last stage does not say so. Faulted where it has no

@@ -11,14 +11,9 @@ from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.grammar.matcher import GrammarSession
 from fusion.runtime.serving.requests.ends import MODELS_OWN, Ends
-from fusion.runtime.serving.requests.request import (
-    GenerateRequest,
-    Sampling,
-    check_answered,
-    check_biases,
-    check_prompt,
-    pack_tokens,
-)
+from fusion.runtime.serving.requests.header_fields import pack_tokens
+from fusion.runtime.serving.requests.request import GenerateRequest, check_answered, check_prompt
+from fusion.runtime.serving.requests.sampling_params import Sampling, check_biases
 from fusion.runtime.serving.ring.session import check_source
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.transport import PeerId

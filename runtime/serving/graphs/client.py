@@ -9,7 +9,7 @@ from typing import Any
 from fusion.runtime.job.protocol import RUN
 from fusion.runtime.serving.graphs.arrays import Array, described, read_arrays
 from fusion.runtime.serving.requests.client import GATEWAY_TRIES, Another, GrantsFor
-from fusion.runtime.serving.requests.request import number
+from fusion.runtime.serving.requests.header_fields import number
 from fusion.runtime.serving.requests.silence import listening
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import (

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.http.errors import Busy
 from fusion.runtime.serving.http.metrics import Metrics
-from fusion.runtime.serving.requests.request import TOKEN_BYTES, Answer, GenerateRequest, Piece
+from fusion.runtime.serving.requests.header_fields import TOKEN_BYTES
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
 from fusion.swarm.transport import PeerId
 from fusion.swarm.turns import Turn
 

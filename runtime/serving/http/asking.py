@@ -8,7 +8,8 @@ from random import Random
 from fusion.runtime.serving.http.errors import ApiError
 from fusion.runtime.serving.http.schema import Settings
 from fusion.runtime.serving.requests.ends import Ends
-from fusion.runtime.serving.requests.request import MAX_SEED, GenerateRequest, Sampling
+from fusion.runtime.serving.requests.request import GenerateRequest
+from fusion.runtime.serving.requests.sampling_params import MAX_SEED, Sampling
 
 TEMPERATURE = 1.0  # where none is given, as with OpenAI
 LEAST_TOP_P = 1e-9  # in place of 0: it leaves the most probable token alone

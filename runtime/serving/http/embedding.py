@@ -20,7 +20,7 @@ from fusion.runtime.serving.http.errors import ApiError, Busy, attributed_to
 from fusion.runtime.serving.http.events import WholeAnswer
 from fusion.runtime.serving.http.schema import EmbeddingRequest
 from fusion.runtime.serving.http.shapes import json_text
-from fusion.runtime.serving.requests.request import TOKEN_BYTES
+from fusion.runtime.serving.requests.header_fields import TOKEN_BYTES
 from fusion.swarm.transport import PeerId
 from fusion.swarm.turns import Turn
 

@@ -16,7 +16,8 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from fusion.runtime.serving.requests.ends import MAX_STOP_TOKENS
 from fusion.runtime.serving.requests.json_schema import JSON_OBJECT, schema_text
-from fusion.runtime.serving.requests.request import MAX_SEED, MAX_STOP_BYTES, MAX_TOP_LOGPROBS
+from fusion.runtime.serving.requests.request import MAX_STOP_BYTES, MAX_TOP_LOGPROBS
+from fusion.runtime.serving.requests.sampling_params import MAX_SEED
 
 MAX_CHOICES = 16  # answers to one prompt
 MAX_PROMPTS = 64

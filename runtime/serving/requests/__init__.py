@@ -2,6 +2,8 @@
 
 json_schema       the schema that an answer has to follow; pure
 ends              which tokens end an answer, and from when on; pure
+header_fields     fields of messages from outside, and token ids as bytes; pure
+sampling_params   how each token is chosen; pure
 request           what a client asks, and what it gets
 stop              texts that end an answer; pure
 chat_format       how a model is chatted with

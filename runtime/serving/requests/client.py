@@ -17,16 +17,8 @@ from typing import Any
 
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.protocol import GENERATE, GENERATE_MORE
-from fusion.runtime.serving.requests.request import (
-    MAX_ANSWERED,
-    MAX_SEED,
-    Answer,
-    GenerateRequest,
-    Logprobs,
-    Piece,
-    number,
-    whole,
-)
+from fusion.runtime.serving.requests.header_fields import number, whole
+from fusion.runtime.serving.requests.request import MAX_ANSWERED, Answer, GenerateRequest, Logprobs, Piece
 from fusion.runtime.serving.requests.silence import SILENT_SECONDS, listening
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import JobId
@@ -69,9 +61,7 @@ async def generate(
     and `another` knows of no other. Close the iterator (`contextlib.aclosing`) to stop early: the swarm then frees
     the session.
     """
-    if not request.seeded:  # the next gateway has to draw what this one would have drawn
-        seeded = replace(request.sampling, seed=secrets.randbelow(MAX_SEED))
-        request = replace(request, sampling=seeded, seeded=True)
+    request = request.drawn(secrets.randbelow)  # or the next gateway would draw another one than this one
     asking = _Asking(transport, request, another, grants)
     asking.ask(peer)
     try:

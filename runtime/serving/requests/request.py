@@ -5,27 +5,23 @@ Spoken over `/fusion/generate/1` and `/2` (`fusion.runtime.serving.answers.gatew
 
 from __future__ import annotations
 
-import array
-import math
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import MAX_PROMPT_BYTES, MAX_SOURCE_BYTES
 from fusion.runtime.serving.requests.ends import MODELS_OWN, WITH_ENDS, Ends
+from fusion.runtime.serving.requests.header_fields import number, pack_tokens, pairs, unpack_tokens, whole
 from fusion.runtime.serving.requests.json_schema import checked_schema
+from fusion.runtime.serving.requests.sampling_params import GREEDY, MAX_SEED, Sampling
 from fusion.swarm.authority.access import chain_of
 from fusion.swarm.transport import PeerId
 
-MAX_SEED = (1 << 63) - 1
 DEFAULT_MAX_TOKENS = 64
 CHAT_TOKENS = 1024  # of an answer in a chat that says no number, or as many as fit
-TOKEN_BYTES = 8  # of an id, on the wire and where it is counted
 MAX_TOKEN_BYTES = 16  # of text for one position, over a whole prompt: tokens have about 4
 MAX_ANSWERED = 30_000  # token ids that an answer which goes on elsewhere may bring: they travel in the header
-MAX_BIASES = 1024  # entries of `logit_bias`
 MAX_TOP_LOGPROBS = 20
 LEAST_LOGPROB = -9999.0  # in place of less, and of minus infinity, for which JSON has no word
 MAX_STOPS, MAX_STOP_BYTES = 16, 256
@@ -33,90 +29,6 @@ WITH_SCHEMA = "+schema"  # after the kind of a prompt whose answer has one
 
 # Not yet; an end token or a text of `stop`; as many tokens as were asked for.
 Finish = Literal["", "stop", "length"]
-
-# Numbers of `Sampling` that the release before does not know: they are said where they are set.
-_NEWER = {"min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How to choose each token. JobError names the field that is out of range.
-
-    In this order, as in vLLM: `logit_bias`, penalties, `temperature`, `min_p`, `top_k`, `top_p`. Greedy is the largest
-    logit after the penalties."""
-
-    temperature: float = 0.0  # 0: greedy; then min_p, top_k, top_p and seed do nothing
-    top_k: int = 0  # keep only the k most probable tokens; 0: all
-    top_p: float = 1.0  # keep the fewest tokens whose probabilities reach this sum; 1: all
-    seed: int = 0
-    # Keep the tokens that are at least so probable, as a share of the most probable one; 0: all.
-    min_p: float = 0.0
-    # Logits of tokens in prompt and answer are divided by it where above 0, else multiplied (CTRL, arXiv 1909.05858); 1: not.
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0  # taken off a token's logit for each time that the answer has it
-    presence_penalty: float = 0.0  # taken off the logit of each token that the answer has
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= 100.0:
-            raise JobError(f"temperature: between 0 (greedy) and 100, not {self.temperature}")
-        if self.top_k < 0:
-            raise JobError(f"top_k: 0 (all tokens) or more, not {self.top_k}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise JobError(f"top_p: above 0 and at most 1, not {self.top_p}")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise JobError(f"seed: between 0 and 2**63 - 1, not {self.seed}")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise JobError(f"min_p: between 0 (all tokens) and 1, not {self.min_p}")
-        if not 0.01 <= self.repetition_penalty <= 100.0:
-            raise JobError(
-                f"repetition_penalty: between 0.01 and 100 (1: none), not {self.repetition_penalty}"
-            )
-        for name in ("frequency_penalty", "presence_penalty"):
-            if not -2.0 <= (value := getattr(self, name)) <= 2.0:
-                raise JobError(f"{name}: between -2 and 2 (0: none), not {value}")
-        if len(self.logit_bias) > MAX_BIASES:
-            raise JobError(f"logit_bias: at most {MAX_BIASES} tokens, not {len(self.logit_bias)}")
-        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
-            raise JobError("logit_bias: each token once")
-        for token, bias in self.logit_bias:
-            if not 0 <= token < 2**63 or not -100.0 <= bias <= 100.0:
-                raise JobError(
-                    f"logit_bias: token ids, and between -100 and 100 for each, not {token}={bias}"
-                )
-
-    @property
-    def penalises(self) -> bool:
-        """Whether it matters which tokens there are already."""
-        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
-
-    @property
-    def newer(self) -> dict[str, Any]:
-        """The fields of the header that the release before does not know, where they are set."""
-        found = {name: getattr(self, name) for name, unset in _NEWER.items() if getattr(self, name) != unset}
-        if self.logit_bias:
-            found["logit_bias"] = [list(entry) for entry in self.logit_bias]
-        return found
-
-    def to_header(self) -> dict[str, Any]:
-        return {
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "seed": self.seed,
-            **self.newer,
-        }
-
-    @classmethod
-    def from_header(cls, header: Mapping[str, Any]) -> Sampling:
-        return cls(
-            temperature=number(header, "temperature", 0.0),
-            top_k=whole(header, "top_k", 0),
-            top_p=number(header, "top_p", 1.0),
-            seed=whole(header, "seed", 0),
-            **{name: number(header, name, unset) for name, unset in _NEWER.items()},
-            logit_bias=pairs(header, "logit_bias", MAX_BIASES),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +39,7 @@ class GenerateRequest:
     prompt: str | None = None
     prompt_ids: tuple[int, ...] | None = None
     max_tokens: int | None = None  # None: DEFAULT_MAX_TOKENS, or as many as the model has positions left
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     seeded: bool = True  # False: the gateway draws a seed
     logits: bool = False  # send the logits that each token was chosen from (for checks: it costs bandwidth)
     # Tokens of this answer that another gateway gave before it vanished; they count among `max_tokens`.
@@ -181,6 +93,12 @@ class GenerateRequest:
     @property
     def most_tokens(self) -> int:
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def drawn(self, draw: Callable[[int], int]) -> GenerateRequest:
+        """With a seed, which `draw` gives below a number where the request has none."""
+        if self.seeded:
+            return self
+        return replace(self, sampling=replace(self.sampling, seed=draw(MAX_SEED)), seeded=True)
 
     @property
     def newer(self) -> bool:
@@ -378,13 +296,6 @@ def check_prompt(prompt: Sequence[int], max_tokens: int, vocabulary: int, max_se
         )
 
 
-def check_biases(sampling: Sampling, vocabulary: int) -> None:
-    """JobError in one line where `logit_bias` names a token that the model does not have."""
-    for token, _ in sampling.logit_bias:
-        if token >= vocabulary:
-            raise JobError(f"logit_bias: this model's tokens are 0 to {vocabulary - 1}, not {token}")
-
-
 def check_top_logprobs(count: int | None) -> None:
     """JobError in one line where so many cannot be asked for."""
     if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
@@ -397,25 +308,6 @@ def check_answered(answered: Sequence[int], max_tokens: int, vocabulary: int) ->
         raise JobError(f"answered: this model's tokens are 0 to {vocabulary - 1}")
     if len(answered) > max_tokens:
         raise JobError(f"answered: {len(answered)} tokens, and max_tokens is {max_tokens}")
-
-
-def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Token ids on the wire: little-endian signed 64-bit, as the models' inputs want them."""
-    words = array.array("q", tokens)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words.tobytes()
-
-
-def unpack_tokens(payload: memoryview) -> list[int]:
-    """JobError where the bytes are not a whole number of ids."""
-    if len(payload) % TOKEN_BYTES:
-        raise JobError(f"token ids: {TOKEN_BYTES} bytes each")
-    words = array.array("q")
-    words.frombytes(payload)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words.tolist()
 
 
 def split_schema(payload: memoryview, size: int) -> tuple[str, memoryview]:
@@ -434,35 +326,3 @@ def _is_text(text: str) -> bool:
     except UnicodeEncodeError:  # half of a surrogate pair, as a terminal of another encoding may give
         return False
     return True
-
-
-def pairs(header: Mapping[str, Any], name: str, most: int) -> tuple[tuple[int, float], ...]:
-    """A field of a message from outside that is a list of at most `most` [token id, number], or not there. JobError where it
-    is something else."""
-    entries = header.get(name, [])
-    found = []
-    for entry in entries if isinstance(entries, list) and len(entries) <= most else [None]:
-        match entry:
-            case [int() as token, int() | float() as value] if bool not in (type(token), type(value)):
-                found.append((token, float(value)))
-            case _:
-                raise JobError(f"{name}: a list of at most {most} [token id, number]")
-    return tuple(found)
-
-
-def whole(header: Mapping[str, Any], name: str, default: int) -> int:
-    """An integer field of a message from outside. JobError where it is something else."""
-    value = header.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise JobError(f"{name}: a whole number, not {type(value).__name__}")
-    return value
-
-
-def number(header: Mapping[str, Any], name: str, default: float) -> float:
-    """A number field of a message from outside, finite. JobError where it is something else."""
-    value = header.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise JobError(f"{name}: a number, not {type(value).__name__}")
-    if not math.isfinite(value):
-        raise JobError(f"{name}: a finite number, not {value}")
-    return float(value)

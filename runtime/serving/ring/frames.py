@@ -23,7 +23,7 @@ from fusion.dag.ir.graph import DTYPE_BYTES, Input, TensorType
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
-from fusion.runtime.serving.requests.request import whole
+from fusion.runtime.serving.requests.header_fields import whole
 from fusion.swarm.errors import FrameError
 
 ID_BYTES = 8

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
-from fusion.runtime.serving.requests.request import unpack_tokens, whole
+from fusion.runtime.serving.requests.header_fields import unpack_tokens, whole
 from fusion.runtime.serving.ring.drafting import Drafting
 from fusion.runtime.serving.ring.frames import RingPlan
 from fusion.runtime.serving.ring.links import RingPosition

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.protocol import RING
-from fusion.runtime.serving.requests.request import whole
+from fusion.runtime.serving.requests.header_fields import whole
 from fusion.runtime.serving.ring.batches import BATCHES
 from fusion.swarm.authority.access import Access, chain_of
 from fusion.swarm.delay_window import DelayWindow

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from fusion.runtime.job.errors import JobError, JobFailed
-from fusion.runtime.serving.requests.request import Sampling, check_biases, unpack_tokens
+from fusion.runtime.serving.requests.header_fields import unpack_tokens
+from fusion.runtime.serving.requests.sampling_params import Sampling, check_biases
 from fusion.runtime.serving.ring.session import Opening
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.serving.requests.request import pack_tokens
+from fusion.runtime.serving.requests.header_fields import pack_tokens
 
 BLOCK_POSITIONS = 64
 HASH_BYTES = 16

@@ -13,7 +13,8 @@ import struct
 import torch
 
 from fusion.runtime.job.errors import JobFailed
-from fusion.runtime.serving.requests.request import LEAST_LOGPROB, Logprobs, Sampling
+from fusion.runtime.serving.requests.request import LEAST_LOGPROB, Logprobs
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.penalties import TokenCounts, adjusted
 
 NEAR_DRAWS = 0.05  # of all, on either side: so far another model's may lie apart

@@ -13,8 +13,10 @@ from typing import Any, Literal, NewType
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import SourceConfig
 from fusion.runtime.serving.requests.ends import MODELS_OWN, Ends
+from fusion.runtime.serving.requests.header_fields import whole
 from fusion.runtime.serving.requests.json_schema import MAX_SCHEMA_BYTES
-from fusion.runtime.serving.requests.request import Finish, Sampling, check_top_logprobs, whole
+from fusion.runtime.serving.requests.request import Finish, Logprobs, check_top_logprobs
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.guesses import LEAST_ALONE, MAX_GUESSES, Allowance, Drafter
 from fusion.runtime.serving.ring.prefix import checked_chain, positions_of
 from fusion.swarm.errors import FrameError
@@ -66,6 +68,15 @@ class Opening:
         schema = ("schema",) if self.schema_bytes else ()
         logprobs = () if self.top_logprobs is None else ("top_logprobs",)
         return (*self.sampling.newer, *logprobs, *self.ends.to_header(), *schema)
+
+    def logprobs_of(self, header: Mapping[str, Any], vocabulary: int) -> Logprobs | None:
+        """Of a token, where they were asked for. JobError where they are not there, or of tokens that there are not."""
+        if self.top_logprobs is None:
+            return None
+        found = Logprobs.from_header(header, self.top_logprobs)
+        if any(token >= vocabulary for token, _ in found.top):
+            raise JobError("top_logprobs: tokens that the model does not have")
+        return found
 
     @property
     def first(self) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.serving.requests.request import pack_tokens, whole
+from fusion.runtime.serving.requests.header_fields import pack_tokens, whole
 from fusion.runtime.serving.ring.batches import BATCHES, BY_ITSELF, MAX_BYTES, TurnFrames, frames_of
 from fusion.runtime.serving.ring.constraint import Constrain, unconstrained
 from fusion.runtime.serving.ring.drafting import Drafting

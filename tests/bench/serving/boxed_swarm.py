@@ -20,7 +20,8 @@ from fusion.cli.local.fleet import Fleet, LocalPeer, open_fleet
 from fusion.runtime.job.context import Context
 from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.serving.requests.client import generate
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, Sampling
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.swarm.transport import PeerId
 
 CLIENT = "client"

@@ -17,7 +17,7 @@ from bench.serving.compute import compute_seconds
 from bench.serving.copy_model import POSITIONS, STEPS, document, save_copy_model, share_copied
 from box.network import Box
 
-from fusion.runtime.serving.requests.request import Sampling
+from fusion.runtime.serving.requests.sampling_params import Sampling
 
 STAGES, DELAY_MS, RATE_MBPS = 4, 50.0, 100.0
 TOKENS = 48

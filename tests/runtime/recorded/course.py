@@ -29,7 +29,7 @@ from fusion.dag.ir.opset import infer
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.manifest import CompressionConfig, DataConfig, OptimizerConfig
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.serving.requests.request import Sampling
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.identity import Identity
 

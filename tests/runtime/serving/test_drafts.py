@@ -24,7 +24,8 @@ from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.drafts import draft_length
 from fusion.runtime.serving.drafts.draft_files import ABOUT_FILE, GRAPH_FILE, WEIGHTS_FILE, AboutDraft
 from fusion.runtime.serving.requests.client import generate
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Sampling
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.swarm.directory.records import Digest, JobId
 
 PROMPT = (1, 2, 3, 4, 5, 6, 7)

@@ -18,7 +18,8 @@ from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.ends import Ends
 from fusion.runtime.serving.requests.json_schema import checked_schema
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, Sampling
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.session import Opening
 from fusion.runtime.serving.ring.stage import RingStage
 from fusion.runtime.serving.ring.stage_session import StageRunner

@@ -19,7 +19,8 @@ from fusion.runtime.serving.answers.answer_text import AnswerText
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.ends import Ends
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Sampling
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring import drafting
 from fusion.runtime.serving.ring.guesses import RepeatDrafter
 from fusion.runtime.serving.ring.sampling import sample

@@ -28,7 +28,8 @@ from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.grammar import worker
 from fusion.runtime.serving.requests.client import complete, generate
 from fusion.runtime.serving.requests.json_schema import checked_schema
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Sampling
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring import drafting, gateways
 from fusion.runtime.serving.ring.guesses import RepeatDrafter
 from fusion.runtime.serving.ring.penalties import TokenCounts

@@ -28,13 +28,8 @@ from fusion.runtime.job.text import TokenizerText
 from fusion.runtime.serving.answers import catalog
 from fusion.runtime.serving.grammar.matcher import GrammarsBusy
 from fusion.runtime.serving.requests.client import generate
-from fusion.runtime.serving.requests.request import (
-    DEFAULT_MAX_TOKENS,
-    Answer,
-    GenerateRequest,
-    Piece,
-    Sampling,
-)
+from fusion.runtime.serving.requests.request import DEFAULT_MAX_TOKENS, Answer, GenerateRequest, Piece
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import RemoteError
 from fusion.swarm.transport import PeerId

@@ -20,7 +20,8 @@ from fusion.runtime.serving.answers import moves
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.session_pair import SessionPair
 from fusion.runtime.serving.requests.client import generate
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Sampling
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.session import Hop
 from fusion.runtime.serving.ring.stage import RingStage
 from fusion.swarm.directory.records import JobId

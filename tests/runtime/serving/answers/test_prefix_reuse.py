@@ -18,7 +18,8 @@ from fusion.runtime.serving.answers.gateway_session import GatewaySession
 from fusion.runtime.serving.answers.session_pair import SessionPair
 from fusion.runtime.serving.answers.task import Task
 from fusion.runtime.serving.requests.client import complete
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Sampling
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.prefix import BLOCK_POSITIONS, PrefixHash
 from fusion.runtime.serving.ring.session import Opening
 from fusion.swarm.transport import PeerId

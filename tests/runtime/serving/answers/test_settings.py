@@ -13,7 +13,8 @@ from support.served import PROMPTS, VOCABULARY, Swarm, model, reference, seeded_
 
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.requests.client import complete, generate
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, Sampling
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.session import Opening
 from fusion.swarm.errors import RemoteError
 from fusion.swarm.transport import PeerId

@@ -7,7 +7,8 @@ import pytest
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.serving.answers.task import tokens_wanted
-from fusion.runtime.serving.requests.request import DEFAULT_MAX_TOKENS, GenerateRequest, Sampling
+from fusion.runtime.serving.requests.request import DEFAULT_MAX_TOKENS, GenerateRequest
+from fusion.runtime.serving.requests.sampling_params import Sampling
 
 SERVE = ServeConfig(cache="kv", max_sequence=100, vocabulary=50)
 

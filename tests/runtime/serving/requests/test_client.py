@@ -18,7 +18,8 @@ from fusion.runtime.job.protocol import GENERATE, GENERATE_MORE
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.requests import client
 from fusion.runtime.serving.requests.client import another_peer, complete, generate
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, Sampling
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.errors import FrameError, StreamBroken, UnknownProtocol
 from fusion.swarm.memory.network import MemoryNetwork

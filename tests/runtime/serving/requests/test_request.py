@@ -12,13 +12,8 @@ from support.every_setting import EVERY_SETTING
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.protocol import MAX_SOURCE_BYTES
-from fusion.runtime.serving.requests.request import (
-    DEFAULT_MAX_TOKENS,
-    GenerateRequest,
-    Logprobs,
-    Piece,
-    Sampling,
-)
+from fusion.runtime.serving.requests.request import DEFAULT_MAX_TOKENS, GenerateRequest, Logprobs, Piece
+from fusion.runtime.serving.requests.sampling_params import Sampling
 
 values = st.floats(-9999, 0)
 

@@ -9,7 +9,8 @@ from support.instant_loop import run
 
 from fusion.runtime.job.protocol import GENERATE, STATUS
 from fusion.runtime.serving.requests.client import PATIENCE_SECONDS, Another, complete
-from fusion.runtime.serving.requests.request import GenerateRequest, unpack_tokens
+from fusion.runtime.serving.requests.header_fields import unpack_tokens
+from fusion.runtime.serving.requests.request import GenerateRequest
 from fusion.runtime.serving.requests.silence import SILENT_SECONDS, THERE_SECONDS
 from fusion.swarm.errors import StreamBroken, SwarmError
 from fusion.swarm.identity import Identity

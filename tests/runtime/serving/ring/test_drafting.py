@@ -13,7 +13,7 @@ from support.toy_ring import GREEDY, SHAPES, VOCABULARY, Ring, WholeModel, make_
 from fusion.runtime.serving.drafts import draft_length
 from fusion.runtime.serving.drafts.draft_model import DraftModel
 from fusion.runtime.serving.drafts.drafter import DraftStep
-from fusion.runtime.serving.requests.request import Sampling
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.frames import plan_ring
 from fusion.runtime.serving.ring.session import SessionId
 from fusion.runtime.serving.ring.stage_session import StageRunner

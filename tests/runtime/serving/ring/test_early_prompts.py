@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.toy_ring import SHAPES, Ring, reference, ring_of
 
-from fusion.runtime.serving.requests.request import pack_tokens
+from fusion.runtime.serving.requests.header_fields import pack_tokens
 from fusion.runtime.serving.ring.openings import (
     EARLY_BYTES,
     EARLY_SECONDS,

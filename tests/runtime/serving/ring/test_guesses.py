@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.toy_ring import GREEDY, SHAPES, VOCABULARY, Refused, reference, ring_of
 
-from fusion.runtime.serving.requests.request import Sampling
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.constraint import TokenConstraint
 from fusion.runtime.serving.ring.guesses import (
     FIRST_GUESSES,

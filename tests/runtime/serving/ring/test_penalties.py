@@ -15,7 +15,8 @@ from support.examples import examples
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from fusion.runtime.job.errors import JobError, JobFailed
-from fusion.runtime.serving.requests.request import MAX_BIASES, Sampling, pack_tokens
+from fusion.runtime.serving.requests.header_fields import pack_tokens
+from fusion.runtime.serving.requests.sampling_params import MAX_BIASES, Sampling
 from fusion.runtime.serving.ring.penalties import TokenCounts, adjusted, prompt_of
 from fusion.runtime.serving.ring.sampling import logprobs, sample
 from fusion.runtime.serving.ring.session import Hop, Opening, SessionId

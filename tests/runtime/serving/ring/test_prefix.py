@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.serving.requests.request import Sampling
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.prefix import (
     BLOCK_POSITIONS,
     HASH_BYTES,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from fusion.runtime.job.errors import JobError, JobFailed
-from fusion.runtime.serving.requests.request import Sampling
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.sampling import guess, sample, uniform
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.5, -4.0])

@@ -9,13 +9,9 @@ from hypothesis import strategies as st
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import SourceConfig
-from fusion.runtime.serving.requests.request import (
-    GenerateRequest,
-    Sampling,
-    check_prompt,
-    pack_tokens,
-    unpack_tokens,
-)
+from fusion.runtime.serving.requests.header_fields import pack_tokens, unpack_tokens
+from fusion.runtime.serving.requests.request import GenerateRequest, check_prompt
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.schedule import Work
 from fusion.runtime.serving.ring.session import Chunk, Feed, Hop, Opening, SessionId
 from fusion.runtime.serving.ring.stage_session import PART_BYTES, StageSession

@@ -31,7 +31,8 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.protocol import RING
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.serving.requests.request import Sampling, pack_tokens
+from fusion.runtime.serving.requests.header_fields import pack_tokens
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.frames import ID_BYTES, hop_bytes, plan_ring
 from fusion.runtime.serving.ring.links import GATEWAY, IDLE_SECONDS, LinkEnds, RingPosition
 from fusion.runtime.serving.ring.session import Chunk, Hop, SessionId

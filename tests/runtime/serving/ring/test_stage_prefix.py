@@ -10,7 +10,7 @@ import pytest
 from support.toy_ring import SHAPES, Refused, Ring, reference, ring_of
 
 from fusion.runtime.job.memory_budget import MemoryBudget
-from fusion.runtime.serving.requests.request import pack_tokens
+from fusion.runtime.serving.requests.header_fields import pack_tokens
 from fusion.runtime.serving.ring import stage_sessions
 from fusion.runtime.serving.ring.prefix import BLOCK_POSITIONS, PrefixHash
 from fusion.runtime.serving.ring.retained import IDLE_SECONDS

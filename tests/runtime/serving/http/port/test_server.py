@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema_rs
 import openai
 import pytest
-from support.http_api import TEMPLATE, ask, behind, client_of, served_over_http
+from support.http_api import TEMPLATE, ask, behind, client_of, go_away, served_over_http, until
 from support.served import reference, seeded_reference
 
 from fusion.runtime.job.model_files import CHAT_TEMPLATE_FILE
@@ -29,7 +29,7 @@ from fusion.runtime.serving.http.errors import TOO_LONG
 from fusion.runtime.serving.http.guard import MAX_HEAD_BYTES
 from fusion.runtime.serving.http.port import running
 from fusion.runtime.serving.http.port.server import open_http
-from fusion.runtime.serving.requests.request import Sampling
+from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring import openings
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.identity import friendly_name
@@ -316,25 +316,8 @@ def test_templates_that_are_traps_cost_one_error_each(tmp_path: Path) -> None:
 def test_a_client_that_goes_away_frees_its_sessions(tmp_path: Path) -> None:
     async def main() -> None:
         async with served_over_http(tmp_path) as (swarm, http), client_of(http) as client:
-            places = swarm.peers[1].service.gateway._answers
             stream = await client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=90, stream=True, n=2)
-            async for _ in stream:
-                break
-            assert len(places) == 2
-            await stream.close()
-            await swarm.freed()
-            go = threading.Event()
-            blocked = asyncio.create_task(swarm.peers[0].context.compute.run(go.wait, 20))
-            waiting = asyncio.create_task(client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=90))
-            async with asyncio.timeout(10):
-                while not places:
-                    await asyncio.sleep(0.001)
-                waiting.cancel()
-                while places:
-                    await asyncio.sleep(0.001)
-            go.set()
-            await blocked
-            await swarm.freed()
+            await go_away(swarm, stream, 2, client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=90))
 
     asyncio.run(main())
 
@@ -488,11 +471,8 @@ def test_a_client_that_does_not_read_is_dropped(tmp_path: Path, monkeypatch: pyt
             head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             sock.sendall(head.encode() + body)
             places = swarm.peers[1].service.gateway._answers
-            async with asyncio.timeout(20):
-                while not places:
-                    await asyncio.sleep(0.001)
-                while places:
-                    await asyncio.sleep(0.001)
+            await until(lambda: bool(places), 20)
+            await until(lambda: not places, 20)
             await swarm.freed()
             sock.close()
 
