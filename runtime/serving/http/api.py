@@ -119,7 +119,7 @@ class Api:
         return prompt
 
     async def _chat(self, request: Request, body: ChatRequest) -> Response:
-        with attributed_to("messages"):
+        with attributed_to("messages", body.called):
             model, asked = await self.chat_requests(request, body)
             spelling: dict[int, bytes] = {}
             reader = ChatReader(body.tool_names, several=body.parallel_tool_calls is not False)

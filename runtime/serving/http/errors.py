@@ -42,7 +42,7 @@ _FIELDS = frozenset(
         ),
         *("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs"),
         *("ignore_eos", "min_tokens", "stop_token_ids"),
-        *("answered", "json_schema", "response_format", "input", "dimensions", "messages"),
+        *("answered", "json_schema", "response_format", "input", "dimensions", "messages", "tools"),
         *("text", "max_output_tokens"),
     }
 )

@@ -9,11 +9,12 @@ body has room for millions of entries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from fusion.runtime.serving.http.tool_calls import schema_of_call
 from fusion.runtime.serving.requests.ends import MAX_STOP_TOKENS
 from fusion.runtime.serving.requests.json_schema import JSON_OBJECT, schema_text
 from fusion.runtime.serving.requests.request import MAX_STOP_BYTES, MAX_TOP_LOGPROBS
@@ -332,6 +333,28 @@ class ChatRequest(Settings):
     def tool_names(self) -> tuple[str, ...]:
         return tuple(tool.function.name for tool in self.offered_tools)
 
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be the call of a tool."""
+        match self.tool_choice:
+            case AllowedTools(allowed_tools=allowed):
+                return allowed.mode == "required"
+            case ToolChoice():
+                return True
+        return self.tool_choice == "required"
+
+    @property
+    def json_schema(self) -> str:
+        if not self.must_call:
+            return super().json_schema
+        functions = {tool.function.name: tool.function.parameters for tool in self.offered_tools}
+        return schema_text(schema_of_call(functions))
+
+    @property
+    def called(self) -> Mapping[str, str]:
+        """What fields are called here that have another name in what is said of them."""
+        return dict.fromkeys(("json_schema", "response_format"), "tools") if self.must_call else {}
+
     @model_validator(mode="after")
     def _unsupported(self) -> Self:
         if self.functions:
@@ -345,5 +368,7 @@ class ChatRequest(Settings):
 
     def check_tool_choice(self) -> None:
         """ValueError where it names tools that there are not."""
+        if self.tool_choice == "required" and not self.tools:
+            raise ValueError("tool_choice: required, and there are no tools")
         if isinstance(self.tool_choice, ToolChoice | AllowedTools) and not self.offered_tools:
             raise ValueError("tool_choice: names none of the tools")

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model says, in the two forms that models are taught. Pure.
+"""Calls of tools in what a model says, in the two forms that models are taught, and the schema of one that it has to say. Pure.
 
     Hermes, Qwen   text <tool_call>{"name": ..., "arguments": {...}}</tool_call> ...
     Llama 3.1      {"name": ..., "parameters": {...}}, as the whole answer, several of them with `;` between
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from fusion.runtime.serving.requests.json_schema import as_part
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -63,6 +65,20 @@ class ToolCallStream:
             return "", calls
         calls, rest = _tagged(held)
         return (rest, calls) if calls else (held, ())
+
+
+def schema_of_call(functions: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
+    """Of an answer that is nothing but a call of one of these functions, whose parameters are given by name. JobError where they
+    are no schema."""
+    calls, parts = list[dict[str, Any]](), dict[str, Any]()
+    for number, (name, parameters) in enumerate(functions.items()):
+        place = f"#/$defs/{number}"
+        parts[str(number)] = {"type": "object", **as_part(dict(parameters or {}), place)}
+        fields = {"name": {"const": name}, "arguments": {"$ref": place}}
+        calls.append(
+            {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+        )
+    return {"anyOf": calls, "$defs": parts}
 
 
 def _overlap(text: str) -> int:

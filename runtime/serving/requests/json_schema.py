@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from fusion.runtime.job.errors import JobError
@@ -15,6 +16,8 @@ FORMATS = frozenset(
 )
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_NOTHING: Any = object()
 JSON_OBJECT = '{"type":"object"}'  # what `json_object` asks for
 
 
@@ -49,6 +52,17 @@ def schema_text(schema: object) -> str:
     return text
 
 
+def as_part(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """The same for a `place` ("#/...") in another schema: what refers to a part of it still does. JobError as `checked_schema`."""
+    _check(schema)
+
+    def moved(name: str, value: Any) -> Any:
+        inside = name in _REFERENCES and isinstance(value, str) and (value == "#" or value.startswith("#/"))
+        return f"{place}{value[1:]}" if inside else value
+
+    return _mapped(schema, moved)  # type: ignore[no-any-return]
+
+
 def _check(schema: dict[str, Any]) -> None:
     if "x-guidance" in schema:  # options of the library that would make something else than JSON
         raise JobError("json_schema: x-guidance has no meaning here")
@@ -70,21 +84,30 @@ def _check(schema: dict[str, Any]) -> None:
 
 def _known_formats(schema: Any) -> Any:
     """The same without the formats that are not among FORMATS."""
+    return _mapped(schema, lambda name, value: _NOTHING if _is_unknown_format(name, value) else value)
+
+
+def _is_unknown_format(name: str, value: Any) -> bool:
+    return name == "format" and isinstance(value, str) and value not in FORMATS
+
+
+def _mapped(schema: Any, change: Callable[[str, Any], Any]) -> Any:
+    """The same with what `change` makes of each keyword's value: not of names that its author chose, nor in values."""
     if isinstance(schema, list):
-        return [_known_formats(each) for each in schema]
+        return [_mapped(each, change) for each in schema]
     if not isinstance(schema, dict):
         return schema
     kept = dict[str, Any]()
     for name, value in schema.items():
         if name in _NAMED and isinstance(value, dict):
-            kept[name] = {key: _known_formats(each) for key, each in value.items()}
-        elif name != "format" or not isinstance(value, str) or value in FORMATS:
-            kept[name] = value if name in _VALUES else _known_formats(value)
+            kept[name] = {key: _mapped(each, change) for key, each in value.items()}
+        elif (changed := change(name, value)) is not _NOTHING:
+            kept[name] = changed if name in _VALUES else _mapped(changed, change)
     return kept
 
 
 def _check_references(part: dict[str, Any]) -> None:
-    for name in ("$ref", "$dynamicRef", "$recursiveRef"):
+    for name in _REFERENCES:
         target = part.get(name, "#")
         if isinstance(target, str) and not target.startswith("#"):
             raise JobError(f"json_schema: {name} to a place in it (#...), not {target[:80]!r}")

@@ -36,7 +36,7 @@ class Responses:
         return await self._api.while_there(request, self._answer(request, body))
 
     async def _answer(self, request: Request, body: ResponsesRequest) -> Response:
-        with attributed_to("input", NAMES):
+        with attributed_to("input", {**NAMES, **body.chat.called}):
             model, asked = await self._api.chat_requests(request, body.chat)
             prompt_tokens = sum(len(each.prompt_ids or ()) for each in asked)
             name = body.model or model.manifest.name

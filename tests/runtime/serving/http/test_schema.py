@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.http.schema import ChatRequest, CompletionRequest
+from fusion.runtime.serving.requests.json_schema import JSON_OBJECT
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "default": None}}}
@@ -131,6 +133,44 @@ def test_the_tools_that_a_model_is_told_of(choice: Any, offered: list[str]) -> N
     other = {"type": "function", "function": {"name": "g"}}
     said = ChatRequest.model_validate({**HI, "tools": [TOOL, other], "tool_choice": choice})
     assert [tool.function.name for tool in said.offered_tools] == offered
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none", allowed("auto", "g")])
+def test_an_answer_that_need_not_be_a_call_has_the_schema_of_its_format(choice: Any) -> None:
+    said = {**HI, "tools": [TOOL, {"type": "function", "function": {"name": "g"}}], "tool_choice": choice}
+    assert ChatRequest.model_validate(said).json_schema == ""
+    form = {"response_format": {"type": "json_object"}}
+    assert ChatRequest.model_validate({**said, **form}).json_schema == JSON_OBJECT
+
+
+def test_the_schema_of_a_call_has_the_parameters_of_each_tool_with_what_they_refer_to() -> None:
+    point = {
+        "$defs": {"At": {"type": "integer"}},
+        "properties": {"x": {"$ref": "#/$defs/At"}, "on": {"$ref": "#"}},
+    }
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": parameters}}
+        for name, parameters in (("f", point), ("g", None), ("h", {"properties": {"$ref": {"const": "#/a"}}}))
+    ]
+    said = ChatRequest.model_validate({**HI, "tools": tools, "tool_choice": "required"})
+    validator = jsonschema_rs.validator_for(json.loads(said.json_schema))
+    for call, right in (
+        ({"name": "f", "arguments": {"x": 3, "on": {"x": 4}}}, True),
+        ({"name": "f", "arguments": {"x": "3"}}, False),
+        ({"name": "f", "arguments": {"on": {"x": "4"}}}, False),
+        ({"name": "g", "arguments": {"x": "3"}}, True),
+        ({"name": "g", "arguments": [3]}, False),
+        ({"name": "g"}, False),
+        ({"name": "h", "arguments": {"$ref": "#/a"}}, True),
+        ({"name": "h", "arguments": {"$ref": "#/b"}}, False),
+        ({"name": "i", "arguments": {}}, False),
+    ):
+        assert validator.is_valid(call) is right, call
+
+
+def test_a_call_without_tools_is_refused() -> None:
+    with pytest.raises(ValidationError, match="tool_choice: required, and there are no tools"):
+        ChatRequest.model_validate({**HI, "tool_choice": "required"})
 
 
 def test_one_stop_is_a_list_of_one() -> None:

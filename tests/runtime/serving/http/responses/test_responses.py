@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from support.http_api import TEMPLATE, ask, client_of, served_over_http
+from support.http_api import TEMPLATE, ask, client_of, go_away, served_over_http
 from support.served import reference
 
 from fusion.runtime.serving.answers import gateway
@@ -143,8 +142,6 @@ def test_the_items_of_a_conversation_go_through_the_template(tmp_path: Path) -> 
             assert [tool.type == "function" and tool.name for tool in told.tools] == ["look", "f"]
             for choice, shown in (
                 ("none", ""),
-                ("required", "[look][f]"),
-                ({"type": "function", "name": "f"}, "[f]"),
                 ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look"}]}, "[look]"),
             ):  # fmt: skip
                 chosen = await client.responses.create(
@@ -153,6 +150,39 @@ def test_the_items_of_a_conversation_go_through_the_template(tmp_path: Path) -> 
                 assert chosen.output_text == said_after(f"{shown}<user>U")
                 echoed: Any = chosen.tool_choice
                 assert (echoed if isinstance(choice, str) else echoed.model_dump(exclude_none=True)) == choice
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown", "called"),
+    [
+        ("required", "[look][f]", {"look", "f"}),
+        ({"type": "function", "name": "f"}, "[f]", {"f"}),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "look"}]},
+            "[look]",
+            {"look"},
+        ),
+    ],
+)
+def test_a_call_that_has_to_be_is_one(tmp_path: Path, choice: Any, shown: str, called: set[str]) -> None:
+    parameters = {
+        "properties": {"on": {"type": "boolean"}},
+        "required": ["on"],
+        "additionalProperties": False,
+    }
+    tools: Any = [{**TOOL, "name": name, "parameters": parameters} for name in ("look", "f")]
+    asked: dict[str, Any] = {**GREEDY, "max_output_tokens": 70, "input": "U", "tools": tools}
+
+    async def main() -> None:
+        async with served_over_http(tmp_path, template=TELLING) as (swarm, http), client_of(http) as client:
+            found = await client.responses.create(**asked, tool_choice=choice)
+            [call] = found.output
+            assert call.type == "function_call" and call.name in called
+            assert json.loads(call.arguments) in ({"on": True}, {"on": False})
+            assert found.usage is not None and found.usage.input_tokens == len(f"{shown}<user>U")
             await swarm.freed()
 
     asyncio.run(main())
@@ -238,6 +268,8 @@ def test_what_is_wrong_is_told_as_openai_does(tmp_path: Path) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than"),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools are functions here"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "none of the tools"),
+        ({"tools": [{**TOOL, "parameters": {"$ref": "http://a/"}}], "tool_choice": "required"}, "tools", "$ref to a place in it"),
+        ({"tools": [{**TOOL, "parameters": {"type": "nothing"}}], "tool_choice": "required"}, "tools", "nothing"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "'none', 'auto' or 'required'"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "json_schema needs {name, schema}"),
         ({"text": {"format": {**CALLING, "schema": {"$ref": "http://a/"}}}}, "text", "ref"),
@@ -295,26 +327,9 @@ def test_keys_and_other_sites(tmp_path: Path) -> None:
 def test_a_client_that_goes_away_frees_its_sessions(tmp_path: Path) -> None:
     async def main() -> None:
         async with served_over_http(tmp_path, template=TEMPLATE) as (swarm, http), client_of(http) as client:
-            places = swarm.peers[1].service.gateway._answers
             asked: dict[str, Any] = {**GREEDY, "max_output_tokens": 60, "input": "Hi"}
             stream = await client.responses.create(**asked, stream=True)
-            async for _ in stream:
-                break
-            assert len(places) == 1
-            await stream.close()
-            await swarm.freed()
-            go = threading.Event()
-            blocked = asyncio.create_task(swarm.peers[0].context.compute.run(go.wait, 20))
-            waiting = asyncio.create_task(client.responses.create(**asked))
-            async with asyncio.timeout(10):
-                while not places:
-                    await asyncio.sleep(0.001)
-                waiting.cancel()
-                while places:
-                    await asyncio.sleep(0.001)
-            go.set()
-            await blocked
-            await swarm.freed()
+            await go_away(swarm, stream, 1, client.responses.create(**asked))
 
     asyncio.run(main())
 
