@@ -61,6 +61,7 @@ ROOMS = {
             "planes/jax_plane",
             "capture/gguf",
             "capture/exporting",
+            "capture/lowering",
             "capture",
             "capture/python",
         ),

@@ -13,12 +13,9 @@ gguf/               GGUF files: what they say, their tensors, their tokenizer
 gguf_model          a causal language model in a GGUF file
 capture             a module as a graph, through torch.export, without its weights
 exporting/          what torch runs while it exports a module, and which line
-lower               an exported program in the op-set
-complex_numbers     complex numbers in real arithmetic
+lowering/           an exported program in the op-set
 rope                rotary positions whose frequencies depend on the length
-aten_names          torch's names for operators and constants, in ours
 quantised_weights   matrices as int8 and int4, made as they are read, or as a file has them
-triangles           causal masks that a module keeps as buffers
 serving_graph       the graph that is served: KV cache, last position, fused norms
 python/             a model that its trainer wrote in Python
 trained_graph       the graph that is trained: experts as one op a product

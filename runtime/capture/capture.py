@@ -2,13 +2,12 @@
 
 Parameters and buffers are replaced by fake tensors, so capture costs no memory; a tensor constant that the module's
 code makes keeps its value and becomes a buffer. What `torch.export` leaves that is not in the op-set is either
-decomposed or refused with a CaptureError that names it. `fusion.runtime.capture.lower` turns the exported graph into ours.
+decomposed or refused with a CaptureError that names it. `fusion.runtime.capture.lowering.lower` turns the exported graph into ours.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import io
 import logging
@@ -23,7 +22,7 @@ import torch
 from torch import nn
 from torch._decomp import decomposition_table
 from torch._export.verifier import SpecViolationError
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
@@ -31,10 +30,10 @@ from torch.nn import functional
 from fusion.dag.cutting.source import SOURCE, SOURCE_FEATURES, SOURCE_IDS
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
-from fusion.runtime.capture.aten_names import op_name, operators, supported, unseen_write, writes_in_place
 from fusion.runtime.capture.exporting.buffers import no_state_in_buffers
 from fusion.runtime.capture.exporting.model_code import (
     every_line,
+    first_line,
     fixed_size,
     line_of_error,
     line_of_node,
@@ -42,13 +41,28 @@ from fusion.runtime.capture.exporting.model_code import (
 )
 from fusion.runtime.capture.exporting.recurrences import one_operator
 from fusion.runtime.capture.exporting.taken_apart import TAKEN_APART
+from fusion.runtime.capture.exporting.tensors import (
+    hollow_copy,
+    names_of_loss,
+    tensors_of,
+    tensors_of_loss,
+    tied_by_memory,
+    unsaved_tensors,
+    variable_names,
+)
 from fusion.runtime.capture.exporting.torch_calls import as_exported, require_plain_gradients
-from fusion.runtime.capture.lower import lower
+from fusion.runtime.capture.lowering.aten_names import (
+    op_name,
+    operators,
+    supported,
+    unseen_write,
+    writes_in_place,
+)
+from fusion.runtime.capture.lowering.lower import lower
+from fusion.runtime.capture.lowering.triangles import triangle_window
 from fusion.runtime.capture.rope import fix_frequencies
 from fusion.runtime.capture.text_encoder import Embedding, Pooling
-from fusion.runtime.capture.triangles import triangle_window
 from fusion.runtime.job.errors import CaptureError
-from fusion.runtime.job.model_files import CONSTANT, is_exported
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +71,6 @@ EXPERTS = "batched_mm"  # an implementation of experts in transformers
 MAX_CONSTANT = 64  # elements of a tensor that the code makes; it travels as nodes
 # What torch raises of a model that it cannot export.
 _OF_TORCH = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, SpecViolationError)
-_VARIABLE_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 
 Loss = Callable[..., Any]
 
@@ -75,7 +88,7 @@ def capture_language_model(module: nn.Module, *, training: bool, maximum_sequenc
     if maximum_sequence < 8:
         raise CaptureError(f"maximum sequence: at least 8, not {maximum_sequence}")
     batch, sequence = Dim("batch", max=MAX_BATCH), Dim("sequence", max=maximum_sequence)
-    hollow = _exportable(_hollow(module))
+    hollow = _exportable(hollow_copy(module))
     fix_frequencies(hollow, maximum_sequence)
     wrapped = _LanguageModel(hollow, training)
     dims = tuple({0: batch, 1: sequence} for _ in example)
@@ -91,7 +104,7 @@ def capture_encoder_decoder(
     least = min(maximum_sequence, maximum_source)
     if least < 11:
         raise CaptureError(f"maximum sequence and maximum source: at least 11, not {least}")
-    hollow = _exportable(_hollow(module))
+    hollow = _exportable(hollow_copy(module))
     wrapped = _EncoderDecoder(hollow, SOURCE_FEATURES if features else SOURCE_IDS)
     batch, sequence = Dim("batch", max=MAX_BATCH), Dim("sequence", max=maximum_sequence)
     text = torch.zeros(2, 8, dtype=torch.int64)
@@ -111,7 +124,7 @@ def capture_text_encoder(module: nn.Module, pooling: Pooling, *, maximum_sequenc
     output, (batch, hidden). The module is called as transformers' are."""
     if maximum_sequence < 8:
         raise CaptureError(f"maximum sequence: at least 8, not {maximum_sequence}")
-    hollow = _exportable(_hollow(module))
+    hollow = _exportable(hollow_copy(module))
     fix_frequencies(hollow, maximum_sequence)
     dims = {0: Dim("batch", max=MAX_BATCH), 1: Dim("sequence", max=maximum_sequence)}
     example = {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}
@@ -146,21 +159,21 @@ def capture_module(
     mode = loss is not None if training is None else training
     batch = Dim("batch", max=MAX_BATCH)
     own = [name for name in example if name not in asked] if module_inputs is None else module_inputs
-    shown = _hollow(loss) if isinstance(loss, nn.Module) else loss
-    wrapped = _AnyModule(_hollow(module), tuple(example), shown, tuple(own), tuple(asked))
-    loss_names = _loss_names(module, loss)
+    shown = hollow_copy(loss) if isinstance(loss, nn.Module) else loss
+    wrapped = _AnyModule(hollow_copy(module), tuple(example), shown, tuple(own), tuple(asked))
+    loss_names = names_of_loss(module, loss)
     return _capture(module, wrapped, example, tuple({0: batch} for _ in example), mode, loss_names)
 
 
 def variables_from_module(module: nn.Module, loss: Loss | None = None) -> dict[str, torch.Tensor]:
     """Every parameter, buffer and tensor attribute under the name that capture gives it, tied tensors once, and those of a `loss`
     that is a module; not copied. A superset of what a captured graph reads."""
-    names = _names(module)
+    names = variable_names(module)
     found: dict[str, torch.Tensor] = {}
-    for name, tensor in _tensors(module):
+    for name, tensor in tensors_of(module):
         found.setdefault(names[name], tensor.detach())
-    of_loss = _loss_names(module, loss)
-    return {**found, **{of_loss[name]: tensor.detach() for name, tensor in _loss_tensors(loss)}}
+    of_loss = names_of_loss(module, loss)
+    return {**found, **{of_loss[name]: tensor.detach() for name, tensor in tensors_of_loss(loss)}}
 
 
 class _LanguageModel(nn.Module):
@@ -232,18 +245,6 @@ class _AnyModule(nn.Module):
         return made if self.loss is None else self.loss(made, *(inputs[name] for name in self.loss_inputs))
 
 
-def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters, buffers, and tensors that are plain attributes, under every name they have."""
-    attributes = [
-        (f"{prefix}.{name}" if prefix else name, value)
-        for prefix, part in module.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, torch.Tensor)
-    ]
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return [*named, *attributes]
-
-
 def _exportable(module: nn.Module) -> nn.Module:
     """A copy that is ours, set to what can be captured where it has a choice, as transformers' models have: experts as products
     of batches, without data-dependent control flow (`fusion.dag.rewrites.experts` makes one op of them), and no cache."""
@@ -256,83 +257,13 @@ def _exportable(module: nn.Module) -> nn.Module:
     return module
 
 
-def _names(module: nn.Module) -> dict[str, str]:
-    """Canonical variable name of each parameter and buffer name: the first of a tied tensor's names."""
-    kept = set(module.state_dict(keep_vars=True))
-    first: dict[int, str] = {}
-    names: dict[str, str] = {}
-    # Names in the state_dict come first, so that a tensor with one such name is exported under it.
-    for name, tensor in sorted(_tensors(module), key=lambda item: item[0] not in kept):
-        own = name if name in kept else CONSTANT + name
-        if not _VARIABLE_NAME.fullmatch(own):
-            raise CaptureError(
-                f"the name of parameter {name!r} has characters other than letters, digits, . _ - :"
-            )
-        names[name] = first.setdefault(id(tensor), own)
-    return names
-
-
-def _loss_tensors(loss: Loss | None) -> list[tuple[str, torch.Tensor]]:
-    return _tensors(loss) if isinstance(loss, nn.Module) else []
-
-
-def _loss_names(module: nn.Module, loss: Loss | None) -> dict[str, str]:
-    """Variable name of each tensor that a loss has: what is also the module's keeps its name, and no export has the others."""
-    names = _names(module)
-    known = {id(tensor): names[name] for name, tensor in _tensors(module)}
-    found: dict[str, str] = {}
-    for name, tensor in _loss_tensors(loss):
-        own = f"{CONSTANT}loss.{name}"
-        if id(tensor) not in known and tensor.requires_grad:
-            raise CaptureError(f"the loss has a parameter of its own, {name}: make it a part of the model")
-        if id(tensor) not in known and own in names.values():
-            raise CaptureError(
-                f"the loss and the model's attribute loss have a {name} each: rename the attribute"
-            )
-        found[name] = known.get(id(tensor), own)
-    return found
-
-
-def _tied_by_memory(module: nn.Module) -> tuple[str, str] | None:
-    """Two names of tensors that are not one, but lie in the same memory, and of which one at least is trained."""
-    first: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
-    for name, tensor in _tensors(module):
-        if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.is_sparse or not tensor.numel():
-            continue
-        known, other = first.setdefault((tensor.data_ptr(), tensor.numel()), (name, tensor))
-        trained = any(isinstance(t, nn.Parameter) and t.requires_grad for t in (tensor, other))
-        if other is not tensor and trained:
-            return known, name
-    return None
-
-
 def _triangles(module: nn.Module) -> dict[str, torch.Tensor]:
-    """By export name: the tables of which position sees which, among what no state_dict has, so that no file can say
-    otherwise."""
-    names = _names(module)
+    """By export name: the tables of which position sees which, among what no file says otherwise."""
     return {
         f"module.{name}": tensor
-        for name, tensor in _tensors(module)
-        if not is_exported(names[name]) and triangle_window(tensor) is not None
+        for name, tensor in unsaved_tensors(module)
+        if triangle_window(tensor) is not None
     }
-
-
-def _hollow(module: nn.Module) -> nn.Module:
-    """A copy of the module whose parameters and buffers are fake CPU tensors of the same shapes and ties."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {}
-    with fake:  # a constant that the module's code makes from numbers stays real
-        for _, tensor in _tensors(module):
-            if id(tensor) not in memo:
-                empty = torch.empty(tensor.shape, dtype=tensor.dtype)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = (
-                    nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-                )
-    try:
-        return copy.deepcopy(module, memo)
-    except (RuntimeError, TypeError) as error:
-        raise CaptureError(f"the module cannot be copied: {_line(error)}") from error
 
 
 def _capture(
@@ -343,9 +274,9 @@ def _capture(
     training: bool,
     loss_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Graph:
-    names = {f"module.{original}": name for original, name in _names(module).items()}
+    names = {f"module.{original}": name for original, name in variable_names(module).items()}
     names |= {f"loss.{original}": name for original, name in loss_names.items()}
-    if training and (tied := _tied_by_memory(module)) is not None:
+    if training and (tied := tied_by_memory(module)) is not None:
         raise CaptureError(
             f"{tied[0]} and {tied[1]} are two tensors in the same memory, which are trained as one only if they are one: "
             f"make them the same nn.Parameter, or copy one"
@@ -430,7 +361,7 @@ def _export(
                     "no loop over it there, and no number made of it"
                 ) from error
             raise CaptureError(
-                f"torch.export cannot capture the model{line_of_error(error)}: {_line(error)}"
+                f"torch.export cannot capture the model{line_of_error(error)}: {first_line(error)}"
             ) from error
     return exported
 
@@ -470,16 +401,12 @@ def _apart(exported: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> E
         try:
             apart: ExportedProgram = exported.run_decompositions(table)
         except _OF_TORCH as error:
-            raise CaptureError(f"torch cannot take the model's operators apart: {_line(error)}") from error
+            raise CaptureError(
+                f"torch cannot take the model's operators apart: {first_line(error)}"
+            ) from error
     return apart
 
 
 def _user_inputs(exported: ExportedProgram) -> list[torch.fx.Node]:
     wanted = set(exported.graph_signature.user_inputs)
     return [n for n in exported.graph.nodes if n.op == "placeholder" and n.name in wanted]
-
-
-def _line(error: BaseException) -> str:
-    """The first line that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]

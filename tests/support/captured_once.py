@@ -20,6 +20,7 @@ from torch import nn
 from fusion.dag.ir import serialise
 from fusion.dag.ir.graph import Graph
 from fusion.runtime.capture import capture
+from fusion.runtime.capture.exporting.tensors import tensors_of
 from fusion.runtime.capture.models import GPT
 
 _made: dict[str, Graph] = {}
@@ -77,7 +78,7 @@ def _described(module: Any) -> str:
         configuration = f"{attention}, {sorted((k, repr(v)) for k, v in config.items())}"
     first: dict[int, str] = {}
     tensors = []
-    for name, tensor in capture._tensors(module):
+    for name, tensor in tensors_of(module):
         value = ""
         if not isinstance(tensor, nn.Parameter) and not tensor.is_meta:
             value = hashlib.sha256(

@@ -78,6 +78,13 @@ def randint_like(
     return randint(low, high, size=input.shape, dtype=dtype or input.dtype, **more)
 
 
+def randperm(n: Any, *, dtype: torch.dtype = torch.int64, **more: Any) -> Tensor:
+    """The order of so many draws; of the middles of distributions the order in which they are."""
+    drawn = (rand(n, **more) * 2**BITS).to(torch.int64)
+    order: Tensor = (drawn * n + torch.arange(n)).argsort()  # of equal draws the first goes first
+    return order.to(dtype)
+
+
 def bernoulli(input: Tensor, p: float | None = None, *, generator: Any = None) -> Tensor:
     if p is None:
         return (rand(input.shape, generator=generator) < input).to(input.dtype)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
 
@@ -36,6 +37,38 @@ def adaptive_max_pool(n: int) -> Callable[[Any], Callable[..., Any]]:
         return pooled
 
     return of
+
+
+def chunk(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a size that is free, and of which a number of equal pieces is known to be whole: (2 * batch) in two."""
+
+    def pieces(input: Tensor, chunks: int, dim: int = 0) -> Any:
+        size = input.shape[dim]
+        if isinstance(size, int) or chunks < 1 or not statically_known_true(size % chunks == 0):
+            return plain(input, chunks, dim)
+        return _equal_pieces(input, size // chunks, chunks, dim)
+
+    return pieces
+
+
+def split(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, of pieces of a size that is free as well: (2 * batch) in pieces of batch."""
+
+    def pieces(tensor: Tensor, split_size_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
+        size, each = tensor.shape[dim], named.get("split_size", split_size_or_sections)
+        if isinstance(size, torch.SymInt) and isinstance(each, torch.SymInt):
+            count = next(
+                (n for n in range(1, _MOST_PIECES + 1) if statically_known_true(size == n * each)), 0
+            )
+            if count:
+                return _equal_pieces(tensor, each, count, dim)
+        return plain(tensor, each, dim)
+
+    return pieces
+
+
+def _equal_pieces(tensor: Tensor, each: Any, count: int, dim: int) -> tuple[Tensor, ...]:
+    return tuple(tensor.narrow(dim, i * each, each) for i in range(count))
 
 
 def embedding_bag(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -189,4 +222,5 @@ def take_along_dim(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _MOST_WINDOWS = 64
+_MOST_PIECES = 16  # of a size that is free
 _REST = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights", "include_last_offset", "padding_idx")  # fmt: skip

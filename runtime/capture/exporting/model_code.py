@@ -53,6 +53,12 @@ def line_of_caller() -> str:
     return _last(_running())
 
 
+def first_line(error: BaseException) -> str:
+    """The first line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
+
+
 class FixedSize(logging.Filter):
     """`line`: where the model's code first fixed a size that was to be free, or else last asked something of one. Lets no
     record of torch through: what it would write beside our one line is the graph it has so far."""

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.utils.checkpoint import CheckpointFunction
 
-from fusion.runtime.capture.exporting import ctc, drawn, layers
+from fusion.runtime.capture.exporting import ctc, drawn, fourier, layers
 from fusion.runtime.capture.exporting.model_code import line_of_caller
 from fusion.runtime.job.errors import CaptureError
 
@@ -187,16 +187,25 @@ _ASKING: tuple[_Change, ...] = (
     (functional, "gaussian_nll_loss", layers.gaussian_nll_loss),
     *((where, "outer", layers.outer) for where in (torch, torch.Tensor)),
     *((where, "take_along_dim", layers.take_along_dim) for where in (torch, torch.Tensor)),
+    *((where, name, change) for where in (torch, torch.Tensor) for name, change in (("chunk", layers.chunk), ("split", layers.split))),
     (torch, "cdist", layers.cdist),
     (torch, "searchsorted", layers.searchsorted),
     *((where, "ctc_loss", ctc.ctc_loss) for where in (torch, functional)),
     *((where, name, change) for where in (torch, torch.Tensor) for name, change in (("cov", layers.cov), ("corrcoef", layers.corrcoef))),
     (torch.Tensor, "fill_diagonal_", layers.fill_diagonal_),
+    (torch.fft, "fft", fourier.transform()),
+    (torch.fft, "ifft", fourier.transform(inverse=True)),
+    (torch.fft, "rfft", fourier.of_real),
+    (torch.fft, "irfft", fourier.to_real),
+    *((torch.fft, f"{kind}{n}", fourier.over_several(kind, kind, dims)) for kind in ("fft", "ifft") for n, dims in (("2", (-2, -1)), ("n", None))),
+    *((torch.fft, f"rfft{n}", fourier.over_several("rfft", "fft", dims)) for n, dims in (("2", (-2, -1)), ("n", None))),
+    *((torch.fft, f"irfft{n}", fourier.over_several("irfft", "ifft", dims, last_first=False)) for n, dims in (("2", (-2, -1)), ("n", None))),
+    (torch, "stft", fourier.stft),
     (nn.DataParallel, "forward", lambda _: _as_its_module),
     (torch.Tensor, "unfold", layers.unfold),
 )  # fmt: skip
 _DRAWING: tuple[_Change, ...] = (
-    *((torch, n, _of_ours(n)) for n in ("rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "bernoulli", "normal")),
+    *((torch, n, _of_ours(n)) for n in ("rand", "randn", "randperm", "rand_like", "randn_like", "randint", "randint_like", "bernoulli", "normal")),
     *((torch.Tensor, n, _of_ours(n)) for n in ("bernoulli", "normal_", "uniform_", "bernoulli_", "exponential_")),
     (functional, "rrelu", lambda _: drawn.rrelu),
     (functional, "dropout1d", lambda _: drawn.dropout_of_channels(2)),

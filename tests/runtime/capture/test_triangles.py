@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion.runtime.capture.triangles import triangle_window
+from fusion.runtime.capture.lowering.triangles import triangle_window
 
 
 def test_causal_tables_and_windows_are_known() -> None:

@@ -117,6 +117,14 @@ def test_every_number_of_a_wide_range_may_be_drawn() -> None:
     assert int(found.min()) >= 0 and int(found.max()) < 1 << 20
 
 
+def test_an_order_that_is_drawn_is_one() -> None:
+    run = drawn(lambda x: x[:, 0] * torch.randperm(x.shape[0]))
+    found = run(KEY)
+    assert found.sort().values.tolist() == list(range(ROWS)) and torch.equal(found, run(KEY))
+    assert int((found == torch.arange(ROWS)).sum()) < 10 and not torch.equal(found, run(RngKey(3, 0, 1)))
+    assert run(None).tolist() == list(range(ROWS))
+
+
 def test_whole_channels_are_dropped() -> None:
     found = drawn(lambda x: functional.dropout1d(x.reshape(-1, 10, 5), 0.4))(KEY)
     kept = found.amax(-1)

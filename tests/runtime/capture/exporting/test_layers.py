@@ -52,7 +52,18 @@ def written(x: Tensor) -> Tensor:
     return x * x
 
 
+def views(x: Tensor) -> Tensor:
+    """Of a batch and of another of as many, which went through the model as one."""
+    both = torch.cat([x, x.flip(2)])
+    a, b = both.chunk(2)
+    c, d = both.split(x.shape[0])
+    e, f = torch.split(both, split_size_or_sections=x.shape[0])
+    g, _, h = torch.chunk(torch.cat([both, a], 0), 3, dim=-4)
+    return a * b + c.sin() * d + e * f.cos() + g * h.tanh()
+
+
 FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "two views": lambda m, x: views(x),
     "reflect": lambda m, x: m.padded(x),
     "replicate": lambda m, x: functional.pad(x, (1, 2, 0, 1), mode="replicate"),
     "circular": lambda m, x: functional.pad(x, (1, 2, 0, 1), mode="circular"),

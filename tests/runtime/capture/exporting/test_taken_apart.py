@@ -73,7 +73,50 @@ def by_row(x: Tensor) -> Tensor:
     return x.square() @ x.adjoint() @ x.mH.mH + x.H.mT
 
 
+def parts(z: Tensor) -> Tensor:
+    return z.real + 2 * z.imag
+
+
+def transformed(x: Tensor) -> Tensor:
+    z = torch.fft.fft(x, norm="ortho")
+    back = torch.fft.ifft(z * z.conj(), norm="forward") - torch.fft.ifft(z / 2, 9, norm="ortho")[:, 2:8]
+    return (
+        parts(back)
+        + parts(torch.fft.fft(back.view(-1, 2, 3), 4, 1).mean(1)).sum(1, keepdim=True)
+        + torch.fft.ifft(x).imag
+    )
+
+
+def halved(x: Tensor) -> Tensor:
+    made = [torch.fft.irfft(torch.fft.rfft(x[:, :n], norm=norm) * torch.fft.rfft(x[:, -n:]), n) for n, norm in ((5, "ortho"), (6, "forward"))]  # fmt: skip
+    shorter = torch.fft.irfft(torch.fft.rfft(x, 9), 6, norm="ortho") + torch.fft.irfft(x.view(-1, 2, 3), dim=1)[:, 0].repeat(1, 2)  # fmt: skip
+    return functional.pad(made[0], (0, 1)) + made[1] + shorter
+
+
+def over_both(x: Tensor) -> Tensor:
+    table = x.view(-1, 2, 3)
+    z = torch.fft.rfft2(table, s=(4, 5), norm="ortho")
+    there = torch.fft.irfft2(z, s=(4, 5), norm="ortho")[:, :2, :3] * torch.fft.irfftn(torch.fft.rfftn(table, dim=(1, 2)), s=(2, 3), dim=(1, 2))  # fmt: skip
+    return there.sin() + torch.fft.fftn(table, dim=(2, 1)).imag + torch.fft.ifft2(torch.fft.fft2(table)).real
+
+
+def spectrogram(x: Tensor) -> Tensor:
+    sound, window = x.repeat(1, 4), torch.hann_window(6)
+    z = torch.stft(sound, 8, 3, 6, window, normalized=True, return_complex=True)
+    plain = torch.stft(sound[0], 8, center=False, return_complex=False, onesided=False)
+    return z.abs().square().sum((1, 2)) + plain.sin().sum() + z.angle().cos().sum()
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "fft": transformed,
+    "of real numbers": halved,
+    "over two dimensions": over_both,
+    "spectrogram": spectrogram,
+    "complex matrices": lambda x: parts(torch.einsum("bi,bj->ij", torch.fft.rfft(x), torch.fft.rfft(x.flip(1)))) + parts(torch.fft.rfft(x) @ torch.complex(torch.ones(4, 3), x[0, :3].expand(4, 3))).sum(),
+    "complex numbers joined": lambda x: (torch.cat([torch.fft.rfft(x), torch.fft.rfft(x.flip(1)) / 2], 1) - torch.stack([torch.fft.fft(x), -torch.fft.fft(x)])[1].sum(1, True)).abs().sum()
+    + torch.where(x[:, :1] > 0, torch.fft.fft(x), torch.fft.fft(2 * x)).imag.mean(),
+    "angle of what is real": lambda x: torch.fft.rfft(x * x + 1).angle() + torch.fft.fft(-x * x - 1)[:, :4].angle(),
+    "length of zero": lambda x: torch.complex(x - x, x - x.detach()).abs() + torch.complex(x, x).abs(),
     "hypot": lambda x: torch.hypot(x, x.flip(1) + 4) + torch.hypot(1e25 * x, 2e25 * (1 + x.square())) * 1e-25,
     "hypot of what is tiny": lambda x: torch.hypot(1e-25 * x, 2e-25 * (1 + x.square())) * 1e25,
     "sign of another": lambda x: torch.copysign(x, -x.flip(1)) + 2 * torch.copysign(x.flip(1), -1.5) + 3 * x.copysign(0.0),
@@ -100,7 +143,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     + torch.addbmm(x[:1, :2], x.view(-1, 2, 3), x.view(-1, 3, 2)),
 }  # fmt: skip
 # Of equal values torch looks none of these up at a place that it promises.
-OPEN = ("median", "median of what is no number", "third")
+OPEN = ("median", "median of what is no number", "third", "spectrogram", "complex numbers joined")
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce")

@@ -11,7 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from fusion.dag.ir.opset import OPSET
-from fusion.runtime.capture.complex_numbers import is_complex
+from fusion.runtime.capture.lowering.complex_numbers import is_said_in_real_numbers
 
 Values = dict[str, Any]  # argument values by the name of torch's parameter
 
@@ -126,14 +126,13 @@ def supported(node: fx.Node) -> bool:
     name = op_name(node.target)
     return (
         name in OPSET
-        or name == BROADCAST
+        or name in (BROADCAST, DROPOUT_APART)
         or name in NORMS
-        or name == DROPOUT_APART
         or name in _PASSED_ON
         or (name.removesuffix("_") in _DROPOUTS and not _drops(arguments(node)))
         or (name in _RESPELT and not _lopsided(name, node))
         or is_dropped(name)
-        or is_complex(node)  # in real numbers, or refused by its name
+        or is_said_in_real_numbers(node, name)
         or out_of_place(name) in OPSET
     )
 

@@ -10,22 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-import sympy
 import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._sympy.functions import Max, Min
-from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from fusion.dag.cutting.positional import COUNTER
-from fusion.dag.ir.dims import Dim, poly
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import OPSET, infer
 from fusion.dag.ir.opset_spec import Parameter
-from fusion.runtime.capture.aten_names import (
+from fusion.dag.rewrites.clean import clean
+from fusion.runtime.capture.exporting.model_code import line_of_node
+from fusion.runtime.capture.lowering.aten_names import (
     BROADCAST,
     DROPOUT_APART,
     NORMS,
@@ -37,9 +34,9 @@ from fusion.runtime.capture.aten_names import (
     passed_on,
     respell,
 )
-from fusion.runtime.capture.complex_numbers import Complex, in_real_numbers, is_complex
-from fusion.runtime.capture.exporting.model_code import line_of_node
-from fusion.runtime.capture.triangles import triangle_window
+from fusion.runtime.capture.lowering.complex_numbers import Complex, in_real_numbers, is_complex
+from fusion.runtime.capture.lowering.sizes import Sizes, dtype_name
+from fusion.runtime.capture.lowering.triangles import triangle_window
 from fusion.runtime.job.errors import CaptureError
 
 Value = Ref | Complex | tuple[Ref | Complex, ...]
@@ -59,7 +56,20 @@ def lower(
     exported module. `constants`: values, by export name, of small tensors that its code makes, and of tables that become
     nodes. `symbols`: our name
     of each of torch's size symbols. CaptureError names what has no counterpart in the op-set."""
-    return _Lowering(names, symbols).run(exported, inputs, constants)
+    graph = _Lowering(names, symbols).run(exported, inputs, constants)
+    _require_known_types(graph, exported)
+    return graph
+
+
+def _require_known_types(graph: Graph, exported: ExportedProgram) -> None:
+    """CaptureError where the op-set cannot tell what an operator makes for each size that is left free: torch looks at the example."""
+    cleaned = clean(graph)  # writes views in the way that a job has them
+    lines = {node.name: line_of_node(node) for node in exported.graph.nodes}
+    for node in cleaned.nodes:
+        try:
+            infer(node.op, node.args, cleaned.types)
+        except GraphError as error:
+            raise CaptureError(f"{error}{lines.get(node.name, '')}") from error
 
 
 class _Lowering:
@@ -67,7 +77,7 @@ class _Lowering:
 
     def __init__(self, names: Mapping[str, str], symbols: Mapping[str, str]) -> None:
         self.names = names
-        self.symbols = symbols
+        self.sizes = Sizes(symbols)
         self.env: dict[fx.Node, Value] = {}
         self.nodes: list[Node] = []
         self.types: dict[Ref, TensorType] = {}
@@ -87,7 +97,7 @@ class _Lowering:
         self.taken.update(self.names.values())
         found_inputs = []
         for node, name in zip(users, inputs, strict=True):
-            found_inputs.append(Input(name, self.type_of(node.meta["val"])))
+            found_inputs.append(Input(name, self.sizes.type_of(node.meta["val"])))
             self.bind(node, Ref(name), found_inputs[-1].type)
         variables: dict[str, Variable] = {}
         for node, spec in specs:
@@ -123,7 +133,7 @@ class _Lowering:
         name = self.names[target]
         parameter = spec.kind is InputKind.PARAMETER
         try:
-            type_ = self.type_of(node.meta["val"])
+            type_ = self.sizes.type_of(node.meta["val"])
         except CaptureError as error:
             raise CaptureError(f"{'parameter' if parameter else 'buffer'} {name}: {error}") from None
         if name not in variables:
@@ -140,7 +150,7 @@ class _Lowering:
     def constant(self, name: str, value: torch.Tensor) -> Ref:
         """A small tensor as nodes: one filled tensor where it is uniform, else one of each element, joined; and a table
         of which position sees which, of any size."""
-        dtype = DType(_dtype(value.dtype))
+        dtype = DType(dtype_name(value.dtype))
         shape = tuple(value.shape)
         window = triangle_window(value)
         if window is not None:
@@ -202,7 +212,7 @@ class _Lowering:
         """Each tensor with the shape of all together."""
         found = []
         for source, value in zip(cast(Any, node.args[0]), node.meta["val"], strict=True):
-            ref, shape = self.env[source], self.type_of(value).shape
+            ref, shape = self.env[source], self.sizes.type_of(value).shape
             if not isinstance(ref, Ref):
                 raise CaptureError("the op-set has no complex numbers that are broadcast")
             args = (ref, shape)
@@ -291,7 +301,7 @@ class _Lowering:
         args = tuple(self.argument(name, p, values) for p in OPSET[name].parameters)
         value = node.meta["val"]
         several = isinstance(value, (tuple, list))
-        types = tuple(self.type_of(v) for v in (value if several else (value,)))
+        types = tuple(self.sizes.type_of(v) for v in (value if several else (value,)))
         # torch's fake tensors let dtypes pass that do not go together. A view has one, and may be spelt another way later.
         view = OPSET[name].family == "view"
         made = types if view else infer(name, args, self.types)
@@ -315,6 +325,8 @@ class _Lowering:
         """What a call with complex numbers gives, in real ones."""
 
         def known(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return tuple(map(known, value))
             pair = self.env.get(value) if isinstance(value, fx.Node) else None
             return pair if isinstance(pair, Complex) else self.convert(name, value)
 
@@ -359,52 +371,20 @@ class _Lowering:
         if isinstance(value, (list, tuple)):
             return tuple(self.convert(op, v) for v in value)
         if isinstance(value, torch.dtype):
-            return DType(_dtype(value))
+            return DType(dtype_name(value))
         if isinstance(value, torch.SymInt):
-            return self.dim(value)
+            return self.sizes.dim(value)
         if isinstance(value, float) and value != value:
             raise CaptureError(
                 f"{op}: a constant that is not a number (NaN) has no place in a graph: divide by zero"
             )
+        if isinstance(value, torch.SymFloat | torch.SymBool):
+            raise CaptureError(
+                f"{op}: a number that is taken out of a tensor (item, float) has no place in a graph: keep the tensor"
+            )
         if value is None or type(value) in (bool, int, float):
             return value  # type: ignore[no-any-return]
         raise CaptureError(f"{op}: an argument of type {type(value).__name__} has no place in a graph")
-
-    def dim(self, value: Any) -> Dim:
-        if isinstance(value, int):
-            return value
-        expression = value.node.expr
-        if expression.has(Max, Min):
-            expression = _settled(expression, value.node.shape_env.var_to_range)
-        expression = sympy.expand(expression)
-        if free_unbacked_symbols(expression):
-            raise CaptureError(
-                "the size of a value follows from what is in a tensor: use torch.where or a mask"
-            )
-        if expression.is_Integer:
-            return int(expression)
-        try:
-            terms = sympy.Poly(expression, *sorted(expression.free_symbols, key=str))
-            return poly(
-                (
-                    [
-                        self.symbols[str(s)]
-                        for s, power in zip(terms.gens, monomial, strict=True)
-                        for _ in range(power)
-                    ],
-                    int(coefficient),
-                )
-                for monomial, coefficient in terms.terms()
-            )
-        except (sympy.PolynomialError, KeyError, TypeError, ValueError):
-            raise CaptureError(
-                f"a size of the model, {expression}, is not a polynomial of batch and sequence"
-            ) from None
-
-    def type_of(self, value: Any) -> TensorType:
-        if not isinstance(value, torch.Tensor):
-            raise CaptureError(f"an operator gives a {type(value).__name__} where a tensor is needed")
-        return TensorType(tuple(self.dim(d) for d in value.shape), _dtype(value.dtype))
 
     def bind(self, node: fx.Node, ref: Ref, type_: TensorType) -> None:
         self.env[node] = ref
@@ -424,30 +404,6 @@ class _Lowering:
         if op != "aten.detach" and any(ref in self.trained for ref in node.refs()):
             self.trained.update(refs)
         return refs
-
-
-def _settled(expression: sympy.Expr, ranges: Mapping[sympy.Symbol, Any]) -> sympy.Expr:
-    """Without the maxima and minima that are the same one of theirs for all sizes in these ranges, of at least 1."""
-    known = {
-        s: ValueRanges(max(1, ranges[s].lower), ranges[s].upper)
-        for s in expression.free_symbols
-        if s in ranges
-    }
-
-    def first_of(kind: Any, sign: int, parts: tuple[sympy.Expr, ...]) -> sympy.Expr:
-        for one in parts:
-            if all(bound_sympy(sign * (one - other), known).lower >= 0 for other in parts):
-                return one
-        return kind(*parts)
-
-    expression = expression.replace(Max, lambda *parts: first_of(Max, 1, parts))
-    return expression.replace(Min, lambda *parts: first_of(Min, -1, parts))
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    if dtype not in _DTYPES:
-        raise CaptureError(f"the op-set has no dtype {dtype}")
-    return _DTYPES[dtype]
 
 
 def _flat(args: Any) -> list[fx.Node]:

@@ -1,0 +1,8 @@
+"""An exported program in the op-set.
+
+aten_names        torch's names for operators and constants, in ours
+sizes             sizes, shapes and dtypes
+complex_numbers   complex numbers in real arithmetic
+triangles         causal masks that a module keeps as buffers
+lower             a program as a graph
+"""
