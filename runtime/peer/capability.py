@@ -119,8 +119,8 @@ class Measured:
             )
             raise ValueError(f'device: "{self._device}" {wrong}, or "cpu"') from error
 
-    async def keep_looking(self, idle: Callable[[], bool]) -> None:
-        """For as long as the peer runs: measure again now and then, while it is `idle`."""
+    async def keep_looking(self, idle: Callable[[], bool], then: Callable[[], object]) -> None:
+        """For as long as the peer runs: measure again now and then, while it is `idle`, and do what there is to be done `then`."""
         for pause in chain(AGAIN_SECONDS, repeat(AGAIN_SECONDS[-1])):
             await asyncio.sleep(pause)
             if idle():
@@ -128,6 +128,7 @@ class Measured:
                     await self.look()
                 except RuntimeError as error:  # a device that others have filled
                     log.warning("this machine could not be measured again: %s", error_line(error))
+                then()
 
 
 def device_name(device: str, threads: int) -> str:

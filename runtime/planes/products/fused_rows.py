@@ -31,7 +31,7 @@ class Fused(NamedTuple):
 def fused_rows(graph: Graph, kept: Collection[str]) -> dict[str, Fused]:
     """By name of the node; none of a model in half precision, where a last bit of what it computes in float32 may be all that the
     bits of a token's logits differ by from the library's. `kept`: nodes that are computed as they are."""
-    if not _there() or any(each.dtype in _HALF for each in graph.types.values()):
+    if any(each.dtype in _HALF for each in graph.types.values()) or not _there():  # LLVM itself takes 100 MiB
         return {}
     patterns = _Patterns(graph, kept)
     found: dict[str, Fused] = {}

@@ -78,16 +78,17 @@ def test_measuring_again_keeps_the_best_and_goes_on_while_idle(monkeypatch: pyte
         return asked > 2
 
     async def run() -> None:
+        done: list[int] = []
         async with Worker(1, "cpu") as worker:
             measured = Measured(TorchPlane("cpu"), worker, "cpu")
             await measured.look()
             first = measured.speeds
             measured._found[0] = Speeds.of([1000 * part for part in first.parts])  # beside something else
-            task = asyncio.create_task(measured.keep_looking(idle))
-            while len(measured._found) < 2:
+            task = asyncio.create_task(measured.keep_looking(idle, lambda: done.append(asked)))
+            while not done:
                 await asyncio.sleep(0.01)
             task.cancel()
-            assert asked >= 3
+            assert asked >= 3 and done[0] >= 3 and len(measured._found) >= 2
             assert measured.speeds.seconds[PRODUCTS] < 1000 * first.seconds[PRODUCTS]
             assert measured.speeds.seconds[NODES] < 1000 * first.seconds[NODES]
 
