@@ -55,6 +55,14 @@ _OLDER_TOKENIZERS = {
 }
 # What configurations call the most positions; the last, Whisper, whose decoder may be saved alone.
 _MAXIMA = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+# Kinds of models of images and texts that answer a text alone as one of texts does. Not all do: PaliGemma reads a prompt from both sides.
+_OF_IMAGES = frozenset({
+    "aria", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "glm46v", "glm4v", "glm4v_moe",
+    "glm_ocr", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl",
+    "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpmv4_6", "minimax_m3_vl",
+    "mistral3", "ovis2", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3",
+    "video_llava", "vipllava",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -262,8 +270,9 @@ def _random_module(config: Any, directory: Path, dtype: str, seed: int) -> nn.Mo
 
 
 def _module(config: Any, directory: Path, dtype: str) -> nn.Module:
+    kind = _kind(config, directory)
     try:
-        module: nn.Module = getattr(_transformers(), _kind(config, directory)).from_config(
+        module: nn.Module = getattr(_transformers(), kind).from_config(
             config, dtype=TORCH_DTYPES[dtype], trust_remote_code=False
         )
     except Exception as error:  # whatever the model's code makes of values that do not fit together
@@ -275,10 +284,25 @@ def _module(config: Any, directory: Path, dtype: str) -> nn.Module:
 
 
 def _kind(config: Any, directory: Path) -> str:
-    """The class of transformers that makes the module."""
+    """The class of transformers that makes the module. JobError for one that writes no text, or is not known to be served right."""
     if _pooling(config, directory) is not None:
         return "AutoModel"
-    return auto_class(config) if reads_source(config) else "AutoModelForCausalLM"
+    if reads_source(config):
+        return auto_class(config)
+    library, named = _transformers(), getattr(config, "architectures", None)
+    if type(config) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "AutoModelForCausalLM"
+    if type(config) not in library.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise JobError(
+            f"{directory} is not a language model that transformers can build: it is of the kind {config.model_type}"
+            + (f", a {named[0]!s:.80}" if named else "")
+        )
+    if config.model_type not in _OF_IMAGES:
+        raise JobError(
+            f"{directory} holds a model of images and texts of the kind {config.model_type}, of which not even the texts are "
+            f"served; of {', '.join(sorted(_OF_IMAGES))} they are"
+        )
+    return "AutoModelForImageTextToText"
 
 
 def _pooling(config: Any, directory: Path) -> Pooling | None:

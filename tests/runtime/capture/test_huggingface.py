@@ -741,6 +741,65 @@ def test_tokens_that_a_decoder_withholds_are_in_no_answer(file: str, tmp_path: P
         assert found == wanted[0, 3:].tolist() and found != first and not never & set(found)
 
 
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 64, "max_position_embeddings": 48, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+IMAGE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}  # fmt: skip
+
+
+def of_images(kind: str) -> Any:
+    match kind:
+        case "llava":
+            text, image = transformers.LlamaConfig(**TEXT), transformers.CLIPVisionConfig(**IMAGE)
+            return transformers.LlavaConfig(text_config=text, vision_config=image, image_token_index=7)
+        case "qwen2_vl":  # positions in three dimensions
+            rope = {"rope_theta": 10000.0, "rope_type": "default", "mrope_section": [1, 1, 2]}
+            image = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4}
+            return transformers.Qwen2VLConfig(
+                text_config={**TEXT, "rope_parameters": rope}, vision_config=image
+            )
+        case "paligemma":
+            text = transformers.GemmaConfig(**TEXT, head_dim=8)
+            image = transformers.SiglipVisionConfig(**IMAGE)
+            return transformers.PaliGemmaConfig(
+                text_config=text, vision_config=image, image_token_index=7, projection_dim=32
+            )
+    raise ValueError(kind)
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_a_model_of_images_and_texts_answers_texts(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    library = transformers.AutoModelForImageTextToText
+    model = library.from_config(of_images(kind)).eval()
+    model.save_pretrained(tmp_path)
+    prompt = [1, 9, 33, 2, 60]
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    found = answered(tmp_path, prompt, 8)
+    assert found == wanted[0, len(prompt) :].tolist() and len(set(found)) > 1
+
+
+def test_a_model_of_images_and_texts_that_reads_prompts_from_both_sides_is_refused(tmp_path: Path) -> None:
+    of_images("paligemma").save_pretrained(tmp_path)
+    with pytest.raises(JobError, match=r"images and texts of the kind paligemma, .* of .*llava.* they are$"):
+        open_model(tmp_path, weights=False)
+
+
+def test_a_model_that_writes_no_text_is_refused(tmp_path: Path) -> None:
+    transformers.ViTConfig(**IMAGE).save_pretrained(tmp_path)
+    with pytest.raises(
+        JobError, match=r"not a language model that transformers can build: it is of the kind vit$"
+    ):
+        open_model(tmp_path, weights=False)
+    edited(tmp_path, architectures=["ViTForImageClassification"])
+    with pytest.raises(JobError, match=r"it is of the kind vit, a ViTForImageClassification$"):
+        open_model(tmp_path, weights=False)
+
+
 def test_words_that_a_decoder_is_not_served_without_are_refused_in_one_line(tmp_path: Path) -> None:
     saved(tmp_path, gpt2(eos_token_id=3))
     path, config = tmp_path / "generation_config.json", HuggingFaceConfig(path=tmp_path)
