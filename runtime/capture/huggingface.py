@@ -105,18 +105,43 @@ class HuggingFaceModel:
         stored: list[tuple[Variable, str]] = []
         found: dict[str, torch.Tensor] = {}
         for variable in variables:
-            name = self.weights.name_of(variable) if is_exported(variable.name) else None
-            if name is not None:
+            name = self._stored_name(variable)
+            if name is None:
+                found[variable.name] = self._unstored(variable).clone()
+            else:
                 stored.append((variable, name))
-                continue
-            part = part_of(variable.name)
-            value = self._attributes.get(variable.name if part is None else part.name)
-            if value is not None and value.is_meta and part is None:
-                value = computed(self.module, variable.name)
-            if value is None or value.is_meta or self._is_lost(variable.name, value):
-                raise JobError(f"{self.directory}: no safetensors file has the weight {variable.name}")
-            found[variable.name] = (value if part is None else value[part.start : part.stop]).clone()
         return {**found, **self.weights.read(stored)}
+
+    def check(self, variables: Iterable[Variable]) -> None:
+        """JobError as of `read`, as far as the headers of the files tell: before anything is read."""
+        stored: list[tuple[Variable, str]] = []
+        for variable in variables:
+            name = self._stored_name(variable)
+            if name is None:
+                self._unstored(variable)
+            else:
+                stored.append((variable, name))
+        self.weights.check(stored)
+
+    def _stored_name(self, variable: Variable) -> str | None:
+        return self.weights.name_of(variable) if is_exported(variable.name) else None
+
+    def _unstored(self, variable: Variable) -> torch.Tensor:
+        """What the module itself has for a variable that no file has. JobError where that would be made up."""
+        part = part_of(variable.name)
+        value = self._attributes.get(variable.name if part is None else part.name)
+        if value is not None and value.is_meta and part is None:
+            value = computed(self.module, variable.name)
+        if value is None or value.is_meta or self._is_lost(variable.name, value):
+            raise self._missing(variable.name)
+        return value if part is None else value[part.start : part.stop]
+
+    def _missing(self, name: str) -> JobError:
+        named, built = getattr(self.module.config, "architectures", None) or (), type(self.module).__name__
+        said = f"; config.json says {', '.join(map(str, named))!r:.80}, and {built} is what would be served"
+        return JobError(
+            f"{self.directory}: no safetensors file has the weight {name}{said if named and built not in named else ''}"
+        )
 
     def answering(self, graph: Graph) -> Graph:
         """`graph`, as `capture` gives it to serve, without the tokens that the files withhold from answers: those of an encoder-decoder,

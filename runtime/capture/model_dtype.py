@@ -55,6 +55,11 @@ def spelled_dtypes(path: Path) -> dict[str, str]:
     return {name: spelled for name, (spelled, _) in _headers(path).items()}
 
 
+def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a file. JobError for a file that is no safetensors file."""
+    return {name: tuple(shape) for name, (_, shape) in _headers(path).items()}
+
+
 def _headers(path: Path) -> dict[str, tuple[str, list[int]]]:
     try:
         with safe_open(path, framework="pt") as tensors:

@@ -94,6 +94,7 @@ class LanguageModel:
     about: About
     inference: Graph
     read: Read  # values of variables, by name; a stage's at a time
+    check: Callable[[Iterable[Variable]], None] = lambda variables: None  # as `read`, but of headers alone
     blocks: StoredBlocks | None = None
     dtype: str = FLOAT32  # that it computes in
     stored_dtypes: Mapping[str, int] = field(default_factory=dict)  # bytes of its files' weights, by dtype
@@ -169,6 +170,7 @@ def huggingface(
         inference=inference if training else model.answering(inference),
         training=model.capture(training=True, maximum_sequence=longest) if training else None,
         read=model.read,
+        check=model.check,
         dtype=model.dtype,
         stored_dtypes=model.stored_dtypes,
         unread=model.weights.unread() if model.pooling is None else (),

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 
 from fusion.dag.ir.graph import Variable
 from fusion.dag.rewrites.expert_groups import Part, part_of
-from fusion.runtime.capture.model_dtype import spelled_dtypes
+from fusion.runtime.capture.model_dtype import spelled_dtypes, stored_shapes
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.model_files import WEIGHTS_FILE, indexed_files
+from fusion.runtime.job.model_files import INDEX_FILE, WEIGHTS_FILE, indexed_files
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})  # as the format spells dtypes
@@ -153,15 +153,25 @@ class StoredWeights:
                         made = self._converted(stored, name, read)
                     value = made[name] if part is None else made[name][part.start : part.stop].clone()
                 where = stored.pieces[0][1]
-                if tuple(value.shape) != variable.type.shape:
-                    raise JobError(
-                        f"{self.files[where]}: {where} has shape {tuple(value.shape)}, not {variable.type.shape}"
-                        if stored.converter is None
-                        else f"{self.files[where]}: {where} and others make {tuple(value.shape)} of {name}, "
-                        f"not {variable.type.shape}"
-                    )
+                made_of = "" if stored.converter is None else name
+                _check_shape(tuple(value.shape), variable, self.files[where], where, made_of)
                 found[variable.name] = value.to(TORCH_DTYPES[variable.type.dtype])
         return found
+
+    def check(self, wanted: Iterable[tuple[Variable, str]]) -> None:
+        """As `read`, of the headers of the files alone: JobError for a tensor that its file lacks, or of another shape, where no
+        others are put together with it."""
+        shapes: dict[Path, dict[str, tuple[int, ...]]] = {}
+        for variable, name in wanted:
+            stored = self._stored[name]
+            for _, piece in stored.pieces:
+                path = self.files[piece]
+                if path not in shapes:
+                    shapes[path] = stored_shapes(path)
+                if piece not in shapes[path]:
+                    raise JobError(f"{path} has no {piece}, which {INDEX_FILE} says is there")
+                if stored.converter is None and part_of(variable.name) is None:
+                    _check_shape(shapes[path][piece], variable, path, piece)
 
     def _converted(self, stored: Stored, name: str, read: Any) -> dict[str, torch.Tensor]:
         """What transformers makes of the pieces, by the names of the module."""
@@ -178,6 +188,16 @@ class StoredWeights:
             path, piece = self.files[stored.pieces[0][1]], stored.pieces[0][1]
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise JobError(f"{path}: {piece} and others cannot be made into {name}: {reason}") from error
+
+
+def _check_shape(
+    shape: tuple[int, ...], variable: Variable, path: Path, piece: str, made_of: str = ""
+) -> None:
+    """JobError for another shape than the variable's. `made_of`: what this piece and others make, if they do."""
+    if shape == variable.type.shape:
+        return
+    has = f"and others make {shape} of {made_of}, not" if made_of else f"has shape {shape}, not"
+    raise JobError(f"{path}: {piece} {has} {variable.type.shape}")
 
 
 def stored_weights(files: Mapping[str, Path], module: Any, loading: Loading) -> StoredWeights:

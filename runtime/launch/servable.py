@@ -108,6 +108,7 @@ def read_servable(
             ) from None
         report(f"no KV cache for this model ({reason}): each token will compute the whole prefix")
         graph, cached = serving_graph(model.inference, cache="recompute"), False
+    model.check(graph.variables)
     read, parameters = model.read, parameter_count(graph)
     if quantization is not None:
         report(f"storing its matrices as {quantization}")
@@ -152,6 +153,7 @@ def _one_run(
     if len(outputs) != len(model.inference.outputs):
         raise JobError(f"{path} names {len(outputs)} outputs; its graph has {len(model.inference.outputs)}")
     graph = clean(model.inference)
+    model.check(graph.variables)
     config = ServeConfig(
         cache="recompute",
         max_sequence=max(1, model.about.max_sequence),

@@ -22,10 +22,12 @@ from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.huggingface import open_model
 from fusion.runtime.capture.quantised_weights import quantised_model
 from fusion.runtime.capture.serving_graph import serving_graph
+from fusion.runtime.capture.stored_weights import StoredWeights
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import is_exported
 from fusion.runtime.job.spec import HuggingFaceConfig
 from fusion.runtime.job.text import TokenizerText
+from fusion.runtime.launch.servable import read_servable
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
@@ -515,6 +517,49 @@ def test_a_missing_or_misshapen_weight_is_named(tmp_path: Path) -> None:
     save_file({**weights, name: torch.zeros(3)}, path)
     with pytest.raises(JobError, match="shape"):
         open_model(tmp_path).read(graph.variables)
+
+
+def test_a_missing_or_misshapen_weight_is_named_before_any_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, gpt2())
+    path, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    weights = load_file(path)
+    name = "transformer.h.1.mlp.c_fc.bias"
+
+    def refused(match: str) -> None:
+        opened = open_model(tmp_path)
+        monkeypatch.setattr(StoredWeights, "read", None)
+        with pytest.raises(JobError, match=match):
+            opened.check(opened.capture().variables)
+        with pytest.raises(JobError, match=match):
+            read_servable(tmp_path, None, None, None, lambda line: None)
+
+    save_file({**weights, name: torch.zeros(3)}, path)
+    refused(rf"model\.safetensors: {name} has shape \(3,\), not \(128,\)$")
+    save_file({k: v for k, v in weights.items() if k != name}, path)
+    refused(rf"no safetensors file has the weight {name}$")
+    edited(tmp_path, architectures=["GPT2ForSequenceClassification"])
+    refused(
+        rf"{name}; config.json says 'GPT2ForSequenceClassification', and GPT2LMHeadModel is what would be"
+    )
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, "one.safetensors")}))
+    path.rename(tmp_path / "one.safetensors")
+    refused(rf"one\.safetensors has no {name}, which model\.safetensors\.index\.json says is there$")
+    save_file(weights, tmp_path / "one.safetensors")
+    read_servable(tmp_path, None, None, None, lambda line: None)
+
+
+def test_a_part_of_a_mixture_is_looked_at_before_it_is_read(tmp_path: Path) -> None:
+    saved(tmp_path, mixtral())
+    opened = open_model(tmp_path)
+    graph = serving_graph(opened.capture())
+    opened.check(graph.variables)
+    path = tmp_path / "model.safetensors"
+    save_file({k: v for k, v in load_file(path).items() if "experts" not in k}, path, {"format": "pt"})
+    opened = open_model(tmp_path)
+    with pytest.raises(JobError, match=r"no safetensors file has the weight .*experts"):
+        opened.check(graph.variables)
 
 
 def test_tensors_that_the_model_has_no_place_for_are_known(tmp_path: Path) -> None:
