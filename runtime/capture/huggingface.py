@@ -237,7 +237,13 @@ def _config(directory: Path) -> Any:
         # Which code computes is not for a file to say: names of kernels are fetched, and run, where the package for them is installed.
         config._attn_implementation = config._experts_implementation = None
     except Exception as error:  # the library's own, and what its code makes of values that it trusts
-        raise JobError(f"{directory}/config.json cannot be used: {_line(error)}") from error
+        kind = said.get("model_type")
+        reason = _line(error)
+        if isinstance(kind, str) and kind not in _transformers().CONFIG_MAPPING:
+            reason = f"transformers {_transformers().__version__} knows no models of the kind {kind!r:.80}"
+            if said.get("auto_map"):
+                reason += ", and code that comes with a model is not run"
+        raise JobError(f"{directory}/config.json cannot be used: {reason}") from error
     check_tables(config, directory)
     return config
 

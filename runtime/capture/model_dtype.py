@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from fusion.dag.ir.graph import DTYPE_BYTES
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.model_files import check_fetched
 from fusion.runtime.planes.weights_file import STORED_DTYPES
 
 FLOAT32 = "float32"
@@ -61,9 +62,12 @@ def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _headers(path: Path) -> dict[str, tuple[str, list[int]]]:
+    check_fetched(path)
     try:
         with safe_open(path, framework="pt") as tensors:
             parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
             return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
-    except (SafetensorError, OSError) as error:
-        raise JobError(f"{path} is not a safetensors file: {error}") from error
+    except SafetensorError as error:
+        raise JobError(f"{path} is not a safetensors file, or not all of one: {error}") from error
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error}") from error

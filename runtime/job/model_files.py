@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,13 @@ CHAT_TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 CHAT_FILES = {CHAT_TEMPLATE_FILE: 256 << 10, SPECIAL_TOKENS_FILE: 16 << 10}  # the most bytes of each
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 GGUF_MAGIC = b"GGUF"
 GGUF_VERSIONS = (2, 3)
+_POINTER = b"version https://git-lfs.github.com/spec/"  # what git has in the place of a large file begins so
+# Names of files with weights that are not read.
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.npz", "*.onnx")
+_WITHIN = ("*", "snapshots/*")  # where checkpoints of a run lie, and a model in Hugging Face's cache
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -42,15 +48,35 @@ def check_model(path: Path) -> None:
     if path.is_file():
         check_gguf(path)
     elif not path.is_dir():
-        raise JobError(f"{path} is not a directory or a GGUF file")
+        raise JobError(f"{path} is not a directory or a GGUF file{_of_hub(path)}")
     elif not is_exported_directory(path):
         check_huggingface(path)
     elif not (path / WEIGHTS_FILE).is_file():
         raise JobError(f"{path} has no {WEIGHTS_FILE}")
 
 
+def _of_hub(path: Path) -> str:
+    """What to do for a name as the Hugging Face hub has them, OWNER/NAME, of which nothing is here."""
+    parts = path.parts
+    if len(parts) != 2 or not all(_HUB_NAME.fullmatch(part) for part in parts) or path.parent.exists():
+        return ""
+    return f"; for a model of the Hugging Face hub, fetch it first (hf download {path} --local-dir {path.name}) and serve {path.name}"
+
+
+def check_fetched(path: Path) -> None:
+    """JobError for a file that a clone of a repository has not fetched. Whether it can be read is for others to say."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_POINTER))
+    except OSError:
+        return
+    if start == _POINTER:
+        raise JobError(f"{path} is only git's pointer to a large file: fetch the file itself (git lfs pull)")
+
+
 def check_gguf(path: Path) -> None:
     """JobError in one line unless the file begins as a GGUF file that can be read, and what reads it is installed."""
+    check_fetched(path)
     try:
         with path.open("rb") as file:
             start = file.read(8)
@@ -76,13 +102,23 @@ def check_huggingface(directory: Path, *, weights: bool = True) -> None:
             "and serve the directory that this saves"
         )
     if not (directory / CONFIG_FILE).is_file():
-        held = next(iter(sorted(directory.glob("*.gguf"))), None)
-        hint = "" if held is None else f"; it holds {held.name}, which can be served as a file"
+        hint = _gguf_hint(directory) or _hint_within(directory)
         raise JobError(f"{directory} has no {CONFIG_FILE}: it is not a Hugging Face model directory{hint}")
     json_object(directory / CONFIG_FILE)
     if weights:
         indexed_files(directory)
     _need("reading a Hugging Face model", "transformers")
+
+
+def _gguf_hint(directory: Path) -> str:
+    held = next(iter(sorted(directory.glob("*.gguf"))), None)
+    return "" if held is None else f"; it holds {held.name}, which can be served as a file"
+
+
+def _hint_within(directory: Path) -> str:
+    found = (path for pattern in _WITHIN for path in sorted(directory.glob(f"{pattern}/{CONFIG_FILE}")))
+    held = next(found, None)
+    return "" if held is None else f"; {held.parent.relative_to(directory)} in it is one"
 
 
 def _need(what: str, *packages: str) -> None:
@@ -108,9 +144,7 @@ def indexed_files(directory: Path) -> dict[str, Path] | None:
     index = directory / INDEX_FILE
     if (directory / WEIGHTS_FILE).is_file() or not index.is_file():
         if not any(directory.glob("*.safetensors")):
-            raise JobError(
-                f"{directory} has no *.safetensors: other formats of weights can run code and are not read"
-            )
+            raise JobError(f"{directory} has no *.safetensors{_other_weights(directory)}")
         return None
     names = json_object(index).get("weight_map", {})
     if not isinstance(names, dict):
@@ -121,6 +155,18 @@ def indexed_files(directory: Path) -> dict[str, Path] | None:
         if not path.is_file():
             raise JobError(f"{index} names {path.name}, which is not there")
     return found
+
+
+def _other_weights(directory: Path) -> str:
+    """What the directory has in their place."""
+    found = (path for pattern in _OTHER_WEIGHTS for path in sorted(directory.glob(pattern)))
+    other = next((path.name for path in found if path.name != "training_args.bin"), None)
+    if other is None:
+        return _gguf_hint(directory) or ": its weights are not there"
+    return (
+        f": {other!r:.80} is of a format that can run code, and is not read; save it as safetensors, with from_pretrained and "
+        "save_pretrained of transformers where you trust it"
+    )
 
 
 def check_own(path: Path, directory: Path) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from fusion.runtime.job.errors import JobError, JobFailed
+from fusion.runtime.job.model_files import check_fetched
 from fusion.swarm.printable import one_line
 
 # A text alone is read by one thread; with the first the library would begin one for each core.
@@ -102,6 +103,7 @@ class NoText:
 
 def check_tokenizer(path: Path) -> None:
     """JobError for a tokenizer.json with which no peer could read a prompt."""
+    check_fetched(path)
     size = path.stat().st_size
     if size > MAX_TOKENIZER_BYTES:
         raise JobError(f"{path} has {size} bytes; the limit is {MAX_TOKENIZER_BYTES}")

@@ -478,6 +478,9 @@ def test_an_end_token_that_is_no_number_is_refused(said: Any, tmp_path: Path) ->
         open_model(tmp_path)
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 5348\n"
+
+
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
     def refused(match: str) -> None:
         with pytest.raises(JobError, match=match) as error:
@@ -489,15 +492,28 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
     refused("cannot be read")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
     (tmp_path / "model.safetensors").touch()
-    refused("cannot be used")
+    refused(r"cannot be used: transformers [\d.]+ knows no models of the kind 'no-such-model'$")
+    edited(tmp_path, auto_map={"AutoConfig": "own.Config"})
+    refused("of the kind 'no-such-model', and code that comes with a model is not run$")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": "two"}))
     refused(r"cannot be used: .*'n_layer' expected int, got str")
     saved(tmp_path, gpt2())
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
-    refused("not a safetensors file")
+    refused("not a safetensors file, or not all of one")
+    (tmp_path / "model.safetensors").write_bytes(POINTER)
+    refused(r"model\.safetensors is only git's pointer to a large file: .*git lfs pull")
     (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    refused(r"model\.safetensors cannot be read: No such file")
+    (tmp_path / "model.safetensors").unlink()
+    refused(r"has no \*\.safetensors: its weights are not there$")
+    (tmp_path / "training_args.bin").write_bytes(b"pickled")
+    (tmp_path / "model.gguf").touch()
+    refused(r"has no \*\.safetensors; it holds model\.gguf, which can be served as a file$")
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickled")
-    refused(r"has no \*\.safetensors")
+    refused(
+        r"has no \*\.safetensors: 'pytorch_model\.bin' is of a format that can run code, .* save_pretrained"
+    )
     (tmp_path / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"w": "../../etc/passwd"}})
     )

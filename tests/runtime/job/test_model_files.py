@@ -15,6 +15,7 @@ import pytest
 from fusion.runtime.capture import sources
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import CHAT_FILES, chat_files, check_model, read_capped
+from fusion.runtime.job.text import check_tokenizer
 
 TEMPLATE = "{{ messages[0].content }}\u00e9\n"
 NAMED = [{"name": "tool_use", "template": "other"}, {"name": "default", "template": TEMPLATE}]
@@ -156,3 +157,27 @@ def test_an_adapter_is_not_left_out_in_silence(whole: bool, tmp_path: Path) -> N
     with pytest.raises(JobError, match=r"holds an adapter .* which is not read: merge it") as error:
         check_model(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_what_is_no_model_itself_says_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("run/checkpoint-10", "models--a--b/snapshots/4d7a"):
+        held, top = tmp_path / place, tmp_path / place.partition("/")[0]
+        held.mkdir(parents=True)
+        (held / "config.json").write_text("{}")
+        with pytest.raises(
+            JobError, match=f"not a Hugging Face model directory; {held.relative_to(top)} in it is one$"
+        ):
+            check_model(top)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(JobError, match=r"hf download owner/a-1\.5B --local-dir a-1\.5B\) and serve a-1\.5B$"):
+        check_model(Path("owner/a-1.5B"))
+    for name in ("run/gone", "gone", "/owner/gone", "../gone"):  # not as the hub has them
+        with pytest.raises(JobError, match=r"is not a directory or a GGUF file$"):
+            check_model(Path(name))
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "tokenizer.json"])
+def test_a_pointer_in_the_place_of_a_file_is_said(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5348\n")
+    with pytest.raises(JobError, match=f"{name} is only git's pointer to a large file"):
+        (check_model if name.endswith("gguf") else check_tokenizer)(tmp_path / name)
