@@ -44,7 +44,13 @@ from fusion.runtime.capture.stored_weights import (
 from fusion.runtime.capture.text_encoder import Pooling, pooling_of, positions_left
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import SourceConfig
-from fusion.runtime.job.model_files import check_huggingface, check_own, is_exported, json_object
+from fusion.runtime.job.model_files import (
+    TOKENIZER_CONFIG_FILE,
+    check_huggingface,
+    check_own,
+    is_exported,
+    json_object,
+)
 from fusion.runtime.job.text import TokenizerText
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
@@ -413,8 +419,17 @@ def _tokenizer(directory: Path) -> Path | bytes | None:
         data: bytes = made.backend_tokenizer.to_str().encode()
         TokenizerText(data)
     except Exception as error:  # whatever the library's converters make of files that they cannot read
-        raise JobError(f"{without}: {_line(error)}") from error
+        own = isinstance(error, ValueError) and _has_own_tokenizer(directory)
+        reason = "its tokenizer is code that comes with the model, which is not run" if own else _line(error)
+        raise JobError(f"{without}: {reason}") from error
     return data
+
+
+def _has_own_tokenizer(directory: Path) -> bool:
+    """Whether the files name code of their own for it."""
+    path = directory / TOKENIZER_CONFIG_FILE
+    said = json_object(path).get("auto_map") if path.is_file() else None
+    return isinstance(said, dict) and "AutoTokenizer" in said
 
 
 def _longest(config: Any) -> int:

@@ -91,6 +91,19 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_in_one_line(name: str, tmp_p
     assert str(error.value).isprintable()
 
 
+def test_a_tokenizer_that_is_code_of_its_own_is_not_run(tmp_path: Path) -> None:
+    saved(tmp_path, gpt2())
+    (tmp_path / "vocab.txt").write_text("a\nb\n")
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    said = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    with pytest.raises(
+        JobError, match=r"vocab\.txt cannot be made into one: its tokenizer is code that comes with the"
+    ):
+        open_model(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("shard", ["10GB", "30KB"])
 def test_weights_are_those_of_the_model_and_take_no_memory_before(tmp_path: Path, shard: str) -> None:
     tiny = transformers.LlamaConfig(
