@@ -15,10 +15,16 @@ _FRAMES_A_POSITION = 2  # of features: the second convolution of a speech encode
 _POSITIONS = ("max_source_positions", "max_target_positions")  # of what reads sound, and of what it writes
 
 
+def architectures(config: Any) -> list[str]:
+    """The classes of transformers whose weights a directory has, as it names them: whatever else stands in their place names none."""
+    said = getattr(config, "architectures", None)
+    return [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
+
+
 def reads_source(config: Any) -> bool:
     """Whether the directory's model has an encoder: such a family may also be saved as a decoder alone."""
-    named = getattr(config, "architectures", None) or []
-    return bool(getattr(config, "is_encoder_decoder", False)) and not any("ForCausalLM" in n for n in named)
+    alone = any("ForCausalLM" in name for name in architectures(config))
+    return bool(getattr(config, "is_encoder_decoder", False)) and not alone
 
 
 def auto_class(config: Any) -> str:

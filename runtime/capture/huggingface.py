@@ -28,7 +28,13 @@ from fusion.runtime.capture.capture import (
     variables_from_module,
 )
 from fusion.runtime.capture.config_bounds import check_counts, check_tables
-from fusion.runtime.capture.encoder_decoder import auto_class, longest_answer, reads_source, source_config
+from fusion.runtime.capture.encoder_decoder import (
+    architectures,
+    auto_class,
+    longest_answer,
+    reads_source,
+    source_config,
+)
 from fusion.runtime.capture.generation import decoder_withholds, withhold
 from fusion.runtime.capture.model_dtype import FLOAT32, model_dtype, stored_dtypes
 from fusion.runtime.capture.rope import fixed_length
@@ -143,8 +149,8 @@ class HuggingFaceModel:
         return value if part is None else value[part.start : part.stop]
 
     def _missing(self, name: str) -> JobError:
-        named, built = getattr(self.module.config, "architectures", None) or (), type(self.module).__name__
-        said = f"; config.json says {', '.join(map(str, named))!r:.80}, and {built} is what would be served"
+        named, built = architectures(self.module.config), type(self.module).__name__
+        said = f"; config.json says {', '.join(named)!r:.80}, and {built} is what would be served"
         return JobError(
             f"{self.directory}: no safetensors file has the weight {name}{said if named and built not in named else ''}"
         )
@@ -326,13 +332,13 @@ def _kind(config: Any, directory: Path) -> str:
         return "AutoModel"
     if reads_source(config):
         return auto_class(config)
-    library, named = _transformers(), getattr(config, "architectures", None)
+    library, named = _transformers(), architectures(config)
     if type(config) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
         return "AutoModelForCausalLM"
     if type(config) not in library.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise JobError(
             f"{directory} is not a language model that transformers can build: it is of the kind {config.model_type}"
-            + (f", a {named[0]!s:.80}" if named else "")
+            + (f", a {named[0]!r:.80}" if named else "")
         )
     if config.model_type not in _OF_IMAGES:
         raise JobError(
@@ -351,7 +357,7 @@ def _is_encoder(config: Any) -> bool:
     """Whether it was saved as a bare encoder, or as one that fills in masks."""
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False):
         return False
-    named = [str(name) for name in getattr(config, "architectures", None) or ()]
+    named = architectures(config)
     # XLMWithLMHeadModel generates.
     bare = [re.search(r"(?<!LMHead)Model$|ForMaskedLM$", name) for name in named]
     if not named or not all(bare):

@@ -91,6 +91,20 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_in_one_line(name: str, tmp_p
     assert str(error.value).isprintable()
 
 
+@pytest.mark.parametrize("said", [5, {"a": 1}, "GPT2LMHeadModel", [None], [["x"]], ["A\nB\x1b[31m"]])
+def test_classes_that_are_none_are_passed_over_or_said_in_one_line(said: Any, tmp_path: Path) -> None:
+    saved(tmp_path, gpt2())
+    edited(tmp_path, architectures=said)
+    opened = open_model(tmp_path)
+    opened.check(opened.capture().variables)
+    without(tmp_path, "ln_f.weight")
+    with pytest.raises(
+        JobError, match=r"no safetensors file has the weight transformer\.ln_f\.weight"
+    ) as error:
+        open_model(tmp_path).check(opened.capture().variables)
+    assert str(error.value).isprintable()
+
+
 def test_a_tokenizer_that_is_code_of_its_own_is_not_run(tmp_path: Path) -> None:
     saved(tmp_path, gpt2())
     (tmp_path / "vocab.txt").write_text("a\nb\n")
@@ -870,7 +884,7 @@ def test_a_model_that_writes_no_text_is_refused(tmp_path: Path) -> None:
     ):
         open_model(tmp_path, weights=False)
     edited(tmp_path, architectures=["ViTForImageClassification"])
-    with pytest.raises(JobError, match=r"it is of the kind vit, a ViTForImageClassification$"):
+    with pytest.raises(JobError, match=r"it is of the kind vit, a 'ViTForImageClassification'$"):
         open_model(tmp_path, weights=False)
 
 
