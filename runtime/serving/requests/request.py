@@ -88,7 +88,7 @@ class GenerateRequest:
             )
         if self.schema and (self.ends.ignore_eos or self.ends.min_tokens):
             name = "ignore_eos" if self.ends.ignore_eos else "min_tokens"
-            raise JobError(f"{name}: an answer that follows response_format ends where its JSON does")
+            raise JobError(f"{name}: an answer that follows a schema ends where its JSON does")
 
     @property
     def most_tokens(self) -> int:

@@ -211,8 +211,8 @@ def test_a_last_stage_that_knows_none_of_it_is_refused_by_name(
     ("fields", "message"),
     [
         ({"ends": Ends(min_tokens=9), "max_tokens": 8}, "min_tokens: at most max_tokens, which is 8, not 9"),
-        ({"ends": Ends(min_tokens=9), "schema": "{}"}, "min_tokens: .* follows response_format ends where"),
-        ({"ends": Ends(ignore_eos=True), "schema": "{}"}, "ignore_eos: .* follows response_format ends"),
+        ({"ends": Ends(min_tokens=9), "schema": "{}"}, "min_tokens: .* follows a schema ends where"),
+        ({"ends": Ends(ignore_eos=True), "schema": "{}"}, "ignore_eos: .* follows a schema ends"),
     ],
 )
 def test_what_cannot_be_is_one_line(fields: dict[str, Any], message: str) -> None:

@@ -689,7 +689,7 @@ def test_end_tokens_least_lengths_and_other_ends(tmp_path: Path) -> None:
                 ({"min_tokens": -1}, "min_tokens: .* greater than or equal to 0"),
                 ({"stop_token_ids": [128]}, "stop_token_ids: this model's tokens are 0 to 127, not 128"),
                 ({"stop_token_ids": [1] * 65}, "stop_token_ids: .* at most 64 items"),
-                ({"ignore_eos": True, **form}, "ignore_eos: an answer that follows response_format ends"),
+                ({"ignore_eos": True, **form}, "ignore_eos: an answer that follows a schema ends"),
             ):
                 with pytest.raises(openai.BadRequestError, match=line) as found:
                     await answer(**wrong)
