@@ -17,7 +17,6 @@ FORMATS = frozenset(
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_NOTHING: Any = object()
 JSON_OBJECT = '{"type":"object"}'  # what `json_object` asks for
 
 
@@ -60,7 +59,8 @@ def as_part(schema: dict[str, Any], place: str) -> dict[str, Any]:
         inside = name in _REFERENCES and isinstance(value, str) and (value == "#" or value.startswith("#/"))
         return f"{place}{value[1:]}" if inside else value
 
-    return _mapped(schema, moved)  # type: ignore[no-any-return]
+    part = {name: value for name, value in schema.items() if name != "$id"}  # from which "#" would count
+    return _mapped(part, lambda each: {name: moved(name, value) for name, value in each.items()})  # type: ignore[no-any-return]
 
 
 def _check(schema: dict[str, Any]) -> None:
@@ -84,25 +84,29 @@ def _check(schema: dict[str, Any]) -> None:
 
 def _known_formats(schema: Any) -> Any:
     """The same without the formats that are not among FORMATS."""
-    return _mapped(schema, lambda name, value: _NOTHING if _is_unknown_format(name, value) else value)
+
+    def known(each: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in each.items() if not _is_unknown_format(name, value)}
+
+    return _mapped(schema, known)
 
 
 def _is_unknown_format(name: str, value: Any) -> bool:
     return name == "format" and isinstance(value, str) and value not in FORMATS
 
 
-def _mapped(schema: Any, change: Callable[[str, Any], Any]) -> Any:
-    """The same with what `change` makes of each keyword's value: not of names that its author chose, nor in values."""
+def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """The same with what `change` makes of the keywords of each schema in it: not of names that its author chose, nor in values."""
     if isinstance(schema, list):
         return [_mapped(each, change) for each in schema]
     if not isinstance(schema, dict):
         return schema
     kept = dict[str, Any]()
-    for name, value in schema.items():
+    for name, value in change(schema).items():
         if name in _NAMED and isinstance(value, dict):
             kept[name] = {key: _mapped(each, change) for key, each in value.items()}
-        elif (changed := change(name, value)) is not _NOTHING:
-            kept[name] = changed if name in _VALUES else _mapped(changed, change)
+        else:
+            kept[name] = value if name in _VALUES else _mapped(value, change)
     return kept
 
 

@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.serving.requests.json_schema import MAX_LEVELS, MAX_SCHEMA_BYTES, checked_schema
+from fusion.runtime.serving.requests.json_schema import (
+    MAX_LEVELS,
+    MAX_SCHEMA_BYTES,
+    as_part,
+    checked_schema,
+)
 from fusion.runtime.serving.requests.request import GenerateRequest
 
 values = st.recursive(
@@ -75,6 +80,15 @@ def test_a_format_that_says_something_to_readers_alone_is_left_out() -> None:
     }  # fmt: skip
     del kept["format"]
     assert json.loads(checked_schema(json.dumps(schema))) == kept
+
+
+def test_a_part_refers_to_itself_whatever_it_is_called() -> None:
+    """From a part with an `$id` the references of all would count."""
+    schema = {"$id": "https://a/b", "properties": {"$id": {"$ref": "#/$defs/c"}}, "$defs": {"c": {}}}
+    assert as_part(schema, "#/$defs/0") == {
+        "properties": {"$id": {"$ref": "#/$defs/0/$defs/c"}},
+        "$defs": {"c": {}},
+    }
 
 
 def test_a_schema_comes_before_the_prompt_and_is_announced_with_it() -> None:
