@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from fusion.runtime.serving.http.tool_calls import schema_of_call
+from fusion.runtime.serving.http.tool_calls import Parameters, schema_of_call
 from fusion.runtime.serving.requests.ends import MAX_STOP_TOKENS
 from fusion.runtime.serving.requests.json_schema import JSON_OBJECT, schema_text
 from fusion.runtime.serving.requests.request import MAX_STOP_BYTES, MAX_TOP_LOGPROBS
@@ -272,6 +272,10 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
+    @property
+    def taken(self) -> Parameters:
+        return Parameters(self.name, self.parameters)
+
 
 class Tool(Body):
     type: Literal["function"]
@@ -347,8 +351,8 @@ class ChatRequest(Settings):
     def json_schema(self) -> str:
         if not self.must_call:
             return super().json_schema
-        functions = {tool.function.name: tool.function.parameters for tool in self.offered_tools}
-        return schema_text(schema_of_call(functions))
+        functions = {tool.function.name: tool.function for tool in self.offered_tools}
+        return schema_text(schema_of_call(each.taken for each in functions.values()))
 
     @property
     def called(self) -> Mapping[str, str]:

@@ -10,22 +10,38 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.requests.json_schema import as_part
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
+# What may say of further properties than those that a schema lists.
+_FURTHER = frozenset(
+    {
+        *("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "$dynamicRef"),
+        *("allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies"),
+    }
+)
 
 
 @dataclass(frozen=True)
 class Call:
     name: str
     arguments: str  # JSON
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of a function. `schema` None: it takes none, as with OpenAI."""
+
+    name: str
+    schema: Mapping[str, Any] | None
 
 
 class ToolCallStream:
@@ -67,18 +83,32 @@ class ToolCallStream:
         return (rest, calls) if calls else (held, ())
 
 
-def schema_of_call(functions: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Of an answer that is nothing but a call of one of these functions, whose parameters are given by name. JobError where they
-    are no schema."""
+def schema_of_call(functions: Iterable[Parameters]) -> dict[str, Any]:
+    """Of an answer that is nothing but a call of one of these functions. JobError where their parameters are no schema of an
+    object."""
     calls, parts = list[dict[str, Any]](), dict[str, Any]()
-    for number, (name, parameters) in enumerate(functions.items()):
+    for number, function in enumerate(functions):
         place = f"#/$defs/{number}"
-        parts[str(number)] = {"type": "object", **as_part(dict(parameters or {}), place)}
-        fields = {"name": {"const": name}, "arguments": {"$ref": place}}
+        parts[str(number)] = _arguments(function, place)
+        fields = {"name": {"const": function.name}, "arguments": {"$ref": place}}
         calls.append(
             {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
         )
     return {"anyOf": calls, "$defs": parts}
+
+
+def _arguments(function: Parameters, place: str) -> dict[str, Any]:
+    """The schema of a function's arguments, for a `place` in another."""
+    if function.schema is None:
+        return {"type": "object", "additionalProperties": False}
+    schema = dict(function.schema)
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        said = f"the parameters of {function.name[:40]} are of type object, not {str(kind)[:40]!r}"
+        raise JobError(f"json_schema: {said}")
+    if "properties" in schema and schema.keys().isdisjoint(_FURTHER):
+        schema["additionalProperties"] = False  # what it does not name it cannot be called with
+    return {**as_part(schema, place), "type": "object"}
 
 
 def _overlap(text: str) -> int:

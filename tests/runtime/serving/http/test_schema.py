@@ -158,7 +158,9 @@ def test_the_schema_of_a_call_has_the_parameters_of_each_tool_with_what_they_ref
         ({"name": "f", "arguments": {"x": 3, "on": {"x": 4}}}, True),
         ({"name": "f", "arguments": {"x": "3"}}, False),
         ({"name": "f", "arguments": {"on": {"x": "4"}}}, False),
-        ({"name": "g", "arguments": {"x": "3"}}, True),
+        ({"name": "f", "arguments": {"x": 3, "y": 4}}, False),
+        ({"name": "g", "arguments": {}}, True),
+        ({"name": "g", "arguments": {"x": "3"}}, False),
         ({"name": "g", "arguments": [3]}, False),
         ({"name": "g"}, False),
         ({"name": "h", "arguments": {"$ref": "#/a"}}, True),
@@ -166,6 +168,36 @@ def test_the_schema_of_a_call_has_the_parameters_of_each_tool_with_what_they_ref
         ({"name": "i", "arguments": {}}, False),
     ):
         assert validator.is_valid(call) is right, call
+
+
+@pytest.mark.parametrize(
+    ("parameters", "further"),
+    [
+        (None, False),
+        ({"type": "object", "properties": {}}, False),
+        ({"type": ["object", "null"], "properties": {"a": {}}}, False),
+        ({}, True),
+        ({"type": "object"}, True),
+        ({"properties": {}, "additionalProperties": True}, True),
+        ({"properties": {}, "patternProperties": {"b": {}}}, True),
+        ({"properties": {}, "allOf": [{"properties": {"b": {}}}]}, True),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"b": {}}}}}, True),
+    ],
+)
+def test_a_function_is_called_with_what_it_names(parameters: Any, further: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    said = ChatRequest.model_validate({**HI, "tools": tools, "tool_choice": "required"})
+    validator = jsonschema_rs.validator_for(json.loads(said.json_schema))
+    assert validator.is_valid({"name": "f", "arguments": {}})
+    assert validator.is_valid({"name": "f", "arguments": {"b": 1}}) is further
+
+
+@pytest.mark.parametrize("kind", ["string", ["array", "null"], None, 5])
+def test_a_function_takes_an_object(kind: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}]
+    said = ChatRequest.model_validate({**HI, "tools": tools, "tool_choice": "required"})
+    with pytest.raises(JobError, match="json_schema: the parameters of f are of type object, not "):
+        assert said.json_schema
 
 
 def test_a_call_without_tools_is_refused() -> None:
