@@ -271,10 +271,11 @@ class Function(Body):
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
     @property
     def taken(self) -> Parameters:
-        return Parameters(self.name, self.parameters)
+        return Parameters(self.name, self.parameters, self.strict is True)
 
 
 class Tool(Body):

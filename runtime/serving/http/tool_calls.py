@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.serving.requests.json_schema import as_part
+from fusion.runtime.serving.requests.json_schema import as_part, loosened
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -38,10 +38,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of a function. `schema` None: it takes none, as with OpenAI."""
+    """Of a function. `schema` None: it takes none, as with OpenAI; `strict`: every word of it counts."""
 
     name: str
     schema: Mapping[str, Any] | None
+    strict: bool = False
 
 
 class ToolCallStream:
@@ -108,7 +109,8 @@ def _arguments(function: Parameters, place: str) -> dict[str, Any]:
         raise JobError(f"json_schema: {said}")
     if "properties" in schema and schema.keys().isdisjoint(_FURTHER):
         schema["additionalProperties"] = False  # what it does not name it cannot be called with
-    return {**as_part(schema, place), "type": "object"}
+    part = as_part(schema, place)
+    return {**(part if function.strict else loosened(part)), "type": "object"}
 
 
 def _overlap(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,15 @@ FORMATS = frozenset(
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+# What no grammar is made of. Without it a schema allows more, and all that it allowed.
+_UNHELD = frozenset(
+    {
+        *("not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"),
+        *("contains", "minContains", "maxContains", "uniqueItems", "propertyNames"),
+        *("unevaluatedItems", "unevaluatedProperties"),
+    }
+)
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9bBk]")  # or back
 JSON_OBJECT = '{"type":"object"}'  # what `json_object` asks for
 
 
@@ -61,6 +71,26 @@ def as_part(schema: dict[str, Any], place: str) -> dict[str, Any]:
 
     part = {name: value for name, value in schema.items() if name != "$id"}  # from which "#" would count
     return _mapped(part, lambda each: {name: moved(name, value) for name, value in each.items()})  # type: ignore[no-any-return]
+
+
+def loosened(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same without what no grammar is made of: it allows all that the schema does, and more."""
+    return _mapped(schema, _held)  # type: ignore[no-any-return]
+
+
+def _held(schema: dict[str, Any]) -> dict[str, Any]:
+    held = {name: value for name, value in schema.items() if name not in _UNHELD}
+    if "oneOf" in held:
+        either = held.pop("oneOf")
+        held.setdefault("anyOf", either)
+    pattern, properties = held.get("pattern"), held.get("properties")
+    required = held["required"] if isinstance(held.get("required"), list) else []
+    if isinstance(pattern, str) and _LOOKS_AROUND.search(pattern):
+        del held["pattern"]
+    if isinstance(properties, dict) and any(each not in required for each in properties):
+        for name in ("minProperties", "maxProperties"):  # which are counted among required ones alone
+            held.pop(name, None)
+    return held
 
 
 def _check(schema: dict[str, Any]) -> None:

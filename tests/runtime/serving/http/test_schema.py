@@ -192,6 +192,15 @@ def test_a_function_is_called_with_what_it_names(parameters: Any, further: bool)
     assert validator.is_valid({"name": "f", "arguments": {"b": 1}}) is further
 
 
+def test_a_strict_function_is_held_to_every_word() -> None:
+    parameters = {"type": "object", "properties": {"a": {"not": {"const": 1}}}}
+    for strict in (None, False, True):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
+        said = ChatRequest.model_validate({**HI, "tools": [tool], "tool_choice": "required"})
+        validator = jsonschema_rs.validator_for(json.loads(said.json_schema))
+        assert validator.is_valid({"name": "f", "arguments": {"a": 1}}) is (strict is not True)
+
+
 @pytest.mark.parametrize("kind", ["string", ["array", "null"], None, 5])
 def test_a_function_takes_an_object(kind: Any) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}]

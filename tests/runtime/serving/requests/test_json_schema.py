@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from fusion.runtime.serving.requests.json_schema import (
     MAX_SCHEMA_BYTES,
     as_part,
     checked_schema,
+    loosened,
 )
 from fusion.runtime.serving.requests.request import GenerateRequest
 
@@ -89,6 +91,28 @@ def test_a_part_refers_to_itself_whatever_it_is_called() -> None:
         "properties": {"$id": {"$ref": "#/$defs/0/$defs/c"}},
         "$defs": {"c": {}},
     }
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ({"type": "array", "uniqueItems": True, "items": {"not": {}}}, {"type": "array", "items": {}}),
+        ({"properties": {"not": {"if": {}, "then": {}}}}, {"properties": {"not": {}}}),
+        ({"enum": [{"not": 1}], "default": {"contains": 1}}, {"enum": [{"not": 1}], "default": {"contains": 1}}),
+        ({"oneOf": [{"const": 1}, {"const": 2}]}, {"anyOf": [{"const": 1}, {"const": 2}]}),
+        ({"oneOf": [{"const": 1}], "anyOf": [{"const": 2}]}, {"anyOf": [{"const": 2}]}),
+        *(({"pattern": pattern}, {}) for pattern in ("^(?!a)b", "(?<=a)b", r"\ba", r"(a)\1")),
+        *(({"pattern": pattern}, {"pattern": pattern}) for pattern in ("^(?:a|b)$", r"(?<c>\d)")),
+        ({"minProperties": 1, "propertyNames": {"pattern": "a"}}, {"minProperties": 1}),
+        ({"minProperties": 1, "properties": {"a": {}}, "required": 5}, {"properties": {"a": {}}, "required": 5}),
+        *(
+            ({"maxProperties": 1, "properties": {"a": {}}, "required": ["a"]},) * 2,
+            ({"pattern": 5, "properties": []},) * 2,
+        ),
+    ],
+)  # fmt: skip
+def test_what_no_answer_can_be_held_to_is_left_out(said: dict[str, Any], kept: dict[str, Any]) -> None:
+    assert loosened(said) == kept
 
 
 def test_a_schema_comes_before_the_prompt_and_is_announced_with_it() -> None:

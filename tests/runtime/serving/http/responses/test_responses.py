@@ -171,8 +171,9 @@ def test_a_call_that_has_to_be_is_one(tmp_path: Path, choice: Any, shown: str, c
     parameters = {
         "properties": {"on": {"type": "boolean"}},
         "required": ["on"],
+        "propertyNames": {"type": "string"},
     }
-    tools: Any = [{**TOOL, "name": name, "parameters": parameters} for name in ("look", "f")]
+    tools: Any = [{**TOOL, "name": name, "parameters": parameters, "strict": False} for name in ("look", "f")]
     asked: dict[str, Any] = {**GREEDY, "max_output_tokens": 70, "input": "U", "tools": tools}
 
     async def main() -> None:
