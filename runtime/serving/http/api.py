@@ -122,7 +122,8 @@ class Api:
         with attributed_to("messages", body.called):
             model, asked = await self.chat_requests(request, body)
             spelling: dict[int, bytes] = {}
-            reader = ChatReader(body.tool_names, several=body.parallel_tool_calls is not False)
+            several = body.parallel_tool_calls is not False
+            reader = ChatReader(body.tool_names, several=several, must=body.must_call)
             return await self._reply(request, body, model, ChatShape(reader, spelling), asked, spelling)
 
     async def chat_requests(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fusion.runtime.serving.http.answers import Part
-from fusion.runtime.serving.http.tool_calls import Call, ToolCallStream
+from fusion.runtime.serving.http.tool_calls import Call, ToolCallStream, call_cut_off
 from fusion.runtime.serving.requests.request import Answer, Piece
 
 Json = dict[str, Any]
@@ -201,12 +201,14 @@ def _completion(choice: int, text: str, logprobs: Json | Written | None, finish:
 
 class ChatReader:
     """What the answers of one request say: text, and calls of tools. `tools`: the names of those that the model was told of.
-    `several`: whether an answer may call more than one of them; of its calls the first is told otherwise, as with vLLM."""
+    `several`: whether an answer may call more than one of them; of its calls the first is told otherwise, as with vLLM. `must`:
+    whether it can be nothing but a call, so that what was cut off is one as well."""
 
-    def __init__(self, tools: Collection[str], *, several: bool = True) -> None:
+    def __init__(self, tools: Collection[str], *, several: bool = True, must: bool = False) -> None:
         self._sent = _Sent()
         self._tools = tools
         self._several = several
+        self._must = must
         self._reading: dict[int, ToolCallStream] = {}
 
     def read(self, part: Part) -> tuple[str, tuple[Call, ...]]:
@@ -219,6 +221,8 @@ class ChatReader:
         if not isinstance(part.said, Answer):
             return text, ()
         rest, calls = reading.finish()
+        if self._must and part.said.finish == "length" and not calls and (call := call_cut_off(rest)):
+            return text, (call,)
         return text + rest, calls if self._several else calls[:1]
 
 

@@ -21,6 +21,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
+_BEGUN = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")(?:\s*,\s*"arguments"\s*:\s*(.*))?', re.DOTALL)
 # What may say of further properties than those that a schema lists.
 _FURTHER = frozenset(
     {
@@ -34,6 +35,7 @@ _FURTHER = frozenset(
 class Call:
     name: str
     arguments: str  # JSON
+    whole: bool = True  # or what came of it
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,12 @@ class ToolCallStream:
             return "", calls
         calls, rest = _tagged(held)
         return (rest, calls) if calls else (held, ())
+
+
+def call_cut_off(text: str) -> Call | None:
+    """What came of an answer that could be nothing but a call, as `schema_of_call` has it; None where not even its name did."""
+    found = _BEGUN.match(text)
+    return None if found is None else Call(json.loads(found[1]), found[2] or "", whole=False)
 
 
 def schema_of_call(functions: Iterable[Parameters]) -> dict[str, Any]:

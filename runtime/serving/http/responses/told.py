@@ -25,7 +25,8 @@ class ToldResponse:
     def __init__(self, body: ResponsesRequest, model: str, created: int, prompt_tokens: int) -> None:
         """`model`: as the client called it; `created`: unix seconds."""
         chat = body.chat
-        self._reader = ChatReader(chat.tool_names, several=body.parallel_tool_calls is not False)
+        several = body.parallel_tool_calls is not False
+        self._reader = ChatReader(chat.tool_names, several=several, must=chat.must_call)
         self._id = _new_id("resp")
         self._echoed = _echoed(body, model, created)
         self._prompt_tokens = prompt_tokens
@@ -115,7 +116,8 @@ class ToldResponse:
 
     def _call(self, call: Call) -> list[Json]:
         about = {"id": _new_id("fc"), "type": "function_call", "call_id": call_id(), "name": call.name}
-        item = {**about, "arguments": call.arguments, "status": "completed"}
+        status = "completed" if call.whole else "incomplete"
+        item = {**about, "arguments": call.arguments, "status": status}
         where = {"item_id": about["id"], "output_index": len(self._output)}
         arguments = "response.function_call_arguments"
         events = [

@@ -83,6 +83,32 @@ def test_tools_are_called(text: str) -> None:
     )
 
 
+CUT = [
+    (' {\n"name" :"f" , "arguments" :{"a": 1', "f", '{"a": 1'),
+    ('{"name": "f\\"", "arguments": {"b": "}"}', 'f"', '{"b": "}"}'),
+    ('{"name":"f","argu', "f", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "name", "arguments"), CUT)
+def test_a_call_that_had_to_be_and_was_cut_off_is_one(text: str, name: str, arguments: str) -> None:
+    for finish in ("length", "stop"):  # by a text of `stop`: nobody reads it for a whole one
+        parts = said(list(text), finish=finish)
+        found = whole(ChatShape(ChatReader(["f"], must=True), {}), parts)
+        *_, told, end = streamed(ChatShape(ChatReader(["f"], must=True), {}), parts)
+        assert found["finish_reason"] == end["finish_reason"] == finish
+        if finish == "stop":
+            assert found["message"] == {"role": "assistant", "content": text}
+            continue
+        assert found["message"]["content"] is None and "content" not in told["delta"]
+        for [call] in (found["message"]["tool_calls"], told["delta"]["tool_calls"]):
+            assert call["function"] == {"name": name, "arguments": arguments}
+    perhaps = whole(ChatShape(ChatReader(["f"]), {}), said([text], finish="length"))
+    assert perhaps["message"]["content"] == text
+    unnamed = whole(ChatShape(ChatReader(["f"], must=True), {}), said(['{"name": "f'], finish="length"))
+    assert unnamed["message"]["content"] == '{"name": "f'
+
+
 def test_one_tool_is_called_where_several_may_not_be() -> None:
     parts = said([CALL.replace("1", "0"), "\n", CALL])
     for several, arguments in ((True, ['{"a": 0}', '{"a": 1}']), (False, ['{"a": 0}'])):

@@ -62,6 +62,16 @@ def built_of(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return output
 
 
+def test_a_call_that_had_to_be_and_was_cut_off_is_incomplete() -> None:
+    response = told(tool_choice="required")
+    parts = parts_of(['{"name": "f", "arg', 'uments": {"a'], "length")
+    events = [*response.begin(), *(e for part in parts for e in response.tell(part))]
+    [call] = response.whole["output"]
+    assert response.whole["output"] == built_of(events)
+    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "f", '{"a')
+    assert call["status"] == response.whole["status"] == "incomplete"
+
+
 @given(
     st.lists(st.sampled_from(["a", "b\n", "<tool", "_call>", "{", CALL, CALL[:20], CALL[20:]]), max_size=6),
     st.sampled_from(["stop", "length"]),
