@@ -17,6 +17,7 @@ FORMATS = frozenset(
 )
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
+_FOR_READERS = frozenset({"title", "description", "default", "examples", "$comment"})
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 # What no grammar is made of. Without it a schema allows more, and all that it allowed.
 _UNHELD = frozenset(
@@ -62,15 +63,19 @@ def schema_text(schema: object) -> str:
 
 
 def as_part(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """The same for a `place` ("#/...") in another schema: what refers to a part of it still does. JobError as `checked_schema`."""
+    """The same for a `place` ("#/...") in another schema: what refers to a part of it still does, and what says something to readers
+    alone takes no room. JobError as `checked_schema`."""
     _check(schema)
 
     def moved(name: str, value: Any) -> Any:
         inside = name in _REFERENCES and isinstance(value, str) and (value == "#" or value.startswith("#/"))
         return f"{place}{value[1:]}" if inside else value
 
+    def told(each: dict[str, Any]) -> dict[str, Any]:
+        return {name: moved(name, value) for name, value in each.items() if name not in _FOR_READERS}
+
     part = {name: value for name, value in schema.items() if name != "$id"}  # from which "#" would count
-    return _mapped(part, lambda each: {name: moved(name, value) for name, value in each.items()})  # type: ignore[no-any-return]
+    return _mapped(part, told)  # type: ignore[no-any-return]
 
 
 def loosened(schema: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.serving.http.schema import ChatRequest, CompletionRequest
+from fusion.runtime.serving.http.schema import MAX_TOOLS, ChatRequest, CompletionRequest
 from fusion.runtime.serving.requests.json_schema import JSON_OBJECT
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -190,6 +190,22 @@ def test_a_function_is_called_with_what_it_names(parameters: Any, further: bool)
     validator = jsonschema_rs.validator_for(json.loads(said.json_schema))
     assert validator.is_valid({"name": "f", "arguments": {}})
     assert validator.is_valid({"name": "f", "arguments": {"b": 1}}) is further
+
+
+def test_what_functions_say_to_the_model_alone_takes_no_room_in_the_schema_of_a_call() -> None:
+    said_of = {"title": "T" * 300, "description": "D" * 300, "default": "x" * 300}
+    parameters = {**said_of, "properties": {"title": said_of, "b": {"enum": ["a"], **said_of}}}
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": parameters}}
+        for i in range(MAX_TOOLS)
+    ]
+    said = ChatRequest.model_validate({**HI, "tools": tools, "tool_choice": "required"})
+    validator = jsonschema_rs.validator_for(
+        json.loads(said.json_schema)
+    )  # of all of them, it is within the limit
+    assert validator.is_valid({"name": "f7", "arguments": {"title": 5, "b": "a"}})
+    assert not validator.is_valid({"name": "f7", "arguments": {"b": "b"}})
+    assert said.offered_tools[7].function.parameters == parameters
 
 
 def test_a_strict_function_is_held_to_every_word() -> None:
