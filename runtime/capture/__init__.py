@@ -5,9 +5,11 @@ models              the built-in GPT
 model_dtype         the dtype that a model runs in
 encoder_decoder     what an encoder-decoder reads, and what its answers follow
 text_encoder        models that make a vector of a text, and how they pool
+auto_classes        which class of transformers makes the module
 generation          what a directory says of how its model generates, and what answers do not follow
 huggingface         a language model in a directory
 config_bounds       how much its configuration may ask for
+stored_config       the configuration and the tokenizer in a directory
 stored_weights      where its files hold each tensor, whole or in pieces
 gguf/               GGUF files: what they say, their tensors, their tokenizer
 gguf_model          a causal language model in a GGUF file

@@ -21,23 +21,23 @@ from torch import nn
 
 from fusion.dag.ir.graph import Graph, Variable
 from fusion.dag.rewrites.expert_groups import part_of
+from fusion.runtime.capture.auto_classes import model_class, model_pooling
 from fusion.runtime.capture.capture import (
     capture_encoder_decoder,
     capture_language_model,
     capture_text_encoder,
     variables_from_module,
 )
-from fusion.runtime.capture.config_bounds import check_counts, check_tables
 from fusion.runtime.capture.encoder_decoder import (
     architectures,
-    auto_class,
     longest_answer,
     reads_source,
     source_config,
 )
 from fusion.runtime.capture.generation import decoder_withholds, withhold
 from fusion.runtime.capture.model_dtype import FLOAT32, model_dtype, stored_dtypes
-from fusion.runtime.capture.rope import fixed_length
+from fusion.runtime.capture.rope import longest_text
+from fusion.runtime.capture.stored_config import said_line, stored_config, stored_tokenizer
 from fusion.runtime.capture.stored_weights import (
     Loading,
     StoredWeights,
@@ -47,34 +47,15 @@ from fusion.runtime.capture.stored_weights import (
     stored_weights,
     weights_files,
 )
-from fusion.runtime.capture.text_encoder import Pooling, pooling_of, positions_left
+from fusion.runtime.capture.text_encoder import Pooling, positions_left
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import SourceConfig
 from fusion.runtime.job.model_files import (
-    TOKENIZER_CONFIG_FILE,
     check_huggingface,
-    check_own,
     is_exported,
     json_object,
 )
-from fusion.runtime.job.text import TokenizerText
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
-
-# Vocabularies of tokenizers that were written without a tokenizer.json, each with what it goes with.
-_OLDER_TOKENIZERS = {
-    "vocab.json": ("merges.txt",),
-    **dict.fromkeys(("vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"), ()),
-}
-# What configurations call the most positions; the last, Whisper, whose decoder may be saved alone.
-_MAXIMA = ("max_position_embeddings", "max_seq_len", "max_target_positions")
-# Kinds of models of images and texts that answer a text alone as one of texts does. Not all do: PaliGemma reads a prompt from both sides.
-_OF_IMAGES = frozenset({
-    "aria", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "glm46v", "glm4v", "glm4v_moe",
-    "glm_ocr", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl",
-    "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpmv4_6", "minimax_m3_vl",
-    "mistral3", "ovis2", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3",
-    "video_llava", "vipllava",
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -183,7 +164,7 @@ def open_model(
     the model runs in, of MODEL_DTYPES; None: that of its files, as transformers' `dtype="auto"` takes it.
     """
     check_huggingface(directory, weights=weights)
-    config = _config(directory)
+    config = stored_config(directory, _transformers())
     said = getattr(config, "quantization_config", None)
     if weights and said is not None:
         # Read as plain numbers, they would make a model that answers, and answers nonsense.
@@ -202,7 +183,7 @@ def open_model(
         module = _random_module(config, directory, chosen, seed)
         held = no_weights(module)
     try:
-        longest, vocabulary = _longest(text), int(text.vocab_size)
+        longest, vocabulary = longest_text(text), int(text.vocab_size)
     except (
         TypeError,
         ValueError,
@@ -210,8 +191,8 @@ def open_model(
         AttributeError,
         KeyError,
     ) as error:  # what no class of transformers looks at
-        raise JobError(f"{directory}/config.json cannot be used: {_line(error)}") from error
-    source, pooling = None, _pooling(config, directory)
+        raise JobError(f"{directory}/config.json cannot be used: {said_line(error)}") from error
+    source, pooling = None, model_pooling(config, directory, _transformers())
     ends = _end_tokens(directory, config, text)
     if pooling is not None:
         longest = min(positions_left(module, longest), pooling.tokens or longest)
@@ -224,7 +205,7 @@ def open_model(
         vocabulary=vocabulary,
         max_sequence=longest,
         end_tokens=ends,
-        tokenizer=_tokenizer(directory),
+        tokenizer=stored_tokenizer(directory, _transformers()),
         weights=held,
         dtype=chosen,
         stored_dtypes=stored,
@@ -239,40 +220,14 @@ def _transformers() -> Any:
     return transformers
 
 
-def _config(directory: Path) -> Any:
-    said = json_object(directory / "config.json")
-    check_counts(said, directory)
-    try:
-        config = _transformers().AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-        # Which code computes is not for a file to say: names of kernels are fetched, and run, where the package for them is installed.
-        config._attn_implementation = config._experts_implementation = None
-    except Exception as error:  # the library's own, and what its code makes of values that it trusts
-        kind = said.get("model_type")
-        reason = _line(error)
-        if isinstance(kind, str) and kind not in _transformers().CONFIG_MAPPING:
-            reason = f"transformers {_transformers().__version__} knows no models of the kind {kind!r:.80}"
-            if said.get("auto_map"):
-                reason += ", and code that comes with a model is not run"
-        raise JobError(f"{directory}/config.json cannot be used: {reason}") from error
-    check_tables(config, directory)
-    return config
-
-
-def _line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # One that ends in a colon has its reason below it.
-    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:200]
-    return said if said and isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {said}"
-
-
 def config_for(model_type: str, values: Mapping[str, Any], model: Path) -> Any:
     """The configuration of a kind of model, with these values. JobError where transformers knows none such."""
     try:
         return _transformers().AutoConfig.for_model(model_type, **values)
     except Exception as error:  # as of `_config`
-        raise JobError(f"{model}: transformers knows no such {model_type} model: {_line(error)}") from error
+        raise JobError(
+            f"{model}: transformers knows no such {model_type} model: {said_line(error)}"
+        ) from error
 
 
 def _configured_dtype(config: Any) -> str | None:
@@ -313,56 +268,17 @@ def _random_module(config: Any, directory: Path, dtype: str, seed: int) -> nn.Mo
 
 
 def _module(config: Any, directory: Path, dtype: str) -> nn.Module:
-    kind = _kind(config, directory)
+    kind = model_class(config, directory, _transformers())
     try:
         module: nn.Module = getattr(_transformers(), kind).from_config(
             config, dtype=TORCH_DTYPES[dtype], trust_remote_code=False
         )
     except Exception as error:  # whatever the model's code makes of values that do not fit together
         raise JobError(
-            f"{directory} is not a language model that transformers can build: {_line(error)}"
+            f"{directory} is not a language model that transformers can build: {said_line(error)}"
         ) from error
     _keep_wide(module, dtype)
     return module.eval()
-
-
-def _kind(config: Any, directory: Path) -> str:
-    """The class of transformers that makes the module. JobError for one that writes no text, or is not known to be served right."""
-    if _pooling(config, directory) is not None:
-        return "AutoModel"
-    if reads_source(config):
-        return auto_class(config)
-    library, named = _transformers(), architectures(config)
-    if type(config) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return "AutoModelForCausalLM"
-    if type(config) not in library.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        raise JobError(
-            f"{directory} is not a language model that transformers can build: it is of the kind {config.model_type}"
-            + (f", a {named[0]!r:.80}" if named else "")
-        )
-    if config.model_type not in _OF_IMAGES:
-        raise JobError(
-            f"{directory} holds a model of images and texts of the kind {config.model_type}, of which not even the texts are "
-            f"served; of {', '.join(sorted(_OF_IMAGES))} they are"
-        )
-    return "AutoModelForImageTextToText"
-
-
-def _pooling(config: Any, directory: Path) -> Pooling | None:
-    """Of a model that makes a vector of a text."""
-    return pooling_of(directory, encoder=_is_encoder(config))
-
-
-def _is_encoder(config: Any) -> bool:
-    """Whether it was saved as a bare encoder, or as one that fills in masks."""
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False):
-        return False
-    named = architectures(config)
-    # XLMWithLMHeadModel generates.
-    bare = [re.search(r"(?<!LMHead)Model$|ForMaskedLM$", name) for name in named]
-    if not named or not all(bare):
-        return False
-    return type(config) in _transformers().MODEL_FOR_MASKED_LM_MAPPING
 
 
 def _keep_wide(module: nn.Module, dtype: str) -> None:
@@ -393,56 +309,6 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _tokenizer(directory: Path) -> Path | bytes | None:
-    """tokenizer.json, or what transformers makes of the files of an older tokenizer; None where there is neither, or one that is
-    written in Python. JobError for files that cannot be read: without them the model would answer no text."""
-    path = directory / "tokenizer.json"
-    if path.is_file():
-        return path
-    found = [
-        name
-        for name, more in _OLDER_TOKENIZERS.items()
-        if all((directory / each).is_file() for each in (name, *more))
-    ]
-    if not found:
-        return None
-    for name in (*_OLDER_TOKENIZERS, "merges.txt"):
-        check_own(directory / name, directory)
-    files = " and ".join((found[0], *_OLDER_TOKENIZERS[found[0]]))
-    without = f"{directory} has no tokenizer.json, and {files} cannot be made into one"
-    if found[0].endswith(".model") and not _transformers().utils.is_sentencepiece_available():
-        raise JobError(f"{without}: that takes sentencepiece (pip install sentencepiece)")
-    try:
-        made = _transformers().AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-        own = getattr(made, "vocab_files_names", {}).get("vocab_file")
-        # Where its own files are not there, a class makes a tokenizer that knows special tokens and no text.
-        if not made.is_fast or (own is not None and not (directory / own).is_file()):
-            return None
-        data: bytes = made.backend_tokenizer.to_str().encode()
-        TokenizerText(data)
-    except Exception as error:  # whatever the library's converters make of files that they cannot read
-        own = isinstance(error, ValueError) and _has_own_tokenizer(directory)
-        reason = "its tokenizer is code that comes with the model, which is not run" if own else _line(error)
-        raise JobError(f"{without}: {reason}") from error
-    return data
-
-
-def _has_own_tokenizer(directory: Path) -> bool:
-    """Whether the files name code of their own for it."""
-    path = directory / TOKENIZER_CONFIG_FILE
-    said = json_object(path).get("auto_map") if path.is_file() else None
-    return isinstance(said, dict) and "AutoTokenizer" in said
-
-
-def _longest(config: Any) -> int:
-    """The most positions of a text, all of which the model treats in one way."""
-    named = (int(getattr(config, name, 0) or 0) for name in _MAXIMA)
-    longest = next((n for n in named if n >= 1), 2048)  # XLNet, for one, says -1
-    return min(longest, fixed_length(config) or longest)
 
 
 def _end_tokens(directory: Path, *configs: Any) -> tuple[int, ...]:

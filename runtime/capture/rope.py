@@ -13,6 +13,8 @@ from torch import nn
 
 _LONGER = "longrope"
 _DYNAMIC = "dynamic"
+# What configurations call the most positions; the last, Whisper, whose decoder may be saved alone.
+_MAXIMA = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 
 
 def fixed_length(config: Any) -> int | None:
@@ -23,6 +25,13 @@ def fixed_length(config: Any) -> int | None:
         if _DYNAMIC in kind or kind == _LONGER
     ]
     return min(lengths, default=None)
+
+
+def longest_text(config: Any) -> int:
+    """The most positions of a text, all of which the model treats in one way."""
+    named = (int(getattr(config, name, 0) or 0) for name in _MAXIMA)
+    longest = next((n for n in named if n >= 1), 2048)  # XLNet, for one, says -1
+    return min(longest, fixed_length(config) or longest)
 
 
 def fix_frequencies(module: nn.Module, maximum_sequence: int) -> None:

@@ -1,0 +1,59 @@
+"""Which class of transformers makes the module of a directory, by what its configuration says. `library`: transformers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from fusion.runtime.capture.encoder_decoder import architectures, auto_class, reads_source
+from fusion.runtime.capture.text_encoder import Pooling, pooling_of
+from fusion.runtime.job.errors import JobError
+
+# Kinds of models of images and texts that answer a text alone as one of texts does. Not all do: PaliGemma reads a prompt from both sides.
+_OF_IMAGES = frozenset({
+    "aria", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "glm46v", "glm4v", "glm4v_moe",
+    "glm_ocr", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl",
+    "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpmv4_6", "minimax_m3_vl",
+    "mistral3", "ovis2", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3",
+    "video_llava", "vipllava",
+})  # fmt: skip
+
+
+def model_class(config: Any, directory: Path, library: Any) -> str:
+    """The class of transformers that makes the module. JobError for one that writes no text, or is not known to be served right."""
+    if model_pooling(config, directory, library) is not None:
+        return "AutoModel"
+    if reads_source(config):
+        return auto_class(config)
+    named = architectures(config)
+    if type(config) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "AutoModelForCausalLM"
+    if type(config) not in library.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise JobError(
+            f"{directory} is not a language model that transformers can build: it is of the kind {config.model_type}"
+            + (f", a {named[0]!r:.80}" if named else "")
+        )
+    if config.model_type not in _OF_IMAGES:
+        raise JobError(
+            f"{directory} holds a model of images and texts of the kind {config.model_type}, of which not even the texts are "
+            f"served; of {', '.join(sorted(_OF_IMAGES))} they are"
+        )
+    return "AutoModelForImageTextToText"
+
+
+def model_pooling(config: Any, directory: Path, library: Any) -> Pooling | None:
+    """Of a model that makes a vector of a text."""
+    return pooling_of(directory, encoder=_is_encoder(config, library))
+
+
+def _is_encoder(config: Any, library: Any) -> bool:
+    """Whether it was saved as a bare encoder, or as one that fills in masks."""
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False):
+        return False
+    named = architectures(config)
+    # XLMWithLMHeadModel generates.
+    bare = [re.search(r"(?<!LMHead)Model$|ForMaskedLM$", name) for name in named]
+    if not named or not all(bare):
+        return False
+    return type(config) in library.MODEL_FOR_MASKED_LM_MAPPING
