@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from support.http_api import TEMPLATE, ask, client_of, go_away, served_over_http
+from support.http_api import TEMPLATE, ask, client_of, go_away, served_over_http, until
 from support.served import reference
 
 from fusion.runtime.serving.answers import gateway
@@ -342,12 +343,16 @@ def test_a_peer_that_is_full_says_when_to_ask_again_also_in_a_stream(
     async def main() -> None:
         async with served_over_http(tmp_path, template=TEMPLATE) as (swarm, http), client_of(http) as client:
             asked: dict[str, Any] = {**GREEDY, "max_output_tokens": 60, "input": "Hi"}
-            stream = await client.responses.create(**asked, stream=True)
-            events = [await anext(stream)]
+            go = threading.Event()
+            blocked = asyncio.create_task(swarm.peers[0].context.compute.run(go.wait, 20))
+            first = asyncio.create_task(client.responses.create(**asked, stream=True))
+            await until(lambda: bool(swarm.peers[1].service.gateway._answers))
             with pytest.raises(openai.RateLimitError, match="ask again later") as found:
                 await client.responses.create(**asked)
             assert int(found.value.response.headers["retry-after"]) > 0
-            events += [event async for event in stream]
+            go.set()
+            await blocked
+            events = [event async for event in await first]
             assert events[-1].type == "response.incomplete"
             await swarm.freed()
 
