@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--limit-seconds", type=int, default=180, help="of processor time, a family")
     parser.add_argument("--limit-gib", type=int, default=8, help="of address space, a family")
     given = parser.parse_args()
-    families = [*sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *encoder_decoders.families()]
+    families = [*sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *encoder_decoders.families(), *trial.that_see()]
     only = [name for name in given.only.split(",") if name]
     if unknown := sorted(set(only) - set(families)):
         parser.error(f"--only: transformers {transformers.__version__} has no family {unknown[0]}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from families.encoder_decoders import READS
-from families.trial import TIMES_ROUNDING, TOLERANCE, Outcome
+from families.trial import SEES, TIMES_ROUNDING, TOLERANCE, Outcome
 
 HOW = {
     "cached": "KV cache", "recomputed": "recomputed", "refused": "refused", "wrong": "WRONG", "not tried": "not tried",
@@ -15,15 +15,16 @@ HOW = {
 
 
 def text(outcomes: Sequence[Outcome], version: str, untried: Sequence[str] = ()) -> str:
-    rows, reading = [], []
+    rows, reading, seeing = list[str](), list[str](), list[str]()
     for o in outcomes:
         if o.served != "not tried":
-            name = o.family.removesuffix(READS)
+            name = o.family.removesuffix(READS).removesuffix(SEES)
             apart = ", not batched" if o.served == "cached" and not o.together else ""
             row = f"| {name} | {HOW[o.served]}{apart} | {_error(o)} | {_cell(o.why)} |"
-            (rows if name == o.family else reading).append(row)
+            (reading if o.family.endswith(READS) else seeing if o.family.endswith(SEES) else rows).append(row)
     pairs = [o for o in outcomes if o.family.endswith(READS)]
-    alone = [o for o in outcomes if not o.family.endswith(READS)]
+    seen = [o for o in outcomes if o.family.endswith(SEES)]
+    alone = [o for o in outcomes if not o.family.endswith((READS, SEES))]
     missing = [f"| {o.family} | {_cell(o.why)} |" for o in outcomes if o.served == "not tried"]
     return "\n".join([
         "# Models",
@@ -57,6 +58,18 @@ def text(outcomes: Sequence[Outcome], version: str, untried: Sequence[str] = ())
             *reading,
             "",
         ] if pairs else []),
+        *([
+            "## Models of images and texts",
+            "",
+            "Of these, texts alone are served, as of a language model.",
+            "",
+            counts(seen),
+            "",
+            "| family | served | worst logit error | why not with a KV cache |",
+            "|---|---|---|---|",
+            *seeing,
+            "",
+        ] if seen else []),
         *([f"Still to be tried (`make models` goes on with them): {', '.join(untried)}.", ""] if untried else []),
         "## Not tried",
         "",

@@ -34,6 +34,13 @@ def test_a_family_is_served_as_transformers_runs_it(tmp_path: Path) -> None:
     assert found.tokens >= 5
 
 
+def test_the_texts_of_a_family_that_sees_are_served_as_transformers_runs_it(tmp_path: Path) -> None:
+    assert f"llava{trial.SEES}" in trial.that_see() and f"llama{trial.SEES}" not in trial.that_see()
+    found = outcome(f"qwen2_5_vl{trial.SEES}", tmp_path)
+    assert (found.served, found.why) == ("cached", "") and found.tokens >= 5
+    assert found.error is not None and found.error < trial.TOLERANCE
+
+
 @pytest.mark.slow
 def test_a_family_that_reads_a_source_is_served_as_transformers_runs_it(tmp_path: Path) -> None:
     found = encoder_decoders.outcome(f"t5{encoder_decoders.READS}", tmp_path)
@@ -62,7 +69,11 @@ def test_an_error_is_held_against_how_much_the_model_itself_rounds(tmp_path: Pat
     assert not trial.tolerable(0.02, 0.02)  # that could be anything
     trial.written(tiny(transformers.LlamaConfig), transformers.AutoModelForCausalLM, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    assert 0 < trial.own_rounding(model, tmp_path, [(2, torch.arange(9)[None])]) < 1e-5
+    assert (
+        0
+        < trial.own_rounding(model, transformers.AutoModelForCausalLM, tmp_path, [(2, torch.arange(9)[None])])
+        < 1e-5
+    )
 
 
 def test_the_page() -> None:

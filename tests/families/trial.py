@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from families.tiny import MAX_PARAMETERS, POSITIONS, VOCABULARY, tiny
+from transformers.models.auto import modeling_auto
 
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.errors import GraphError, UnsupportedModel
@@ -28,6 +29,7 @@ from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
 Served = Literal["cached", "recomputed", "refused", "wrong", "not tried"]
 
+SEES = " (sees images)"  # behind the name of a family, in results and on the page
 PROMPTS = (1, 7, 50)  # the last is longer than every window and chunk of a tiny model
 PIECE = 24  # positions of a prompt that run at once
 NEW = {"cached": 24, "recomputed": 6}
@@ -57,12 +59,23 @@ class Outcome:
         return asdict(self)
 
 
+def that_see() -> list[str]:
+    """Those that transformers has as images and a text in, text out, and not among those of text."""
+    text = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    found = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return [f"{name}{SEES}" for name in sorted(found) if name not in text]
+
+
 def outcome(family: str, directory: Path) -> Outcome:
     """Everything that can go wrong with our part is in the outcome; an exception that is not foreseen is "wrong"."""
+    name = family.removesuffix(SEES)
+    kind = transformers.AutoModelForCausalLM if name == family else transformers.AutoModelForImageTextToText
     try:
-        config = tiny(transformers.CONFIG_MAPPING[family], family)
-        written(config, transformers.AutoModelForCausalLM, directory)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        config = tiny(transformers.CONFIG_MAPPING[name], name)
+        if name != family:
+            _fit_sections(config.get_text_config())
+        written(config, kind, directory)
+        theirs = kind.from_pretrained(directory, dtype=torch.float32).eval()
         # Tokens that a family forces or keeps down are chosen by whoever asks, not by the model.
         theirs.generation_config = transformers.GenerationConfig()
         wanted(theirs, torch.zeros(1, 12, dtype=torch.int64))
@@ -78,7 +91,7 @@ def outcome(family: str, directory: Path) -> Outcome:
         return Outcome(family=family, served="wrong", why=f"{type(error).__name__}: {line(error)}")
     try:
         error, tokens, differs, texts = compared(theirs, ours, graph, served)
-        rounding = own_rounding(theirs, directory, texts) if error > TOLERANCE else None
+        rounding = own_rounding(theirs, kind, directory, texts) if error > TOLERANCE else None
     except Exception as failure:
         return Outcome(family=family, served="wrong", why=f"{type(failure).__name__}: {line(failure)}")
     if differs or not tolerable(error, rounding):
@@ -89,16 +102,24 @@ def outcome(family: str, directory: Path) -> Outcome:
     )  # fmt: skip
 
 
+def _fit_sections(config: Any) -> None:
+    """Positions of images have three numbers, each of which turns a part of a head; of a text they are one."""
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, dict) and "rope_type" in rope:
+        half = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
+        rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+
+
 def tolerable(error: float, rounding: float | None) -> bool:
     return error <= TOLERANCE or (
         rounding is not None and error <= min(TIMES_ROUNDING * rounding, MOST_ROUNDING)
     )
 
 
-def own_rounding(theirs: Any, directory: Path, texts: list[tuple[int, torch.Tensor]]) -> float:
+def own_rounding(theirs: Any, kind: Any, directory: Path, texts: list[tuple[int, torch.Tensor]]) -> float:
     """How far the model in float32 is from itself in float64, at the positions that were compared: those of each text (1, length)
     from the last of its prompt to the last but one."""
-    exact = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
+    exact = kind.from_pretrained(directory, dtype=torch.float64).eval()
     if hasattr(exact, "set_experts_implementation"):
         exact.set_experts_implementation("eager")  # the fast one knows no float64
     found = 0.0
