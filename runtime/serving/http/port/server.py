@@ -7,7 +7,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 
 from fusion.runtime.job.context import Context
@@ -51,7 +51,7 @@ async def open_http(
     finally:
         serving.cancel()
         await asyncio.wait([serving])
-        listening.close()
+        listening.close()  # where it had not begun
 
 
 async def _serve(
@@ -63,11 +63,12 @@ async def _serve(
     graphs: GraphGateway,
     loads: Callable[[], Iterable[StageLoad]],
 ) -> None:
-    await _readable(listening)
-    await asyncio.to_thread(_load)
-    from fusion.runtime.serving.http.port.running import run
+    with closing(listening):  # or whoever connects once this has failed would wait for an answer
+        await _readable(listening)
+        await asyncio.to_thread(_load)
+        from fusion.runtime.serving.http.port.running import run
 
-    await run(listening, port, config, context, gateway, graphs, loads)
+        await run(listening, port, config, context, gateway, graphs, loads)
 
 
 async def _readable(listening: socket.socket) -> None:

@@ -27,7 +27,7 @@ from fusion.runtime.serving.http.chat_page import FOLDER
 from fusion.runtime.serving.http.config import HttpConfig
 from fusion.runtime.serving.http.errors import TOO_LONG
 from fusion.runtime.serving.http.guard import MAX_HEAD_BYTES
-from fusion.runtime.serving.http.port import running
+from fusion.runtime.serving.http.port import running, server
 from fusion.runtime.serving.http.port.server import open_http
 from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring import openings
@@ -345,6 +345,27 @@ def test_a_peer_that_is_full_says_when_to_ask_again(tmp_path: Path, monkeypatch:
             await swarm.freed()
 
     asyncio.run(main())
+
+
+def test_a_port_behind_which_nothing_can_run_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise ImportError("half installed")
+
+    monkeypatch.setattr(server, "_load", broken)
+
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (_, http):
+            async with asyncio.timeout(5):
+                with pytest.raises(ConnectionError):
+                    while True:  # the first is taken by the kernel
+                        reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+                        await reader.read()
+                        writer.close()
+
+    asyncio.run(main())
+    assert "the HTTP API has ended: ImportError('half installed')" in caplog.text
 
 
 def test_keys(tmp_path: Path) -> None:
