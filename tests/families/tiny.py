@@ -66,6 +66,7 @@ TIED: Mapping[str, Mapping[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "longcat_flash": {"qk_head_dim": 32},
     "mamba2": {"num_heads": 8},
+    "qwen2_vl": {"vision_config": {"depth": LAYERS, "embed_dim": 64, "hidden_size": 64, "num_heads": 4}},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "granitemoehybrid": {
         "num_hidden_layers": 4,

@@ -39,7 +39,10 @@ def is_complex(node: fx.Node) -> bool:
 def is_said_in_real_numbers(node: fx.Node, name: str) -> bool:
     """Whether it is what a node with complex numbers calls that has a place here, or is refused, rather than what torch takes it
     apart to."""
-    return is_complex(node) and (name in _KNOWN or _moves(name) or not node.target._can_decompose())  # type: ignore[union-attr]
+    if not is_complex(node):
+        return False
+    apart = getattr(node.target, "_can_decompose", None)
+    return name in _KNOWN or _moves(name) or apart is None or not apart()
 
 
 def in_real_numbers(name: str, values: Mapping[str, Any], emit: Emit) -> Complex | Ref:
