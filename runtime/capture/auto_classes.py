@@ -39,8 +39,8 @@ def model_class(config: Any, directory: Path, library: Any) -> str:
         )
     if config.model_type not in _OF_IMAGES:
         raise JobError(
-            f"{directory} holds a model of images and texts of the kind {config.model_type}, of which not even the texts are "
-            f"served; of {', '.join(sorted(_OF_IMAGES))} they are"
+            f"{directory} holds a model of images and texts; of some such kinds texts alone are served (docs/models.md), and "
+            f"{config.model_type} is not among them"
         )
     return "AutoModelForImageTextToText"
 

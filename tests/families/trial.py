@@ -107,6 +107,7 @@ def _fit_sections(config: Any) -> None:
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict) and "rope_type" in rope:
         half = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
+        half = int(half * rope.get("partial_rotary_factor", 1))
         rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
 
 
