@@ -52,6 +52,7 @@ from fusion.runtime.capture.exporting.tensors import (
 )
 from fusion.runtime.capture.exporting.torch_calls import as_exported, require_plain_gradients
 from fusion.runtime.capture.lowering.aten_names import (
+    maps,
     op_name,
     operators,
     supported,
@@ -286,6 +287,8 @@ def _capture(
     wrapped.train(training)
     tables = _triangles(module)
     exported = _export(wrapped, tuple(example.values()), dims)
+    if maps(exported):
+        exported = _apart(exported, {})
     if training and (call := unseen_write(exported)) is not None:
         raise CaptureError(
             f"the model writes under torch.no_grad, with {op_name(call.target)}, to a value that has a gradient"

@@ -81,6 +81,17 @@ def operators(exported: ExportedProgram) -> Iterator[fx.Node]:
                 yield node
 
 
+def maps(exported: ExportedProgram) -> bool:
+    """Whether it has calls of torch.vmap, which an export leaves as they are."""
+    return any(
+        node.op == "call_function"
+        and getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
+        for module in exported.graph_module.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+    )
+
+
 def writes_in_place(exported: ExportedProgram) -> bool:
     return any(node.target._schema.is_mutable for node in operators(exported))  # type: ignore[union-attr]
 

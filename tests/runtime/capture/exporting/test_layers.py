@@ -52,6 +52,14 @@ def written(x: Tensor) -> Tensor:
     return x * x
 
 
+def mapped(x: Tensor) -> Tensor:
+    """With a mask as transformers makes some: of a function of two places."""
+    places = torch.arange(x.shape[0])
+    sees = torch.vmap(torch.vmap(lambda i, j: i >= j, in_dims=(None, 0)), in_dims=(0, None))(places, places)
+    rows = x.flatten(1)
+    return torch.where(sees, rows @ rows.T, 0.0).sum(1)[:, None, None, None]
+
+
 def views(x: Tensor) -> Tensor:
     """Of a batch and of another of as many, which went through the model as one."""
     both = torch.cat([x, x.flip(2)])
@@ -64,6 +72,7 @@ def views(x: Tensor) -> Tensor:
 
 FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "two views": lambda m, x: views(x),
+    "mapped": lambda m, x: torch.vmap(lambda image: image * image.sum() + functional.dropout(image, 0.0))(x) + mapped(x),
     "reflect": lambda m, x: m.padded(x),
     "replicate": lambda m, x: functional.pad(x, (1, 2, 0, 1), mode="replicate"),
     "circular": lambda m, x: functional.pad(x, (1, 2, 0, 1), mode="circular"),
