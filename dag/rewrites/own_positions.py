@@ -3,6 +3,9 @@
 A model that takes no positions makes them from sizes: `arange(length)`, or a running sum of an attention mask of ones.
 Given a piece of a sequence it would count from 0 again. Such a value is recognised by what it is made of, which is sizes and
 numbers alone, and by its values at several lengths: position k has `step * k + start` at every one of them.
+
+The decoder of an encoder-decoder may count its tokens that are not padding (M2M-100, NLLB). transformers, which gives it one token at a
+time, adds to what it counts of that one how many came before, padding or not: the position.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from fusion.dag.cutting.references import argument_symbols, constants, needed, substitute
+from fusion.dag.cutting.source import SOURCE
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import infer
@@ -38,8 +42,9 @@ def given_positions(graph: Graph, evaluate: Evaluate) -> Graph:
     recognised stays."""
     if Ref(POSITIONS) not in graph.types:
         return graph
-    own = _made_of_sizes(graph)
+    own, tokens = _made_of_sizes(graph), _tokens_counted(graph)
     read = {ref for node in graph.nodes if node.name not in own for ref in node.refs()} | set(graph.outputs)
+    lines = dict.fromkeys(tokens, (1, 1))
     renamed: dict[Ref, Ref] = {}
     nodes: list[Node] = []
     taken = {*graph.input_names, *graph.variable_names, *(node.name for node in graph.nodes)}
@@ -49,9 +54,11 @@ def given_positions(graph: Graph, evaluate: Evaluate) -> Graph:
         if node.name in own and ref in read:
             line = _line(graph, ref, evaluate)
             if line is not None:
-                made = _from_input(node.results[0], *line, f"{node.name}_given", taken, graph.types)
-                nodes.extend(made)
-                renamed[ref] = Ref(made[-1].name)
+                lines[ref] = line
+        if ref in lines:
+            made = _from_input(node.results[0], *lines[ref], f"{node.name}_given", taken, graph.types)
+            nodes.extend(made)
+            renamed[ref] = Ref(made[-1].name)
     outputs = tuple(renamed.get(ref, ref) for ref in graph.outputs)
     return replace(graph, nodes=tuple(nodes), outputs=outputs)
 
@@ -65,6 +72,32 @@ def _made_of_sizes(graph: Graph) -> set[str]:
         if node.op in _POLYNOMIAL and whole and exact and all(ref.name in found for ref in node.refs()):
             found.add(node.name)
     return found
+
+
+def _tokens_counted(graph: Graph) -> set[Ref]:
+    """What counts the decoder's tokens up to each that are not a certain one."""
+    if SOURCE not in graph.symbols:
+        return set()
+    made = {node.name: node for node in graph.nodes}
+    found: set[Ref] = set()
+    for node in graph.nodes:
+        match node.op, node.args:
+            case "aten.cumsum", (Ref() as ones, 1, _) if ones.name in made:
+                ones = _uncast(ones, made)
+                match made[ones.name]:
+                    case Node(op="aten.ne.Scalar", args=(Ref(name="input_ids"), int())):
+                        found.add(Ref(node.name))
+    return found
+
+
+def _uncast(ref: Ref, made: Mapping[str, Node]) -> Ref:
+    while (
+        made[ref.name].op == "aten.to.dtype"
+        and isinstance(of := made[ref.name].args[0], Ref)
+        and of.name in made
+    ):
+        ref = of
+    return ref
 
 
 def _line(graph: Graph, ref: Ref, evaluate: Evaluate) -> tuple[int, int] | None:
