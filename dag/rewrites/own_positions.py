@@ -31,6 +31,7 @@ _POLYNOMIAL = frozenset({
     "aten.reshape", "aten.unsqueeze", "aten.expand", "aten.alias", "aten.contiguous", "aten.clone",
 })  # fmt: skip
 _COUNTS = ("aten.arange", "aten.cumsum")
+_CASTS = ("aten.to.dtype", "aten.type_as")
 _EXACT = frozenset({"int32", "int64", "float32", "float64"})  # hold every position
 _RAISE = ("aten.cumsum", "aten.mul.")  # the degree: at most three of them make a polynomial of degree 8
 _MOST_RAISING = 3
@@ -75,29 +76,42 @@ def _made_of_sizes(graph: Graph) -> set[str]:
 
 
 def _tokens_counted(graph: Graph) -> set[Ref]:
-    """What counts the decoder's tokens up to each that are not a certain one."""
+    """What counts the decoder's tokens up to each that are not padding: it is read once, by the product that has 0 for padding itself."""
     if SOURCE not in graph.symbols:
         return set()
     made = {node.name: node for node in graph.nodes}
     found: set[Ref] = set()
     for node in graph.nodes:
-        match node.op, node.args:
-            case "aten.cumsum", (Ref() as ones, 1, _) if ones.name in made:
-                ones = _uncast(ones, made)
-                match made[ones.name]:
-                    case Node(op="aten.ne.Scalar", args=(Ref(name="input_ids"), int())):
-                        found.add(Ref(node.name))
+        if node.op == "aten.mul.Tensor" and all(
+            isinstance(arg, Ref) and arg.name in made for arg in node.args
+        ):
+            (first, alone), (second, also_alone) = (_uncast(graph, made, ref) for ref in node.refs())
+            for count, once, mask in ((first, alone, second), (second, also_alone, first)):
+                if once and _is_count(count, mask, graph, made):
+                    found.add(Ref(count.name))
     return found
 
 
-def _uncast(ref: Ref, made: Mapping[str, Node]) -> Ref:
-    while (
-        made[ref.name].op == "aten.to.dtype"
-        and isinstance(of := made[ref.name].args[0], Ref)
-        and of.name in made
-    ):
-        ref = of
-    return ref
+def _is_count(count: Node, mask: Node, graph: Graph, made: Mapping[str, Node]) -> bool:
+    match count, mask:
+        case (
+            Node(op="aten.cumsum", args=(Ref() as ones, 1, _)),
+            Node(op="aten.ne.Scalar", args=(Ref(name="input_ids"), int())),
+        ) if ones.name in made:
+            return _uncast(graph, made, ones)[0] is mask
+    return False
+
+
+def _uncast(graph: Graph, made: Mapping[str, Node], ref: Ref) -> tuple[Node, bool]:
+    """What makes the value, whatever its dtype is then; and whether nothing else reads it, nor any dtype of it."""
+
+    def read_once(ref: Ref) -> bool:
+        return len(graph.uses.get(ref, ())) == 1 and ref not in graph.outputs
+
+    node, alone = made[ref.name], read_once(ref)
+    while node.op in _CASTS and isinstance(of := node.args[0], Ref) and of.name in made:
+        node, alone = made[of.name], alone and read_once(of)
+    return node, alone
 
 
 def _line(graph: Graph, ref: Ref, evaluate: Evaluate) -> tuple[int, int] | None:

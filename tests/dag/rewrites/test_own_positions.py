@@ -8,10 +8,11 @@ from support.attention_graphs import model, sdpa, weights
 
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.errors import UnsupportedModel
-from fusion.dag.ir.graph import DType
+from fusion.dag.ir.graph import DType, Graph, Input, Node, Ref, TensorType
 from fusion.dag.ir.serialise import validate
 from fusion.dag.rewrites.kv_cache import cache_attention
 from fusion.dag.rewrites.own_positions import given_positions
+from fusion.runtime.capture.serving_graph import evaluate as computed
 
 B, S = symbol("batch"), symbol("sequence")
 
@@ -78,3 +79,33 @@ def test_what_is_no_count_of_positions_stays_and_is_refused(build, evaluate, cou
     assert given_positions(graph, evaluate) == graph
     with pytest.raises(UnsupportedModel, match=r"depends on the length|makes positions"):
         cache_attention(graph, evaluate)
+
+
+ROW, SEEN = TensorType((B, S), "int64"), TensorType((B, S), "bool")
+
+
+def decoder(mask="seen", others=(), symbols=("batch", "sequence", "source")):
+    """Counts its tokens that are not 1, and has 0 for those that `mask` leaves out."""
+    nodes = (
+        Node("ne", "aten.ne.Scalar", (Ref("input_ids"), 1), (SEEN,)),
+        Node("seen", "aten.to.dtype", (Ref("ne"), DType("int64")), (ROW,)),
+        Node("other", "aten.ne.Scalar", (Ref("input_ids"), 2), (SEEN,)),
+        Node("count", "aten.cumsum", (Ref("seen"), 1, None), (ROW,)),
+        Node("placed", "aten.mul.Tensor", (Ref("count"), Ref(mask)), (ROW,)),
+    )
+    inputs = (Input("input_ids", ROW), Input("position_ids", ROW))
+    return Graph(inputs, (), nodes, (Ref("placed"), *map(Ref, others)), symbols)
+
+
+def test_a_decoder_that_counts_tokens_is_given_their_positions(evaluate):
+    given = given_positions(decoder(), evaluate)
+    inputs = {"input_ids": np.array([[5, 1, 7]]), "position_ids": np.array([[4, 5, 6]])}
+    (placed,) = computed(given, inputs, {"batch": 1, "sequence": 3})
+    assert placed.tolist() == [[5, 0, 7]]  # the padding is none of them, and what follows is where it is
+
+
+@pytest.mark.parametrize(
+    "graph", [decoder(mask="other"), decoder(others=["count"]), decoder(symbols=("batch", "sequence"))]
+)
+def test_what_counts_other_tokens_or_for_others_stays(evaluate, graph):
+    assert given_positions(graph, evaluate) == graph
