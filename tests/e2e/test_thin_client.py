@@ -151,12 +151,12 @@ def wrong(thin: Thin, way: Sequence[str]) -> None:
 
 def outlived(peers: Peers, thin: Thin, first: Any, second: Any, model: Any, made: Any) -> None:
     """The peer that was asked is killed in the middle of an answer: another goes on with the same tokens."""
-    count = 2500
+    count = POSITIONS - 96  # which take some seconds
     process = thin.start(
         "generate", "def run(", "--max-tokens", str(count), "--json", "--peer", first.address
     )
     until(lambda: loads(thin, ("--peer", second.address)) == [1.0, 1.0], "no answer is under way")
-    time.sleep(2 * LOOK_AROUND_SECONDS)  # by then a client has looked for other peers
+    time.sleep(1.5 * LOOK_AROUND_SECONDS)  # by then a client has looked for other peers
     assert process.poll() is None, "the answer is over"
     first.process.kill()
     out, err = process.communicate(timeout=SECONDS)
