@@ -52,11 +52,11 @@ from fusion.runtime.capture.exporting.tensors import (
 )
 from fusion.runtime.capture.exporting.torch_calls import as_exported, require_plain_gradients
 from fusion.runtime.capture.lowering.aten_names import (
-    maps,
     op_name,
     operators,
     supported,
     unseen_write,
+    uses_vmap,
     writes_in_place,
 )
 from fusion.runtime.capture.lowering.lower import lower
@@ -287,7 +287,7 @@ def _capture(
     wrapped.train(training)
     tables = _triangles(module)
     exported = _export(wrapped, tuple(example.values()), dims)
-    if maps(exported):
+    if uses_vmap(exported):
         exported = _apart(exported, {})
     if training and (call := unseen_write(exported)) is not None:
         raise CaptureError(

@@ -21,7 +21,7 @@ from fusion.runtime.peer.client_context import keep_torch_cache
 from fusion.runtime.peer.config import PeerConfig
 from fusion.runtime.peer.keys import IDENTITY_FILE, keys_of
 from fusion.runtime.peer.network import Network, allow_more_files, open_network
-from fusion.runtime.peer.resident_memory import lent_memory, let_code_go
+from fusion.runtime.peer.resident_memory import drop_code_pages, lent_memory
 from fusion.swarm.blobs.config import BlobConfig
 from fusion.swarm.blobs.eviction import Needs
 from fusion.swarm.blobs.store import BlobStore
@@ -91,9 +91,9 @@ async def opened(
             takeover=Takeovers(network.transport, network.leases),
             links=links,
         )
-        let_code_go()
+        drop_code_pages()
         again = asyncio.create_task(
-            measured.keep_looking(lambda: context.memory.free_bytes == lent, let_code_go)
+            measured.keep_looking(lambda: context.memory.free_bytes == lent, drop_code_pages)
         )
         try:
             yield network, context, capability

@@ -43,23 +43,22 @@ def _look(budget: MemoryBudget, working_bytes: int) -> Callable[[], None]:
     return look
 
 
-def let_code_go() -> None:
-    """Hold no code of libraries any more: what is run comes back from the file cache in a few milliseconds. To import them and to
+def drop_code_pages() -> None:
+    """Drop the resident pages of libraries' code: what is run comes back from the file cache in a few milliseconds. To import them and to
     measure the device runs more of it than a stage does, 160 MiB with PyTorch."""
     with suppress(OSError, AttributeError, ValueError):
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         for line in MAPS.read_text().splitlines():
             where, access, _, _, _, *path = line.split(maxsplit=5)
-            if (
-                access == "r-xp" and path and ".so" in path[0]
-            ):  # which nobody writes to, so that the file has all of it
+            # Nobody writes to those, so that the file has all of them.
+            if access == "r-xp" and path and ".so" in path[0]:
                 begin, end = (int(each, 16) for each in where.split("-"))
                 madvise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
 def private_bytes() -> int:
-    """What no file has as well."""
+    """Resident, and not of a file: RssAnon."""
     _, resident, shared, *_ = STATM.read_bytes().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,4 +1,4 @@
-"""Fourier transforms over a size that is known, as products with the cosines and sines of that many places.
+"""Discrete Fourier transforms over a size that is known, as products with the DFT matrix.
 
 Each function takes the place of the one of torch.fft (or torch) that it is named after, which it calls where the size is left free, or large: the
 op-set has no complex numbers, but pairs of real ones (`fusion.runtime.capture.lowering.complex_numbers`). A product takes n / log n times as
@@ -19,8 +19,8 @@ _MOST_PLACES = 4096  # whose table of angles takes 64 MiB
 _Plain = Callable[..., Any]
 
 
-def transform(*, inverse: bool = False) -> Callable[[_Plain], _Plain]:
-    """fft and ifft."""
+def fft(*, inverse: bool = False) -> Callable[[_Plain], _Plain]:
+    """And ifft, the `inverse`."""
 
     def of(plain: _Plain) -> _Plain:
         def run(input: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **more: Any) -> Tensor:  # fmt: skip
@@ -28,7 +28,7 @@ def transform(*, inverse: bool = False) -> Callable[[_Plain], _Plain]:
             if more or not _known(input, size, dim):
                 return plain(input, n, dim, norm, **more)  # type: ignore[no-any-return]
             real, imaginary = _parts(_sized(input, size, dim), dim)
-            cosines, sines = _turned_back(size, size, _scale(size, norm, inverse), real.dtype)
+            cosines, sines = _dft_matrix(size, size, _scale(size, norm, inverse), real.dtype)
             sines = -sines if inverse else sines
             along, across = real @ cosines, real @ sines
             if imaginary is not None:
@@ -40,9 +40,7 @@ def transform(*, inverse: bool = False) -> Callable[[_Plain], _Plain]:
     return of
 
 
-def of_real(plain: _Plain) -> _Plain:
-    """rfft."""
-
+def rfft(plain: _Plain) -> _Plain:
     def run(
         input: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **more: Any
     ) -> Tensor:
@@ -50,15 +48,13 @@ def of_real(plain: _Plain) -> _Plain:
         if more or not _known(input, size, dim):
             return plain(input, n, dim, norm, **more)  # type: ignore[no-any-return]
         real, _ = _parts(_sized(input, size, dim), dim)
-        cosines, sines = _turned_back(size, size // 2 + 1, _scale(size, norm, False), real.dtype)
+        cosines, sines = _dft_matrix(size, size // 2 + 1, _scale(size, norm, False), real.dtype)
         return torch.complex(real @ cosines, real @ sines).movedim(-1, dim)
 
     return run
 
 
-def to_real(plain: _Plain) -> _Plain:
-    """irfft."""
-
+def irfft(plain: _Plain) -> _Plain:
     def run(
         input: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **more: Any
     ) -> Tensor:
@@ -67,7 +63,7 @@ def to_real(plain: _Plain) -> _Plain:
             return plain(input, n, dim, norm, **more)  # type: ignore[no-any-return]
         kept = size // 2 + 1
         real, imaginary = _parts(_sized(input, kept, dim), dim)
-        cosines, sines = _turned_back(size, kept, _scale(size, norm, True), real.dtype)
+        cosines, sines = _dft_matrix(size, kept, _scale(size, norm, True), real.dtype)
         # What is left out is the mirror of all but the first, and the middle one of an even size.
         places = torch.arange(kept)
         own = (places == 0) | (2 * places == size)
@@ -80,7 +76,7 @@ def to_real(plain: _Plain) -> _Plain:
     return run
 
 
-def over_several(last: str, others: str, dims: Sequence[int] | None, *, last_first: bool = True) -> Callable[[_Plain], _Plain]:  # fmt: skip
+def fftn(last: str, others: str, dims: Sequence[int] | None, *, last_first: bool = True) -> Callable[[_Plain], _Plain]:  # fmt: skip
     """Those over several dimensions, one by one: the last by the function of torch.fft called `last`, the others by `others`."""
 
     def of(plain: _Plain) -> _Plain:
@@ -124,12 +120,9 @@ def stft(plain: _Plain) -> _Plain:
             padded = functional.pad(lead, (side, side), mode=pad_mode)
             input = padded.reshape(*input.shape[:-1], padded.shape[-1])
         frames = input.unfold(-1, n_fft, hop)
-        if window is not None:
-            before = (n_fft - length) // 2
-            frames = frames * functional.pad(window, (before, n_fft - length - before))
-        elif length < n_fft:
-            before = (n_fft - length) // 2
-            frames = frames * functional.pad(torch.ones(length), (before, n_fft - length - before))
+        if window is not None or length < n_fft:
+            own, before = torch.ones(length) if window is None else window, (n_fft - length) // 2
+            frames = frames * functional.pad(own, (before, n_fft - length - before))
         norm = "ortho" if normalized else None
         made = (torch.fft.rfft if onesided else torch.fft.fft)(frames, norm=norm).transpose(-1, -2)
         return made if return_complex else torch.view_as_real(made)
@@ -162,8 +155,8 @@ def _parts(input: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
     ), None
 
 
-def _turned_back(size: int, kept: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of what each place (rows) turns one back by at the first `kept` frequencies, times `scale`. A half turn has
+def _dft_matrix(size: int, kept: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Real and imaginary part of the first `kept` columns of the DFT matrix, times `scale`. A half turn has
     no sine at all: the sign of a zero is an angle of half a turn."""
     turns = torch.arange(size).unsqueeze(1) * torch.arange(kept) % size
     angle = turns.to(dtype) * (-2 * pi / size)

@@ -81,7 +81,7 @@ def operators(exported: ExportedProgram) -> Iterator[fx.Node]:
                 yield node
 
 
-def maps(exported: ExportedProgram) -> bool:
+def uses_vmap(exported: ExportedProgram) -> bool:
     """Whether it has calls of torch.vmap, which an export leaves as they are."""
     return any(
         node.op == "call_function"

@@ -78,81 +78,45 @@ def _pairs(values: Mapping[str, Any], emit: Emit) -> Ref:
     return emit("aten.stack", (own.real, own.imaginary), -1)
 
 
-def _product(values: Mapping[str, Any], emit: Emit) -> Complex:
-    def times(a: Arg, b: Arg) -> Ref:
-        return emit("aten.mul.Tensor", *((a, b) if isinstance(a, Ref) else (b, a)))
-
-    a, b = values["self"], values["other"]
-    if not isinstance(a, Complex):
-        a, b = b, a
-    if not isinstance(b, Complex):
-        return Complex(times(a.real, b), times(a.imaginary, b))
-    return Complex(
-        emit("aten.sub.Tensor", times(a.real, b.real), times(a.imaginary, b.imaginary), 1),
-        emit("aten.add.Tensor", times(a.real, b.imaginary), times(a.imaginary, b.real), 1),
-    )
-
-
-def _product_of(name: str) -> _Known:
-    """Of matrices."""
+def _product(name: str) -> _Known:
+    """Of numbers, or of matrices, by that operator."""
 
     def product(values: Mapping[str, Any], emit: Emit) -> Complex:
+        def times(a: Arg, b: Arg) -> Ref:
+            return emit(name, *((a, b) if isinstance(a, Ref) else (b, a)))  # a number comes last
+
         a, b = (values[p.name] for p in OPSET[name].parameters)
         if not isinstance(b, Complex):
-            return Complex(emit(name, a.real, b), emit(name, a.imaginary, b))
+            return Complex(times(a.real, b), times(a.imaginary, b))
         if not isinstance(a, Complex):
-            return Complex(emit(name, a, b.real), emit(name, a, b.imaginary))
+            return Complex(times(a, b.real), times(a, b.imaginary))
         return Complex(
-            emit("aten.sub.Tensor", emit(name, a.real, b.real), emit(name, a.imaginary, b.imaginary), 1),
-            emit("aten.add.Tensor", emit(name, a.real, b.imaginary), emit(name, a.imaginary, b.real), 1),
+            emit("aten.sub.Tensor", times(a.real, b.real), times(a.imaginary, b.imaginary), 1),
+            emit("aten.add.Tensor", times(a.real, b.imaginary), times(a.imaginary, b.real), 1),
         )
 
     return product
 
 
-def _by_parts(name: str) -> _Known:
-    """What is done to each part by itself."""
+def _by_parts(name: str, *plain: str) -> _Known:
+    """What is done to each part by itself. `plain`: arguments that are no complex numbers."""
+
+    def part(arg: Any, which: str) -> Any:
+        if isinstance(arg, tuple):
+            return tuple(part(each, which) for each in arg)
+        return getattr(arg, which) if isinstance(arg, Complex) else arg
 
     def both(values: Mapping[str, Any], emit: Emit) -> Complex:
-        given = [values[p.name] for p in OPSET[name].parameters]
-        if any(isinstance(arg, Ref) for arg in given):  # a real number beside a complex one
-            raise CaptureError(
-                f"the op-set has no complex numbers, to which the model gives real ones in {name}"
-            )
-        real, imaginary = (
-            [getattr(arg, part) if isinstance(arg, Complex) else arg for arg in given]
-            for part in ("real", "imaginary")
-        )
+        given = {p.name: values[p.name] for p in OPSET[name].parameters}
+        for arg in (given[other] for other in given if other not in plain):
+            if any(isinstance(each, Ref) for each in (arg if isinstance(arg, tuple) else (arg,))):
+                raise CaptureError(
+                    f"the op-set has no complex numbers, to which the model gives real ones in {name}"
+                )
+        real, imaginary = ([part(arg, which) for arg in given.values()] for which in ("real", "imaginary"))
         return Complex(emit(name, *real), emit(name, *imaginary))
 
     return both
-
-
-def _joined(name: str) -> _Known:
-    """Of several, along a dimension."""
-
-    def joined(values: Mapping[str, Any], emit: Emit) -> Complex:
-        given, along = values["tensors"], values["dim"]
-        if not all(isinstance(each, Complex) for each in given):
-            raise CaptureError(
-                f"the op-set has no complex numbers, to which the model gives real ones in {name}"
-            )
-        return Complex(
-            emit(name, tuple(each.real for each in given), along),
-            emit(name, tuple(each.imaginary for each in given), along),
-        )
-
-    return joined
-
-
-def _chosen(values: Mapping[str, Any], emit: Emit) -> Complex:
-    a, b = values["self"], values["other"]
-    if not isinstance(a, Complex) or not isinstance(b, Complex):
-        raise CaptureError(
-            "the op-set has no complex numbers, to which the model gives real ones in aten.where"
-        )
-    name, condition = "aten.where.self", values["condition"]
-    return Complex(emit(name, condition, a.real, b.real), emit(name, condition, a.imaginary, b.imaginary))
 
 
 def _quotient(values: Mapping[str, Any], emit: Emit) -> Complex:
@@ -186,23 +150,13 @@ _KNOWN: Mapping[str, _Known] = {
     "aten.complex": lambda values, _: Complex(values["real"], values["imag"]),
     "aten.view_as_complex": _of_pairs,
     "aten.view_as_real": _pairs,
-    "aten.mul.Tensor": _product,
-    "aten.mul.Scalar": _product,
-    **{name: _product_of(name) for name in ("aten.matmul", "aten.mm", "aten.bmm")},
-    **{
-        name: _by_parts(name)
-        for name in (
-            "aten.add.Tensor",
-            "aten.sub.Tensor",
-            "aten.neg",
-            "aten.sum.dim_IntList",
-            "aten.sum",
-            "aten.mean",
-            "aten.mean.dim",
-        )
-    },
-    **{name: _joined(name) for name in ("aten.cat", "aten.stack")},
-    "aten.where.self": _chosen,
+    **dict.fromkeys(("aten.mul.Tensor", "aten.mul.Scalar"), _product("aten.mul.Tensor")),
+    **{name: _product(name) for name in ("aten.matmul", "aten.mm", "aten.bmm")},
+    **{name: _by_parts(name) for name in (
+        "aten.add.Tensor", "aten.sub.Tensor", "aten.neg", "aten.sum", "aten.sum.dim_IntList", "aten.mean", "aten.mean.dim",
+        "aten.cat", "aten.stack",
+    )},
+    "aten.where.self": _by_parts("aten.where.self", "condition"),
     "aten.div.Tensor": _quotient,
     "aten.abs": _length,
     "aten.angle": lambda values, emit: emit("aten.atan2", values["self"].imaginary, values["self"].real),
@@ -210,4 +164,4 @@ _KNOWN: Mapping[str, _Known] = {
     "aten.imag": lambda values, _: values["self"].imaginary,
     **dict.fromkeys(("aten._conj", "aten.conj", "aten.conj_physical"), _conjugate),
     **dict.fromkeys(("aten.resolve_conj", "aten.resolve_neg"), lambda values, _: values["self"]),
-}
+}  # fmt: skip

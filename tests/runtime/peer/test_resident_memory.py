@@ -9,7 +9,7 @@ import torch
 from fusion.runtime.device.surplus import SPARE_BYTES
 from fusion.runtime.job.worker import SLICE_SECONDS, Worker
 from fusion.runtime.peer import resident_memory
-from fusion.runtime.peer.resident_memory import lent_memory, let_code_go, private_bytes, resident_bytes
+from fusion.runtime.peer.resident_memory import drop_code_pages, lent_memory, private_bytes, resident_bytes
 from fusion.swarm.directory.records import JobId
 
 MIB = 1 << 20
@@ -49,7 +49,7 @@ def test_code_of_libraries_is_held_no_more_and_runs_as_before() -> None:
     given = torch.linspace(-1, 1, 64).view(8, 8)
     wanted = torch.linalg.svdvals(given) @ given.softmax(1)
     private, code = private_bytes(), resident_bytes() - private_bytes()
-    let_code_go()
+    drop_code_pages()
     assert resident_bytes() - private_bytes() < code - 30 * MIB
     assert abs(private_bytes() - private) < 8 * MIB
     assert torch.equal(torch.linalg.svdvals(given) @ given.softmax(1), wanted)
