@@ -57,8 +57,9 @@ class VoteRequests:
 
     async def collect(self, place: Place, holding: Holding, given: Sequence[bytes] = ()) -> tuple[bytes, ...]:
         """What the voters say against the holder of a stage, in our favour, and of `given` one that a voter gave; no more than
-        prove it to all, and what came soon where they do not."""
-        voters = self._voting.voters(*place, holding.peer)
+        prove it to all, and what came soon where they do not. The holder is asked as well: a peer that began anew says that it
+        does not hold the stage, which needs nobody else's vote."""
+        voters = [*self._voting.voters(*place, holding.peer), holding.peer]
         return await self._ask_all(place, holding, voters, self._true(place, holding, given)[:1])
 
     def _true(self, place: Place, holding: Holding, given: Sequence[bytes]) -> list[bytes]:
@@ -117,8 +118,10 @@ class VoteRequests:
 
     async def vote(self, place: Place, holding: Holding, successor: PeerId) -> bytes:
         """Our vote that the holder of the stage is gone and `successor` is to follow, if ours counts and we see that; else
-        nothing."""
+        nothing. Of a holding of our own it is our release."""
         leases = self._leases
+        if holding.peer == leases.peer_id:
+            return await self._release(place, holding, successor)
         if leases.peer_id not in self._voting.voters(*place, holding.peer):
             return b""
         held = leases.tenure(*place)
@@ -144,6 +147,16 @@ class VoteRequests:
         elif held.claim.peer != successor or held.claim.term < holding.term:
             return b""
         return self._voting.vote(*place, holding, successor)
+
+    async def _release(self, place: Place, holding: Holding, successor: PeerId) -> bytes:
+        """That we, who held the stage so before we began anew, do not hold it. Only for a holding that has been: of one to come it
+        would cost us the stage as soon as we had it."""
+        await self.read(place)
+        held = self._leases.tenure(*place)
+        if held is None or self._leases.seeks(*place):
+            return b""
+        followed = held.claim.peer == successor and held.claim.term >= holding.term
+        return self._voting.vote(*place, holding, successor) if followed or held.holding == holding else b""
 
     async def _is_ready(self, place: Place, successor: PeerId) -> bool:
         """Whether that peer says that it has the stage in memory: a slow owner does not lose it to nobody."""

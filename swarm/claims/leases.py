@@ -138,6 +138,10 @@ class Leases:
         """Our live claim of the stage, or None."""
         return self._ours.owned.get((job, stage))
 
+    def seeks(self, job: JobId, stage: int) -> bool:
+        """Whether we own the stage, or have published that we do and look who won."""
+        return (job, stage) in self._ours.owned or (job, stage) in self._ours.claiming
+
     def know(self, law: JobLaw) -> None:
         """From now on claims of the job count only of those whom its manifest admits, at most at its ceiling of terms, and
         the owners of its stages have a vote on each other's."""
