@@ -36,6 +36,11 @@ class DelayWindow:
     def open(self) -> bool:
         return self._sent == self._acked or self._sent - self._acked < self.window_bytes
 
+    @property
+    def round_trip_seconds(self) -> float:
+        """The shortest that was seen lately; infinite before the first."""
+        return self._base
+
     def send(self, size_bytes: int, now: float) -> None:
         self._sent += size_bytes
         self._waiting.append((self._sent, now))

@@ -178,6 +178,10 @@ class RingLinks:
         """Whether more of a prompt may go out over it although tokens would wait behind that."""
         return link not in self._acking or self._windows[link].open or link.ended.is_set()
 
+    def round_trip_seconds(self, link: QueuedStream) -> float:
+        """The shortest in which the far end of a link between stages said that something has come; infinite where none did yet."""
+        return self._windows[link].round_trip_seconds
+
     def sent(self, link: QueuedStream, size_bytes: int) -> None:
         """So much of a prompt has gone out over it."""
         if (window := self._windows.get(link)) is not None:

@@ -29,6 +29,7 @@ TURN_POSITIONS = 512  # that run in one turn, unless one chunk has more
 SHARED_POSITIONS = 16  # of prompts, in a turn between others' tokens
 # Of a prompt, that take as long as what a turn costs whatever it runs: above all to read the weights. Seen on two CPUs: 20.
 TURN_COST_POSITIONS = 32
+FIRST_POSITIONS = 16  # of a prompt, over a link that begins slowly
 PREFIX_POSITIONS = 4096  # before a chunk, with which it takes about twice as long
 SHORT_POSITIONS = 16  # at most, of a chunk that decodes
 SHORT_SECONDS = 0.01  # less than which a turn takes that may run in the event loop's thread
@@ -65,6 +66,13 @@ def pipelined_positions(total: int, stages: int) -> int:
     return max(TURN_COST_POSITIONS, round(math.sqrt(total * TURN_COST_POSITIONS / (stages - 1))))
 
 
+def slow_start_positions(gone: int, turn_seconds: float, round_trip_seconds: float) -> float:
+    """How many positions of a prompt to run at once at most, `gone` before them, as a link that has been idle begins: TCP sends ten
+    segments, and twice as much in each round trip (RFC 5681, RFC 6928), and the next stage waits for the whole of a chunk. `turn_seconds`:
+    what one more turn costs each stage, for which a short round trip is not worth it."""
+    return max(FIRST_POSITIONS, gone) if 2 * turn_seconds < round_trip_seconds else math.inf
+
+
 def _decodes(chunk: Chunk) -> bool:
     """Rather than being of a prompt; the end of one, where it is as short, is no more in the way."""
     return chunk.sample and chunk.length <= SHORT_POSITIONS
@@ -96,9 +104,9 @@ class Schedule(Generic[Session]):
         self._had_few = False  # one of these had a row in the turn before that
         self._rests = Rests()
         self._held: set[SessionId] = set()  # sessions of which a chunk that had its turn comes again
-        self._position_seconds = (
-            math.inf
-        )  # that the last turn took which was for one position, of the newest session
+        # That the last turn took which was for one position, of the newest session.
+        self._position_seconds = math.inf
+        self._prompt_position_seconds = 0.0  # that the last turn of prompts took for each position
 
     def admit(self, session: Session) -> bool:
         """Whether there is room for it: then it is one of `sessions`. JobError where one of that name is here."""
@@ -151,10 +159,21 @@ class Schedule(Generic[Session]):
         else:
             self._decoding.discard(session.id)
 
-    def prefill_positions(self, session: Session, most: int, start: int, total: int) -> int:
-        """How many of a prompt's positions to run in one turn, from `start` on, of `total` that have to be run: turns are to take
-        equal time."""
-        best = pipelined_positions(total, self._stages)
+    def prefill_positions(
+        self,
+        session: Session,
+        most: int,
+        start: int,
+        total: int,
+        *,
+        gone: int = 0,
+        round_trip_seconds: float = 0.0,
+    ) -> int:
+        """How many of a prompt's positions to run in one turn, from `start` on, of `total` that have to be run, of which `gone` went
+        before them: turns are to take equal time, but for the first over a link of so long a round trip."""
+        turn_seconds = TURN_COST_POSITIONS * self._prompt_position_seconds
+        slow = slow_start_positions(gone, turn_seconds, round_trip_seconds)
+        best = min(pipelined_positions(total, self._stages), slow)
         if self._decoding - {session.id}:
             best = min(best, SHARED_POSITIONS)
         return max(1, round(min(most, best) * PREFIX_POSITIONS / (PREFIX_POSITIONS + start)))
@@ -227,6 +246,8 @@ class Schedule(Generic[Session]):
         against anybody."""
         if _is_one(turn):
             self._position_seconds = seconds
+        if not self._decoded:
+            self._prompt_position_seconds = seconds / sum(work.chunk.length for work in turn)
         has_few = any(self._of(work) in self._few for work in turn)
         behind = self._had_few and not self._decoded
         self._rests.ran(bool(self._few) and not has_few and not behind, seconds, now)

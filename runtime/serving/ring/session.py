@@ -301,6 +301,11 @@ class Feed:
         return self._fed
 
     @property
+    def gone(self) -> int:
+        """Positions that the ring has run, or runs."""
+        return self._fed - self._start
+
+    @property
     def answering(self) -> bool:
         """Whether what comes next is of the answer, new or read again."""
         return self._fed >= self._first

@@ -303,7 +303,10 @@ class RingStage:
         chunk_positions = self._position.serve.prefill_chunk
         most = chunk_positions
         if self._runner.chunks_agree or feed.answering:  # positions of the answer run singly: they may be cut
-            most = schedule.prefill_positions(session, most, feed.fed, feed.prompt_positions)
+            most = schedule.prefill_positions(
+                session, most, feed.fed, feed.prompt_positions,
+                gone=feed.gone, round_trip_seconds=self._sessions.round_trip_seconds(session),
+            )  # fmt: skip
         while not session.closed and (step := feed.next(most, schedule.guesses(session))) is not None:
             chunk, ids = step
             schedule.add(Work(session, chunk, memoryview(pack_tokens(ids))))

@@ -113,6 +113,10 @@ class StageSessions:
         """The streams whose far ends take several frames in one: ours to other stages, and those of gateways."""
         return self._links.taking
 
+    def round_trip_seconds(self, session: StageSession) -> float:
+        """Of the longest of the links over which its chunks go out; 0 where there are none."""
+        return max((self._links.round_trip_seconds(link) for _, link in session.hops), default=0.0)
+
     def in_window(self, session: StageSession) -> bool:
         """Whether a chunk of its prompt may go out although others' tokens would wait behind it."""
         return all(self._links.in_window(link) for _, link in (*session.hops, *session.source_hops))

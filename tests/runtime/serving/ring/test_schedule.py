@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -147,6 +148,23 @@ def test_a_prompt_is_fed_in_smaller_chunks_beside_others_and_behind_a_long_prefi
     assert schedule.prefill_positions(b, 1, 10**6, 2 * 10**6) == 1
     schedule.remove(a)
     assert schedule.prefill_positions(b, 512, 0, 9000) == 512
+
+
+def test_a_prompt_begins_in_small_chunks_where_a_round_trip_takes_longer_than_the_turns_that_they_cost() -> (
+    None
+):
+    schedule, (a,) = scheduled(4, "a")
+
+    def positions(gone: int, round_trip_seconds: float) -> int:
+        return schedule.prefill_positions(a, 512, 0, 1000, gone=gone, round_trip_seconds=round_trip_seconds)
+
+    whole = positions(0, 0.0)
+    assert [positions(gone, math.inf) for gone in (0, 16, 32, 64, 128)] == [16, 16, 32, 64, whole]
+    for chunk in (0, 512):  # a turn of 0.1 s: 6 ms for what it costs whatever it runs
+        schedule.add(work(a, chunk, 512))
+        schedule.took(schedule.next_turn(), 0.1, 1.0)
+    assert positions(0, 0.012) == whole and positions(0, 0.013) == 16
+    assert scheduled(1, "a")[0].prefill_positions(a, 512, 0, 300) == 300
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
