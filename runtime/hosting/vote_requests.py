@@ -150,10 +150,14 @@ class VoteRequests:
 
     async def _release(self, place: Place, holding: Holding, successor: PeerId) -> bytes:
         """That we, who held the stage so before we began anew, do not hold it. Only for a holding that has been: of one to come it
-        would cost us the stage as soon as we had it."""
+        would cost us the stage as soon as we had it. Nothing is read of a job that we do not know, of which strangers may speak."""
+        leases, (job, stage) = self._leases, place
+        law = leases.access.law(job)
+        if law is None or stage >= law.stages:
+            return b""
         await self.read(place)
-        held = self._leases.tenure(*place)
-        if held is None or self._leases.seeks(*place):
+        held = leases.tenure(*place)
+        if held is None or leases.seeks(*place):
             return b""
         followed = held.claim.peer == successor and held.claim.term >= holding.term
         return self._voting.vote(*place, holding, successor) if followed or held.holding == holding else b""

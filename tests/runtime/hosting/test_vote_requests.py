@@ -13,6 +13,7 @@ from fusion.runtime.hosting.vote_requests import VoteRequests
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.leases import LeaseConfig, Leases
 from fusion.swarm.claims.tenure import CONTEST_SECONDS, Holding
+from fusion.swarm.directory.records import ClaimRecord, JobId
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.clock import ManualClock
 from fusion.swarm.memory.directory import MemoryDirectory
@@ -61,9 +62,16 @@ def test_who_held_a_stage_and_began_anew_releases_it_and_none_that_it_has_or_may
         clock, network = ManualClock(), MemoryNetwork()
         identity, other = Identity.generate(), Identity.generate()
 
+        read: list[tuple[str, int]] = []
+
+        class Watched(MemoryDirectory):
+            async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
+                read.append((job, stage))
+                return await super().claims(job, stage)
+
         def leases(of: Identity, confirm_seconds: float = 0.0) -> Leases:
             config = LeaseConfig(confirm_seconds=confirm_seconds)
-            made = Leases(of.peer_id, MemoryDirectory(network, of, clock), config)
+            made = Leases(of.peer_id, Watched(network, of, clock), config)
             made.know(JobLaw(job=JOB, author=identity.peer_id, stages=3))
             return made
 
@@ -78,6 +86,9 @@ def test_who_held_a_stage_and_began_anew_releases_it_and_none_that_it_has_or_may
         anew = leases(identity)
         assert await requests(anew).vote((JOB, 0), Holding(identity.peer_id, 2), other.peer_id) == b""
         assert await requests(anew).vote((JOB, 2), held, other.peer_id) == b""  # nobody has held that one
+        read.clear()
+        for place in ((JOB, 3), ("f" * 64, 0)):  # there is no such place, as far as we know: nothing is read
+            assert await requests(anew).vote(place, held, other.peer_id) == b"" and not read
         vote = await requests(anew).vote((JOB, 0), held, other.peer_id)
         await successor.claims(JOB, 0)
         assert await successor.claim(JOB, 0, 1.0, over=1, proof=(vote,)) is not None
