@@ -66,11 +66,11 @@ def pipelined_positions(total: int, stages: int) -> int:
     return max(TURN_COST_POSITIONS, round(math.sqrt(total * TURN_COST_POSITIONS / (stages - 1))))
 
 
-def slow_start_positions(gone: int, turn_seconds: float, round_trip_seconds: float) -> float:
-    """How many positions of a prompt to run at once at most, `gone` before them, as a link that has been idle begins: TCP sends ten
+def slow_start_positions(fed: int, turn_seconds: float, round_trip_seconds: float) -> float:
+    """How many positions of a prompt to run at once at most, behind so many, as a link that has been idle begins: TCP sends ten
     segments, and twice as much in each round trip (RFC 5681, RFC 6928), and the next stage waits for the whole of a chunk. `turn_seconds`:
     what one more turn costs each stage, for which a short round trip is not worth it."""
-    return max(FIRST_POSITIONS, gone) if 2 * turn_seconds < round_trip_seconds else math.inf
+    return max(FIRST_POSITIONS, fed) if 2 * turn_seconds < round_trip_seconds else math.inf
 
 
 def _decodes(chunk: Chunk) -> bool:
@@ -166,13 +166,13 @@ class Schedule(Generic[Session]):
         start: int,
         total: int,
         *,
-        gone: int = 0,
+        fed: int = 0,
         round_trip_seconds: float = 0.0,
     ) -> int:
-        """How many of a prompt's positions to run in one turn, from `start` on, of `total` that have to be run, of which `gone` went
-        before them: turns are to take equal time, but for the first over a link of so long a round trip."""
+        """How many of a prompt's positions to run in one turn, from `start` on, of `total` that have to be run, of which so many are
+        `fed`: turns are to take equal time, but for the first over a link of so long a round trip."""
         turn_seconds = TURN_COST_POSITIONS * self._prompt_position_seconds
-        slow = slow_start_positions(gone, turn_seconds, round_trip_seconds)
+        slow = slow_start_positions(fed, turn_seconds, round_trip_seconds)
         best = min(pipelined_positions(total, self._stages), slow)
         if self._decoding - {session.id}:
             best = min(best, SHARED_POSITIONS)

@@ -301,8 +301,8 @@ class Feed:
         return self._fed
 
     @property
-    def gone(self) -> int:
-        """Positions that the ring has run, or runs."""
+    def prompt_fed(self) -> int:
+        """Of `prompt_positions`, that the ring has been given."""
         return self._fed - self._start
 
     @property

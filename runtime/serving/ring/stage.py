@@ -305,7 +305,7 @@ class RingStage:
         if self._runner.chunks_agree or feed.answering:  # positions of the answer run singly: they may be cut
             most = schedule.prefill_positions(
                 session, most, feed.fed, feed.prompt_positions,
-                gone=feed.gone, round_trip_seconds=self._sessions.round_trip_seconds(session),
+                fed=feed.prompt_fed, round_trip_seconds=self._sessions.round_trip_seconds(session),
             )  # fmt: skip
         while not session.closed and (step := feed.next(most, schedule.guesses(session))) is not None:
             chunk, ids = step

@@ -155,11 +155,11 @@ def test_a_prompt_begins_in_small_chunks_where_a_round_trip_takes_longer_than_th
 ):
     schedule, (a,) = scheduled(4, "a")
 
-    def positions(gone: int, round_trip_seconds: float) -> int:
-        return schedule.prefill_positions(a, 512, 0, 1000, gone=gone, round_trip_seconds=round_trip_seconds)
+    def positions(fed: int, round_trip_seconds: float) -> int:
+        return schedule.prefill_positions(a, 512, 0, 1000, fed=fed, round_trip_seconds=round_trip_seconds)
 
     whole = positions(0, 0.0)
-    assert [positions(gone, math.inf) for gone in (0, 16, 32, 64, 128)] == [16, 16, 32, 64, whole]
+    assert [positions(fed, math.inf) for fed in (0, 16, 32, 64, 128)] == [16, 16, 32, 64, whole]
     for chunk in (0, 512):  # a turn of 0.1 s: 6 ms for what it costs whatever it runs
         schedule.add(work(a, chunk, 512))
         schedule.took(schedule.next_turn(), 0.1, 1.0)

@@ -91,7 +91,7 @@ class Ring:
         if self._left:
             start = self._total - self._left
             positions = self._schedules[0].prefill_positions(
-                self.prompt, MOST, start, self._total, gone=start, round_trip_seconds=self._round_trip_seconds
+                self.prompt, MOST, start, self._total, fed=start, round_trip_seconds=self._round_trip_seconds
             )
             length = min(self._left, positions)
             self._left -= length
