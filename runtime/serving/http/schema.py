@@ -76,14 +76,23 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
+    """`schema` without a name, beside the type, is how llama.cpp, LM Studio and Together say one."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
     @model_validator(mode="after")
     def _has_a_schema(self) -> Self:
-        if self.type == "json_schema" and self.json_schema is None:
+        if self.type == "json_schema" and self.said is None:
             raise ValueError("json_schema needs {name, schema}")
         return self
+
+    @property
+    def said(self) -> dict[str, Any] | None:
+        """The schema that the answer is to follow, if one is given."""
+        return self.schema_ if self.json_schema is None else self.json_schema.schema_
 
 
 class Choosing(Body):
@@ -145,9 +154,7 @@ class Settings(Choosing):
         form = self.response_format
         if form is None or form.type == "text":
             return ""
-        if form.type == "json_object" or form.json_schema is None:
-            return JSON_OBJECT
-        return schema_text(form.json_schema.schema_)
+        return JSON_OBJECT if form.said is None else schema_text(form.said)
 
     @property
     def answers(self) -> int:

@@ -258,6 +258,9 @@ def test_a_response_format_is_the_schema_that_is_asked_for() -> None:
     assert said({"type": "json_schema", "json_schema": named}) == json.dumps(schema, separators=(",", ":"))
     assert said({"type": "json_object"}) == '{"type":"object"}'
     assert said({"type": "text"}) == said(None) == ""
+    for kind in ("json_object", "json_schema"):  # as llama.cpp, LM Studio and Together have it
+        assert said({"type": kind, "schema": schema}) == json.dumps(schema, separators=(",", ":"))
+    assert said({"type": "json_object", "schema": None}) == JSON_OBJECT
     with pytest.raises(JobError, match=r"^json_schema: \$ref"):
         said({"type": "json_schema", "json_schema": {"schema": {"$ref": "file:///etc/passwd"}}})
 
