@@ -40,8 +40,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 def make_app(
     api: Api, responses: Responses, embeddings: Embeddings, guard: Guard, metrics: Metrics
 ) -> ASGIApp:
-    # Pages with documentation would load scripts from elsewhere.
-    app = FastAPI(title="Fusion Peer", docs_url=None, redoc_url=None)
+    # Pages with documentation would load scripts from elsewhere. A redirect would name this port's own scheme, which is not that of a
+    # proxy with TLS before it.
+    app = FastAPI(title="Fusion Peer", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.large_bodies = set()
     app.include_router(_routes(api, responses, embeddings, metrics))
     app.include_router(page_routes())
@@ -94,7 +95,6 @@ def _routes(api: Api, responses: Responses, embeddings: Embeddings, metrics: Met
         """A vector of each text."""
         return await embeddings.answer(request, body)
 
-    @router.get("/v1/models/", response_model=None, include_in_schema=False)  # no model's id is empty
     @router.get("/v1/models", response_model=None)
     async def models() -> dict[str, Any]:
         """What the swarm serves."""
@@ -150,8 +150,9 @@ class _Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        # Whoever asks for the head alone gets that of what GET has: the server leaves the body out.
-        scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
+        # Whoever asks for the head alone gets that of what GET has: the server leaves the body out. A slash at the end changes nothing.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        scope = {**scope, "method": method, "path": scope["path"].removesuffix("/") or "/"}
         status = 500
 
         async def counted(message: Message) -> None:

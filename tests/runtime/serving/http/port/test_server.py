@@ -198,16 +198,24 @@ def test_models_health_and_metrics(tmp_path: Path) -> None:
             with pytest.raises(openai.NotFoundError, match="nobody serves 'gpt/9'"):
                 await client.models.retrieve("gpt/9")
             assert (await ask(http, "GET", "/health"))[2] == b'{"status":"ok"}'
+            for path in (
+                "/v1/completions",
+                "/v1/completions/",
+            ):  # no redirect, which has the scheme before a proxy
+                status, headers, _ = await ask(http, "POST", path, {**GREEDY, "prompt": "a", "max_tokens": 1})
+                assert status == 200 and "location" not in headers
+            for path in ("/v1/nothing/", "/health//"):
+                assert (await ask(http, "GET", path))[0] == 404
             await client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=5)
             text = (await ask(http, "GET", "/metrics"))[2].decode()
             for line in (
-                'fusion_http_requests_total{path="/v1/completions",status="200"} 1.0',
+                'fusion_http_requests_total{path="/v1/completions",status="200"} 3.0',
                 'fusion_http_requests_total{path="/v1/models/{model:path}",status="404"} 1.0',
-                "fusion_completion_tokens_total 5.0",
-                "fusion_prompt_tokens_total 4.0",
+                "fusion_completion_tokens_total 7.0",
+                "fusion_prompt_tokens_total 6.0",
                 "fusion_prompt_tokens_cached_total 0.0",
                 "fusion_answers_running 0.0",
-                "fusion_time_to_first_token_seconds_count 1.0",
+                "fusion_time_to_first_token_seconds_count 3.0",
                 "fusion_time_between_tokens_seconds_count 4.0",
             ):
                 assert line in text.splitlines()
