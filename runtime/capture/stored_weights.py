@@ -226,13 +226,16 @@ def no_weights(module: Any) -> StoredWeights:
 
 
 def weights_files(directory: Path) -> dict[str, Path]:
-    """The file of each tensor of a directory's model: of what lies beside its one file, or its index, nothing counts. They are
-    looked into, not read. JobError for one that is no safetensors file."""
-    found = indexed_files(directory)
-    if found is not None:
-        return found
-    files, whole = dict[str, Path](), directory / WEIGHTS_FILE
-    for path in [whole] if whole.is_file() else sorted(directory.glob("*.safetensors")):
+    """The file of each tensor of a directory's model: of what lies beside its one file, or those that its index names, nothing counts.
+    Which of these has a tensor, they say themselves, as to transformers. They are looked into, not read. JobError for one that is no
+    safetensors file."""
+    indexed, whole = indexed_files(directory), directory / WEIGHTS_FILE
+    if indexed is not None:
+        paths = sorted(set(indexed.values()))
+    else:
+        paths = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
+    files = dict(indexed or {})  # what no file has is told of where it is read
+    for path in paths:
         files.update(dict.fromkeys(spelled_dtypes(path), path))
     return files
 

@@ -155,6 +155,25 @@ def test_of_several_files_those_are_read_that_transformers_reads(tmp_path: Path)
 
 def nn_parameter_registration_is_restored() -> bool:
     return not torch.nn.Linear(1, 1).weight.is_meta
+@pytest.mark.parametrize("said", ["another", None])
+def test_a_weight_is_read_where_it_is_whatever_the_index_says(said: str | None, tmp_path: Path) -> None:
+    """transformers reads the files that an index names, and what they hold."""
+    model = saved(tmp_path, gpt2(), max_shard_size="20KB")
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    name, place = next(iter(index["weight_map"].items()))
+    others = sorted(set(index["weight_map"].values()) - {place})
+    index["weight_map"].pop(name)
+    if said is not None:
+        index["weight_map"][name] = others[0]
+    path.write_text(json.dumps(index))
+    opened = open_model(tmp_path)
+    graph, wanted = opened.capture(), variables_from_module(model)
+    opened.check(graph.variables)
+    for key, value in opened.read(graph.variables).items():
+        assert torch.equal(value, wanted[key])
+
+
 
 
 def test_files_of_a_base_model_and_half_precision_are_read(tmp_path: Path) -> None:
