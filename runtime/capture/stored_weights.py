@@ -47,12 +47,19 @@ class Stored:
     converter: Any = None
     first: str = ""
 
+    @property
+    def merges_experts(self) -> bool:
+        """Whether the pieces are those of experts, one by one, of which the first dimension of the tensor is made."""
+        if self.converter is None:
+            return False
+        first, *rest = self.converter.operations
+        return (
+            type(first).__name__ == "MergeModulelist" and first.dim == 0 and all(map(_within_experts, rest))
+        )
+
     def part(self, part: Part | None) -> Stored | None:
         """What makes some of the experts alone, where the files hold these one by one; None where they do not."""
-        if part is None or self.converter is None:
-            return None
-        first, *rest = self.converter.operations
-        if type(first).__name__ != "MergeModulelist" or first.dim != 0 or not all(map(_within_experts, rest)):
+        if part is None or not self.merges_experts:
             return None
         by_pattern: dict[str, list[tuple[str, str]]] = {}
         for pattern, name in self.pieces:
@@ -68,6 +75,21 @@ def _within_experts(operation: Any) -> bool:
     plain = type(operation).__name__ in ("Concatenate", "Chunk", "Transpose", "Interleave")
     # One that looks at the shape of the whole would take a part for the other way round.
     return plain and bool(dims) and all(d > 0 for d in dims) and not getattr(operation, "check_dims", False)
+
+
+def _absent_expert(stored: Stored, count: int) -> str:
+    """The name of one of `count` experts' pieces that the files lack, as far as the others' names tell; else empty."""
+    sorts: dict[str, list[str]] = {}
+    for pattern, piece in stored.pieces:
+        sorts.setdefault(pattern, []).append(piece)
+    for pieces in sorts.values():
+        parts = re.split(r"(\d+)", pieces[0])
+        for place in range(1, len(parts), 2) if 1 < len(pieces) < count else ():
+            numbered = ("".join((*parts[:place], str(i), *parts[place + 1 :])) for i in range(count))
+            names = dict.fromkeys(numbered)
+            if names.keys() >= set(pieces):
+                return next(name for name in names if name not in pieces)
+    return ""
 
 
 class StoredWeights:
@@ -159,19 +181,46 @@ class StoredWeights:
         return found
 
     def check(self, wanted: Iterable[tuple[Variable, str]]) -> None:
-        """As `read`, of the headers of the files alone: JobError for a tensor that its file lacks, or of another shape, where no
-        others are put together with it."""
+        """As `read`, of the headers of the files alone: JobError for a tensor that its file lacks, or of another shape, and for pieces
+        that do not make one."""
         shapes: dict[Path, dict[str, tuple[int, ...]]] = {}
+        whole: dict[str, tuple[int, ...]] = {}  # of what is put together, by its name here
+
+        def shape_of(piece: str) -> tuple[int, ...]:
+            path = self.files[piece]
+            if path not in shapes:
+                shapes[path] = stored_shapes(path)
+            if piece not in shapes[path]:
+                raise JobError(f"{path} has no {piece}, which {INDEX_FILE} says is there")
+            return shapes[path][piece]
+
         for variable, name in wanted:
             stored = self._stored[name]
             for _, piece in stored.pieces:
-                path = self.files[piece]
-                if path not in shapes:
-                    shapes[path] = stored_shapes(path)
-                if piece not in shapes[path]:
-                    raise JobError(f"{path} has no {piece}, which {INDEX_FILE} says is there")
-                if stored.converter is None and part_of(variable.name) is None:
-                    _check_shape(shapes[path][piece], variable, path, piece)
+                shape_of(piece)
+            where = stored.pieces[0][1]
+            if stored.converter is not None:
+                if name not in whole:
+                    whole |= self._shapes_made(stored, name, shape_of)
+                if name in whole and part_of(variable.name) is None:
+                    _check_shape(whole[name], variable, self.files[where], where, name)
+            elif part_of(variable.name) is None:
+                _check_shape(shape_of(where), variable, self.files[where], where)
+
+    def _shapes_made(
+        self, stored: Stored, name: str, shape_of: Callable[[str], tuple[int, ...]]
+    ) -> dict[str, tuple[int, ...]]:
+        """The shapes of what the pieces make, of experts that files hold one by one; of others, nothing is known before they are read.
+        JobError where they make nothing, or an expert is missing."""
+        if not stored.merges_experts:
+            return {}
+        count = self._module.state_dict()[name].shape[0]
+        if absent := _absent_expert(stored, count):
+            raise JobError(
+                f"{self.files[stored.pieces[0][1]].parent}: no safetensors file has the weight {absent}"
+            )
+        made = self._converted(stored, name, lambda piece: torch.empty(shape_of(piece), device="meta"))
+        return {key: tuple(value.shape) for key, value in made.items()}
 
     def _converted(self, stored: Stored, name: str, read: Any) -> dict[str, torch.Tensor]:
         """What transformers makes of the pieces, by the names of the module."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +377,38 @@ def test_experts_that_do_not_make_a_layer_are_refused_in_one_line(tmp_path: Path
 
 
 def test_an_export_of_experts_is_loaded_by_transformers(tmp_path: Path) -> None:
+def test_an_expert_that_is_missing_or_misshapen_is_named_before_any_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, mixtral())
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    monkeypatch.setattr(StoredWeights, "read", None)
+
+    def refused(kept: dict[str, torch.Tensor], match: str) -> None:
+        save_file(kept, path)
+        opened = open_model(tmp_path)
+        graph = opened.capture()
+        for variables in (graph.variables, group_experts(serving_graph(graph), 3).variables):
+            with pytest.raises(JobError, match=match) as error:
+                opened.check(variables)
+            assert "\n" not in str(error.value)
+
+    name = "model.layers.0.block_sparse_moe.experts.7.w1.weight"
+    absent = re.escape(f"{tmp_path}: no safetensors file has the weight ")
+    refused({k: v for k, v in weights.items() if k != name}, f"^{absent}{re.escape(name)}$")
+    refused(
+        {k: v for k, v in weights.items() if ".0.block_sparse_moe.experts.11." not in k},
+        rf"^{absent}.*experts\.11\.",
+    )
+    refused({**weights, name: torch.zeros(3)}, r"experts\.0\.w1\.weight and others cannot be made into")
+    refused({k: v for k, v in weights.items() if "0.w" not in k or ".w3." not in k}, f"^{absent}.*w3")
+    refused({k: v for k, v in weights.items() if ".w3." not in k}, "and others")
+    save_file(weights, path)
+    opened = open_model(tmp_path)
+    opened.check(opened.capture().variables)
+
+
     """`jobs export` writes the module's own names: a layer's experts in one tensor."""
     model = saved(tmp_path / "own", mixtral())
     (tmp_path / "exported").mkdir()
