@@ -15,7 +15,7 @@ from fusion.dag.ir.opset import infer
 from fusion.runtime.capture.text_encoder import prompt_left_out
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
-from fusion.runtime.job.model_files import CONFIG_FILE, is_exported_directory, json_object
+from fusion.runtime.job.model_files import CONFIG_FILE, NoJSON, is_exported_directory, json_object
 
 GENERATION_FILE = "generation_config.json"
 _WORDS = "bad_words_ids"
@@ -94,11 +94,21 @@ def _is_word(word: Any) -> bool:
     return isinstance(word, list) and bool(word) and all(type(token) is int and token >= 0 for token in word)
 
 
+def generation_file(directory: Path) -> dict[str, Any] | None:
+    """What generation_config.json says; None where there is none, or one that holds no JSON, which transformers passes over as well.
+    JobError for one that cannot be read otherwise."""
+    path = directory / GENERATION_FILE
+    try:
+        return json_object(path) if path.is_file() else None
+    except NoJSON:
+        return None
+
+
 def generation_settings(config: Any, directory: Path) -> GenerationSettings:
     """As `generate()` takes them. JobError for a file that cannot be read."""
-    path = directory / GENERATION_FILE
-    if path.is_file():
-        return GenerationSettings(path, json_object(path))
+    said = generation_file(directory)
+    if said is not None:
+        return GenerationSettings(directory / GENERATION_FILE, said)
     # Configurations drop what they read of these settings.
     return GenerationSettings(directory / CONFIG_FILE, json_object(directory / CONFIG_FILE), config)
 
@@ -115,7 +125,18 @@ def passed_over(path: Path, served: ServeConfig, unread: Sequence[str]) -> list[
     held, more = ", ".join(f"{name!r:.80}" for name in unread[:_NAMED]), len(unread) - _NAMED
     held += f" and {more} more" if more > 0 else ""
     place = f"its files hold tensors that the model has no place for: {held}" if held else ""
-    return [line for line in (not_followed(path, served), prompt_left_out(path), place) if line]
+    lines = (_unreadable(path), not_followed(path, served), prompt_left_out(path), place)
+    return [line for line in lines if line]
+
+
+def _unreadable(path: Path) -> str:
+    """A line on a generation_config.json that is passed over; empty where it is not."""
+    try:
+        if not (path / GENERATION_FILE).is_file() or generation_file(path) is not None:
+            return ""
+    except JobError:
+        return ""  # an export may have one that nothing reads
+    return f"{GENERATION_FILE} holds no JSON and is passed over: {CONFIG_FILE} alone says how answers begin and end"
 
 
 def not_followed(path: Path, served: ServeConfig) -> str:

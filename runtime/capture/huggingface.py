@@ -34,7 +34,7 @@ from fusion.runtime.capture.encoder_decoder import (
     reads_source,
     source_config,
 )
-from fusion.runtime.capture.generation import decoder_withholds, withhold
+from fusion.runtime.capture.generation import decoder_withholds, generation_file, withhold
 from fusion.runtime.capture.model_dtype import FLOAT32, model_dtype, stored_dtypes
 from fusion.runtime.capture.rope import longest_text
 from fusion.runtime.capture.stored_config import said_line, stored_config, stored_tokenizer
@@ -50,11 +50,7 @@ from fusion.runtime.capture.stored_weights import (
 from fusion.runtime.capture.text_encoder import Pooling, positions_left
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import SourceConfig
-from fusion.runtime.job.model_files import (
-    check_huggingface,
-    is_exported,
-    json_object,
-)
+from fusion.runtime.job.model_files import check_huggingface, is_exported
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
 
@@ -314,9 +310,9 @@ def parameters_on_meta() -> Iterator[None]:
 def _end_tokens(directory: Path, *configs: Any) -> tuple[int, ...]:
     """Without a file of their own, those of the first of the configurations that says some; with one, those that it says or none.
     As transformers takes them."""
-    path = directory / "generation_config.json"
-    if path.is_file():
-        found = json_object(path).get("eos_token_id")
+    settings = generation_file(directory)
+    if settings is not None:
+        found = settings.get("eos_token_id")
     else:
         said = (getattr(config, "eos_token_id", None) for config in configs)
         found = next((tokens for tokens in said if tokens is not None), None)

@@ -179,6 +179,10 @@ def check_own(path: Path, directory: Path) -> None:
         )
 
 
+class NoJSON(JobError):
+    """A file that holds no JSON."""
+
+
 def json_object(path: Path) -> dict[str, Any]:
     """JobError for a file that holds no JSON object, or has more than MAX_JSON_BYTES."""
     found = json_value(path)
@@ -188,11 +192,12 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def json_value(path: Path) -> Any:
-    """JobError for a file that holds no JSON, or has more than MAX_JSON_BYTES."""
+    """NoJSON for a file that holds none; JobError for one that has more than MAX_JSON_BYTES."""
+    data = read_capped(path, MAX_JSON_BYTES)
     try:
-        return json.loads(read_capped(path, MAX_JSON_BYTES))  # UTF-8, whatever the locale is
+        return json.loads(data)  # UTF-8, whatever the locale is
     except (ValueError, RecursionError) as error:
-        raise JobError(f"{path} cannot be read: {error}") from error
+        raise NoJSON(f"{path} cannot be read: {error}") from error
 
 
 def read_capped(path: Path, most: int) -> bytes:

@@ -20,6 +20,7 @@ from fusion.dag.rewrites.expert_groups import group_experts, part_of
 from fusion.dag.rewrites.quantise import quantise
 from fusion.runtime.capture import huggingface, sources, stored_weights
 from fusion.runtime.capture.capture import variables_from_module
+from fusion.runtime.capture.generation import passed_over
 from fusion.runtime.capture.huggingface import open_model
 from fusion.runtime.capture.quantised_weights import quantised_model
 from fusion.runtime.capture.serving_graph import serving_graph
@@ -877,6 +878,21 @@ def test_tokens_that_a_decoder_withholds_are_in_no_answer(file: str, tmp_path: P
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         with torch.inference_mode():
             wanted = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+@pytest.mark.parametrize("written", [b"{", b"", b"\xff\xfe"])
+def test_a_file_on_generation_that_is_no_json_is_passed_over_and_said(written: bytes, tmp_path: Path) -> None:
+    """transformers takes config.json in its place."""
+    saved(tmp_path, gpt2(eos_token_id=3))
+    (tmp_path / "generation_config.json").write_bytes(written)
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id
+    found = read_servable(tmp_path, None, None, None, lambda line: None)
+    assert wanted == 3 and found.model.about.end_tokens == (3,)
+    [line] = passed_over(tmp_path, found.config, ())
+    assert line.startswith("generation_config.json holds no JSON and is passed over")
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(JobError, match=r"generation_config\.json holds no JSON object"):
+        open_model(tmp_path)
+
+
         found = answered(tmp_path, prompt, 8)
         assert found == wanted[0, 3:].tolist() and found != first and not never & set(found)
 
