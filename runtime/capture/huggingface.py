@@ -36,7 +36,7 @@ from fusion.runtime.capture.encoder_decoder import (
 )
 from fusion.runtime.capture.generation import decoder_withholds, generation_file, withhold
 from fusion.runtime.capture.model_dtype import FLOAT32, model_dtype, stored_dtypes
-from fusion.runtime.capture.rope import longest_text
+from fusion.runtime.capture.rope import longest_text, unknown_kind
 from fusion.runtime.capture.stored_config import said_line, stored_config, stored_tokenizer
 from fusion.runtime.capture.stored_weights import (
     Loading,
@@ -270,8 +270,10 @@ def _module(config: Any, directory: Path, dtype: str) -> nn.Module:
             config, dtype=TORCH_DTYPES[dtype], trust_remote_code=False
         )
     except Exception as error:  # whatever the model's code makes of values that do not fit together
+        known = _transformers().modeling_rope_utils.ROPE_INIT_FUNCTIONS
+        reason = unknown_kind(config, error, known) or said_line(error)
         raise JobError(
-            f"{directory} is not a language model that transformers can build: {said_line(error)}"
+            f"{directory} is not a language model that transformers can build: {reason}"
         ) from error
     _keep_wide(module, dtype)
     return module.eval()

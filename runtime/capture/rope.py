@@ -7,11 +7,13 @@ that were computed before would be wrong. So a model is captured for the lengths
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 _LONGER = "longrope"
+_SU = "su"
 _DYNAMIC = "dynamic"
 # What configurations call the most positions; the last, Whisper, whose decoder may be saved alone.
 _MAXIMA = ("max_position_embeddings", "max_seq_len", "max_target_positions")
@@ -32,6 +34,32 @@ def longest_text(config: Any) -> int:
     named = (int(getattr(config, name, 0) or 0) for name in _MAXIMA)
     longest = next((n for n in named if n >= 1), 2048)  # XLNet, for one, says -1
     return min(longest, fixed_length(config) or longest)
+
+
+def spelled_now(said: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says, with the name that the scaling of Phi-3 for long texts had at first as it is today: transformers means to
+    read the old one, and then misses what it looks up for the new one alone."""
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling = said.get(name)
+        if said.get("model_type") != "phi3" or not isinstance(scaling, dict):
+            continue
+        if _SU in (scaling.get("type"), scaling.get("rope_type")):
+            scaling = {key: value for key, value in scaling.items() if key != "type"}
+            said = {**said, name: {**scaling, "rope_type": _LONGER}}
+    return said
+
+
+def unknown_kind(config: Any, error: Exception, known: Iterable[str]) -> str:
+    """A line on a type of rotary positions that is none of the `known`, where a module could not be built because of it; else empty.
+    `error`: that of the look-up."""
+    kinds = [kind for kind, _ in _kinds(getattr(config.get_text_config(), "rope_parameters", None))]
+    wrong = next((kind for kind in kinds if type(error) is KeyError and str(error.args[0]) == kind), None)
+    if wrong is None:
+        return ""
+    return (
+        f"its rotary positions (rope_scaling or rope_parameters in config.json) are of the type {wrong!r:.40}, which this kind of model "
+        f"does not have; transformers knows {', '.join(sorted({'default', *known}))}"
+    )
 
 
 def fix_frequencies(module: nn.Module, maximum_sequence: int) -> None:

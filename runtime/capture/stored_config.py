@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion.runtime.capture.config_bounds import check_counts, check_tables
+from fusion.runtime.capture.rope import spelled_now
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import TOKENIZER_CONFIG_FILE, check_own, json_object
 from fusion.runtime.job.text import TokenizerText
@@ -22,7 +23,13 @@ def stored_config(directory: Path, library: Any) -> Any:
     said = json_object(directory / "config.json")
     check_counts(said, directory)
     try:
-        config = library.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        now = spelled_now(said)
+        if now is said:
+            config = library.AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+        else:
+            config = library.CONFIG_MAPPING[now["model_type"]].from_dict(now)
         # Which code computes is not for a file to say: names of kernels are fetched, and run, where the package for them is installed.
         config._attn_implementation = config._experts_implementation = None
     except Exception as error:  # the library's own, and what its code makes of values that it trusts

@@ -155,8 +155,6 @@ def test_of_several_files_those_are_read_that_transformers_reads(tmp_path: Path)
         assert all(torch.equal(found[key], theirs[key]) for key in found if is_exported(key))
 
 
-def nn_parameter_registration_is_restored() -> bool:
-    return not torch.nn.Linear(1, 1).weight.is_meta
 @pytest.mark.parametrize("said", ["another", None])
 def test_a_weight_is_read_where_it_is_whatever_the_index_says(said: str | None, tmp_path: Path) -> None:
     """transformers reads the files that an index names, and what they hold."""
@@ -176,6 +174,8 @@ def test_a_weight_is_read_where_it_is_whatever_the_index_says(said: str | None, 
         assert torch.equal(value, wanted[key])
 
 
+def nn_parameter_registration_is_restored() -> bool:
+    return not torch.nn.Linear(1, 1).weight.is_meta
 
 
 def test_files_of_a_base_model_and_half_precision_are_read(tmp_path: Path) -> None:
@@ -377,7 +377,6 @@ def test_experts_that_do_not_make_a_layer_are_refused_in_one_line(tmp_path: Path
         assert "\n" not in str(error.value)
 
 
-def test_an_export_of_experts_is_loaded_by_transformers(tmp_path: Path) -> None:
 def test_an_expert_that_is_missing_or_misshapen_is_named_before_any_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,6 +409,7 @@ def test_an_expert_that_is_missing_or_misshapen_is_named_before_any_is_read(
     opened.check(opened.capture().variables)
 
 
+def test_an_export_of_experts_is_loaded_by_transformers(tmp_path: Path) -> None:
     """`jobs export` writes the module's own names: a layer's experts in one tensor."""
     model = saved(tmp_path / "own", mixtral())
     (tmp_path / "exported").mkdir()
@@ -546,6 +546,48 @@ def test_values_that_the_library_lets_pass_are_refused_in_one_line(
     tiny = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 32, **said}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **tiny}))
     with pytest.raises(JobError, match=r"config\.json cannot be used: ") as error:
+        open_model(tmp_path, weights=False)
+    assert "\n" not in str(error.value)
+
+
+FACTORS = {"short_factor": [1.0, 1.5] * 4, "long_factor": [2.0] * 8}
+
+
+def tiny_phi3() -> Any:
+    return transformers.Phi3Config(
+        hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=64,
+        max_position_embeddings=64, original_max_position_embeddings=32, pad_token_id=0,
+    )  # fmt: skip
+
+
+def test_the_older_name_of_a_scaling_for_long_texts_means_the_same(tmp_path: Path) -> None:
+    saved(tmp_path, tiny_phi3())
+    tables = []
+    for kind in ("longrope", "su"):
+        for form in ("type", "rope_type"):
+            edited(tmp_path, rope_parameters=None, rope_scaling={form: kind, **FACTORS})
+            opened = open_model(tmp_path)
+            assert opened.max_sequence == 32
+            tables.append(opened.module.get_buffer("model.rotary_emb.inv_freq"))
+    assert all(torch.equal(each, tables[0]) for each in tables)
+
+
+@pytest.mark.parametrize("kind", ["su", "nonsense", "mrope"])
+def test_rotary_positions_of_a_type_that_nobody_knows_are_refused_in_one_line(
+    kind: str, tmp_path: Path
+) -> None:
+    tiny = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": 64,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+    }
+    said = {"model_type": "llama", **tiny, "rope_scaling": {"type": kind, **FACTORS}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(
+        JobError, match=rf"are of the type '{kind}', .*; transformers knows default, .*yarn$"
+    ) as error:
         open_model(tmp_path, weights=False)
     assert "\n" not in str(error.value)
 
@@ -836,6 +878,21 @@ def test_a_file_on_generation_that_names_no_end_leaves_answers_without_one(tmp_p
     assert wanted is None and open_model(tmp_path).end_tokens == ()
 
 
+@pytest.mark.parametrize("written", [b"{", b"", b"\xff\xfe"])
+def test_a_file_on_generation_that_is_no_json_is_passed_over_and_said(written: bytes, tmp_path: Path) -> None:
+    """transformers takes config.json in its place."""
+    saved(tmp_path, gpt2(eos_token_id=3))
+    (tmp_path / "generation_config.json").write_bytes(written)
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id
+    found = read_servable(tmp_path, None, None, None, lambda line: None)
+    assert wanted == 3 and found.model.about.end_tokens == (3,)
+    [line] = passed_over(tmp_path, found.config, ())
+    assert line.startswith("generation_config.json holds no JSON and is passed over")
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(JobError, match=r"generation_config\.json holds no JSON object"):
+        open_model(tmp_path)
+
+
 def test_an_answer_begins_as_an_old_configuration_says(tmp_path: Path) -> None:
     """The library drops such settings from a configuration, and reads them of its file again where they have none of their own."""
     bart(tmp_path)
@@ -878,21 +935,6 @@ def test_tokens_that_a_decoder_withholds_are_in_no_answer(file: str, tmp_path: P
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         with torch.inference_mode():
             wanted = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
-@pytest.mark.parametrize("written", [b"{", b"", b"\xff\xfe"])
-def test_a_file_on_generation_that_is_no_json_is_passed_over_and_said(written: bytes, tmp_path: Path) -> None:
-    """transformers takes config.json in its place."""
-    saved(tmp_path, gpt2(eos_token_id=3))
-    (tmp_path / "generation_config.json").write_bytes(written)
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id
-    found = read_servable(tmp_path, None, None, None, lambda line: None)
-    assert wanted == 3 and found.model.about.end_tokens == (3,)
-    [line] = passed_over(tmp_path, found.config, ())
-    assert line.startswith("generation_config.json holds no JSON and is passed over")
-    (tmp_path / "generation_config.json").write_text("[]")
-    with pytest.raises(JobError, match=r"generation_config\.json holds no JSON object"):
-        open_model(tmp_path)
-
-
         found = answered(tmp_path, prompt, 8)
         assert found == wanted[0, 3:].tolist() and found != first and not never & set(found)
 
