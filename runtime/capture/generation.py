@@ -15,7 +15,13 @@ from fusion.dag.ir.opset import infer
 from fusion.runtime.capture.text_encoder import prompt_left_out
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
-from fusion.runtime.job.model_files import CONFIG_FILE, NoJSON, is_exported_directory, json_object
+from fusion.runtime.job.model_files import (
+    CONFIG_FILE,
+    NoJSON,
+    chat_without_default,
+    is_exported_directory,
+    json_object,
+)
 
 GENERATION_FILE = "generation_config.json"
 _WORDS = "bad_words_ids"
@@ -125,7 +131,8 @@ def passed_over(path: Path, served: ServeConfig, unread: Sequence[str]) -> list[
     held, more = ", ".join(f"{name!r:.80}" for name in unread[:_NAMED]), len(unread) - _NAMED
     held += f" and {more} more" if more > 0 else ""
     place = f"its files hold tensors that the model has no place for: {held}" if held else ""
-    lines = (_unreadable(path), not_followed(path, served), prompt_left_out(path), place)
+    chat = "" if path.is_file() else chat_without_default(path)
+    lines = (_unreadable(path), not_followed(path, served), prompt_left_out(path), chat, place)
     return [line for line in lines if line]
 
 

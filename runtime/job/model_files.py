@@ -26,7 +26,15 @@ MAX_JSON_BYTES = 64 << 20  # the index of a model of 100,000 tensors has about 1
 # How a chat is written as a prompt, as Hugging Face names and writes it; both go with a job, for gateways.
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
-CHAT_FILES = {CHAT_TEMPLATE_FILE: 256 << 10, SPECIAL_TOKENS_FILE: 16 << 10}  # the most bytes of each
+TOOL_TEMPLATE_FILE = "chat_template_tool_use.jinja"  # rendered in the place of the other where tools are given; with a job alone
+TEMPLATES_FOLDER = "additional_chat_templates"
+PROCESSOR_TEMPLATE_FILE = "chat_template.json"
+CHAT_FILES = {
+    **dict.fromkeys((CHAT_TEMPLATE_FILE, TOOL_TEMPLATE_FILE), 256 << 10),
+    SPECIAL_TOKENS_FILE: 16 << 10,
+}  # the most bytes of each
+# Where a directory has it, if not under its name.
+WRITTEN_AS = {TOOL_TEMPLATE_FILE: f"{TEMPLATES_FOLDER}/tool_use.jinja"}
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 GGUF_MAGIC = b"GGUF"
@@ -218,22 +226,36 @@ def chat_files(directory: Path) -> dict[str, bytes]:
     chat template. JobError for files that cannot be read, or a template that is too long."""
     config = directory / TOKENIZER_CONFIG_FILE
     said = json_object(config) if config.is_file() else {}
-    template = _chat_template(directory, said)
-    if template is None:
+    templates = _chat_templates(directory, said)
+    if "default" not in templates:
         return {}
     path = directory / SPECIAL_TOKENS_FILE
     tokens = {**special_tokens(json_object(path) if path.is_file() else {}), **special_tokens(said)}
-    return chat_contents(template, tokens, directory)
+    return chat_contents(templates["default"], tokens, directory, templates.get("tool_use"))
 
 
-def chat_contents(template: str, tokens: Mapping[str, str], model: Path) -> dict[str, bytes]:
-    """The contents of CHAT_FILES for a template and the special tokens that it may name. JobError for one that is too long,
-    or no text."""
+def chat_without_default(directory: Path) -> str:
+    """A line on chat templates of which none is that of chats without a name; empty where there are none, or one is."""
+    config = directory / TOKENIZER_CONFIG_FILE
+    templates = _chat_templates(directory, json_object(config) if config.is_file() else {})
+    if not templates or "default" in templates:
+        return ""
+    names = ", ".join(f"{name!r:.40}" for name in sorted(templates)[:4])
+    return f"its chat templates are {names}, and none is called default: it cannot be chatted with"
+
+
+def chat_contents(
+    template: str, tokens: Mapping[str, str], model: Path, tool_template: str | None = None
+) -> dict[str, bytes]:
+    """The contents of CHAT_FILES for a template and the special tokens that it may name. `tool_template`: in its place where tools
+    are given. JobError for one that is too long, or no text."""
     try:
-        written = template.encode()
+        contents = {CHAT_TEMPLATE_FILE: template.encode()}
+        if tool_template is not None:
+            contents[TOOL_TEMPLATE_FILE] = tool_template.encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can say
         raise JobError(f"{model}: chat_template cannot be read: {error}") from None
-    contents = {CHAT_TEMPLATE_FILE: written, SPECIAL_TOKENS_FILE: json.dumps(tokens).encode()}
+    contents[SPECIAL_TOKENS_FILE] = json.dumps(tokens).encode()
     for name, content in contents.items():
         if len(content) > CHAT_FILES[name]:
             raise JobError(f"{model}: {name} has {len(content)} bytes; the limit is {CHAT_FILES[name]}")
@@ -251,17 +273,29 @@ def special_tokens(said: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """A file of its own goes before what the tokenizer's configuration says; of several, the one called default."""
-    path = directory / CHAT_TEMPLATE_FILE
+def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name, as transformers has them. Files of their own go before what the tokenizer's configuration says, and this before what
+    a processor's file says."""
+    written = {"default": directory / CHAT_TEMPLATE_FILE}
+    written |= {path.stem: path for path in sorted((directory / TEMPLATES_FOLDER).glob("*.jinja"))}
+    found = {name: _template_text(path) for name, path in written.items() if path.is_file()}
+    said, processor = config.get("chat_template"), directory / PROCESSOR_TEMPLATE_FILE
+    if found:
+        return found
+    if said is None and processor.is_file():
+        check_own(processor, directory)
+        said = json_object(processor).get("chat_template")
+    if isinstance(said, list):
+        said = {str(each.get("name")): each.get("template") for each in said if isinstance(each, dict)}
+    if isinstance(said, str):
+        said = {"default": said}
+    named = said.items() if isinstance(said, dict) else ()
+    return {str(name): template for name, template in named if isinstance(template, str)}
+
+
+def _template_text(path: Path) -> str:
     try:
-        if path.is_file():
-            check_own(path, directory)
-            return read_capped(path, CHAT_FILES[CHAT_TEMPLATE_FILE]).decode()
+        check_own(path, path.parent if path.parent.name != TEMPLATES_FOLDER else path.parent.parent)
+        return read_capped(path, CHAT_FILES[CHAT_TEMPLATE_FILE]).decode()
     except (OSError, UnicodeError) as error:
         raise JobError(f"{path} cannot be read: {error}") from error
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
-        found = named[-1].get("template") if named else None
-    return found if isinstance(found, str) else None

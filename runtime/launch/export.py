@@ -19,7 +19,7 @@ from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest
-from fusion.runtime.job.model_files import WEIGHTS_FILE, is_exported
+from fusion.runtime.job.model_files import WEIGHTS_FILE, WRITTEN_AS, is_exported
 from fusion.runtime.job.stage_graphs import MAX_GRAPH_BYTES, load_stages
 from fusion.runtime.training.compute.stage_codecs import residual_shapes
 from fusion.runtime.training.snapshots import snapshot
@@ -48,7 +48,7 @@ async def export(context: Context, job: JobId, directory: Path, known: Known | N
     if manifest.kind != "train":
         raise JobError(f"{manifest.name} serves a model: there is nothing to export")
     step, tensors = await _tensors(context, job, manifest, record.snapshot, hints)
-    files = {name: await blobs.fetch(digest, hints) for name, digest in manifest.files}
+    files = {WRITTEN_AS.get(name, name): await blobs.fetch(digest, hints) for name, digest in manifest.files}
     if manifest.tokenizer is not None:
         files[TOKENIZER_FILE] = await blobs.fetch(manifest.tokenizer, hints)
 
@@ -95,11 +95,15 @@ def _write(directory: Path, files: Mapping[str, Path], tensors: Mapping[str, tor
     directory.mkdir(parents=True, exist_ok=True)
     try:
         for name, path in files.items():
+            (directory / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, directory / name)
         snapshot.save(tensors, directory / WEIGHTS_FILE, {"format": "pt"})
     except OSError as error:
         for name in (*files, WEIGHTS_FILE):
             (directory / name).unlink(missing_ok=True)
+        for folder in {(directory / name).parent for name in files} - {directory}:
+            with suppress(OSError):  # what lay in it before stays
+                folder.rmdir()
         if not there:
             directory.rmdir()
         # By itself it names the file that was copied, or none.

@@ -146,7 +146,7 @@ class Api:
         form, positions = await self._formats.of(model), model.serve.longest_prompt
         given, most = variables(form, body), positions * MAX_TOKEN_BYTES
         try:
-            return await self._templates.render(model.job, form.template, given, most)
+            return await self._templates.render(model.job, form.template_for(given["tools"]), given, most)
         except TextTooLong:
             said = f"messages: more than {most} bytes of text; the model takes {positions} positions"
             raise invalid(said) from None

@@ -13,6 +13,7 @@ from fusion.runtime.job.model_files import (
     CHAT_FILES,
     CHAT_TEMPLATE_FILE,
     SPECIAL_TOKENS_FILE,
+    TOOL_TEMPLATE_FILE,
     special_tokens,
 )
 
@@ -29,6 +30,11 @@ class NoTemplate(JobError):
 class ChatFormat:
     template: str
     tokens: Mapping[str, str]
+    tool_template: str | None = None  # in its place where tools are given
+
+    def template_for(self, tools: object) -> str:
+        """As transformers chooses it. `tools`: of the variables."""
+        return self.tool_template if tools and self.tool_template is not None else self.template
 
     def variables(
         self,
@@ -52,12 +58,18 @@ async def read_format(blobs: JobBlobs, manifest: Manifest) -> ChatFormat:
     files = dict(manifest.files)
     if CHAT_TEMPLATE_FILE not in files:
         raise NoTemplate(f"{manifest.name} has no chat template")
-    template = await blobs.read(files[CHAT_TEMPLATE_FILE], CHAT_FILES[CHAT_TEMPLATE_FILE])
-    tokens = b"{}"
-    if SPECIAL_TOKENS_FILE in files:
-        tokens = await blobs.read(files[SPECIAL_TOKENS_FILE], CHAT_FILES[SPECIAL_TOKENS_FILE])
+    given = {name: await blobs.read(files[name], most) for name, most in CHAT_FILES.items() if name in files}
+    return format_of(given)
+
+
+def format_of(files: Mapping[str, bytes]) -> ChatFormat:
+    """Of the contents of CHAT_FILES. JobError for files that are none."""
     try:
-        said = json.loads(tokens)
-        return ChatFormat(template.decode(), special_tokens(said if isinstance(said, dict) else {}))
+        said = json.loads(files.get(SPECIAL_TOKENS_FILE, b"{}"))
+        tokens = special_tokens(said if isinstance(said, dict) else {})
+        tools = files.get(TOOL_TEMPLATE_FILE)
+        return ChatFormat(
+            files[CHAT_TEMPLATE_FILE].decode(), tokens, None if tools is None else tools.decode()
+        )
     except (ValueError, RecursionError):
         raise JobError("the model's chat template cannot be read") from None

@@ -13,8 +13,16 @@ from typing import Any
 import pytest
 
 from fusion.runtime.capture import sources
+from fusion.runtime.capture.generation import passed_over
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.model_files import CHAT_FILES, chat_files, check_model, read_capped
+from fusion.runtime.job.manifest import ServeConfig
+from fusion.runtime.job.model_files import (
+    CHAT_FILES,
+    chat_files,
+    chat_without_default,
+    check_model,
+    read_capped,
+)
 from fusion.runtime.job.text import check_tokenizer
 
 TEMPLATE = "{{ messages[0].content }}\u00e9\n"
@@ -24,7 +32,9 @@ NAMED = [{"name": "tool_use", "template": "other"}, {"name": "default", "templat
 def write(directory: Path, **files: Any) -> None:
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content)
-        (directory / name.replace("__", ".")).write_text(text, "utf-8")
+        path = directory / name.replace("___", "/").replace("__", ".")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, "utf-8")
 
 
 @pytest.mark.parametrize(
@@ -32,15 +42,27 @@ def write(directory: Path, **files: Any) -> None:
     [
         {"tokenizer_config__json": {"chat_template": TEMPLATE}},
         {"tokenizer_config__json": {"chat_template": NAMED}},
+        {"tokenizer_config__json": {"chat_template": {"default": TEMPLATE}}},
         {"chat_template__jinja": TEMPLATE},
+        {"chat_template__json": {"chat_template": TEMPLATE}},
+        {
+            "chat_template__json": {"chat_template": "other"},
+            "tokenizer_config__json": {"chat_template": TEMPLATE},
+        },
+        {"chat_template__json": {"chat_template": "other"}, "chat_template__jinja": TEMPLATE},
+        {"chat_template__jinja": TEMPLATE, "additional_chat_templates___rag__jinja": "other"},
+        {"chat_template__jinja": TEMPLATE, "additional_chat_templates___tool_use__jinja": "other"},
         {"chat_template__jinja": TEMPLATE, "tokenizer_config__json": {"chat_template": "older"}},
     ],
 )
 def test_where_a_template_stands(files: dict[str, Any], tmp_path: Path) -> None:
     write(tmp_path, **files)
     found = chat_files(tmp_path)
-    assert found.keys() == CHAT_FILES.keys()
     assert found["chat_template.jinja"].decode() == TEMPLATE
+    tools = found.get("chat_template_tool_use.jinja")
+    assert {*found, "chat_template_tool_use.jinja"} == CHAT_FILES.keys()
+    assert (tools == b"other") == ("tool_use" in str(files)) and (tools is None) == (tools != b"other")
+    assert chat_without_default(tmp_path) == ""
 
 
 @pytest.mark.process
@@ -71,12 +93,30 @@ def test_the_special_tokens_that_it_may_name(tmp_path: Path) -> None:
     "config",
     [
         *({}, {"chat_template": None}, {"chat_template": [{"name": "rag"}]}),
-        *({"chat_template": [{"name": []}]}, {"chat_template": {"default": "x"}}),
+        *({"chat_template": [{"name": []}]}, {"chat_template": {"default": 3}}, {"chat_template": 3}),
     ],
 )
 def test_a_model_without_one(config: Any, tmp_path: Path) -> None:
     write(tmp_path, tokenizer_config__json=config)
     assert chat_files(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config__json": {"chat_template": [*NAMED[:1], {"name": "rag", "template": "x"}]}},
+        {f"additional_chat_templates___{name}__jinja": "x" for name in ("rag", "tool_use")},
+    ],
+)
+def test_templates_of_which_none_is_the_default_are_said(files: dict[str, Any], tmp_path: Path) -> None:
+    """transformers raises, too."""
+    write(tmp_path, **files)
+    assert chat_files(tmp_path) == {}
+    said = "its chat templates are 'rag', 'tool_use', and none is called default: it cannot be chatted with"
+    assert chat_without_default(tmp_path) == said
+    served = ServeConfig(cache="kv", max_sequence=8, vocabulary=50)
+    (tmp_path / "config.json").write_text("{}")
+    assert passed_over(tmp_path, served, ()) == [said]
 
 
 def test_one_that_is_too_long_or_no_text(tmp_path: Path) -> None:

@@ -26,14 +26,16 @@ def test_a_full_disk_leaves_no_half_of_a_model(
     if there:
         out.mkdir()
     tensors = {"weight": torch.zeros(2)}
+    files = {"config.json": config, "additional_chat_templates/tool_use.jinja": config}
     with monkeypatch.context() as full:
         full.setattr(snapshot, "save", save)
         with pytest.raises(OSError, match="No space left") as error:
-            export._write(out, {"config.json": config}, tensors)
+            export._write(out, files, tensors)
     assert error.value.filename == str(out)
     assert out.exists() == there and not (there and list(out.iterdir()))
-    export._write(out, {"config.json": config}, tensors)
-    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+    export._write(out, files, tensors)
+    written = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert written == {*files, "model.safetensors"}
 
 
 def test_who_is_interrupted_waits_until_all_is_written(
