@@ -189,14 +189,14 @@ class ServingAsked:
 
 async def plan_serving(context: Context, path: Path, asked: ServingAsked, output: Output) -> bool:
     """Show what serving a model would take on the swarm; whether it fits. Raises as `read_servable`."""
-    from fusion.runtime.capture.generation import passed_over
     from fusion.runtime.launch import serving_plan
+    from fusion.runtime.launch.prepare_serving import remarks
     from fusion.runtime.launch.servable import read_servable
 
     model = await asyncio.to_thread(
         read_servable, path, asked.draft, asked.dtype, asked.quantization, output.status, asked.context
     )
-    for line in await asyncio.to_thread(passed_over, path, model.config, model.model.unread):
+    for line in await asyncio.to_thread(remarks, path, model):
         output.note(line)
     seen = await takers(context)
     peers, links = asked.admission.among(seen, lambda peer: peer.peer), await context.directory.links()

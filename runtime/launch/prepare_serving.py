@@ -13,9 +13,10 @@ from typing import Literal
 from fusion.runtime.capture.generation import passed_over
 from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.launch.prepared import Prepared
-from fusion.runtime.launch.servable import read_servable
+from fusion.runtime.launch.servable import Servable, read_servable
 from fusion.runtime.launch.shard import GraphJob, ReportLine, prepare_graph, silent
 from fusion.runtime.placing.placed_before import PlacementsBefore
+from fusion.runtime.serving.requests.chat_trial import chat_fault
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.identity import Identity
@@ -48,7 +49,7 @@ def prepare_serving(
     stored; JobError for a model without any. `dtype`: that it runs in (`open_model`). `context`: tokens of the longest text, if not those that it can read. `home`: where it is kept on which peers
     models were served the last time, if it is to count. `note`: for a line that should last, on what of its files is not followed. `now` gives unix seconds."""
     found = read_servable(path, draft, dtype, quantization, report, context)
-    for line in passed_over(path, found.config, found.model.unread):
+    for line in remarks(path, found):
         note(line)
     model, drafted = found.model, found.draft
     admitted = admission.among(peers, lambda peer: peer.peer)
@@ -68,3 +69,9 @@ def prepare_serving(
         admission=admission,
     )
     return prepare_graph(job, placed, store, report, now=now)
+
+
+def remarks(path: Path, found: Servable) -> list[str]:
+    """Lines on what of a model's files answers do not follow, and on a chat template that does not work. Blocking: it is tried."""
+    fault = chat_fault(found.model.chat)
+    return [*passed_over(path, found.config, found.model.unread), *([fault] if fault else [])]

@@ -21,6 +21,8 @@ from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.manifest import MAX_STAGES, ServeConfig
 from fusion.runtime.launch import launch, servable
+from fusion.runtime.serving.requests import chat_trial
+from fusion.runtime.serving.requests.chat_format import ChatFormat
 from fusion.swarm.errors import SwarmError
 
 assert serve.MOST_STAGES == MAX_STAGES
@@ -80,6 +82,10 @@ def test_what_does_not_come_to_answer_is_taken_back(
     assert launched == [pytest.approx(3600, abs=60)], "by the swarm's clock: ours was behind"
 
 
+async def fault(form: ChatFormat) -> str:
+    return f"at fault: {form.template}"
+
+
 def test_a_plan_says_what_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "generation_config.json").write_text('{"num_beams": 4}')
     config = ServeConfig(cache="kv", max_sequence=8, vocabulary=50)
@@ -87,9 +93,11 @@ def test_a_plan_says_what_is_not_followed(tmp_path: Path, monkeypatch: pytest.Mo
     async def nobody(*_: object) -> None:
         raise SwarmError("no peer")
 
-    found = SimpleNamespace(config=config, model=SimpleNamespace(unread=("score.weight",)))
+    chat = {"chat_template.jinja": b"{% for m in messages %}"}
+    found = SimpleNamespace(config=config, model=SimpleNamespace(unread=("score.weight",), chat=chat))
     monkeypatch.setattr(servable, "read_servable", lambda *_: found)
     monkeypatch.setattr(plan, "takers", nobody)
+    monkeypatch.setattr(chat_trial, "template_fault", fault)
     stdout, stderr = io.StringIO(), io.StringIO()
     context: Any = None
     with pytest.raises(SwarmError, match="no peer"):
@@ -97,5 +105,6 @@ def test_a_plan_says_what_is_not_followed(tmp_path: Path, monkeypatch: pytest.Mo
     assert stderr.getvalue().splitlines() == [
         "generation_config.json asks for num_beams 4, which answers do not follow",
         "its files hold tensors that the model has no place for: 'score.weight'",
+        "at fault: {% for m in messages %}",
     ]
     assert not stdout.getvalue()

@@ -9,6 +9,7 @@ stop              texts that end an answer; pure
 chat_format       how a model is chatted with
 template_worker   a process that renders chat templates and can do nothing else
 chat_template     those processes
+chat_trial        a template tried before anybody chats
 silence           whether a peer that sends nothing is there
 client            asking any peer, and another where it vanishes
 """

@@ -165,6 +165,7 @@ def test_data_too_short_for_one_sample_is_refused(job_file: Path, store: BlobSto
         prepared_job(job_file, store, [peer("A"), peer("B")])
 
 
+@pytest.mark.process  # its chat template is tried
 def test_a_directory_as_export_writes_it_is_served(job_file: Path, store: BlobStore, tmp_path: Path) -> None:
     prepared = prepared_job(job_file, store, [peer("A"), peer("B")])
     directory = tmp_path / "exported"
@@ -501,6 +502,7 @@ def test_a_model_is_served_quantised(store: BlobStore, tmp_path: Path) -> None:
         prepare_serving(exported_gpt(tmp_path / "s"), "m", peers, store, quantization="int8")
 
 
+@pytest.mark.process  # its chat template is tried
 def test_a_gguf_file_is_served_as_it_is_stored(store: BlobStore, tmp_path: Path) -> None:
     tokenizer = tokenizer_of_sources()
     vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.token_to_id)
