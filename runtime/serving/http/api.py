@@ -103,12 +103,13 @@ class Api:
         return await unless_gone(request.receive, self.closing, work)
 
     async def _complete(self, request: Request, body: CompletionRequest) -> Response:
-        model = await self.find(body.model)
-        prompts = [await self._tokens(request, model, prompt) for prompt in body.prompts]
-        most = [body.max_tokens or min(COMPLETION_TOKENS, _left(model, prompt)) for prompt in prompts]
-        asked = asking.requests(body, model.job, prompts, most, body.logprobs, self._context.random)
-        spelling: dict[int, bytes] = {}
-        return await self._reply(request, body, model, CompletionShape(spelling), asked, spelling)
+        with attributed_to("prompt"):
+            model = await self.find(body.model)
+            prompts = [await self._tokens(request, model, prompt) for prompt in body.prompts]
+            most = [body.max_tokens or min(COMPLETION_TOKENS, _left(model, prompt)) for prompt in prompts]
+            asked = asking.requests(body, model.job, prompts, most, body.logprobs, self._context.random)
+            spelling: dict[int, bytes] = {}
+            return await self._reply(request, body, model, CompletionShape(spelling), asked, spelling)
 
     async def _tokens(
         self, request: Request, model: ServedModel, prompt: str | tuple[int, ...]

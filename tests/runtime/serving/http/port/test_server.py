@@ -231,7 +231,13 @@ def test_what_is_wrong_is_told_as_openai_does(tmp_path: Path) -> None:
         ("/v1/completions", {**ok, "max_tokens": 999}, 400, "max_tokens", "at most 95"),
         ("/v1/completions", {**ok, "prompt": "x" * 9999}, 400, "prompt", "bytes of text"),
         ("/v1/completions", {**ok, "prompt": ""}, 400, "prompt", "at least one token"),
-        ("/v1/completions", {**ok, "prompt": [200]}, 400, "prompt", "0 to 127"),
+        (
+            "/v1/completions",
+            {**ok, "prompt": [200]},
+            400,
+            "prompt",
+            "prompt: this model's tokens are 0 to 127",
+        ),
         ("/v1/completions", {**ok, "temperature": 101}, 400, "temperature", "less than"),
         ("/v1/completions", {**ok, "top_p": -1}, 400, "top_p", "greater than"),
         (
