@@ -29,7 +29,7 @@ def variables(form: ChatFormat, request: ChatRequest) -> dict[str, Any]:
     tools = [tool.model_dump(exclude_unset=True) for tool in request.offered_tools]
     messages = [_message(message) for message in request.messages]
     effort = request.reasoning_effort  # which the templates of some models know by this name
-    more = {} if effort is None else {"reasoning_effort": effort}
+    more = {"documents": request.documents, **({} if effort is None else {"reasoning_effort": effort})}
     return form.variables(messages, tools, {**more, **(request.chat_template_kwargs or {})})
 
 

@@ -357,6 +357,7 @@ class ChatRequest(Settings):
 
     @property
     def json_schema(self) -> str:
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
         if not self.must_call:
             return super().json_schema
         functions = {tool.function.name: tool.function for tool in self.offered_tools}

@@ -45,10 +45,10 @@ class ChatFormat:
         """What the template is rendered with, as transformers' `apply_chat_template` does it."""
         return {
             **self.tokens,
+            "documents": None,
             **more,
             "messages": list(messages),
             "tools": list(tools) or None,
-            "documents": None,
             "add_generation_prompt": True,
         }
 

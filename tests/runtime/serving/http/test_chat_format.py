@@ -73,3 +73,11 @@ def test_a_model_that_generates_nothing_is_asked_in_another_way(embeds: bool, in
     with pytest.raises(ApiError, match=f"model: m generates nothing; ask .*{instead}$") as found:
         asyncio.run(ChatFormats(context).of(model))
     assert (found.value.status, found.value.param) == (400, "model")
+
+
+def test_documents_reach_the_template() -> None:
+    documents, said = [{"title": "a", "text": "b"}], {"messages": [{"role": "user", "content": "h"}]}
+    for more in ({"documents": documents}, {"chat_template_kwargs": {"documents": documents}}):
+        found = variables(ChatFormat("", {}), ChatRequest.model_validate({**said, **more}))
+        assert found["documents"] == documents
+    assert variables(ChatFormat("", {}), ChatRequest.model_validate(said))["documents"] is None
