@@ -32,6 +32,20 @@ MAX_NAME = 256  # characters of a model's name
 COMPLETION_TOKENS = 16  # where max_tokens is left out, as with OpenAI
 # What vLLM calls a form of the answer: passed over, it would be given any text.
 OTHER_FORMS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+# Of what vLLM and OpenAI have beside, that which would be missed in the answer, and why it is not there.
+UNAVAILABLE: Mapping[str, str] = {
+    "allowed_token_ids": "say logit_bias",
+    "bad_words": "say logit_bias",
+    "chat_template": "the model's own is rendered",
+    "continue_final_message": "an answer is a message of its own",
+    "include_stop_str_in_output": "a text of stop is no part of an answer",
+    "logits_processors": "no code of a request is run",
+    "prompt_embeds": "say prompt",
+    "prompt_logprobs": "log-probabilities are told of answers alone",
+    "truncate_prompt_tokens": "nothing of a prompt is left out here",
+    "use_beam_search": "there are no beams; ask for n",
+    "web_search_options": "no tool is run here",
+}
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -99,6 +113,7 @@ class Choosing(Body):
     """What every way of asking for text has. `None` is what OpenAI does: temperature 1, everything else off."""
 
     form: ClassVar[str] = "response_format"  # the field that says the form of an answer
+    elsewhere: ClassVar[Mapping[str, str]] = {}  # fields of other paths, each with what it is called here
 
     model: Annotated[str, Field(max_length=MAX_NAME)] = ""
     stream: bool | None = None
@@ -134,10 +149,21 @@ class Choosing(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _in_no_other_form(cls, said: Any) -> Any:
-        for name in OTHER_FORMS if isinstance(said, dict) else ():
+    def _nothing_unavailable(cls, said: Any) -> Any:
+        if not isinstance(said, dict):
+            return said
+        for name in OTHER_FORMS:
             if said.get(name):
                 raise ValueError(f"{name}: say {cls.form}, with a JSON schema")
+        for name, reason in UNAVAILABLE.items():
+            value = said.get(name)
+            if value is not None and value is not False and value not in ([], ""):
+                raise ValueError(f"{name}: {reason}")
+        if said.get("add_generation_prompt") is False:
+            raise ValueError("add_generation_prompt: an answer is a message of its own")
+        for name, here in cls.elsewhere.items():
+            if said.get(name) is not None and said.get(here.partition(".")[0]) is None:
+                raise ValueError(f"{name}: say {here}")
         return said
 
 
@@ -171,6 +197,10 @@ class Settings(Choosing):
 
 
 class CompletionRequest(Settings):
+    elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("max_completion_tokens", "max_output_tokens"), "max_tokens"
+    )
+
     prompt: (
         str
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -266,6 +296,12 @@ class Message(Body):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and self.role in ("system", "developer", "user"):
+            raise ValueError(f"content is missing: a text, or a list of parts, where role is {self.role}")
+        return self
+
     @property
     def text(self) -> str:
         if isinstance(self.content, list):
@@ -310,6 +346,8 @@ class AllowedTools(Body):
 
 
 class ChatRequest(Settings):
+    elsewhere: ClassVar[Mapping[str, str]] = {"max_output_tokens": "max_completion_tokens"}
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
@@ -319,6 +357,7 @@ class ChatRequest(Settings):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     reasoning_effort: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     functions: list[Any] | None = None
     modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
@@ -357,7 +396,6 @@ class ChatRequest(Settings):
 
     @property
     def json_schema(self) -> str:
-    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
         if not self.must_call:
             return super().json_schema
         functions = {tool.function.name: tool.function for tool in self.offered_tools}

@@ -3,6 +3,7 @@ ignored, and those that would change the answer and cannot be had are refused.""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -112,6 +113,11 @@ class ResponsesRequest(Choosing):
     """`store` is ignored: nothing is kept."""
 
     form: ClassVar[str] = "text.format"
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
 
     input: Annotated[
         list[KnownItem],

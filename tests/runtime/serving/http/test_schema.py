@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.serving.http.responses.schema import ResponsesRequest
 from fusion.runtime.serving.http.schema import MAX_TOOLS, ChatRequest, CompletionRequest
 from fusion.runtime.serving.requests.json_schema import JSON_OBJECT
 
@@ -271,3 +272,36 @@ def test_no_log_probabilities_may_be_asked_for_by_their_number(said: int | None)
         request = ChatRequest.model_validate({**HI, "logprobs": logprobs, "top_logprobs": said})
         assert not request.top_logprobs
     assert CompletionRequest.model_validate({"prompt": "a", "logprobs": False}).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "why"),
+    [
+        (CompletionRequest, {"allowed_token_ids": [3]}, "allowed_token_ids: say logit_bias"),
+        (CompletionRequest, {"prompt_logprobs": 0}, "prompt_logprobs: log-probabilities are told of answers"),
+        (CompletionRequest, {"max_completion_tokens": 3}, "max_completion_tokens: say max_tokens"),
+        (ChatRequest, {"max_output_tokens": 3}, "max_output_tokens: say max_completion_tokens"),
+        (ChatRequest, {"add_generation_prompt": False}, "add_generation_prompt: an answer is a message"),
+        (ChatRequest, {"web_search_options": {}}, "web_search_options: no tool is run here"),
+        (ResponsesRequest, {"max_tokens": 3}, "max_tokens: say max_output_tokens"),
+        (ResponsesRequest, {"response_format": {"type": "json_object"}}, "response_format: say text.format"),
+    ],
+)
+def test_what_would_be_missed_in_an_answer_is_refused(kind: Any, said: dict[str, Any], why: str) -> None:
+    plain: dict[str, Any] = {"prompt": "a", "input": "a", **HI}
+    plain.pop("prompt" if kind is ResponsesRequest else "input")
+    with pytest.raises(ValidationError, match=why):
+        kind.model_validate({**plain, **said})
+
+
+def test_what_changes_nothing_may_be_said_by_any_name() -> None:
+    said = {"add_generation_prompt": True, "use_beam_search": False, "bad_words": [], "chat_template": None}
+    ChatRequest.model_validate({**HI, **said, "max_output_tokens": 5, "max_completion_tokens": 4})
+
+
+@pytest.mark.parametrize("role", ["user", "system", "developer"])
+def test_a_message_that_says_nothing_is_refused(role: str) -> None:
+    for message in ({"role": role}, {"role": role, "content": None}):
+        with pytest.raises(ValidationError, match="content is missing: a text, or a list of parts"):
+            ChatRequest.model_validate({"messages": [message]})
+    ChatRequest.model_validate({"messages": [{"role": role, "content": ""}]})
