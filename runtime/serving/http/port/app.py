@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -25,6 +26,10 @@ from fusion.runtime.serving.http.responses.schema import ResponsesRequest
 from fusion.runtime.serving.http.schema import ChatRequest, CompletionRequest, EmbeddingRequest
 
 GONE = 499  # nobody reads it
+MAX_PLACE = 100  # characters of where in a field something is wrong
+_TYPE = re.compile(
+    r"str|int|float|bool|[A-Z]\w*|.*[\[(].*"
+)  # one that a value may have, which pydantic names on the way
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "It cannot be answered; `error.param` names the field."},
     401: {"description": "No key, or one that this peer does not know."},
@@ -132,7 +137,7 @@ def _wrong_field(errors: Sequence[Any]) -> ApiError:
     field = str(found["loc"][1]) if len(found["loc"]) > 1 else ""
     message = str(found["msg"]).removeprefix("Value error, ")
     if field:
-        inner = ".".join(map(str, found["loc"][2:])) if found["type"] == "missing" else ""
+        inner = ".".join(str(each) for each in found["loc"][2:] if not _TYPE.fullmatch(str(each)))[:MAX_PLACE]
         return ApiError(400, f"{field}: {inner}{': ' if inner else ''}{message}", param=field)
     if found["type"] == "value_error":  # says itself which field
         return ApiError(400, message, param=message.partition(":")[0])

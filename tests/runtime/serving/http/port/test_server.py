@@ -238,6 +238,24 @@ def test_what_is_wrong_is_told_as_openai_does(tmp_path: Path) -> None:
             "prompt",
             "prompt: this model's tokens are 0 to 127",
         ),
+        (
+            "/v1/chat/completions",
+            {**hi, "messages": [*hi["messages"], {"role": "user", "content": {}}]},
+            *(400, "messages", "messages: 1.content: Input should be a valid"),
+        ),
+        (
+            "/v1/chat/completions",
+            {**hi, "messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            *(400, "messages", "messages: 0.content.0.text: Field required"),
+        ),
+        (
+            "/v1/completions",
+            {**ok, "logit_bias": {"5": 101}},
+            400,
+            "logit_bias",
+            "logit_bias: 5: Input should",
+        ),
+        ("/v1/completions", {**ok, "prompt": 3}, 400, "prompt", "prompt: Input should be a valid string"),
         ("/v1/completions", {**ok, "temperature": 101}, 400, "temperature", "less than"),
         ("/v1/completions", {**ok, "top_p": -1}, 400, "top_p", "greater than"),
         (
@@ -272,7 +290,7 @@ def test_what_is_wrong_is_told_as_openai_does(tmp_path: Path) -> None:
             },
             400,
             "messages",
-            "messages: parts are text here, not 'image_url'",
+            "messages: 0.content.0.type: parts are text here, not 'image_url'",
         ),
         ("/v1/completions", {**ok, "echo": True}, 400, "echo", "not repeated"),
         ("/v1/completions", {**ok, "guided_regex": "a+"}, 400, "guided_regex", "say response_format"),
