@@ -294,10 +294,16 @@ class Message(Body):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: Annotated[
+        str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    ] = None
+    refusal: str | None = None
+    function_call: Any = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
+        if self.function_call:
+            raise ValueError("function_call: say tool_calls")
         if self.content is None and self.role in ("system", "developer", "user"):
             raise ValueError(f"content is missing: a text, or a list of parts, where role is {self.role}")
         return self
@@ -306,7 +312,7 @@ class Message(Body):
     def text(self) -> str:
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
-        return self.content or ""
+        return self.content or self.refusal or ""
 
 
 class Function(Body):

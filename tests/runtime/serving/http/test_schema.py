@@ -305,3 +305,14 @@ def test_a_message_that_says_nothing_is_refused(role: str) -> None:
         with pytest.raises(ValidationError, match="content is missing: a text, or a list of parts"):
             ChatRequest.model_validate({"messages": [message]})
     ChatRequest.model_validate({"messages": [{"role": role, "content": ""}]})
+
+
+def test_what_an_assistant_said_is_told_by_any_of_its_names() -> None:
+    def said(**more: Any) -> Any:
+        [message] = ChatRequest.model_validate({"messages": [{"role": "assistant", **more}]}).messages
+        return message
+
+    assert said(content=None, refusal="No.").text == "No." and said(content="a", refusal=None).text == "a"
+    assert said(reasoning="r").reasoning_content == said(reasoning_content="r").reasoning_content == "r"
+    with pytest.raises(ValidationError, match="function_call: say tool_calls"):
+        said(content=None, function_call={"name": "f", "arguments": "{}"})
