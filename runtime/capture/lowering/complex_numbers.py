@@ -1,7 +1,10 @@
 """Complex numbers in real arithmetic: a value of them is a pair of real values, of one shape.
 
 The op-set has no complex dtype. Models use such numbers to rotate by position (`polar`, a product, `view_as_real`), which is
-four real products; what else they may do with one is to move its elements about.
+four real products, between Fourier transforms, and in state-space models (`exp`, quotients, `1j * x`).
+
+While an operator is said in real ones, a part may be a number of Python's, which takes part in no operator where it is 0 or 1; what comes
+of it has values again (`fusion.runtime.capture.lowering.lower`).
 """
 
 from __future__ import annotations
@@ -13,19 +16,22 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion.dag.ir.graph import Arg, Ref
+from fusion.dag.ir.graph import DType, Ref
 from fusion.dag.ir.opset import OPSET
+from fusion.runtime.capture.lowering.sizes import dtype_name
 from fusion.runtime.job.errors import CaptureError
 
+Part = Ref | float
 Emit = Callable[..., Ref]  # (op, *args) -> its result
 _Known = Callable[[Mapping[str, Any], Emit], "Complex | Ref"]
+INSTEAD = "make it of real numbers, torch.view_as_real(...), and torch.view_as_complex(...) of it in the forward"  # of a parameter or buffer
 _MOVES = ("view", "move")  # families of ops that compute nothing
 
 
 @dataclass(frozen=True)
 class Complex:
-    real: Ref
-    imaginary: Ref
+    real: Any  # Ref, or Part within this module
+    imaginary: Any
 
 
 def is_complex(node: fx.Node) -> bool:
@@ -78,24 +84,60 @@ def _pairs(values: Mapping[str, Any], emit: Emit) -> Ref:
     return emit("aten.stack", (own.real, own.imaginary), -1)
 
 
+def _as_pair(value: Any) -> Complex:
+    return value if isinstance(value, Complex) else Complex(value, 0.0)
+
+
+def _times(emit: Emit, name: str, a: Part, b: Part) -> Part:
+    if not isinstance(a, Ref) and not isinstance(b, Ref):
+        return a * b
+    if not isinstance(a, Ref) or not isinstance(b, Ref):
+        number, value = (b, a) if isinstance(a, Ref) else (a, b)
+        if number in (0, 1):
+            return value if number == 1 else 0.0
+        return emit(name, value, number)  # a number comes last
+    return emit(name, a, b)
+
+
+def _plus(emit: Emit, a: Part, b: Part, sign: float = 1) -> Part:
+    """a + sign * b."""
+    if not isinstance(b, Ref):
+        return emit("aten.add.Tensor", a, sign * b, 1) if isinstance(a, Ref) and b else a if isinstance(a, Ref) else a + sign * b  # fmt: skip
+    if not isinstance(a, Ref):
+        value = b if sign == 1 else _times(emit, "aten.mul.Tensor", b, sign)
+        return _plus(emit, value, a)
+    return emit("aten.add.Tensor", a, b, sign)
+
+
 def _product(name: str) -> _Known:
     """Of numbers, or of matrices, by that operator."""
 
     def product(values: Mapping[str, Any], emit: Emit) -> Complex:
-        def times(a: Arg, b: Arg) -> Ref:
-            return emit(name, *((a, b) if isinstance(a, Ref) else (b, a)))  # a number comes last
+        a, b = (_as_pair(values[p.name]) for p in OPSET[name].parameters)
 
-        a, b = (values[p.name] for p in OPSET[name].parameters)
-        if not isinstance(b, Complex):
-            return Complex(times(a.real, b), times(a.imaginary, b))
-        if not isinstance(a, Complex):
-            return Complex(times(a, b.real), times(a, b.imaginary))
+        def times(x: Part, y: Part) -> Part:
+            return _times(emit, name, x, y)
+
         return Complex(
-            emit("aten.sub.Tensor", times(a.real, b.real), times(a.imaginary, b.imaginary), 1),
-            emit("aten.add.Tensor", times(a.real, b.imaginary), times(a.imaginary, b.real), 1),
+            _plus(emit, times(a.real, b.real), times(a.imaginary, b.imaginary), -1),
+            _plus(emit, times(a.real, b.imaginary), times(a.imaginary, b.real)),
         )
 
     return product
+
+
+def _sum(sign: float, *, reverse: bool = False) -> _Known:
+    """self + alpha * other, either of which may be real; the difference for a `sign` of -1."""
+
+    def total(values: Mapping[str, Any], emit: Emit) -> Complex:
+        a, b = _as_pair(values["self"]), _as_pair(values["other"])
+        first, second = (b, a) if reverse else (a, b)
+        by = sign * values["alpha"]
+        return Complex(
+            _plus(emit, first.real, second.real, by), _plus(emit, first.imaginary, second.imaginary, by)
+        )
+
+    return total
 
 
 def _by_parts(name: str, *plain: str) -> _Known:
@@ -120,10 +162,55 @@ def _by_parts(name: str, *plain: str) -> _Known:
 
 
 def _quotient(values: Mapping[str, Any], emit: Emit) -> Complex:
-    a, b = values["self"], values["other"]
-    if isinstance(b, Complex):
-        raise CaptureError("the op-set has no complex numbers, by which the model divides")
-    return Complex(emit("aten.div.Tensor", a.real, b), emit("aten.div.Tensor", a.imaginary, b))
+    a, b = _as_pair(values["self"]), _as_pair(values["other"])
+
+    def over(x: Part, y: Part) -> Part:
+        return emit("aten.div.Tensor", x, y) if isinstance(x, Ref) else x and _times(emit, "aten.mul.Tensor", emit("aten.reciprocal", y), x)  # fmt: skip
+
+    if b.imaginary == 0.0:
+        return Complex(over(a.real, b.real), over(a.imaginary, b.real))
+    if not isinstance(b.real, Ref):
+        inverse = 1 / complex(b.real, b.imaginary)
+        return _multiplied({"self": a, "other": Complex(inverse.real, inverse.imag)}, emit)  # type: ignore[return-value]
+    # By the larger part first, whose square may have no place among the numbers.
+    size = emit("aten.detach", emit("aten.maximum", emit("aten.abs", b.real), emit("aten.abs", b.imaginary)))
+    real, imaginary = (emit("aten.div.Tensor", part, size) for part in (b.real, b.imaginary))
+    square = emit("aten.add.Tensor", emit("aten.mul.Tensor", real, real), emit("aten.mul.Tensor", imaginary, imaginary), 1)  # fmt: skip
+    made: Any = _multiplied({"self": a, "other": Complex(real, emit("aten.neg", imaginary))}, emit)
+    by = emit("aten.mul.Tensor", square, size)
+    return Complex(over(made.real, by), over(made.imaginary, by))
+
+
+def _reciprocal(values: Mapping[str, Any], emit: Emit) -> Complex:
+    return _quotient({"self": 1.0, "other": values["self"]}, emit)
+
+
+def _exponential(values: Mapping[str, Any], emit: Emit) -> Complex:
+    own = values["self"]
+    return _polar({"abs": emit("aten.exp", own.real), "angle": own.imaginary}, emit)
+
+
+def _filled(values: Mapping[str, Any], _: Emit) -> Complex:
+    return _as_pair(values.get("fill_value", values.get("value", 0.0)))
+
+
+def _masked(values: Mapping[str, Any], emit: Emit) -> Complex:
+    own, mask, value = values["self"], values["mask"], _as_pair(values["value"])
+    parts = ((own.real, value.real), (own.imaginary, value.imaginary))
+    return Complex(*(emit("aten.masked_fill.Scalar", part, mask, number) for part, number in parts))
+
+
+def _cast(values: Mapping[str, Any], emit: Emit) -> Complex | Ref:
+    """To real numbers, as torch has it, the imaginary part is lost."""
+    own, dtype = _as_pair(values["self"]), values["dtype"]
+    if not isinstance(dtype, torch.dtype):
+        return emit("aten.to.dtype", own.real, dtype)
+    part = DType(dtype_name(dtype.to_real()))
+    real, imaginary = (
+        emit("aten.to.dtype", each, part) if isinstance(each, Ref) else each
+        for each in (own.real, own.imaginary)
+    )
+    return Complex(real, imaginary)
 
 
 def _length(values: Mapping[str, Any], emit: Emit) -> Ref:
@@ -145,17 +232,26 @@ def _conjugate(values: Mapping[str, Any], emit: Emit) -> Complex:
     return Complex(own.real, emit("aten.neg", own.imaginary))
 
 
+_multiplied = _product("aten.mul.Tensor")
 _KNOWN: Mapping[str, _Known] = {
     "aten.polar": _polar,
     "aten.complex": lambda values, _: Complex(values["real"], values["imag"]),
     "aten.view_as_complex": _of_pairs,
     "aten.view_as_real": _pairs,
-    **dict.fromkeys(("aten.mul.Tensor", "aten.mul.Scalar"), _product("aten.mul.Tensor")),
+    **dict.fromkeys(("aten.mul.Tensor", "aten.mul.Scalar"), _multiplied),
     **{name: _product(name) for name in ("aten.matmul", "aten.mm", "aten.bmm")},
     **{name: _by_parts(name) for name in (
-        "aten.add.Tensor", "aten.sub.Tensor", "aten.neg", "aten.sum", "aten.sum.dim_IntList", "aten.mean", "aten.mean.dim",
-        "aten.cat", "aten.stack",
+        "aten.neg", "aten.sum", "aten.sum.dim_IntList", "aten.mean", "aten.mean.dim",
+        "aten.cat", "aten.stack", "aten.copy", "aten.slice_scatter", "aten.select_scatter", "aten.cumsum",
     )},
+    **dict.fromkeys(("aten.add.Tensor", "aten.add.Scalar"), _sum(1)),
+    **dict.fromkeys(("aten.sub.Tensor", "aten.sub.Scalar"), _sum(-1)),
+    **dict.fromkeys(("aten.rsub.Tensor", "aten.rsub.Scalar"), _sum(-1, reverse=True)),
+    **dict.fromkeys(("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten.full", "aten.fill.Tensor", "aten.fill.Scalar"), _filled),
+    "aten.masked_fill.Scalar": _masked,
+    "aten.to.dtype": _cast,
+    "aten.exp": _exponential,
+    "aten.reciprocal": _reciprocal,
     "aten.where.self": _by_parts("aten.where.self", "condition"),
     "aten.div.Tensor": _quotient,
     "aten.abs": _length,

@@ -7,7 +7,7 @@ on fresh values, and training dropout (an operator of ours draws the mask).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from fusion.dag.ir.opset import OPSET, infer
 from fusion.dag.ir.opset_spec import Parameter
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture.exporting.model_code import line_of_node
+from fusion.runtime.capture.lowering import complex_numbers
 from fusion.runtime.capture.lowering.aten_names import (
     BROADCAST,
     DROPOUT_APART,
@@ -126,7 +127,10 @@ class _Lowering:
     ) -> None:
         target = str(spec.target)
         if target in constants:
-            self.env[node] = self.constant(node.name, constants[target])
+            value = constants[target]
+            parts = (value.real, value.imag) if value.is_complex() else (value,)
+            made, *other = (self.constant(node.name, part) for part in parts)
+            self.env[node] = Complex(made, *other) if other else made
             return
         if target not in self.names:
             raise CaptureError(f"the model reads {target}, which is neither a parameter nor a buffer")
@@ -135,7 +139,8 @@ class _Lowering:
         try:
             type_ = self.sizes.type_of(node.meta["val"])
         except CaptureError as error:
-            raise CaptureError(f"{'parameter' if parameter else 'buffer'} {name}: {error}") from None
+            instead = f": {complex_numbers.INSTEAD}" if node.meta["val"].is_complex() else ""
+            raise CaptureError(f"{'parameter' if parameter else 'buffer'} {name}: {error}{instead}") from None
         if name not in variables:
             trainable = parameter and bool(exported.state_dict[target].requires_grad)
             own = {t.removeprefix("module.") for t, n in self.names.items() if n == name}
@@ -247,10 +252,10 @@ class _Lowering:
         """A region run without gradients, or with autocast off: its nodes join ours."""
         args = cast(tuple[Any, ...], node.args)
         at = next(i for i, a in enumerate(args) if isinstance(a, fx.Node) and a.op == "get_attr")
-        if name == "wrap_with_autocast" and args[2]:
-            raise CaptureError("the model switches autocast on inside its forward")
         inner = module.get_submodule(str(args[at].target))
         assert isinstance(inner, fx.GraphModule)
+        if name == "wrap_with_autocast" and args[2]:
+            raise CaptureError("the model switches autocast on inside its forward")
         placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
         for placeholder, arg in zip(placeholders, args[at + 1 :], strict=True):
             if isinstance(arg, fx.Node) and arg in self.env:
@@ -289,6 +294,8 @@ class _Lowering:
         if in_place:
             if self.counts_batches(node, first):
                 return
+            if is_complex(node):  # what shares memory with them is not followed
+                raise CaptureError(f"the model writes in place, with {name}, to complex numbers")
             self.require_unshared(name, first)
             name = out_of_place(name)
             values[OPSET[name].parameters[0].name] = values["self"]  # as every operator in place calls it
@@ -327,6 +334,10 @@ class _Lowering:
         def known(value: Any) -> Any:
             if isinstance(value, list | tuple):
                 return tuple(map(known, value))
+            if isinstance(value, complex):
+                return Complex(value.real, value.imag)
+            if isinstance(value, torch.dtype) and value.is_complex:
+                return value
             pair = self.env.get(value) if isinstance(value, fx.Node) else None
             return pair if isinstance(pair, Complex) else self.convert(name, value)
 
@@ -334,7 +345,19 @@ class _Lowering:
             return self.emit(node.name, op, args, infer(op, args, self.types))[0]
 
         of = {p.name for p in OPSET[name].parameters} if name in OPSET else set(values)
-        return in_real_numbers(name, {n: known(v) for n, v in values.items() if n in of}, emit)
+        made = in_real_numbers(name, {n: known(v) for n, v in values.items() if n in of}, emit)
+        return self.whole(made, node.meta["val"], emit) if isinstance(made, Complex) else made
+
+    def whole(self, made: Complex, like: torch.Tensor, emit: Callable[..., Ref]) -> Complex:
+        """Both parts as values of the shape of all: one may be a number, or smaller than the other."""
+        shape, dtype = tuple(map(self.sizes.dim, like.shape)), DType(dtype_name(like.dtype.to_real()))
+
+        def filled(part: Ref | float) -> Ref:
+            if not isinstance(part, Ref):
+                return emit("aten.full", shape, float(part), dtype)
+            return part if self.types[part].shape == shape else emit("aten.expand", part, shape)
+
+        return Complex(filled(made.real), filled(made.imaginary))
 
     def counts_batches(self, node: fx.Node, target: fx.Node) -> bool:
         """How many batches a normalisation has seen: that write is dropped."""

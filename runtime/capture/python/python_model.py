@@ -14,6 +14,7 @@ from fusion.dag.cutting.costs import differentiable
 from fusion.dag.ir.dims import Poly
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph
 from fusion.runtime.capture.capture import capture_module, variables_from_module
+from fusion.runtime.capture.lowering import complex_numbers
 from fusion.runtime.capture.python.python_file import PythonFile
 from fusion.runtime.capture.sources import Read
 from fusion.runtime.job.errors import JobError
@@ -119,7 +120,10 @@ def _check_tensors(module: nn.Module, where: str) -> None:
             raise JobError(f'{where}: {kind} {name} has no values: it is on device "meta"')
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPE_BYTES:
-            raise JobError(f"{where}: {kind} {name} is of dtype {dtype}; a job has {', '.join(DTYPE_BYTES)}")
+            instead = f": {complex_numbers.INSTEAD}" if tensor.is_complex() else ""
+            raise JobError(
+                f"{where}: {kind} {name} is of dtype {dtype}; a job has {', '.join(DTYPE_BYTES)}{instead}"
+            )
 
 
 def _wanted(

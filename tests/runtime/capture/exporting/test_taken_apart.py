@@ -107,11 +107,38 @@ def spectrogram(x: Tensor) -> Tensor:
     return z.abs().square().sum((1, 2)) + plain.sin().sum() + z.angle().cos().sum()
 
 
+def rotated(x: Tensor) -> Tensor:
+    """By complex numbers that the code makes of real ones, by a constant, and on both sides of each operator."""
+    z = x + 1j * x.flip(1)[:1] + (2 - 0.5j)
+    power = torch.exp(-0.1 * x.square() + 1j * torch.arange(6)[:, None, None])
+    made = (
+        (z * power - 1) / (1j - z)
+        + (3 - z) / (2 + 1j)
+        + 1 / (z + 4)
+        + x / (1 + 1j * x)
+        - power.cumsum(1) * 1j
+    )
+    return parts(made).sum(0) + z.to(torch.cfloat).real + x.to(torch.cfloat).imag
+
+
+def filled(x: Tensor) -> Tensor:
+    z, spectrum = torch.zeros(x.shape[0], 2, 4, dtype=torch.cfloat), torch.fft.rfft(x)
+    z[:, 0, :3] = spectrum[:, 1:] * spectrum[:, :1]
+    z[:, 1, 1:] += spectrum[:, :3]
+    later = spectrum.clone()
+    later[:, 1] *= 2
+    later[:, 2:] = 0
+    z[:, 1] -= later * torch.tensor([1j, 2.0, 1.0, 1 + 1j])
+    return parts(z.masked_fill(torch.arange(4) == 2, 0.5)).flatten(1)
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "fft": transformed,
     "of real numbers": halved,
     "over two dimensions": over_both,
     "spectrogram": spectrogram,
+    "complex constants": rotated,
+    "complex numbers written": filled,
     "complex matrices": lambda x: parts(torch.einsum("bi,bj->ij", torch.fft.rfft(x), torch.fft.rfft(x.flip(1)))) + parts(torch.fft.rfft(x) @ torch.complex(torch.ones(4, 3), x[0, :3].expand(4, 3))).sum(),
     "complex numbers joined": lambda x: (torch.cat([torch.fft.rfft(x), torch.fft.rfft(x.flip(1)) / 2], 1) - torch.stack([torch.fft.fft(x), -torch.fft.fft(x)])[1].sum(1, True)).abs().sum()
     + torch.where(x[:, :1] > 0, torch.fft.fft(x), torch.fft.fft(2 * x)).imag.mean(),

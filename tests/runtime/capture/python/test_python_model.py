@@ -170,7 +170,7 @@ def test_forward_gets_arrays_that_it_takes_by_name_alone(tmp_path: Path) -> None
         ("self.head = nn.Linear(width, 2)", "self.head = nn.Linear(width, 2, device='meta')",
          'model.py: parameter head.weight has no values: it is on device "meta"'),
         ("self.head = nn.Linear(width, 2)", "self.head = nn.Linear(width, 2)\n        self.register_buffer('z', torch.ones(2, dtype=torch.complex64))",
-         "model.py: buffer z is of dtype complex64; a job has "),
+         "int8, uint8, bool: make it of real numbers, torch.view_as_real(...)"),
         ("return Net(width)", "return Net(width).requires_grad_(False)", "model.py: no parameter is trainable"),
     ],
 )  # fmt: skip
