@@ -11,6 +11,8 @@ torch_calls    what torch's own functions do otherwise meanwhile
 taken_apart    operators that torch takes apart otherwise than the op-set can say
 ordered        of these: medians, the largest so far
 scattered      of these: reductions at places that an index names
+matrices       of these: determinants, inverses, solutions, Cholesky factors
+special        of these: the gamma function's logarithm and its derivative
 recurrences    linear attention and state spaces as one operator
 
 It knows nothing of graphs.

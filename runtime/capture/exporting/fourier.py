@@ -130,6 +130,45 @@ def stft(plain: _Plain) -> _Plain:
     return run
 
 
+def istft(plain: _Plain) -> _Plain:
+    """Of a number of frames that is known."""
+
+    def run(
+        input: Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None, window: Tensor | None = None,
+        center: bool = True, normalized: bool = False, onesided: bool | None = None, length: int | None = None,
+        return_complex: bool = False,
+    ) -> Tensor:  # fmt: skip
+        hop, own_length, count = hop_length or n_fft // 4, win_length or n_fft, input.shape[-1]
+        if onesided is False or return_complex or not isinstance(count, int):
+            return plain(  # type: ignore[no-any-return]
+                input, n_fft, hop_length, win_length, window, center, normalized, onesided, length, return_complex
+            )  # fmt: skip
+        own, before = torch.ones(own_length) if window is None else window, (n_fft - own_length) // 2
+        own = functional.pad(own, (before, n_fft - own_length - before))
+        lead = input if input.dim() == 3 else input.unsqueeze(0)  # (batch, frequencies, frames)
+        frames = torch.fft.irfft(lead.transpose(-1, -2), n_fft, norm="ortho" if normalized else None) * own
+        start = n_fft // 2 if center else 0
+        whole = n_fft + hop * (count - 1)
+        end = whole - start if length is None else min(start + length, whole)
+        made, weight = (
+            _overlapped(each, whole, hop)[:, start:end]
+            for each in (frames, (own * own).expand(1, count, n_fft))
+        )
+        made = made / weight
+        if length is not None:
+            made = functional.pad(made, (0, start + length - end))
+        return made if input.dim() == 3 else made.squeeze(0)
+
+    return run
+
+
+def _overlapped(frames: Tensor, size: int, hop: int) -> Tensor:
+    """(batch, frames, length) as one row each, (batch, size): what lies at one place is summed."""
+    length = frames.shape[-1]
+    folded = functional.fold(frames.transpose(-1, -2), (1, size), (1, length), stride=(1, hop))
+    return folded[:, 0, 0]
+
+
 def _known(input: Tensor, size: Any, dim: int) -> bool:
     return isinstance(size, int) and isinstance(input.shape[dim], int) and 0 < size <= _MOST_PLACES
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusion.runtime.capture.exporting import ordered, scattered
+from fusion.runtime.capture.exporting import matrices, ordered, scattered, special
 
 
 def _diagonal(self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
@@ -195,4 +195,25 @@ TAKEN_APART: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.masked_scatter.default: scattered.masked_scatter,
     torch.ops.aten.scatter_reduce.two: scattered.scatter_reduce,
     torch.ops.aten.index_reduce.default: scattered.index_reduce,
+    **dict.fromkeys((torch.ops.aten.lgamma.default, torch.ops.aten.special_gammaln.default), special.lgamma),
+    **dict.fromkeys(
+        (
+            torch.ops.aten.digamma.default,
+            torch.ops.aten.special_digamma.default,
+            torch.ops.aten.special_psi.default,
+        ),
+        special.digamma,
+    ),
+    **dict.fromkeys((torch.ops.aten.linalg_det.default, torch.ops.aten.det.default), matrices.det),
+    **dict.fromkeys(
+        (torch.ops.aten.linalg_slogdet.default, torch.ops.aten.slogdet.default), matrices.slogdet
+    ),
+    torch.ops.aten.logdet.default: matrices.logdet,
+    torch.ops.aten.linalg_solve.default: matrices.solve,
+    **dict.fromkeys((torch.ops.aten.linalg_inv.default, torch.ops.aten.inverse.default), matrices.inv),
+    torch.ops.aten.linalg_cholesky.default: matrices.cholesky,
+    torch.ops.aten.cholesky.default: lambda self, upper=False: matrices.cholesky(self, upper=upper),
+    torch.ops.aten.linalg_solve_triangular.default: matrices.solve_triangular,
+    torch.ops.aten.cholesky_solve.default: matrices.cholesky_solve,
+    torch.ops.aten.cholesky_inverse.default: matrices.cholesky_inverse,
 }

@@ -201,6 +201,7 @@ _ASKING: tuple[_Change, ...] = (
     *((torch.fft, f"rfft{n}", fourier.fftn("rfft", "fft", dims)) for n, dims in (("2", (-2, -1)), ("n", None))),
     *((torch.fft, f"irfft{n}", fourier.fftn("irfft", "ifft", dims, last_first=False)) for n, dims in (("2", (-2, -1)), ("n", None))),
     (torch, "stft", fourier.stft),
+    (torch, "istft", fourier.istft),
     (nn.DataParallel, "forward", lambda _: _as_its_module),
     (torch.Tensor, "unfold", layers.unfold),
 )  # fmt: skip

@@ -132,6 +132,56 @@ def filled(x: Tensor) -> Tensor:
     return parts(z.masked_fill(torch.arange(4) == 2, 0.5)).flatten(1)
 
 
+def resynthesised(x: Tensor) -> Tensor:
+    sound, window = x.repeat(1, 4), torch.hann_window(6) + 0.1
+    z = torch.stft(sound, 8, 2, 6, window, normalized=True, return_complex=True)
+    z = z * torch.arange(1.0, 6.0)[:, None]
+    made = torch.istft(z, 8, 2, 6, window, normalized=True, length=26) + functional.pad(
+        torch.istft(z[0], 8, 2, 6, window), (0, 2)
+    )
+    framed = torch.stft(sound, 8, 4, center=False, return_complex=True)
+    return made + functional.pad(torch.istft(framed, 8, 4, window=torch.ones(8), center=False), (0, 2))
+
+
+def matrices(x: Tensor, n: int = 3) -> Tensor:
+    """Positive definite, of which the pivots are not on the diagonal: (batch, n, n)."""
+    rows = x.repeat(1, n)[:, : n * n].view(-1, n, n) * torch.arange(1.0, n * n + 1).view(n, n).sin()
+    return rows @ rows.mT + torch.eye(n) / 2
+
+
+def determined(x: Tensor) -> Tensor:
+    made = x.sum() * 0
+    for n in (1, 2, 3, 4, 5, 6):
+        a = matrices(x, n).flip(-1)  # no longer symmetric
+        sign, size = torch.linalg.slogdet(a)
+        made = made + torch.linalg.det(a).sum() + (sign * size).sum() + torch.logdet(a @ a).sum()
+    return made + torch.linalg.det(x[:, None, :1] * torch.ones(3, 3)).sum()
+
+
+def solved(x: Tensor) -> Tensor:
+    a, several = matrices(x).flip(-1), x.view(-1, 2, 3).mT
+    made = torch.linalg.inv(a) + torch.inverse(matrices(x[0:1], 3)[0])
+    made = (
+        made
+        + torch.linalg.solve(a, several).sum((1, 2))[:, None, None]
+        + torch.linalg.solve(a, x[:, :3])[:, None]
+    )
+    return made + torch.linalg.solve(a, several.mT, left=False).sum(1)[:, None]
+
+
+def factored(x: Tensor) -> Tensor:
+    a, several = matrices(x), x.view(-1, 2, 3).mT
+    lower, upper = torch.linalg.cholesky(a), torch.linalg.cholesky(a + several @ several.mT, upper=True)
+    made = lower * upper + torch.cholesky_inverse(lower) + torch.linalg.cholesky(a + torch.ones(3, 3).triu(1))
+    one = torch.linalg.solve_triangular(lower, several, upper=False) + torch.linalg.solve_triangular(
+        upper + 1, several, upper=True, unitriangular=True
+    )
+    other = torch.linalg.solve_triangular(upper, several.mT, upper=True, left=False)
+    return (
+        made + (one * other.mT + torch.cholesky_solve(several, upper, upper=True)).sum((1, 2))[:, None, None]
+    )
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "fft": transformed,
     "of real numbers": halved,
@@ -139,6 +189,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "spectrogram": spectrogram,
     "complex constants": rotated,
     "complex numbers written": filled,
+    "sound of a spectrogram": resynthesised,
+    "gamma functions": lambda x: torch.lgamma(x.square() + 0.01) + torch.lgamma(30 * x.abs() + 1) / 30 + torch.digamma(x.square() + 0.3) + torch.special.gammaln(2 + x.square()).cos(),
+    "gamma functions below zero": lambda x: torch.lgamma(x.tanh() / 3 - 1.5) + torch.digamma(x.tanh() / 3 - 2.5) * torch.special.psi(x.tanh() / 3 - 0.5),
+    "determinants": determined,
+    "inverses": solved,
+    "triangular factors": factored,
     "complex matrices": lambda x: parts(torch.einsum("bi,bj->ij", torch.fft.rfft(x), torch.fft.rfft(x.flip(1)))) + parts(torch.fft.rfft(x) @ torch.complex(torch.ones(4, 3), x[0, :3].expand(4, 3))).sum(),
     "complex numbers joined": lambda x: (torch.cat([torch.fft.rfft(x), torch.fft.rfft(x.flip(1)) / 2], 1) - torch.stack([torch.fft.fft(x), -torch.fft.fft(x)])[1].sum(1, True)).abs().sum()
     + torch.where(x[:, :1] > 0, torch.fft.fft(x), torch.fft.fft(2 * x)).imag.mean(),
