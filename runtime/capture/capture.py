@@ -40,7 +40,7 @@ from fusion.runtime.capture.exporting.model_code import (
     taken_from,
 )
 from fusion.runtime.capture.exporting.recurrences import one_operator
-from fusion.runtime.capture.exporting.taken_apart import TAKEN_APART
+from fusion.runtime.capture.exporting.taken_apart import INSTEAD, TAKEN_APART
 from fusion.runtime.capture.exporting.tensors import (
     hollow_copy,
     names_of_loss,
@@ -382,7 +382,8 @@ def _decomposed(exported: ExportedProgram) -> ExportedProgram:
             line = line_of_node(lost)
             known = (called[name, line] for name in taken_from(lost) if (name, line) in called)
             name = next(known, op_name(lost.target))
-            raise CaptureError(f"the op-set has no operator {name}, which the model calls{line}")
+            instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
+            raise CaptureError(f"the op-set has no operator {name}, which the model calls{line}{instead}")
         logger.debug("decomposing %s", sorted(map(op_name, unknown)))
         tried.update(unknown)
         exported = _apart(exported, {target: table[target] for target in unknown})

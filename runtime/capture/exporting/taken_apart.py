@@ -153,6 +153,12 @@ def _xlogy(self: Any, other: Any) -> Tensor:
     return torch.where(zero, torch.zeros_like(made), made)
 
 
+# What to write in the place of some that cannot be.
+INSTEAD: Mapping[str, str] = {
+    "aten.bincount": "write torch.zeros(n).scatter_add(0, x, torch.ones(x.shape))",
+    "aten.embedding_renorm": "leave max_norm out, or scale the rows that are looked up",
+    "aten.embedding_bag.padding_idx": "give bags of one length, (batch, length), and padding_idx where one is shorter",
+}
 TAKEN_APART: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.diagonal.default: _diagonal,
     torch.ops.aten.diagonal_scatter.default: _diagonal_scatter,

@@ -173,6 +173,7 @@ def _as_its_module(parallel: nn.DataParallel[Any], *given: Any, **named: Any) ->
     return parallel.module(*given, **named)
 
 
+_UNPACKED = ": give the layer the padded ones, and look the last state of each up with gather, or mask what is behind it"
 _ASKING: tuple[_Change, ...] = (
     (torch.Tensor, "data", _as_detached),
     (torch.Tensor, "__len__", _counted),
@@ -202,6 +203,7 @@ _ASKING: tuple[_Change, ...] = (
     *((torch.fft, f"irfft{n}", fourier.fftn("irfft", "ifft", dims, last_first=False)) for n, dims in (("2", (-2, -1)), ("n", None))),
     (torch, "stft", fourier.stft),
     (torch, "istft", fourier.istft),
+    (torch._VF, "_pack_padded_sequence", _refused("the model packs sequences", _UNPACKED)),
     (nn.DataParallel, "forward", lambda _: _as_its_module),
     (torch.Tensor, "unfold", layers.unfold),
 )  # fmt: skip

@@ -182,7 +182,8 @@ class _Lowering:
             written = own is not None and isinstance(node, fx.Node) and self.env.get(node) == Ref(own)
             if spec.kind is OutputKind.BUFFER_MUTATION and not counts and not written:
                 raise CaptureError(
-                    f"the model writes to {spec.target} each time it runs, which a stage cannot keep"
+                    f"the model writes to {spec.target} each time it runs, which a stage cannot keep{line_of_node(node)}: "
+                    "leave the write out (statistics are kept by batch normalisations alone)"
                 )
             if spec.kind is OutputKind.USER_OUTPUT:
                 value = self.env.get(node) if isinstance(node, fx.Node) else None
@@ -255,7 +256,9 @@ class _Lowering:
         inner = module.get_submodule(str(args[at].target))
         assert isinstance(inner, fx.GraphModule)
         if name == "wrap_with_autocast" and args[2]:
-            raise CaptureError("the model switches autocast on inside its forward")
+            raise CaptureError(
+                f"the model switches autocast on inside its forward{_first_line(inner)}: leave it out, or cast there with .to(dtype)"
+            )
         placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
         for placeholder, arg in zip(placeholders, args[at + 1 :], strict=True):
             if isinstance(arg, fx.Node) and arg in self.env:
@@ -427,6 +430,11 @@ class _Lowering:
         if op != "aten.detach" and any(ref in self.trained for ref in node.refs()):
             self.trained.update(refs)
         return refs
+
+
+def _first_line(region: fx.GraphModule) -> str:
+    """Of the model's, that the region has an operator of."""
+    return next((line for node in region.graph.nodes if (line := line_of_node(node))), "")
 
 
 def _flat(args: Any) -> list[fx.Node]:

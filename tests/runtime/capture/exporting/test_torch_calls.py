@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from fusion.dag.ir.graph import Graph
@@ -57,7 +58,7 @@ reverse = Reversed.apply  # as torch's documents write it
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda x: Reversed.apply(x), r"Reversed is a torch.autograd.Function with a backward of its own, .*:60: write"),
+        (lambda x: Reversed.apply(x), r"Reversed is a torch.autograd.Function with a backward of its own, .*:61: write"),
         (lambda x: reverse(x), "Reversed is a torch.autograd.Function"),
         (hooked, r"changes a gradient with a hook, .*, at \S*test_torch_calls.py:\d+"),
         (slope, r"takes a gradient while it runs, .*, at \S*test_torch_calls.py:\d+"),
@@ -143,6 +144,29 @@ def test_a_loss_that_cannot_be_captured_is_named_by_its_line() -> None:
     given = {"x": torch.zeros(2, 6), "targets": torch.zeros(2, 2, 2)}
     with pytest.raises(CaptureError, match=r"no operator aten\.linalg_\w+.*, at \S*test_torch_calls\.py:\d+"):
         capture_module(Inner(torch.tanh), given, loss)
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    lengths = torch.ones(x.shape[0], dtype=torch.int64)
+    return pack_padded_sequence(x[:, None], lengths, batch_first=True).data
+
+
+def cast_within(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return x @ torch.ones(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (packed, r"packs sequences, at \S*test_torch_calls\.py:\d+: give the layer the padded ones"),
+        (cast_within, r"autocast on inside its forward, at \S*test_torch_calls\.py:\d+: leave it out"),
+        (lambda x: x * x.argmax(1).bincount().sum(), r"aten\.bincount, .*py:\d+: write torch\.zeros\(n\)\.scatter_add"),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_what_to_write(function: Callable[..., Any], why: str) -> None:
+    with pytest.raises(CaptureError, match=why):
+        capture_module(Inner(function), {"x": torch.zeros(2, 6)}, training=True)
 
 
 def test_what_torch_cannot_take_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
