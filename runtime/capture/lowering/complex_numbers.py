@@ -25,6 +25,12 @@ Part = Ref | float
 Emit = Callable[..., Ref]  # (op, *args) -> its result
 _Known = Callable[[Mapping[str, Any], Emit], "Complex | Ref"]
 INSTEAD = "make it of real numbers, torch.view_as_real(...), and torch.view_as_complex(...) of it in the forward"  # of a parameter or buffer
+VIEWS = (
+    "aten.view_as_complex",
+    "aten.view_as_real",
+    "aten.real",
+    "aten.imag",
+)  # real numbers in the memory of complex ones
 _MOVES = ("view", "move")  # families of ops that compute nothing
 
 

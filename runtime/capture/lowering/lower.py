@@ -305,6 +305,9 @@ class _Lowering:
         name, values = respell(name, node, values)
         if is_complex(node):
             self.env[node] = self.complex(node, name, values)
+            if name in complex_numbers.VIEWS:
+                real = (self.env[each] for each in (node, first))
+                self.viewed.update(each for each in real if isinstance(each, Ref))
             return
         if name not in OPSET:
             raise CaptureError(f"the op-set has no operator {name}")

@@ -182,6 +182,25 @@ def factored(x: Tensor) -> Tensor:
     )
 
 
+def written_as_pairs(x: Tensor) -> Tensor:
+    z = torch.fft.rfft(x)
+    torch.view_as_real(z).mul_(0.5)
+    return parts(z)
+
+
+def written_by_part(x: Tensor) -> Tensor:
+    z = torch.fft.rfft(x)
+    z.real.add_(1)
+    return parts(z)
+
+
+def written_below(x: Tensor) -> Tensor:
+    pairs = x.view(-1, 3, 2) * 2
+    z = torch.view_as_complex(pairs)
+    pairs.mul_(3)
+    return parts(z)
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "fft": transformed,
     "of real numbers": halved,
@@ -189,6 +208,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "spectrogram": spectrogram,
     "complex constants": rotated,
     "complex numbers written": filled,
+    "complex numbers written as pairs": written_as_pairs,
+    "a part of complex numbers written": written_by_part,
+    "what complex numbers are made of written": written_below,
     "sound of a spectrogram": resynthesised,
     "gamma functions": lambda x: torch.lgamma(x.square() + 0.01) + torch.lgamma(30 * x.abs() + 1) / 30 + torch.digamma(x.square() + 0.3) + torch.special.gammaln(2 + x.square()).cos(),
     "gamma functions below zero": lambda x: torch.lgamma(x.tanh() / 3 - 1.5) + torch.digamma(x.tanh() / 3 - 2.5) * torch.special.psi(x.tanh() / 3 - 0.5),
