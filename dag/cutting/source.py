@@ -2,7 +2,7 @@
 runs for each position of its sequence.
 
 A graph with the symbol `source` has them; others are what they ever were. What the first half hands the second are keys and values
-of `fusion.source_attention`, and nothing else.
+of `fusion.source_attention` and `fusion.source_attention_scored`, and nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from fusion.dag.ir.opset import kept
 SOURCE = "source"
 SOURCE_IDS, SOURCE_FEATURES = "source_ids", "source_features"
 SOURCE_INPUTS = frozenset({SOURCE_IDS, SOURCE_FEATURES})
-SOURCE_ATTENTION = "fusion.source_attention"
+SOURCE_ATTENTION, SOURCE_ATTENTION_SCORED = "fusion.source_attention", "fusion.source_attention_scored"
+SOURCE_ATTENTIONS = frozenset({SOURCE_ATTENTION, SOURCE_ATTENTION_SCORED})
 
 _NOTHING, _SOURCE, _SEQUENCE = range(3)  # what a value is made of
 
@@ -66,7 +67,7 @@ def misread(graph: Graph, received: Collection[str] = ()) -> Node | None:
         if kinds.get(node.name) == _SOURCE:
             continue
         read = [ref for ref in node.refs() if kinds.get(ref.name) == _SOURCE]
-        wanted = [*node.args[1:3]] if node.op == SOURCE_ATTENTION else []
+        wanted = [*node.args[1:3]] if node.op in SOURCE_ATTENTIONS else []
         if read != wanted:
             return node
     return None
@@ -76,7 +77,7 @@ def halves(stage: Stage) -> Halves | None:
     """None for a stage of a model that reads no source. GraphError where a value goes from one half to the other by another way
     than attention, or a stage makes a result of the source alone."""
     graph = stage.graph
-    if SOURCE not in graph.symbols and all(node.op != SOURCE_ATTENTION for node in graph.nodes):
+    if SOURCE not in graph.symbols and all(node.op not in SOURCE_ATTENTIONS for node in graph.nodes):
         return None
     received = {edge.name for edge in stage.receives if edge.of_source}
     kinds = _kinds(graph, received)
@@ -86,7 +87,7 @@ def halves(stage: Stage) -> Halves | None:
     if any(kinds.get(ref.name, _NOTHING) == _SOURCE for ref in results):
         raise GraphError("an output of the model is made of the source alone")
     once = [edge for edge in stage.sends if edge.of_source]
-    attending = [node for node in graph.nodes if node.op == SOURCE_ATTENTION and kinds[node.name] != _SOURCE]
+    attending = [node for node in graph.nodes if node.op in SOURCE_ATTENTIONS and kinds[node.name] != _SOURCE]
     handed = [ref for node in attending for ref in node.args[1:3] if isinstance(ref, Ref)]
     stand_ins = {
         node.name: tuple(

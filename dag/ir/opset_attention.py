@@ -97,8 +97,24 @@ def source_attention(call: Call) -> Types:
     return (TensorType((*q.shape[:-1], v.shape[-1]), q.dtype),)
 
 
+def source_attention_scored(call: Call) -> Types:
+    """As `fusion.source_attention`, with the score query . key * scale, then softcap * tanh(score / softcap), computed step by step,
+    each in the dtype of query."""
+    if call["softcap"] is not None and not (isfinite(call["softcap"]) and call["softcap"] > 0):
+        raise call.fail("softcap must be finite and above 0")
+    return source_attention(call)
+
+
 def _source_mixes(_: Call) -> Mixed:
     return {"query": {3}, "key": {2, 3}, "value": {2}}
+
+
+def _source_flops(call: Call, results: Types) -> int:
+    """Those of plain attention, and what the cap takes."""
+    rows = elements(results[0]) // max(1, plain(results[0].shape[-1]))
+    return attention_flops(call, results) + (
+        3 * rows * plain(call["key"].shape[-2]) if call["softcap"] else 0
+    )
 
 
 def _relative_mixes(_: Call) -> Mixed:
@@ -133,4 +149,7 @@ SPECS: list[OpSpec] = [
        mixes=_relative_mixes, flops=_relative_flops, differentiable=False, keeps=("key", "value"), since=2),
     op("fusion.source_attention", "query: tensor, key: tensor, value: tensor, slot: int, scale: float?", source_attention, "attention",
        mixes=_source_mixes, flops=attention_flops, differentiable=False, keeps=("key", "value"), since=2),
+    op("fusion.source_attention_scored",
+       "query: tensor, key: tensor, value: tensor, slot: int, scale: float, softcap: float?", source_attention_scored, "attention",
+       mixes=_source_mixes, flops=_source_flops, differentiable=False, keeps=("key", "value"), since=2),
 ]  # fmt: skip

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fusion.dag.ir.dims import Poly, symbol
+from fusion.dag.cutting.source import SOURCE
+from fusion.dag.ir.dims import Dim, Poly, symbol, symbols_of
 from fusion.dag.ir.graph import Arg, Graph, Node, Ref
 from fusion.dag.ir.opset import spec
 from fusion.dag.rewrites.masks import FAMILIES, HIDDEN, POSITIONS
@@ -41,8 +42,9 @@ class Added:
 
 @dataclass
 class EagerAttention:
-    """The result of the node `end`. Query (..., sequence, width), `across` the keys as (..., width, sequence), value
-    (..., sequence, width'), where ... is (batch, heads) or (batch * heads). Scores are first scaled, then capped."""
+    """The result of the node `end`. Query (..., sequence, width), `across` the keys as (..., width, keys), value
+    (..., keys, width'), where ... is (batch, heads) or (batch * heads), and there are as many keys as positions in the sequence or
+    in the source. Scores are first scaled, then capped."""
 
     end: Node
     query: Ref
@@ -53,6 +55,10 @@ class EagerAttention:
     hides: list[Hides] = field(default_factory=list)
     added: list[Added] = field(default_factory=list)
     sinks: Ref | None = None
+
+    @property
+    def keys_and_values(self) -> tuple[Ref, Ref]:
+        return self.across, self.value
 
 
 def positional_names(graph: Graph) -> frozenset[str]:
@@ -121,9 +127,18 @@ def heads_of(dim: object) -> int | None:
 def _pairs(graph: Graph, ref: Ref) -> bool:
     """Whether the value is a number for each query and key."""
     shape = graph.types[ref].shape
-    if len(shape) == 3:
-        return heads_of(shape[0]) is not None and shape[1:] == (_S, _S)
-    return len(shape) == 4 and shape[0] == _BATCH and isinstance(shape[1], int) and shape[2:] == (_S, _S)
+    if len(shape) not in (3, 4) or shape[-2] != _S or not _counts_keys(shape[-1]):
+        return False
+    return (
+        heads_of(shape[0]) is not None
+        if len(shape) == 3
+        else shape[0] == _BATCH and isinstance(shape[1], int)
+    )
+
+
+def _counts_keys(dim: Dim) -> bool:
+    """Whether the dimension is as long as the sequence, or follows from the length of the source alone."""
+    return dim == _S or symbols_of(dim) == {SOURCE}
 
 
 def _reader(graph: Graph, ref: Ref) -> Node | None:
@@ -141,7 +156,7 @@ def _forwards(graph: Graph, softmax: Node) -> tuple[Node, bool] | None:
     while (node := _reader(graph, at)) is not None:
         if node.op in _PRODUCTS and node.args[0] == at and isinstance(node.args[1], Ref):
             shape, value = graph.types[at].shape, graph.types[node.args[1]].shape
-            fits = _pairs(graph, at) and len(value) == len(shape) and value[-2] == _S
+            fits = _pairs(graph, at) and len(value) == len(shape) and value[-2] == shape[-1]
             return (node, dropped) if fits else None
         if node.op == "aten.slice.Tensor" and not dropped:
             rank = len(graph.types[at].shape)

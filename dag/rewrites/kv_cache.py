@@ -11,7 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from fusion.dag.cutting.references import needed
-from fusion.dag.cutting.source import SOURCE, SOURCE_ATTENTION, misread, source_values
+from fusion.dag.cutting.source import (
+    SOURCE,
+    SOURCE_ATTENTION,
+    SOURCE_ATTENTION_SCORED,
+    misread,
+    source_values,
+)
 from fusion.dag.ir.dims import Dim, symbol
 from fusion.dag.ir.errors import GraphError, UnsupportedModel
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType
@@ -50,7 +56,8 @@ def cache_attention(
     `evaluate` runs the small sub-graphs that make masks (see `masks.Evaluate`). Slots number the caches 0, 1, ... in
     the order of the nodes; keys and values that were repeated for grouped queries are cached before that. A window
     that `maximum_sequence` positions never fill is left out. Of an encoder-decoder, attention to what the encoder gives becomes
-    `fusion.source_attention`, and the encoder stays as it is; `maximum_source`: of the source's positions.
+    `fusion.source_attention`, or `fusion.source_attention_scored` where it is eager, and the encoder stays as it is;
+    `maximum_source`: of the source's positions.
     UnsupportedModel, in one line, for any other model.
     """
     graph = given_positions(clean(graph), evaluate)
@@ -87,7 +94,7 @@ class _Caching:
         self.windows: dict[Hides, int | None] = {}
         self.biases: dict[Ref, Bias] = {}
         self.relatives: dict[Ref, RelativeBias | None] = {}
-        self.shown: dict[Ref, bool] = {}
+        self.shown: dict[Hides, bool] = {}
 
     def run(self) -> Graph:
         graph = self.graph
@@ -104,6 +111,8 @@ class _Caching:
                     self.across(node)
                 elif node.op == FUSED:
                     self.fused(node)
+                elif node.name in written and set(written[node.name].keys_and_values) <= self.of_source:
+                    self.written_across(written[node.name])
                 elif node.name in written:
                     self.written(written[node.name])
                 else:
@@ -121,12 +130,27 @@ class _Caching:
         if dropout != 0 or is_causal is True:
             raise _refusal(node, "sees a part of the source")
         if isinstance(mask, Ref):
-            if mask not in self.shown:
-                most = {SEQUENCE: self.longest or 1 << 30, SOURCE: self.longest_source or 1 << 30}
-                self.shown[mask] = shows_all(self.graph, mask, self.evaluate, most)
-            if not self.shown[mask]:
-                raise _refusal(node, "hides a part of the source, or adds to its scores")
+            self.require_shown(node, Hides(mask))
         self.attention(node, SOURCE_ATTENTION, query, key, value, self.slot(), scale)
+
+    def written_across(self, found: EagerAttention) -> None:
+        """Eager attention of the sequence to the source: to all of it."""
+        if found.sinks is not None:
+            raise _refusal(found.end, "has sinks beside the source")
+        for hides in (*found.hides, *(Hides(added.bias) for added in found.added)):
+            self.require_shown(found.end, hides)
+        query, key, value = self.written_values(found)
+        self.attention(
+            found.end, SOURCE_ATTENTION_SCORED, query, key, value, self.slot(), found.scale, found.softcap
+        )
+
+    def require_shown(self, node: Node, hides: Hides) -> None:
+        """UnsupportedModel for a mask that hides a part of the source, or adds to scores."""
+        if hides not in self.shown:
+            most = {SEQUENCE: self.longest or 1 << 30, SOURCE: self.longest_source or 1 << 30}
+            self.shown[hides] = shows_all(self.graph, hides.mask, self.evaluate, most, hides=hides.inverts)
+        if not self.shown[hides]:
+            raise _refusal(node, "hides a part of the source, or adds to its scores")
 
     def fused(self, node: Node) -> None:
         query, key, value = (a for a in node.args[:3] if isinstance(a, Ref))
@@ -157,18 +181,24 @@ class _Caching:
             seen,
         )
 
-    def written(self, found: EagerAttention) -> None:
-        end, graph = found.end, self.graph
-        turned = maker(graph, found.across)
-        if turned is not None and turned.op == "aten.transpose.int" and _last_two(turned):
-            key = turned.args[0]
-        else:
-            key = self.emit(end, "key_turned", "aten.transpose.int", found.across, -2, -1)
-        query, key, value = (
-            self.apart(end, name, ref)
-            for name, ref in (("query", found.query), ("key", key), ("value", found.value))
-            if isinstance(ref, Ref)
+    def written_values(self, found: EagerAttention) -> tuple[Ref, Ref, Ref]:
+        """Query (batch, heads, sequence, width), key and value (batch, heads, keys, width[']) of eager attention."""
+        end, turned = found.end, maker(self.graph, found.across)
+        key = (
+            turned.args[0]
+            if turned is not None and turned.op == "aten.transpose.int" and _last_two(turned)
+            else self.emit(end, "key_turned", "aten.transpose.int", found.across, -2, -1)
         )
+        assert isinstance(key, Ref)
+        return (
+            self.apart(end, "query", found.query),
+            self.apart(end, "key", key),
+            self.apart(end, "value", found.value),
+        )
+
+    def written(self, found: EagerAttention) -> None:
+        end = found.end
+        query, key, value = self.written_values(found)
         seen = _Seen()
         for hides in found.hides:
             seen.add(self.seen_by(hides))

@@ -80,10 +80,15 @@ def visible_window(
     return large[0] + (beyond.pop() or 0)
 
 
-def shows_all(graph: Graph, mask: Ref, evaluate: Evaluate, longest: Mapping[str, int]) -> bool:
-    """Whether `mask`, of booleans or added to the scores, hides nothing and adds nothing, whatever the sizes, which are at most
-    `longest` by symbol. UnsupportedModel for one that depends on more than positions."""
+def shows_all(
+    graph: Graph, mask: Ref, evaluate: Evaluate, longest: Mapping[str, int], *, hides: bool = False
+) -> bool:
+    """Whether `mask`, of booleans (True: visible, or the other way round where it `hides`) or added to the scores, hides nothing
+    and adds nothing, whatever the sizes, which are at most `longest` by symbol. UnsupportedModel for one that depends on more
+    than positions."""
     part = mask_graph(graph, mask)
+    if hides:
+        part = _negated(part)
     numbers = _numbers(part)
     if any(n > _DIRECT for n in numbers) or any(_scales(part, node) for node in part.nodes):
         return False

@@ -106,8 +106,16 @@ def scored_attention(
 
 
 def all_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    scored: Scored | None = None,
 ) -> torch.Tensor:
-    """Every query to all keys."""
+    """Every query to all keys; step by step, as models write it out, where `scored` is given, which goes with a scale."""
+    if scored is not None:
+        assert scale is not None
+        rows = zip(*(torch.split(each, 1) for each in (query, key, value)), strict=True)
+        return torch.cat([scored_attention(q, k, v, scale, None, None, scored) for q, k, v in rows])
     grouped = query.shape[1] != key.shape[1]
     return functional.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped)

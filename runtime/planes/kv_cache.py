@@ -198,13 +198,15 @@ class SessionCache:
         rows = zip(range(start, end), torch.split(query, 1, 2), strict=True)
         return torch.cat([self._look(row, held, at, at + 1, scale, window, scored) for at, row in rows], 2)
 
-    def attend_source(self, query: torch.Tensor, slot: int, scale: float | None) -> torch.Tensor:
+    def attend_source(
+        self, query: torch.Tensor, slot: int, scale: float | None, scored: Scored | None = None
+    ) -> torch.Tensor:
         """To all of the source, (1, heads, count, width)."""
         if self.source is None or slot not in self.source.kept:
             raise ValueError("the session's source has not been run")
         key, value = self.source.kept[slot]
         rows = torch.split(query, 1, 2) if self._singly else (query,)
-        return torch.cat([all_attention(each, key, value, scale) for each in rows], 2)
+        return torch.cat([all_attention(each, key, value, scale, scored) for each in rows], 2)
 
     def convolve(
         self,

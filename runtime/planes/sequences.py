@@ -50,9 +50,11 @@ class Sequences:
             lambda cache, part: cache.attend(part(query), [*map(part, new)], slot, scale, window, scored)
         )
 
-    def attend_source(self, query: torch.Tensor, slot: int, scale: float | None) -> torch.Tensor:
+    def attend_source(
+        self, query: torch.Tensor, slot: int, scale: float | None, scored: Scored | None = None
+    ) -> torch.Tensor:
         """Each piece to its own sequence's source."""
-        return self._each(lambda cache, part: cache.attend_source(part(query), slot, scale))
+        return self._each(lambda cache, part: cache.attend_source(part(query), slot, scale, scored))
 
     def convolve(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int
@@ -106,7 +108,9 @@ class Attends(Protocol):
         scored: Scored | None = None,
     ) -> torch.Tensor: ...
 
-    def attend_source(self, query: torch.Tensor, slot: int, scale: float | None) -> torch.Tensor: ...
+    def attend_source(
+        self, query: torch.Tensor, slot: int, scale: float | None, scored: Scored | None = None
+    ) -> torch.Tensor: ...
 
     def convolve(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int
@@ -198,3 +202,19 @@ def source_attention(
     if key is None or value is None:
         return state.attend_source(query, slot, scale)
     return all_attention(query, key, value, scale)
+
+
+def source_attention_scored(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    slot: int,
+    scale: float,
+    softcap: float | None,
+    state: Attends,
+) -> torch.Tensor:
+    """`fusion.source_attention_scored`; without `key` and `value`, to those that each session keeps."""
+    scored = Scored(softcap=softcap)
+    if key is None or value is None:
+        return state.attend_source(query, slot, scale, scored)
+    return all_attention(query, key, value, scale, scored)

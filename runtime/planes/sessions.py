@@ -6,7 +6,7 @@ from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 
-from fusion.dag.cutting.source import SOURCE_ATTENTION
+from fusion.dag.cutting.source import SOURCE_ATTENTIONS
 from fusion.dag.ir.graph import Graph
 from fusion.dag.ir.opset import kept
 from fusion.dag.ir.opset_recurrence import state_bytes
@@ -20,7 +20,7 @@ def slot_shapes(graph: Graph) -> dict[int, tuple[KeptShape, ...]]:
     found: dict[int, tuple[KeptShape, ...]] = {}
     for node in graph.nodes:
         cache = kept(node)
-        if cache is None or node.op == SOURCE_ATTENTION:
+        if cache is None or node.op in SOURCE_ATTENTIONS:
             continue
         slot, values = cache
         if slot in found:

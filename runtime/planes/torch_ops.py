@@ -28,6 +28,7 @@ from fusion.runtime.planes.sequences import (
     cached_convolution,
     cached_recurrence,
     source_attention,
+    source_attention_scored,
 )
 
 Args = tuple[Any, ...]  # positional and complete, in the order of the op-set's parameters
@@ -44,6 +45,7 @@ STATEFUL: Mapping[str, Callable[..., torch.Tensor]] = {
     "fusion.cached_convolution": cached_convolution,
     "fusion.cached_recurrence": cached_recurrence,
     "fusion.source_attention": source_attention,
+    "fusion.source_attention_scored": source_attention_scored,
 }
 
 

@@ -57,6 +57,7 @@ TIED: Mapping[str, Mapping[str, Any]] = {
         "keep_window_size": 2048
     },  # beyond it attention is sparse, and no text of this many positions gets there
     "ministral": {"head_dim": 16},
+    "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},  # else two layers have no experts
     "nemotron": {"num_key_value_heads": 2},
     "reformer": {
         "axial_pos_embds_dim": [32, 32],

@@ -19,7 +19,7 @@ START, END = 3, 2
 
 
 def build(family: str, **more: Any) -> Any:
-    """A module of "bart", "m2m_100", "t5" or "whisper", with its positions of at most POSITIONS, and FRAMES of features."""
+    """A module of "bart", "m2m_100", "mvp", "t5" or "whisper", with its positions of at most POSITIONS, and FRAMES of features."""
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": END, "decoder_start_token_id": START}
     common = {"vocab_size": VOCABULARY, "d_model": 32, "tie_word_embeddings": False} | tokens | more
     layers = {f"{half}_{part}": n for half in ("encoder", "decoder") for part, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))}  # fmt: skip
@@ -35,6 +35,11 @@ def build(family: str, **more: Any) -> Any:
             max_position_embeddings=POSITIONS, forced_eos_token_id=None, **layers, **common
         )
         model = transformers.BartForConditionalGeneration(config)
+    elif family == "mvp":  # which writes its attention out
+        config = transformers.MvpConfig(
+            max_position_embeddings=POSITIONS, forced_eos_token_id=None, **layers, **common
+        )
+        model = transformers.MvpForConditionalGeneration(config)
     elif family == "m2m_100":
         config = transformers.M2M100Config(max_position_embeddings=POSITIONS, **layers, **common)
         model = transformers.M2M100ForConditionalGeneration(config)
@@ -49,7 +54,7 @@ def build(family: str, **more: Any) -> Any:
         if family == "t5":  # tied: where what a token brings outweighs the rest, it is said again and again
             model.shared.weight.mul_(0.1)
             model.shared.weight[END] = 0.0  # and nothing ends early
-    if family in ("bart", "m2m_100"):  # one that is tied says the same token again and again
+    if family in ("bart", "m2m_100", "mvp"):  # one that is tied says the same token again and again
         drawn = torch.randn(config.vocab_size, config.d_model, generator=torch.Generator().manual_seed(0))
         model.lm_head.weight = torch.nn.Parameter(drawn)
     model.generation_config = transformers.GenerationConfig(

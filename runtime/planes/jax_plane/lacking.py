@@ -10,6 +10,7 @@ LACKING = frozenset({
     "fusion.linear_int8", "fusion.linear_int4", "fusion.embedding_int8", "fusion.embedding_int4",
     "fusion.expert_linear_int8", "fusion.expert_linear_int4",
     # What a session keeps beside keys and values: of a source, of a convolution, of a recurrence.
-    "fusion.source_attention", "fusion.cached_attention_relative", "fusion.cached_convolution", "fusion.cached_recurrence",
+    "fusion.source_attention", "fusion.source_attention_scored", "fusion.cached_attention_relative",
+    "fusion.cached_convolution", "fusion.cached_recurrence",
 })  # fmt: skip
 assert OPSET.keys() >= LACKING

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusion.dag.ir.dims import Poly, bind, symbol
+from fusion.dag.ir.dims import Poly, bind, symbol, symbols_of
 from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer
 from fusion.dag.ir.serialise import validate
@@ -30,7 +30,9 @@ class Builder:
         return Ref(name)
 
     def graph(self, *outputs):
-        graph = Graph(self.inputs, self.variables, tuple(self.nodes), outputs)
+        own = {s for given in self.inputs for dim in given.type.shape for s in symbols_of(dim)}
+        symbols = ("batch", "sequence", *sorted(own - {"batch", "sequence"}))
+        graph = Graph(self.inputs, self.variables, tuple(self.nodes), outputs, symbols)
         validate(graph)
         return graph
 
@@ -158,6 +160,7 @@ OPS = {
     "aten.gt.Scalar": lambda a, b: a > b,
     "aten.gt.Tensor": lambda a, b: a > b,
     "aten.ge.Tensor": lambda a, b: a >= b,
+    "aten.ge.Scalar": lambda a, b: a >= b,
     "aten.eq.Tensor": lambda a, b: a == b,
     "aten.__and__.Tensor": lambda a, b: a & b,
     "aten.__or__.Tensor": lambda a, b: a | b,
@@ -202,6 +205,9 @@ def run(graph, values, sizes, cache=None):
             bias = 0 if slopes is None else np.array(slopes)[:, None, None] * distance
             bias = bias + (np.swapaxes(biases[0], 2, 3) if biases else 0)
             out = attend(q, k, v, causal(q.shape[2], k.shape[2], window), scale, bias, cap, sinks)
+        elif node.op == "fusion.source_attention_scored":
+            q, k, v, _, scale, cap = args
+            out = attend(q, k, v, True, scale, cap=cap)
         elif node.op == "fusion.cached_convolution":
             new, kernel, bias, slot = args
             cache[slot] = [np.concatenate([*cache.get(slot, [new[:, :, :0]]), new], 2)]
