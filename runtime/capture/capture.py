@@ -207,12 +207,15 @@ class _EncoderDecoder(nn.Module):
         code = inspect.unwrap(type(module).forward).__code__
         named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         self.positions = "decoder_position_ids" in named
+        self.mask = "decoder_attention_mask" in named
 
     def forward(self, *values: torch.Tensor) -> torch.Tensor:
         source, ids, positions = values
         given = {self.source.replace("source", "input"): source, "decoder_input_ids": ids}
         if self.positions:
             given["decoder_position_ids"] = positions
+        if self.mask:  # `generate()` hides no token of an answer; without a mask and a cache some models hide the padding token
+            given["decoder_attention_mask"] = torch.ones_like(ids)
         logits: torch.Tensor = self.module(**given, use_cache=False).logits
         return logits
 

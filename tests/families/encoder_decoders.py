@@ -94,7 +94,12 @@ def _drawn(model: Any, length: int, seed: int) -> tuple[str, torch.Tensor]:
 def _wanted(model: Any, name: str, given: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Logits (length, vocabulary) over the whole of `tokens` (1, length) at once."""
     with torch.inference_mode():
-        found: torch.Tensor = model(**{name: given}, decoder_input_ids=tokens, use_cache=False).logits
+        found: torch.Tensor = model(
+            **{name: given},
+            decoder_input_ids=tokens,
+            decoder_attention_mask=torch.ones_like(tokens),
+            use_cache=False,
+        ).logits
     return found[0]
 
 

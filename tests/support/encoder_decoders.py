@@ -19,7 +19,8 @@ START, END = 3, 2
 
 
 def build(family: str, **more: Any) -> Any:
-    """A module of "bart", "m2m_100", "mvp", "t5" or "whisper", with its positions of at most POSITIONS, and FRAMES of features."""
+    """A module of "bart", "m2m_100", "mvp", "t5", "t5gemma" or "whisper", with its positions of at most POSITIONS, and FRAMES of
+    features."""
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": END, "decoder_start_token_id": START}
     common = {"vocab_size": VOCABULARY, "d_model": 32, "tie_word_embeddings": False} | tokens | more
     layers = {f"{half}_{part}": n for half in ("encoder", "decoder") for part, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))}  # fmt: skip
@@ -40,6 +41,17 @@ def build(family: str, **more: Any) -> Any:
             max_position_embeddings=POSITIONS, forced_eos_token_id=None, **layers, **common
         )
         model = transformers.MvpForConditionalGeneration(config)
+    elif family == "t5gemma":  # which caps its scores, and hides padding where it is given no mask
+        half = {
+            "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16, "attn_logit_softcapping": 5.0,
+            "max_position_embeddings": POSITIONS,
+        } | tokens  # fmt: skip
+        del half["decoder_start_token_id"]
+        config = transformers.T5GemmaConfig(
+            encoder=half, decoder=half, vocab_size=VOCABULARY, tie_word_embeddings=False, **tokens, **more
+        )
+        model = transformers.T5GemmaForConditionalGeneration(config)
     elif family == "m2m_100":
         config = transformers.M2M100Config(max_position_embeddings=POSITIONS, **layers, **common)
         model = transformers.M2M100ForConditionalGeneration(config)
@@ -105,5 +117,11 @@ def logits(model: Any, given: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     """(positions, vocabulary) over the whole sequence at once."""
     name = "input_features" if given.is_floating_point() else "input_ids"
     with torch.inference_mode():
-        found: torch.Tensor = model(**{name: given}, decoder_input_ids=torch.tensor([tokens], device=given.device), use_cache=False).logits[0]  # fmt: skip
+        ids = torch.tensor([tokens], device=given.device)
+        found: torch.Tensor = model(
+            **{name: given},
+            decoder_input_ids=ids,
+            decoder_attention_mask=torch.ones_like(ids),
+            use_cache=False,
+        ).logits[0]
     return found

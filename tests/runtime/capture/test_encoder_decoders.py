@@ -53,7 +53,13 @@ def run(stages: Stages, *pieces: tuple[str, int, list[int]]) -> list[torch.Tenso
 
 @pytest.mark.parametrize(
     "family",
-    ["t5", "m2m_100", "mvp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bart", "whisper"))],
+    [
+        "t5",
+        "m2m_100",
+        "mvp",
+        "t5gemma",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bart", "whisper")),
+    ],
 )
 def test_decoding_is_token_identical_to_generate(family: str) -> None:
     graph, model = made(family)
