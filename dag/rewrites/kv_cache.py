@@ -146,11 +146,15 @@ class _Caching:
 
     def require_shown(self, node: Node, hides: Hides) -> None:
         """UnsupportedModel for a mask that hides a part of the source, or adds to scores."""
+        if not self.shows_all(hides):
+            raise _refusal(node, "hides a part of the source, or adds to its scores")
+
+    def shows_all(self, hides: Hides) -> bool:
+        """Whether the mask hides nothing, and adds nothing to scores."""
         if hides not in self.shown:
             most = {SEQUENCE: self.longest or 1 << 30, SOURCE: self.longest_source or 1 << 30}
             self.shown[hides] = shows_all(self.graph, hides.mask, self.evaluate, most, hides=hides.inverts)
-        if not self.shown[hides]:
-            raise _refusal(node, "hides a part of the source, or adds to its scores")
+        return self.shown[hides]
 
     def fused(self, node: Node) -> None:
         query, key, value = (a for a in node.args[:3] if isinstance(a, Ref))
@@ -201,7 +205,8 @@ class _Caching:
         query, key, value = self.written_values(found)
         seen = _Seen()
         for hides in found.hides:
-            seen.add(self.seen_by(hides))
+            if self.types[hides.mask].shape[-2:-1] == (symbol(SEQUENCE),) or not self.shows_all(hides):
+                seen.add(self.seen_by(hides))
         for added in found.added:
             self.look(end, seen, added)
         if not seen.causal:

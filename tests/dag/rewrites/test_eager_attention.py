@@ -63,6 +63,13 @@ def filled(b, q, k, v):
     return weighted(b, b("aten.maximum", s, b("aten.full", (), LEAST, FLOAT)), v)
 
 
+def padded(b, q, k, v, least=0):
+    """FSMT's: what hides padding, of which there is none, or the keys before `least`."""
+    keys = b("aten.reshape", b("aten.arange", S, None), (1, 1, 1, S))
+    s = masked(b, b("aten.mul.Tensor", scores(b, q, k), 0.3))
+    return weighted(b, b("aten.masked_fill.Scalar", s, b("aten.lt.Scalar", keys, least), LEAST), v)
+
+
 def masked_twice(b, q, k, v):
     s = b("aten.where.ScalarOther", windowed_mask(b, 5), scores(b, q, k), LEAST)
     return weighted(b, masked(b, s), v)
@@ -154,6 +161,7 @@ RECOGNISED = {
     "scaled before": (scaled_before, {"scale": 1.0}),
     "filled": (filled, {"scale": 0.5}),
     "masked twice": (masked_twice, {"window": 5}),
+    "a mask that hides nothing": (padded, {"scale": 0.3, "window": None}),
     "capped": (capped, {"softcap": 2.0, "scale": 0.4, "slopes": None}),
     "capped higher than it is divided": (partial(capped, cap=3.0), {"softcap": 3.0}),
     "a bias by key": (by_key, {"slopes": None}),
@@ -276,6 +284,7 @@ REFUSED = {
     "another factor": (partial(sinks_as_a_factor, times=0.5), "not recognised"),
     "sinks and slopes": (sinks_and_slopes, "has sinks"),
     "no mask": (lambda b, q, k, v: weighted(b, scores(b, q, k), v), "sees later positions"),
+    "a mask of keys": (partial(padded, least=1), "neither causal"),
     "almost causal": (partial(eager, make=almost_causal), "neither causal"),
     "softmax over queries": (other_axis, "not recognised"),
     "scores read twice": (read_twice, "not recognised"),
