@@ -25,12 +25,8 @@ Part = Ref | float
 Emit = Callable[..., Ref]  # (op, *args) -> its result
 _Known = Callable[[Mapping[str, Any], Emit], "Complex | Ref"]
 INSTEAD = "make it of real numbers, torch.view_as_real(...), and torch.view_as_complex(...) of it in the forward"  # of a parameter or buffer
-VIEWS = (
-    "aten.view_as_complex",
-    "aten.view_as_real",
-    "aten.real",
-    "aten.imag",
-)  # real numbers in the memory of complex ones
+# Real numbers in the memory of complex ones.
+VIEWS = ("aten.view_as_complex", "aten.view_as_real", "aten.real", "aten.imag")
 _MOVES = ("view", "move")  # families of ops that compute nothing
 
 
@@ -108,7 +104,9 @@ def _times(emit: Emit, name: str, a: Part, b: Part) -> Part:
 def _plus(emit: Emit, a: Part, b: Part, sign: float = 1) -> Part:
     """a + sign * b."""
     if not isinstance(b, Ref):
-        return emit("aten.add.Tensor", a, sign * b, 1) if isinstance(a, Ref) and b else a if isinstance(a, Ref) else a + sign * b  # fmt: skip
+        if not isinstance(a, Ref):
+            return a + sign * b
+        return emit("aten.add.Tensor", a, sign * b, 1) if b else a
     if not isinstance(a, Ref):
         value = b if sign == 1 else _times(emit, "aten.mul.Tensor", b, sign)
         return _plus(emit, value, a)
@@ -171,7 +169,9 @@ def _quotient(values: Mapping[str, Any], emit: Emit) -> Complex:
     a, b = _as_pair(values["self"]), _as_pair(values["other"])
 
     def over(x: Part, y: Part) -> Part:
-        return emit("aten.div.Tensor", x, y) if isinstance(x, Ref) else x and _times(emit, "aten.mul.Tensor", emit("aten.reciprocal", y), x)  # fmt: skip
+        if isinstance(x, Ref):
+            return emit("aten.div.Tensor", x, y)
+        return _times(emit, "aten.mul.Tensor", emit("aten.reciprocal", y), x) if x else 0.0
 
     if b.imaginary == 0.0:
         return Complex(over(a.real, b.real), over(a.imaginary, b.real))
