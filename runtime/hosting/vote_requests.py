@@ -149,18 +149,13 @@ class VoteRequests:
         return self._voting.vote(*place, holding, successor)
 
     async def _release(self, place: Place, holding: Holding, successor: PeerId) -> bytes:
-        """That we, who held the stage so before we began anew, do not hold it. Only for a holding that has been: of one to come it
-        would cost us the stage as soon as we had it. Nothing is read of a job that we do not know, of which strangers may speak."""
+        """Our release of what we held before we began anew. Nothing is read of a job that we do not know, of which strangers may speak."""
         leases, (job, stage) = self._leases, place
         law = leases.access.law(job)
         if law is None or stage >= law.stages:
             return b""
         await self.read(place)
-        held = leases.tenure(*place)
-        if held is None or leases.seeks(*place):
-            return b""
-        followed = held.claim.peer == successor and held.claim.term >= holding.term
-        return self._voting.vote(*place, holding, successor) if followed or held.holding == holding else b""
+        return leases.resign(job, stage, holding, successor)
 
     async def _is_ready(self, place: Place, successor: PeerId) -> bool:
         """Whether that peer says that it has the stage in memory: a slow owner does not lose it to nobody."""

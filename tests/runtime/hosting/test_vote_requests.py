@@ -82,7 +82,11 @@ def test_who_held_a_stage_and_began_anew_releases_it_and_none_that_it_has_or_may
         for stage in (0, 1):
             assert await holder.claim(JOB, stage, 1.0) is not None
         held = Holding(identity.peer_id, 1)
+        await successor.claims(JOB, 0)
+        clock.advance(CONTEST_SECONDS + 1.0)
+        await holder.beat()
         assert await requests(holder).vote((JOB, 0), held, other.peer_id) == b""
+        assert await successor.claim(JOB, 0, 1.0, over=1) is None
         anew = leases(identity)
         assert await requests(anew).vote((JOB, 0), Holding(identity.peer_id, 2), other.peer_id) == b""
         assert await requests(anew).vote((JOB, 2), held, other.peer_id) == b""  # nobody has held that one
@@ -90,7 +94,7 @@ def test_who_held_a_stage_and_began_anew_releases_it_and_none_that_it_has_or_may
         for place in ((JOB, 3), ("f" * 64, 0)):  # there is no such place, as far as we know: nothing is read
             assert await requests(anew).vote(place, held, other.peer_id) == b"" and not read
         vote = await requests(anew).vote((JOB, 0), held, other.peer_id)
-        await successor.claims(JOB, 0)
+        assert await anew.claim(JOB, 0, 1.0) is None  # or two would follow the same holding
         assert await successor.claim(JOB, 0, 1.0, over=1, proof=(vote,)) is not None
         assert (await anew.owner(JOB, 0)).peer == other.peer_id  # type: ignore[union-attr]
         seeking = leases(identity, confirm_seconds=0.2)
