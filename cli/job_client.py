@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # A lead that vanished is replaced within a lease and an election; its job's record lives a little longer.
 SILENCE_SECONDS = 30.0
 STOP_SECONDS = 10.0
+LEAD_SECONDS = 10.0  # for a job that has no lead to have one
 ANSWER_SECONDS = 3.0  # for a lead that is there to say how its job stands
 QUIET_SECONDS = 30.0  # without news of a job it is looked anew who leads it: a step may take longer, or the lead be frozen
 ASKED_STAGES = 16  # whose owners are asked how a job ended whose lead is gone
@@ -36,6 +37,18 @@ ASKED_STAGES = 16  # whose owners are asked how a job ended whose lead is gone
 async def find_job(context: Context, wanted: str) -> JobRecord:
     """As `find_known`: what to believe of the job."""
     return (await find_known(context, wanted)).record
+
+
+async def find_led(context: Context, wanted: str) -> JobRecord:
+    """As `find_job`, for whoever has something to say to the lead: a job that was just launched, or whose peers have just come back, has
+    none for a moment."""
+    clock = asyncio.get_running_loop().time
+    record, until = await find_job(context, wanted), clock() + LEAD_SECONDS
+    while record.lead is None and record.state not in ENDED and clock() < until:
+        await asyncio.sleep(RETRY_SECONDS)
+        with suppress(ValueError):  # nobody speaks of it now
+            record = await find_job(context, wanted)
+    return record
 
 
 async def find_known(context: Context, wanted: str) -> Known:

@@ -113,7 +113,7 @@ def stop(
 async def _stop(job: str, way: client.Way, now: bool, output: Output) -> None:
     async with client.connect(way) as context:
         author = job_client.trainer_identity(way.home)  # only now: who cannot join leaves nothing
-        record = await job_client.find_job(context, job)
+        record = await job_client.find_led(context, job)
         if record.kind == "train" and not now:
             output.note(f"{record.name} is saved before it stops (--now: it stops at once)")
         end = await job_client.stop(context, record, author, save=not now)

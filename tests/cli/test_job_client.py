@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,56 @@ def test_a_model_in_the_place_of_another_needs_no_name(
     for name in ("n", ""):
         found, _ = asyncio.run(job_client.find_served(context, name, "NAME"))
         assert found == JOBS[1], "the newer one"
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that the client has waited, in no time."""
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    loop = SimpleNamespace(time=lambda: sum(waited))
+    instant = SimpleNamespace(sleep=sleep, get_running_loop=lambda: loop)
+    monkeypatch.setattr(job_client, "asyncio", instant)
+    return waited
+
+
+def led(monkeypatch: pytest.MonkeyPatch, says: Callable[[], Any]) -> Any:
+    """What `find_led` makes of a job that is found so."""
+
+    async def find_job(*_: Any) -> Any:
+        return says()
+
+    monkeypatch.setattr(job_client, "find_job", find_job)
+    context: Any = SimpleNamespace()
+    return asyncio.run(job_client.find_led(context, "n"))
+
+
+def test_who_has_something_to_say_to_the_lead_waits_until_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, waits: list[float]
+) -> None:
+    said: list[Any] = [
+        SimpleNamespace(state="launching", lead=None),
+        None,
+        SimpleNamespace(state="running", lead="l"),
+    ]
+
+    def next_one() -> Any:
+        if (found := said.pop(0)) is None:
+            raise ValueError("nobody speaks of it")
+        return found
+
+    assert led(monkeypatch, next_one).lead == "l" and len(waits) == 2
+
+
+@pytest.mark.parametrize(("state", "longest"), [("launching", job_client.LEAD_SECONDS), ("stopped", 0.0)])
+def test_a_lead_that_never_comes_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, waits: list[float], state: str, longest: float
+) -> None:
+    assert led(monkeypatch, lambda: SimpleNamespace(state=state, lead=None)).lead is None
+    assert longest <= sum(waits) <= longest + job_client.RETRY_SECONDS
 
 
 @pytest.mark.parametrize(
