@@ -57,9 +57,8 @@ class VoteRequests:
 
     async def collect(self, place: Place, holding: Holding, given: Sequence[bytes] = ()) -> tuple[bytes, ...]:
         """What the voters say against the holder of a stage, in our favour, and of `given` one that a voter gave; no more than
-        prove it to all, and what came soon where they do not. The holder is asked as well: a peer that began anew says that it
-        does not hold the stage, which needs nobody else's vote."""
-        voters = [*self._voting.voters(*place, holding.peer), holding.peer]
+        prove it to all, and what came soon where they do not."""
+        voters = self._voting.voters(*place, holding.peer)
         return await self._ask_all(place, holding, voters, self._true(place, holding, given)[:1])
 
     def _true(self, place: Place, holding: Holding, given: Sequence[bytes]) -> list[bytes]:
@@ -118,10 +117,8 @@ class VoteRequests:
 
     async def vote(self, place: Place, holding: Holding, successor: PeerId) -> bytes:
         """Our vote that the holder of the stage is gone and `successor` is to follow, if ours counts and we see that; else
-        nothing. Of a holding of our own it is our release."""
+        nothing."""
         leases = self._leases
-        if holding.peer == leases.peer_id:
-            return await self._release(place, holding, successor)
         if leases.peer_id not in self._voting.voters(*place, holding.peer):
             return b""
         held = leases.tenure(*place)
@@ -147,15 +144,6 @@ class VoteRequests:
         elif held.claim.peer != successor or held.claim.term < holding.term:
             return b""
         return self._voting.vote(*place, holding, successor)
-
-    async def _release(self, place: Place, holding: Holding, successor: PeerId) -> bytes:
-        """Our release of what we held before we began anew. Nothing is read of a job that we do not know, of which strangers may speak."""
-        leases, (job, stage) = self._leases, place
-        law = leases.access.law(job)
-        if law is None or stage >= law.stages:
-            return b""
-        await self.read(place)
-        return leases.resign(job, stage, holding, successor)
 
     async def _is_ready(self, place: Place, successor: PeerId) -> bool:
         """Whether that peer says that it has the stage in memory: a slow owner does not lose it to nobody."""

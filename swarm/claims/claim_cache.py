@@ -155,11 +155,6 @@ class ClaimCache:
             found[before.peer] = before
         return tuple(claim for claim in found.values() if self.refusal(claim) is None)
 
-    def former(self, place: Place) -> ClaimRecord | None:
-        """The claim to own the stage that the directory still has of us from before a restart, as long as we make none."""
-        ours = (claim for claim in self._read.get(place, ()) if claim.peer == self._peer_id)
-        return next((c for c in ours if c.role == "owner" and c.expires_at > self._now()), None)
-
     def credit(self, data: bytes) -> ClaimRecord:
         """Reckon with the sealed claim of an owner until it expires. Raises RecordError for anything else."""
         claim = self._unsealed(data)

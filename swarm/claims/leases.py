@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Self
 from weakref import WeakValueDictionary
 
-from cachetools import FIFOCache
-
 from fusion.swarm.authority.access import Access
 from fusion.swarm.authority.grants import Role
 from fusion.swarm.authority.law import JobLaw
@@ -100,8 +98,6 @@ class Leases:
         self.voting = Voting(peer_id, directory, self._ours, self._cache)
         self._locks: WeakValueDictionary[Place, asyncio.Lock] = WeakValueDictionary()  # of claims under way
         self._proving: dict[Place, float] = {}  # when votes were asked for last
-        # Until when others may follow what we held before we began anew.
-        self._resigned: FIFOCache[Place, float] = FIFOCache(self._config.remembered_places)
         # Since when another has followed us of whom no neighbour is left to tell us.
         self._followed: dict[Place, float] = {}
         self._heartbeat = Heartbeat(
@@ -141,20 +137,6 @@ class Leases:
     def holds(self, job: JobId, stage: int) -> ClaimRecord | None:
         """Our live claim of the stage, or None."""
         return self._ours.owned.get((job, stage))
-
-    def resign(self, job: JobId, stage: int, holding: Holding, successor: PeerId) -> bytes:
-        """Our signed release of a holding from before we began anew, in favour of `successor`. Nothing while we own the stage or try to,
-        nor for a holding to come: it would cost us the stage as soon as we had it. Until the lease of that holding is over we do not
-        claim the stage ourselves, or two would follow it. What the directory has of the stage must have been read."""
-        place, held = (job, stage), self.tenure(job, stage)
-        if place in self._ours.owned or place in self._ours.claiming:
-            return b""
-        former = self._cache.former(place)
-        if former is not None and holding == (former.peer, former.term):
-            self._resigned[place] = former.expires_at
-        elif held is None or held.claim.peer != successor or held.claim.term < holding.term:
-            return b""
-        return self.voting.vote(job, stage, holding, successor)
 
     def know(self, law: JobLaw) -> None:
         """From now on claims of the job count only of those whom its manifest admits, at most at its ceiling of terms, and
@@ -241,7 +223,7 @@ class Leases:
         nothing is read before the claim is published, unless we have seen a higher term. Without `confirm` nothing is
         read afterwards either: for a stage that its owner hands us.
         Returns our claim (`ready` False), at once if we hold the stage already; None where another peer
-        owns it, won, or may follow by our release. Raises RecordError (bad arguments) or TransportError (nobody could be asked).
+        owns it or won. Raises RecordError (bad arguments) or TransportError (nobody could be asked).
         """
         place = (job, stage)
         async with self._locks.setdefault(place, asyncio.Lock()):
@@ -250,8 +232,6 @@ class Leases:
                 # Whoever is gone, we are not: two who ask may know of different owners before us, and a claim above our
                 # own would leave what we host under it behind.
                 return held
-            if over == 0 and self._directory.now() < self._resigned.get(place, 0.0):
-                return None
             if over == 0 or self.known_term(job, stage) > over:
                 owner = await self.owner(job, stage)
                 if owner is not None and owner.term > over:
