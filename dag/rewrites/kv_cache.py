@@ -40,6 +40,7 @@ from fusion.dag.rewrites.masks import Bias, Evaluate, affine_bias, shows_all, vi
 from fusion.dag.rewrites.own_positions import given_positions
 from fusion.dag.rewrites.positions import SEQUENCE, require_separate_positions
 from fusion.dag.rewrites.relative_bias import RelativeBias, relative_bias
+from fusion.dag.rewrites.repeated_heads import before_repeat
 
 FUSED = "aten.scaled_dot_product_attention"
 
@@ -340,7 +341,7 @@ class _Caching:
 
     def unrepeated(self, node: Node, query: Ref, key: Ref, value: Ref, grouped: bool) -> tuple[Ref, Ref]:
         known = self.graph.types
-        shared = tuple(_before_repeat(self.graph, ref) if ref in known else None for ref in (key, value))
+        shared = tuple(before_repeat(self.graph, ref) if ref in known else None for ref in (key, value))
         if shared[0] and shared[1] and _heads(self.graph, shared[0]) == _heads(self.graph, shared[1]):
             key, value = shared[0], shared[1]
         types = [self.types[r] for r in (query, key, value)]
@@ -438,36 +439,6 @@ def _refuse_shapes(node: Node, types: list[TensorType], grouped: bool) -> None:
 
 def _heads(graph: Graph, ref: Ref) -> object:
     return graph.types[ref].shape[1]
-
-
-def _before_repeat(graph: Graph, ref: Ref) -> Ref | None:
-    """What (batch, heads, sequence, width) was repeated from, head h from head h // (heads / fewer heads)."""
-    node, wide = maker(graph, ref), graph.types[ref].shape
-    if node is None or len(wide) != 4:
-        return None
-    source = node.args[0]
-    if node.op == "aten.repeat_interleave.self_int" and node.args[2] in (1, -3) and isinstance(source, Ref):
-        return source
-    if node.op == "aten.expand" and isinstance(source, Ref):
-        return source if graph.types[source].shape == (wide[0], 1, *wide[2:]) else None
-    if node.op != "aten.reshape" or not isinstance(source, Ref):
-        return None
-    # repeat_kv: (batch, few, sequence, width) -> (batch, few, 1, ...) -> (batch, few, times, ...) -> (batch, heads, ...)
-    expand = maker(graph, source)
-    split = graph.types[source].shape
-    if (
-        expand is None
-        or expand.op != "aten.expand"
-        or len(split) != 5
-        or (split[0], *split[3:]) != (wide[0], *wide[2:])
-    ):
-        return None
-    inserted = expand.args[0]
-    if not isinstance(inserted, Ref) or graph.types[inserted].shape != (*split[:2], 1, *split[3:]):
-        return None
-    before = maker(graph, inserted)
-    few = before.args[0] if before is not None and before.op in ("aten.unsqueeze", "aten.reshape") else None
-    return few if isinstance(few, Ref) and graph.types[few].shape == (*split[:2], *split[3:]) else None
 
 
 def _refusal(node: Node, why: str) -> UnsupportedModel:
