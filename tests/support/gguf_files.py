@@ -24,7 +24,9 @@ Array = npt.NDArray[Any]
 # Where llama.cpp has another name than transformers.
 ARCHITECTURES = {
     "gemma3_text": "gemma3", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss",
+    "cohere": "command-r",
 }  # fmt: skip
+PERMUTED = ("llama", "granite", "smollm3")  # whose conversion is Llama's, which goes over queries and keys
 
 
 def write(
@@ -116,7 +118,10 @@ def _values(writer: GGUFWriter, config: Any) -> None:
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
         return
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if config.model_type in ("starcoder2", "cohere", "cohere2"):
+        writer.add_layer_norm_eps(getattr(config, "norm_epsilon", None) or config.layer_norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if experts := getattr(config, "num_local_experts", getattr(config, "num_experts", 0)):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -124,10 +129,12 @@ def _values(writer: GGUFWriter, config: Any) -> None:
         writer.add_expert_feed_forward_length(wide)
     if wide := getattr(config, "shared_expert_intermediate_size", 0):
         writer.add_expert_shared_feed_forward_length(wide)
-    if config.model_type in ("llama", "mixtral", "phi3"):
+    rotated = head_dim // 2 if config.model_type == "glm4" else head_dim
+    if config.model_type in (*PERMUTED, "mixtral", "phi3", "cohere2"):
         writer.add_vocab_size(config.vocab_size)
-        writer.add_rope_dimension_count(head_dim)
-    if config.model_type not in ("qwen2", "qwen2_moe", "olmoe", "phi3"):
+    if config.model_type in (*PERMUTED, "mixtral", "phi3", "cohere2", "glm4"):
+        writer.add_rope_dimension_count(rotated)
+    if getattr(config, "head_dim", None) and config.model_type not in ("qwen2", "qwen2_moe", "olmoe", "phi3"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     rope = config.rope_parameters
@@ -153,9 +160,17 @@ def _values(writer: GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if config.model_type in ("cohere", "cohere2"):
+        writer.add_logit_scale(config.logit_scale)
+        writer.add_rope_scaling_type(RopeScalingType.NONE)
     if config.model_type == "gpt_oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
-    if config.model_type in ("gemma2", "gemma3_text", "phi3", "gpt_oss"):
+    if config.model_type in ("gemma2", "gemma3_text", "phi3", "gpt_oss", "cohere2"):
         writer.add_sliding_window(config.sliding_window or 0)
 
 
@@ -198,7 +213,7 @@ def _unconverted(data: Array, name: str, architecture: str, config: Any) -> Arra
 
 
 def _rotated_heads(name: str, architecture: str, config: Any) -> int:
-    if architecture != "llama" or not (".attn_q." in name or ".attn_k." in name):
+    if architecture not in PERMUTED or not (".attn_q." in name or ".attn_k." in name):
         return 0
     return int(config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads)
 

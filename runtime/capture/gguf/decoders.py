@@ -62,10 +62,15 @@ def decoder(said: Metadata, norm: str = "ffn_norm") -> Values:
 
 def attentive(said: Metadata, values: Values) -> Values:
     """One with separate queries, keys and values."""
+    separate(said, values)
+    return values | rms(said)
+
+
+def separate(said: Metadata, values: Values) -> None:
+    """Queries and keys have tensors of their own."""
     hidden, head_dim = values["hidden_size"], values["head_dim"]
     said.tensor("blk.0.attn_q.weight", values["num_attention_heads"] * head_dim, hidden)
     said.tensor("blk.0.attn_k.weight", values["num_key_value_heads"] * head_dim, hidden)
-    return values | rms(said)
 
 
 def rms(said: Metadata) -> Values:

@@ -14,6 +14,7 @@ from fusion.runtime.capture.gguf.decoders import (
     plain_heads,
     rms,
     rotary,
+    separate,
 )
 from fusion.runtime.capture.gguf.metadata import LEAST, Metadata
 
@@ -35,6 +36,104 @@ def _llama(said: Metadata) -> Values:
         "rope_parameters": rotary(said, values["head_dim"]),
         "attention_bias": said.has("blk.0.attn_output.bias"),
         "mlp_bias": said.has("blk.0.ffn_down.bias"),
+    }
+
+
+def _like_llama(said: Metadata) -> Values:
+    """A Llama whose configuration does not say how long a head is."""
+    plain_heads(said)
+    values = _llama(said)
+    del values["head_dim"]
+    return values
+
+
+def _granite(said: Metadata) -> Values:
+    said.must_be("rope.scaling.finetuned", True)  # False: positions are not rotated at all
+    head_dim = plain_heads(said)
+    return _like_llama(said) | {
+        "attention_multiplier": said.real("attention.scale", 0.0) or head_dim**-0.5,
+        "embedding_multiplier": said.real("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": said.real("residual_scale", 0.0) or 1.0,
+        "logits_scaling": said.real("logit_scale", least=LEAST),
+    }
+
+
+def _smollm3(said: Metadata) -> Values:
+    return _like_llama(said) | {
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": None,
+        "use_sliding_window": False,
+    }
+
+
+def _olmo2(said: Metadata) -> Values:
+    head_dim = plain_heads(said)
+    values = _gated(said, decoder(said, "post_ffw_norm"))
+    del values["head_dim"]
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rotary(said, head_dim),
+        "attention_bias": said.has("blk.0.attn_output.bias"),
+    }
+
+
+def _seed_oss(said: Metadata) -> Values:
+    values = _gated(said, decoder(said, "post_attention_norm"))
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rotary(said, values["head_dim"]),
+        "attention_bias": said.has("blk.0.attn_q.bias"),
+        "attention_out_bias": said.has("blk.0.attn_output.bias"),
+        "mlp_bias": said.has("blk.0.ffn_down.bias"),
+    }
+
+
+def _glm4(said: Metadata) -> Values:
+    values = attentive(said, decoder(said))
+    said.tensor("blk.0.ffn_up.weight", 2 * values["intermediate_size"], values["hidden_size"])
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": {"partial_rotary_factor": 1.0, **rotary(said, values["head_dim"], partial=True)},
+        "attention_bias": said.has("blk.0.attn_q.bias"),
+    }
+
+
+def _starcoder2(said: Metadata) -> Values:
+    head_dim = plain_heads(said)
+    values = decoder(said)
+    separate(said, values)
+    said.tensor("blk.0.ffn_up.weight", values["intermediate_size"], values["hidden_size"])
+    del values["head_dim"]
+    return values | {
+        "hidden_act": "gelu_pytorch_tanh",
+        "norm_epsilon": said.real("attention.layer_norm_epsilon"),
+        "rope_parameters": rotary(said, head_dim),
+        "use_bias": said.has("blk.0.attn_q.bias"),
+        "sliding_window": None,
+    }
+
+
+def _command_r(said: Metadata) -> Values:
+    head_dim = plain_heads(said)
+    values = decoder(said, "attn_norm")
+    separate(said, values)
+    said.tensor("blk.0.ffn_gate.weight", values["intermediate_size"], values["hidden_size"])
+    return values | {
+        "hidden_act": "silu",
+        "layer_norm_eps": said.real("attention.layer_norm_epsilon"),
+        "logit_scale": said.real("logit_scale", 0.0) or 1.0,
+        "rope_parameters": rotary(said, head_dim),
+        "attention_bias": said.has("blk.0.attn_q.bias"),
+        "use_qk_norm": said.has("blk.0.attn_q_norm.weight"),
+    }
+
+
+def _cohere2(said: Metadata) -> Values:
+    values = _command_r(said)
+    del values["use_qk_norm"]
+    return values | {
+        "sliding_window": said.size("attention.sliding_window"),
+        "layer_types": alternating(said, values, 4),
     }
 
 
@@ -158,4 +257,12 @@ DENSE: Architectures = {
     "gemma3": ("gemma3_text", _gemma3),
     "phi3": ("phi3", _phi3),
     "gpt2": ("gpt2", _gpt2),
+    "granite": ("granite", _granite),
+    "smollm3": ("smollm3", _smollm3),
+    "olmo2": ("olmo2", _olmo2),
+    "seed_oss": ("seed_oss", _seed_oss),
+    "glm4": ("glm4", _glm4),
+    "starcoder2": ("starcoder2", _starcoder2),
+    "command-r": ("cohere", _command_r),
+    "cohere2": ("cohere2", _cohere2),
 }

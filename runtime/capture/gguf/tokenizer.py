@@ -70,7 +70,7 @@ _BY_NAME = {
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "midm-2.0", "lfm2", "pixtral"),
         Splitting((_LLAMA3,), whole_words=True, begins=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting((_LLAMA3,))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Splitting((_LLAMA3,))),
     "qwen2": Splitting((_QWEN2,), composed=True),
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "kormo"), Splitting((_QWEN2,))),
     "tekken": Splitting((_CASED % ("", "") + r"|\p{N}" + _SLASHED,), whole_words=True, begins=True),

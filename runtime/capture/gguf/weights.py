@@ -23,7 +23,11 @@ from fusion.runtime.capture.gguf.header import GGUFHeader, TensorPlace, shown
 from fusion.runtime.job.errors import JobError
 
 CHUNK_BYTES = 8 << 20  # of the file, at once
-_OF_ROTARY = {"llama": {ROPE_FACTORS}, "phi3": {NEAR_FACTORS, FAR_FACTORS}}  # tensors that are no parameters
+_PERMUTED = ("llama", "granite", "smollm3")  # architectures whose conversion is Llama's
+_OF_ROTARY = {  # tensors that are no parameters
+    **{name: {ROPE_FACTORS} for name in _PERMUTED},
+    "phi3": {NEAR_FACTORS, FAR_FACTORS},
+}
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -221,7 +225,7 @@ def _stored(places: Sequence[TensorPlace], config: ModelConfig) -> Stored:
             biases=biases,
         )
     (place,) = places
-    if config.architecture == "llama" and part in ("attn_q", "attn_k"):
+    if config.architecture in _PERMUTED and part in ("attn_q", "attn_k"):
         return Stored(
             place, heads=values["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         )

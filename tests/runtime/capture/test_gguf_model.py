@@ -73,6 +73,29 @@ def config(family: str) -> Any:
             by_length = {"rope_type": "longrope", "rope_theta": 10_000.0, **factors}
             far = {"max_position_embeddings": 4 * POSITIONS, "original_max_position_embeddings": POSITIONS}
             return transformers.Phi3Config(**{**WIDE, **far}, rope_parameters=by_length)
+        case "granite":
+            scaled = {"attention_multiplier": 0.03, "embedding_multiplier": 6.0, "residual_multiplier": 0.4}
+            return transformers.GraniteConfig(**WIDE, **scaled, logits_scaling=0.5)
+        case "smollm3":  # of four layers the last one rotates nothing
+            return transformers.SmolLM3Config(**{**WIDE, "num_hidden_layers": 5, "tie_word_embeddings": True})
+        case "olmo2":
+            return transformers.Olmo2Config(**WIDE)
+        case "seed-oss":
+            return transformers.SeedOssConfig(**WIDE, head_dim=128)
+        case "glm4":
+            return transformers.Glm4Config(**WIDE, head_dim=64)
+        case "starcoder2":
+            return transformers.Starcoder2Config(**{**WIDE, "tie_word_embeddings": True}, sliding_window=None)
+        case "command-r":
+            return transformers.CohereConfig(**{**WIDE, "tie_word_embeddings": True}, logit_scale=2.0)
+        case "command-r, normed":
+            return transformers.CohereConfig(**WIDE, logit_scale=2.0, use_qk_norm=True)
+        case "cohere2":  # of four layers the last one sees all positions and rotates nothing
+            return transformers.Cohere2Config(
+                **{**WIDE, "num_hidden_layers": 5, "tie_word_embeddings": True},
+                sliding_window=16,
+                logit_scale=2.0,
+            )
         case "mixtral":
             return transformers.MixtralConfig(**WIDE, num_local_experts=5, num_experts_per_tok=2)
         case "qwen3-moe":
@@ -158,9 +181,23 @@ KINDS = ("F32", "BF16", "Q8_0", "Q4_0", "Q4_K")
 SLOW = [(family, kind) for family in ("llama", "qwen3", "gemma2") for kind in KINDS]
 MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "gpt-oss")
 SLOW += [*((family, "Q4_K") for family in MIXTURES), ("gpt-oss", "MXFP4")]
-OTHERS = ["qwen2", "gemma", "gemma3", "phi3", "phi3, by length", "gpt2", *MIXTURES] + [
-    f"llama, {more}" for more in ("linear", "yarn", "tied, biased, its rotary embedding stretched")
-]
+OTHERS = (
+    ["qwen2", "gemma", "gemma3", "phi3", "phi3, by length", "gpt2", *MIXTURES]
+    + [
+        *(
+            "granite",
+            "smollm3",
+            "olmo2",
+            "seed-oss",
+            "glm4",
+            "starcoder2",
+            "command-r",
+            "command-r, normed",
+            "cohere2",
+        )
+    ]
+    + [f"llama, {more}" for more in ("linear", "yarn", "tied, biased, its rotary embedding stretched")]
+)
 
 
 @pytest.mark.parametrize(("family", "kind"), QUICK)
@@ -378,6 +415,27 @@ def test_what_transformers_takes_for_no_configuration_is_refused_in_one_line(
 ) -> None:
     gguf_files.write(tmp_path / "model.gguf", build(config(family)), "F16", more=more)
     refused(tmp_path / "model.gguf", f"transformers knows no such {family} model")
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "message"),
+    [
+        ("granite", {"granite.rope.scaling.finetuned": False}, "rope.scaling.finetuned = False: True"),
+        ("granite", {"granite.logit_scale": 0.0}, "logit_scale = 0.0: at least 0.001"),
+        (
+            "olmo2",
+            {"olmo2.attention.sliding_window": 16},
+            "attention.sliding_window' = 16, which is not understood",
+        ),
+        ("glm4", {"glm4.rope.dimension_count": 33}, "rope.dimension_count = 33: the 64 of a head"),
+        ("cohere2", {"cohere2.attention.sliding_window_pattern": 6}, "sliding_window_pattern = 6: 4"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused_in_one_line(
+    family: str, more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    gguf_files.write(tmp_path / "model.gguf", build(config(family)), "F16", more=more)
+    refused(tmp_path / "model.gguf", message)
 
 
 @pytest.mark.parametrize("cap", [0.0, -30.0])
