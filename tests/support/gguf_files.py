@@ -24,9 +24,14 @@ Array = npt.NDArray[Any]
 # Where llama.cpp has another name than transformers.
 ARCHITECTURES = {
     "gemma3_text": "gemma3", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss",
-    "cohere": "command-r",
+    "cohere": "command-r", "ministral3": "mistral3",
 }  # fmt: skip
-PERMUTED = ("llama", "granite", "smollm3")  # whose conversion is Llama's, which goes over queries and keys
+PERMUTED = (
+    "llama",
+    "granite",
+    "smollm3",
+    "mistral3",
+)  # whose conversion is Llama's, which goes over queries and keys
 
 
 def write(
@@ -130,9 +135,9 @@ def _values(writer: GGUFWriter, config: Any) -> None:
     if wide := getattr(config, "shared_expert_intermediate_size", 0):
         writer.add_expert_shared_feed_forward_length(wide)
     rotated = head_dim // 2 if config.model_type == "glm4" else head_dim
-    if config.model_type in (*PERMUTED, "mixtral", "phi3", "cohere2"):
+    if config.model_type in (*PERMUTED, "mixtral", "ministral3", "phi3", "cohere2"):
         writer.add_vocab_size(config.vocab_size)
-    if config.model_type in (*PERMUTED, "mixtral", "phi3", "cohere2", "glm4"):
+    if config.model_type in (*PERMUTED, "mixtral", "ministral3", "phi3", "cohere2", "glm4"):
         writer.add_rope_dimension_count(rotated)
     if getattr(config, "head_dim", None) and config.model_type not in ("qwen2", "qwen2_moe", "olmoe", "phi3"):
         writer.add_key_length(head_dim)
@@ -146,6 +151,10 @@ def _values(writer: GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if config.model_type == "ministral3":
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, head_dim))
     if rope["rope_type"] == "longrope":

@@ -66,6 +66,27 @@ def _smollm3(said: Metadata) -> Values:
     }
 
 
+def _mistral3(said: Metadata) -> Values:
+    """A Llama whose queries grow with their position, beyond the original context."""
+    values = _llama(said)
+    original = said.size("rope.scaling.original_context_length", values["max_position_embeddings"])
+    rope = {"original_max_position_embeddings": original, **values["rope_parameters"]}
+    said.must_be("rope.scaling.yarn_log_multiplier", 0.0, 1.0)
+    if rope["rope_type"] == "yarn" and said.real("rope.scaling.yarn_log_multiplier", 0.0):
+        rope |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+    rope["llama_4_scaling_beta"] = said.real("attention.temperature_scale", 0.0)
+    return values | {"rope_parameters": rope}
+
+
+def _ernie4_5(said: Metadata) -> Values:
+    values = _gated(said, decoder(said))
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rotary(said, values["head_dim"]),
+        "use_bias": said.has("blk.0.attn_q.bias"),
+    }
+
+
 def _olmo2(said: Metadata) -> Values:
     head_dim = plain_heads(said)
     values = _gated(said, decoder(said, "post_ffw_norm"))
@@ -259,6 +280,8 @@ DENSE: Architectures = {
     "gpt2": ("gpt2", _gpt2),
     "granite": ("granite", _granite),
     "smollm3": ("smollm3", _smollm3),
+    "mistral3": ("ministral3", _mistral3),
+    "ernie4_5": ("ernie4_5", _ernie4_5),
     "olmo2": ("olmo2", _olmo2),
     "seed_oss": ("seed_oss", _seed_oss),
     "glm4": ("glm4", _glm4),

@@ -23,7 +23,7 @@ from fusion.runtime.capture.gguf.header import GGUFHeader, TensorPlace, shown
 from fusion.runtime.job.errors import JobError
 
 CHUNK_BYTES = 8 << 20  # of the file, at once
-_PERMUTED = ("llama", "granite", "smollm3")  # architectures whose conversion is Llama's
+_PERMUTED = ("llama", "granite", "smollm3", "mistral3")  # architectures whose conversion is Llama's
 _OF_ROTARY = {  # tensors that are no parameters
     **{name: {ROPE_FACTORS} for name in _PERMUTED},
     "phi3": {NEAR_FACTORS, FAR_FACTORS},

@@ -78,6 +78,16 @@ def config(family: str) -> Any:
             return transformers.GraniteConfig(**WIDE, **scaled, logits_scaling=0.5)
         case "smollm3":  # of four layers the last one rotates nothing
             return transformers.SmolLM3Config(**{**WIDE, "num_hidden_layers": 5, "tie_word_embeddings": True})
+        case "mistral3":  # queries beyond the original context are longer
+            yarn = {**FAR, "rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0}
+            yarn |= {"beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.5}
+            return transformers.Ministral3Config(**WIDE, head_dim=128, rope_parameters=yarn)
+        case "mistral3, plain":
+            plain = {"rope_type": "default", "rope_theta": 10_000.0, "llama_4_scaling_beta": 0.0}
+            plain["original_max_position_embeddings"] = POSITIONS
+            return transformers.Ministral3Config(**WIDE, head_dim=64, rope_parameters=plain)
+        case "ernie4.5":
+            return transformers.Ernie4_5Config(**WIDE, head_dim=128)
         case "olmo2":
             return transformers.Olmo2Config(**WIDE)
         case "seed-oss":
