@@ -14,7 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGUFWriter
-from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, RopeScalingType
+from gguf.constants import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH_NAMES,
+    ExpertGatingFuncType,
+    GGMLQuantizationType,
+    RopeScalingType,
+)
 from gguf.quants import dequantize, quantize
 from gguf.tensor_mapping import get_tensor_name_map
 from tokenizers import Tokenizer
@@ -24,7 +30,7 @@ Array = npt.NDArray[Any]
 # Where llama.cpp has another name than transformers.
 ARCHITECTURES = {
     "gemma3_text": "gemma3", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss",
-    "cohere": "command-r", "ministral3": "mistral3",
+    "cohere": "command-r", "ministral3": "mistral3", "glm4_moe": "glm4moe",
 }  # fmt: skip
 PERMUTED = (
     "llama",
@@ -59,7 +65,8 @@ def write(
     names = get_tensor_name_map(number, layers)
     held = copy.deepcopy(model)
     with torch.no_grad():
-        for parameter, value in held.named_parameters():
+        kept = {**dict(held.named_parameters()), **_routers_biases(held)}
+        for parameter, value in kept.items():
             for owner, what, data in _tensors(parameter, value.numpy(), architecture == "gpt-oss"):
                 name = names.get_name(owner)
                 assert name is not None, parameter
@@ -68,8 +75,8 @@ def write(
                 chosen = GGMLQuantizationType["F32" if small else kind]
                 blocks = quantize_as(given, chosen)
                 writer.add_tensor(f"{name}.{what}", blocks, raw_dtype=chosen)
-                kept = dequantize(blocks, chosen).reshape(given.shape)
-                data[...] = _unconverted(kept, f"{name}.{what}", architecture, config)
+                read = dequantize(blocks, chosen).reshape(given.shape)
+                data[...] = _unconverted(read, f"{name}.{what}", architecture, config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -77,11 +84,17 @@ def write(
     return held
 
 
+def _routers_biases(model: Any) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
 def _tensors(parameter: str, value: Array, oss: bool) -> list[tuple[str, str, Array]]:
     """What a conversion makes of a parameter: the module that each is of, its name there, and a view of the values."""
     owner, _, what = parameter.rpartition(".")
     if what == "sinks":
         return [(parameter, "weight", value)]
+    if what == "e_score_correction_bias":
+        return [(parameter.removesuffix("_bias"), "bias", value)]
     if owner.endswith(".experts"):
         name, kind = what.removesuffix("_bias"), "bias" if what.endswith("_bias") else "weight"
         if oss and kind == "weight":
@@ -134,10 +147,16 @@ def _values(writer: GGUFWriter, config: Any) -> None:
         writer.add_expert_feed_forward_length(wide)
     if wide := getattr(config, "shared_expert_intermediate_size", 0):
         writer.add_expert_shared_feed_forward_length(wide)
-    rotated = head_dim // 2 if config.model_type == "glm4" else head_dim
+    if config.model_type == "glm4_moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+    rotated = head_dim // 2 if config.model_type in ("glm4", "glm4_moe") else head_dim
     if config.model_type in (*PERMUTED, "mixtral", "ministral3", "phi3", "cohere2"):
         writer.add_vocab_size(config.vocab_size)
-    if config.model_type in (*PERMUTED, "mixtral", "ministral3", "phi3", "cohere2", "glm4"):
+    if config.model_type in (*PERMUTED, "mixtral", "ministral3", "phi3", "cohere2", "glm4", "glm4_moe"):
         writer.add_rope_dimension_count(rotated)
     if getattr(config, "head_dim", None) and config.model_type not in ("qwen2", "qwen2_moe", "olmoe", "phi3"):
         writer.add_key_length(head_dim)

@@ -23,7 +23,7 @@ class ModelConfig:
     architecture: str  # as the file names it
     model_type: str  # as transformers does
     values: Mapping[str, Any]  # of the configuration
-    layers: int
+    layers: int  # without those that predict further tokens
     vocabulary: int
     max_sequence: int
 
@@ -43,11 +43,12 @@ def model_config(header: GGUFHeader) -> ModelConfig:
         known = ", ".join(table)
         raise JobError(f"{header.path}: {kind} of the kind {shown(architecture)}; {known} are read from GGUF")
     model_type, values = found
+    made = values(said)
     config = ModelConfig(
         architecture=architecture,
         model_type=model_type,
-        values=values(said),
-        layers=said.size("block_count"),
+        values=made,
+        layers=said.size("block_count") - made.get("num_nextn_predict_layers", 0),
         vocabulary=header.tensors["token_embd.weight"].shape[0],
         max_sequence=said.size("context_length"),
     )

@@ -21,10 +21,14 @@ Values = dict[str, Any]  # keyword arguments of a configuration
 Architectures = Mapping[str, tuple[str, Callable[[Metadata], Values]]]
 
 
-def decoder(said: Metadata, norm: str = "ffn_norm") -> Values:
-    """Sizes and heads, under the names of most configurations. `norm`: a tensor that each layer has."""
+def decoder(said: Metadata, norm: str = "ffn_norm", *, ahead: bool = False) -> Values:
+    """Sizes and heads, under the names of most configurations. `norm`: a tensor that each layer has. `ahead`: whether files of this
+    architecture may have layers behind these that predict further tokens, which are not read."""
     hidden, heads = said.size("embedding_length"), said.size("attention.head_count")
-    layers = said.size("block_count")
+    blocks, beyond = said.size("block_count"), said.whole("nextn_predict_layers", 0) if ahead else 0
+    if beyond >= blocks:
+        raise said.bad("nextn_predict_layers", beyond, f"at most {blocks - 1}")
+    layers = blocks - beyond
     head_dim = said.size("attention.key_length", hidden // heads)
     said.must_be("attention.value_length", head_dim)
     said.must_be("attention.causal", True)
@@ -50,6 +54,7 @@ def decoder(said: Metadata, norm: str = "ffn_norm") -> Values:
         "hidden_size": hidden,
         "intermediate_size": said.size("feed_forward_length"),
         "num_hidden_layers": layers,
+        **({"num_nextn_predict_layers": beyond} if ahead else {}),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,

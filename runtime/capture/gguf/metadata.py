@@ -50,6 +50,12 @@ class Metadata:
             raise self.bad(key, found, "a text")
         return found
 
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        found = self._same(key, default)
+        if not isinstance(found, bool):
+            raise self.bad(key, found, "true or false")
+        return found
+
     def must_be(self, key: str, *wanted: Value) -> None:
         """For a value that is only known as one of these, if it is there at all."""
         found = self._same(key, wanted[0])

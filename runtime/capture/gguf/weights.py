@@ -69,11 +69,11 @@ class Stored:
 
 
 def stored_parameters(header: GGUFHeader, config: ModelConfig, module: nn.Module) -> dict[str, Stored]:
-    """How the file has each parameter of the module, under its first name. JobError where it lacks one, has one in another
-    shape, or has tensors that the module does not."""
+    """How the file has each parameter of the module, under its first name, and each buffer that is stored with them. JobError where
+    it lacks one, has one in another shape, or has tensors that the module does not."""
     names = _names(config, module)
     found: dict[str, Stored] = {}
-    for parameter, value in module.named_parameters():
+    for parameter, value in _kept(module).items():
         missing = [name for name in names[parameter] if name not in header.tensors]
         if missing or not names[parameter]:
             raise JobError(f"{header.path}: no tensor {' and '.join(missing) or 'for'} ({parameter})")
@@ -90,8 +90,28 @@ def stored_parameters(header: GGUFHeader, config: ModelConfig, module: nn.Module
     used = {place.name for stored in found.values() for place in stored.places}
     used |= _OF_ROTARY.get(config.architecture, set())
     for name in sorted(header.tensors.keys() - used):
-        raise JobError(f"{header.path} has a tensor {shown(name)}, which no {config.model_type} model has")
+        if not _predicts_further(name, config):
+            raise JobError(
+                f"{header.path} has a tensor {shown(name)}, which no {config.model_type} model has"
+            )
     return found
+
+
+def _kept(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, each under its first name, and buffers that are stored with them."""
+    stored = module.state_dict()
+    buffers = {name: value for name, value in module.named_buffers() if name in stored}
+    return {**dict(module.named_parameters()), **buffers}
+
+
+def _predicts_further(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is of the layers behind the model's own, where its kind has some; they are not read."""
+    block = name.split(".")[1] if name.startswith("blk.") else ""
+    return (
+        config.values.get("num_nextn_predict_layers", 0) > 0
+        and block.isdecimal()
+        and int(block) >= config.layers
+    )
 
 
 def read_tensor(
@@ -196,10 +216,12 @@ def _names(config: ModelConfig, module: nn.Module) -> Mapping[str, tuple[str, ..
         return None if name is None else f"{name}.{kind}"
 
     found = {}
-    for parameter, _ in module.named_parameters():
+    for parameter in _kept(module):
         owner, _, kind = parameter.rpartition(".")
         names = [known(owner, kind)]
-        if owner.endswith(".experts"):
+        if kind == "e_score_correction_bias":  # that a router adds as it chooses, not as it weighs
+            names = [known(parameter.removesuffix("_bias"), "bias")]
+        elif owner.endswith(".experts"):
             matrix, kind = kind.removesuffix("_bias"), "bias" if kind.endswith("_bias") else "weight"
             parts = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
             names = [known(f"{owner}.{part}", kind) for part in parts]

@@ -120,6 +120,12 @@ def config(family: str) -> Any:
             return transformers.GptOssConfig(**WIDE, **chosen, head_dim=64, rope_parameters=yarn)
         case "olmoe":
             return transformers.OlmoeConfig(**WIDE, num_experts=6, num_experts_per_tok=3)
+        case "glm4-moe":  # the first layer has no experts
+            shared = {"first_k_dense_replace": 1, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
+            chosen = {"n_routed_experts": 6, "num_experts_per_tok": 2, "use_qk_norm": True}
+            return transformers.Glm4MoeConfig(
+                **{**WIDE, "num_hidden_layers": 3}, **shared, **chosen, head_dim=64, moe_intermediate_size=256
+            )
         case "gpt2":
             return transformers.GPT2Config(**COMMON, n_embd=256, n_layer=2, n_head=4, n_positions=POSITIONS)
     raise ValueError(family)
@@ -136,6 +142,9 @@ def model(family: str) -> Any:
         for value in module.parameters():
             if value.dim() == 1:
                 value.add_(torch.randn_like(value) * 0.1)
+        for name, value in module.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                value.normal_(std=0.3)
     return module
 
 
@@ -189,7 +198,7 @@ def check(family: str, kind: str, path: Path, lengths: tuple[int, ...] = (1, 7, 
 QUICK = [("qwen3", "Q4_K"), ("mixtral", "Q8_0")]
 KINDS = ("F32", "BF16", "Q8_0", "Q4_0", "Q4_K")
 SLOW = [(family, kind) for family in ("llama", "qwen3", "gemma2") for kind in KINDS]
-MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "gpt-oss")
+MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "gpt-oss", "glm4-moe")
 SLOW += [*((family, "Q4_K") for family in MIXTURES), ("gpt-oss", "MXFP4")]
 OTHERS = (
     ["qwen2", "gemma", "gemma3", "phi3", "phi3, by length", "gpt2", *MIXTURES]
@@ -222,21 +231,20 @@ def test_the_shape_of_every_kind_of_model_is_read(tmp_path: Path) -> None:
         opened = open_gguf(tmp_path / "model.gguf")
         with torch.no_grad():
             module = build(opened.module.config)
-            weights = opened.read(_variables(opened.module))
-            module.load_state_dict(weights, strict=False)
             for (_, table), (_, computed) in zip(
                 module.named_buffers(), opened.module.named_buffers(), strict=True
             ):
                 table.copy_(computed)
+            weights = opened.read(_variables(opened.module))
+            module.load_state_dict(weights, strict=False)
             ids = torch.randint(0, 256, (1, 90))
             assert (module(ids).logits - held(ids).logits).abs().max() <= 1e-4, family
 
 
 def _variables(module: torch.nn.Module) -> list[Variable]:
-    return [
-        Variable(name, TensorType(tuple(value.shape), "float32"), "parameter")
-        for name, value in module.named_parameters()
-    ]
+    biases = {name: each for name, each in module.named_buffers() if name.endswith("correction_bias")}
+    stored = {**dict(module.named_parameters()), **biases}
+    return [Variable(name, TensorType(tuple(value.shape), "float32")) for name, value in stored.items()]
 
 
 @pytest.mark.slow
@@ -446,6 +454,19 @@ def test_what_would_be_computed_otherwise_is_refused_in_one_line(
 ) -> None:
     gguf_files.write(tmp_path / "model.gguf", build(config(family)), "F16", more=more)
     refused(tmp_path / "model.gguf", message)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    held = gguf_files.write(
+        tmp_path / "model.gguf", model("glm4-moe"), "F16", more={"glm4moe.nextn_predict_layers": 1}
+    )
+    held.model.layers = held.model.layers[:2]
+    served = sources.gguf(tmp_path / "model.gguf")
+    prompt = torch.randint(0, 256, (7,)).tolist()
+    wanted, whole = greedy(held, prompt, 4)
+    found, logits = answer(served, prompt, 4, kept=False)
+    assert found == wanted
+    assert max(float((a - b).abs().max()) for a, b in zip(logits, whole, strict=True)) <= 1e-3
 
 
 @pytest.mark.parametrize("cap", [0.0, -30.0])
