@@ -30,7 +30,6 @@ from torch.nn import functional
 from fusion.dag.cutting.source import SOURCE, SOURCE_FEATURES, SOURCE_IDS
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
-from fusion.runtime.capture.exporting.buffers import no_state_in_buffers
 from fusion.runtime.capture.exporting.model_code import (
     every_line,
     first_line,
@@ -40,6 +39,7 @@ from fusion.runtime.capture.exporting.model_code import (
     taken_from,
 )
 from fusion.runtime.capture.exporting.recurrences import one_operator
+from fusion.runtime.capture.exporting.state import no_state_in_buffers, require_same_runs
 from fusion.runtime.capture.exporting.taken_apart import INSTEAD, TAKEN_APART
 from fusion.runtime.capture.exporting.tensors import (
     hollow_copy,
@@ -160,10 +160,17 @@ def capture_module(
     mode = loss is not None if training is None else training
     batch = Dim("batch", max=MAX_BATCH)
     own = [name for name in example if name not in asked] if module_inputs is None else module_inputs
-    shown = hollow_copy(loss) if isinstance(loss, nn.Module) else loss
-    wrapped = _AnyModule(hollow_copy(module), tuple(example), shown, tuple(own), tuple(asked))
+
+    def hollow() -> nn.Module:
+        shown = hollow_copy(loss) if isinstance(loss, nn.Module) else loss
+        return _AnyModule(hollow_copy(module), tuple(example), shown, tuple(own), tuple(asked))
+
     loss_names = names_of_loss(module, loss)
-    return _capture(module, wrapped, example, tuple({0: batch} for _ in example), mode, loss_names)
+    graph = _capture(module, hollow(), example, tuple({0: batch} for _ in example), mode, loss_names)
+    with warnings.catch_warnings(), as_exported(training=mode):
+        warnings.simplefilter("ignore")
+        require_same_runs(hollow().train(mode), tuple(example.values()))
+    return graph
 
 
 def variables_from_module(module: nn.Module, loss: Loss | None = None) -> dict[str, torch.Tensor]:
@@ -293,8 +300,9 @@ def _capture(
     if uses_vmap(exported):
         exported = _apart(exported, {})
     if training and (call := unseen_write(exported)) is not None:
+        how = "to what is detached" if call.graph is exported.graph else "under torch.no_grad"
         raise CaptureError(
-            f"the model writes under torch.no_grad, with {op_name(call.target)}, to a value that has a gradient"
+            f"the model writes {how}, with {op_name(call.target)}, to a value that has a gradient"
             f"{line_of_node(call)}: write to a copy of it"
         )
     try:

@@ -4,7 +4,7 @@ tensors        the tensors of a module by name, and a copy without their values
 model_code     which line of the model's code a message is about
 drawn          random numbers of a model's own, made of masks of dropout
 ctc            the loss of connectionist temporal classification, step by step
-buffers        what a model would remember in its buffers
+state          what a model would remember from run to run
 fourier        Fourier transforms as products
 layers         layers made of operators that the op-set has
 torch_calls    what torch's own functions do otherwise meanwhile

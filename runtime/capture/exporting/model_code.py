@@ -53,6 +53,11 @@ def line_of_caller() -> str:
     return _last(_running())
 
 
+def line_of_frame(frame: FrameType) -> str:
+    """ ", at FILE:LINE", that the frame runs; empty where that is no line of the model's."""
+    return _last([(frame.f_code.co_filename, frame.f_lineno)])
+
+
 def first_line(error: BaseException) -> str:
     """The first line that says something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -36,6 +36,12 @@ def hollow_copy(module: nn.Module) -> nn.Module:
         raise CaptureError(f"the module cannot be copied: {first_line(error)}") from error
 
 
+def fake_mode(copied: nn.Module) -> FakeTensorMode:
+    """That of the tensors of a hollow copy."""
+    own = (tensor.fake_mode for _, tensor in tensors_of(copied) if isinstance(tensor, FakeTensor))
+    return next(own, None) or FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Parameters, buffers, and tensors that are plain attributes, under every name they have."""
     attributes = [

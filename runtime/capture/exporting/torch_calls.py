@@ -155,6 +155,60 @@ def _as_detached(plain: Any) -> property:
     return property(lambda tensor: tensor.detach(), put)
 
 
+def _as_no_grad(_: Any) -> Callable[[Any], None]:
+    """inference_mode is another way to say no_grad, of which an export would see nothing."""
+
+    def enter(self: Any) -> None:
+        self.region = torch.no_grad() if self.mode else torch.enable_grad()
+        if self.mode:
+            self.region.__enter__()
+
+    return enter
+
+
+def _left(_: Any) -> Callable[..., None]:
+    def leave(self: Any, *error: Any) -> None:
+        if self.mode:
+            self.region.__exit__(*error)
+
+    return leave
+
+
+_FROZEN = "the model switches requires_grad of a parameter on or off while it runs"
+_DETACHED = ": call it with weights that are detached (torch.func.functional_call), or detach what it gives"
+
+
+def _not_switched(plain: Any) -> property:
+    """A parameter is trained or not in all that a graph computes."""
+
+    def put(tensor: torch.Tensor, value: bool) -> None:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if isinstance(tensor, nn.Parameter) and value != tensor.requires_grad and not _within_torch(caller):
+            raise CaptureError(_FROZEN + line_of_caller() + _DETACHED)
+        plain.__set__(tensor, value)
+
+    return property(plain.__get__, put)
+
+
+def _not_switched_by_method(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def put(tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if (
+            isinstance(tensor, nn.Parameter)
+            and requires_grad != tensor.requires_grad
+            and not _within_torch(caller)
+        ):
+            raise CaptureError(_FROZEN + line_of_caller() + _DETACHED)
+        return plain(tensor, requires_grad)
+
+    return put
+
+
+def _within_torch(caller: str) -> bool:
+    """Whether what calls is torch's own business, and not a method of a module that a model calls."""
+    return caller.startswith("torch.") and not caller.startswith("torch.nn.modules")
+
+
 def _counted(plain: Callable[[Any], int]) -> Callable[[Any], int]:
     """len() must be a number, which a size that is free is not."""
 
@@ -177,6 +231,8 @@ _UNPACKED = ": give the layer the padded ones, and look the last state of each u
 _ASKING: tuple[_Change, ...] = (
     (torch.Tensor, "data", _as_detached),
     (torch.Tensor, "__len__", _counted),
+    (torch.inference_mode, "__enter__", _as_no_grad),
+    (torch.inference_mode, "__exit__", _left),
     (torch, "sym_min", _known_order(lambda a, b: a <= b)),
     (torch, "sym_max", _known_order(lambda a, b: a >= b)),
     (transformer, "_detect_is_causal_mask", _unasked),
@@ -222,4 +278,6 @@ _OF_GRADIENTS: tuple[_Change, ...] = (
     (torch.autograd, "grad", _refused(_INNER)),
     (torch.autograd, "backward", _refused(_INNER)),
     (torch.Tensor, "register_hook", _refused(_HOOK)),
+    (torch.Tensor, "requires_grad", _not_switched),
+    (torch.Tensor, "requires_grad_", _not_switched_by_method),
 )

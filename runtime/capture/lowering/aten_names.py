@@ -97,8 +97,8 @@ def writes_in_place(exported: ExportedProgram) -> bool:
 
 
 def unseen_write(exported: ExportedProgram) -> fx.Node | None:
-    """The first call that writes, where no gradient is taken, to a value that has one: its gradient goes on as if nothing had been
-    written, which no value of a graph can say."""
+    """The first call that writes, where no gradient is taken or by a name without one (detach, .data), to a value that has one: its gradient
+    goes on as if nothing had been written, which no value of a graph can say."""
     trained = {
         node
         for node in exported.graph.nodes
@@ -114,12 +114,28 @@ def unseen_write(exported: ExportedProgram) -> fx.Node | None:
             given = [n for n in calls if n.op == "placeholder"]
             known = {n for n, arg in zip(given, node.args[2:], strict=True) if arg in trained}
             for call in calls:
-                writes = isinstance(call.target, torch._ops.OpOverload) and call.target._schema.is_mutable
-                if writes and _memory_of(call.args[0]) in known:
+                if _writes(call) and _memory_of(call.args[0]) in known:
                     return call
+        elif _writes(node) and _detached(node.args[0]) and _memory_of(node.args[0]) in trained:
+            return node  # type: ignore[no-any-return]
         elif op_name(node.target) != "aten.detach" and not trained.isdisjoint(node.all_input_nodes):
             trained.add(node)
     return None
+
+
+def _writes(call: fx.Node) -> bool:
+    return isinstance(call.target, torch._ops.OpOverload) and call.target._schema.is_mutable
+
+
+def _detached(value: object) -> bool:
+    """Whether it is a view, or a view of one, that no gradient comes to."""
+    while isinstance(value, fx.Node) and value.args:
+        if op_name(value.target) == "aten.detach":
+            return True
+        if _memory_of(value) is value:
+            break
+        value = value.args[0]
+    return False
 
 
 def _memory_of(value: object) -> object:

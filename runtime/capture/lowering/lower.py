@@ -43,6 +43,7 @@ from fusion.runtime.job.errors import CaptureError
 Value = Ref | Complex | tuple[Ref | Complex, ...]
 
 _DTYPES = {getattr(torch, name): name for name in DTYPE_BYTES}
+_WRITTEN = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
@@ -180,7 +181,7 @@ class _Lowering:
             counts = str(spec.target).endswith(COUNTER)
             own = self.names.get(str(spec.target))
             written = own is not None and isinstance(node, fx.Node) and self.env.get(node) == Ref(own)
-            if spec.kind is OutputKind.BUFFER_MUTATION and not counts and not written:
+            if spec.kind in _WRITTEN and not counts and not written:
                 raise CaptureError(
                     f"the model writes to {spec.target} each time it runs, which a stage cannot keep{line_of_node(node)}: "
                     "leave the write out (statistics are kept by batch normalisations alone)"

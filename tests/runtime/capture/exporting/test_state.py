@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,8 @@ class Part(nn.Module):
         self.layer = nn.Linear(6, 3)
         self.register_buffer("mean", torch.ones(3))
         self.register_buffer("table", torch.arange(3.0))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.steps, self.seen, self.running = 0, list[torch.Tensor](), torch.zeros(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(self, self.layer(x))
@@ -45,9 +49,62 @@ def moved(m: Any, x: torch.Tensor) -> torch.Tensor:
     return x * m.table - m.mean
 
 
+def counted(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.steps += 1
+    return x * min(1.0, m.steps / 100)
+
+
+def listed(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.seen.append(x.detach().mean(0))
+    return x - torch.stack(m.seen).mean(0)
+
+
+def kept(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.running = 0.5 * m.running + 0.5 * x.detach().mean(0)
+    return x - m.running
+
+
+def averaged_weight(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        m.frozen.mul_(0.9).add_(m.layer.bias, alpha=0.1)
+    return x * m.frozen
+
+
+def switched(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.layer.requires_grad_(False)
+    return x * m.layer.bias
+
+
+def switched_by_attribute(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.layer.bias.requires_grad = False
+    return x * m.layer.bias
+
+
+def clamped(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.layer.weight.data.clamp_(-1, 1)
+    return x
+
+
+def doubled_unseen(m: Any, x: torch.Tensor) -> torch.Tensor:
+    x.detach()[0].mul_(2)
+    return x
+
+
+DRAWS = "draws from {}'s random numbers, at .*: draw with torch"
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
+        (counted, "does not compute the same each time it runs, at .*: a graph has no place"),
+        (listed, "reads what it has made the last time it ran"),
+        (kept, "reads what it has made the last time it ran"),
+        (lambda m, x: x if random.random() < 0.5 else -x, DRAWS.format("Python")),
+        (lambda m, x: x * float(np.random.beta(0.4, 0.4)), DRAWS.format("NumPy")),
+        (switched, "switches requires_grad of a parameter"),
+        (switched_by_attribute, "switches requires_grad of a parameter"),
+        (clamped, "writes to what is detached, with aten.clamp_, to a value that has a gradient"),
+        (doubled_unseen, "writes to what is detached, with aten.mul_.Tensor"),
         (averaged, "sets its buffer 0.mean anew each time it runs"),
         (halved, "sets its buffer 0.mean anew each time it runs"),
         (put, "sets .data of a tensor"),
@@ -61,6 +118,40 @@ def test_it_is_refused_with_its_line(function: Callable[[Any, torch.Tensor], Any
     with pytest.raises(CaptureError, match=why) as refused:
         capture_module(nn.Sequential(Part(function)), {"input": torch.zeros(2, 6)}, training=True)
     assert "test_state.py:" in str(refused.value)
+
+
+def test_a_write_to_a_weight_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"writes to module\.0\.frozen each time it runs"):
+        capture_module(nn.Sequential(Part(averaged_weight)), {"input": torch.zeros(2, 6)}, training=True)
+
+
+def cached(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """A table that is made once, what a later run does not read, and a write to what is given."""
+    if not m.seen:
+        m.seen.append(torch.arange(3.0))
+    m.running = x.mul_(2)
+    return x * m.seen[0]
+
+
+def test_what_no_later_run_reads_is_not_state() -> None:
+    random.seed(1)
+    first, _ = random.random(), random.seed(1)
+    graph = capture_module(nn.Sequential(Part(cached)), {"input": torch.zeros(2, 6)}, training=True)
+    assert len(graph.nodes) > 2
+    assert random.random() == first
+
+
+def without_gradients(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        made = m.layer.bias * 2
+    return x - made.clone()
+
+
+def test_inference_mode_takes_no_gradient() -> None:
+    graph = capture_module(
+        nn.Sequential(Part(without_gradients)), {"input": torch.zeros(2, 6)}, training=True
+    )
+    assert "aten.detach" in {node.op for node in graph.nodes}
 
 
 def test_a_buffer_that_is_moved_or_made_again_is_not_state() -> None:

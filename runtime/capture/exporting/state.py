@@ -1,0 +1,191 @@
+"""What a model would remember from run to run: a graph does not. torch.export runs the model once, and writes down what it does then.
+
+A buffer that its code sets anew is seen while it is exported: torch.export looks for this in the outermost module alone, which is ours. All
+else (a counter of steps, a list that grows, the state of an earlier batch, Python's random numbers) is seen where two runs differ.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fusion.runtime.capture.exporting.model_code import line_of_caller, line_of_frame
+from fusion.runtime.capture.exporting.tensors import fake_mode, tensors_of
+from fusion.runtime.job.errors import CaptureError
+
+# What gives the value of its first argument.
+_SAME = ("to", "_to_copy", "alias", "detach", "clone", "contiguous")
+
+
+@contextmanager
+def no_state_in_buffers(wrapped: nn.Module) -> Iterator[None]:
+    """CaptureError where the module, while it is exported, sets a buffer to what follows from its inputs or from the buffer's own
+    value: it would remember that, and a graph does not. A table that is made again, or put on a device, is let through."""
+    names = {id(part): prefix for prefix, part in wrapped.named_modules()}
+    own = sum(
+        len(list(each(remove_duplicate=False))) for each in (wrapped.named_parameters, wrapped.named_buffers)
+    )
+
+    def look(module: nn.Module, name: str, value: Any) -> None:
+        had, mode = module._buffers.get(name), get_proxy_mode()
+        if id(module) not in names or had is None or had is value or mode is None:
+            return
+        new, old = (_node(each, mode.tracer) for each in (value, had))
+        unchanged = new
+        while unchanged is not None and getattr(unchanged.target, "_opname", "") in _SAME:
+            unchanged = unchanged.all_input_nodes[0]
+        if new is None or unchanged is old:
+            return
+        inputs = [n for n in new.graph.nodes if n.op == "placeholder"][own:]
+        if not _sources(new).isdisjoint({old, *inputs}):
+            part = names[id(module)].partition(".")[2]
+            raise CaptureError(
+                f"the model sets its buffer {f'{part}.{name}' if part else name} anew each time it runs{line_of_caller()}, "
+                "which a stage cannot keep"
+            )
+
+    handle = register_module_buffer_registration_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _node(value: Any, tracer: Any) -> fx.Node | None:
+    if not isinstance(value, Tensor):
+        return None
+    if torch._is_functional_tensor(value):
+        value = torch._from_functional_tensor(value)
+    inner = value.from_functional() if hasattr(value, "from_functional") else value
+    found = get_proxy_slot(inner, tracer, None)
+    return None if found is None else found.proxy.node  # type: ignore[no-any-return]
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    """What a value is made of, itself among it."""
+    found, ahead = set[fx.Node](), [node]
+    while ahead:
+        if (each := ahead.pop()) not in found:
+            found.add(each)
+            ahead += each.all_input_nodes
+    return found
+
+
+def require_same_runs(wrapped: nn.Module, example: Sequence[Tensor]) -> None:
+    """CaptureError where a run of the module, of whose tensors only the shapes are known, computes with other numbers than the run before, or
+    with a tensor that the run before has made. It is the third that is looked at: the first may make what all others read."""
+    before = _generators()
+    try:
+        with fake_mode(wrapped) as fake:
+            given = [fake.from_tensor(value) for value in example]
+            own = {id(each) for each in (*given, *(tensor for _, tensor in tensors_of(wrapped)))}
+            first, second = _Calls(own), _Calls(own)
+            wrapped(*given)
+            drawn = _changed(before, _generators())
+            with first:
+                wrapped(*given)
+            second.before = first
+            with second, _watched(drawn) as where:
+                wrapped(*given)
+    except CaptureError:
+        raise
+    except Exception:  # whatever it is, an export meets it as well, and says where
+        return
+    finally:
+        _put_back(before)
+    if drawn:
+        raise CaptureError(
+            f"the model draws from {drawn}{where[0]}, which is run once, while it is captured: draw with torch (torch.rand, torch.randint)"
+        )
+    if second.found:
+        raise CaptureError(second.found)
+
+
+class _Calls(TorchDispatchMode):
+    """The operators that a run calls, with their numbers, and the tensors that they make, less those that were there before."""
+
+    def __init__(self, own: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[str] = []
+        self.made: dict[int, Tensor] = {}  # held, so that no other gets its id
+        self.before: _Calls | None = None
+        self.found = ""
+        self._own = own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_leaves((args, kwargs or {}))
+        if func.namespace == "aten" and not self.found:
+            said = (tuple(each.shape) if isinstance(each, Tensor) else each for each in given)
+            self.calls.append(f"{func} {list(said)}")
+            if self.before is not None:
+                self.found = self._unlike(self.before, given)
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor) and id(each) not in self._own:
+                self.made[id(each)] = each
+        return made
+
+    def _unlike(self, before: _Calls, given: Sequence[Any]) -> str:
+        if any(isinstance(each, Tensor) and id(each) in before.made for each in given):
+            return f"the model reads what it has made the last time it ran{line_of_caller()}, which a stage cannot keep"
+        at = len(self.calls) - 1
+        if before.calls[at : at + 1] != self.calls[at:]:
+            return (
+                f"the model does not compute the same each time it runs{line_of_caller()}: a graph has no place for a number that "
+                "changes from step to step (give it as an array of the data)"
+            )
+        return ""
+
+
+_NUMPY, _PYTHON = "NumPy's random numbers", "Python's random numbers"
+
+
+def _generators() -> Mapping[str, Any]:
+    """The states of the random numbers that are not torch's."""
+    numpy = sys.modules.get("numpy.random")
+    return {_PYTHON: random.getstate(), **({} if numpy is None else {_NUMPY: numpy.get_state()})}
+
+
+def _put_back(states: Mapping[str, Any]) -> None:
+    random.setstate(states[_PYTHON])
+    if _NUMPY in states:
+        sys.modules["numpy.random"].set_state(states[_NUMPY])
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    return next((name for name in before if repr(before[name]) != repr(after[name])), "")
+
+
+@contextmanager
+def _watched(drawn: str) -> Iterator[list[str]]:
+    """Where the model draws random numbers that are not torch's, if it does: ", at FILE:LINE"."""
+    where, last, had = [""], "", _generators()
+
+    def line(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal last
+        if where[0] or not (here := line_of_frame(frame)):
+            return None if where[0] else line
+        if last and _changed(had, _generators()):
+            where[0] = last
+        last = here
+        return line
+
+    before = sys.gettrace()
+    if drawn:
+        sys.settrace(lambda frame, event, arg: line if line_of_frame(frame) else None)
+    try:
+        yield where
+    finally:
+        if drawn:
+            sys.settrace(before)
