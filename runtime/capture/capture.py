@@ -50,7 +50,7 @@ from fusion.runtime.capture.exporting.tensors import (
     unsaved_tensors,
     variable_names,
 )
-from fusion.runtime.capture.exporting.torch_calls import as_exported, require_plain_gradients
+from fusion.runtime.capture.exporting.torch_calls import as_exported, require_plain_gradients, whole
 from fusion.runtime.capture.lowering.aten_names import (
     op_name,
     operators,
@@ -253,7 +253,9 @@ class _AnyModule(nn.Module):
     def forward(self, *values: torch.Tensor) -> Any:
         inputs = dict(zip(self.names, values, strict=True))
         made = self.module(**{name: inputs[name] for name in self.module_inputs})
-        return made if self.loss is None else self.loss(made, *(inputs[name] for name in self.loss_inputs))
+        return whole(
+            made if self.loss is None else self.loss(made, *(inputs[name] for name in self.loss_inputs))
+        )
 
 
 def _exportable(module: nn.Module) -> nn.Module:

@@ -207,6 +207,55 @@ def searchsorted(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def bincount(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Of as many bins as are asked for: a number beyond them is an index out of range."""
+
+    def run(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        if not minlength:
+            return plain(input, weights, minlength)
+        each = torch.ones_like(input, dtype=torch.int64) if weights is None else weights
+        each = each if each.dtype in (torch.int64, torch.float32) or weights is None else each.double()
+        return torch.zeros(minlength, dtype=each.dtype).scatter_add(0, input.to(torch.int64), each)
+
+    return run
+
+
+def histc(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Of bins whose ends are said."""
+
+    def run(input: Tensor, bins: int = 100, min: float = 0, max: float = 0, *, out: Any = None) -> Tensor:
+        if out is not None or min >= max or bins > _MOST_BINS:
+            return plain(input, bins, min, max, out=out)
+        ends = torch.linspace(min, max, bins + 1, dtype=input.dtype)
+        values = input.detach().flatten().unsqueeze(1)
+        last = torch.arange(bins) == bins - 1  # which has its end
+        inside = (values >= ends[:-1]) & ((values < ends[1:]) | (last & (values == max)))
+        return inside.sum(0).to(input.dtype)
+
+    return run
+
+
+def fake_quantize(axis: bool) -> Callable[..., Any]:
+    """Rounded to steps of a scale, with the gradient of what it rounds where that is in range; `axis`: a scale for each place of one."""
+
+    def of(_: Any) -> Callable[..., Tensor]:
+        def run(input: Tensor, scale: Any, zero_point: Any, *more: int) -> Tensor:
+            at, (least, most) = (more[0], more[1:]) if axis else (0, more)
+            if axis:
+                shape = [-1 if i == at % input.dim() else 1 for i in range(input.dim())]
+                scale, zero_point = scale.reshape(shape), zero_point.reshape(shape)
+            given = input.detach()
+            step = (given * (1.0 / scale)).round() + zero_point
+            value = (step.clamp(least, most) - zero_point) * scale
+            inside = (step >= least) & (step <= most)
+            made: Tensor = value + torch.where(inside, input - given, torch.zeros_like(input))
+            return made
+
+        return run
+
+    return of
+
+
 def take_along_dim(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """As a look-up of tensors that are of one shape elsewhere, without a look at whether they are."""
 
@@ -222,5 +271,6 @@ def take_along_dim(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _MOST_WINDOWS = 64
+_MOST_BINS = 256
 _MOST_PIECES = 16  # of a size that is free
 _REST = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights", "include_last_offset", "padding_idx")  # fmt: skip

@@ -41,7 +41,7 @@ def no_state_in_buffers(wrapped: nn.Module) -> Iterator[None]:
         had, mode = module._buffers.get(name), get_proxy_mode()
         if id(module) not in names or had is None or had is value or mode is None:
             return
-        new, old = (_node(each, mode.tracer) for each in (value, had))
+        new, old = (node_of(each, mode.tracer) for each in (value, had))
         unchanged = new
         while unchanged is not None and getattr(unchanged.target, "_opname", "") in _SAME:
             unchanged = unchanged.all_input_nodes[0]
@@ -62,7 +62,8 @@ def no_state_in_buffers(wrapped: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def _node(value: Any, tracer: Any) -> fx.Node | None:
+def node_of(value: Any, tracer: Any) -> fx.Node | None:
+    """What makes the value in the graph that is traced."""
     if not isinstance(value, Tensor):
         return None
     if torch._is_functional_tensor(value):

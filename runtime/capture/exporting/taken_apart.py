@@ -155,7 +155,7 @@ def _xlogy(self: Any, other: Any) -> Tensor:
 
 # What to write in the place of some that cannot be.
 INSTEAD: Mapping[str, str] = {
-    "aten.bincount": "write torch.zeros(n).scatter_add(0, x, torch.ones(x.shape))",
+    "aten.bincount": "say of how many numbers, with minlength",
     "aten.embedding_renorm": "leave max_norm out, or scale the rows that are looked up",
     "aten.embedding_bag.padding_idx": "give bags of one length, (batch, length), and padding_idx where one is shorter",
 }

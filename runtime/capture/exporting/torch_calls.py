@@ -18,9 +18,12 @@ from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.utils.checkpoint import CheckpointFunction
 
-from fusion.runtime.capture.exporting import ctc, drawn, fourier, layers
+from fusion.runtime.capture.exporting import chosen, ctc, drawn, fourier, layers
+from fusion.runtime.capture.exporting.chosen import whole
 from fusion.runtime.capture.exporting.model_code import line_of_caller
 from fusion.runtime.job.errors import CaptureError
+
+__all__ = ["as_exported", "require_plain_gradients", "whole"]
 
 _Change = tuple[Any, str, Callable[[Any], Any]]  # what has it, its name, what stands in its place
 
@@ -231,6 +234,9 @@ _UNPACKED = ": give the layer the padded ones, and look the last state of each u
 _ASKING: tuple[_Change, ...] = (
     (torch.Tensor, "data", _as_detached),
     (torch.Tensor, "__len__", _counted),
+    (torch.Tensor, "__getitem__", chosen.getitem),
+    (torch.Tensor, "__setitem__", chosen.setitem),
+    *((where, "masked_select", chosen.masked_select) for where in (torch, torch.Tensor)),
     (torch.inference_mode, "__enter__", _as_no_grad),
     (torch.inference_mode, "__exit__", _left),
     (torch, "sym_min", _known_order(lambda a, b: a <= b)),
@@ -246,6 +252,10 @@ _ASKING: tuple[_Change, ...] = (
     *((where, "take_along_dim", layers.take_along_dim) for where in (torch, torch.Tensor)),
     *((where, name, change) for where in (torch, torch.Tensor) for name, change in (("chunk", layers.chunk), ("split", layers.split))),
     (torch, "cdist", layers.cdist),
+    *((where, "bincount", layers.bincount) for where in (torch, torch.Tensor)),
+    *((where, "histc", layers.histc) for where in (torch, torch.Tensor)),
+    (torch, "fake_quantize_per_tensor_affine", layers.fake_quantize(axis=False)),
+    (torch, "fake_quantize_per_channel_affine", layers.fake_quantize(axis=True)),
     (torch, "searchsorted", layers.searchsorted),
     *((where, "ctc_loss", ctc.ctc_loss) for where in (torch, functional)),
     *((where, name, change) for where in (torch, torch.Tensor) for name, change in (("cov", layers.cov), ("corrcoef", layers.corrcoef))),
