@@ -85,8 +85,9 @@ def _sources(node: fx.Node) -> set[fx.Node]:
 
 def require_same_runs(wrapped: nn.Module, example: Sequence[Tensor]) -> None:
     """CaptureError where a run of the module, of whose tensors only the shapes are known, computes with other numbers than the run before, or
-    with a tensor that the run before has made. It is the third that is looked at: the first may make what all others read."""
-    before = _generators()
+    with a tensor that the run before has made, or counts something. It is the third that is looked at: the first may make what all others
+    read, but no parameter."""
+    before, parameters = _generators(), {name for name, _ in wrapped.named_parameters()}
     try:
         with fake_mode(wrapped) as fake:
             given = [fake.from_tensor(value) for value in example]
@@ -96,7 +97,7 @@ def require_same_runs(wrapped: nn.Module, example: Sequence[Tensor]) -> None:
             drawn = _changed(before, _generators())
             with first:
                 wrapped(*given)
-            second.before = first
+            second.before, numbers = first, _numbers(wrapped)
             with second, _watched(drawn) as where:
                 wrapped(*given)
     except CaptureError:
@@ -111,6 +112,31 @@ def require_same_runs(wrapped: nn.Module, example: Sequence[Tensor]) -> None:
         )
     if second.found:
         raise CaptureError(second.found)
+    after = _numbers(wrapped)
+    counted = next((name for name, value in after.items() if numbers.get(name) != value), None)
+    if counted is not None:
+        raise CaptureError(
+            f"the model sets its {counted} anew each time it runs, which a graph has no place for: leave it out"
+        )
+    made = {name for name, _ in wrapped.named_parameters()} - parameters
+    if made:
+        raise CaptureError(
+            f"the model makes its parameter {_own_name(min(made))} while it runs: make it where the module is made, or run that once there"
+        )
+
+
+def _numbers(wrapped: nn.Module) -> dict[str, Any]:
+    """What the module and its parts hold beside tensors and parts: numbers and texts, by name."""
+    return {
+        _own_name(f"{prefix}.{name}"): value
+        for prefix, part in wrapped.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, (int, float, str)) and name != "training"
+    }
+
+
+def _own_name(name: str) -> str:
+    return name.removeprefix("module.").removeprefix(".")
 
 
 class _Calls(TorchDispatchMode):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import is_lazy
 
 from fusion.runtime.capture.exporting.model_code import first_line
 from fusion.runtime.job.errors import CaptureError
@@ -23,7 +24,11 @@ def hollow_copy(module: nn.Module) -> nn.Module:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     with fake:  # a constant that the module's code makes from numbers stays real
-        for _, tensor in tensors_of(module):
+        for name, tensor in tensors_of(module):
+            if is_lazy(tensor):
+                raise CaptureError(
+                    f"{name} has no shape before the module runs (nn.Lazy..): run it once where it is made"
+                )
             if id(tensor) not in memo:
                 empty = torch.empty(tensor.shape, dtype=tensor.dtype)
                 is_parameter = isinstance(tensor, nn.Parameter)

@@ -128,14 +128,17 @@ def _writes(call: fx.Node) -> bool:
 
 
 def _detached(value: object) -> bool:
-    """Whether it is a view, or a view of one, that no gradient comes to."""
-    while isinstance(value, fx.Node) and value.args:
-        if op_name(value.target) == "aten.detach":
-            return True
-        if _memory_of(value) is value:
+    """Whether it is a view, or a view of one, that no gradient comes to, of what is read otherwise as well."""
+    detached = False
+    while isinstance(value, fx.Node) and (_memory_of(value) is not value or detached):
+        detached = detached or op_name(value.target) == "aten.detach"
+        above = value.args[0] if _memory_of(value) is not value else None
+        if not isinstance(above, fx.Node):
             break
-        value = value.args[0]
-    return False
+        if detached and len(above.users) > 1:
+            return True
+        value = above
+    return detached and isinstance(value, fx.Node) and value.op == "placeholder"
 
 
 def _memory_of(value: object) -> object:

@@ -54,6 +54,17 @@ def counted(m: Any, x: torch.Tensor) -> torch.Tensor:
     return x * min(1.0, m.steps / 100)
 
 
+def counted_for_later(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.steps += 1
+    return x if m.steps < 1000 else -x
+
+
+def made(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(m, "scale"):
+        m.scale = nn.Parameter(torch.ones(3))
+    return x * m.scale
+
+
 def listed(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.seen.append(x.detach().mean(0))
     return x - torch.stack(m.seen).mean(0)
@@ -123,6 +134,29 @@ def test_it_is_refused_with_its_line(function: Callable[[Any, torch.Tensor], Any
 def test_a_write_to_a_weight_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"writes to module\.0\.frozen each time it runs"):
         capture_module(nn.Sequential(Part(averaged_weight)), {"input": torch.zeros(2, 6)}, training=True)
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        (Part(counted_for_later), r"sets its 0\.steps anew each time it runs"),
+        (Part(made), r"makes its parameter 0\.scale while it runs"),
+        (nn.LazyLinear(3), r"0\.weight has no shape before the module runs"),
+    ],
+)
+def test_what_no_line_stands_for_is_named(part: nn.Module, why: str) -> None:
+    with pytest.raises(CaptureError, match=why):
+        capture_module(nn.Sequential(part), {"input": torch.zeros(2, 6)}, training=True)
+
+
+def test_a_write_to_a_copy_that_is_detached_is_no_write_to_what_it_is_of() -> None:
+    def function(_: Any, x: torch.Tensor) -> torch.Tensor:
+        own = x.clone().detach()
+        own[:, 0].mul_(2)
+        return x + own
+
+    graph = capture_module(nn.Sequential(Part(function)), {"input": torch.zeros(2, 6)}, training=True)
+    assert "aten.mul.Tensor" in {node.op for node in graph.nodes}
 
 
 def cached(m: Any, x: torch.Tensor) -> torch.Tensor:
