@@ -182,8 +182,9 @@ class _Lowering:
             own = self.names.get(str(spec.target))
             written = own is not None and isinstance(node, fx.Node) and self.env.get(node) == Ref(own)
             if spec.kind in _WRITTEN and not counts and not written:
+                name = str(spec.target).removeprefix("module.")
                 raise CaptureError(
-                    f"the model writes to {spec.target} each time it runs, which a stage cannot keep{line_of_node(node)}: "
+                    f"the model writes to {name} each time it runs, which a stage cannot keep{line_of_node(node)}: "
                     "leave the write out (statistics are kept by batch normalisations alone)"
                 )
             if spec.kind is OutputKind.USER_OUTPUT:
