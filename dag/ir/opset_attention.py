@@ -1,5 +1,5 @@
-"""Attention to a cache that is not a plain softmax of products: capped scores, a bias by position or by distance, sinks; and
-attention to what a session was given to read before it began."""
+"""Attention to a cache that is not a plain softmax of products: capped scores, a bias by position or by distance, sinks; attention to
+keys that were selected for each query; and attention to what a session was given to read before it began."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from fusion.dag.ir.graph import TensorType
 from fusion.dag.ir.opset_contract import attention_flops, cached_attention, leads
 from fusion.dag.ir.opset_shapes import is_float, same
 from fusion.dag.ir.opset_spec import Call, Mixed, OpSpec, Types, elements, op, plain
+
+MAX_SELECTED = 1 << 16  # keys for each query; models have 2048
 
 
 def cached_attention_scored(call: Call) -> Types:
@@ -78,6 +80,41 @@ def cached_attention_relative(call: Call) -> Types:
     return (TensorType((*q.shape[:-1], v.shape[-1]), v.dtype),)
 
 
+def cached_selection(call: Call) -> Types:
+    """query (batch, heads, length, width), key (batch, 1, length, width), weights (batch, heads, length, 1): the new positions only.
+    The result, int64 (batch, 1, length, count), is where the `count` keys lie that query i sees best, by
+
+        score_ij = sum over heads h of weights_ih * max(0, query_ih . key_j * scale), in float32
+
+    among all positions before it and itself; -1 where there are fewer. So DeepSeek-V3.2 has it (arXiv 2512.02556, section 2.1)."""
+    q, k, weights = (call[n] for n in ("query", "key", "weights"))
+    if any(len(t.shape) != 4 for t in (q, k, weights)) or call["slot"] < 0:
+        raise call.fail("needs (batch, heads, length, width) and a slot of at least 0")
+    if not 1 <= call["count"] <= MAX_SELECTED:
+        raise call.fail(f"count: 1 to {MAX_SELECTED} keys for each query")
+    if k.dtype != q.dtype or not is_float(q.dtype) or not is_float(weights.dtype):
+        raise call.fail(f"dtypes {q.dtype}, {k.dtype}, {weights.dtype}")
+    if k.shape != (q.shape[0], 1, *q.shape[2:]):
+        raise call.fail(f"key {k} does not fit query {q}")
+    if weights.shape != (*q.shape[:3], 1):
+        raise call.fail(f"weights {weights} do not fit query {q}")
+    if not isfinite(call["scale"]):
+        raise call.fail("scale must be finite")
+    return (TensorType((q.shape[0], 1, q.shape[2], call["count"]), "int64"),)
+
+
+def cached_attention_selected(call: Call) -> Types:
+    """As `fusion.cached_attention` without a window, where each query sees those positions alone that `selected`, int64
+    (batch, 1, length, count), has for it, of those before it and itself: any other number there is none."""
+    results = cached_attention(Call(call.op, {**call.values, "window": None}))
+    q, selected = call["query"], call["selected"]
+    if selected.dtype != "int64" or selected.shape[:-1] != (q.shape[0], 1, q.shape[2]):
+        raise call.fail(f"selected {selected} does not fit query {q}")
+    if call["scale"] is not None and not isfinite(call["scale"]):
+        raise call.fail("scale must be finite")
+    return results
+
+
 def source_attention(call: Call) -> Types:
     """query (batch, heads, length, width), key and value (batch, key heads, source, width[']): every query to all keys, which
     belong to what the session was given to read (an encoder's output) and are the same for each of its positions. Whoever
@@ -126,6 +163,20 @@ def _relative_flops(call: Call, results: Types) -> int:
     return attention_flops(call, results) + rows * plain(call["key"].shape[-2])
 
 
+def _selection_mixes(_: Call) -> Mixed:
+    return {"query": {1, 3}, "key": {1, 3}, "weights": {1}}
+
+
+def _selected_mixes(_: Call) -> Mixed:
+    return {"query": {3}, "key": {3}, "selected": {3}}
+
+
+def _selection_flops(call: Call, _: Types) -> int:
+    """A product, a scale, a threshold and a weighted sum for each query, head and key."""
+    query = call["query"]
+    return elements(query) * plain(query.shape[2]) * 2 + 4 * elements(call["weights"]) * plain(query.shape[2])
+
+
 def _mixes(_: Call) -> Mixed:
     # Along length the cache carries what came before, so a sequence may be given in pieces.
     return {"query": {3}, "key": {3}}
@@ -147,6 +198,13 @@ SPECS: list[OpSpec] = [
        "query: tensor, key: tensor, value: tensor, table: tensor, slot: int, scale: float, buckets: ints",
        cached_attention_relative, "attention",
        mixes=_relative_mixes, flops=_relative_flops, differentiable=False, keeps=("key", "value"), since=2),
+    op("fusion.cached_selection", "query: tensor, key: tensor, weights: tensor, slot: int, scale: float, count: int",
+       cached_selection, "attention",
+       mixes=_selection_mixes, flops=_selection_flops, differentiable=False, keeps=("key",), since=2),
+    op("fusion.cached_attention_selected",
+       "query: tensor, key: tensor, value: tensor, selected: tensor, slot: int, scale: float?",
+       cached_attention_selected, "attention",
+       mixes=_selected_mixes, flops=attention_flops, differentiable=False, keeps=("key", "value"), since=2),
     op("fusion.source_attention", "query: tensor, key: tensor, value: tensor, slot: int, scale: float?", source_attention, "attention",
        mixes=_source_mixes, flops=attention_flops, differentiable=False, keeps=("key", "value"), since=2),
     op("fusion.source_attention_scored",

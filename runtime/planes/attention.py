@@ -105,6 +105,63 @@ def scored_attention(
     return found[0] if len(found) == 1 else torch.cat(found, 2)
 
 
+def best_keys(
+    query: torch.Tensor,  # (1, heads, count, width)
+    keys: torch.Tensor,  # (1, 1, length, width)
+    weights: torch.Tensor,  # (1, heads, count, 1)
+    scale: float,
+    most: int,
+    start: int,
+) -> torch.Tensor:
+    """Of queries at positions `start` and on, as of `fusion.cached_selection`: (1, 1, count, most)."""
+    heads, count, length = query.shape[1], query.shape[2], keys.shape[2]
+    queries = torch.arange(start, start + count, device=query.device)[:, None]
+    if length <= most:  # whatever their scores are
+        found = torch.arange(length, device=query.device).expand(count, length)
+    else:
+        rows = zip(
+            *(torch.split(each[0].transpose(0, 1), most_scored(heads * length)) for each in (query, weights)),
+            strict=True,
+        )
+        across = keys[0, 0].float().T
+        parts, at = list[torch.Tensor](), start
+        for part, each in rows:
+            scores = torch.relu(part.reshape(-1, part.shape[2]).float() @ across * scale)
+            total = each.transpose(1, 2).float() @ scores.view(-1, heads, length)  # (rows, 1, length)
+            own = torch.arange(at, at + len(part), device=query.device)[:, None]
+            later = torch.arange(length, device=query.device) > own
+            parts.append(total[:, 0].masked_fill(later, -torch.inf).topk(most, -1).indices)
+            at += len(part)
+        found = torch.cat(parts)
+    found = found.masked_fill(found > queries, -1)
+    return functional.pad(found, (0, most - found.shape[1]), value=-1)[None, None]
+
+
+def selected_attention(
+    query: torch.Tensor,  # (1, heads, count, width)
+    keys: torch.Tensor,  # (1, key heads, length, width)
+    values: torch.Tensor,
+    selected: torch.Tensor,  # (1, 1, count, most) positions
+    scale: float | None,
+    start: int,
+) -> torch.Tensor:
+    """Of queries at positions `start` and on, as of `fusion.cached_attention_selected`. What a graph selects may be any numbers."""
+    count, length = query.shape[2], keys.shape[2]
+    places = selected[0, 0]
+    own = torch.arange(start, start + count, device=query.device)[:, None]
+    known = (places >= 0) & (places <= own)
+    if count == 1 and length > places.shape[1]:  # the others need not be read
+        at = places[0].where(known[0], 0)
+        keys, values, mask = keys.index_select(2, at), values.index_select(2, at), known
+    else:
+        mask = torch.zeros(count, length + 1, dtype=torch.bool, device=query.device)
+        mask = mask.scatter(1, places.where(known, length), True)[:, :length]
+    grouped = query.shape[1] != keys.shape[1]
+    return functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
+    )
+
+
 def all_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -15,9 +15,11 @@ from torch.nn import functional
 from fusion.runtime.planes.attention import (
     Scored,
     all_attention,
+    best_keys,
     most_scored,
     runs_singly,
     scored_attention,
+    selected_attention,
     single_attention,
 )
 from fusion.runtime.planes.input_sizes import HALF
@@ -197,6 +199,47 @@ class SessionCache:
             return self._look(query, held, start, end, scale, window, scored)
         rows = zip(range(start, end), torch.split(query, 1, 2), strict=True)
         return torch.cat([self._look(row, held, at, at + 1, scale, window, scored) for at, row in rows], 2)
+
+    def select(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        weights: torch.Tensor,
+        slot: int,
+        scale: float,
+        most: int,
+    ) -> torch.Tensor:
+        """Store the new keys (1, 1, count, width); which of those held the queries see best."""
+        (held,) = self._memory[slot]
+        held[:, :, self._start : self._end] = key
+        found = []
+        for start, end in self._runs():
+            of = slice(start - self._start, end - self._start)
+            found.append(best_keys(query[:, :, of], held[:, :, :end], weights[:, :, of], scale, most, start))
+        return torch.cat(found, 2)
+
+    def attend_selected(
+        self,
+        query: torch.Tensor,  # (1, heads, count, width)
+        new: Sequence[torch.Tensor],  # keys and values
+        selected: torch.Tensor,  # (1, 1, count, most)
+        slot: int,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Store what is new, and attend to the positions that are selected."""
+        held = self._memory[slot]
+        for memory, values in zip(held, new, strict=True):
+            memory[:, :, self._start : self._end] = values
+        found = []
+        for start, end in self._runs():
+            of = slice(start - self._start, end - self._start)
+            keys, values = (memory[:, :, :end] for memory in held)
+            found.append(selected_attention(query[:, :, of], keys, values, selected[:, :, of], scale, start))
+        return torch.cat(found, 2)
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """The positions that run, as they are to be computed: one by one, or all at once."""
+        return [(at, at + 1) for at in self.running] if self._singly else [(self._start, self._end)]
 
     def attend_source(
         self, query: torch.Tensor, slot: int, scale: float | None, scored: Scored | None = None

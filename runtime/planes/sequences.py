@@ -50,6 +50,35 @@ class Sequences:
             lambda cache, part: cache.attend(part(query), [*map(part, new)], slot, scale, window, scored)
         )
 
+    def select(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        weights: torch.Tensor,
+        slot: int,
+        scale: float,
+        most: int,
+    ) -> torch.Tensor:
+        """For each piece of its own sequence's keys, as it would be alone."""
+        return self._each(
+            lambda cache, part: cache.select(part(query), part(key), part(weights), slot, scale, most)
+        )
+
+    def attend_selected(
+        self,
+        query: torch.Tensor,
+        new: Sequence[torch.Tensor],
+        selected: torch.Tensor,
+        slot: int,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Each piece to its own sequence, as it would alone."""
+        return self._each(
+            lambda cache, part: cache.attend_selected(
+                part(query), [*map(part, new)], part(selected), slot, scale
+            )
+        )
+
     def attend_source(
         self, query: torch.Tensor, slot: int, scale: float | None, scored: Scored | None = None
     ) -> torch.Tensor:
@@ -106,6 +135,25 @@ class Attends(Protocol):
         scale: float | None,
         window: int | None,
         scored: Scored | None = None,
+    ) -> torch.Tensor: ...
+
+    def select(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        weights: torch.Tensor,
+        slot: int,
+        scale: float,
+        most: int,
+    ) -> torch.Tensor: ...
+
+    def attend_selected(
+        self,
+        query: torch.Tensor,
+        new: Sequence[torch.Tensor],
+        selected: torch.Tensor,
+        slot: int,
+        scale: float | None,
     ) -> torch.Tensor: ...
 
     def attend_source(
@@ -188,6 +236,32 @@ def cached_attention_relative(
     """`fusion.cached_attention_relative`."""
     relative = table[torch.tensor(buckets, device=table.device)].to(query.dtype)
     return state.attend(query, (key, value), slot, scale, None, Scored(relative=relative))
+
+
+def cached_selection(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    weights: torch.Tensor,
+    slot: int,
+    scale: float,
+    count: int,
+    state: Attends,
+) -> torch.Tensor:
+    """`fusion.cached_selection`."""
+    return state.select(query, key, weights, slot, scale, count)
+
+
+def cached_attention_selected(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    selected: torch.Tensor,
+    slot: int,
+    scale: float | None,
+    state: Attends,
+) -> torch.Tensor:
+    """`fusion.cached_attention_selected`."""
+    return state.attend_selected(query, (key, value), selected, slot, scale)
 
 
 def source_attention(

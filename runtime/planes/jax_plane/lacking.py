@@ -9,8 +9,9 @@ LACKING = frozenset({
     # would take the memory that they are to save.
     "fusion.linear_int8", "fusion.linear_int4", "fusion.embedding_int8", "fusion.embedding_int4",
     "fusion.expert_linear_int8", "fusion.expert_linear_int4",
-    # What a session keeps beside keys and values: of a source, of a convolution, of a recurrence.
+    # What a session keeps beside keys and values: of a source, of an indexer, of a convolution, of a recurrence.
     "fusion.source_attention", "fusion.source_attention_scored", "fusion.cached_attention_relative",
+    "fusion.cached_selection", "fusion.cached_attention_selected",
     "fusion.cached_convolution", "fusion.cached_recurrence",
 })  # fmt: skip
 assert OPSET.keys() >= LACKING

@@ -24,6 +24,10 @@ _TYPES = {
     Ref("rows"): TensorType((3, 2), "float32"),
     Ref("few"): TensorType((symbol("batch"), 2, 5, 8), "float32"),
     Ref("q"): TensorType((symbol("batch"), 2, symbol("sequence"), 8), "float32"),
+    Ref("key"): TensorType((symbol("batch"), 1, symbol("sequence"), 8), "float32"),
+    Ref("key_half"): TensorType((symbol("batch"), 1, symbol("sequence"), 8), "bfloat16"),
+    Ref("head_weights"): TensorType((symbol("batch"), 2, symbol("sequence"), 1), "float32"),
+    Ref("places"): TensorType((symbol("batch"), 1, symbol("sequence"), 3), "int64"),
     Ref("bytes"): TensorType((4,), "uint8"),
     Ref("short"): TensorType((4,), "int16"),
     Ref("row"): TensorType((1, 3), "float32"),
@@ -40,6 +44,16 @@ def relative(
     buckets: Any = (0, 2, 1),
 ) -> Any:
     return _Q, _Q, _Q, table, slot, scale, buckets
+
+
+def selection(
+    key: Any = Ref("key"),  # noqa: B008 - frozen
+    weights: Any = Ref("head_weights"),  # noqa: B008
+    slot: int = 0,
+    scale: float = 1.0,
+    count: int = 3,
+) -> Any:
+    return _Q, key, weights, slot, scale, count
 
 
 def scored(
@@ -131,6 +145,17 @@ _X, _W, _N, _BIG = Ref("x"), Ref("w"), Ref("n"), Ref("big")
         ("fusion.cached_attention_relative", relative(buckets=(0,) * 2000), "argument buckets"),
         ("fusion.cached_attention_relative", relative(slot=-1), "slot"),
         ("fusion.cached_attention_relative", relative(scale=float("nan")), "scale"),
+        ("fusion.cached_selection", selection(slot=-1), "slot"),
+        ("fusion.cached_selection", selection(count=0), "count"),
+        ("fusion.cached_selection", selection(count=2**17), "count"),
+        ("fusion.cached_selection", selection(key=_Q), "does not fit query"),
+        ("fusion.cached_selection", selection(key=Ref("key_half")), "dtypes"),
+        ("fusion.cached_selection", selection(weights=_Q), "weights"),
+        ("fusion.cached_selection", selection(scale=float("inf")), "scale"),
+        ("fusion.cached_attention_selected", (_Q, _Q, _Q, _Q, 0, None), "selected"),
+        ("fusion.cached_attention_selected", (_Q, _Q, _Q, Ref("ids"), 0, None), "selected"),
+        ("fusion.cached_attention_selected", (_Q, _Q, _Q, Ref("places"), -1, None), "slot"),
+        ("fusion.cached_attention_selected", (_Q, _Q, _Q, Ref("places"), 0, float("nan")), "scale"),
         ("fusion.source_attention", (_Q, _Q, _Q, -1, None), "slot"),
         ("fusion.source_attention", (_Q, _Q, Ref("few"), 0, None), "length of key and value"),
         ("fusion.source_attention", (_Q, Ref("w"), Ref("w"), 0, None), "heads, length, width"),

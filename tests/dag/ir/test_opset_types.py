@@ -139,6 +139,7 @@ SAMPLES: list[tuple[Any, ...]] = [  # (op, argument, ...): trailing arguments wi
     ("fusion.recurrence", f(B, 2, S, 8), f(B, 2, S, 8), f(B, 4, S, 6), f(B, 4, S, 1), None, f(4, 8)),
     ("fusion.cached_recurrence", f(B, 2, S, 8), f(B, 2, S, 8), f(B, 4, S, 6), f(B, 4, S, 8), f(B, 4, S, 1), None, 0),
     ("fusion.cached_attention_relative", f(B, 4, S, 8), f(B, 2, S, 8), f(B, 2, S, 4), f(6, 4), 0, 0.5, (0, 1, 5)),
+    ("fusion.cached_selection", f(B, 4, S, 8), f(B, 1, S, 8), f(B, 4, S, 1), 0, 0.5, 3), ("fusion.cached_attention_selected", f(B, 4, S, 8), f(B, 2, S, 8), f(B, 2, S, 4), i(B, 1, S, 3), 0, 0.5),
     ("fusion.source_attention", f(B, 4, S, 8), f(B, 2, 7, 8), f(B, 2, 7, 4), 0, 0.5), ("fusion.source_attention_scored", f(B, 4, S, 8), f(B, 2, 7, 8), f(B, 2, 7, 4), 0, 0.5, 30.0),
     *QUANTISED, ("fusion.cached_convolution", f(B, 1, S, 8), f(8, 1, 3), f(8), 0), ("aten.conv1d", f(B, 4, S), f(8, 4, 3), f(8), (1,), (1,)), ("aten.conv1d", f(B, 4, S), f(8, 4, 1)), ("aten.conv1d", f(B, 4, 16), f(8, 4, 3), None, (2,)), ("aten.conv2d", f(B, 4, 16, 12), f(8, 2, 3, 3), f(8), (2, 2), (1, 1), (1, 1), 2),
     ("aten.conv2d", f(4, 16, 12), f(8, 4, 3, 3), None, (1, 2), (2,), (2, 2)), ("aten.conv3d", f(B, 2, 4, 4, 4), f(4, 2, 2, 2, 2)), ("aten.conv_transpose1d", f(B, 4, S), f(4, 8, 3), f(8), (2,), (1,), (1,)), ("aten.conv_transpose2d.input", f(B, 4, 6, 6), f(4, 2, 2, 2), f(4), (2, 2), (0, 0), (0, 0), 2),
@@ -218,6 +219,12 @@ OURS = {
         q, k, v, is_causal=True, scale=scale, enable_gqa=True
     ),
     "fusion.cached_attention_relative": lambda q, k, v, *_: F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    ),
+    "fusion.cached_selection": lambda q, k, w, slot, scale, count: (
+        (F.relu(q @ k.mT * scale) * w).sum(1, keepdim=True).topk(count).indices
+    ),
+    "fusion.cached_attention_selected": lambda q, k, v, selected, *_: F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True
     ),
     "fusion.source_attention_scored": lambda q, k, v, slot, scale, softcap: F.scaled_dot_product_attention(
