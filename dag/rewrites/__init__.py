@@ -9,6 +9,7 @@ relative_bias        a bias by distance, from a table
 own_positions        positions that a model counts itself, from its input
 eager_attention      attention that a model writes out
 repeated_heads       keys and values repeated for grouped queries
+selected_keys        keys that an indexer selects for each query
 cached_convolution   short convolutions that read earlier positions from one
 cached_recurrence    linear attention and state spaces that go on with an earlier state
 kv_cache             attention that reads earlier positions from a cache

@@ -7,8 +7,14 @@ from dataclasses import replace
 
 from fusion.dag.ir.graph import Graph, Node
 from fusion.dag.ir.opset import next_slot
+from fusion.dag.rewrites.cached_convolution import cache_convolutions
 
 _WHOLE = "fusion.recurrence"
+
+
+def cache_states(graph: Graph) -> Graph:
+    """The graph for a piece of a sequence, as far as recurrences and the short convolutions before them go."""
+    return cache_recurrences(cache_convolutions(graph))
 
 
 def cache_recurrences(graph: Graph) -> Graph:

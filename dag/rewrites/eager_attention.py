@@ -75,7 +75,7 @@ def hidden_parts(graph: Graph, bias: Added) -> tuple[list[Hides], list[Added]] |
     node = maker(graph, bias.bias)
     if node is None:
         return None
-    filled = _filled(graph, node)
+    filled = filled_at(graph, node)
     if filled is not None:
         inner, hides = filled
         return [hides], [Added(inner, bias.times, bias.merged)]
@@ -303,7 +303,7 @@ class _Walk:
 
     def before(self, node: Node) -> Ref | None:
         """The scores that the node, a step, makes those of that follow; None where it is no known step."""
-        filled = _filled(self.graph, node)
+        filled = filled_at(self.graph, node)
         if filled is not None and filled[1].mask.name in self.positional:
             if not self.bare:
                 return None
@@ -315,7 +315,7 @@ class _Walk:
         if node.op in ("aten.maximum", "aten.clamp_min") and self.bare:
             least = number(self.graph, node.args[1])
             return None if least is None or least > HIDDEN else source
-        if (scaled := _scaled(self.graph, node)) is not None:
+        if (scaled := scaled_by(self.graph, node)) is not None:
             return self._unscaled(*scaled)
         if node.op == "aten.to.dtype" and source is not None:
             same = not self.inexact and "float" in self.graph.types[source].dtype
@@ -341,7 +341,7 @@ class _Walk:
             return scores
         within = capped.args[0]
         inner = maker(self.graph, within)
-        scaled = _scaled(self.graph, inner) if inner is not None else None
+        scaled = scaled_by(self.graph, inner) if inner is not None else None
         alone = _alone(self.graph, scores) and isinstance(within, Ref) and _alone(self.graph, within)
         if scaled is None or not self.bare or factor <= 0 or not alone:
             return None
@@ -375,7 +375,7 @@ def _product(
     return found
 
 
-def _filled(graph: Graph, node: Node) -> tuple[Ref, Hides] | None:
+def filled_at(graph: Graph, node: Node) -> tuple[Ref, Hides] | None:
     """What is filled with a number that hides it, and where."""
     args = node.args
     if node.op in ("aten.where.self", "aten.where.ScalarOther"):
@@ -408,7 +408,7 @@ _TIMES: Mapping[str, bool] = {
 }  # fmt: skip
 
 
-def _scaled(graph: Graph, node: Node) -> tuple[Ref, float] | None:
+def scaled_by(graph: Graph, node: Node) -> tuple[Ref, float] | None:
     """What is multiplied by a number, and the number."""
     if node.op not in _TIMES:
         return None
@@ -419,3 +419,9 @@ def _scaled(graph: Graph, node: Node) -> tuple[Ref, float] | None:
     if factor is None or factor == 0 or not isinstance(of, Ref):
         return None
     return of, factor if _TIMES[node.op] else 1 / factor
+
+
+def swaps_last_two(turned: Node) -> bool:
+    """Whether the node swaps the last two dimensions."""
+    rank = len(turned.results[0].shape)
+    return {d % rank for d in turned.args[1:] if isinstance(d, int)} == {rank - 1, rank - 2}

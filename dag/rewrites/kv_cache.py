@@ -1,5 +1,6 @@
 """Give attention a memory, so that a sequence may be run in pieces: it becomes `fusion.cached_attention`, which reads the
-keys and values of earlier positions from a cache, or `fusion.cached_attention_scored` where its scores are not plain ones.
+keys and values of earlier positions from a cache, `fusion.cached_attention_scored` where its scores are not plain ones, or
+`fusion.cached_attention_selected` where an indexer selects the keys.
 
 Only for attention, fused or eager, that is recognised as causal, over all positions or a window of them, with no
 bias but one by position; whatever else the model does must treat positions one by one. Anything not recognised is refused:
@@ -8,6 +9,7 @@ a model is never served almost right.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fusion.dag.cutting.references import needed
@@ -22,8 +24,7 @@ from fusion.dag.ir.dims import Dim, symbol
 from fusion.dag.ir.errors import GraphError, UnsupportedModel
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import infer
-from fusion.dag.rewrites.cached_convolution import cache_convolutions
-from fusion.dag.rewrites.cached_recurrence import cache_recurrences
+from fusion.dag.rewrites.cached_recurrence import cache_states
 from fusion.dag.rewrites.clean import clean
 from fusion.dag.rewrites.eager_attention import (
     SOFTMAX,
@@ -35,12 +36,14 @@ from fusion.dag.rewrites.eager_attention import (
     maker,
     positional_names,
     read_attention,
+    swaps_last_two,
 )
 from fusion.dag.rewrites.masks import Bias, Evaluate, affine_bias, shows_all, visible_window
 from fusion.dag.rewrites.own_positions import given_positions
 from fusion.dag.rewrites.positions import SEQUENCE, require_separate_positions
 from fusion.dag.rewrites.relative_bias import RelativeBias, relative_bias
 from fusion.dag.rewrites.repeated_heads import before_repeat
+from fusion.dag.rewrites.selected_keys import Selection, all_selected, parts_of, read_selection, taken_places
 
 FUSED = "aten.scaled_dot_product_attention"
 
@@ -61,9 +64,10 @@ def cache_attention(
     `maximum_source`: of the source's positions.
     UnsupportedModel, in one line, for any other model.
     """
-    graph = given_positions(clean(graph), evaluate)
-    walk = _Caching(graph, evaluate, maximum_sequence, maximum_source)
-    cached = clean(cache_recurrences(cache_convolutions(clean(walk.run()))))
+    graph = clean(all_selected(graph))
+    taken = taken_places(graph)
+    walk = _Caching(given_positions(graph, evaluate), evaluate, maximum_sequence, maximum_source, taken)
+    cached = clean(cache_states(clean(walk.run())))
     require_separate_positions(cached)
     if (node := misread(cached)) is not None:
         raise UnsupportedModel(
@@ -81,12 +85,18 @@ class _Caching:
     """One walk over the nodes, in which each attention becomes one with a cache."""
 
     def __init__(
-        self, graph: Graph, evaluate: Evaluate, longest: int | None, longest_source: int | None
+        self,
+        graph: Graph,
+        evaluate: Evaluate,
+        longest: int | None,
+        longest_source: int | None,
+        taken: Mapping[str, tuple[Ref, int]],
     ) -> None:
         self.graph = graph
         self.evaluate = evaluate
         self.longest = longest
         self.longest_source = longest_source
+        self.taken = taken  # see `taken_places`
         self.of_source = source_values(graph)
         self.positional = positional_names(graph)
         self.types = dict(graph.types)
@@ -96,6 +106,7 @@ class _Caching:
         self.biases: dict[Ref, Bias] = {}
         self.relatives: dict[Ref, RelativeBias | None] = {}
         self.shown: dict[Hides, bool] = {}
+        self.selections: dict[Ref, Ref] = {}  # by what tells one from another: what selects
 
     def run(self) -> Graph:
         graph = self.graph
@@ -173,6 +184,9 @@ class _Caching:
                 raise _refusal(node, "sees later positions")
         assert scale is None or isinstance(scale, (int, float))
         keys = self.unrepeated(node, query, key, value, grouped is True)
+        if seen.selection is not None:
+            self.selected(node, (query, *keys), scale, seen)
+            return
         if not seen.biases and seen.slopes is None and seen.relative is None:
             self.plain(node, query, *keys, scale, self.window(seen))
             return
@@ -191,7 +205,7 @@ class _Caching:
         end, turned = found.end, maker(self.graph, found.across)
         key = (
             turned.args[0]
-            if turned is not None and turned.op == "aten.transpose.int" and _last_two(turned)
+            if turned is not None and turned.op == "aten.transpose.int" and swaps_last_two(turned)
             else self.emit(end, "key_turned", "aten.transpose.int", found.across, -2, -1)
         )
         assert isinstance(key, Ref)
@@ -218,6 +232,34 @@ class _Caching:
         # Plain scores as well: the fused kernel would round them in another order than the model does.
         self.scored(found, (query, *keys), seen)
 
+    def selected(self, node: Node, values: tuple[Ref, Ref, Ref], scale: float | None, seen: _Seen) -> None:
+        """Attention to the keys that an indexer selects."""
+        more = seen.biases or (seen.slopes, seen.relative, self.window(seen)) != (None,) * 3
+        if more:
+            raise _refusal(node, "selects keys beside a window or a bias")
+        assert seen.selection is not None
+        chosen = self.selection(node, seen.selection)
+        self.attention(node, "fusion.cached_attention_selected", *values, chosen, self.slot(), scale)
+
+    def selection(self, node: Node, found: Selection) -> Ref:
+        """What selects, once for all attentions that it is made for."""
+        if found.order not in self.selections:
+            seen = _Seen()
+            if isinstance(found.visible, Added):
+                self.look(node, seen, found.visible)
+            else:
+                seen.add(self.seen_by(found.visible))
+            if seen != _Seen(causal=True):
+                raise _refusal(node, "selects keys among other ones than all before a query")
+            query = self.emit(node, "selecting", "aten.transpose.int", found.query, 1, 2)
+            key = self.emit(node, "selected_by", "aten.unsqueeze", found.key, 1)
+            rows = self.emit(node, "head_rows", "aten.unsqueeze", found.weights, -1)
+            weights = self.emit(node, "head_weights", "aten.transpose.int", rows, 1, 2)
+            self.selections[found.order] = self.emit(
+                node, "selected", "fusion.cached_selection", query, key, weights, self.slot(), found.scale, found.count
+            )  # fmt: skip
+        return self.selections[found.order]
+
     def window(self, seen: _Seen) -> int | None:
         window = seen.window
         return None if window is not None and self.longest is not None and window >= self.longest else window
@@ -233,7 +275,7 @@ class _Caching:
         """What a mask or a bias that is added to the scores lets a position see, and adds to it."""
         type_ = self.types[added.bias]
         if type_.dtype == "bool":
-            seen.add(self.seen_by(Hides(added.bias)))
+            self.hide(node, seen, Hides(added.bias))
             return
         if symbol(SEQUENCE) not in type_.shape and added.bias.name in self.positional:
             seen.constant = True  # the same for all keys, which a softmax does not see
@@ -250,7 +292,7 @@ class _Caching:
                         self.slope(node, seen, added, str(why))
                     return
                 for hides in parts[0]:
-                    seen.add(self.seen_by(hides))
+                    self.hide(node, seen, hides)
                 for part in parts[1]:
                     self.look(node, seen, part)
                 return
@@ -259,6 +301,17 @@ class _Caching:
             seen.biases.append(self.for_each_key(node, added))
         else:
             self.slope(node, seen, added, f"the bias {added.bias} depends on more than positions")
+
+    def hide(self, node: Node, seen: _Seen, hides: Hides) -> None:
+        """What a mask lets a position see, which may be keys that the model selects."""
+        for part in parts_of(self.graph, hides, self.positional):
+            found = read_selection(self.graph, part, self.positional, self.taken)
+            if found is None:
+                seen.add(self.seen_by(part))
+            elif self.longest is None or found.count < self.longest:
+                if seen.selection not in (None, found):
+                    raise _refusal(node, "selects keys twice")
+                seen.selection = found
 
     def separate(self, ref: Ref) -> bool:
         """Whether the value at a position is made of that position alone, so that a cache can keep it."""
@@ -355,6 +408,8 @@ class _Caching:
 
     def scored(self, found: EagerAttention, values: tuple[Ref, Ref, Ref], seen: _Seen) -> None:
         query, key, value = values
+        if seen.selection is not None:
+            raise _refusal(found.end, "selects keys beside scores that are not plain")
         if seen.relative is not None:
             more = seen.biases or (seen.slopes, found.softcap, found.sinks, self.window(seen)) != (None,) * 4
             if more:
@@ -414,16 +469,11 @@ class _Seen:
     slopes: tuple[float, ...] | None = None
     relative: RelativeBias | None = None
     constant: bool = False  # whether a number for all keys was left out
+    selection: Selection | None = None
 
     def add(self, window: int | None) -> None:
         self.causal = True
         self.window = min((w for w in (self.window, window) if w is not None), default=None)
-
-
-def _last_two(turned: Node) -> bool:
-    """Whether the node swaps the last two dimensions."""
-    rank = len(turned.results[0].shape)
-    return {d % rank for d in turned.args[1:] if isinstance(d, int)} == {rank - 1, rank - 2}
 
 
 def _refuse_shapes(node: Node, types: list[TensorType], grouped: bool) -> None:

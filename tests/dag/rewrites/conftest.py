@@ -74,6 +74,21 @@ def topk(x, k, dim, largest, ordered):
     return [np.take_along_axis(x, order, dim), order]
 
 
+def select(q, k, w, scale, count):
+    """(batch, 1, rows, count): where the best keys lie of those that each query sees; -1 where there are fewer."""
+    scores = (np.maximum(q @ np.swapaxes(k, -1, -2) * scale, 0) * w).sum(1)
+    seen = causal(q.shape[2], k.shape[2])
+    order = np.argsort(-np.where(seen, scores, -np.inf), -1, kind="stable")
+    order = np.where(np.arange(k.shape[2]) < seen.sum(-1)[:, None], order, -1)[:, None, :, :count]
+    return np.pad(order, ((0, 0), (0, 0), (0, 0), (0, count - order.shape[3])), constant_values=-1)
+
+
+def scatter(x, dim, index, value):
+    x = x.copy()
+    np.put_along_axis(x, index, value, dim)
+    return x
+
+
 def softmax(x, dim, dtype):
     weights = np.exp(x - x.max(dim, keepdims=True))
     return weights / weights.sum(dim, keepdims=True)
@@ -173,6 +188,11 @@ OPS = {
     "aten.scaled_dot_product_attention": attention,
     "fusion.expert_linear": expert_linear,
     "aten.topk": topk,
+    "aten.relu": lambda x: np.maximum(x, 0),
+    "aten.where.self": np.where,
+    "aten.scatter.value": scatter,
+    "aten.zeros": lambda shape, dtype: np.zeros(shape, dtype.name),
+    "aten.bitwise_not": lambda x: ~x,
     "aten.index.Tensor": lambda x, indices: x[tuple(indices)],
     "aten.repeat_interleave.self_int": lambda x, times, dim: np.repeat(x, times, dim),
     "aten.sum.dim_IntList": lambda x, dims, keepdim, dtype: x.sum(tuple(dims), keepdims=keepdim),
@@ -205,6 +225,16 @@ def run(graph, values, sizes, cache=None):
             bias = 0 if slopes is None else np.array(slopes)[:, None, None] * distance
             bias = bias + (np.swapaxes(biases[0], 2, 3) if biases else 0)
             out = attend(q, k, v, causal(q.shape[2], k.shape[2], window), scale, bias, cap, sinks)
+        elif node.op == "fusion.cached_selection":
+            q, k, w, slot, scale, count = args
+            (k,) = cache[slot] = [np.concatenate([*cache.get(slot, [k[:, :, :0]]), k], 2)]
+            out = select(q, k, w, scale, count)
+        elif node.op == "fusion.cached_attention_selected":
+            q, *new, chosen, slot, scale = args
+            old = cache.get(slot, [t[:, :, :0] for t in new])
+            k, v = cache[slot] = [np.concatenate(pair, 2) for pair in zip(old, new, strict=True)]
+            shown = (chosen[..., None] == np.arange(k.shape[2])).any(3)
+            out = attend(q, k, v, shown & causal(q.shape[2], k.shape[2]), scale)
         elif node.op == "fusion.source_attention_scored":
             q, k, v, _, scale, cap = args
             out = attend(q, k, v, True, scale, cap=cap)
