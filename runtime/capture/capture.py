@@ -352,7 +352,7 @@ def _export(
     with (
         warnings.catch_warnings(),
         contextlib.redirect_stderr(io.StringIO()),
-        as_exported(training=wrapped.training),
+        as_exported(wrapped),
         every_line(),
         one_operator(wrapped),
         no_state_in_buffers(wrapped),

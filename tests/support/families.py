@@ -29,6 +29,8 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 GROUPED: dict[str, Any] = {**SMALL, "num_key_value_heads": 2}
 EXPERTS: dict[str, Any] = {**GROUPED, "intermediate_size": 48}
+# With so many heads hardly any two keys are as good as each other.
+INDEXER: dict[str, Any] = {"index_topk": 24, "index_n_heads": 32, "index_head_dim": 16}
 GPT: dict[str, Any] = {**COMMON, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": POSITIONS}
 FALCON: dict[str, Any] = {
     **COMMON, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": POSITIONS,
@@ -88,6 +90,20 @@ def config(family: str) -> Any:
                 **{**EXPERTS, "num_key_value_heads": 4}, moe_intermediate_size=32, n_routed_experts=8, n_group=4,
                 topk_group=2, num_experts_per_tok=3, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
                 qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, n_shared_experts=1,
+            )  # fmt: skip
+        case "deepseek-v32":  # an indexer selects the keys: fewer than answers have
+            return transformers.DeepseekV32Config(
+                **{**EXPERTS, "num_hidden_layers": 2, "num_key_value_heads": 4}, moe_intermediate_size=32,
+                n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1,
+                q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
+                n_shared_experts=1, **INDEXER,
+            )  # fmt: skip
+        case "glm-moe-dsa":  # the same, of which every other layer takes the selection of the one before
+            return transformers.GlmMoeDsaConfig(
+                **{**EXPERTS, "num_hidden_layers": 2, "num_key_value_heads": 4}, moe_intermediate_size=32,
+                n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
+                qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, n_shared_experts=1,
+                indexer_types=["full", "shared"], **INDEXER,
             )  # fmt: skip
         case "gpt-oss":  # sinks, biased experts, every other layer sees a window
             return transformers.GptOssConfig(

@@ -14,6 +14,7 @@ ordered        of these: medians, the largest so far
 scattered      of these: reductions at places that an index names
 matrices       of these: determinants, inverses, solutions, Cholesky factors
 special        of these: the gamma function's logarithm and its derivative
+highest        masks of the highest few along a size that is free
 recurrences    linear attention and state spaces as one operator
 
 It knows nothing of graphs.

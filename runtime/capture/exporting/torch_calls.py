@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.utils.checkpoint import CheckpointFunction
 
-from fusion.runtime.capture.exporting import chosen, ctc, drawn, fourier, layers
+from fusion.runtime.capture.exporting import chosen, ctc, drawn, fourier, highest, layers
 from fusion.runtime.capture.exporting.chosen import whole
 from fusion.runtime.capture.exporting.model_code import line_of_caller
 from fusion.runtime.job.errors import CaptureError
@@ -29,14 +29,15 @@ _Change = tuple[Any, str, Callable[[Any], Any]]  # what has it, its name, what s
 
 
 @contextmanager
-def as_exported(*, training: bool) -> Iterator[None]:
-    """While open, torch's functions are those that a model can be exported with. In training mode, CaptureError where the
+def as_exported(module: nn.Module) -> Iterator[None]:
+    """While open, torch's functions are those that the module can be exported with. In training mode, CaptureError where the
     model's code says itself what a gradient is."""
     with ExitStack() as changed:
+        changed.enter_context(highest.sizes_at_most(module))
         for where, name, other in [
             *_ASKING,
             *_DRAWING,
-            *((*_OF_GRADIENTS, *_functions()) if training else ()),
+            *((*_OF_GRADIENTS, *_functions()) if module.training else ()),
         ]:
             plain = getattr(where, name)
             changed.callback(_put_back, where, name, vars(where).get(name))
@@ -251,6 +252,7 @@ _ASKING: tuple[_Change, ...] = (
     *((where, "outer", layers.outer) for where in (torch, torch.Tensor)),
     *((where, "take_along_dim", layers.take_along_dim) for where in (torch, torch.Tensor)),
     *((where, name, change) for where in (torch, torch.Tensor) for name, change in (("chunk", layers.chunk), ("split", layers.split))),
+    *((where, name, change) for where in (torch, torch.Tensor) for name, change in (("topk", highest.topk), ("scatter", highest.scatter))),
     (torch, "cdist", layers.cdist),
     *((where, "bincount", layers.bincount) for where in (torch, torch.Tensor)),
     *((where, "histc", layers.histc) for where in (torch, torch.Tensor)),

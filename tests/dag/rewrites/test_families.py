@@ -7,7 +7,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 from support.captured_once import captured_once  # noqa: E402
-from support.families import POSITIONS, SMALL, VOCABULARY, WINDOW, build, exported  # noqa: E402
+from support.families import INDEXER, POSITIONS, SMALL, VOCABULARY, WINDOW, build, exported, made  # noqa: E402
 
 from fusion.dag.cutting.cuts import legal_cuts, split  # noqa: E402
 from fusion.dag.ir.errors import UnsupportedModel  # noqa: E402
@@ -70,6 +70,20 @@ def test_scores_that_are_not_plain(family, found):
     assert [n.args[names.index("slot")] for n in (first, second)] == [0, 1]
     # However it is cut: what a stage is sent is of positions, so that sessions run together, and guesses beside tokens.
     assert all(end_to_end(stage.graph) for stage in split(served, legal_cuts(served)))
+
+
+def test_keys_that_an_indexer_selects():
+    served, _ = made("glm-moe-dsa", "kv", 128)
+    validate(served)
+    found = [n.op for n in served.nodes if n.op.startswith("fusion.cached")]
+    assert found == ["fusion.cached_selection", *["fusion.cached_attention_selected"] * 2]
+    (chosen,) = (n for n in served.nodes if n.op == "fusion.cached_selection")
+    assert chosen.args[-1] == INDEXER["index_topk"]
+    assert all(end_to_end(stage.graph) for stage in split(served, legal_cuts(served)))
+    # Of texts that are no longer, every key is selected.
+    plain, _ = made("glm-moe-dsa", "kv", INDEXER["index_topk"])
+    assert [n.op for n in plain.nodes if "cached" in n.op] == ["fusion.cached_attention"] * 2
+    assert not any("indexer" in ref.name for node in plain.nodes for ref in node.refs())
 
 
 def test_refused():

@@ -48,6 +48,7 @@ GATE = [
     "bloom",
     "gemma2",
     "qwen3-next",
+    "deepseek-v32",
 ]
 SLOW = [
     "qwen3",
@@ -66,7 +67,7 @@ SLOW = [
     "gemma3",
     "cohere2",
 ]
-EXPERTS = ["qwen3-moe", "qwen2-moe", "olmoe", "granite-moe", "deepseek-v3"]
+EXPERTS = ["qwen3-moe", "qwen2-moe", "olmoe", "granite-moe", "deepseek-v3", "glm-moe-dsa"]
 STATES = ["kimi-linear", "mamba", "mamba2"]
 EAGER = ["llama", "gpt2", "neox", "falcon-alibi"]  # families whose attention can be written out as well
 

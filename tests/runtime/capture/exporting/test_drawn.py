@@ -205,7 +205,7 @@ def test_stages_draw_what_one_process_draws() -> None:
     torch.manual_seed(1)
     module, batch = Variational(), {"x": torch.randn(4, 6), "target": torch.randn(4, 6)}
     graph = trained_graph(capture_module(module, batch, noisy_loss, loss_inputs=["target"]))
-    with as_exported(training=False), SameMasks(graph, KEY):
+    with as_exported(module.eval()), SameMasks(graph, KEY):
         loss = noisy_loss(module(batch["x"]), batch["target"])
     loss.backward()
     drawing = [i for i, node in enumerate(graph.nodes) if node.op == "fusion.dropout"]
