@@ -13,13 +13,13 @@ from fusion.runtime.job.errors import JobError
 # Kinds of models of images and texts that answer a text alone as one of texts does: `make models` holds them against `generate()`. Not all
 # do: PaliGemma reads a prompt from both sides.
 _OF_IMAGES = frozenset({
-    "aria", "cohere2_vision", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "glm46v",
-    "glm4v", "glm4v_moe", "glm_ocr", "glmga", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl",
-    "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video",
-    "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral3",
-    "mistral4", "mistral_large4", "muse_glimmer", "ovis2", "paddleocr_vl", "pp_chart2table", "qianfan_ocr",
-    "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava",
-    "vipllava",
+    "aria", "aya_vision", "cohere2_vision", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid",
+    "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "granite_docling",
+    "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl",
+    "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr",
+    "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral3", "mistral4", "mistral_large4", "muse_glimmer",
+    "ovis2", "paddleocr_vl", "pp_chart2table", "qianfan_ocr", "qwen2_5_vl", "qwen2_vl", "qwen3_vl",
+    "qwen3_vl_moe", "smolvlm", "unlimited_ocr", "video_llama_3", "video_llava", "vipllava",
 })  # fmt: skip
 
 

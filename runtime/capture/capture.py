@@ -265,8 +265,10 @@ def _exportable(module: nn.Module) -> nn.Module:
     if choose is not None:
         choose(EXPERTS)
     config = getattr(module, "config", None)
-    if getattr(config, "use_cache", False) is True:
-        config.use_cache = False  # type: ignore[union-attr] # not every forward takes it as an argument
+    parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
+    for each in (config, *parts):
+        if each is not None and getattr(each, "use_cache", False) is True:
+            each.use_cache = False  # not every forward takes it as an argument
     return module
 
 

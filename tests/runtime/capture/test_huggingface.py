@@ -952,6 +952,9 @@ def of_images(kind: str) -> Any:
         case "llava":
             text, image = transformers.LlamaConfig(**TEXT), transformers.CLIPVisionConfig(**IMAGE)
             return transformers.LlavaConfig(text_config=text, vision_config=image, image_token_index=7)
+        case "aya_vision":  # makes a cache where its text's configuration says so, whatever it is called with
+            text, image = transformers.Cohere2Config(**TEXT), transformers.SiglipVisionConfig(**IMAGE)
+            return transformers.AyaVisionConfig(text_config=text, vision_config=image, image_token_index=7)
         case "qwen2_vl":  # positions in three dimensions
             rope = {"rope_theta": 10000.0, "rope_type": "default", "mrope_section": [1, 1, 2]}
             image = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4}
@@ -967,7 +970,7 @@ def of_images(kind: str) -> Any:
     raise ValueError(kind)
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl", "aya_vision"])
 def test_a_model_of_images_and_texts_answers_texts(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     library = transformers.AutoModelForImageTextToText
