@@ -105,6 +105,13 @@ def config(family: str) -> Any:
                 qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, n_shared_experts=1,
                 indexer_types=["full", "shared"], **INDEXER,
             )  # fmt: skip
+        case "longcat-flash":  # a loop over experts, of which some give what they are given
+            return transformers.LongcatFlashConfig(
+                **{**COMMON, "initializer_range": 0.2}, hidden_size=64, num_layers=2, num_hidden_layers=4,
+                num_attention_heads=4, max_position_embeddings=POSITIONS, ffn_hidden_size=96, q_lora_rank=16,
+                kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, head_dim=8, v_head_dim=16, qk_head_dim=16,
+                moe_topk=3, n_routed_experts=4, zero_expert_num=2, expert_ffn_hidden_size=32,
+            )  # fmt: skip
         case "gpt-oss":  # sinks, biased experts, every other layer sees a window
             return transformers.GptOssConfig(
                 **{**EXPERTS, "num_hidden_layers": 2}, head_dim=16, num_local_experts=4, num_experts_per_tok=2,

@@ -15,6 +15,7 @@ scattered      of these: reductions at places that an index names
 matrices       of these: determinants, inverses, solutions, Cholesky factors
 special        of these: the gamma function's logarithm and its derivative
 highest        masks of the highest few along a size that is free
+expert_loops   experts that a model runs in a loop, as products
 recurrences    linear attention and state spaces as one operator
 
 It knows nothing of graphs.

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.utils.checkpoint import CheckpointFunction
 
-from fusion.runtime.capture.exporting import chosen, ctc, drawn, fourier, highest, layers
+from fusion.runtime.capture.exporting import chosen, ctc, drawn, expert_loops, fourier, highest, layers
 from fusion.runtime.capture.exporting.chosen import whole
 from fusion.runtime.capture.exporting.model_code import line_of_caller
 from fusion.runtime.job.errors import CaptureError
@@ -34,6 +34,7 @@ def as_exported(module: nn.Module) -> Iterator[None]:
     model's code says itself what a gradient is."""
     with ExitStack() as changed:
         changed.enter_context(highest.sizes_at_most(module))
+        changed.enter_context(expert_loops.without_loops(module))
         for where, name, other in [
             *_ASKING,
             *_DRAWING,

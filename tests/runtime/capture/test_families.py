@@ -67,7 +67,7 @@ SLOW = [
     "gemma3",
     "cohere2",
 ]
-EXPERTS = ["qwen3-moe", "qwen2-moe", "olmoe", "granite-moe", "deepseek-v3", "glm-moe-dsa"]
+EXPERTS = ["qwen3-moe", "qwen2-moe", "olmoe", "granite-moe", "deepseek-v3", "glm-moe-dsa", "longcat-flash"]
 STATES = ["kimi-linear", "mamba", "mamba2"]
 EAGER = ["llama", "gpt2", "neox", "falcon-alibi"]  # families whose attention can be written out as well
 
