@@ -151,8 +151,12 @@ def indexed_files(directory: Path) -> dict[str, Path] | None:
     WEIGHTS_FILE goes before it. JobError where files are missing."""
     index = directory / INDEX_FILE
     if (directory / WEIGHTS_FILE).is_file() or not index.is_file():
-        if not any(directory.glob("*.safetensors")):
+        held = sorted(directory.glob("*.safetensors"))
+        if not held:
             raise JobError(f"{directory} has no *.safetensors{_other_weights(directory)}")
+        for path in [] if (directory / WEIGHTS_FILE).is_file() else held:
+            if not path.is_file():  # to open a pipe is to wait for ever
+                raise JobError(f"{path} {'leads to no' if path.is_symlink() else 'is not a'} file")
         return None
     names = json_object(index).get("weight_map", {})
     if not isinstance(names, dict):

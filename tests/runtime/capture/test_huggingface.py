@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -626,7 +627,10 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
     refused(r"model\.safetensors is only git's pointer to a large file: .*git lfs pull")
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
-    refused(r"model\.safetensors cannot be read: No such file")
+    refused(r"model\.safetensors leads to no file$")
+    (tmp_path / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "model.safetensors")  # whoever opened it would wait for ever
+    refused(r"model\.safetensors is not a file$")
     (tmp_path / "model.safetensors").unlink()
     refused(r"has no \*\.safetensors: its weights are not there$")
     (tmp_path / "training_args.bin").write_bytes(b"pickled")
