@@ -8,11 +8,12 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent import futures
 from contextlib import AbstractAsyncContextManager, contextmanager
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TextIO, TypeVar
 
 from fusion.cli.terminal import errors
 from fusion.cli.terminal.logs import configure_logging
@@ -31,7 +32,8 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool = False) -> T:
     """Run `main` to its end. The first Ctrl-C cancels it and raises KeyboardInterrupt once it has ended; what it had a thread
     compute, for which nobody waits any more, keeps the process for THREAD_SECONDS at most."""
     configure_logging(debug)
-    runner, deadline = asyncio.Runner(loop_factory=_new_loop), threading.Timer(THREAD_SECONDS, _leave)
+    runner = asyncio.Runner(loop_factory=_new_loop)
+    deadline = threading.Timer(THREAD_SECONDS, _leave, (sys.stderr,))
     deadline.daemon = True
     try:
         return runner.run(main)
@@ -58,7 +60,8 @@ def run_until_stopped(
         runner.run(_until_stopped(main, parent, extra_seconds))
 
 
-def _leave() -> None:
+def _leave(stderr: TextIO) -> None:
+    sys.stderr = stderr  # the thread that is left behind may have it elsewhere, as capturing a model does
     os._exit(errors.report(KeyboardInterrupt(), debug=False))
 
 

@@ -142,14 +142,17 @@ def test_a_second_signal_does_not_wait_for_threads_after_the_loop() -> None:
 
 
 def test_a_command_that_is_interrupted_waits_for_no_thread() -> None:
-    """One that captures a model, say, for minutes."""
+    """One that captures a model, say, for minutes, and keeps the libraries' warnings from the terminal meanwhile."""
     code = (
-        "import asyncio, time\n"
+        "import asyncio, contextlib, io, time\n"
         "from fusion.cli.terminal import loop\n"
+        "def hushed():\n"
+        "    with contextlib.redirect_stderr(io.StringIO()):\n"
+        "        print('up', flush=True)\n"
+        "        time.sleep(600)\n"
         "async def main():\n"
         "    try:\n"
-        "        print('up', flush=True)\n"
-        "        await asyncio.to_thread(time.sleep, 600)\n"
+        "        await asyncio.to_thread(hushed)\n"
         "    finally:\n"
         "        print('closed', flush=True)\n"
         "loop.run(main())\n"
