@@ -11,6 +11,8 @@ from fusion.runtime.capture.gguf.metadata import LEAST, TOKENS, Metadata
 from fusion.runtime.job.errors import JobError
 
 MAX_CONTEXT = 1 << 24  # positions
+# Llama 3.1 405B has 126. Each is built, which takes a millisecond, before it is known what the file lacks.
+MAX_LAYERS = 1 << 10
 # By which the frequencies of a rotary embedding are divided: by Llama 3.1 always, by Phi-3 up to its original context and beyond.
 ROPE_FACTORS = "rope_freqs.weight"
 NEAR_FACTORS, FAR_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -35,6 +37,8 @@ def decoder(said: Metadata, norm: str = "ffn_norm", *, ahead: bool = False) -> V
     context = said.size("context_length")
     if context > MAX_CONTEXT:
         raise said.bad("context_length", context, f"at most {MAX_CONTEXT}")
+    if layers > MAX_LAYERS:
+        raise said.bad("block_count", layers, f"at most {MAX_LAYERS}")
     embedding = said.header.tensors.get("token_embd.weight")
     vocabulary = 0 if embedding is None else embedding.shape[0]
     said.tensor("token_embd.weight", vocabulary, hidden)
