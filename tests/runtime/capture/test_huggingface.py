@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import chat_model
 from support.captured_once import capture_once
+from support.families import GROUPED
 from support.source_tokenizer import tokenizer_of_sources
 
 from fusion.dag.cutting.cuts import split
@@ -252,6 +253,19 @@ def test_a_table_that_files_leave_out_is_what_the_models_code_computes() -> None
 
 
 def test_without_weights_a_seed_says_what_they_are(tmp_path: Path) -> None:
+def test_nothing_is_drawn_for_weights_that_are_read_from_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes transformers longer than all else that it does to build a deep model. Its tables are computed."""
+    saved(tmp_path, transformers.LlamaConfig(**GROUPED))
+    drawn: list[torch.Tensor] = []
+    draws = transformers.initialization.TORCH_INIT_FUNCTIONS
+    monkeypatch.setitem(draws, "normal_", lambda tensor, **how: drawn.append(tensor))
+    tables = dict(open_model(tmp_path).module.named_buffers())
+    assert not drawn
+    assert bool((tables["model.rotary_emb.inv_freq"] > 0).all())
+
+
     gpt2().save_pretrained(tmp_path)
     with pytest.raises(JobError, match=r"has no \*\.safetensors"):
         open_model(tmp_path)
