@@ -118,6 +118,19 @@ class LanguageModel:
         ends = {each["id"] for each in read.get("added_tokens") or () if each["content"] == text}
         return text if ends and ends.isdisjoint(self.about.end_tokens) else None
 
+    @property
+    def unknown_tokens(self) -> int:
+        """How many tokens of the tokenizer the model does not have: a prompt with one of them is refused."""
+        if self.tokenizer is None:
+            return 0
+        read = json.loads(
+            self.tokenizer if isinstance(self.tokenizer, bytes) else self.tokenizer.read_bytes()
+        )
+        found = read["model"].get("vocab") or ()
+        known = found.values() if isinstance(found, dict) else range(len(found))
+        ids = {*known, *(each["id"] for each in read.get("added_tokens") or ())}
+        return sum(token >= self.about.vocabulary for token in ids)
+
 
 def builtin(config: GPTConfig, seed: int, *, byte_level: bool, tokenizer: Path | None) -> LanguageModel:
     """The built-in GPT with the random weights that `seed` gives, whatever was drawn before."""

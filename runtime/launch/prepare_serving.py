@@ -72,6 +72,9 @@ def prepare_serving(
 
 
 def remarks(path: Path, found: Servable) -> list[str]:
-    """Lines on what of a model's files answers do not follow, and on a chat template that does not work. Blocking: it is tried."""
-    fault = chat_fault(found.model.chat)
-    return [*passed_over(path, found.config, found.model.unread), *([fault] if fault else [])]
+    """Lines on what of a model's files answers do not follow, on a chat template that does not work, and on a tokenizer that is not
+    the model's. Blocking: the template is tried."""
+    fault, unknown = chat_fault(found.model.chat), found.model.unknown_tokens
+    tokens = f"its tokenizer has tokens that the model does not have ({unknown}): a text with one of them is refused"
+    lines = [*passed_over(path, found.config, found.model.unread), fault, tokens if unknown else ""]
+    return [line for line in lines if line]

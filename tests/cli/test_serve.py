@@ -94,7 +94,8 @@ def test_a_plan_says_what_is_not_followed(tmp_path: Path, monkeypatch: pytest.Mo
         raise SwarmError("no peer")
 
     chat = {"chat_template.jinja": b"{% for m in messages %}"}
-    found = SimpleNamespace(config=config, model=SimpleNamespace(unread=("score.weight",), chat=chat))
+    model = SimpleNamespace(unread=("score.weight",), chat=chat, unknown_tokens=3)
+    found = SimpleNamespace(config=config, model=model)
     monkeypatch.setattr(servable, "read_servable", lambda *_: found)
     monkeypatch.setattr(plan, "takers", nobody)
     monkeypatch.setattr(chat_trial, "template_fault", fault)
@@ -106,5 +107,6 @@ def test_a_plan_says_what_is_not_followed(tmp_path: Path, monkeypatch: pytest.Mo
         "generation_config.json asks for num_beams 4, which answers do not follow",
         "its files hold tensors that the model has no place for: 'score.weight'",
         "at fault: {% for m in messages %}",
+        "its tokenizer has tokens that the model does not have (3): a text with one of them is refused",
     ]
     assert not stdout.getvalue()

@@ -31,6 +31,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import is_exported
 from fusion.runtime.job.spec import HuggingFaceConfig
 from fusion.runtime.job.text import TokenizerText
+from fusion.runtime.launch.prepare_serving import remarks
 from fusion.runtime.launch.servable import read_servable
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
@@ -868,6 +869,25 @@ def test_an_end_that_only_the_tokenizer_knows_is_said(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     assert sources.in_files(tmp_path).unended is None  # nobody chats with it
+
+
+def test_tokens_that_only_the_tokenizer_has_are_said(tmp_path: Path) -> None:
+    """A prompt with one of them is refused, of which the one who serves the model would hear from users alone."""
+    tokenizer, model = tokenizer_of_sources(), gpt2()
+    tokenizer.add_special_tokens(["<|added|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    saved(tmp_path, model)
+
+    def said() -> list[str]:
+        return remarks(tmp_path, read_servable(tmp_path, None, None, None, lambda line: None))
+
+    unknown = tokenizer.get_vocab_size() - model.vocab_size
+    assert said() == [
+        f"its tokenizer has tokens that the model does not have ({unknown}): a text with one of them is refused"
+    ]
+    model.vocab_size = tokenizer.get_vocab_size()
+    saved(tmp_path, model)
+    assert said() == []
 
 
 def test_tokens_that_end_an_answer_may_stand_beside_the_configuration_of_its_text(tmp_path: Path) -> None:
