@@ -83,7 +83,7 @@ def schema(path: Path | None) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(4 * MAX_SCHEMA_BYTES + 1)
-        return checked_schema(data.decode())
+        return checked_schema(data.decode("utf-8-sig"))  # editors of Windows write a mark first
     except OSError as error:
         raise ValueError(f"--json-schema: {path}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -56,6 +56,13 @@ def test_what_ends_an_answer_is_told_on_a_line_of_its_own(
     assert said.out == "def open(\n" and said.err.startswith("fusion-peer: ")
 
 
+def test_a_schema_may_begin_with_a_mark(tmp_path: Path) -> None:
+    """As editors of Windows write them."""
+    for name, encoding in (("plain", "utf-8"), ("marked", "utf-8-sig")):
+        (tmp_path / name).write_text('{"type": "integer"}', encoding)
+    assert settings.schema(tmp_path / "marked") == settings.schema(tmp_path / "plain")
+
+
 def test_a_schema_is_called_as_its_option_is() -> None:
     told = settings.of_question(RemoteError("response_format: Invalid type: strin"))
     assert isinstance(told, ValueError) and str(told) == "json_schema: Invalid type: strin"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 import socket
@@ -85,7 +86,7 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
         data = file.read(MAX_KEYS_BYTES + 1)
     if len(data) > MAX_KEYS_BYTES:
         raise ValueError(f"--http-key: {path} has more than {MAX_KEYS_BYTES >> 10} KiB")
-    lines = [line.strip() for line in data.splitlines()]
+    lines = [line.strip() for line in data.removeprefix(codecs.BOM_UTF8).splitlines()]
     keys = [line for line in lines if line and not line.startswith(b"#")]
     for key in keys:
         if len(key) < KEY_CHARACTERS or not key.isascii() or any(byte <= 32 or byte == 127 for byte in key):

@@ -67,6 +67,13 @@ def test_what_others_can_reach_needs_a_key(host: str, tmp_path: Path) -> None:
     assert http_config(address, file).keys == (hashlib.sha256(KEY.encode()).digest(),)
 
 
+def test_a_file_of_keys_may_begin_with_a_mark(tmp_path: Path) -> None:
+    """As editors of Windows write them."""
+    for text in (KEY, f"# ours\r\n{KEY}\r\n"):
+        (tmp_path / "keys").write_text(text, "utf-8-sig")
+        assert read_keys(tmp_path / "keys") == (hashlib.sha256(KEY.encode()).digest(),)
+
+
 @pytest.mark.parametrize(
     "text", ["", "# none\n", "short\n", f"{KEY} {KEY}\n", f"{KEY}\u00e9\n", f"{KEY}\n" * 9000]
 )
