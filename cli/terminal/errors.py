@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import traceback
 from contextlib import suppress
@@ -54,6 +55,8 @@ def explain(error: BaseException) -> Verdict:
     if isinstance(error, OSError) and error.strerror:
         said = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
         line = one_line(said, LINE_CHARACTERS)
+        if not error.filename and error.errno == errno.ENOENT and _folder_is_gone():
+            line = f"the working folder is gone: {line}"
         kinds = FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError
         if isinstance(error, kinds) or error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
             return Verdict(line, BAD_INPUT)
@@ -65,6 +68,15 @@ def explain(error: BaseException) -> Verdict:
     kind = type(error).__name__
     detail = f"{kind}: {line}" if line else kind
     return Verdict(f"{detail} (a mistake of ours; run it again with --debug for the details)", FAILED)
+
+
+def _folder_is_gone() -> bool:
+    """Whether the folder that the process runs in has been removed: what asks for its name says so without naming anything."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def report(error: BaseException, *, debug: bool) -> int:

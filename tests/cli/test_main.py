@@ -277,6 +277,16 @@ def test_each_failure_has_its_line_and_code(
     assert one_line(capsys.readouterr().err) == said
 
 
+def test_a_working_folder_that_is_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main.main(["start", "--home", "home"]) == 2
+    assert one_line(capsys.readouterr().err) == "the working folder is gone: No such file or directory"
+
+
 def test_debug_shows_the_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

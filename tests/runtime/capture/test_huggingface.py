@@ -253,7 +253,6 @@ def test_a_table_that_files_leave_out_is_what_the_models_code_computes() -> None
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_without_weights_a_seed_says_what_they_are(tmp_path: Path) -> None:
 def test_nothing_is_drawn_for_weights_that_are_read_from_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +266,7 @@ def test_nothing_is_drawn_for_weights_that_are_read_from_files(
     assert bool((tables["model.rotary_emb.inv_freq"] > 0).all())
 
 
+def test_without_weights_a_seed_says_what_they_are(tmp_path: Path) -> None:
     gpt2().save_pretrained(tmp_path)
     with pytest.raises(JobError, match=r"has no \*\.safetensors"):
         open_model(tmp_path)
