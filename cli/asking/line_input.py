@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 PROMPT = "> "
+MAX_CHARACTERS = 16 << 20  # of a line that is not typed: 4 million tokens
 NOTICED_SECONDS = 0.05  # within which Python has raised KeyboardInterrupt, if it is going to
 
 
@@ -24,15 +25,26 @@ class LineInput:
                 import readline  # noqa: F401 - `input` goes through it from now on
 
     def read(self) -> str | None:
-        """The next line without its end; None where there is none. Raises KeyboardInterrupt, UnicodeError."""
-        if not self.interactive:
-            line = sys.stdin.readline()
-            return line.rstrip("\r\n") if line else None
+        """The next line without its end; None where there is none. Raises KeyboardInterrupt, UnicodeError; ValueError for one that is
+        longer than any."""
+        line = self._typed() if self.interactive else self._piped()
+        if line is not None:
+            line.encode()  # in some locales Python reads what is no UTF-8 as halves of surrogate pairs
+        return line
+
+    def _typed(self) -> str | None:
         try:
             with _interruptible():
                 return input(PROMPT)
         except EOFError:
             return None
+
+    def _piped(self) -> str | None:
+        line = sys.stdin.readline(MAX_CHARACTERS + 2)
+        text = line.rstrip("\r\n")
+        if len(text) > MAX_CHARACTERS:  # of /dev/zero, say, which has no ends of lines
+            raise ValueError(f"a line of more than {MAX_CHARACTERS} characters is no message")
+        return text if line else None
 
 
 @contextmanager

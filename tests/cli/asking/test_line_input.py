@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import select
@@ -9,6 +10,9 @@ import subprocess
 import sys
 
 import pytest
+
+from fusion.cli.asking import line_input
+from fusion.cli.asking.line_input import LineInput
 
 WAIT_SECONDS = 60.0
 # A signal goes to whichever thread the system picks; here it picks one that does not wait for the key.
@@ -52,6 +56,27 @@ def test_an_interruption_ends_the_wait_for_a_key_whichever_thread_gets_it() -> N
         process.kill()
         process.wait()
         os.close(ours)
+
+
+def piped(monkeypatch: pytest.MonkeyPatch, data: bytes, errors: str = "strict") -> LineInput:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8", errors))
+    return LineInput()
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_bytes_that_are_no_text_are_told_whatever_the_locale(
+    errors: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UnicodeError):
+        piped(monkeypatch, b"\xff\xfe\n", errors).read()
+
+
+def test_a_line_without_an_end_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_input, "MAX_CHARACTERS", 4)
+    lines = piped(monkeypatch, b"four\r\nfive\n!" + b"a" * 99)
+    assert [lines.read(), lines.read()] == ["four", "five"]
+    with pytest.raises(ValueError, match="a line of more than 4 characters is no message"):
+        lines.read()
 
 
 def until(terminal: int, text: bytes) -> bytes:
