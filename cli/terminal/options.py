@@ -214,6 +214,7 @@ def check_model_files(path: Path) -> None:
 
     check_model(path)
     if path.is_file():
+        from fusion.runtime.capture.gguf.config import model_config
         from fusion.runtime.capture.gguf.header import read_header
 
-        read_header(path)
+        model_config(read_header(path))

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -178,6 +179,7 @@ sequence = 8
         ),
         ("serve good.toml --name x", "not a GGUF file"),
         ("serve cut.gguf --name x", "it is not whole"),
+        ("serve other.gguf --name x", "a model of the kind 'rwkv7'"),
         ("serve empty --name x --once", "--once"),
         ("serve job --name my+model!", "--name: letters, digits"),
         ("generate x --top-p 3", "top_p"),
@@ -206,6 +208,9 @@ def test_bad_input_is_found_before_anything_slow_is_loaded(words: str, said: str
     (tmp_path / "swarm.toml").write_text("[[peers]]\n")
     (tmp_path / "good.peers").write_text("# nobody yet\n")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF" + bytes([3, 0, 0, 0]) + bytes([9] + [0] * 7) * 2)
+    kind = b"".join(struct.pack("<Q", len(t)) + t for t in (b"general.architecture", b"rwkv7"))
+    kind = kind.replace(b"architecture", b"architecture" + struct.pack("<I", 8))
+    (tmp_path / "other.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + kind)
     for name, config in (("kept", None), ("empty", None), ("config", "{}"), ("broken", "{")):
         (tmp_path / name).mkdir()
         if config is not None:
