@@ -167,9 +167,10 @@ def capture_module(
 
     loss_names = names_of_loss(module, loss)
     graph = _capture(module, hollow(), example, tuple({0: batch} for _ in example), mode, loss_names)
-    with warnings.catch_warnings(), as_exported(training=mode):
+    again = hollow().train(mode)
+    with warnings.catch_warnings(), as_exported(again):
         warnings.simplefilter("ignore")
-        require_same_runs(hollow().train(mode), tuple(example.values()))
+        require_same_runs(again, tuple(example.values()))
     return graph
 
 
