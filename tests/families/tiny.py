@@ -27,6 +27,9 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r".*chunk_size|.*chunk_length|block_size|index_block_size", 16),
     (r".*(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|dff|d_inner|mlp_dim|inner_dim)", 96),
     (r"rotary_dim|.*rotary_ndims", 8),
+    # So many that no two keys score zero: which of equal keys are selected depends on how many there are.
+    (r"index_n_heads", 32),
+    (r"index_topk", 24),
     (r"num_kv_shared_layers", 0),
     (r".*lora_rank|.*low_rank_dim|.*_rank", 16),
     (r"(num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_heads|.*_num_key_heads|.*num_key_value_heads)", 2),
