@@ -10,6 +10,7 @@ generation          what a directory says of how its model generates, and what a
 huggingface         a language model in a directory
 config_bounds       how much its configuration may ask for
 stored_config       the configuration and the tokenizer in a directory
+packed_weights      those that a directory's files hold quantised by others: GPTQ, AWQ and more
 stored_weights      where its files hold each tensor, whole or in pieces
 gguf/               GGUF files: what they say, their tensors, their tokenizer
 gguf_model          a causal language model in a GGUF file

@@ -161,14 +161,6 @@ def open_model(
     """
     check_huggingface(directory, weights=weights)
     config = stored_config(directory, _transformers())
-    said = getattr(config, "quantization_config", None)
-    if weights and said is not None:
-        # Read as plain numbers, they would make a model that answers, and answers nonsense.
-        method = said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)
-        raise JobError(
-            f"{directory} holds weights that are quantised already ({method or 'no method named'!s:.40}), which are not "
-            "read; serve the model in full precision, with --quantization int8 or int4"
-        )
     text = config.get_text_config()
     files = weights_files(directory) if weights else {}
     stored = stored_dtypes(files.values())
@@ -243,7 +235,8 @@ def _stored_module(
     """The module without its parameters, and where these are. A head that is said to be the embedding, and of which the files hold
     other numbers than of that, is one of its own, as it is to transformers; all else that is tied stays so."""
     module = hollow_module(config, directory, dtype)
-    weights = stored_weights(files, module, _loading(module))
+    quantization = getattr(config, "quantization_config", None)
+    weights = stored_weights(files, module, _loading(module), directory, quantization)
     tied = [*getattr(module, "all_tied_weights_keys", ())]  # in the order in which they are tied
     while (apart := weights.tied_apart()) is not None:
         own = max(apart, key=lambda name: tied.index(name) if name in tied else -1)

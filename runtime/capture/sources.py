@@ -184,6 +184,9 @@ def huggingface(
         training=model.capture(training=True, maximum_sequence=longest) if training else None,
         read=model.read,
         check=model.check,
+        blocks=StoredBlocks(model.weights.layout, model.weights.read_stored)
+        if model.weights.packed
+        else None,
         dtype=model.dtype,
         stored_dtypes=model.stored_dtypes,
         unread=model.weights.unread() if model.pooling is None else (),

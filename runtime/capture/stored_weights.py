@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from fusion.dag.ir.graph import Variable
 from fusion.dag.rewrites.expert_groups import Part, part_of
+from fusion.dag.rewrites.quantise import Layout, Source, Use
 from fusion.runtime.capture.model_dtype import spelled_dtypes, stored_shapes
+from fusion.runtime.capture.packed_weights import PackedWeight, packed_weights
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import INDEX_FILE, WEIGHTS_FILE, indexed_files
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})  # as the format spells dtypes
+Made = TypeVar("Made")
+ReadPart = Callable[[str, Part | None], torch.Tensor]  # of the files, or some of its first dimension
 _OF_OLDER_VERSIONS = (r"rotary_emb\.inv_freq", r"(?:^|\.)position_ids$")  # tables that a module computes
 
 
@@ -93,12 +98,20 @@ def _absent_expert(stored: Stored, count: int) -> str:
 
 
 class StoredWeights:
-    """`files`: the file of each stored tensor; `stored`: what makes each tensor of the module."""
+    """`files`: the file of each stored tensor; `stored`: what makes each tensor of the module; `packed`: what the files hold quantised, by
+    the name that it has among `files`."""
 
-    def __init__(self, module: Any, files: Mapping[str, Path], stored: Mapping[str, Stored]) -> None:
+    def __init__(
+        self,
+        module: Any,
+        files: Mapping[str, Path],
+        stored: Mapping[str, Stored],
+        packed: Mapping[str, PackedWeight],
+    ) -> None:
         self.files = files
         self._module = module
         self._stored = stored
+        self.packed = packed
 
     def name_of(self, variable: Variable) -> str | None:
         """Under which of the variable's names the files have it; None where they do not."""
@@ -130,26 +143,54 @@ class StoredWeights:
         return None
 
     def _single(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        piece = self._stored[name].pieces[0][1]
-        path = self.files[piece]
-        try:
-            with safe_open(path, framework="pt") as stored:
-                found: torch.Tensor = stored.get_tensor(piece)
-        except (SafetensorError, OSError) as error:
-            raise JobError(f"{path} cannot be read: {error}") from error
-        return found.to(dtype)
+        with self._opened() as read:
+            return self._value(read, self._stored[name].pieces[0][1]).to(dtype)
 
-    def read(self, wanted: Iterable[tuple[Variable, str]]) -> dict[str, torch.Tensor]:
-        """The values of variables, each with its name here, in the dtype of the graph. JobError, in one line, for one of
-        another shape, or that cannot be read or put together."""
-        found: dict[str, torch.Tensor] = {}
-        made: dict[
-            str, torch.Tensor
-        ] = {}  # all that a converter made at last: what it made beside may be asked for next
+    def layout(self, variable: Variable, uses: frozenset[Use]) -> Layout | None:
+        """How the files have a matrix, where our operators can read it so."""
+        packed = self._packed(variable)
+        columns = variable.type.shape[-1]
+        wanted = {"linear"} if len(variable.type.shape) == 2 else {"expert_linear"}
+        return (
+            packed.method.layout(columns) if packed and uses == wanted and isinstance(columns, int) else None
+        )
+
+    def read_stored(self, source: Source) -> tuple[torch.Tensor, ...]:
+        """The parts of a matrix that has a `layout`, as they are in the files. JobError as of `read`."""
+        packed, part = self._packed(source.variable), part_of(source.variable.name)
+        assert packed is not None
+        with self._opened() as read:
+            return self._unpacked(packed, lambda: packed.parts(lambda piece: read(piece, part)))
+
+    def _packed(self, variable: Variable) -> PackedWeight | None:
+        name = self.name_of(variable)
+        stored = None if name is None else self._stored[name]
+        return None if stored is None or stored.converter else self.packed.get(stored.pieces[0][1])
+
+    def _unpacked(self, packed: PackedWeight, made: Callable[[], Made]) -> Made:
+        try:
+            return made()
+        except (ValueError, IndexError, RuntimeError, TypeError) as error:
+            pieces = [*packed.pieces.values()]
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise JobError(
+                f"{self.files[pieces[0]]}: {pieces[0]} and {', '.join(pieces[1:])} are no quantised matrix: {reason}"
+            ) from error
+
+    def _value(self, read: ReadPart, name: str, part: Part | None = None) -> torch.Tensor:
+        """A tensor of the files, or some of its first dimension, as what it stands for."""
+        packed = self.packed.get(name)
+        if packed is None:
+            return read(name, part)
+        return self._unpacked(packed, lambda: packed.dense(lambda piece: read(piece, part)))
+
+    @contextmanager
+    def _opened(self) -> Iterator[ReadPart]:
+        """Reads a tensor of the files, or some of its first dimension, as it is there."""
         with ExitStack() as opened:
             handles: dict[Path, Any] = {}
 
-            def read(name: str, part: Part | None = None) -> torch.Tensor:
+            def read(name: str, part: Part | None) -> torch.Tensor:
                 path = self.files[name]
                 try:
                     if path not in handles:
@@ -164,15 +205,25 @@ class StoredWeights:
                     raise JobError(f"{path} cannot be read: {error}") from error
                 return value
 
+            yield read
+
+    def read(self, wanted: Iterable[tuple[Variable, str]]) -> dict[str, torch.Tensor]:
+        """The values of variables, each with its name here, in the dtype of the graph. JobError, in one line, for one of
+        another shape, or that cannot be read or put together."""
+        found: dict[str, torch.Tensor] = {}
+        made: dict[
+            str, torch.Tensor
+        ] = {}  # all that a converter made at last: what it made beside may be asked for next
+        with self._opened() as read:
             for variable, name in wanted:
                 part, stored = part_of(variable.name), self._stored[name]
                 if stored.converter is None:
-                    value = read(stored.pieces[0][1], part)
+                    value = self._value(read, stored.pieces[0][1], part)
                 elif (fewer := stored.part(part)) is not None:
-                    value = self._converted(fewer, name, read)[name]
+                    value = self._converted(fewer, name, partial(self._value, read))[name]
                 else:
                     if name not in made:
-                        made = self._converted(stored, name, read)
+                        made = self._converted(stored, name, partial(self._value, read))
                     value = made[name] if part is None else made[name][part.start : part.stop].clone()
                 where = stored.pieces[0][1]
                 made_of = "" if stored.converter is None else name
@@ -196,8 +247,12 @@ class StoredWeights:
 
         for variable, name in wanted:
             stored = self._stored[name]
-            for _, piece in stored.pieces:
-                shape_of(piece)
+            quantised = [self.packed[piece] for _, piece in stored.pieces if piece in self.packed]
+            for piece in (*(p for q in quantised for p in q.pieces.values()), *(p for _, p in stored.pieces)):
+                if piece not in self.packed:
+                    shape_of(piece)
+            if quantised:
+                continue  # what shape they make is known when they are read
             where = stored.pieces[0][1]
             if stored.converter is not None:
                 if name not in whole:
@@ -249,17 +304,33 @@ def _check_shape(
     raise JobError(f"{path}: {piece} {has} {variable.type.shape}")
 
 
-def stored_weights(files: Mapping[str, Path], module: Any, loading: Loading) -> StoredWeights:
-    """Of the module of a directory with these files, as `weights_files` has them. JobError for weights that are not plain numbers."""
-    stored = _stored(module, files, loading)
-    _check_plain(module, files, stored)
-    return StoredWeights(module, files, stored)
+def stored_weights(
+    files: Mapping[str, Path], module: Any, loading: Loading, directory: Path, quantization: Any = None
+) -> StoredWeights:
+    """Of the module of a directory with these files, as `weights_files` has them. `quantization`: what its config.json says of that.
+    JobError for weights that are neither plain numbers nor quantised in a known way."""
+    spelled = {} if quantization is None else _spelled(files)
+    packed = packed_weights(quantization, spelled, str(directory))
+    parts = {piece for each in packed.values() for piece in each.pieces.values()}
+    held = {name: path for name, path in files.items() if name not in parts}
+    held.update({name: files[next(iter(each.pieces.values()))] for name, each in packed.items()})
+    stored = _stored(module, held, loading)
+    _check_plain(module, held, stored, packed)
+    return StoredWeights(module, {**files, **held}, stored, packed)
 
 
-def _check_plain(module: Any, files: Mapping[str, Path], stored: Mapping[str, Stored]) -> None:
+def _spelled(files: Mapping[str, Path]) -> dict[str, str]:
+    """The dtype of each tensor, as the format spells it."""
+    dtypes = {path: spelled_dtypes(path) for path in set(files.values())}
+    return {name: dtypes[path][name] for name, path in files.items() if name in dtypes[path]}
+
+
+def _check_plain(
+    module: Any, files: Mapping[str, Path], stored: Mapping[str, Stored], packed: Mapping[str, PackedWeight]
+) -> None:
     """Whole numbers, or floats of 8 bits, stand for weights only with scales that lie beside them, whatever config.json says."""
     wanted = {name for name, value in module.state_dict().items() if value.is_floating_point()}
-    pieces = {piece for name in wanted & stored.keys() for _, piece in stored[name].pieces}
+    pieces = {piece for name in wanted & stored.keys() for _, piece in stored[name].pieces} - packed.keys()
     for path in sorted(set(files.values())):
         for name, spelled in spelled_dtypes(path).items():
             if name in pieces and files[name] == path and spelled not in _PLAIN:
@@ -271,7 +342,7 @@ def _check_plain(module: Any, files: Mapping[str, Path], stored: Mapping[str, St
 
 def no_weights(module: Any) -> StoredWeights:
     """Of a module that no files are for."""
-    return StoredWeights(module, {}, {})
+    return StoredWeights(module, {}, {}, {})
 
 
 def weights_files(directory: Path) -> dict[str, Path]:

@@ -73,7 +73,9 @@ def _described(module: Any) -> str:
         attention = config._attn_implementation
         config = config.to_dict()
         # What is filled in when it is saved; of the dtype the tensors tell.
-        for of_its_files in ("_name_or_path", "architectures", "transformers_version", "dtype"):
+        for of_its_files in (
+            "_name_or_path", "architectures", "transformers_version", "dtype", "quantization_config",
+        ):  # fmt: skip
             config.pop(of_its_files, None)
         configuration = f"{attention}, {sorted((k, repr(v)) for k, v in config.items())}"
     first: dict[int, str] = {}

@@ -444,9 +444,9 @@ def test_weights_that_would_have_to_be_unpacked_are_refused(tmp_path: Path) -> N
     saved(tmp_path / "quantised", gpt2())
     path = tmp_path / "quantised" / "config.json"
     path.write_text(
-        json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}})
+        json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "hqq"}})
     )
-    with pytest.raises(JobError, match=r"quantised already \(fp8\).*--quantization int8 or int4"):
+    with pytest.raises(JobError, match=r"quantised already \(hqq\).*--quantization int8 or int4"):
         open_model(tmp_path / "quantised")
 
 
