@@ -172,6 +172,7 @@ def huggingface(
     model = open_model(config.path, weights=config.weights, seed=seed, dtype=FLOAT32 if training else dtype)
     files = (config.path / name for name in CONFIG_FILES)
     inference, longest = _captured(model)
+    weights = model.weights
     return LanguageModel(
         about=About(
             vocabulary=model.vocabulary,
@@ -184,12 +185,10 @@ def huggingface(
         training=model.capture(training=True, maximum_sequence=longest) if training else None,
         read=model.read,
         check=model.check,
-        blocks=StoredBlocks(model.weights.layout, model.weights.read_stored)
-        if model.weights.packed
-        else None,
+        blocks=StoredBlocks(weights.layout, weights.read_stored) if weights.packed else None,
         dtype=model.dtype,
-        stored_dtypes=model.stored_dtypes,
-        unread=model.weights.unread() if model.pooling is None else (),
+        stored_dtypes={} if weights.packed else model.stored_dtypes,  # of scales, it would be
+        unread=weights.unread() if model.pooling is None else (),
         source=model.source,
         tokenizer=model.tokenizer,
         config=tuple(path for path in files if path.is_file()),
