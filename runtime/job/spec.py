@@ -34,8 +34,10 @@ stages_per_owner = 1
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,7 +112,9 @@ class DatasetSpec:
 
     kind: Literal["npz", "images", "jsonl"]
     path: Path
-    held_out: float | Path = 0.05  # share of the samples, spread over them, or another file or folder
+    held_out: float | Path = (
+        0.05  # share of the samples, one in each piece of them, or another file or folder
+    )
     size: tuple[int, int] = (0, 0)  # images: height and width that they are scaled to
     classes: tuple[str, ...] = ()  # jsonl
     text: str = "text"  # jsonl: the field that a language model reads
@@ -402,9 +406,17 @@ def _share(part: float) -> float:
 
 
 def spread(total: int, part: float) -> tuple[int, ...]:
-    """About `part` of range(total), spread evenly over it, at least one where `part` > 0 and there are two."""
+    """About `part` of range(total), one in each of as many equal pieces, at least one where `part` > 0 and there are two. Where in its
+    piece follows from a hash: at even distances, samples whose classes take turns would all be of one class."""
     count = min(total - 1, max(1, round(part * total))) if part > 0 else 0
-    return tuple((2 * i + 1) * total // (2 * count) for i in range(count))
+    begins = [i * total // count for i in range(count)] + [total]
+    return tuple(somewhere(begin, end) for begin, end in pairwise(begins))
+
+
+def somewhere(begin: int, end: int) -> int:
+    """One of range(begin, end), the same every time."""
+    digest = hashlib.blake2b(f"{begin}/{end}".encode(), digest_size=8).digest()
+    return begin + int.from_bytes(digest, "little") % (end - begin)
 
 
 def _expand(patterns: tuple[str, ...], base: Path, where: str) -> tuple[Path, ...]:

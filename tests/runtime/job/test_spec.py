@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,15 @@ def test_a_file_that_is_no_job_is_not_read_whole(tmp_path: Path) -> None:
 def test_the_share_held_out(count: int, part: float, held: int) -> None:
     chosen = spec.spread(count, part)
     assert len(set(chosen)) == held and set(chosen) <= set(range(count))
+
+
+@pytest.mark.parametrize(("classes", "part"), [(10, 0.1), (10, 0.05), (2, 0.05), (3, 1 / 3)])
+def test_classes_that_take_turns_are_held_out_alike(classes: int, part: float) -> None:
+    chosen = spec.spread(3000, part)
+    seen = Counter(i % classes for i in chosen)
+    fair = len(chosen) / classes
+    assert all(0.4 * fair <= seen[each] <= 1.7 * fair for each in range(classes)), seen
+    assert all(i * 3000 // len(chosen) <= at < (i + 1) * 3000 // len(chosen) for i, at in enumerate(chosen))
 
 
 def test_compression_is_none_unless_the_file_asks_for_it(base: Path) -> None:
