@@ -7,5 +7,6 @@ image_folders   images, a folder for each class
 jsonl           an object a line
 sources         which of them a job file means
 python_job      a model in Python and the samples that it takes
+held_out        which of the samples held out an evaluation reads
 numbered        labels and indices, held against how many classes and rows the model has
 """

@@ -86,6 +86,13 @@ def _pack_lines(data: DatasetSpec, tokenizer: Tokenizer | None, vocabulary: int,
     return (train, f"{len(texts)} lines"), (held, f"{len(held_out)} lines")
 
 
+def text_held_out(data: DataConfig, sequence: int, store: BlobStore) -> int:
+    """The samples of `pack_data` that are held out."""
+    if data.held_out is None:
+        return 0
+    return (store.path(data.held_out).stat().st_size // data.token_bytes - 1) // sequence
+
+
 def numbers_of_text(data: DataConfig, sequence: int, store: BlobStore) -> Dataset:
     """All that the samples of `pack_data` hold, by the input of a model that reads it: one row each, not yet in samples."""
 

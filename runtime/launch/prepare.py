@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import DataConfig, TrainConfig
@@ -34,7 +35,7 @@ def prepare_training(
     from fusion.runtime.launch.training_job import training_job  # with all that captures a model
 
     made = training_job(spec, store, report)
-    config = train_config(spec, made.data)
+    config = replace(train_config(spec, made.data), evaluate_batches=made.evaluate_batches)
     admitted = spec.admission.among(peers, lambda peer: peer.peer)
     chosen = _chosen(admitted, spec.placement.peers)
     report(f"placing it on {len(chosen)} peers")

@@ -11,14 +11,15 @@ import torch
 from fusion.dag.ir.graph import Graph
 from fusion.runtime.capture import sources
 from fusion.runtime.capture.trained_graph import check_normalised, trained_graph
+from fusion.runtime.datasets.held_out import even_batches, in_unlike_places
 from fusion.runtime.datasets.numbered import check_numbered
 from fusion.runtime.datasets.python_job import python_job
 from fusion.runtime.datasets.sources import read_tokenizer
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import DataConfig
-from fusion.runtime.job.spec import DatasetSpec, HuggingFaceConfig, JobSpec, PythonConfig
+from fusion.runtime.job.spec import DatasetSpec, HuggingFaceConfig, JobSpec, PythonConfig, TrainSpec
 from fusion.runtime.launch.export_files import export_files, graph_files
-from fusion.runtime.launch.pack import numbers_of_text, pack_data, pack_samples
+from fusion.runtime.launch.pack import numbers_of_text, pack_data, pack_samples, text_held_out
 from fusion.runtime.launch.shard import ReportLine
 from fusion.swarm.blobs.store import BlobStore
 
@@ -31,6 +32,7 @@ class TrainingJob:
 
     graph: Graph
     data: DataConfig
+    evaluate_batches: int  # that count the samples held out alike, no more than the file asks for
     read: sources.Read
     files: Mapping[str, bytes | Path]
     tokenizer: Path | bytes | None = None
@@ -66,9 +68,11 @@ def _language_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> Traini
             f"train.sequence must be at most {model.about.max_sequence}, what the model was built for"
         )
     report("packing the data")
+    data = pack_data(spec.data, tokenizer, model.about.vocabulary, spec.train.sequence, store, report)
     return TrainingJob(
         graph=trained_graph(model.training, spec.train.precision),
-        data=pack_data(spec.data, tokenizer, model.about.vocabulary, spec.train.sequence, store, report),
+        data=data,
+        evaluate_batches=_evaluated(spec.train, text_held_out(data, spec.train.sequence, store)),
         read=model.read,
         files=export_files(model),
         tokenizer=model.tokenizer,
@@ -87,6 +91,11 @@ def _python_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> Training
     check_numbered(graph, data)
     check_normalised(graph, spec.train.sizes)
     report("packing the data")
+    evaluated = spec.train.evaluate_batches
+    if data.held_out is not None:
+        evaluated = _evaluated(spec.train, len(next(iter(data.held_out.values()))))
+        wanted = evaluated * spec.train.microbatch_size
+        data = replace(data, held_out=in_unlike_places(data.held_out, wanted))
     packed = (
         pack_samples(data, store)
         if isinstance(spec.data, DatasetSpec)
@@ -97,12 +106,20 @@ def _python_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> Training
     )
     if packed.kind == "tokens":
         check_numbered(graph, numbers_of_text(packed, spec.train.sequence, store))
+        evaluated = _evaluated(spec.train, text_held_out(packed, spec.train.sequence, store))
     files: dict[str, bytes | Path] = {}
     if graphs.inference is not None:
         files = graph_files(graphs.inference, sources.About(outputs=graphs.outputs), graphs.read)
     return TrainingJob(
         graph=graph,
         data=packed,
+        evaluate_batches=evaluated,
         read=graphs.read,
         files=files,
     )
+
+
+def _evaluated(train: TrainSpec, samples: int) -> int:
+    """Microbatches of an evaluation, of so many samples held out."""
+    asked = train.evaluate_batches
+    return even_batches(samples, train.microbatch_size, asked) if samples else asked

@@ -95,6 +95,7 @@ def prepared_job(job_file: Path, store: BlobStore, peers: list[PeerRecord]) -> P
 
 
 def test_a_job_file_becomes_blobs_that_hold_everything(job_file: Path, store: BlobStore) -> None:
+    (job_file.parent / "held.txt").write_text("held " * 8)
     said: list[str] = []
     prepared = prepare_training(
         spec.load(job_file),
@@ -121,6 +122,7 @@ def test_a_job_file_becomes_blobs_that_hold_everything(job_file: Path, store: Bl
     )
     assert manifest.train is not None and manifest.train.data.held_out is not None
     assert b"held" in store.path(manifest.train.data.held_out).read_bytes()
+    assert manifest.train.evaluate_batches == 5  # of 8: four times each of the samples, which are five
     assert b"held" not in store.path(manifest.train.data.train).read_bytes()
     assert {name for name, _ in manifest.files} == {"inference.graph", "fusion.json"}
     assert any("placing" in line for line in said)

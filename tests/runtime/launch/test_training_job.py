@@ -155,3 +155,23 @@ def test_token_ids_and_positions_beyond_a_table_are_refused(
         return
     with pytest.raises(JobError, match=says):
         training_job(spec, store, lambda line: None)
+
+
+@pytest.mark.parametrize(("samples", "batches"), [(20, 5), (3, 3), (400, 8)])
+def test_an_evaluation_counts_few_samples_alike(tmp_path: Path, samples: int, batches: int) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    for name, count in (("data", 8), ("held", samples)):
+        arrays = {"input": np.zeros((count, 4)), "targets": np.arange(count) % 3}
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+    store = BlobStore(tmp_path / "blobs", 1 << 30)
+    data = 'kind = "npz", path = "data.npz"', '"held.npz"'
+    assert training_job(parse(OWN % ("plain", *data, 0), tmp_path), store, print).evaluate_batches == batches
+    (tmp_path / "train.txt").write_text("text" * 20)
+    (tmp_path / "held.txt").write_text("t" * 8 * samples)
+    text = JOB.replace("held_out = 0.0", 'held_out = ["held.txt"]').replace("text.txt", "train.txt")
+    text = text.replace("sequence = 4", "sequence = 8")
+    text = text.replace(
+        'kind = "huggingface", path = "model", weights = false', 'kind = "gpt", blocks = 1, width = 4'
+    )
+    spec = parse(text % "bytes", tmp_path)
+    assert training_job(spec, store, print).evaluate_batches == batches
