@@ -56,6 +56,7 @@ from fusion.runtime.job.manifest_wire import (
 from fusion.runtime.job.model_files import check_huggingface
 
 MAX_SPEC_BYTES = 1 << 20
+LEAST_ROWS = 8  # of a table of positions: with fewer a model is not captured
 MAX_SIDE = 1 << 14  # pixels of an image's side
 
 
@@ -231,12 +232,32 @@ def _optimizer(table: Any) -> OptimizerConfig:
     if config.clip_norm == 0:  # TOML has no null
         config = replace(config, clip_norm=None)
     validate_optimizer(config)
+    _refuse_unread(table, "optimizer", _UNREAD[config.kind], f"kind {config.kind}")
+    if config.schedule == "constant":
+        _refuse_unread(table, "optimizer", ("final_ratio",), "schedule constant")
     return config
+
+
+# What an optimizer, or a compression, of that kind does not read.
+_UNREAD = {
+    "adamw": ("momentum",),
+    "sgd": ("betas", "eps"),
+    "none": ("codec", "ratio", "families", "reuse_mask", "error_feedback"),
+    "uniform": ("ratio", "families"),
+    "adaptive": ("codec",),
+}
+
+
+def _refuse_unread(table: Mapping[str, Any], where: str, unread: tuple[str, ...], what: str) -> None:
+    for key in unread:
+        if key in table:
+            raise JobError(f"{where}.{key} does not go with {what}, which does not read it")
 
 
 def _compression(table: Any) -> CompressionConfig:
     config = build(CompressionConfig, table, "compression")
     validate_compression(config)
+    _refuse_unread(table, "compression", _UNREAD[config.kind], f"kind {config.kind}")
     return config
 
 
@@ -257,6 +278,9 @@ def _model(table: Any, base: Path, sequence: int) -> GPTConfig | HuggingFaceConf
     match table.get("kind"):
         case "gpt":
             model = build(GPTConfig, {"sequence": max(1, sequence), **rest}, "model")
+            if model.sequence < LEAST_ROWS:
+                right = f"at least {LEAST_ROWS}, not {model.sequence}"
+                raise JobError(f"model.sequence (train.sequence, where it is left out) must be {right}")
             if model.sequence < sequence:
                 raise JobError(
                     f"model.sequence must be at least train.sequence ({sequence}), not {model.sequence}"

@@ -73,6 +73,33 @@ def test_held_out_files_by_pattern_are_not_trained_on(base: Path) -> None:
         ("learning_rate = 3e-3", 'schedule = "step"', "optimizer.schedule must be one of"),
         ("learning_rate = 3e-3", "betas = [0.9]", "optimizer.betas must have 2 values"),
         ("learning_rate = 3e-3", "betas = [0.9, 1.0]", "optimizer.betas must be"),
+        ("learning_rate = 3e-3", "momentum = 0.9", "optimizer.momentum does not go with kind adamw"),
+        (
+            "learning_rate = 3e-3",
+            'kind = "sgd"\nbetas = [0.9, 0.9]',
+            "optimizer.betas does not go with kind sgd",
+        ),
+        (
+            "learning_rate = 3e-3",
+            "final_ratio = 0.5",
+            "optimizer.final_ratio does not go with schedule constant",
+        ),
+        ("[train]", "[compression]\ncodec = 'int8'\n[train]", "compression.codec does not go with kind none"),
+        (
+            "[train]",
+            "[compression]\nkind = 'uniform'\nratio = 4\n[train]",
+            "compression.ratio does not go with kind uniform",
+        ),
+        (
+            "[train]",
+            "[compression]\nkind = 'adaptive'\ncodec = 'int4'\n[train]",
+            "compression.codec does not go with kind adaptive",
+        ),
+        (
+            "sequence = 16",
+            "sequence = 4",
+            "model.sequence (train.sequence, where it is left out) must be at least 8",
+        ),
         ("[train]", "[compression]\nratio = 0.5\n[train]", "compression.ratio must be from 1"),
         ("[train]", "[compression]\nkind = 'some'\n[train]", "compression.kind must be one of"),
         ("[train]", "[compression]\nfamilies = ['zip']\n[train]", "compression.families must be some of"),
