@@ -64,6 +64,7 @@ async def _train(spec: JobSpec, detach: bool, way: client.Way, output: Output) -
             links=await context.directory.links(),
             author=author,
             report=output.status,
+            note=output.note,
             now=client.swarm_clock(context),
         )
         if prepared.plan is not None:

@@ -28,10 +28,11 @@ def pack_data(
     sequence: int,
     store: BlobStore,
     report: ReportLine,
+    note: ReportLine,
 ) -> DataConfig:
-    """Texts for a language model, one behind the other. JobError where they do not make one sample of `sequence` tokens."""
+    """Texts for a language model, one behind the other; `note` gets a line on what of them is not trained on. JobError where they do not make one sample of `sequence` tokens."""
     rows = (
-        _pack_files(data, tokenizer, vocabulary, report)
+        _pack_files(data, tokenizer, vocabulary, note)
         if isinstance(data, DataSpec)
         else _pack_lines(data, tokenizer, vocabulary, report)
     )
@@ -48,14 +49,18 @@ def pack_data(
 Rows = tuple[tuple[Array | None, str], tuple[Array | None, str]]  # training, held-out; and what they are of
 
 
-def _pack_files(data: DataSpec, tokenizer: Tokenizer | None, vocabulary: int, report: ReportLine) -> Rows:
+def _pack_files(data: DataSpec, tokenizer: Tokenizer | None, vocabulary: int, note: ReportLine) -> Rows:
     held_out_limit = data.limit_bytes // 10 if data.held_out else 0
 
     def read(files: Sequence[Path], limit_bytes: int, what: str) -> Array:
-        row = pack_text(files, tokenizer, limit_bytes, vocabulary)
+        odd = list[Path]()
+        row = pack_text(files, tokenizer, limit_bytes, vocabulary, odd.append)
+        if odd:
+            said = f"{odd[0]} is" if len(odd) == 1 else f"{odd[0]} and {len(odd) - 1} more are"
+            note(f"{said} not in UTF-8: U+FFFD stands for what cannot be read")
         there = sum(file.stat().st_size for file in files)
         if there > limit_bytes:
-            report(f"read {limit_bytes:,} of {there:,} bytes of {what} (data.limit_bytes)")
+            note(f"read {limit_bytes:,} of {there:,} bytes of {what} (data.limit_bytes)")
         return row
 
     train = read(data.files, data.limit_bytes - held_out_limit, "text")

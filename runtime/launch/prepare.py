@@ -28,13 +28,14 @@ def prepare_training(
     links: Sequence[LinkRecord] = (),
     author: Identity | None = None,
     report: ReportLine = silent,
+    note: ReportLine = silent,
     now: Callable[[], float] = time.time,
 ) -> Prepared:
-    """Capture the model, place it on `peers`, shard weights, pack data; `links` is what they have measured, `now` gives unix seconds.
-    Raises JobError, CaptureError, PlacementError. Blocking, for seconds: run it in a thread."""
+    """Capture the model, place it on `peers`, shard weights, pack data; `links` is what they have measured, `now` gives unix seconds;
+    `note` gets a line on what of the data is not trained on. Raises JobError, CaptureError, PlacementError. Blocking, for seconds: run it in a thread."""
     from fusion.runtime.launch.training_job import training_job  # with all that captures a model
 
-    made = training_job(spec, store, report)
+    made = training_job(spec, store, report, note)
     config = replace(train_config(spec, made.data), evaluate_batches=made.evaluate_batches)
     admitted = spec.admission.among(peers, lambda peer: peer.peer)
     chosen = _chosen(admitted, spec.placement.peers)

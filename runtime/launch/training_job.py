@@ -20,7 +20,7 @@ from fusion.runtime.job.manifest import DataConfig
 from fusion.runtime.job.spec import DatasetSpec, HuggingFaceConfig, JobSpec, PythonConfig, TrainSpec
 from fusion.runtime.launch.export_files import export_files, graph_files
 from fusion.runtime.launch.pack import numbers_of_text, pack_data, pack_samples, text_held_out
-from fusion.runtime.launch.shard import ReportLine
+from fusion.runtime.launch.shard import ReportLine, silent
 from fusion.swarm.blobs.store import BlobStore
 
 BYTES = 256  # token ids where there is no tokenizer
@@ -39,16 +39,18 @@ class TrainingJob:
     byte_level: bool = False
 
 
-def training_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> TrainingJob:
-    """Raises JobError, CaptureError. Blocking, for seconds."""
+def training_job(
+    spec: JobSpec, store: BlobStore, report: ReportLine, note: ReportLine = silent
+) -> TrainingJob:
+    """`note` gets a line on what of the data is not trained on. Raises JobError, CaptureError. Blocking, for seconds."""
     python = isinstance(spec.model, PythonConfig)
-    made = (_python_job if python else _language_job)(spec, store, report)
+    made = (_python_job if python else _language_job)(spec, store, report, note)
     if spec.train.evaluate_every > 0 and made.data.held_out is None:
         raise JobError("train.evaluate_every needs data that is held out, and of one sample none can be")
     return made
 
 
-def _language_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> TrainingJob:
+def _language_job(spec: JobSpec, store: BlobStore, report: ReportLine, note: ReportLine) -> TrainingJob:
     assert not isinstance(spec.model, PythonConfig)
     tokenizer = read_tokenizer(spec.data.tokenizer)
     report("capturing the model")
@@ -68,7 +70,7 @@ def _language_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> Traini
             f"train.sequence must be at most {model.about.max_sequence}, what the model was built for"
         )
     report("packing the data")
-    data = pack_data(spec.data, tokenizer, model.about.vocabulary, spec.train.sequence, store, report)
+    data = pack_data(spec.data, tokenizer, model.about.vocabulary, spec.train.sequence, store, report, note)
     return TrainingJob(
         graph=trained_graph(model.training, spec.train.precision),
         data=data,
@@ -80,7 +82,7 @@ def _language_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> Traini
     )
 
 
-def _python_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> TrainingJob:
+def _python_job(spec: JobSpec, store: BlobStore, report: ReportLine, note: ReportLine) -> TrainingJob:
     assert isinstance(spec.model, PythonConfig)
     tokenizer = read_tokenizer(spec.data.tokenizer)
     report(f"running {spec.model.path.name}")
@@ -96,14 +98,11 @@ def _python_job(spec: JobSpec, store: BlobStore, report: ReportLine) -> Training
         evaluated = _evaluated(spec.train, len(next(iter(data.held_out.values()))))
         wanted = evaluated * spec.train.microbatch_size
         data = replace(data, held_out=in_unlike_places(data.held_out, wanted))
-    packed = (
-        pack_samples(data, store)
-        if isinstance(spec.data, DatasetSpec)
-        else pack_data(
-            *(spec.data, tokenizer, BYTES if tokenizer is None else tokenizer.get_vocab_size()),
-            *(spec.train.sequence, store, report),
-        )
-    )
+    if isinstance(spec.data, DatasetSpec):
+        packed = pack_samples(data, store)
+    else:
+        vocabulary = BYTES if tokenizer is None else tokenizer.get_vocab_size()
+        packed = pack_data(spec.data, tokenizer, vocabulary, spec.train.sequence, store, report, note)
     if packed.kind == "tokens":
         check_numbered(graph, numbers_of_text(packed, spec.train.sequence, store))
         evaluated = _evaluated(spec.train, text_held_out(packed, spec.train.sequence, store))

@@ -80,7 +80,7 @@ def trained(folder: Path, steps: int, device: str) -> tuple[LanguageModel, torch
     assert isinstance(spec.model, GPTConfig)
     model = sources.builtin(spec.model, spec.train.seed, byte_level=True, tokenizer=None)
     store = BlobStore(folder / "blobs", 1 << 30)
-    data = pack_data(spec.data, None, model.about.vocabulary, SEQUENCE, store, silent)
+    data = pack_data(spec.data, None, model.about.vocabulary, SEQUENCE, store, silent, silent)
     assert data.held_out is not None
     directory = folder / f"exported-{steps}"
     if not directory.is_dir():

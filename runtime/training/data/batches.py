@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,24 @@ Tokens = npt.NDArray[Any]
 
 
 def pack_text(
-    files: Iterable[Path], tokenizer: Tokenizer | None, limit_bytes: int, vocabulary: int
+    files: Iterable[Path],
+    tokenizer: Tokenizer | None,
+    limit_bytes: int,
+    vocabulary: int,
+    not_utf8: Callable[[Path], None] = lambda path: None,
 ) -> Tokens:
     """The files' text as one row of token ids, little-endian unsigned of the smallest width that `vocabulary` needs.
 
-    Bytes where `tokenizer` is None. Stops at `limit_bytes` of text. JobError for a file that cannot be read or a token
+    Bytes where `tokenizer` is None; `not_utf8` hears of a file that a tokenizer is given with U+FFFD for what is no
+    UTF-8. Stops at `limit_bytes` of text. JobError for a file that cannot be read or a token
     id that the model does not have.
     """
-    return _row(_texts_of(files, limit_bytes), tokenizer, vocabulary)
+    return _row(_texts_of(files, limit_bytes, None if tokenizer is None else not_utf8), tokenizer, vocabulary)
 
 
-def _texts_of(files: Iterable[Path], limit_bytes: int) -> Iterator[bytes]:
+def _texts_of(
+    files: Iterable[Path], limit_bytes: int, not_utf8: Callable[[Path], None] | None
+) -> Iterator[bytes]:
     left = limit_bytes
     for path in files:
         try:
@@ -48,9 +56,19 @@ def _texts_of(files: Iterable[Path], limit_bytes: int) -> Iterator[bytes]:
         except OSError as error:
             raise JobError(f"data.files: {path}: {error.strerror or error}") from None
         left -= len(data)
+        if not_utf8 is not None and not _is_utf8(data, cut=len(data) < size):
+            not_utf8(path)
         yield data
         if left <= 0:
             break
+
+
+def _is_utf8(data: bytes, *, cut: bool) -> bool:
+    try:
+        getincrementaldecoder("utf-8")().decode(data, final=not cut)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def pack_texts(texts: Iterable[str], tokenizer: Tokenizer | None, vocabulary: int) -> Tokens:

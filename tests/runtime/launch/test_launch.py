@@ -26,7 +26,7 @@ from fusion.runtime.job import spec, text
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import CompressionConfig
 from fusion.runtime.job.progress import LoadingPhase, StageLoading
-from fusion.runtime.job.spec import GPTConfig
+from fusion.runtime.job.spec import DataSpec, GPTConfig
 from fusion.runtime.job.stage_graphs import weights_bytes, whole_stage
 from fusion.runtime.job.text import TokenizerText
 from fusion.runtime.launch.handed_over import Waiting
@@ -126,6 +126,23 @@ def test_a_job_file_becomes_blobs_that_hold_everything(job_file: Path, store: Bl
     assert b"held" not in store.path(manifest.train.data.train).read_bytes()
     assert {name for name, _ in manifest.files} == {"inference.graph", "fusion.json"}
     assert any("placing" in line for line in said)
+
+
+def test_what_is_not_trained_on_is_a_lasting_line(job_file: Path, store: BlobStore) -> None:
+    """Lines on how far it is are written over."""
+    job = spec.load(job_file)
+    assert isinstance(job.data, DataSpec)
+    notes: list[str] = []
+    prepare_training(
+        replace(job, data=replace(job.data, limit_bytes=700)),
+        [peer("A"), peer("B")],
+        store,
+        note=notes.append,
+    )
+    assert [note.split(" (")[0] for note in notes] == [
+        "read 630 of 720 bytes of text",
+        "read 70 of 420 bytes of held-out text",
+    ]
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_job_id(job_file: Path, store: BlobStore) -> None:
