@@ -38,18 +38,22 @@ class JsonLines:
         self.classes = dict(known or {})
         self._encode = encode
         self._sequence = sequence
-        first, self._count = None, 0
+        # All, also those that the first line lacks: to read one that a line lacks is an error, not to know of it would be none.
+        texts, self._count = dict[str, bool](), 0
         for _, line in _lines(path):
-            first, self._count = line if first is None else first, self._count + 1
-        if first is None:
+            self._count += 1
+            for name, value in line.items():
+                if name not in texts:
+                    texts[name] = isinstance(value, str)
+        if not self._count:
             raise JobError(f"{path} holds no line")
         for name in self._classes:
-            if name not in first:
-                raise JobError(f"data.classes: {path} has no field {name!r:.80} (it has: {', '.join(first)})")
-        self._texts = tuple(k for k, v in first.items() if isinstance(v, str) and k not in self._classes)
+            if name not in texts:
+                raise JobError(f"data.classes: {path} has no field {name!r:.80} (it has: {', '.join(texts)})")
+        self._texts = tuple(name for name, text in texts.items() if text and name not in self._classes)
         # A field of the file's own that is called so is what is meant by the name.
-        self._masks = {name + MASK: name for name in self._texts if name + MASK not in first}
-        self.names = (*first, *self._masks)
+        self._masks = {name + MASK: name for name in self._texts if name + MASK not in texts}
+        self.names = (*texts, *self._masks)
 
     def __len__(self) -> int:
         return self._count

@@ -329,8 +329,14 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, rows: list[Any
         source.read([field], LIMIT, silent)
 
 
-def test_the_first_line_says_which_fields_there_are_even_none(tmp_path: Path) -> None:
-    assert JsonLines(jsonl(tmp_path, [{}, {"x": 1}]), (), encoder(None), 0).names == ()
+def test_a_field_that_the_first_line_lacks_is_none_that_nobody_knows_of(tmp_path: Path) -> None:
+    """A parameter with a default that is called so would keep it without a word."""
+    lines = JsonLines(jsonl(tmp_path, [{"y": 1}, {"y": 2, "weight": 0.5}]), (), encoder(None), 0)
+    assert lines.names == ("y", "weight")
+    with pytest.raises(JobError, match=r":1: no field 'weight' \(it has: y\)"):
+        lines.read(["weight"], LIMIT, silent)
+    assert lines.read(["y"], LIMIT, silent)["y"].tolist() == [1, 2]
+    assert JsonLines(jsonl(tmp_path, [{}]), (), encoder(None), 0).names == ()
 
 
 def test_numbers_that_differ_far_down_are_still_one_array_or_none(tmp_path: Path) -> None:
