@@ -355,14 +355,20 @@ def _dataset(kind: Literal["npz", "images", "jsonl"], table: Mapping[str, Any], 
         raise JobError(f"data.limit_bytes must be at least 1, not {data.limit_bytes}")
     if kind == "images" and not all(1 <= side <= MAX_SIDE for side in data.size):
         raise JobError(f"data.size must be the height and width of an image, from 1 to {MAX_SIDE}")
-    if isinstance(data.held_out, str):
-        held_out: float | Path = _dataset_path(kind, data.held_out, base, "data.held_out")
-    else:
-        held_out = _share(data.held_out)
+    path, held_out = _dataset_path(kind, data.path, base, "data.path"), data.held_out
+    found = (
+        _dataset_path(kind, held_out, base, "data.held_out")
+        if isinstance(held_out, str)
+        else _share(held_out)
+    )
+    if isinstance(found, Path):
+        one, other = path.resolve(), found.resolve()
+        if one == other or one in other.parents or other in one.parents:
+            raise JobError("data.held_out must be apart from data.path: what is in both would be trained on")
     return DatasetSpec(
         kind=kind,
-        path=_dataset_path(kind, data.path, base, "data.path"),
-        held_out=held_out,
+        path=path,
+        held_out=found,
         size=data.size,
         classes=data.classes,
         text=data.text,

@@ -215,7 +215,7 @@ steps = 10
 def own(base: Path) -> Path:
     for name in ("model.py", "data.npz", "held.npz", "rows.jsonl"):
         (base / name).write_text("")
-    (base / "photos").mkdir()
+    (base / "photos" / "val").mkdir(parents=True)
     return base
 
 
@@ -253,6 +253,16 @@ def test_a_model_in_python_and_samples_with_names(own: Path) -> None:
         ),
         ('"npz"\npath = "data.npz"', '"images"\npath = "photos"', "data.size must be the height and width"),
         ('path = "data.npz"', 'path = "data.npz"\nheld_out = "no.npz"', "data.held_out must be a file"),
+        (
+            'path = "data.npz"',
+            'path = "data.npz"\nheld_out = "./data.npz"',
+            "data.held_out must be apart from data.path",
+        ),
+        (
+            'kind = "npz"\npath = "data.npz"',
+            'kind = "images"\nsize = [3, 3]\npath = "photos"\nheld_out = "photos/val"',
+            "data.held_out must be apart from data.path",
+        ),
         ('path = "data.npz"', 'path = "data.npz"\nheld_out = 1.5', "data.held_out must be from 0 to below 1"),
         (
             'path = "data.npz"\n[train]',
