@@ -43,6 +43,11 @@ PATIENCE_TOKENS = 8
 class TextStream(Protocol):
     """The text of one answer, token by token."""
 
+    @property
+    def begins(self) -> int:
+        """Where the text of the token that was pushed last begins: in characters, those before it that are not certain yet
+        included. Of a token in the middle of a character, where that does."""
+
     def push(self, token: int) -> str:
         """The text that is certain now and was not before; often one piece, "" while a character is unfinished."""
 
@@ -146,6 +151,7 @@ class TokenizerText:
         self._added = {
             token: entry.content for token, entry in added.items()
         }  # which are what they look like
+        self._skipped = {token for token, entry in added.items() if entry.special}
         self.literal = bool(self._steps & _SPELLED) and self._steps <= _SPELLED | _NEIGHBOURLY
         self.special = frozenset(self._added)
 
@@ -161,7 +167,7 @@ class TokenizerText:
             return list(read.ids)
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
-        return _WindowStream(self._decode, prompt)
+        return _WindowStream(self._decode, self._shown, prompt)
 
     def spell(self, token: int) -> bytes:
         if token in self._added:
@@ -176,6 +182,9 @@ class TokenizerText:
         if "Metaspace" in self._steps or "Replace" in self._steps:
             return str(piece).replace("\u2581", " ").encode()
         return self._decode([token]).encode()
+
+    def _shown(self, token: int) -> bytes:
+        return b"" if token in self._skipped else self.spell(token)
 
     def _decode(self, ids: Sequence[int]) -> str:
         with _failing_as(JobFailed, "the model's tokenizer cannot write its tokens"):
@@ -255,15 +264,21 @@ def _size(text: Any) -> int:
 class _ByteStream:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._places = _Places()
+        self.begins = 0
 
     def push(self, token: int) -> str:
-        return self._decoder.decode(bytes((token,))) if 0 <= token < 256 else ""
+        spelled = bytes((token,)) if 0 <= token < 256 else b""
+        self.begins = self._places.push(spelled)
+        return self._decoder.decode(spelled)
 
     def finish(self) -> str:
         return ""
 
 
 class _NoStream:
+    begins = 0
+
     def push(self, token: int) -> str:
         return ""
 
@@ -302,15 +317,44 @@ class _Decode(Protocol):
     def __call__(self, ids: Sequence[int], /) -> str: ...
 
 
+class _Spell(Protocol):
+    def __call__(self, token: int, /) -> bytes: ...
+
+
+class _Places:
+    """Where each token begins, in characters, of the bytes that it spells."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._length = 0  # without an unfinished character
+
+    def push(self, spelled: bytes) -> int:
+        """Of the next token."""
+        begins = self._length
+        if spelled and self._decoder.getstate()[0] and not 0x80 <= spelled[0] < 0xC0:
+            begins += 1  # behind a character that never becomes whole
+        self._length += len(self._decoder.decode(spelled))
+        return begins
+
+    def put(self, length: int) -> None:
+        """So many characters there are, and none is unfinished: what is no text may be written as more or fewer of them."""
+        self._decoder.reset()
+        self._length = length
+
+
 class _WindowStream:
-    def __init__(self, decode: _Decode, prompt: Sequence[int]) -> None:
+    def __init__(self, decode: _Decode, spell: _Spell, prompt: Sequence[int]) -> None:
         self._decode = decode
+        self._spell = spell
         # The window: tokens whose text has been shown, but for an unfinished character at their end, then tokens held back.
         # With a byte-fallback decoder, which reads a run of byte tokens as a whole or not at all, it always starts where a
         # character does; with others it may start inside one, whose rest then reads the same in each text.
         self._ids: list[int] = []
         self._before = ""  # text of the shown part
         self._quiet = 0  # tokens since there was some, or since we gave up
+        self._length = 0  # of what is certain
+        self.begins = 0
+        self._places = _Places()
         for length in range(CONTEXT_TOKENS, CONTEXT_TOKENS + 4):
             self._ids = list(prompt[-length:])
             self._before = decode(self._ids)
@@ -322,6 +366,7 @@ class _WindowStream:
         self._ids.append(token)
         self._quiet += 1
         whole = self._decode(self._ids)
+        self.begins = self._places.push(self._spell(token))
         patient = self._quiet < PATIENCE_TOKENS
         # Of what never becomes whole the last may yet be the beginning of what does.
         certain = whole.rstrip(REPLACEMENT) if patient else whole.removesuffix(REPLACEMENT)
@@ -333,6 +378,9 @@ class _WindowStream:
             if unfinished := len(whole) - len(certain):
                 self._before = self._before[:-unfinished]
             self._quiet = 0
+            self._length += len(piece)
+            if not unfinished:
+                self._places.put(self._length)
         elif not patient:  # tokens without text must not make the window grow for ever
             del self._ids[self._shown :]
             self._quiet = 0

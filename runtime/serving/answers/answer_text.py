@@ -23,11 +23,22 @@ class AnswerText:
         self._stream = text.stream(prompt)
         self._stops = StopTexts(stops)
         self._least, self._tokens = least, 0
+        self._length = 0  # in characters, without an end at a stop text
 
     @property
     def whole(self) -> str:
         """So far."""
         return "".join(self._pieces)
+
+    @property
+    def begins(self) -> int:
+        """Where the token that was pushed last begins, in characters of the text that there would be without a stop text."""
+        return self._stream.begins
+
+    @property
+    def ends(self) -> int:
+        """Where that text ends so far, without an unfinished character."""
+        return self._length
 
     @property
     def stopped(self) -> bool:
@@ -36,7 +47,9 @@ class AnswerText:
     def push(self, token: int) -> str:
         """What this token adds to the text, as far as that is certain."""
         self._tokens += 1
-        return self._add(self._stops.push(self._stream.push(token), counts=self._counts))
+        piece = self._stream.push(token)
+        self._length += len(piece)
+        return self._add(self._stops.push(piece, counts=self._counts))
 
     def read(self, tokens: Sequence[int]) -> None:
         """The tokens that the user has already, and their text."""

@@ -191,7 +191,8 @@ class Gateway:
                 shown = ""
                 if not ended:
                     shown = await self._run(self._texts, model, task.holder, text.push, token.id)
-                last = token.piece(index, shown, _peers(generation))
+                begins = text.ends if ended else text.begins
+                last = token.piece(index, shown, begins, _peers(generation))
                 if not text.stopped:
                     yield last
         if not text.stopped:

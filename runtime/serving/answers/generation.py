@@ -52,12 +52,13 @@ class Chosen:
     logits: bytes
     logprobs: Logprobs | None = None
 
-    def piece(self, index: int, text: str, route: tuple[PeerId, ...] = ()) -> Piece:
+    def piece(self, index: int, text: str, begins: int = 0, route: tuple[PeerId, ...] = ()) -> Piece:
         found = self.logprobs
         return Piece(
             index=index,
             id=self.id,
             text=text,
+            begins=begins,
             logits=self.logits,
             logprob=None if found is None else found.chosen,
             top_logprobs=() if found is None else found.top,

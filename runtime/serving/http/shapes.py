@@ -131,11 +131,8 @@ class _Sent:
     def __init__(self) -> None:
         self._length: dict[int, int] = {}
 
-    def of(self, choice: int) -> int:
-        return self._length.get(choice, 0)
-
     def next(self, part: Part) -> str:
-        sent = self.of(part.choice)
+        sent = self._length.get(part.choice, 0)
         text = part.said.text[sent:] if isinstance(part.said, Answer) else part.said.text
         self._length[part.choice] = sent + len(text)
         return text
@@ -166,29 +163,30 @@ class CompletionShape:
         return []
 
     def chunks(self, part: Part) -> list[Json]:
-        offset = self._sent.of(part.choice)
         text = self._sent.next(part)
         if isinstance(part.said, Answer):
             return [_completion(part.choice, text, None, finish_reason(part.said))]
-        logprobs = self._logprobs(part.said, offset)
+        logprobs = self._logprobs(part.said)
         return [_completion(part.choice, text, logprobs, None)] if text or logprobs else []
 
     def keep(self, choice: int, piece: Piece) -> None:
-        self._told.add(choice, self._logprobs(piece, self._sent.of(choice)))
-        self._sent.next(Part(choice, piece))
+        self._told.add(choice, self._logprobs(piece))
 
     def whole(self, choice: int, answer: Answer) -> Json:
         return _completion(choice, answer.text, self._told.of(choice), finish_reason(answer))
 
-    def _logprobs(self, piece: Piece, offset: int) -> Json | None:
+    def _logprobs(self, piece: Piece) -> Json | None:
         if piece.logprob is None:
             return None
-        top = {self._text(token): value for token, value in piece.top_logprobs}
+        chosen = self._text(piece.id)
+        top = {chosen: piece.logprob}
+        for token, value in piece.top_logprobs:
+            top.setdefault(self._text(token), value)  # of tokens that look alike the most probable one
         return {
-            "tokens": [self._text(piece.id)],
+            "tokens": [chosen],
             "token_logprobs": [piece.logprob],
-            "top_logprobs": [{self._text(piece.id): piece.logprob, **top}],
-            "text_offset": [offset],
+            "top_logprobs": [top],
+            "text_offset": [piece.begins],
         }
 
     def _text(self, token: int) -> str:

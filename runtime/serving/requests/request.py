@@ -234,6 +234,8 @@ class Piece:
     index: int  # 0 for the first token after the prompt
     id: int
     text: str  # what can be shown now; "" while a character is unfinished
+    # At the gateway: where the token's own text begins, in characters, of which some may be held back; it does not travel.
+    begins: int = 0
     logits: bytes = b""  # float32 (vocabulary,) where they were asked for
     logprob: float | None = None  # of `id`, where `top_logprobs` was asked for
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), the most probable first

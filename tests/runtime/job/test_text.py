@@ -86,6 +86,30 @@ def test_pieces_make_the_text_and_no_character_is_ever_broken(kind: str, prompt:
     assert not any(REPLACEMENT in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=examples(60))
+@given(answer=st.text(alphabet="ab z中é👩文", min_size=1, max_size=20))
+def test_each_token_begins_where_its_character_does(kind: str, answer: str) -> None:
+    text = KINDS[kind]
+    before, ids = text.encode("a"), text.encode("a" + answer)
+    stream, spelled = text.stream(before), b""
+    for token in ids[len(before) :]:
+        stream.push(token)
+        assert stream.begins == len(spelled.decode(errors="ignore"))
+        spelled += text.spell(token)
+
+
+@pytest.mark.parametrize("text", [ByteText(), BYTE_LEVEL], ids=["bytes", "byte-level"])
+def test_a_token_after_bytes_that_are_no_text_begins_behind_them(text: Text) -> None:
+    """They are shown late, with what follows."""
+    lead, space = (next(i for i in range(256) if text.spell(i) == byte) for byte in (b"\xe6", b" "))
+    stream, begins = text.stream([space]), []
+    for token in (lead, lead, space, lead, space):
+        stream.push(token)
+        begins.append(stream.begins)
+    assert begins == [0, 1, 2, 3, 4]
+
+
 def test_a_character_of_several_tokens_comes_whole_with_its_last() -> None:
     assert streamed(BYTE_FALLBACK, [], BYTE_FALLBACK.encode("文")[1:]) == ["", "", "", "文", ""]
     assert streamed(ByteText(), [], list("é!".encode())) == ["", "é", "!", ""]

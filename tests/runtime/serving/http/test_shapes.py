@@ -133,6 +133,14 @@ def test_tokens_as_they_are_told() -> None:
     assert chunk["logprobs"]["top_logprobs"] == [{"bytes:\\xc3": -1.0, "a": -2.0}]
 
 
+def test_of_tokens_that_look_alike_the_most_probable_one_is_told() -> None:
+    top = ((2, -0.5), (3, -1.0), (1, -2.0), (4, -7.0))
+    piece = Piece(index=0, id=1, text="a", logprob=-2.0, top_logprobs=top)
+    [chunk] = CompletionShape({1: b"a", 2: b"b", 3: b"a", 4: b"b"}).chunks(Part(0, piece))
+    assert chunk["logprobs"]["token_logprobs"] == [-2.0]
+    assert chunk["logprobs"]["top_logprobs"] == [{"a": -2.0, "b": -0.5}]
+
+
 TOLD = {i: f"é{i}".encode() for i in range(9)}
 
 

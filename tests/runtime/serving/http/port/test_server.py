@@ -648,6 +648,9 @@ def test_log_probabilities_of_each_token(tmp_path: Path) -> None:
             told = found.logprobs.model_dump()
             assert told["tokens"] == [chr(token) for token in tokens]
             assert [found.text[offset] for offset in told["text_offset"]] == told["tokens"]
+            held = found.text[2:6] + "?"  # which a stop text holds back while it may come
+            stopping = (await client.completions.create(**asked, stop=held)).choices[0]
+            assert stopping.text == found.text and stopping.logprobs == found.logprobs
             for token, value, top in zip(
                 told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
             ):
