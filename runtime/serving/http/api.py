@@ -105,17 +105,18 @@ class Api:
     async def _complete(self, request: Request, body: CompletionRequest) -> Response:
         with attributed_to("prompt"):
             model = await self.find(body.model)
-            prompts = [await self._tokens(request, model, prompt) for prompt in body.prompts]
+            plain = body.add_special_tokens is not False
+            prompts = [await self._tokens(request, model, prompt, plain) for prompt in body.prompts]
             most = [body.max_tokens or min(COMPLETION_TOKENS, _left(model, prompt)) for prompt in prompts]
             asked = asking.requests(body, model.job, prompts, most, body.logprobs, self._context.random)
             spelling: dict[int, bytes] = {}
             return await self._reply(request, body, model, CompletionShape(spelling), asked, spelling)
 
     async def _tokens(
-        self, request: Request, model: ServedModel, prompt: str | tuple[int, ...]
+        self, request: Request, model: ServedModel, prompt: str | tuple[int, ...], plain: bool
     ) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return await self._gateway.encode(model, request.state.holder, prompt)
+            return await self._gateway.encode(model, request.state.holder, prompt, plain=plain)
         check_length(len(prompt), model.serve.longest_prompt)  # each of `n` answers looks at all of them
         return prompt
 

@@ -30,17 +30,31 @@ MAX_STOPS = 4
 MAX_BIASED = 300
 MAX_NAME = 256  # characters of a model's name
 COMPLETION_TOKENS = 16  # where max_tokens is left out, as with OpenAI
-# What vLLM calls a form of the answer: passed over, it would be given any text.
-OTHER_FORMS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+# What vLLM, SGLang and llama.cpp call a form of the answer: passed over, it would be given any text.
+OTHER_FORMS = (
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("grammar", "ebnf", "regex", "json_schema"),
+)
+# Other ways to choose a token, each with the numbers that turn it off.
+OTHER_CHOICES: Mapping[str, tuple[float, ...]] = {
+    **dict.fromkeys(("typical_p", "tfs", "tfs_z"), (0.0, 1.0)),
+    **dict.fromkeys(("mirostat", "mirostat_mode", "dynatemp_range", "smoothing_factor"), (0.0,)),
+    **dict.fromkeys(("xtc_probability", "dry_multiplier", "top_a", "no_repeat_ngram_size"), (0.0,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0.0,)),
+    "top_n_sigma": (-1.0, 0.0),
+}
 # Of what vLLM and OpenAI have beside, that which would be missed in the answer, and why it is not there.
 UNAVAILABLE: Mapping[str, str] = {
     "allowed_token_ids": "say logit_bias",
     "bad_words": "say logit_bias",
     "chat_template": "the model's own is rendered",
+    "echo": "the prompt is not repeated here",
     "continue_final_message": "an answer is a message of its own",
     "include_stop_str_in_output": "a text of stop is no part of an answer",
     "logits_processors": "no code of a request is run",
     "prompt_embeds": "say prompt",
+    "return_token_ids": "answers are told as text",
+    "return_tokens_as_token_ids": "answers are told as text",
     "prompt_logprobs": "log-probabilities are told of answers alone",
     "truncate_prompt_tokens": "nothing of a prompt is left out here",
     "use_beam_search": "there are no beams; ask for n",
@@ -114,6 +128,12 @@ class Choosing(Body):
 
     form: ClassVar[str] = "response_format"  # the field that says the form of an answer
     elsewhere: ClassVar[Mapping[str, str]] = {}  # fields of other paths, each with what it is called here
+    # Fields of vLLM, each with the value that cannot be had, and why.
+    flags: ClassVar[Mapping[str, tuple[bool, str]]] = {
+        "skip_special_tokens": (False, "special tokens are no text"),
+        "add_special_tokens": (True, "a chat has the special tokens that its template writes"),
+        "add_generation_prompt": (False, "an answer is a message of its own"),
+    }
 
     model: Annotated[str, Field(max_length=MAX_NAME)] = ""
     stream: bool | None = None
@@ -159,8 +179,12 @@ class Choosing(Body):
             value = said.get(name)
             if value is not None and value is not False and value not in ([], ""):
                 raise ValueError(f"{name}: {reason}")
-        if said.get("add_generation_prompt") is False:
-            raise ValueError("add_generation_prompt: an answer is a message of its own")
+        for name, neutral in OTHER_CHOICES.items():
+            if (value := said.get(name)) is not None and value not in neutral:
+                raise ValueError(f"{name}: say temperature, top_k, top_p, min_p or a penalty")
+        for name, (unusual, reason) in cls.flags.items():
+            if said.get(name) is unusual:
+                raise ValueError(f"{name}: {reason}")
         for name, here in cls.elsewhere.items():
             if said.get(name) is not None and said.get(here.partition(".")[0]) is None:
                 raise ValueError(f"{name}: say {here}")
@@ -198,8 +222,9 @@ class Settings(Choosing):
 
 class CompletionRequest(Settings):
     elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("max_completion_tokens", "max_output_tokens"), "max_tokens"
+        ("max_completion_tokens", "max_output_tokens", "max_new_tokens", "n_predict"), "max_tokens"
     )
+    flags = {name: said for name, said in Choosing.flags.items() if name != "add_special_tokens"}
 
     prompt: (
         str
@@ -211,7 +236,7 @@ class CompletionRequest(Settings):
     logprobs: Annotated[
         Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None, BeforeValidator(_unless_false)
     ] = None
-    echo: bool | None = None
+    add_special_tokens: bool | None = None  # vLLM's: False for a text that has them already
     best_of: int | None = None
     suffix: str | None = None
 
@@ -221,8 +246,6 @@ class CompletionRequest(Settings):
 
     @model_validator(mode="after")
     def _unsupported(self) -> Self:
-        if self.echo:
-            raise ValueError("echo: the prompt is not repeated here")
         if self.suffix:
             raise ValueError("suffix: models here go on from a prompt, they fill nothing in")
         if self.best_of not in (None, self.answers):
@@ -352,7 +375,10 @@ class AllowedTools(Body):
 
 
 class ChatRequest(Settings):
-    elsewhere: ClassVar[Mapping[str, str]] = {"max_output_tokens": "max_completion_tokens"}
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "max_output_tokens": "max_completion_tokens",
+        **dict.fromkeys(("max_new_tokens", "n_predict"), "max_tokens"),
+    }
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None

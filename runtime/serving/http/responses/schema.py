@@ -114,7 +114,9 @@ class ResponsesRequest(Choosing):
 
     form: ClassVar[str] = "text.format"
     elsewhere: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+        **dict.fromkeys(
+            ("max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict"), "max_output_tokens"
+        ),
         "response_format": "text.format",
         "reasoning_effort": "reasoning.effort",
     }

@@ -28,6 +28,7 @@ class _Gateway:
     def __init__(self, fails: bool) -> None:
         self.left = list[bool]()
         self._fails = fails
+        self.plain = list[bool]()
         self.catalog = SimpleNamespace(find=self._find)
 
     async def _find(self, name: str) -> Any:
@@ -35,6 +36,7 @@ class _Gateway:
         return SimpleNamespace(job="job", manifest=SimpleNamespace(name="m"), serve=serve)
 
     async def encode(self, model: Any, holder: PeerId, text: str, *, plain: bool = True) -> tuple[int, ...]:
+        self.plain.append(plain)
         return (1, 2)
 
     def place(self, *_: object) -> Turn:
@@ -52,13 +54,13 @@ class _Gateway:
         yield Answer(text="a", tokens=(1,), finish="length", prompt_tokens=2, route=(), seconds=0.0)
 
 
-def asked(gateway: Any) -> Any:
+def asked(gateway: Any, **more: Any) -> Any:
     async def receive() -> Any:
         await asyncio.Event().wait()
 
     context: Any = SimpleNamespace(random=Random(1))
     request: Any = SimpleNamespace(state=SimpleNamespace(holder=PeerId("http/one")), receive=receive)
-    return Api(context, gateway, Metrics()).completions(request, CompletionRequest(prompt="x", n=2))
+    return Api(context, gateway, Metrics()).completions(request, CompletionRequest(prompt="x", n=2, **more))
 
 
 def test_answers_keep_their_places_until_the_client_has_them() -> None:
@@ -78,6 +80,16 @@ def test_answers_keep_their_places_until_the_client_has_them() -> None:
         await sending
         assert gateway.left == [True, True]
         assert [each["text"] for each in json.loads(b"".join(sent))["choices"]] == ["a", "a"]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.parametrize(("said", "plain"), [({}, True), (None, True), (True, True), (False, False)])
+def test_a_prompt_may_have_its_special_tokens_already(said: Any, plain: bool) -> None:
+    async def main() -> None:
+        gateway = _Gateway(fails=False)
+        await asked(gateway, **({} if said == {} else {"add_special_tokens": said}))
+        assert gateway.plain == [plain]
 
     asyncio.run(asyncio.wait_for(main(), 20))
 

@@ -283,6 +283,19 @@ def test_no_log_probabilities_may_be_asked_for_by_their_number(said: int | None)
         (ChatRequest, {"max_output_tokens": 3}, "max_output_tokens: say max_completion_tokens"),
         (ChatRequest, {"add_generation_prompt": False}, "add_generation_prompt: an answer is a message"),
         (ChatRequest, {"web_search_options": {}}, "web_search_options: no tool is run here"),
+        (CompletionRequest, {"n_predict": 3}, "n_predict: say max_tokens"),
+        (
+            CompletionRequest,
+            {"skip_special_tokens": False},
+            "skip_special_tokens: special tokens are no text",
+        ),
+        (CompletionRequest, {"mirostat": 2}, "mirostat: say temperature"),
+        (CompletionRequest, {"grammar": 'root ::= "a"'}, "grammar: say response_format"),
+        (ChatRequest, {"echo": True}, "echo: the prompt is not repeated"),
+        (ChatRequest, {"max_new_tokens": 3}, "max_new_tokens: say max_tokens"),
+        (ChatRequest, {"add_special_tokens": True}, "add_special_tokens: a chat has the special tokens"),
+        (ChatRequest, {"typical_p": 0.9}, "typical_p: say temperature"),
+        (ChatRequest, {"return_token_ids": True}, "return_token_ids: answers are told as text"),
         (ResponsesRequest, {"max_tokens": 3}, "max_tokens: say max_output_tokens"),
         (ResponsesRequest, {"response_format": {"type": "json_object"}}, "response_format: say text.format"),
     ],
@@ -295,7 +308,9 @@ def test_what_would_be_missed_in_an_answer_is_refused(kind: Any, said: dict[str,
 
 
 def test_what_changes_nothing_may_be_said_by_any_name() -> None:
-    said = {"add_generation_prompt": True, "use_beam_search": False, "bad_words": [], "chat_template": None}
+    said: dict[str, Any] = {"add_generation_prompt": True, "use_beam_search": False, "bad_words": []}
+    said |= {"chat_template": None, "skip_special_tokens": True, "add_special_tokens": False, "echo": False}
+    said |= {"typical_p": 1, "mirostat": 0, "top_n_sigma": -1, "max_tokens": 4, "n_predict": 4, "grammar": ""}
     ChatRequest.model_validate({**HI, **said, "max_output_tokens": 5, "max_completion_tokens": 4})
 
 
