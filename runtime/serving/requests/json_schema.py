@@ -15,6 +15,12 @@ MAX_LEVELS = 64  # of objects and lists
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
 )
+# What llguidance does not hold dates and times to, which most programs then cannot read: the 29th of February is a day of leap
+# years, and minutes have no second 60.
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DAY = f"^([0-9]{{4}}-(0[13-9]|1|02-([01]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+_SECOND = "[0-9]{2}:[0-9]{2}:[0-5]"
+_BESIDE = {"date": (_DAY,), "date-time": (_DAY, f"[Tt]{_SECOND}"), "time": (f"^{_SECOND}",)}  # patterns
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 _FOR_READERS = frozenset({"title", "description", "default", "examples", "$comment"})
@@ -32,7 +38,8 @@ JSON_OBJECT = '{"type":"object"}'  # what `json_object` asks for
 
 
 def checked_schema(text: str) -> str:
-    """The schema as it travels: JSON without spaces, its keys in their order, its formats those of FORMATS. JobError, in one line, where it is no JSON object,
+    """The schema as it travels: JSON without spaces, its keys in their order, its formats those of FORMATS, its dates and times
+    held to the calendar. JobError, in one line, where it is no JSON object,
     too large, nested too deeply, or refers to something outside of itself, which nobody would fetch."""
     if len(text) > 4 * MAX_SCHEMA_BYTES:
         raise JobError(f"json_schema: at most {MAX_SCHEMA_BYTES >> 10} KiB")
@@ -118,10 +125,15 @@ def _check(schema: dict[str, Any]) -> None:
 
 
 def _known_formats(schema: Any) -> Any:
-    """The same without the formats that are not among FORMATS."""
+    """The same without the formats that are not among FORMATS, and with what is missing in them; of its own result, the same."""
 
     def known(each: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in each.items() if not _is_unknown_format(name, value)}
+        kept = {name: value for name, value in each.items() if not _is_unknown_format(name, value)}
+        form, beside = kept.get("format"), kept.get("allOf", [])
+        more = [{"pattern": each} for each in _BESIDE.get(form, ())] if isinstance(form, str) else []
+        if isinstance(beside, list) and (new := [each for each in more if each not in beside]):
+            kept["allOf"] = [*beside, *new]
+        return kept
 
     return _mapped(schema, known)
 

@@ -67,6 +67,7 @@ GOOD: dict[str, dict[str, Any]] = {
         "$ref": "#/$defs/t",
     },
     "date": {"type": "string", "format": "date"},
+    "moment": {"type": "string", "format": "date-time"},
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ def test_what_is_no_schema_is_one_line(text: str) -> None:
 
 def test_a_format_that_says_something_to_readers_alone_is_left_out() -> None:
     """Libraries write `password`, `path` or `binary` for fields of such kinds."""
-    named = {"format": {"type": "string", "format": "date"}, "enum": {"format": "path"}, "a": True}
+    named = {"format": {"type": "string", "format": "ipv4"}, "enum": {"format": "path"}, "a": True}
     schema = {
         "type": "object", "properties": named, "required": ["format"], "format": "regex", "additionalProperties":
         {"anyOf": [{"type": "string", "format": "password", "title": "b"}, {"format": 5}]}, "$defs": {"c": {"format": "uuid"}},
@@ -82,6 +83,25 @@ def test_a_format_that_says_something_to_readers_alone_is_left_out() -> None:
     }  # fmt: skip
     del kept["format"]
     assert json.loads(checked_schema(json.dumps(schema))) == kept
+
+
+@pytest.mark.parametrize(
+    ("form", "right", "wrong"),
+    [
+        ("date", ["2024-02-29", "2000-02-29", "2023-02-28", "2023-12-29"], ["2023-02-29", "1900-02-29"]),
+        ("time", ["12:30:59Z"], ["12:30:60Z"]),
+        ("date-time", ["2024-02-29T12:30:59Z"], ["2024-02-29T12:30:60Z", "2023-02-29t12:30:00Z"]),
+    ],
+)
+def test_dates_and_times_are_held_to_the_calendar(form: str, right: list[str], wrong: list[str]) -> None:
+    """By patterns beside their format, which says what else they are made of."""
+    text = checked_schema(json.dumps({"format": form, "allOf": [{"type": "string"}]}))
+    assert checked_schema(text) == text, "once"
+    kind, *beside = json.loads(text)["allOf"]
+    assert kind == {"type": "string"}
+    for each in (*right, *wrong):
+        assert all(re.search(part["pattern"], each) for part in beside) == (each in right)
+    assert checked_schema('{"properties":{"format":{}},"const":{"format":"date"}}').count("allOf") == 0
 
 
 def test_a_part_refers_to_itself_whatever_it_is_called() -> None:
