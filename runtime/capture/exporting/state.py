@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fusion.runtime.capture.exporting.model_code import line_of_caller, line_of_frame
+from fusion.runtime.capture.exporting.one_sample import require_same_of_one
 from fusion.runtime.capture.exporting.tensors import fake_mode, tensors_of
 from fusion.runtime.job.errors import CaptureError
 
@@ -84,6 +85,12 @@ def _sources(node: fx.Node) -> set[fx.Node]:
 
 
 def require_same_runs(wrapped: nn.Module, example: Sequence[Tensor]) -> None:
+    """CaptureError where a run of the module is unlike another one: for what the module remembers, or for a batch of a single sample."""
+    _require_no_memory(wrapped, example)
+    require_same_of_one(wrapped, example)
+
+
+def _require_no_memory(wrapped: nn.Module, example: Sequence[Tensor]) -> None:
     """CaptureError where a run of the module, of whose tensors only the shapes are known, computes with other numbers than the run before, or
     with a tensor that the run before has made, or counts something. It is the third that is looked at: the first may make what all others
     read, but no parameter."""

@@ -1,0 +1,84 @@
+"""Whether a model's code does the same with one sample as with several: torch.export takes a size that is free for two or more, and would
+leave the branch for one out of the graph, which is run with one all the same.
+
+Which functions of torch the code calls, and with which numbers, is what tells: two numbers of samples are compared, so that what follows from
+their number is not taken for a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_leaves
+
+from fusion.runtime.capture.exporting.model_code import line_of_caller
+from fusion.runtime.capture.exporting.tensors import fake_mode
+from fusion.runtime.job.errors import CaptureError
+
+_SEVERAL = (2, 64)
+
+
+def require_same_of_one(wrapped: nn.Module, example: Sequence[Tensor]) -> None:
+    """CaptureError where the module, of whose tensors only the shapes are known, calls other functions with a single sample than with
+    several. What cannot be run with so many says nothing."""
+    few, many, one = _Calls(), _Calls(), _Calls()
+    try:
+        with fake_mode(wrapped):
+            for calls, rows in zip((few, many), _SEVERAL, strict=True):
+                _run(wrapped, example, calls, rows)
+            if [name for name, _ in few.calls] != [name for name, _ in many.calls]:
+                return
+            one.expected = [
+                (name, [a if a == b else None for a, b in zip(numbers, others, strict=False)])
+                for (name, numbers), (_, others) in zip(few.calls, many.calls, strict=True)
+            ]
+            _run(wrapped, example, one, 1)
+    except CaptureError:
+        raise
+    except Exception:  # a batch of so many is none for the model
+        return
+    if one.found is None and len(one.calls) < len(few.calls):
+        one.found = few.lines[len(one.calls)]
+    if one.found is not None:
+        raise CaptureError(
+            f"the model does otherwise with a batch of one sample than with several{one.found}, and a graph is the same for all sizes"
+        )
+
+
+def _run(wrapped: nn.Module, example: Sequence[Tensor], calls: _Calls, rows: int) -> None:
+    given = [torch.empty(rows, *each.shape[1:], dtype=each.dtype) for each in example]
+    with calls:
+        wrapped(*given)
+
+
+class _Calls(TorchFunctionMode):
+    """The functions of torch that make tensors, as they are called, with their numbers. `expected`: those of the runs before."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[str, list[Any]]] = []
+        self.lines: list[str] = []
+        self.expected: list[tuple[str, list[Any]]] | None = None
+        self.found: str | None = None  # the line that calls something else
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if self.found is None and any(isinstance(each, Tensor) for each in tree_leaves(made)):
+            leaves = tree_leaves((args, kwargs or {}))
+            numbers = [each for each in leaves if isinstance(each, (bool, int, float))]
+            self.calls.append((resolve_name(func) or str(func), numbers))
+            self.lines.append(line_of_caller())
+            if self.expected is not None and not self._as_expected(self.expected):
+                self.found = self.lines[-1]
+        return made
+
+    def _as_expected(self, expected: list[tuple[str, list[Any]]]) -> bool:
+        at = len(self.calls) - 1
+        if at >= len(expected) or expected[at][0] != self.calls[at][0]:
+            return False
+        wanted, numbers = expected[at][1], self.calls[at][1]
+        return all(a is None or a == b for a, b in zip(wanted, numbers, strict=False))
