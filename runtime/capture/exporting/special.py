@@ -1,4 +1,4 @@
-"""The logarithm of the gamma function and its derivative, as losses of counts and of Beta and Dirichlet distributions need them.
+"""The logarithm of the gamma function and its derivative, as losses of counts and of Beta and Dirichlet distributions need them; sin(pi x) / (pi x).
 
 Stirling's series from 7.5 on (Abramowitz and Stegun, 6.1.40 and 6.3.18), the recurrence below that, and the reflection formula below 0.5. In
 float32 the logarithm is within about 2e-6 of the true value where that is below 10.
@@ -36,6 +36,13 @@ def digamma(self: Tensor) -> Tensor:
     steps = slope * (1 / pairs + 1 / (pairs + 5) + 1 / (pairs + 8)) + 1 / (own + 3)
     made = made - torch.where(small, steps, torch.zeros_like(made))
     return torch.where(below, made - pi / torch.tan(pi * mirrored), made)
+
+
+def sinc(self: Tensor) -> Tensor:
+    """With a gradient at zero, where torch's own way divides by it."""
+    zero = self == 0
+    angle = pi * torch.where(zero, 1.0, self)
+    return torch.where(zero, 1.0, angle.sin() / angle)
 
 
 def _reflected(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

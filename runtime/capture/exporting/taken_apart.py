@@ -202,6 +202,7 @@ TAKEN_APART: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.scatter_reduce.two: scattered.scatter_reduce,
     torch.ops.aten.index_reduce.default: scattered.index_reduce,
     **dict.fromkeys((torch.ops.aten.lgamma.default, torch.ops.aten.special_gammaln.default), special.lgamma),
+    torch.ops.aten.sinc.default: special.sinc,
     **dict.fromkeys(
         (
             torch.ops.aten.digamma.default,

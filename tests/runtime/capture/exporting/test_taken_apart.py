@@ -206,6 +206,7 @@ def written_below(x: Tensor) -> Tensor:
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "fft": transformed,
+    "sinc": torch.sinc,
     "of real numbers": halved,
     "over two dimensions": over_both,
     "spectrogram": spectrogram,
