@@ -171,7 +171,19 @@ def capture_module(
     with warnings.catch_warnings(), as_exported(again):
         warnings.simplefilter("ignore")
         require_same_runs(again, tuple(example.values()))
-    return graph
+    return graph if mode else _by_batches(graph)
+
+
+def _by_batches(graph: Graph) -> Graph:
+    """Batch normalisations that the model calls in training mode while it is evaluated: by the statistics of the batch, without running
+    ones, which a plane that evaluates would take."""
+    nodes = (
+        replace(node, args=(*node.args[:3], None, None, *node.args[5:]))
+        if node.op == "aten.batch_norm" and node.args[5]
+        else node
+        for node in graph.nodes
+    )
+    return replace(graph, nodes=tuple(nodes))
 
 
 def variables_from_module(module: nn.Module, loss: Loss | None = None) -> dict[str, torch.Tensor]:

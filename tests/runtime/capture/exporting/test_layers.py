@@ -203,3 +203,28 @@ def test_what_is_lacking_is_named_as_the_model_calls_it(function: Callable[..., 
             CaptureError, match=rf"no operator {called}[^:]*, at \S*test_layers\.py:\d+(: give bags.*)?$"
         ):
             capture_module(Layers(function), {"x": torch.zeros(2, 3, 7, 7)}, training=True)
+
+
+class ByBatch(nn.Module):
+    """A batch normalisation that is in training mode at all times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.norm
+        return functional.batch_norm(
+            x, own.running_mean, own.running_var, own.weight, own.bias, training=True
+        )
+
+
+def test_a_normalisation_by_the_batch_in_evaluation_too_has_no_running_statistics() -> None:
+    module, x = ByBatch().eval(), torch.randn(4, 3)
+    graph = serialise.decode(
+        serialise.encode(capture_module(module, {"x": torch.zeros(2, 3)}, training=False))
+    )
+    program = compile_graph(graph, torch.device("cpu"), training=False)
+    values = variables_from_module(module)
+    (found,) = program.run([x], [values[name] for name in program.variables], None)
+    torch.testing.assert_close(found, module(x))
