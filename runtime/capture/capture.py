@@ -385,6 +385,11 @@ def _export(
                 f"the model's code decides by values of tensors{line_of_error(error)}: use torch.where or a mask there"
             ) from error
         except _OF_TORCH as error:
+            if "fake tensor in the exported program constant" in str(error):
+                raise CaptureError(
+                    "the model reads a tensor that an earlier run has made and that is kept outside of it (functools.lru_cache, a global "
+                    "variable): make it anew each time, or register it as a buffer"
+                ) from error
             held = re.match(r"Constraints violated \((\w+)", str(error))
             if held:
                 raise CaptureError(

@@ -44,6 +44,7 @@ Value = Ref | Complex | tuple[Ref | Complex, ...]
 
 _DTYPES = {getattr(torch, name): name for name in DTYPE_BYTES}
 _WRITTEN = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
+NOT_A_NUMBER = "not a number (NaN), which has no place in a graph: divide by zero"
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
@@ -165,6 +166,8 @@ class _Lowering:
             (past,) = self.emit(name, "aten.tril", (ones, 0), table)
             return self.emit(name, "aten.triu", (past, 1 - window), table)[0] if window < shape[-1] else past
         numbers = value.flatten().tolist()
+        if any(number != number for number in numbers):
+            raise CaptureError(f"a constant of the model's code is {NOT_A_NUMBER}")
         if len(set(map(repr, numbers))) <= 1:
             fill = numbers[0] if numbers else 0
             return self.emit(name, "aten.full", (shape, fill, dtype), (TensorType(shape, dtype.name),))[0]
@@ -406,9 +409,7 @@ class _Lowering:
         if isinstance(value, torch.SymInt):
             return self.sizes.dim(value)
         if isinstance(value, float) and value != value:
-            raise CaptureError(
-                f"{op}: a constant that is not a number (NaN) has no place in a graph: divide by zero"
-            )
+            raise CaptureError(f"{op}: a constant is {NOT_A_NUMBER}")
         if isinstance(value, torch.SymFloat | torch.SymBool):
             raise CaptureError(
                 f"{op}: a number that is taken out of a tensor (item, float) has no place in a graph: keep the tensor"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -121,7 +122,7 @@ DRAWS = "draws from {}'s random numbers, at .*: draw with torch"
         (put, "sets .data of a tensor"),
         (lambda m, x: x / len(x), r"takes len\(\) of a tensor whose first size is free"),
         (lambda m, x: x[x > 0], "the size of a value follows from what is in a tensor: use torch.where or a mask"),
-        (lambda m, x: torch.where(x > 0, x, torch.nan), r"a constant that is not a number \(NaN\)"),
+        (lambda m, x: torch.where(x > 0, x, torch.nan), r"a constant is not a number \(NaN\)"),
         (lambda m, x: nn.functional.ctc_loss(x, x.long(), (3,), (3,)), r"ctc_loss, .*: give it log_probs \(time, batch, classes\)"),
     ],
 )  # fmt: skip
@@ -140,10 +141,11 @@ def test_a_write_to_a_weight_is_refused() -> None:
     ("part", "why"),
     [
         (Part(counted_for_later), r"sets its 0\.steps anew each time it runs"),
+        (Part(lambda m, x: torch.where(x > 0, x, torch.tensor([1.0, torch.nan, 2.0]))), r"a constant of .* is not a number \(NaN\)"),
         (Part(made), r"makes its parameter 0\.scale while it runs"),
         (nn.LazyLinear(3), r"0\.weight has no shape before the module runs"),
     ],
-)
+)  # fmt: skip
 def test_what_no_line_stands_for_is_named(part: nn.Module, why: str) -> None:
     with pytest.raises(CaptureError, match=why):
         capture_module(nn.Sequential(part), {"input": torch.zeros(2, 6)}, training=True)
@@ -191,3 +193,15 @@ def test_inference_mode_takes_no_gradient() -> None:
 def test_a_buffer_that_is_moved_or_made_again_is_not_state() -> None:
     graph = capture_module(nn.Sequential(Part(moved)), {"input": torch.zeros(2, 6)}, training=True)
     assert {"0.mean"} < {variable.name for variable in graph.variables}
+
+
+@functools.cache
+def table_of(size: int) -> torch.Tensor:
+    return torch.arange(size) / size
+
+
+def test_what_is_kept_outside_of_the_module_is_named() -> None:
+    module = nn.Sequential(Part(lambda m, x: x * table_of(x.shape[1])))
+    capture_module(module, {"input": torch.zeros(2, 6)}, training=True)
+    with pytest.raises(CaptureError, match="kept outside of it"):
+        capture_module(module, {"input": torch.zeros(2, 6)}, training=False)
