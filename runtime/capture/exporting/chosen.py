@@ -44,6 +44,16 @@ class Chosen:
     def __len__(self) -> int:
         raise CaptureError(f"{OF_DATA}{line_of_caller()}")
 
+    def __getitem__(self, key: Any) -> Chosen:
+        """Some of each row."""
+        keys = key if isinstance(key, tuple) else (key,)
+        plain = all(each is None or each is ... or isinstance(each, (int, slice)) for each in keys)
+        named = sum(each is not None and each is not ... for each in keys)
+        rest = keys[0] is ... and named < self.rows.dim() and (len(keys) < 2 or keys[1] is not None)
+        if not plain or not (rest or (isinstance(keys[0], slice) and keys[0] == slice(None))):
+            raise CaptureError(f"the model takes some of what a mask chooses: {OF_DATA}{line_of_caller()}")
+        return Chosen(self.rows[key], self.mask)
+
     def __iter__(self) -> Any:
         raise CaptureError(f"{OF_DATA}{line_of_caller()}")
 
@@ -150,7 +160,7 @@ def _of_rows(func: Callable[..., Any], mask: Tensor, args: tuple[Any, ...], name
         return None
     made = func(*map(_rows, args), **{name: _rows(each) for name, each in named.items()})
     if isinstance(made, tuple):
-        return tuple(Chosen(each, mask) for each in made)
+        return type(made)([Chosen(each, mask) for each in made])
     return Chosen(made, mask)
 
 

@@ -70,7 +70,20 @@ def routed(m: Any, z: Tensor, y: Tensor) -> Tensor:
     return made.square().sum()
 
 
-@pytest.mark.parametrize("function", [by_token, by_class, selected, out_of_domain, distilled, routed])
+def of_each(_: Any, z: Tensor, y: Tensor) -> Tensor:
+    """Some of each row."""
+    rows = z[y != 0]
+    return (
+        rows[:, 0].exp().mean()
+        + rows[..., 1:3].square().sum()
+        + rows[:, None, -1].sum()
+        + rows.max(1).values.mean()
+    )
+
+
+@pytest.mark.parametrize(
+    "function", [by_token, by_class, selected, out_of_domain, distilled, routed, of_each]
+)
 @pytest.mark.parametrize("rows", [ROWS, ROWS + 3])
 def test_values_and_gradients_are_torch_s(function: Callable[..., Tensor], rows: int) -> None:
     torch.manual_seed(1)
@@ -102,6 +115,10 @@ def test_values_and_gradients_are_torch_s(function: Callable[..., Tensor], rows:
         lambda m, z, y: (z[y > 0] @ z[y > 0].transpose(0, 1)).mean(),
         lambda m, z, y: z[y > 0].sort(0).values.sum(),
         lambda m, z, y: (z[y > 0] * torch.ones(1, WIDTH)).norm(2, 0).sum(),
+        lambda m, z, y: z[y > 0][0].sum(),
+        lambda m, z, y: z[y > 0][:2, 0].mean(),
+        lambda m, z, y: z[..., 0][y > 0][..., 1].mean(),
+        lambda m, z, y: z[y > 0][..., 0, 1].mean(),
         lambda m, z, y: torch.cat([z[y > 0], z[y == 0]]).mean(),
     ],
 )  # fmt: skip
