@@ -270,6 +270,20 @@ def take_along_dim(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def of_number(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any], Callable[..., Tensor]]:
+    """7 // x, 7 % x: of a tensor of that number, in the dtype that both have."""
+
+    def of(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(self: Tensor, other: Any) -> Tensor:
+            if not isinstance(other, (bool, int, float)):
+                return plain(self, other)
+            return function(torch.full((), other, dtype=torch.result_type(self, other)), self)
+
+        return run
+
+    return of
+
+
 _MOST_WINDOWS = 64
 _MOST_BINS = 256
 _MOST_PIECES = 16  # of a size that is free

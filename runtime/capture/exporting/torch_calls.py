@@ -239,6 +239,8 @@ _ASKING: tuple[_Change, ...] = (
     (torch.Tensor, "__getitem__", chosen.getitem),
     (torch.Tensor, "__setitem__", chosen.setitem),
     *((where, "masked_select", chosen.masked_select) for where in (torch, torch.Tensor)),
+    (torch.Tensor, "__rfloordiv__", layers.of_number(torch.floor_divide)),
+    (torch.Tensor, "__rmod__", layers.of_number(torch.remainder)),
     (torch.inference_mode, "__enter__", _as_no_grad),
     (torch.inference_mode, "__exit__", _left),
     (torch, "sym_min", _known_order(lambda a, b: a <= b)),

@@ -70,9 +70,15 @@ def views(x: Tensor) -> Tensor:
     return a * b + c.sin() * d + e * f.cos() + g * h.tanh()
 
 
+def of_numbers(x: Tensor) -> Tensor:
+    steps = (x.detach() * 3).long().abs() + 1
+    return x * (7 // steps) + x * (-7 % steps) + (2.5 // steps) + x * (7.5 % (x.detach().abs() + 0.3))  # type: ignore[operator]
+
+
 FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "two views": lambda m, x: views(x),
     "mapped": lambda m, x: torch.vmap(lambda image: image * image.sum() + functional.dropout(image, 0.0))(x) + mapped(x),
+    "numbers divided": lambda m, x: of_numbers(x),
     "reflect": lambda m, x: m.padded(x),
     "replicate": lambda m, x: functional.pad(x, (1, 2, 0, 1), mode="replicate"),
     "circular": lambda m, x: functional.pad(x, (1, 2, 0, 1), mode="circular"),
