@@ -29,7 +29,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"rotary_dim|.*rotary_ndims", 8),
     # So many that no two keys score zero: which of equal keys are selected depends on how many there are.
     (r"index_n_heads", 32),
-    (r"index_topk", 24),
+    (r"index_topk", 32),
     (r"num_kv_shared_layers", 0),
     (r".*lora_rank|.*low_rank_dim|.*_rank", 16),
     (r"(num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_heads|.*_num_key_heads|.*num_key_value_heads)", 2),
