@@ -113,9 +113,8 @@ class DatasetSpec:
 
     kind: Literal["npz", "images", "jsonl"]
     path: Path
-    held_out: float | Path = (
-        0.05  # share of the samples, one in each piece of them, or another file or folder
-    )
+    # A share of the samples, one in each piece of them, or another file or folder.
+    held_out: float | Path = 0.05
     size: tuple[int, int] = (0, 0)  # images: height and width that they are scaled to
     classes: tuple[str, ...] = ()  # jsonl
     text: str = "text"  # jsonl: the field that a language model reads
