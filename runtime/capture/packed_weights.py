@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fusion.dag.rewrites.quantise import Kind, Layout
+from fusion.runtime.capture.gguf.blocks import TWICE_MXFP4
 from fusion.runtime.job.errors import JobError
 
 Tensor = torch.Tensor
@@ -32,7 +33,6 @@ _AWQ_ORDER = (
     5,
     7,
 )  # the columns that eight numbers in a word belong to, from the lowest bits on
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers
 _E2M1_GROUP, _E2M1_BIAS = 32, 128  # 127, and one more for the halves
 
 
@@ -164,15 +164,13 @@ class _CompressedWords(_Grouped):
 
 
 class _CompressedBytes(_Grouped):
-    """compressed-tensors' "int-quantized": int8, a number each."""
+    """compressed-tensors' "int-quantized": int8, a number each, and a scale for each row."""
 
     suffixes, optional = (".weight", ".weight_scale"), (".weight_zero_point",)
 
     def grid(self, read: Read, has: Callable[[str], bool]) -> Grid:
         numbers = _of_kind(read(".weight"), torch.int8).int() + 128
-        scales = (
-            read(".weight_scale").float().reshape(-1, 1) if not self._group else read(".weight_scale").float()
-        )
+        scales = read(".weight_scale").float().reshape(-1, 1)
         zeros = torch.tensor(128.0)
         if has(".weight_zero_point"):
             zeros = read(".weight_zero_point").float().view_as(scales) + 128
@@ -214,7 +212,7 @@ class _MXFP4(Packed):
     def parts(self, read: Read, has: Callable[[str], bool]) -> tuple[Tensor, ...]:
         """(experts, rows, columns) numbers, and scales."""
         blocks = _of_kind(read("_blocks"), torch.uint8)
-        table = torch.tensor(_E2M1, dtype=torch.int8)
+        table = torch.from_numpy(TWICE_MXFP4)
         numbers = torch.stack([table[(blocks & 15).int()], table[(blocks >> 4).int()]], -1)
         scales = torch.ldexp(torch.ones(()), _of_kind(read("_scales"), torch.uint8).int() - _E2M1_BIAS)
         experts, rows = blocks.shape[:2]

@@ -21,7 +21,8 @@ Array = npt.NDArray[np.generic]
 
 _LOW = np.uint8(15)
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
-_MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # twice the numbers
+# Twice the numbers.
+TWICE_MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 _PAIRS = np.array([0, 2, 4, 6], np.uint8)  # where in a byte two bits begin
 
 
@@ -146,7 +147,7 @@ def _iq4_xs(blocks: Bytes) -> _Parts:
 def _mxfp4(blocks: Bytes) -> _Parts:
     """A power of two for 32 numbers, as its exponent and 127."""
     return (
-        _MXFP4[_nibbles(blocks[:, 1:], 16)],
+        TWICE_MXFP4[_nibbles(blocks[:, 1:], 16)],
         np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128),
         None,
     )
