@@ -40,7 +40,7 @@ _E2M1_GROUP, _E2M1_BIAS = 32, 128  # 127, and one more for the halves
 class Grid:
     """A matrix (rows, columns) of whole numbers, of which a group of columns has a scale and a zero point: (number - zero) * scale."""
 
-    numbers: Tensor
+    numbers: Tensor  # uint8
     scales: Tensor  # (rows, groups), float32
     zeros: Tensor  # (rows, groups) or 0-dimensional, float32
     groups: Tensor | None = None  # of each column; None: as many neighbours each
@@ -101,13 +101,11 @@ class _Grouped(Packed):
             raise ValueError("its columns are not in the order of their groups")
         if grid.scales.shape[1] * group != columns:
             raise ValueError(f"{grid.scales.shape[1]} groups of {group} are not {columns} columns")
-        least = 0 if self._bits == 4 else -128  # of the numbers that are stored
-        numbers, zeros = grid.numbers + least, grid.zeros.expand_as(grid.scales) + least
-        minimums = (-zeros * grid.scales).contiguous()
+        middle = 0 if self._bits == 4 else 128  # which is stored as 0
+        minimums = ((middle - grid.zeros.expand_as(grid.scales)) * grid.scales).contiguous()
         if self._bits == 8:
-            return numbers.to(torch.int8), grid.scales.contiguous(), minimums
-        even, odd = numbers[:, 0::2].to(torch.uint8), numbers[:, 1::2].to(torch.uint8)
-        return even | odd << 4, grid.scales.contiguous(), minimums
+            return (grid.numbers.to(torch.int16) - middle).to(torch.int8), grid.scales.contiguous(), minimums
+        return grid.numbers[:, 0::2] | grid.numbers[:, 1::2] << 4, grid.scales.contiguous(), minimums
 
 
 class _GPTQ(_Grouped):
@@ -121,9 +119,9 @@ class _GPTQ(_Grouped):
 
     def grid(self, read: Read, has: Callable[[str], bool]) -> Grid:
         numbers = _unpacked(read(".qweight"), self._bits, 0).T.contiguous()
-        zeros = _unpacked(read(".qzeros"), self._bits, 1).T + self._less
+        zeros = _unpacked(read(".qzeros"), self._bits, 1).T.float() + self._less
         groups = read(".g_idx") if has(".g_idx") else None
-        return Grid(numbers, read(".scales").T.float(), zeros.float(), groups)
+        return Grid(numbers, read(".scales").T.float(), zeros, groups)
 
 
 class _AWQ(_Grouped):
@@ -169,7 +167,7 @@ class _CompressedBytes(_Grouped):
     suffixes, optional = (".weight", ".weight_scale"), (".weight_zero_point",)
 
     def grid(self, read: Read, has: Callable[[str], bool]) -> Grid:
-        numbers = _of_kind(read(".weight"), torch.int8).int() + 128
+        numbers = (_of_kind(read(".weight"), torch.int8).to(torch.int16) + 128).to(torch.uint8)
         scales = read(".weight_scale").float().reshape(-1, 1)
         zeros = torch.tensor(128.0)
         if has(".weight_zero_point"):
@@ -369,6 +367,7 @@ def _of_kind(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _unpacked(words: Tensor, bits: int, axis: int) -> Tensor:
     """The numbers that lie in words along an axis of a matrix, the first in the lowest bits."""
-    shifts = torch.arange(0, _WORD, bits, dtype=torch.int32)
-    found = _of_kind(words, torch.int32).unsqueeze(axis + 1) >> (shifts[:, None] if axis == 0 else shifts)
-    return (found & (1 << bits) - 1).flatten(axis, axis + 1)
+    mask = (1 << bits) - 1
+    # One after the other: together they are eight times as large as what they are read from.
+    parts = [(_of_kind(words, torch.int32) >> at & mask).to(torch.uint8) for at in range(0, _WORD, bits)]
+    return torch.stack(parts, axis + 1).flatten(axis, axis + 1)
