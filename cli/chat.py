@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fusion.runtime.serving.requests.request import GenerateRequest
 
 
+@options.grouped
 def chat(
     name: Annotated[
         str, typer.Argument(metavar="[NAME]", help="Which model; not needed where only one is served.")
@@ -37,20 +38,9 @@ def chat(
             help="Tokens of an answer, at most (1024, or as many as fit).",
         ),
     ] = None,
-    temperature: settings.Temperature = 0.0,
-    top_k: settings.TopK = 0,
-    top_p: settings.TopP = 1.0,
-    seed: settings.Seed = None,
-    min_p: settings.MinP = 0.0,
-    repetition_penalty: settings.RepetitionPenalty = 1.0,
-    frequency_penalty: settings.FrequencyPenalty = 0.0,
-    presence_penalty: settings.PresencePenalty = 0.0,
-    logit_bias: settings.LogitBias = None,
-    stop: settings.Stop = None,
-    peer: options.PeerAddress = None,
-    swarm_key: options.SwarmKey = None,
-    bootstrap: options.Bootstrap = None,
-    home: options.Home = options.DEFAULT_HOME,
+    *,
+    chosen: settings.TokenChoice,
+    way: client.Way,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -63,21 +53,10 @@ def chat(
         prompt="",
         chat=True,
         max_tokens=max_tokens or CHAT_TOKENS,
-        sampling=settings.sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            frequency_penalty=frequency_penalty,
-            presence_penalty=presence_penalty,
-            logit_bias=logit_bias,
-        ),
-        seeded=seed is not None,
-        stop=tuple(stop or ()),
+        sampling=chosen.sampling(),
+        seeded=chosen.seed is not None,
+        stop=tuple(chosen.stop or ()),
     )
-    way = client.Way(home, bootstrap, peer, swarm_key)
     way.checked()
     signal.signal(signal.SIGTERM, _end)  # Ctrl-C alone stops an answer and goes on
     lines = LineInput(interactive=not json)

@@ -33,12 +33,12 @@ MOST_WRONG_SECONDS = 86_400.0
 
 @dataclass(frozen=True)
 class Way:
-    """How a command is to come into the swarm, as its options say."""
+    """How a command is to come into the swarm: the options that say so."""
 
-    home: Path
-    bootstrap: Sequence[str] | None = None
-    peer: str | None = None
-    swarm_key: Path | None = None
+    peer: options.PeerAddress = None
+    swarm_key: options.SwarmKey = None
+    bootstrap: options.Bootstrap = None
+    home: options.Home = options.DEFAULT_HOME
 
     def checked(self) -> tuple[Path, tuple[str, ...]]:
         """The home folder and the addresses to join through. ValueError names the option that is wrong."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
 
 
+@options.grouped
 def generate(
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The text to go on from.")] = None,
     model: Annotated[
@@ -44,16 +45,8 @@ def generate(
             help="Tokens to generate, at most (64, or as many as fit).",
         ),
     ] = None,
-    temperature: settings.Temperature = 0.0,
-    top_k: settings.TopK = 0,
-    top_p: settings.TopP = 1.0,
-    seed: settings.Seed = None,
-    min_p: settings.MinP = 0.0,
-    repetition_penalty: settings.RepetitionPenalty = 1.0,
-    frequency_penalty: settings.FrequencyPenalty = 0.0,
-    presence_penalty: settings.PresencePenalty = 0.0,
-    logit_bias: settings.LogitBias = None,
-    stop: settings.Stop = None,
+    *,
+    chosen: settings.TokenChoice,
     json_schema: settings.JsonSchema = None,
     logprobs: Annotated[
         int | None,
@@ -65,10 +58,7 @@ def generate(
     trace: Annotated[
         bool, typer.Option("--trace", help="Then say how fast the tokens came, and through which peers.")
     ] = False,
-    peer: options.PeerAddress = None,
-    swarm_key: options.SwarmKey = None,
-    bootstrap: options.Bootstrap = None,
-    home: options.Home = options.DEFAULT_HOME,
+    way: client.Way,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -88,25 +78,15 @@ def generate(
         prompt_ids=ids,
         features=b"" if features is None else features_of(features),
         max_tokens=max_tokens,
-        sampling=settings.sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            frequency_penalty=frequency_penalty,
-            presence_penalty=presence_penalty,
-            logit_bias=logit_bias,
-        ),
-        seeded=seed is not None,
+        sampling=chosen.sampling(),
+        seeded=chosen.seed is not None,
         top_logprobs=logprobs,
-        stop=tuple(stop or ()),
+        stop=tuple(chosen.stop or ()),
         schema=settings.schema(json_schema),
         guesses=not no_guesses,
     )
     try:
-        run(_generate(request, client.Way(home, bootstrap, peer, swarm_key), output, trace), debug=debug)
+        run(_generate(request, way, output, trace), debug=debug)
     except BaseException:  # also Ctrl-C: the line that says what ended it is no part of the answer
         output.end_line()
         raise

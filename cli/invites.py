@@ -28,6 +28,7 @@ TELL_SECONDS = 10.0  # for an owner to take what it is told
 Who = Annotated[str, typer.Argument(metavar="PEER", help="A peer id, as `fusion-peer start` prints it.")]
 
 
+@options.grouped
 def invite(
     job: options.Job,
     who: Who,
@@ -46,10 +47,8 @@ def invite(
         bool,
         typer.Option("--final", help="Not to be passed on; then commands need the peer to run beside them."),
     ] = False,
-    peer: options.PeerAddress = None,
-    swarm_key: options.SwarmKey = None,
-    bootstrap: options.Bootstrap = None,
-    home: options.Home = options.DEFAULT_HOME,
+    *,
+    way: client.Way,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -59,7 +58,6 @@ def invite(
     checked_id(who)
     if not math.isfinite(hours):
         raise ValueError(f"--hours: a number of hours, not {hours}")
-    way = client.Way(home, bootstrap, peer, swarm_key)
     run(_invite(job, who, chosen, span, hours, not final, way, Output(as_json=json)), debug=debug)
 
 
@@ -109,19 +107,18 @@ def accept(
     output.print_line(f"this home may {', '.join(grant.roles)} in the job {grant.job[:12]} until {day}")
 
 
+@options.grouped
 def revoke(
     job: options.Job,
     who: Who,
-    peer: options.PeerAddress = None,
-    swarm_key: options.SwarmKey = None,
-    bootstrap: options.Bootstrap = None,
-    home: options.Home = options.DEFAULT_HOME,
+    *,
+    way: client.Way,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """Take back what a peer was granted in a job, and what it passed on."""
     checked_id(who)
-    run(_revoke(job, who, client.Way(home, bootstrap, peer, swarm_key), Output(as_json=json)), debug=debug)
+    run(_revoke(job, who, way, Output(as_json=json)), debug=debug)
 
 
 async def _revoke(job: str, who: str, way: client.Way, output: Output) -> None:

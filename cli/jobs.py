@@ -23,33 +23,29 @@ app = typer.Typer(help="What runs on the swarm: list, watch, stop, export.", ric
 
 
 @app.callback(invoke_without_command=True)
+@options.grouped
 def jobs(
     context: typer.Context,
-    peer: options.PeerAddress = None,
-    swarm_key: options.SwarmKey = None,
-    bootstrap: options.Bootstrap = None,
-    home: options.Home = options.DEFAULT_HOME,
+    way: client.Way,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        list_jobs(peer, swarm_key, bootstrap, home, json, debug)
+        run(_list(way, Output(as_json=json)), debug=debug)
     else:  # what is said before the command counts for it, unless it is said again behind it
         said = {name: value for name, value in context.params.items() if value}
         context.default_map = {context.invoked_subcommand: said}
 
 
 @app.command("list")
+@options.grouped
 def list_jobs(
-    peer: options.PeerAddress = None,
-    swarm_key: options.SwarmKey = None,
-    bootstrap: options.Bootstrap = None,
-    home: options.Home = options.DEFAULT_HOME,
+    way: client.Way,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """Every job that the swarm knows."""
-    run(_list(client.Way(home, bootstrap, peer, swarm_key), Output(as_json=json)), debug=debug)
+    run(_list(way, Output(as_json=json)), debug=debug)
 
 
 async def _list(way: client.Way, output: Output) -> None:
@@ -72,17 +68,15 @@ async def _list(way: client.Way, output: Output) -> None:
 
 
 @app.command()
+@options.grouped
 def watch(
     job: options.Job,
-    peer: options.PeerAddress = None,
-    swarm_key: options.SwarmKey = None,
-    bootstrap: options.Bootstrap = None,
-    home: options.Home = options.DEFAULT_HOME,
+    way: client.Way,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """Show how a job goes on until it has ended."""
-    run(_watch(job, client.Way(home, bootstrap, peer, swarm_key), Output(as_json=json)), debug=debug)
+    run(_watch(job, way, Output(as_json=json)), debug=debug)
 
 
 async def _watch(job: str, way: client.Way, output: Output) -> None:
@@ -94,20 +88,19 @@ async def _watch(job: str, way: client.Way, output: Output) -> None:
 
 
 @app.command()
+@options.grouped
 def stop(
     job: options.Job,
     now: Annotated[
         bool, typer.Option("--now", help="At once: what came after the newest snapshot is lost.")
     ] = False,
-    peer: options.PeerAddress = None,
-    swarm_key: options.SwarmKey = None,
-    bootstrap: options.Bootstrap = None,
-    home: options.Home = options.DEFAULT_HOME,
+    *,
+    way: client.Way,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """End a job that was launched with this home, one that trains with a snapshot of where it is."""
-    run(_stop(job, client.Way(home, bootstrap, peer, swarm_key), now, Output(as_json=json)), debug=debug)
+    run(_stop(job, way, now, Output(as_json=json)), debug=debug)
 
 
 async def _stop(job: str, way: client.Way, now: bool, output: Output) -> None:
@@ -128,13 +121,12 @@ app.command()(invites.revoke)
 
 
 @app.command()
+@options.grouped
 def export(
     job: options.Job,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory for the model.")],
-    peer: options.PeerAddress = None,
-    swarm_key: options.SwarmKey = None,
-    bootstrap: options.Bootstrap = None,
-    home: options.Home = options.DEFAULT_HOME,
+    *,
+    way: client.Way,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -144,7 +136,6 @@ def export(
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise ValueError(f"{directory} is not an empty directory")
     options.check_writable(directory.absolute(), f"{directory} cannot be made")
-    way = client.Way(home, bootstrap, peer, swarm_key)
     client.need_way(way)
     run(_export(job, directory, way, output), debug=debug)
 

@@ -18,16 +18,14 @@ if TYPE_CHECKING:
 RETRY_SECONDS = 0.5
 
 
+@options.grouped
 def models(
-    peer: options.PeerAddress = None,
-    swarm_key: options.SwarmKey = None,
-    bootstrap: options.Bootstrap = None,
-    home: options.Home = options.DEFAULT_HOME,
+    way: client.Way,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """The models that the swarm serves, and whether they answer now."""
-    run(_models(client.Way(home, bootstrap, peer, swarm_key), Output(as_json=json)), debug=debug)
+    run(_models(way, Output(as_json=json)), debug=debug)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fusion.runtime.serving.graphs.client import Asking, Made
 
 
+@options.grouped
 def run(
     model: Annotated[str, typer.Argument(metavar="NAME", help="Which model (fusion-peer models).")],
     given: Annotated[
@@ -37,10 +38,8 @@ def run(
     batch: Annotated[
         int, typer.Option("--batch", min=0, help="So many samples at a time (0: all of them at once).")
     ] = 0,
-    peer: options.PeerAddress = None,
-    swarm_key: options.SwarmKey = None,
-    bootstrap: options.Bootstrap = None,
-    home: options.Home = options.DEFAULT_HOME,
+    *,
+    way: client.Way,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -54,7 +53,6 @@ def run(
     if given.exists() and not given.is_file():
         raise ValueError(f"--input: {given} is not a regular file")
     arrays = _read(given)
-    way = client.Way(home, bootstrap, peer, swarm_key)
     run_loop(_run(model, arrays, made, batch, way, Output(as_json=json)), debug=debug)
 
 

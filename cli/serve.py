@@ -48,6 +48,7 @@ class Who(StrEnum):
     granted = "granted"
 
 
+@options.grouped
 def serve(
     source: Annotated[
         str,
@@ -116,10 +117,8 @@ def serve(
             help="A small model of the same tokenizer that guesses for it over slow links: the same answers, sooner.",
         ),
     ] = None,
-    peer: options.PeerAddress = None,
-    swarm_key: options.SwarmKey = None,
-    bootstrap: options.Bootstrap = None,
-    home: options.Home = options.DEFAULT_HOME,
+    *,
+    way: client.Way,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -147,7 +146,6 @@ def serve(
         admitted = AdmissionSpec(kind=(admission or Who.open).value, peers=tuple(admit or ()))
     except ValueError as error:
         raise ValueError(f"--admission, --admit: {error}") from None
-    way = client.Way(home, bootstrap, peer, swarm_key)
     if job is not None and not client.has_way(way):
         raise ValueError(
             f"{path} is not a directory or a GGUF file, and there is no peer to ask for a job of that name (--bootstrap)"

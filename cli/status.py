@@ -32,18 +32,16 @@ MOST_ESTIMATED = 16  # peers, up to which the table shows what nobody has measur
 Links = Annotated[bool, typer.Option("--links", help="Show round trips and rates between the peers instead.")]
 
 
+@options.grouped
 def status(
-    peer: options.PeerAddress = None,
-    swarm_key: options.SwarmKey = None,
-    bootstrap: options.Bootstrap = None,
-    home: options.Home = options.DEFAULT_HOME,
+    way: client.Way,
     links: Links = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """The swarm now: peers and what they can do, stages and who owns them or stands by, jobs, links."""
     show = link_status if links else _status
-    run(show(client.Way(home, bootstrap, peer, swarm_key), Output(as_json=json)), debug=debug)
+    run(show(way, Output(as_json=json)), debug=debug)
 
 
 async def _status(way: client.Way, output: Output) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fusion.runtime.launch.prepared import Prepared
 
 
+@options.grouped
 def train(
     job: Annotated[
         Path, typer.Argument(metavar="JOB.TOML", help="What to train, on what, how (see examples/).")
@@ -31,10 +32,8 @@ def train(
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once the swarm holds model, weights and data itself.")
     ] = False,
-    peer: options.PeerAddress = None,
-    swarm_key: options.SwarmKey = None,
-    bootstrap: options.Bootstrap = None,
-    home: options.Home = options.DEFAULT_HOME,
+    *,
+    way: client.Way,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -43,12 +42,7 @@ def train(
     output = Output(as_json=json)
     from fusion.runtime.job import spec
 
-    run(
-        _train(
-            spec.load(options.job_file(job)), detach, client.Way(home, bootstrap, peer, swarm_key), output
-        ),
-        debug=debug,
-    )
+    run(_train(spec.load(options.job_file(job)), detach, way, output), debug=debug)
 
 
 async def _train(spec: JobSpec, detach: bool, way: client.Way, output: Output) -> None:

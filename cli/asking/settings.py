@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,45 +17,68 @@ if TYPE_CHECKING:
 # More than any model has positions, or a vocabulary tokens: what a frame has no room for is refused before it is sent.
 MOST_TOKENS = (1 << 31) - 1
 
-Temperature = Annotated[
-    float, typer.Option("--temperature", min=0.0, help="0 takes the most probable token each time.")
-]
-TopK = Annotated[
-    int,
-    typer.Option("--top-k", min=0, max=MOST_TOKENS, help="Draw from the k most probable tokens; 0: all."),
-]
-TopP = Annotated[
-    float, typer.Option("--top-p", help="Draw from the fewest tokens whose probabilities reach this sum.")
-]
-Seed = Annotated[
-    int | None, typer.Option("--seed", min=0, help="Same seed, same answer (with a temperature).")
-]
-MinP = Annotated[
-    float,
-    typer.Option("--min-p", help="Leave out tokens less probable than this share of the best; 0: none."),
-]
-RepetitionPenalty = Annotated[
-    float, typer.Option("--repetition-penalty", help="Above 1: avoid what prompt and answer have.")
-]
-FrequencyPenalty = Annotated[
-    float, typer.Option("--frequency-penalty", help="Above 0: avoid what the answer has, by how often.")
-]
-PresencePenalty = Annotated[
-    float, typer.Option("--presence-penalty", help="Above 0: avoid what the answer has.")
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option("--logit-bias", metavar="ID=VALUE", help="Added to a token's logit; may be repeated."),
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option("--stop", metavar="TEXT", help="The answer ends before this text; may be repeated."),
-]
-
 JsonSchema = Annotated[
     Path | None,
     typer.Option("--json-schema", metavar="FILE", help="The answer is JSON that follows the schema in it."),
 ]
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """The options that say how tokens are drawn, and which text ends them."""
+
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0 takes the most probable token each time.")
+    ] = 0.0
+    top_k: Annotated[
+        int,
+        typer.Option("--top-k", min=0, max=MOST_TOKENS, help="Draw from the k most probable tokens; 0: all."),
+    ] = 0
+    top_p: Annotated[
+        float,
+        typer.Option("--top-p", help="Draw from the fewest tokens whose probabilities reach this sum."),
+    ] = 1.0
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, help="Same seed, same answer (with a temperature).")
+    ] = None
+    min_p: Annotated[
+        float,
+        typer.Option("--min-p", help="Leave out tokens less probable than this share of the best; 0: none."),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Above 1: avoid what prompt and answer have.")
+    ] = 1.0
+    frequency_penalty: Annotated[
+        float, typer.Option("--frequency-penalty", help="Above 0: avoid what the answer has, by how often.")
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, typer.Option("--presence-penalty", help="Above 0: avoid what the answer has.")
+    ] = 0.0
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option("--logit-bias", metavar="ID=VALUE", help="Added to a token's logit; may be repeated."),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="The answer ends before this text; may be repeated."),
+    ] = None
+
+    def sampling(self) -> Sampling:
+        """ValueError names the option that is out of range."""
+        from fusion.runtime.serving.requests.sampling_params import Sampling
+
+        return Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed or 0,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=tuple(options.parse_bias(entry) for entry in self.logit_bias or ()),
+        )
+
 
 # What a gateway calls that which it was asked, where that is wrong.
 ASKED = frozenset(
@@ -90,31 +113,3 @@ def schema(path: Path | None) -> str:
         raise ValueError(f"--json-schema: {path} is not UTF-8 text") from None
     except ValueError as error:
         raise ValueError(f"--json-schema: {path}: {error}") from None
-
-
-def sampling(
-    *,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int | None,
-    min_p: float,
-    repetition_penalty: float,
-    frequency_penalty: float,
-    presence_penalty: float,
-    logit_bias: Sequence[str] | None,
-) -> Sampling:
-    """Of the values of these options. ValueError names the one that is out of range."""
-    from fusion.runtime.serving.requests.sampling_params import Sampling
-
-    return Sampling(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed or 0,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        logit_bias=tuple(options.parse_bias(entry) for entry in logit_bias or ()),
-    )
