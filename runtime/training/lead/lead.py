@@ -1,24 +1,22 @@
 """The lead of a job: the owner of stage 0, which holds the data placeholder. Elected like any other stage owner.
 
-The rules of a step are `fusion.runtime.training.step.lead` and those of a snapshot `fusion.runtime.training.snapshots.snapshot.Collector`, both
-pure, as is when to take the next (`fusion.runtime.training.snapshots.snapshot_period`); here they meet messages, the blobs of snapshot indices, and the figures that people watch.
+The rules of a step are `fusion.runtime.training.step.lead`, pure; here they meet messages and the figures that people watch. How fast the job is
+is known to `StepTimes`, the snapshot under way to `SnapshotCoordinator`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import replace
 from typing import Any, Literal
 
 from fusion.runtime.job.manifest import EdgeCodecs, TrainConfig
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.training.data.ledger import Ledger
+from fusion.runtime.training.lead.snapshot_coordinator import SnapshotCoordinator
+from fusion.runtime.training.lead.step_times import Pace, StepTimes
 from fusion.runtime.training.lead.tuning import in_words
-from fusion.runtime.training.snapshots.snapshot import Collector, copies_away, encode_index
-from fusion.runtime.training.snapshots.snapshot_period import SnapshotPeriod, first_cost_seconds
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import Checkpoint
@@ -31,19 +29,8 @@ from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
 
-SPEED_STEPS = 8  # the speed shown is that of so many steps
 MAX_HANDOVER_CODECS = 8192  # characters of a table that is handed on; the next lead can choose anew
 MOST_BYTES = 1 << 50  # that one stage may say it has sent
-PACE_STEPS = 2  # committed in a row, before it is known how fast the job is
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """How fast a job trains."""
-
-    step_seconds: float  # of the last step, or of the one under way where that takes longer already
-    compute_seconds: tuple[float, ...]  # of each stage for one microbatch, as the last steps showed it
-    steps_left: int
 
 
 class Lead:
@@ -76,30 +63,29 @@ class Lead:
         faults: Faults = (),
         state_bytes: int = 0,
     ) -> None:
-        self._job = job
         self._handed_over = handover
         self._config = config
         self._stages = stages
         self._send = send
-        self._spawn = spawn
-        self._put = put
         self._changed = changed
         self._clock = clock
         self._owners = owners
         begun = first_state(config, stages, term, newest, handover, samples=samples, faults=faults)
         self._state = replace(begun, spare=spare)
-        self._collector = Collector(stages=stages)
-        self._index: Digest | None = None
-        self._troubles: dict[int, str] = {}  # stage -> what keeps it from its part of the snapshot under way
-        # How far the copies are of the newest snapshot, and of the one under way.
-        self._away = self._asked_away = m.NEXT_STAGE
-        self._first_cost = first_cost_seconds(state_bytes)
-        self._period = SnapshotPeriod(began=clock(), taken=clock(), cost_seconds=self._first_cost)
+        self._snapshots = SnapshotCoordinator(
+            job,
+            stages,
+            state_bytes,
+            everyone=self._everyone,
+            spawn=spawn,
+            put=put,
+            owners=owners,
+            clock=clock,
+        )
+        self._times = StepTimes(config, clock)
         self._watched = clock()  # until when the statistics counts the seconds
         self._waits: dict[int, tuple[int, float]] = {}  # stage -> whom it said that it waits for, and when
         self._finishing = False
-        self._times: deque[float] = deque(maxlen=SPEED_STEPS + 1)
-        self._computed: deque[tuple[float, ...]] = deque(maxlen=SPEED_STEPS)  # as `Pace.compute_seconds`
         self._edges = edges
         self.progress = Progress(
             job=job, state="running", steps=config.steps, stages=stages,
@@ -114,7 +100,7 @@ class Lead:
         self._state = replace(self._state, snapshots=self._state.snapshots.begin(checkpoint))
         if self._handed_over is None:
             self._state = replace(self._state, ledger=checkpoint.ledger, history=checkpoint.version.history)
-        self._period = SnapshotPeriod(began=self._clock(), taken=self._clock(), cost_seconds=self._first_cost)
+        self._snapshots.restart()
         self._watched = self._clock()
         self._report_books()
 
@@ -126,7 +112,7 @@ class Lead:
             return f"waiting for stage {', '.join(map(str, self._state.missing))}"
         if self._state.phase == "gathering":
             return "waiting for all stages to find each other"
-        return next((f"stage {stage} {text}" for stage, text in sorted(self._troubles.items())), "")
+        return self._snapshots.trouble
 
     @property
     def books(self) -> tuple[Ledger, RunStatistics]:
@@ -137,13 +123,7 @@ class Lead:
     def pace(self) -> Pace | None:
         """None while no step is under way, before a few were committed, and once the job is to end."""
         state = self._state
-        if state.phase != "running" or state.stopping or len(self._computed) < PACE_STEPS:
-            return None
-        return Pace(
-            step_seconds=max(self._times[-1] - self._times[-2], self._clock() - self._times[-1]),
-            compute_seconds=tuple(median(of_stage) for of_stage in zip(*self._computed, strict=True)),
-            steps_left=self._config.steps - state.step,
-        )
+        return self._times.pace(state.step) if state.phase == "running" and not state.stopping else None
 
     @property
     def codecs(self) -> EdgeCodecs:
@@ -202,10 +182,10 @@ class Lead:
                 if step == self._state.step:  # watchers wait for a later one than they have seen
                     self.update_progress(validation_loss=loss, validation_step=step)
             case m.Shard():
-                self._shard(stage, message)
-            case m.Held(step, index, trouble):
-                self._trouble(stage, step, trouble)
-                self._held(stage, step, index)
+                self._snapshots.saved(stage, message)
+            case m.Held():
+                if (saved := self._snapshots.held(stage, message)) is not None:
+                    self._saved(saved)
             case m.Failed():
                 log.warning("stage %d failed: %s", stage, message.text)
                 self._look_around()
@@ -259,14 +239,8 @@ class Lead:
     def _act(self, action: e.LeadAction) -> None:
         match action:
             case m.Begin(_, step, after, statistics):
-                now = self._clock()
-                self._times.clear()
-                self._times.append(now)
-                self._computed.clear()
-                self._period = self._period.seen(now, statistics.seconds, statistics.losses).give_up()
-                # Whoever was saving may be gone, and the next owner does not know of it.
-                self._collector, self._index = Collector(stages=self._stages), None
-                self._troubles.clear()
+                self._times.begin()
+                self._snapshots.begun(statistics)
                 self._snapshot(after)
                 self._everyone(action)
                 self.update_progress(step=step, attempts=self._state.count, message="", **self._books())
@@ -282,8 +256,7 @@ class Lead:
                 self._send(action.stage, action)
             case m.Restore(_, checkpoint):
                 log.info("not everybody has the state of one step: back to step %d", checkpoint.step)
-                self._period = self._period.restored(self._clock())
-                self._away = m.NEXT_STAGE  # whose copies everybody makes anew (`StageSnapshots.hold_again`)
+                self._snapshots.restored()
                 self._everyone(action)
                 self._report_books()
             case e.Committed():
@@ -296,12 +269,9 @@ class Lead:
                 self.finish("failed", text)
 
     def _look_at_the_clock(self) -> None:
-        now = self._clock()
-        if self._period.overdue(now):
-            log.warning("the snapshot of step %d was not held in time", self._collector.step)
-            self._period = self._period.give_up_overdue()
+        if self._snapshots.give_up_overdue():
             self._event(e.SnapshotLost())
-        if self._config.snapshot_every == 0 and self._period.due(now):
+        if self._config.snapshot_every == 0 and self._snapshots.due:
             self._event(e.SnapshotDue())
 
     def _watch(self) -> None:
@@ -330,15 +300,10 @@ class Lead:
 
     def _committed(self, committed: e.Committed) -> None:
         reports = [committed.reports[s] for s in range(self._stages)]
-        self._times.append(self._clock())
-        took, config = self._times[-1] - self._times[-2], self._config
-        self._period = self._period.stepped(took)
-        self._computed.append(tuple(_share(r.busy) * took / config.microbatches for r in reports))
-        tokens = config.microbatches * config.microbatch_size * max(1, config.sequence)
-        seconds = self._times[-1] - self._times[0]
+        self._snapshots.stepped(self._times.committed([report.busy for report in reports]))
         self.update_progress(
             step=committed.step + 1,
-            tokens_per_second=tokens * (len(self._times) - 1) / seconds if seconds > 0 else 0.0,
+            tokens_per_second=self._times.tokens_per_second,
             busy=tuple(round(report.busy, 4) for report in reports),
             sent_bytes=sum(_payload(report.sent_bytes) for report in reports),
             received_bytes=sum(_payload(report.received_bytes) for report in reports),
@@ -353,52 +318,15 @@ class Lead:
     def _snapshot(self, after: m.After) -> None:
         """Whether everybody is told to save the state of the step that the ledger is of."""
         if after.snapshot:
-            self._collector = Collector(
-                stages=self._stages, ledger=self._state.ledger, history=self._state.history
-            )
-            self._index = None
-            self._troubles.clear()
-            self._period = self._period.ask(self._clock())
+            self._snapshots.ask(self._state.ledger, self._state.history)
 
-    def _trouble(self, stage: int, step: int, text: str) -> None:
-        """A stage cannot do its part, or can again."""
-        if step == self._collector.step and not self._collector.durable:
-            self._troubles.pop(stage, None)
-            if text:
-                self._troubles[stage] = text[: m.MAX_TROUBLE]
-                if stage > 0:  # ours has said so itself
-                    log.warning("stage %d %s", stage, self._troubles[stage])
-
-    def _shard(self, stage: int, shard: m.Shard) -> None:
-        self._trouble(stage, shard.step, "")
-        before = self._collector
-        self._collector = before.shard(stage, shard.version, shard.digest, shard.seconds, shard.furthest)
-        if self._collector.complete and self._collector.shards != before.shards:
-            self._index = None
-            self._spawn(self._write_index(self._collector))
-
-    async def _write_index(self, collector: Collector) -> None:
-        index = await self._put(encode_index(collector.index(self._job)))
-        if self._collector.shards == collector.shards and self._collector.version == collector.version:
-            self._index = index
-            owners = self._owners()
-            self._asked_away = copies_away(self._away, self._collector.furthest, owners, self._stages)
-            self._everyone(m.Replicate(collector.step, index, self._asked_away))
-
-    def _held(self, stage: int, step: int, index: Digest) -> None:
-        if index != self._index or self._collector.durable:
-            return
-        self._collector = self._collector.held(stage, step)
-        if self._collector.durable:
-            self._troubles.clear()
-            self._away = self._asked_away
-            saved = m.Saved(self._collector.index(self._job).checkpoint(index))
-            self._period = self._period.durable(self._clock(), self._collector.seconds)
-            self._event(saved)
-            self._everyone(saved)
-            self.update_progress(snapshot=index, snapshot_step=saved.checkpoint.step)
-            if self._state.phase == "running" and self._ends_at(step):
-                self.finish("done" if step >= self._config.steps else "stopped")
+    def _saved(self, saved: m.Saved) -> None:
+        step = saved.checkpoint.step
+        self._event(saved)
+        self._everyone(saved)
+        self.update_progress(snapshot=saved.checkpoint.digest, snapshot_step=step)
+        if self._state.phase == "running" and self._ends_at(step):
+            self.finish("done" if step >= self._config.steps else "stopped")
 
     def _ends_at(self, step: int) -> bool:
         return step == self._state.step and after(self._config, step, stopping=self._state.stopping).finish
@@ -413,11 +341,6 @@ class Lead:
             # All that is known of the job, but who held as many stages as it may have: we may be killed any moment.
             figures = replace(self.progress, owners=(), busy=())
             self._everyone(m.Finish(state, text[:300], figures))
-
-
-def _share(said: float) -> float:
-    """What another peer said of itself, as a number from 0 to 1."""
-    return said if 0 <= said <= 1 else 0.0
 
 
 def _payload(said: int) -> int:

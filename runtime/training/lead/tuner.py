@@ -16,9 +16,10 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import EdgeCodecs
 from fusion.runtime.placing.known_network import KnownNetwork, known_network
 from fusion.runtime.training.lead.codec_speeds import measured, needed_families
-from fusion.runtime.training.lead.lead import Lead, Pace
+from fusion.runtime.training.lead.lead import Lead
 from fusion.runtime.training.lead.moves import Move, best_move
 from fusion.runtime.training.lead.promises import Promises
+from fusion.runtime.training.lead.step_times import Pace
 from fusion.runtime.training.lead.tuning import Job, Sight, better_codecs, running
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.links.monitor import LinkMonitor

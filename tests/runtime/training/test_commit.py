@@ -32,6 +32,7 @@ from fusion.runtime.launch.launch import launch
 from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.data.ledger import UNTRAINED, Ledger
 from fusion.runtime.training.lead import lead as leads
+from fusion.runtime.training.lead import snapshot_coordinator
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.snapshots.snapshot_period import SnapshotPeriod
 from fusion.runtime.training.step.events import Linked, Unlinked
@@ -140,7 +141,7 @@ def test_after_a_loss_the_ledger_is_that_of_the_plan_and_the_loss_is_counted(
 def test_snapshots_come_by_themselves_at_a_period_that_losses_and_costs_decide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leads, "SnapshotPeriod", partial(SnapshotPeriod, cost_seconds=1e-4))
+    monkeypatch.setattr(snapshot_coordinator, "SnapshotPeriod", partial(SnapshotPeriod, cost_seconds=1e-4))
 
     async def main() -> None:
         async with swarm(tmp_path, 2) as made:

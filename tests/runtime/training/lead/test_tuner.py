@@ -25,7 +25,7 @@ from fusion.runtime.job.manifest import (
 )
 from fusion.runtime.training.lead import tuner
 from fusion.runtime.training.lead.codec_speeds import needed_families
-from fusion.runtime.training.lead.lead import Pace
+from fusion.runtime.training.lead.step_times import Pace
 from fusion.runtime.training.lead.tuner import Tuner
 from fusion.runtime.training.lead.tuning import Job
 from fusion.swarm.directory.records import Digest, Pair, PeerRecord

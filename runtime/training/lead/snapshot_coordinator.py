@@ -1,0 +1,137 @@
+"""The lead's part in a snapshot: it asks every stage for its shard, writes the index once it has all, and asks that each shard be held
+twice; then the snapshot is durable. One at a time; the rules are those of `fusion.runtime.training.snapshots.snapshot.Collector` and
+`fusion.runtime.training.snapshots.snapshot_period`, both pure.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any
+
+from fusion.runtime.training.data.ledger import Ledger
+from fusion.runtime.training.snapshots.snapshot import Collector, copies_away, encode_index
+from fusion.runtime.training.snapshots.snapshot_period import SnapshotPeriod, first_cost_seconds
+from fusion.runtime.training.step import messages as m
+from fusion.runtime.training.step.run_statistics import RunStatistics
+from fusion.swarm.directory.records import Digest, JobId
+from fusion.swarm.transport import PeerId
+
+log = logging.getLogger(__name__)
+
+
+class SnapshotCoordinator:
+    """`everyone` sends a message to each stage; `spawn`, `put`, `owners` and `clock` as `Lead` has them; `state_bytes`: of the
+    largest stage."""
+
+    def __init__(
+        self,
+        job: JobId,
+        stages: int,
+        state_bytes: int,
+        *,
+        everyone: Callable[[m.Message], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        put: Callable[[bytes], Awaitable[Digest]],
+        owners: Callable[[], Mapping[int, PeerId]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._job = job
+        self._stages = stages
+        self._first_cost_seconds = first_cost_seconds(state_bytes)
+        self._everyone = everyone
+        self._spawn = spawn
+        self._put = put
+        self._owners = owners
+        self._clock = clock
+        self._collector = Collector(stages=stages)
+        self._index: Digest | None = None  # of the snapshot under way, once it is written
+        self._troubles: dict[int, str] = {}  # stage -> what keeps it from its part of the snapshot under way
+        # How far the copies are of the newest snapshot, and of the one under way.
+        self._away = self._asked_away = m.NEXT_STAGE
+        self.restart()
+
+    def restart(self) -> None:
+        """Losses, and the time to the next snapshot, are counted from now on."""
+        now = self._clock()
+        self._period = SnapshotPeriod(began=now, taken=now, cost_seconds=self._first_cost_seconds)
+
+    @property
+    def trouble(self) -> str:
+        """What keeps the first stage of those that have any; empty where nothing does."""
+        return next((f"stage {stage} {text}" for stage, text in sorted(self._troubles.items())), "")
+
+    @property
+    def due(self) -> bool:
+        """Whether the next step should be preceded by a snapshot, by the cost of one and the losses so far."""
+        return self._period.due(self._clock())
+
+    def begun(self, statistics: RunStatistics) -> None:
+        """An attempt begins: whoever was saving may be gone, and the next owner does not know of it."""
+        self._period = self._period.seen(self._clock(), statistics.seconds, statistics.losses).give_up()
+        self._begin(Collector(stages=self._stages))
+
+    def ask(self, ledger: Ledger, history: str) -> None:
+        """Everybody is told to save the state that these are of."""
+        self._begin(Collector(stages=self._stages, ledger=ledger, history=history))
+        self._period = self._period.ask(self._clock())
+
+    def _begin(self, collector: Collector) -> None:
+        self._collector, self._index = collector, None
+        self._troubles.clear()
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so long, from one commit to the next."""
+        self._period = self._period.stepped(seconds)
+
+    def restored(self) -> None:
+        """Everybody goes back to the newest snapshot, whose copies everybody makes anew (`StageSnapshots.hold_again`)."""
+        self._period = self._period.restored(self._clock())
+        self._away = m.NEXT_STAGE
+
+    def give_up_overdue(self) -> bool:
+        """Whether the snapshot under way took too long, and is given up."""
+        if not self._period.overdue(self._clock()):
+            return False
+        log.warning("the snapshot of step %d was not held in time", self._collector.step)
+        self._period = self._period.give_up_overdue()
+        return True
+
+    def saved(self, stage: int, shard: m.Shard) -> None:
+        """A stage has saved its shard."""
+        self._note(stage, shard.step, "")
+        before = self._collector
+        self._collector = before.shard(stage, shard.version, shard.digest, shard.seconds, shard.furthest)
+        if self._collector.complete and self._collector.shards != before.shards:
+            self._index = None
+            self._spawn(self._write_index(self._collector))
+
+    async def _write_index(self, collector: Collector) -> None:
+        index = await self._put(encode_index(collector.index(self._job)))
+        if self._collector.shards == collector.shards and self._collector.version == collector.version:
+            self._index = index
+            owners = self._owners()
+            self._asked_away = copies_away(self._away, self._collector.furthest, owners, self._stages)
+            self._everyone(m.Replicate(collector.step, index, self._asked_away))
+
+    def held(self, stage: int, held: m.Held) -> m.Saved | None:
+        """A stage holds what it was asked for, or says what keeps it; the snapshot, where that makes it durable."""
+        self._note(stage, held.step, held.trouble)
+        if held.index != self._index or self._collector.durable:
+            return None
+        self._collector = self._collector.held(stage, held.step)
+        if not self._collector.durable:
+            return None
+        self._troubles.clear()
+        self._away = self._asked_away
+        self._period = self._period.durable(self._clock(), self._collector.seconds)
+        return m.Saved(self._collector.index(self._job).checkpoint(held.index))
+
+    def _note(self, stage: int, step: int, trouble: str) -> None:
+        """A stage cannot do its part, or can again."""
+        if step == self._collector.step and not self._collector.durable:
+            self._troubles.pop(stage, None)
+            if trouble:
+                self._troubles[stage] = trouble[: m.MAX_TROUBLE]
+                if stage > 0:  # ours has said so itself
+                    log.warning("stage %d %s", stage, self._troubles[stage])
