@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -18,11 +18,10 @@ from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.codec_cost import DENSE, CodecCost
 from fusion.dag.placement.network import Network
-from fusion.dag.placement.schedule import Action, gpipe, in_flight, one_f_one_b
+from fusion.dag.placement.schedule import Action, Schedule, actions, in_flight
 from fusion.dag.placement.segments import measure
 from fusion.dag.placement.speeds import NODES
 
-Schedule = Literal["gpipe", "1f1b"]
 EdgeCosts = Mapping[
     tuple[str, str], CodecCost
 ]  # by (edge name, "forward" or "backward"); dense where one is missing
@@ -114,9 +113,7 @@ class Pipeline:
         """What the stage runs in a step, in order."""
         if not self.training:
             return tuple(Action("forward", m) for m in range(self.microbatches))
-        if self.schedule == "gpipe":
-            return gpipe(stage, len(self.stages), self.microbatches)
-        return one_f_one_b(stage, len(self.stages), self.microbatches, self.depth)
+        return actions(self.schedule, stage, len(self.stages), self.microbatches, self.depth)
 
 
 def held(stage: int, stages: int, microbatches: int, training: bool, schedule: Schedule, depth: int) -> int:

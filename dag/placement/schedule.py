@@ -10,11 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Schedule = Literal["gpipe", "1f1b"]
+
 
 @dataclass(frozen=True)
 class Action:
     kind: Literal["forward", "backward"]
     microbatch: int
+
+
+def actions(schedule: Schedule, stage: int, stages: int, microbatches: int, depth: int) -> tuple[Action, ...]:
+    """What the stage runs in a step, in order; `depth`: see `one_f_one_b`."""
+    if schedule == "gpipe":
+        return gpipe(stage, stages, microbatches)
+    return one_f_one_b(stage, stages, microbatches, depth)
 
 
 def gpipe(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
@@ -32,12 +41,12 @@ def one_f_one_b(stage: int, stages: int, microbatches: int, depth: int = 1) -> t
     """
     _check(stage, stages, microbatches, depth)
     ahead = in_flight(stage, stages, microbatches, depth) - 1
-    actions = [Action("forward", m) for m in range(ahead)]
+    found = [Action("forward", m) for m in range(ahead)]
     for m in range(microbatches):
         if ahead + m < microbatches:
-            actions.append(Action("forward", ahead + m))
-        actions.append(Action("backward", m))
-    return tuple(actions)
+            found.append(Action("forward", ahead + m))
+        found.append(Action("backward", m))
+    return tuple(found)
 
 
 def in_flight(stage: int, stages: int, microbatches: int, depth: int = 1) -> int:

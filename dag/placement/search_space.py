@@ -15,7 +15,7 @@ from fusion.dag.cutting.memory import MemoryConfig
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.codec_cost import DENSE, CodecCost
 from fusion.dag.placement.network import Network
-from fusion.dag.placement.pipeline import Schedule
+from fusion.dag.placement.schedule import Schedule
 from fusion.dag.placement.segments import Segments, measure
 from fusion.dag.placement.shared import carry_seconds
 from fusion.dag.placement.speeds import NODES

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion.dag.placement.network import Link
-from fusion.dag.placement.pipeline import Pipeline, Schedule
-from fusion.dag.placement.schedule import in_flight
+from fusion.dag.placement.pipeline import Pipeline
+from fusion.dag.placement.schedule import Schedule, in_flight
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]

@@ -20,8 +20,9 @@ from fusion.dag.ir.graph import Graph
 from fusion.dag.placement import pipeline as pipelines
 from fusion.dag.placement.codec_cost import CodecCost
 from fusion.dag.placement.network import Network
-from fusion.dag.placement.pipeline import Pipeline, Schedule, pipeline
+from fusion.dag.placement.pipeline import Pipeline, pipeline
 from fusion.dag.placement.place import Placement, Scheduler, place
+from fusion.dag.placement.schedule import Schedule
 from fusion.dag.placement.simulate import Trace, simulate
 from fusion.runtime.job.manifest import CompressionConfig, EdgeCodecs, TrainConfig
 from fusion.runtime.placing.codec_choice import WITH_TOPK, codec_costs, edges_of, fastest_codecs, ties_of

@@ -11,6 +11,7 @@ from typing import Any
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, StageFailed
 from fusion.runtime.job.manifest import TrainConfig
+from fusion.runtime.training.compute.device_calls import DeviceCalls
 from fusion.runtime.training.compute.inbox import Inbox
 from fusion.runtime.training.compute.rad import Rad
 from fusion.runtime.training.snapshots.loaded_stage import Loaded
@@ -58,19 +59,10 @@ class StageWork:
         self._spawn = spawn
         self._changed = changed
         compute, clock = context.compute, context.clock.monotonic
+        calls = DeviceCalls(loaded.plan, compute, clock, context.flops_per_second, context.real_pace)
         self._rad = Rad(
-            loaded.plan,
-            config,
-            loaded.plane,
-            compute,
-            loaded.batches,
-            inbox,
-            self._partners.post,
-            clock,
-            context.flops_per_second,
-            context.real_pace,
-            self._partners.room,
-        )
+            loaded.plan, config, loaded.plane, calls, loaded.batches, inbox, self._partners.post, self._partners.room
+        )  # fmt: skip
         self.snapshots = StageSnapshots(
             loaded, inbox.codecs, compute, self._partners.holders, self._send_to_lead, spawn, clock
         )

@@ -22,6 +22,7 @@ from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.learning_rate import SKIPPED, clip_factor, learning_rate
 from fusion.runtime.planes.plane import TrainingStage
 from fusion.runtime.planes.torch_plane import TorchTrainingStage
+from fusion.runtime.training.compute.device_calls import DeviceCalls
 from fusion.runtime.training.compute.inbox import Inbox, StagePlan
 from fusion.runtime.training.compute.loss_scale import LossScaled
 from fusion.runtime.training.compute.rad import Rad
@@ -75,7 +76,7 @@ class Line:
                 plan,
                 config,
                 plane,
-                cast(Worker, _Here()),
+                DeviceCalls(plan, cast(Worker, _Here())),
                 _batches(config, plan.stage, train, held_out),
                 Inbox(plan, config, codecs),
                 self._send_from(plan.stage.index),

@@ -11,21 +11,20 @@ computation that follows.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from fusion.dag.cutting.stage import Edge
-from fusion.dag.placement.schedule import Action, gpipe, one_f_one_b
-from fusion.runtime.device.overrun import Overrun, call_seconds
-from fusion.runtime.device.real_pace import Asks, RealPace
+from fusion.dag.placement.schedule import actions
 from fusion.runtime.job.manifest import TrainConfig
-from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.plane import RngKey, TrainingStage
+from fusion.runtime.training.compute.device_calls import DeviceCalls
+from fusion.runtime.training.compute.finite_check import FiniteCheck
 from fusion.runtime.training.compute.inbox import Inbox, Key, StagePlan
 from fusion.runtime.training.compute.stage_codecs import Sent
 from fusion.runtime.training.data.batches import Batches
@@ -49,24 +48,29 @@ Send = Callable[[int, str, Mapping[str, Any], Sequence[Buffer]], None]
 Tensors = dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class At:
+    """A microbatch of an attempt at a step, or of the held-out data after so many steps."""
+
+    attempt: Attempt
+    step: int
+    microbatch: int
+    evaluate: bool = False
+
+
 class Rad:
     """Runs the microbatches of one stage. `send(stage, kind, header, payload)` queues a tensor (`Partners.post`) and
-    returns at once; `clock` gives seconds that only rise, on any thread; `flops_per_second`: that the device was measured to
-    have, or 0: calls are held to what their graph promises; `pace` is told how long the calls of a step took; `room` waits
-    until little of what was sent waits to go out (`Partners.room`)."""
+    returns at once; `room` waits until little of what was sent waits to go out (`Partners.room`)."""
 
     def __init__(
         self,
         plan: StagePlan,
         config: TrainConfig,
         plane: TrainingStage,
-        worker: Worker,
+        calls: DeviceCalls,
         batches: Batches,
         inbox: Inbox,
         send: Send,
-        clock: Callable[[], float] = time.monotonic,
-        flops_per_second: float = 0.0,
-        pace: RealPace | None = None,
         room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.inbox = inbox
@@ -74,65 +78,54 @@ class Rad:
         self._plan = plan
         self._config = config
         self._plane = plane
-        self._worker = worker
+        self._calls = calls
         self._batches = batches
         self._send = send
         self._room = room
-        self._clock = clock
-        self._flops_per_second = flops_per_second
-        self._overrun: Overrun | None = None  # made with the first call, in the worker thread
-        self._pace = pace
-        self._asks: Asks | None = None  # of a microbatch, the same
-        self._computing = 0  # calls that run, or wait for the device
-        self._called = 0  # calls that have ended
-        self._computed = 0.0  # seconds, by the clock of `pace`
-        self._busy = 0.0  # seconds computed; written by the worker thread only
         self._losses: dict[int, float] = {}
-        # What was not finite in this step, where we look; by the worker thread only.
-        self._look: set[str] | None = None
+        self._check = FiniteCheck()
         self._fed: dict[int, list[int]] = {}  # microbatch -> the samples that went into its forward
-        self._actions = _schedule(plan, config)
+        self._actions = actions(
+            config.schedule, plan.stage.index, plan.stages, config.microbatches, config.depth
+        )
         # A tied variable is held several times; its gradient counts once in the norm, at the lowest stage.
         self._uncounted = frozenset(t.variable for t in plan.ties if t.stages[0] != plan.stage.index)
 
     async def step(self, attempt: Attempt, step: int, *, look: bool = False) -> Ready:
         """Forward and backward of every microbatch of `step`, gradients summed over tie-groups; `look`: and say
-        which tensors were not finite. Cancelling it leaves
-        gradients and stashes behind, for `TrainingStage.discard`."""
+        which tensors were not finite. Cancelling it leaves gradients and stashes behind, for `TrainingStage.discard`."""
         self.inbox.advance(attempt, step)
         self._codecs.advance(attempt, step)
         self._losses.clear()
         self._fed.clear()
-        self._look = set() if look else None
-        began, busy, computed = self._clock(), self._busy, self._computed
+        self._check.begin(look=look)
+        before = self._calls.spent()
         gate = asyncio.Semaphore(AHEAD)
         async with _group() as group:
             for action in self._actions:
-                work = await self._prepare(action, attempt, step)
+                work = await self._prepare(action.kind, At(attempt, step, action.microbatch))
                 await gate.acquire()
                 group.create_task(work()).add_done_callback(lambda _: gate.release())
-        if self._pace is not None and self._asks is not None:
-            self._pace.saw(self._config.microbatches * self._asks, self._computed - computed)
+        self._calls.report_pace(before, self._config.microbatches)
         if look:
-            await self._compute(self._look_at_gradients)
+            await self._calls.run(self._look_at_gradients)
         await self._sum_ties(attempt, step)
-        squared_norm = await self._compute(self._plane.squared_norm, self._uncounted)
-        losses = [self._losses[m] for m in sorted(self._losses)]
+        squared_norm = await self._calls.run(self._plane.squared_norm, self._uncounted)
         return Ready(
             attempt,
             step,
             squared_norm=squared_norm,
-            loss=sum(losses) / len(losses) if losses else None,
+            loss=self._mean_loss(),
             fed=None
             if self._batches.samples is None
             else fed_digest(self._fed[m] for m in sorted(self._fed)),
-            not_finite=tuple(sorted(self._look or ())),
-            busy=min(1.0, (self._busy - busy) / max(1e-9, self._clock() - began)),
+            not_finite=self._check.not_finite,
+            busy=self._calls.busy_share(before),
         )
 
     def apply(self, learning_rate: float, clip_factor: float) -> Coroutine[Any, Any, None]:
         """The step is committed: what codecs have left out of it is state at once, and the result updates the weights."""
-        return self._worker.run(self._codecs.apply(self._plane, learning_rate, clip_factor))
+        return self._calls.worker.run(self._codecs.apply(self._plane, learning_rate, clip_factor))
 
     async def evaluate(self, attempt: Attempt, step: int) -> float | None:
         """Mean loss over the held-out microbatches for the state of `step`; None at a stage that does not make it."""
@@ -141,11 +134,16 @@ class Rad:
         gate = asyncio.Semaphore(AHEAD)
         async with _group() as group:
             for batch in range(self._config.evaluate_batches):
-                received = await self._receive(step, batch, evaluate=True)
+                at = At(attempt, step, batch, evaluate=True)
+                received = await self._receive(at)
                 await gate.acquire()
                 inputs = {**await asyncio.to_thread(self._batches.held_out, batch), **received}
-                task = group.create_task(self._evaluate(attempt, step, batch, inputs))
+                task = group.create_task(self._evaluate(at, inputs))
                 task.add_done_callback(lambda _: gate.release())
+        return self._mean_loss()
+
+    def _mean_loss(self) -> float | None:
+        """Over the microbatches, in their order; None at a stage that does not make it."""
         losses = [self._losses[m] for m in sorted(self._losses)]
         return sum(losses) / len(losses) if losses else None
 
@@ -158,121 +156,108 @@ class Rad:
     @property
     def mark(self) -> tuple[int, int]:
         """What changes whenever a step goes on here."""
-        return self.inbox.taken, self._called
+        return self.inbox.taken, self._calls.ended
 
     @property
     def waits_for(self) -> int | None:
         """The stage whose tensor is waited for, while there is nothing to compute."""
-        return None if self._computing else self.inbox.waits_for
+        return None if self._calls.waiting else self.inbox.waits_for
 
     # --- waiting
 
     async def _prepare(
-        self, action: Action, attempt: Attempt, step: int
+        self, kind: Literal["forward", "backward"], at: At
     ) -> Callable[[], Coroutine[Any, Any, None]]:
-        """Wait for what the action reads; the result runs it."""
-        at = action.microbatch
-        if action.kind == "forward":
-            indices, inputs = await asyncio.to_thread(self._draw, step, at)
-            inputs.update(await self._receive(step, at, evaluate=False))
-            return partial(self._forward, attempt, step, at, inputs, indices)
+        """Wait for what the pass reads; the result runs it."""
+        if kind == "forward":
+            indices, inputs = await asyncio.to_thread(self._draw, at)
+            inputs.update(await self._receive(at))
+            return partial(self._forward, at, inputs, indices)
         gradients = [
-            (edge.name, [await self._gradient(edge, consumer, step, at) for consumer in edge.consumers])
+            (edge.name, [await self._gradient(edge, consumer, at) for consumer in edge.consumers])
             for edge in self._plan.stage.sends
             if edge.needs_gradient
         ]
-        return partial(self._backward, attempt, step, at, gradients)
+        return partial(self._backward, at, gradients)
 
-    def _draw(self, step: int, microbatch: int) -> tuple[list[int], Tensors]:
+    def _draw(self, at: At) -> tuple[list[int], Tensors]:
         """In a thread: a large microbatch takes many hashes, and the disk may be slow."""
-        indices = self._batches.indices(step, microbatch)
+        indices = self._batches.indices(at.step, at.microbatch)
         return indices, self._batches.read(indices)
 
-    async def _receive(self, step: int, microbatch: int, *, evaluate: bool) -> Tensors:
+    async def _receive(self, at: At) -> Tensors:
         return {
             edge.name: await self.inbox.take(
-                Key("activation", step, microbatch, edge.name, edge.producer, evaluate)
+                Key("activation", at.step, at.microbatch, edge.name, edge.producer, at.evaluate)
             )
             for edge in self._plan.stage.receives
         }
 
-    async def _gradient(self, edge: Edge, consumer: int, step: int, microbatch: int) -> torch.Tensor:
-        return await self.inbox.take(Key("gradient", step, microbatch, edge.name, consumer))
+    async def _gradient(self, edge: Edge, consumer: int, at: At) -> torch.Tensor:
+        return await self.inbox.take(Key("gradient", at.step, at.microbatch, edge.name, consumer))
 
     # --- computing, then sending while the next action computes
 
-    async def _forward(
-        self, attempt: Attempt, step: int, microbatch: int, inputs: Tensors, indices: list[int]
-    ) -> None:
-        rng = RngKey(self._config.seed, step, microbatch)
+    async def _forward(self, at: At, inputs: Tensors, indices: list[int]) -> None:
+        rng = RngKey(self._config.seed, at.step, at.microbatch)
 
         def run() -> tuple[Tensors, float | None]:
-            self._see(RECEIVED, (inputs[edge.name] for edge in self._plan.stage.receives))
-            sends, loss = _finish(self._plane.forward(microbatch, inputs, rng))
-            self._see(SENT, (sends[edge.name] for edge in self._plan.stage.sends))
-            self._see(LOSS, () if loss is None else (torch.tensor(loss),))
+            self._check.see(RECEIVED, (inputs[edge.name] for edge in self._plan.stage.receives))
+            sends, loss = _finish(self._plane.forward(at.microbatch, inputs, rng))
+            self._check.see(SENT, (sends[edge.name] for edge in self._plan.stage.sends))
+            self._check.see(LOSS, () if loss is None else (torch.tensor(loss),))
             return sends, loss
 
-        sends, loss = await self._compute(run)
-        self._fed[microbatch] = indices
+        sends, loss = await self._calls.run(run)
+        self._fed[at.microbatch] = indices
         if loss is not None:
-            self._losses[microbatch] = loss
-        await self._send_forward(attempt, step, microbatch, sends, evaluate=False)
+            self._losses[at.microbatch] = loss
+        await self._send_forward(at, sends)
 
-    async def _evaluate(self, attempt: Attempt, step: int, batch: int, inputs: Tensors) -> None:
+    async def _evaluate(self, at: At, inputs: Tensors) -> None:
         def run() -> tuple[Tensors, float | None]:
             return _finish(self._plane.evaluate(inputs))
 
-        sends, loss = await self._compute(run)
+        sends, loss = await self._calls.run(run)
         if loss is not None:
-            self._losses[batch] = loss
-        await self._send_forward(attempt, step, batch, sends, evaluate=True)
+            self._losses[at.microbatch] = loss
+        await self._send_forward(at, sends)
         if self._room is not None:  # nothing comes back that it waits for: all batches would wait in memory
             await self._room()
 
-    async def _backward(
-        self, attempt: Attempt, step: int, microbatch: int, gradients: list[tuple[str, list[torch.Tensor]]]
-    ) -> None:
+    async def _backward(self, at: At, gradients: list[tuple[str, list[torch.Tensor]]]) -> None:
         def run() -> Tensors:
             summed = {name: _sum(parts) for name, parts in gradients}
-            self._see(GRADIENTS_RECEIVED, summed.values())
-            made = self._plane.backward(microbatch, summed, 1.0 / self._config.microbatches)
-            self._see(GRADIENTS_SENT, made.values())
+            self._check.see(GRADIENTS_RECEIVED, summed.values())
+            made = self._plane.backward(at.microbatch, summed, 1.0 / self._config.microbatches)
+            self._check.see(GRADIENTS_SENT, made.values())
             return {name: tensor.to("cpu").contiguous() for name, tensor in made.items()}
 
-        made = await self._compute(run)
+        made = await self._calls.run(run)
         for edge in self._plan.stage.receives:
             if edge.needs_gradient:
                 tensor = made[edge.name]
-                sent = await self._codecs.gradient(attempt, step, microbatch, edge.name, tensor)
-                self._post(edge.producer, "gradient", attempt, step, microbatch, edge.name, tensor, sent)
-
-    def _see(self, what: str, tensors: Iterable[torch.Tensor]) -> None:
-        """In the worker thread, in a step that we look at. An activation may be infinite (a mask), but not NaN."""
-        if self._look is None or what in self._look:
-            return
-        bad = torch.isnan if what in (RECEIVED, SENT) else lambda tensor: ~torch.isfinite(tensor)
-        if any(bool(bad(tensor).any()) for tensor in tensors if tensor.is_floating_point()):
-            self._look.add(what)
+                sent = await self._codecs.gradient(at.attempt, at.step, at.microbatch, edge.name, tensor)
+                self._post(edge.producer, "gradient", at, edge.name, tensor, sent)
 
     def _look_at_gradients(self) -> None:
         """Our own, before those of tied variables come from others."""
-        self._see(GRADIENTS, (torch.tensor(self._plane.squared_norm()),))
+        self._check.see(GRADIENTS, (torch.tensor(self._plane.squared_norm()),))
 
     async def _sum_ties(self, attempt: Attempt, step: int) -> None:
         """Every member of a tie-group ends with the same sum: added up in stage order, wherever it is added."""
         for group in self._plan.ties:
-            own = await self._compute(self._own_gradient, group.variable)
+            own = await self._calls.run(self._own_gradient, group.variable)
             here = self._plan.stage.index
             others = [member for member in group.stages if member != here]
             sent, read = await self._codecs.tie(group.variable, own)
             for member in others:
-                self._post(member, "tie", attempt, step, 0, group.variable, own, sent)
+                self._post(member, "tie", At(attempt, step, 0), group.variable, own, sent)
             parts = {here: read}
             for member in others:
                 parts[member] = await self.inbox.take(Key("tie", step, 0, group.variable, member))
             ordered = [parts[member] for member in group.stages]
-            await self._compute(self._set_gradient, group.variable, ordered, read)
+            await self._calls.run(self._set_gradient, group.variable, ordered, read)
 
     def _own_gradient(self, variable: str) -> torch.Tensor:
         """Where it lies: a vocabulary's is the largest tensor that there is."""
@@ -285,79 +270,28 @@ class Rad:
             total = part.add_(total) if total is own else total.add_(part)  # a + b is b + a, to the bit
         self._plane.set_gradients({variable: total})
 
-    async def _send_forward(
-        self, attempt: Attempt, step: int, microbatch: int, sends: Tensors, *, evaluate: bool
-    ) -> None:
+    async def _send_forward(self, at: At, sends: Tensors) -> None:
         for edge in self._plan.stage.sends:
             name, tensor = edge.name, sends[edge.name]
-            sent = await self._codecs.activation(attempt, step, microbatch, name, tensor, evaluate=evaluate)
+            sent = await self._codecs.activation(
+                at.attempt, at.step, at.microbatch, name, tensor, evaluate=at.evaluate
+            )
             for consumer in edge.consumers:
-                self._post(consumer, "activation", attempt, step, microbatch, name, tensor, sent, evaluate)
+                self._post(consumer, "activation", at, name, tensor, sent)
 
-    def _post(
-        self,
-        target: int,
-        kind: str,
-        attempt: Attempt,
-        step: int,
-        microbatch: int,
-        edge: str,
-        tensor: torch.Tensor,
-        sent: Sent,
-        evaluate: bool = False,
-    ) -> None:
+    def _post(self, target: int, kind: str, at: At, edge: str, tensor: torch.Tensor, sent: Sent) -> None:
         header = {
-            "attempt": attempt,
-            "step": step,
-            "microbatch": microbatch,
+            "attempt": at.attempt,
+            "step": at.step,
+            "microbatch": at.microbatch,
             "edge": edge,
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": tuple(tensor.shape),
             "codec": sent.spec,
             "masked": sent.masked,
-            "evaluate": evaluate,
+            "evaluate": at.evaluate,
         }
         self._send(target, kind, header, sent.buffers)
-
-    async def _compute(self, function: Callable[..., Any], *args: Any) -> Any:
-        def timed() -> Any:
-            began, computed = self._clock(), self._pace.clock() if self._pace else 0.0
-            try:
-                result = function(*args)
-            finally:
-                seconds = self._clock() - began
-                self._busy += seconds
-            if self._pace is not None:
-                self._computed += self._pace.clock() - computed
-                if self._asks is None:
-                    self._asks = self._pace.asks(self._plan.stage, self._plan.sizes)
-            self._hold_to_estimate(seconds)
-            return result
-
-        self._computing += 1
-        try:
-            return await self._worker.run(timed)
-        finally:
-            self._computing -= 1
-            self._called += 1
-
-    def _hold_to_estimate(self, seconds: float) -> None:
-        """In the worker thread. Raises RuntimeError once calls overrun what the graph promises."""
-        if self._flops_per_second <= 0.0:
-            return
-        if self._overrun is None:
-            promised = call_seconds(self._plan.stage, self._plan.sizes, self._flops_per_second)
-            self._overrun = Overrun(promised)
-        if self._overrun.took(seconds):
-            promised = self._overrun.estimate_seconds
-            raise RuntimeError(f"calls take {seconds:.1f} s: the graph promises {promised:.3f} s")
-
-
-def _schedule(plan: StagePlan, config: TrainConfig) -> tuple[Action, ...]:
-    stage, stages, microbatches = plan.stage.index, plan.stages, config.microbatches
-    if config.schedule == "gpipe":
-        return gpipe(stage, stages, microbatches)
-    return one_f_one_b(stage, stages, microbatches, config.depth)
 
 
 @asynccontextmanager

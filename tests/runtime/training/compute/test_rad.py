@@ -20,6 +20,7 @@ from fusion.runtime.job.worker import Worker
 from fusion.runtime.planes.learning_rate import SKIPPED
 from fusion.runtime.planes.plane import RngKey
 from fusion.runtime.training.compute import loss_scale
+from fusion.runtime.training.compute.device_calls import DeviceCalls
 from fusion.runtime.training.compute.inbox import Inbox, Key, StagePlan
 from fusion.runtime.training.compute.loss_scale import LossScaled
 from fusion.runtime.training.compute.rad import AHEAD, Rad
@@ -95,13 +96,12 @@ class Recorder:
 Sent = list[tuple[int, str, dict[str, Any], bytes]]
 
 
-async def started(plane: Recorder, sent: Sent, worker: Worker, **more: Any) -> Rad:
+async def started(plane: Recorder, sent: Sent, worker: Worker) -> Rad:
     def send(target: int, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer]) -> None:
         sent.append((target, kind, dict(header), b"".join(payload)))
 
-    return Rad(
-        PLAN, CONFIG, plane, worker, Batches(CONFIG, [], None, None), Inbox(PLAN, CONFIG), send, **more
-    )  # type: ignore[arg-type]
+    calls, batches = DeviceCalls(PLAN, worker), Batches(CONFIG, [], None, None)
+    return Rad(PLAN, CONFIG, plane, calls, batches, Inbox(PLAN, CONFIG), send)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("seconds", "measured"), [(0.5, 1e12), (2.0, 1e12), (2.0, 0.0)])
@@ -113,17 +113,15 @@ def test_a_stage_whose_calls_take_ten_times_what_its_graph_promises_fails(
     async def main() -> None:
         clock = (seconds * turn for turn in itertools.count())
         async with asyncio.timeout(10), Worker(1) as worker:
-            rad = await started(
-                Recorder(), Sent(), worker, clock=lambda: next(clock), flops_per_second=measured
-            )
+            calls = DeviceCalls(PLAN, worker, lambda: next(clock), measured)
             if seconds < 1.0 or not measured:
                 for _ in range(20):
-                    await rad._compute(int)
+                    await calls.run(int)
                 return
             for _ in range(2):
-                await rad._compute(int)
+                await calls.run(int)
             with pytest.raises(RuntimeError, match="the graph promises"):
-                await rad._compute(int)
+                await calls.run(int)
 
     asyncio.run(main())
 
@@ -236,7 +234,7 @@ def test_evaluation_waits_for_links_that_are_slower_than_the_device() -> None:
         async with asyncio.timeout(10), Worker(1) as worker:
             inbox, read = Inbox(PLAN, config), Batches(config, [], None, None)
             plane: Any = Recorder()
-            rad = Rad(PLAN, config, plane, worker, read, inbox, send, room=room)
+            rad = Rad(PLAN, config, plane, DeviceCalls(PLAN, worker), read, inbox, send, room=room)
             run = asyncio.ensure_future(rad.evaluate((1, 1), 0))
             await asyncio.sleep(0)
             for m in range(batches):
@@ -276,7 +274,9 @@ def test_what_codecs_leave_out_is_scaled_as_gradients_are_and_an_overflow_leaves
         async with asyncio.timeout(10), Worker(1) as worker:
             plane: Any = Scaled()
             inbox, read = Inbox(PLAN, config), Batches(config, [], None, None)
-            rad = Rad(PLAN, config, LossScaled(plane), worker, read, inbox, lambda *_: None)
+            rad = Rad(
+                PLAN, config, LossScaled(plane), DeviceCalls(PLAN, worker), read, inbox, lambda *_: None
+            )
             codecs = inbox.codecs
 
             async def step(number: int, clip: float, times: float) -> torch.Tensor:
