@@ -51,6 +51,17 @@ class Tie:
     stages: tuple[int, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageTraffic:
+    """What the stages of a job send each other, and over what."""
+
+    edges: tuple[Edge, ...]
+    ties: tuple[Tie, ...]
+    sizes: Mapping[str, int]  # of one microbatch
+    owners: Sequence[str]  # the peers by stage
+    network: Network
+
+
 def edges_of(stages: Iterable[Stage]) -> tuple[Edge, ...]:
     """Every edge once, by the stage that makes it."""
     return tuple(edge for stage in stages for edge in stage.sends)
@@ -72,47 +83,39 @@ def ties_of(stages: Sequence[Stage], sizes: Mapping[str, int]) -> tuple[Tie, ...
 
 
 def choose_codecs(
-    edges: Sequence[Edge],
-    ties: Sequence[Tie],
-    sizes: Mapping[str, int],
-    owners: Sequence[str],
-    network: Network,
+    traffic: StageTraffic,
     compression: CompressionConfig,
     speeds: Mapping[str, CodecSpeed],
     compute_seconds: float,
 ) -> EdgeCodecs:
-    """The job's table: edges in the order given, then ties; what goes dense is not in it.
+    """The job's table: edges in their order, then ties; what goes dense is not in it.
 
-    `sizes` are those of one microbatch, `owners` the peers by stage. `speeds` of the codecs, by family: one that it does
-    not have is not chosen. `compute_seconds`: of the busiest stage for one microbatch, forward and backward."""
+    `speeds` of the codecs, by family: one that it does not have is not chosen. `compute_seconds`: of the busiest stage for
+    one microbatch, forward and backward."""
     match compression.kind:
         case "none":
             return ()
         case "uniform":
-            return _uniform(edges, ties, compression.codec)
+            return _uniform(traffic, compression.codec)
     families: dict[str, CodecSpeed] = {f: speeds[f] for f in compression.families if f in speeds}
-    uses = _uses(edges, sizes, owners, network)
+    uses = _uses(traffic)
     found = choose(uses, compression.ratio, families, compute_seconds, reuse_mask=compression.reuse_mask)
     ways = [
         (edge.name, found.get((edge.name, "forward"), "none"), found.get((edge.name, "backward"), "none"))
-        for edge in edges
+        for edge in traffic.edges
     ]
     gentle: dict[str, CodecSpeed] = {f: speed for f, speed in families.items() if f in GENTLE}
     if "topk" in families and WITH_TOPK in speeds:
         gentle[WITH_TOPK] = speeds[WITH_TOPK]
     target = target_seconds(uses, compression.ratio, compute_seconds)
-    for tie in ties:
-        spec = gentlest(_tie_uses(tie, owners, network), target, gentle)
+    for tie in traffic.ties:
+        spec = gentlest(_tie_uses(tie, traffic), target, gentle)
         ways.append((tie.variable, str(spec), "none"))
     return tuple(way for way in ways if way[1:] != ("none", "none"))
 
 
 def fastest_codecs(
-    edges: Sequence[Edge],
-    ties: Sequence[Tie],
-    sizes: Mapping[str, int],
-    owners: Sequence[str],
-    network: Network,
+    traffic: StageTraffic,
     compression: CompressionConfig,
     speeds: Mapping[str, CodecSpeed],
     compute_seconds: float,
@@ -123,12 +126,12 @@ def fastest_codecs(
     microbatch and the last, so that it can pay to bring a link below what the busiest stage computes."""
 
     def chosen(floor: float) -> EdgeCodecs:
-        return choose_codecs(edges, ties, sizes, owners, network, compression, speeds, floor)
+        return choose_codecs(traffic, compression, speeds, floor)
 
     gentle = chosen(compute_seconds)
     if compression.kind != "adaptive":
         return gentle
-    tied = {tie.variable for tie in ties}
+    tied = {tie.variable for tie in traffic.ties}
     best: EdgeCodecs = tuple(way for way in gentle if way[0] in tied)
     seconds = step_seconds(best)
     for found in dict.fromkeys((gentle, chosen(compute_seconds * _HIDDEN), chosen(0.0))):
@@ -177,23 +180,22 @@ def _cost(
     )
 
 
-def _uniform(edges: Sequence[Edge], ties: Sequence[Tie], codec: str) -> EdgeCodecs:
+def _uniform(traffic: StageTraffic, codec: str) -> EdgeCodecs:
     if codec == str(DENSE):
         return ()
     return (
-        *((edge.name, codec, codec) for edge in edges if _floating(edge.type)),
-        *((tie.variable, codec, str(DENSE)) for tie in ties),
+        *((edge.name, codec, codec) for edge in traffic.edges if _floating(edge.type)),
+        *((tie.variable, codec, str(DENSE)) for tie in traffic.ties),
     )
 
 
-def _uses(
-    edges: Sequence[Edge], sizes: Mapping[str, int], owners: Sequence[str], network: Network
-) -> list[EdgeUse]:
+def _uses(traffic: StageTraffic) -> list[EdgeUse]:
     """Of edges that a codec can take; the others only take their part of what they share."""
+    sizes, network = traffic.sizes, traffic.network
     moves = [
         (edge, direction, sender, receiver, elements_of(edge.type, sizes) * DTYPE_BYTES[edge.type.dtype])
-        for edge in edges
-        for direction, sender, receiver in _ways(edge, owners)
+        for edge in traffic.edges
+        for direction, sender, receiver in _ways(edge, traffic.owners)
     ]
     out: Counter[str] = Counter()
     into: Counter[str] = Counter()
@@ -236,8 +238,8 @@ def _share(network: Network, a: str, b: str, out: float, into: float, between: f
     return min(1.0, min(network.link(a, b).bytes_per_second / between, up / out, down / into) / rate)
 
 
-def _tie_uses(tie: Tie, owners: Sequence[str], network: Network) -> list[EdgeUse]:
-    holders = list(dict.fromkeys(owners[stage] for stage in tie.stages))
+def _tie_uses(tie: Tie, traffic: StageTraffic) -> list[EdgeUse]:
+    network, holders = traffic.network, list(dict.fromkeys(traffic.owners[stage] for stage in tie.stages))
     others = len(holders) - 1
     return [
         EdgeUse(

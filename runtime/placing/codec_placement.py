@@ -25,7 +25,14 @@ from fusion.dag.placement.place import Placement, Scheduler, place
 from fusion.dag.placement.schedule import Schedule
 from fusion.dag.placement.simulate import Trace, simulate
 from fusion.runtime.job.manifest import CompressionConfig, EdgeCodecs, TrainConfig
-from fusion.runtime.placing.codec_choice import WITH_TOPK, codec_costs, edges_of, fastest_codecs, ties_of
+from fusion.runtime.placing.codec_choice import (
+    WITH_TOPK,
+    StageTraffic,
+    codec_costs,
+    edges_of,
+    fastest_codecs,
+    ties_of,
+)
 
 _ELEMENTS = 1 << 18  # of the tensor that stands for all: bytes per element hardly depend on it
 _ITEMSIZE = 4
@@ -117,9 +124,8 @@ def _wired(
     def simulated(codecs: EdgeCodecs, depth: int = first) -> float:
         return played(codecs, depth).step_seconds
 
-    codecs = fastest_codecs(
-        edges, ties, sizes, runs.owners, network, compression, speeds, busiest, simulated
-    )  # fmt: skip
+    traffic = StageTraffic(edges=edges, ties=ties, sizes=sizes, owners=runs.owners, network=network)
+    codecs = fastest_codecs(traffic, compression, speeds, busiest, simulated)
     seconds = simulated(codecs)
     # With less to send latency weighs more, and more microbatches under way hide it.
     for depth in range(runs.depth + 1, _DEEPEST + 1):

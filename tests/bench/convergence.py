@@ -49,7 +49,7 @@ from fusion.runtime.job.manifest import (
     TrainConfig,
 )
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.placing.codec_choice import choose_codecs, edges_of, ties_of
+from fusion.runtime.placing.codec_choice import StageTraffic, choose_codecs, edges_of, ties_of
 from fusion.runtime.placing.swarm_file import load
 from fusion.runtime.training.data.batches import pack_text
 from fusion.swarm.directory.records import Digest
@@ -156,9 +156,10 @@ def edge_codecs(plan: Study, graph: Graph, compression: CompressionConfig) -> Ed
     found = placed(plan, graph)
     parts = split(graph, found.cuts)
     # Nothing is spared for being hidden behind computing: the ratio is what is looked at.
-    return choose_codecs(
-        edges_of(parts), ties_of(parts, plan.sizes), plan.sizes, found.owners, homes(), compression, REFERENCE, 0.0
+    traffic = StageTraffic(
+        edges=edges_of(parts), ties=ties_of(parts, plan.sizes), sizes=plan.sizes, owners=found.owners, network=homes()
     )  # fmt: skip
+    return choose_codecs(traffic, compression, REFERENCE, 0.0)
 
 
 async def train(

@@ -26,6 +26,7 @@ from fusion.dag.placement.pipeline import Flow, Pipeline, StageLoad
 from fusion.dag.placement.step_model import step_seconds
 from fusion.runtime.job.manifest import EdgeCodecs, TrainConfig
 from fusion.runtime.placing.codec_choice import (
+    StageTraffic,
     Tie,
     codec_costs,
     edges_of,
@@ -139,9 +140,14 @@ def better_codecs(job: Job, codecs: EdgeCodecs, now: Sight, known: Sight | None 
     if known is not None and not changed(job, known, now):
         return None
     found = fastest_codecs(
-        job.edges, job.ties, job.config.sizes, now.owners, now.network, job.config.compression, now.speeds,
-        max(now.compute_seconds, default=0.0), lambda codecs: step_seconds(running(job, now, codecs)).seconds,
-    )  # fmt: skip
+        StageTraffic(
+            edges=job.edges, ties=job.ties, sizes=job.config.sizes, owners=now.owners, network=now.network
+        ),
+        job.config.compression,
+        now.speeds,
+        max(now.compute_seconds, default=0.0),
+        lambda codecs: step_seconds(running(job, now, codecs)).seconds,
+    )
     if found == codecs or not pays(running(job, now, codecs), running(job, now, found)):
         return None
     return found

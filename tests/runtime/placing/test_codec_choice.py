@@ -22,7 +22,7 @@ from fusion.dag.ir.graph import DTYPE_BYTES, Ref, TensorType
 from fusion.dag.placement.codec_cost import DENSE
 from fusion.dag.placement.network import Device, Link, Network
 from fusion.runtime.job.manifest import CompressionConfig, EdgeCodecs
-from fusion.runtime.placing.codec_choice import Tie, choose_codecs, codec_costs
+from fusion.runtime.placing.codec_choice import StageTraffic, Tie, choose_codecs, codec_costs
 
 MBPS = 1e6 / 8
 SIZES = {"batch": 4}
@@ -74,7 +74,10 @@ def choose(
     compute: float = 0.0,
 ) -> EdgeCodecs:
     speeds = FREE if speeds is None else speeds
-    return choose_codecs(edges, ties, SIZES, at or owners(network), network, config, speeds, compute)
+    traffic = StageTraffic(
+        edges=tuple(edges), ties=ties, sizes=SIZES, owners=at or owners(network), network=network
+    )
+    return choose_codecs(traffic, config, speeds, compute)
 
 
 def busy(

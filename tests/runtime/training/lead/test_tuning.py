@@ -15,7 +15,7 @@ from fusion.dag.ir.graph import Ref, TensorType
 from fusion.dag.placement.network import Device, Link, Network
 from fusion.dag.placement.step_model import step_seconds
 from fusion.runtime.job.manifest import CompressionConfig, DataConfig, OptimizerConfig, TrainConfig
-from fusion.runtime.placing.codec_choice import Tie, choose_codecs
+from fusion.runtime.placing.codec_choice import StageTraffic, Tie, choose_codecs
 from fusion.runtime.training.lead.tuning import (
     CHANGED,
     GAIN,
@@ -96,10 +96,10 @@ def noisy(true: Sight, draw: random.Random) -> Sight:
 
 
 def chosen(work: Job, now: Sight) -> tuple[tuple[str, str, str], ...]:
-    return choose_codecs(
-        work.edges, work.ties, work.config.sizes, now.owners, now.network, work.config.compression, now.speeds,
-        max(now.compute_seconds),
-    )  # fmt: skip
+    traffic = StageTraffic(
+        edges=work.edges, ties=work.ties, sizes=work.config.sizes, owners=now.owners, network=now.network
+    )
+    return choose_codecs(traffic, work.config.compression, now.speeds, max(now.compute_seconds))
 
 
 def test_a_link_cut_to_a_tenth_is_compressed_and_one_that_is_well_again_is_not() -> None:
