@@ -152,23 +152,23 @@ class Space:
         producer, consumer = keys // count, keys % count
         sums = [total(hop, row[value], len(keys)) for row in self.costs]
         gradients = total(hop, self.table.gradient[value].astype(np.float64), len(keys)) * self.training
-        messages = (total(hop, np.ones(len(hop)), len(keys)), gradients)
-        ways = []
-        for way, (a, b) in enumerate(
-            ((order[producer], order[consumer]), (order[consumer], order[producer]))
-        ):
-            ways.append(
-                Passage(
-                    used=(gradients > 0) if way else np.ones(len(keys), dtype=bool),
-                    bytes=sums[3 * way],
-                    encode_seconds=sums[3 * way + 1],
-                    decode_seconds=sums[3 * way + 2],
-                    alpha_seconds=self.network.alphas[a, b],
-                    bytes_per_second=self.network.pair_rates[a, b],
-                    sent_seconds=self._carry_seconds(a, (a, b), sums[3 * way], messages[way]),
-                    received_seconds=self._carry_seconds(b, (a, b), sums[3 * way], messages[way]),
-                )
+        ends = order[producer], order[consumer]
+        there, back = (
+            Passage(
+                used=used,
+                bytes=bytes_,
+                encode_seconds=encode,
+                decode_seconds=decode,
+                alpha_seconds=self.network.alphas[pair],
+                bytes_per_second=self.network.pair_rates[pair],
+                sent_seconds=self._carry_seconds(pair[0], pair, bytes_, messages),
+                received_seconds=self._carry_seconds(pair[1], pair, bytes_, messages),
             )
+            for pair, used, (bytes_, encode, decode), messages in (
+                (ends, np.ones(len(keys), dtype=bool), sums[:3], total(hop, np.ones(len(hop)), len(keys))),
+                (ends[::-1], gradients > 0, sums[3:], gradients),
+            )
+        )
         update = self.segments.updates(first, last, self.updated[order], self.seconds[NODES, order])
         # A device hears from itself at once.
         from_lead, to_lead = (
@@ -189,8 +189,8 @@ class Space:
             down=self.down[order],
             producer=producer,
             consumer=consumer,
-            there=ways[0],
-            back=ways[1],
+            there=there,
+            back=back,
             training=self.training,
         )
 

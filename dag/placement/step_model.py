@@ -14,7 +14,7 @@ GPipe runs its passes one after the other: each has a period of its own, and no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fusion.dag.placement.network import Link
+from fusion.dag.placement.network import Link, Network
 from fusion.dag.placement.pipeline import Pipeline
 from fusion.dag.placement.schedule import Schedule, in_flight
 
@@ -295,63 +295,23 @@ def handshake(from_lead: Floats, to_lead: Floats, training: bool) -> tuple[Float
 
 
 def work_of(pipeline: Pipeline) -> Work:
-    network, owners, count = pipeline.network, pipeline.owners, len(pipeline.stages)
+    network, owners = pipeline.network, pipeline.owners
     devices = [network.device(owner) for owner in owners]
-    hops: dict[tuple[int, int], list[float]] = {}
-    returns: set[tuple[int, int]] = set()
-    for flow in sorted(pipeline.flows, key=lambda f: (f.producer, f.consumer)):
-        sums = hops.setdefault((flow.producer, flow.consumer), [0.0] * 8)
-        here = owners[flow.producer] == owners[flow.consumer]
-        for way, cost in enumerate((flow.forward, flow.backward)):
-            if cost is not None and not here:
-                sums[4 * way] += cost.bytes(flow.elements)
-                sums[4 * way + 1] += cost.encode_seconds_per_element * flow.elements
-                sums[4 * way + 2] += cost.decode_seconds_per_element * flow.elements
-                sums[4 * way + 3] += 1
-        if flow.backward is not None:
-            returns.add((flow.producer, flow.consumer))
-    table = np.array(list(hops.values()), dtype=np.float64).reshape(-1, 8)
-    ways = []
-    for way in (0, 1):
-        bytes_, encode, decode, messages = table[:, 4 * way : 4 * way + 4].T
-        ends = [(owners[a], owners[b])[:: 1 - 2 * way] for a, b in hops]
-        links = [network.link(a, b) if a != b else HERE for a, b in ends]
-        rates = [network.rate(a, b) if a != b else inf for a, b in ends]
-        # As `fusion.dag.placement.simulate` has it: half by either end.
-        carried = [
-            np.array(
-                [
-                    network.device(pair[end]).shared.carry_seconds(b, rate, m) / 2
-                    for pair, rate, b, m in zip(ends, rates, bytes_, messages, strict=True)
-                ]
-            )
-            for end in (0, 1)
-        ]
-        ways.append(
-            Passage(
-                used=np.array([way == 0 or pair in returns for pair in hops], dtype=bool),
-                bytes=bytes_,
-                encode_seconds=encode,
-                decode_seconds=decode,
-                alpha_seconds=np.array([link.alpha_seconds for link in links]),
-                bytes_per_second=np.array([link.bytes_per_second for link in links]),
-                sent_seconds=carried[0],
-                received_seconds=carried[1],
-            )
-        )
     number = {owner: i for i, owner in enumerate(dict.fromkeys(owners))}
-    pairs = np.array(list(hops), dtype=np.int64).reshape(-1, 2)
-    loads = np.array(
-        [(s.forward_seconds, s.backward_seconds, s.update_seconds) for s in pipeline.stages]
-    ).reshape(count, 3)
-    lead = [network.link(owners[0], o).alpha_seconds if o != owners[0] else 0.0 for o in owners]
-    back = [network.link(o, owners[0]).alpha_seconds if o != owners[0] else 0.0 for o in owners]
-    begin, ready = handshake(np.array(lead), np.array(back), pipeline.training)
+    pairs, sums, returns = _hops(pipeline)
+    ends = [(owners[a], owners[b]) for a, b in pairs]
+    stages = [(s.forward_seconds, s.backward_seconds, s.update_seconds) for s in pipeline.stages]
+    forward, backward, update = np.array(stages).reshape(len(owners), 3).T
+    begin, ready = handshake(
+        np.array([_link(network, owners[0], owner).alpha_seconds for owner in owners]),
+        np.array([_link(network, owner, owners[0]).alpha_seconds for owner in owners]),
+        pipeline.training,
+    )
     return Work(
-        forward=loads[:, 0],
-        backward=loads[:, 1],
-        update=loads[:, 2],
-        begin=begin + loads[:, 2],
+        forward=forward,
+        backward=backward,
+        update=update,
+        begin=begin + update,
         ready=ready,
         owner=np.array([number[owner] for owner in owners], dtype=np.int64),
         machine=network.machines[[network.index[owner] for owner in owners]],
@@ -360,10 +320,59 @@ def work_of(pipeline: Pipeline) -> Work:
         down=np.array([d.down_bytes_per_second for d in devices]),
         producer=pairs[:, 0],
         consumer=pairs[:, 1],
-        there=ways[0],
-        back=ways[1],
+        there=_passage(network, ends, sums[0], np.ones(len(ends), dtype=bool)),
+        back=_passage(network, [end[::-1] for end in ends], sums[1], returns),
         training=pipeline.training,
     )
+
+
+def _hops(pipeline: Pipeline) -> tuple[Indices, Floats, npt.NDArray[np.bool_]]:
+    """(hops, 2) producer and consumer; (2, 4, hops) what one microbatch sends there and back: bytes, seconds to encode, seconds to
+    decode, messages; and over which hops gradients come back."""
+    sums: dict[tuple[int, int], Floats] = {}
+    returns: set[tuple[int, int]] = set()
+    for flow in sorted(pipeline.flows, key=lambda f: (f.producer, f.consumer)):
+        hop = flow.producer, flow.consumer
+        sent = sums.setdefault(hop, np.zeros((2, 4)))
+        here = pipeline.owners[flow.producer] == pipeline.owners[flow.consumer]
+        for way, cost in enumerate((flow.forward, flow.backward)):
+            if cost is not None and not here:
+                encode, decode = cost.encode_seconds_per_element, cost.decode_seconds_per_element
+                sent[way] += (cost.bytes(flow.elements), encode * flow.elements, decode * flow.elements, 1)
+        if flow.backward is not None:
+            returns.add(hop)
+    pairs = np.array(list(sums), dtype=np.int64).reshape(-1, 2)
+    table = np.array(list(sums.values())).reshape(-1, 2, 4).transpose(1, 2, 0)
+    return pairs, table, np.array([hop in returns for hop in sums], dtype=bool)
+
+
+def _passage(
+    network: Network, ends: Sequence[tuple[str, str]], sums: Floats, used: npt.NDArray[np.bool_]
+) -> Passage:
+    """`ends`: sender and receiver over each hop; `sums`: a row of `_hops`."""
+    bytes_, encode, decode, messages = sums
+    links = [_link(network, a, b) for a, b in ends]
+    rates = [network.rate(a, b) if a != b else inf for a, b in ends]
+
+    def carried(peers: Iterable[str]) -> Floats:
+        # As `fusion.dag.placement.simulate` has it: half by either end.
+        costs = zip(peers, bytes_, rates, messages, strict=True)
+        return np.array([network.device(p).shared.carry_seconds(b, rate, m) / 2 for p, b, rate, m in costs])
+
+    return Passage(
+        used=used,
+        bytes=bytes_,
+        encode_seconds=encode,
+        decode_seconds=decode,
+        alpha_seconds=np.array([link.alpha_seconds for link in links]),
+        bytes_per_second=np.array([link.bytes_per_second for link in links]),
+        sent_seconds=carried(a for a, _ in ends),
+        received_seconds=carried(b for _, b in ends),
+    )
+
+
+def _link(network: Network, a: str, b: str) -> Link:
+    return network.link(a, b) if a != b else HERE
 
 
 def total(group: Indices, values: Floats, groups: int) -> Floats:
