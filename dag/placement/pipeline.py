@@ -18,7 +18,8 @@ from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.codec_cost import DENSE, CodecCost
 from fusion.dag.placement.network import Network
-from fusion.dag.placement.schedule import Action, Schedule, actions, in_flight
+from fusion.dag.placement.schedule import Action, actions, in_flight
+from fusion.dag.placement.schedule import Schedule as Schedule
 from fusion.dag.placement.segments import measure
 from fusion.dag.placement.speeds import NODES
 

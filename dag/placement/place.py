@@ -18,9 +18,8 @@ from fusion.dag.placement.local_moves import improve
 from fusion.dag.placement.misfit import DoesNotFit, size_text
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.op_fence import op_fence
-from fusion.dag.placement.pipeline import Layout, pipeline, uniform
+from fusion.dag.placement.pipeline import Layout, Schedule, pipeline, uniform
 from fusion.dag.placement.replicas import replicate
-from fusion.dag.placement.schedule import Schedule
 from fusion.dag.placement.search_space import Choice, Space, space
 from fusion.dag.placement.segments import measure
 from fusion.dag.placement.shortlist import shortlist

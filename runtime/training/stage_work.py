@@ -21,7 +21,6 @@ from fusion.runtime.training.stage_messages import Outbox
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.history import Version
-from fusion.runtime.training.step.run_statistics import Attempt
 from fusion.runtime.training.step.stage import StageState, stage
 from fusion.runtime.training.streams.partner import Held
 
@@ -69,7 +68,7 @@ class StageWork:
         self.handover = StageHandover(outbox, self.snapshots)
         self._copied = loaded.files.copied
         self._ends = False  # no further step begins
-        self._attempt: Attempt | None = None  # the last one that we had a part in
+        self._latest: e.Run | None = None  # that we had a part in
         self._running: asyncio.Task[None] | None = None
         self._applying: asyncio.Task[None] | None = None
         self._restoring: asyncio.Task[None] | None = None
@@ -108,11 +107,11 @@ class StageWork:
                 self._send_to_lead(replace(action, text=self._partners.waiting_for[:300]))
             case m.Ready() | m.Leaving() | m.Lack():
                 self._send_to_lead(action)
-            case e.Run(attempt, _, after):
-                if attempt != self._attempt:
-                    self._attempt = attempt
+            case e.Run():
+                if self._latest is None or action.attempt != self._latest.attempt:
                     self.snapshots.begin()
-                self._running = self._spawn(self._run(attempt, self.state.version, after))
+                self._latest = action
+                self._running = self._spawn(self._run(action, self.state.version))
             case e.Apply(rate, clip):
                 state = self.state
                 self._context.watch.commits(state.stage, state.attempt, state.step - 1)
@@ -161,8 +160,9 @@ class StageWork:
         """The lead."""
         self._outbox.send(0, message)
 
-    async def _run(self, attempt: Attempt, version: Version, after: m.After) -> None:
-        step, self._ends = version.step, after.finish
+    async def _run(self, run: e.Run, version: Version) -> None:
+        attempt, step, after = run.attempt, version.step, run.after
+        self._ends = after.finish
         if after.codecs is not None:
             self._codecs.use(after.codecs)
         try:
@@ -177,16 +177,16 @@ class StageWork:
             ready = await self._rad.step(attempt, step, look=after.look)
         except FAILURES as error:
             if self._rad.answers_for(error):
-                await self._fail(attempt, error)
+                await self._fail(run, error)
             raise
         traffic = self._partners
         ready = replace(ready, sent_bytes=traffic.sent_bytes, received_bytes=traffic.received_bytes)
         self._mailbox.put(e.Completed(ready))
 
-    async def _fail(self, attempt: Attempt, error: Exception) -> None:
+    async def _fail(self, run: e.Run, error: Exception) -> None:
         """Our arithmetic failed: this peer gives the stage up, for another may have more luck (memory, say)."""
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        self._send_to_lead(m.Failed(attempt, text))
+        self._send_to_lead(m.Failed(run.attempt, text))
         await self._partners.flush()
 
     async def _restore(self, load: e.Load, before: asyncio.Task[None] | None) -> None:
