@@ -9,6 +9,7 @@ runnable_stages      which stages its plane can run
 vacant_stages        stages without an owner, from look to look
 claim_choice         which stages to claim now; pure
 standby_assignment   which stages to stand by for; pure
+standby_needs        what each stage lacks of standbys, from look to look
 standby_pool         what it stands by for, brought here ahead of time
 hold_frames          what peers say to each other about who holds a stage
 single_flight        work that several want at the same time

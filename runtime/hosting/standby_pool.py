@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,22 +21,19 @@ from fusion.runtime.hosting.standby_assignment import (
     BUSY_WANTED,
     WANTED,
     Candidate,
-    Standby,
     StandbyCapacity,
     UncoveredStage,
-    is_short,
     places_to_cover,
 )
+from fusion.runtime.hosting.standby_needs import REMEMBERED_PLACES, StandbyNeeds
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.cool_down import CoolDown
-from fusion.runtime.job.errors import JobError, Refused
+from fusion.runtime.job.errors import Refused
 from fusion.runtime.job.manifest import Manifest
-from fusion.runtime.training.snapshots import snapshot
-from fusion.swarm.claims.election import stands_by, winner
-from fusion.swarm.directory.api import HEARTBEAT_SECONDS
+from fusion.runtime.training.snapshots.shards_here import ShardsHere
+from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.job_order import job_order
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Place
-from fusion.swarm.errors import SwarmError
 from fusion.swarm.printable import one_line
 
 log = logging.getLogger(__name__)
@@ -46,14 +42,9 @@ BUSY_SCORE = 1e-3  # of its fitness is what a peer with stages of its own offers
 MOST_COVERED = 64  # stages at once
 DISK_SHARE = 0.8  # of the blob store's quota, for stages that we only stand by for
 PREPARES = 2  # at once
-# For an owner to load its stage, alone with the launcher's uplink: one that never does must not be left without standbys.
-LOADING_SECONDS = 180.0
 GRACE_SECONDS = 10.0  # a job that the directory does not name for so long is given up
 COOL_DOWN_SECONDS = 5.0  # after a stage could not be prepared, doubling
 LONGEST_COOL_DOWN_SECONDS = 120.0
-KEPT_SNAPSHOTS = 2  # that a standby of a training job has on disk
-REMEMBERED_PLACES = 65_536
-PEERS_SECONDS = 2 * HEARTBEAT_SECONDS  # for which the list of peers is good
 
 
 @dataclass
@@ -92,14 +83,9 @@ class Pool:
         self._fitness = fitness
         self._clock = clock = context.clock.monotonic
         self._covered: dict[Place, _Covered] = {}
-        self._short_since: FIFOCache[Place, float] = FIFOCache(REMEMBERED_PLACES)
-        self._loading_since: FIFOCache[Place, tuple[str, float]] = FIFOCache(REMEMBERED_PLACES)
-        self._shards: dict[
-            JobId, tuple[Digest, int, tuple[Digest, ...]]
-        ] = {}  # of the newest snapshot, if its index is here
+        self._needs = StandbyNeeds(context)
+        self._shards = ShardsHere(context)
         self._closed = False
-        self._peers: Sequence[Candidate] = ()
-        self._peers_read_at = -math.inf
         self._prepares = asyncio.Semaphore(PREPARES)
         self._refused: FIFOCache[Place, None] = FIFOCache(REMEMBERED_PLACES)
         self._cooling: CoolDown[Place] = CoolDown(COOL_DOWN_SECONDS, LONGEST_COOL_DOWN_SECONDS, clock)
@@ -116,11 +102,9 @@ class Pool:
     def step_here(self, place: Place) -> int:
         """The step whose state of the stage is on this peer, as far as the last `beat` knows: that of the job's newest
         snapshot, or -1 where its shard is not here. Whoever has it should host the stage before others."""
-        job, stage = place
         if (covered := self._covered.get(place)) is not None and covered.step >= 0:
             return covered.step
-        _, step, shards = self._shards.get(job, (None, -1, ()))
-        return step if stage < len(shards) and self._context.blobs.has(shards[stage]) else -1
+        return self._shards.step(place)
 
     async def beat(
         self,
@@ -133,7 +117,7 @@ class Pool:
         of it. `jobs` are the open ones, `claims` all claims of the stages that we might host; a stage that is missing
         in them is left as it is."""
         jobs = dict(jobs)  # the caller's may change while we read
-        await self._take_stock(jobs)
+        await self._shards.look(jobs)
         for place in hosted:
             self.promoted(place)  # whatever took it there: what the host uses must not be forgotten
         us = Candidate(
@@ -152,7 +136,7 @@ class Pool:
             and o.memory_bytes <= free_memory_bytes
             for o in openings
         )
-        others = await self._candidates() if short else ()
+        others = await self._needs.candidates() if short else ()
         # What we came to own while we read is hosting's.
         openings = [opening for opening in openings if self._context.leases.holds(*opening.place) is None]
         chosen = () if self._closed else places_to_cover(openings, us, others, score, self._room())
@@ -198,10 +182,10 @@ class Pool:
         claims: Mapping[Place, tuple[ClaimRecord, ...]],
         hosted: Collection[Place],
     ) -> list[UncoveredStage]:
-        now = self._clock()
+        now, needs = self._clock(), self._needs
         owners = {place: winner(held) for place, held in claims.items()}
         found = [
-            self._opening(place, jobs[place[0]][1], claims[place], owners, now)
+            needs.of(place, jobs[place[0]][1], claims[place], owners, ours=place in self._covered)
             for place in claims
             if place[0] in jobs
             and place not in hosted
@@ -213,53 +197,13 @@ class Pool:
             absent = place[0] not in jobs and now - covered.seen_at >= GRACE_SECONDS
             left = place not in seen | self._refused.keys() and place not in hosted and not absent
             if left and self._admitted(place):
-                found.append(self._opening(place, covered.manifest, (), {}, now))
+                found.append(needs.of(place, covered.manifest, (), {}, ours=True))
         return found
 
     def _admitted(self, place: Place) -> bool:
         """Whether the job lets us stand by, and own the stage afterwards."""
         leases = self._context.leases
         return leases.refusal(*place, "stand-by") is None and leases.refusal(*place, "own") is None
-
-    def _opening(
-        self,
-        place: Place,
-        manifest: Manifest,
-        claims: tuple[ClaimRecord, ...],
-        owners: Mapping[Place, ClaimRecord | None],
-        now: float,
-    ) -> UncoveredStage:
-        job, stage = place
-        us, owner, next_owner = (
-            self._context.peer_id,
-            owners.get(place),
-            owners.get((job, (stage + 1) % manifest.stages)),
-        )
-        standbys = tuple(
-            Standby(peer=claim.peer, score=claim.score, ready=claim.ready)
-            for claim in claims
-            if stands_by(claim) and claim.peer != us
-        )
-        if is_short(len(standbys) + (place in self._covered)):
-            since = self._short_since.setdefault(place, now)
-        else:
-            since = now
-            self._short_since.pop(place, None)
-        may_load_until = self._may_load_until(place, owner, now)
-        memory_bytes = manifest.needed_bytes(stage)
-        return UncoveredStage(
-            job=job,
-            stage=stage,
-            # Until the owner has loaded the stage it needs the launcher's uplink more than we do.
-            owner=owner.peer if owner is not None and may_load_until <= now else None,
-            memory_bytes=memory_bytes,
-            disk_bytes=memory_bytes * (KEPT_SNAPSHOTS if manifest.kind == "train" else 1),
-            opset=manifest.opset,
-            standbys=standbys,
-            ours=place in self._covered,
-            short_seconds=max(0.0, now - max(since, may_load_until)),
-            next_owner=next_owner.peer if next_owner is not None else None,
-        )
 
     def _needing_us(
         self, openings: Sequence[UncoveredStage], chosen: Collection[Place], free_memory_bytes: int
@@ -270,38 +214,6 @@ class Pool:
             return []
         fitting = (o.place for o in openings if o.memory_bytes <= free_memory_bytes)
         return [place for place in fitting if place not in chosen and takeover.needs_us(*place)]
-
-    def _may_load_until(self, place: Place, owner: ClaimRecord | None, now: float) -> float:
-        """Until when nobody should come to stand by, so that the owner can load the stage."""
-        if owner is None or owner.ready:
-            self._loading_since.pop(place, None)
-            return 0.0
-        peer, since = self._loading_since.get(place, (None, now))
-        since = since if peer == owner.peer else now
-        self._loading_since[place] = owner.peer, since
-        return since + LOADING_SECONDS
-
-    async def _candidates(self) -> Sequence[Candidate]:
-        """Who else could stand by; reading all peers is dear, and a stage may be short of standbys for long."""
-        if self._clock() - self._peers_read_at < PEERS_SECONDS:
-            return self._peers
-        try:
-            peers = await self._context.directory.peers()
-        except SwarmError as error:
-            log.debug("peers not read: %s", error)
-            return self._peers
-        self._peers_read_at = self._clock()
-        self._peers = [
-            Candidate(
-                peer=peer.peer,
-                free_memory_bytes=peer.free_memory_bytes,
-                idle=peer.idle,
-                opset=peer.opset,
-            )
-            for peer in peers
-            if peer.role == "peer"
-        ]
-        return self._peers
 
     def _room(self) -> StandbyCapacity:
         quota = self._context.blobs.store.quota_bytes
@@ -375,23 +287,6 @@ class Pool:
             covered.done = _version(record)
             if self._covered.get(place) is covered:
                 self._context.leases.update(*place, step=covered.step, ready=True)
-
-    async def _take_stock(self, jobs: Mapping[JobId, tuple[JobRecord, Manifest]]) -> None:
-        """Read from our own disk which shards the jobs' newest snapshots consist of."""
-        self._shards = {job: known for job, known in self._shards.items() if job in jobs}
-        blobs = self._context.blobs
-        for job, (record, manifest) in jobs.items():
-            digest, known = record.snapshot, self._shards.get(job)
-            if digest is None or (known is not None and known[0] == digest) or not blobs.has(digest):
-                continue
-            try:
-                data = await blobs.of(job).read(digest, snapshot.MAX_INDEX_BYTES)
-                index = snapshot.decode_index(data, job, manifest.stages)
-            except (SwarmError, JobError) as error:
-                log.warning("the snapshot of %s: %s", manifest.name, one_line(str(error)))
-                continue
-            self._shards[job] = (digest, index.step, index.shards)
-        blobs.hold(self, {shard for *_, shards in self._shards.values() for shard in shards})
 
 
 def _version(record: JobRecord) -> tuple[Digest | None, int]:

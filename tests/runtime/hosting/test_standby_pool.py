@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from fusion.runtime.hosting.standby_pool import DISK_SHARE, LOADING_SECONDS, Pool
+from fusion.runtime.hosting.standby_needs import LOADING_SECONDS
+from fusion.runtime.hosting.standby_pool import DISK_SHARE, Pool
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest, ServeConfig
