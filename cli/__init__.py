@@ -11,6 +11,7 @@ grants            what keys and invites of a home allow
 invites           `jobs invite`, `accept` and `revoke`
 plan              where a job would run
 serve             put a model on the swarm
+serving_plan      what that would take
 models            which models are served
 generate          ask a model
 run               arrays to a model that answers in one run

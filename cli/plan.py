@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fusion.cli.launch_progress import takers
 from fusion.cli.terminal import options
 from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.logs import configure_logging
 from fusion.cli.terminal.output import Output, bytes_text, number_text, seconds_text
-from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.placing.stage_count import listed
 
 if TYPE_CHECKING:
-    from fusion.runtime.job.context import Context
-    from fusion.runtime.launch.serving_plan import ServingPlan
     from fusion.runtime.placing.plan import Plan
 
 NAMED = 10  # peers that a line for people lists before it only counts
@@ -169,97 +163,3 @@ def _rate(mbps: float) -> str:
     if mbps == float("inf"):
         return "no limit"
     return f"{mbps / 1000:.3g} Gbps" if mbps >= 1000 else f"{mbps:.3g} Mbps"
-
-
-# --- of a model that is to be served
-
-
-@dataclass(frozen=True)
-class ServingAsked:
-    """Over how many peers a model is to be served, who may have a part in it, the model that guesses for it, the dtype that it runs
-    in (None: that of its files), how its matrices are stored, and the tokens of its longest text (None: all that it can read)."""
-
-    stages: int | None
-    admission: AdmissionSpec
-    draft: Path | None
-    dtype: str | None
-    quantization: Literal["int8", "int4"] | None
-    context: int | None
-
-
-async def plan_serving(context: Context, path: Path, asked: ServingAsked, output: Output) -> bool:
-    """Show what serving a model would take on the swarm; whether it fits. Raises as `read_servable`."""
-    from fusion.runtime.launch import serving_plan
-    from fusion.runtime.launch.prepare_serving import remarks
-    from fusion.runtime.launch.servable import read_servable
-
-    model = await asyncio.to_thread(
-        read_servable, path, asked.draft, asked.dtype, asked.quantization, output.status, asked.context
-    )
-    for line in await asyncio.to_thread(remarks, path, model):
-        output.note(line)
-    seen = await takers(context)
-    peers, links = asked.admission.among(seen, lambda peer: peer.peer), await context.directory.links()
-    planned = await asyncio.to_thread(
-        serving_plan.plan_serving, model, peers, links, asked.stages, output.status, context.home
-    )
-    found = await serving_plan.with_what_is_there(context, planned)
-    output.emit({"event": "plan", **found.to_json()})
-    show_serving(found, output, {peer.peer: peer.name for peer in peers})
-    return bool(found.stages)
-
-
-def show_serving(found: ServingPlan, output: Output, names: Mapping[str, str]) -> None:
-    """`names`: those that people know peers by."""
-    if found.stages:
-        output.table(
-            "Stages",
-            ("stage", "peer", "memory needed/offered", "weights", "to fetch"),
-            [
-                (
-                    str(stage.stage),
-                    names.get(stage.peer, stage.peer),
-                    f"{bytes_text(stage.memory_bytes)} / {bytes_text(stage.offered_bytes)}",
-                    bytes_text(stage.weights_bytes),
-                    "nothing: on its disk" if stage.on_disk else bytes_text(stage.weights_bytes),
-                )
-                for stage in found.stages
-            ],
-        )
-    for line in serving_summary(found):
-        output.print_line(line)
-
-
-def serving_summary(found: ServingPlan) -> list[str]:
-    """In words."""
-    if found.one_run:
-        how = "it answers in one run"
-    elif found.cache == "kv":
-        how = f"with a KV cache of up to {bytes_text(found.cache_bytes)}"
-    else:
-        how = "without a KV cache: each token runs the whole text"
-    texts = f"texts of up to {found.max_sequence:,} tokens, " if found.max_sequence > 1 else ""
-    lines = [f"{found.dtype}, {bytes_text(found.weights_bytes)} of weights, {texts}{how}"]
-    if found.misfit:
-        over = ", ".join(
-            f"{bytes_text(most)} on each of {count}" for count, most in enumerate(found.needed, 1)
-        )
-        return [
-            *lines,
-            f"it does not fit: {found.misfit}",
-            *([f"peers that would do: {over}"] if over else []),
-        ]
-    return [
-        *lines,
-        f"to fetch: {bytes_text(found.fetch_bytes)}; {bytes_text(found.held_bytes)} are on its peers' disks and "
-        f"{bytes_text(found.here_bytes)} in this home already",
-        f"{found.able} of {found.peers} peers have room for a stage",
-        *([] if found.one_run else [_predicted(found.token_seconds)]),
-    ]
-
-
-def _predicted(token_seconds: float) -> str:
-    if not token_seconds:
-        return "how fast it would be is not known"
-    rate = number_text(1 / token_seconds)
-    return f"predicted: {rate} tokens/s for one answer ({seconds_text(token_seconds)} a token)"

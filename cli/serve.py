@@ -4,7 +4,7 @@ its newest snapshot, and each newer one in its place."""
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,12 +13,12 @@ import typer
 
 from fusion.cli import client, job_client
 from fusion.cli.launch_progress import offer, take_back, takers, until_answering, until_held
-from fusion.cli.plan import ServingAsked, plan_serving
+from fusion.cli.serving_plan import plan_serving
 from fusion.cli.terminal import options
 from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.loop import run
 from fusion.cli.terminal.output import Output
-from fusion.runtime.job.admission import AdmissionSpec
+from fusion.runtime.launch.serving_spec import ServingSpec
 
 if TYPE_CHECKING:
     from fusion.runtime.belief.naming import Known
@@ -40,12 +40,6 @@ class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
-
-
-class Who(StrEnum):
-    open = "open"
-    listed = "listed"
-    granted = "granted"
 
 
 @options.grouped
@@ -100,7 +94,7 @@ def serve(
         bool, typer.Option("--once", help="Of a job: serve its newest snapshot and return.")
     ] = False,
     admission: Annotated[
-        Who | None,
+        options.Who | None,
         typer.Option("--admission", help="Who may own, read and ask: everybody (open), or those of --admit."),
     ] = None,
     admit: Annotated[
@@ -142,31 +136,29 @@ def serve(
 
     if not plan and not is_name(name):
         raise ValueError(f"--name: {NAME_RULE}; such as my-model")
-    try:
-        admitted = AdmissionSpec(kind=(admission or Who.open).value, peers=tuple(admit or ()))
-    except ValueError as error:
-        raise ValueError(f"--admission, --admit: {error}") from None
+    admitted = options.admitted(admission, admit or ())
     if job is not None and not client.has_way(way):
         raise ValueError(
             f"{path} is not a directory or a GGUF file, and there is no peer to ask for a job of that name (--bootstrap)"
         )
     client.need_way(way)
     output.status("loading the runtime ...")
-    model = ServingAsked(
-        stages,
-        admitted,
-        draft,
-        None if dtype is Dtype.auto else dtype.value,
-        None if quantization is None else quantization.value,
-        context,
+    spec = ServingSpec(
+        path=path,
+        name=name,
+        stages=stages,
+        admission=admitted,
+        draft=draft,
+        dtype=None if dtype is Dtype.auto else dtype.value,
+        quantization=None if quantization is None else quantization.value,
+        context=context,
     )
-    asked = Asked(name, model)
     if plan:
-        run(_plan(path, asked, way, output), debug=debug)
+        run(_plan(spec, way, output), debug=debug)
     elif job is None:
-        run(_serve(path, asked, way, output), debug=debug)
+        run(_serve(spec, way, output), debug=debug)
     else:
-        run(_follow(job, asked, way, output, once=once, said=admission is not None), debug=debug)
+        run(_follow(job, spec, way, output, once=once, said=admission is not None), debug=debug)
 
 
 def _may_be_job(source: str) -> bool:
@@ -176,44 +168,32 @@ def _may_be_job(source: str) -> bool:
     return is_name(source) and not source.lower().endswith((".gguf", ".safetensors"))
 
 
-@dataclass(frozen=True)
-class Asked:
-    name: str  # what it is to be called
-    model: ServingAsked
-
-
-async def _plan(path: Path, asked: Asked, way: client.Way, output: Output) -> None:
+async def _plan(spec: ServingSpec, way: client.Way, output: Output) -> None:
     async with client.join(way) as context:
-        fits = await plan_serving(context, path, asked.model, output)
+        fits = await plan_serving(context, spec, output)
     if not fits:
         raise typer.Exit(1)
 
 
-async def _serve(path: Path, asked: Asked, way: client.Way, output: Output) -> None:
+async def _serve(spec: ServingSpec, way: client.Way, output: Output) -> None:
     async with client.join(way) as context:
         author = job_client.trainer_identity(way.home)  # only now: who cannot join leaves nothing
         context.access.hold(author)
-        await _hand_over(context, path, asked, author, output)
+        await _hand_over(context, spec, author, output)
 
 
 async def _hand_over(
-    context: Context, path: Path, asked: Asked, author: Identity, output: Output, step: int | None = None
+    context: Context, spec: ServingSpec, author: Identity, output: Output, step: int | None = None
 ) -> Prepared:
     """What serves the model of this directory or file, once the peers hold it. `step`: of the snapshot that it is."""
     from fusion.runtime.launch.launch import prepare_serving
 
-    peers, model = await takers(context), asked.model
+    peers = await takers(context)
     prepared = await asyncio.to_thread(
         prepare_serving,
-        *(path, asked.name, peers, context.blobs.store),
-        stages=model.stages,
+        *(spec, peers, context.blobs.store),
         links=await context.directory.links(),
         author=author,
-        admission=model.admission,
-        draft=model.draft,
-        quantization=model.quantization,
-        dtype=model.dtype,
-        context=model.context,
         home=context.home if step is None else None,
         report=output.status,
         note=output.note,
@@ -230,13 +210,13 @@ async def _hand_over(
             output.note(f"the swarm keeps what it has of it; end that with: fusion-peer jobs stop {job[:12]}")
         raise
     output.emit(
-        {"event": "serving", "job": job, "name": asked.name, **({} if step is None else {"step": step})}
+        {"event": "serving", "job": job, "name": spec.name, **({} if step is None else {"step": step})}
     )
     what = "it" if step is None else f"the snapshot of step {step}"
     serve = prepared.manifest.serve
-    how = f'generate "..." --model {asked.name}'
+    how = f'generate "..." --model {spec.name}'
     if serve is not None and serve.outputs:
-        how = f"run {asked.name} --input x.npz --output y.npz"
+        how = f"run {spec.name} --input x.npz --output y.npz"
     asking = f"ask it with: fusion-peer {how}"
     if serve is not None and serve.embeds:
         asking = "any peer's HTTP API answers for it: /v1/embeddings"
@@ -248,7 +228,7 @@ async def _hand_over(
 
 
 async def _follow(
-    wanted: str, asked: Asked, way: client.Way, output: Output, *, once: bool, said: bool
+    wanted: str, spec: ServingSpec, way: client.Way, output: Output, *, once: bool, said: bool
 ) -> None:
     """Serve the job's newest snapshot, and each newer one in its place until the job is over. `said`: whether it was said who
     may ask."""
@@ -260,7 +240,9 @@ async def _follow(
         known = await job_client.find_current(context, wanted)
         _check_job(known, said)
         callbacks = Callbacks(
-            hand_over=lambda folder, step: _hand_over(context, folder, asked, author, output, step),
+            hand_over=lambda folder, step: _hand_over(
+                context, replace(spec, path=folder), author, output, step
+            ),
             stop=lambda record: job_client.stop(context, record, author),
             status=output.status,
             note=output.note,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from enum import StrEnum
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -15,12 +16,21 @@ import typer
 from fusion.runtime.job import size_text
 
 if TYPE_CHECKING:
+    from fusion.runtime.job.admission import AdmissionSpec
     from fusion.runtime.serving.http.config import HttpConfig
 
 DEFAULT_HOME = Path("~/.fusion-peer")
 BOOTSTRAP_FILE = "bootstrap_peers.txt"
 LEAST_LENT_BYTES = 1 << 10
 PACKAGE = Path(__file__).resolve().parents[2]  # fusion, with the files that lie beside its code
+
+
+class Who(StrEnum):
+    """May own a stage of a job, read it and ask."""
+
+    open = "open"
+    listed = "listed"
+    granted = "granted"
 
 
 def _folder(text: str) -> Path:
@@ -204,6 +214,16 @@ def http_config(address: str, keys: Path | None) -> HttpConfig:
 
     host, port = parse_address(address)
     return HttpConfig(host=host, port=port, keys=() if keys is None else read_keys(keys))
+
+
+def admitted(who: Who | None, peers: Sequence[str]) -> AdmissionSpec:
+    """Of --admission and --admit. ValueError for peer ids that do not go with it."""
+    from fusion.runtime.job.admission import AdmissionSpec
+
+    try:
+        return AdmissionSpec(kind=(who or Who.open).value, peers=tuple(peers))
+    except ValueError as error:
+        raise ValueError(f"--admission, --admit: {error}") from None
 
 
 def debug_asked(words: Sequence[str]) -> bool:

@@ -8,6 +8,7 @@ None, booleans, numbers, dtypes, dimensions and lists of them: no strings.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -115,6 +116,12 @@ class Graph:
     @cached_property
     def variable_names(self) -> frozenset[str]:
         return frozenset(v.name for v in self.variables)
+
+    @property
+    def parameter_count(self) -> int:
+        """Elements of its parameters, tied ones once."""
+        trained = (v.type.shape for v in self.variables if v.kind == "parameter")
+        return sum(math.prod(d for d in shape if isinstance(d, int)) for shape in trained)
 
     @cached_property
     def input_names(self) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """A job into the swarm, and out of it. Runs on the launching machine.
 
 prepare            from a job file to blobs and a manifest
+serving_spec       what is asked for where a model is to be served
 draft              the draft model that goes along
 servable           a model's directory as a graph that is served
 prepare_serving    from that to blobs and a manifest
@@ -10,7 +11,6 @@ pack               a job's data as blobs
 training_job       what a job file trains, and on what
 weights            the weights of a stage as a blob
 prepared           what is ready to be handed over
-expected_seconds   how long a step or a token will take for whoever waits
 shard              from a placed graph to blobs and manifest
 handed_over        how far the swarm has taken a job over
 first_token        a served model is ready once a token has gone around

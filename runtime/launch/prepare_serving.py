@@ -8,12 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 from fusion.runtime.capture.generation import passed_over
-from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.servable import Servable, read_servable
+from fusion.runtime.launch.serving_spec import ServingSpec
 from fusion.runtime.launch.shard import GraphJob, ReportLine, prepare_graph, silent
 from fusion.runtime.placing.placed_before import PlacementsBefore
 from fusion.runtime.serving.requests.chat_trial import chat_fault
@@ -21,44 +20,34 @@ from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.identity import Identity
 
-OPEN = AdmissionSpec()
-
 
 def prepare_serving(
-    path: Path,
-    name: str,
+    spec: ServingSpec,
     peers: Sequence[PeerRecord],
     store: BlobStore,
     *,
-    stages: int | None = None,
     links: Sequence[LinkRecord] = (),
     author: Identity | None = None,
-    admission: AdmissionSpec = OPEN,
-    draft: Path | None = None,
-    quantization: Literal["int8", "int4"] | None = None,
-    dtype: str | None = None,
-    context: int | None = None,
     home: Path | None = None,
     report: ReportLine = silent,
     note: ReportLine = silent,
     now: Callable[[], float] = time.time,
 ) -> Prepared:
-    """A Hugging Face model directory, one written by `jobs export`, or a GGUF file, as a job that serves it under `name`. A
-    model whose attention is not recognised is served by computing the whole prefix anew for each token, which is exact. `draft`:
-    the directory or file of a small model of the same tokens that guesses for it. `quantization`: how its large matrices are
-    stored; JobError for a model without any. `dtype`: that it runs in (`open_model`). `context`: tokens of the longest text, if not those that it can read. `home`: where it is kept on which peers
-    models were served the last time, if it is to count. `note`: for a line that should last, on what of its files is not followed. `now` gives unix seconds."""
-    found = read_servable(path, draft, dtype, quantization, report, context)
-    for line in remarks(path, found):
+    """The model as a job that serves it. One whose attention is not recognised is served by computing the whole prefix anew for each
+    token, which is exact. `home`: where it is kept on which peers models were served the last time, if it is to count.
+    `note`: for a line that should last, on what of its files is not followed. `now` gives unix seconds. Raises JobError,
+    CaptureError, PlacementError."""
+    found = read_servable(spec, report)
+    for line in remarks(spec.path, found):
         note(line)
     model, drafted = found.model, found.draft
-    admitted = admission.among(peers, lambda peer: peer.peer)
+    admitted = spec.admission.among(peers, lambda peer: peer.peer)
     report(f"placing it on {len(admitted)} peers")
-    graph, placed = found.placed(admitted, links, stages, home)
+    graph, placed = found.placed(admitted, links, spec.stages, home)
     if home is not None:
         PlacementsBefore(home).remember(graph, placed)
     job = GraphJob(
-        name=name,
+        name=spec.name,
         graph=graph,
         variables=found.read,
         parameters=found.parameters,
@@ -66,7 +55,7 @@ def prepare_serving(
         tokenizer=model.tokenizer,
         byte_level=model.about.byte_level,
         author=author or Identity.generate(),
-        admission=admission,
+        admission=spec.admission,
     )
     return prepare_graph(job, placed, store, report, now=now)
 

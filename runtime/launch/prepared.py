@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion.runtime.job.manifest import Manifest
+from fusion.runtime.job.manifest import Manifest, TrainConfig
+from fusion.runtime.placing.placed_job import Placed
 from fusion.runtime.placing.plan import Plan
 from fusion.runtime.placing.stage_count import StageChoice
+from fusion.runtime.training.lead.tuning import state_bytes
+from fusion.runtime.training.snapshots.snapshot_period import first_cost_seconds, share
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.identity import Identity
 from fusion.swarm.transport import PeerId
@@ -25,3 +28,14 @@ class Prepared:
     invited: tuple[PeerId, ...] = ()  # who gets a grant when the job is launched
     plan: Plan | None = None  # of a training job that was placed here: what launching it will set going
     stage_count: StageChoice | None = None  # of a model to serve: over how many peers, and why
+
+
+def expected_seconds(placed: Placed) -> float:
+    """Of a step or a token for whoever waits, as the placement has it; of training, snapshots take their share."""
+    config, seconds = placed.config, placed.predicted_seconds
+    if not isinstance(config, TrainConfig):
+        return seconds
+    largest = max(map(state_bytes, placed.parts))
+    if config.snapshot_every:
+        return seconds + first_cost_seconds(largest) / config.snapshot_every
+    return seconds * (1 + share(largest))

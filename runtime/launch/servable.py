@@ -17,7 +17,7 @@ from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.launch.draft import PreparedDraft, prepare_draft
-from fusion.runtime.launch.shard import parameter_count
+from fusion.runtime.launch.serving_spec import ServingSpec
 from fusion.runtime.placing.place_experts import place_model
 from fusion.runtime.placing.placed_before import PlacementsBefore, as_before
 from fusion.runtime.placing.placed_job import Placed
@@ -56,31 +56,23 @@ class Servable:
         return graph, as_before(found, last, graph, self.config, peers, links, beside)
 
 
-def read_servable(
-    path: Path,
-    draft: Path | None,
-    dtype: str | None,
-    quantization: Literal["int8", "int4"] | None,
-    report: Callable[[str], None],
-    context: int | None = None,
-) -> Servable:
-    """`draft`: the directory or file of a small model of the same tokens that guesses for it; `dtype`: that it runs in (`open_model`);
-    `quantization`: how its large matrices are stored; `context`: tokens of the longest text, if not those that it can read. Raises JobError, CaptureError. Blocking, for seconds; of the weights only
-    the headers are read."""
+def read_servable(spec: ServingSpec, report: Callable[[str], None]) -> Servable:
+    """Raises JobError, CaptureError. Blocking, for seconds; of the weights only the headers are read."""
+    path, draft, dtype, quantization = spec.path, spec.draft, spec.dtype, spec.quantization
     if quantization is not None:
         if dtype not in (None, FLOAT32):
             raise JobError(f"--dtype: a model with its matrices as {quantization} computes in {FLOAT32}")
         dtype = FLOAT32
     report("reading the model")
     model = sources.in_files(path, dtype)
-    if context is not None:
-        model = _of_context(model, context)
+    if spec.context is not None:
+        model = _of_context(model, spec.context)
     about = model.about
     if draft is not None and model.source is not None:
         raise JobError("draft: no model guesses for an encoder-decoder")
     report(f"it runs in {dtype_text(model.dtype, model.stored_dtypes)}")
     if about.outputs:
-        return _one_run(path, model, draft, quantization)
+        return _one_run(spec, model)
     if model.tokenizer is None and not about.byte_level:
         report("it has no tokenizer: prompts are token ids")
     if (end := model.unended) is not None:
@@ -89,34 +81,16 @@ def read_servable(
             "eos_token_id in generation_config.json says"
         )
     report("rewriting its graph for decoding")
-    try:
-        graph, cached = (
-            serving_graph(
-                model.inference,
-                cache="kv",
-                maximum_sequence=about.max_sequence,
-                maximum_source=None if model.source is None else model.source.length,
-            ),
-            True,
-        )
-    except UnsupportedModel as reason:
-        if model.source is not None:
-            raise JobError(f"{path} holds an encoder-decoder that cannot be served: {reason}") from None
-        if draft is not None:
-            raise JobError(
-                f"draft: nothing can be guessed for a model without a KV cache ({reason})"
-            ) from None
-        report(f"no KV cache for this model ({reason}): each token will compute the whole prefix")
-        graph, cached = serving_graph(model.inference, cache="recompute"), False
+    graph, cache = _decoding_graph(spec, model, report)
     model.check(graph.variables)
-    read, parameters = model.read, parameter_count(graph)
+    read, parameters = model.read, graph.parameter_count
     if quantization is not None:
         report(f"storing its matrices as {quantization}")
         graph, read = quantised_model(graph, model.read, quantization)
     elif model.blocks is not None:
         graph, read = stored_model(graph, model.read, model.blocks)
     config = ServeConfig(
-        cache="kv" if cached else "recompute",
+        cache=cache,
         max_sequence=about.max_sequence,
         vocabulary=about.vocabulary,
         # Configurations keep ids of the model that they were written for; those that this one cannot say end nothing.
@@ -128,6 +102,30 @@ def read_servable(
         report("reading its draft model")
         drafted = prepare_draft(sources.in_files(draft), model, config)
     return Servable(model=model, graph=graph, config=config, read=read, parameters=parameters, draft=drafted)
+
+
+def _decoding_graph(
+    spec: ServingSpec, model: sources.LanguageModel, report: Callable[[str], None]
+) -> tuple[Graph, Literal["kv", "recompute"]]:
+    """The graph that makes a token after the other, and what it keeps of those before."""
+    source = model.source
+    try:
+        graph = serving_graph(
+            model.inference,
+            cache="kv",
+            maximum_sequence=model.about.max_sequence,
+            maximum_source=None if source is None else source.length,
+        )
+        return graph, "kv"
+    except UnsupportedModel as reason:
+        if source is not None:
+            raise JobError(f"{spec.path} holds an encoder-decoder that cannot be served: {reason}") from None
+        if spec.draft is not None:
+            raise JobError(
+                f"draft: nothing can be guessed for a model without a KV cache ({reason})"
+            ) from None
+        report(f"no KV cache for this model ({reason}): each token will compute the whole prefix")
+        return serving_graph(model.inference, cache="recompute"), "recompute"
 
 
 def _of_context(model: sources.LanguageModel, tokens: int) -> sources.LanguageModel:
@@ -142,11 +140,10 @@ def _of_context(model: sources.LanguageModel, tokens: int) -> sources.LanguageMo
     return replace(model, about=replace(about, max_sequence=tokens))
 
 
-def _one_run(
-    path: Path, model: sources.LanguageModel, draft: Path | None, quantization: str | None
-) -> Servable:
+def _one_run(spec: ServingSpec, model: sources.LanguageModel) -> Servable:
     """A model that generates nothing: its graph is served as it is."""
-    for option, value in (("--draft", draft), ("--quantization", quantization)):
+    path = spec.path
+    for option, value in (("--draft", spec.draft), ("--quantization", spec.quantization)):
         if value is not None:
             raise JobError(f"{option}: {path} holds a model that answers in one run and generates nothing")
     outputs = model.about.outputs
@@ -162,5 +159,5 @@ def _one_run(
         batch=max(1, min(SAMPLES_AT_ONCE, TOKENS_AT_ONCE // max(1, model.about.max_sequence))),
     )
     return Servable(
-        model=model, graph=graph, config=config, read=model.read, parameters=parameter_count(graph)
+        model=model, graph=graph, config=config, read=model.read, parameters=graph.parameter_count
     )

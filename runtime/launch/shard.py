@@ -4,7 +4,6 @@ nothing is sent.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -22,8 +21,7 @@ from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.admission import AdmissionSpec, LimitsSpec
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest, ServeConfig, TrainConfig
-from fusion.runtime.launch.expected_seconds import expected_seconds
-from fusion.runtime.launch.prepared import Prepared
+from fusion.runtime.launch.prepared import Prepared, expected_seconds
 from fusion.runtime.launch.weights import put_weights
 from fusion.runtime.placing.placed_job import Placed
 from fusion.swarm.blobs.store import BlobStore
@@ -101,17 +99,11 @@ def prepare_graph(
         author=job.author,
         blobs=tuple(dict.fromkeys(blobs)),
         predicted_seconds=expected_seconds(placed),
-        parameters=parameter_count(graph) if job.parameters is None else job.parameters,
+        parameters=graph.parameter_count if job.parameters is None else job.parameters,
         plan=placed.plan,
         stage_count=placed.stage_count,
         invited=job.admission.invited,
     )
-
-
-def parameter_count(graph: Graph) -> int:
-    """Elements of its parameters, tied ones once."""
-    trained = (v.type.shape for v in graph.variables if v.kind == "parameter")
-    return sum(math.prod(d for d in shape if isinstance(d, int)) for shape in trained)
 
 
 def _check_limits(manifest: Manifest) -> None:

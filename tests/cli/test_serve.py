@@ -7,26 +7,26 @@ import asyncio
 import io
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fusion.cli import client, job_client, plan, serve
-from fusion.cli.plan import ServingAsked
+from fusion.cli import client, job_client, serve, serving_plan
 from fusion.cli.terminal.output import Output
 from fusion.runtime.belief import reading
-from fusion.runtime.job.admission import AdmissionSpec
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.manifest import MAX_STAGES, ServeConfig
 from fusion.runtime.launch import launch, servable
+from fusion.runtime.launch.serving_spec import ServingSpec
 from fusion.runtime.serving.requests import chat_trial
 from fusion.runtime.serving.requests.chat_format import ChatFormat
 from fusion.swarm.errors import SwarmError
 
 assert serve.MOST_STAGES == MAX_STAGES
-ASKED = serve.Asked("gpt", ServingAsked(None, AdmissionSpec(), None, None, None, None))
+SPEC = ServingSpec(path=Path(), name="gpt")
 
 
 @pytest.mark.parametrize("error", [JobFailed, SwarmError, asyncio.CancelledError])
@@ -75,7 +75,7 @@ def test_what_does_not_come_to_answer_is_taken_back(
     author: Any = None
     stderr = io.StringIO()
     with pytest.raises(error):
-        asyncio.run(serve._hand_over(context, Path(), ASKED, author, Output(stderr=stderr), step))
+        asyncio.run(serve._hand_over(context, SPEC, author, Output(stderr=stderr), step))
     assert stopped == ([] if step is None else [record])
     assert ("end that with: fusion-peer jobs stop abababababab" in stderr.getvalue()) == (step is None)
     assert "num_beams 4 is not followed\n" in stderr.getvalue()
@@ -97,12 +97,16 @@ def test_a_plan_says_what_is_not_followed(tmp_path: Path, monkeypatch: pytest.Mo
     model = SimpleNamespace(unread=("score.weight",), chat=chat, unknown_tokens=3)
     found = SimpleNamespace(config=config, model=model)
     monkeypatch.setattr(servable, "read_servable", lambda *_: found)
-    monkeypatch.setattr(plan, "takers", nobody)
+    monkeypatch.setattr(serving_plan, "takers", nobody)
     monkeypatch.setattr(chat_trial, "template_fault", fault)
     stdout, stderr = io.StringIO(), io.StringIO()
     context: Any = None
     with pytest.raises(SwarmError, match="no peer"):
-        asyncio.run(plan.plan_serving(context, tmp_path, ASKED.model, Output(stdout=stdout, stderr=stderr)))
+        asyncio.run(
+            serving_plan.plan_serving(
+                context, replace(SPEC, path=tmp_path), Output(stdout=stdout, stderr=stderr)
+            )
+        )
     assert stderr.getvalue().splitlines() == [
         "generation_config.json asks for num_beams 4, which answers do not follow",
         "its files hold tensors that the model has no place for: 'score.weight'",

@@ -44,6 +44,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.prepare_serving import prepare_serving
+from fusion.runtime.launch.serving_spec import ServingSpec
 from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest
@@ -153,9 +154,8 @@ def prepare(root: Path, stages: int, owners: list[str]) -> ChaosJob:
     """The model in so many even stages, for these peers."""
     write_model(root / "model")
     store = BlobStore(root / "plan", STORE_BYTES)
-    prepared = prepare_serving(
-        root / "model", "answers", [invented(i) for i in range(stages)], store, stages=stages
-    )
+    spec = ServingSpec(path=root / "model", name="answers", stages=stages)
+    prepared = prepare_serving(spec, [invented(i) for i in range(stages)], store)
     manifest = replace(prepared.manifest, proposed=tuple(PeerId(owner) for owner in owners))
     job = JobId(store.put(manifests.encode(manifest)))
     blobs = (Digest(job), *prepared.blobs[1:])

@@ -33,6 +33,7 @@ from fusion.runtime.job.spec import HuggingFaceConfig
 from fusion.runtime.job.text import TokenizerText
 from fusion.runtime.launch.prepare_serving import remarks
 from fusion.runtime.launch.servable import read_servable
+from fusion.runtime.launch.serving_spec import ServingSpec
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
@@ -690,7 +691,7 @@ def test_a_missing_or_misshapen_weight_is_named_before_any_is_read(
         with pytest.raises(JobError, match=match):
             opened.check(opened.capture().variables)
         with pytest.raises(JobError, match=match):
-            read_servable(tmp_path, None, None, None, lambda line: None)
+            read_servable(ServingSpec(path=tmp_path), lambda line: None)
 
     save_file({**weights, name: torch.zeros(3)}, path)
     refused(rf"model\.safetensors: {name} has shape \(3,\), not \(128,\)$")
@@ -704,7 +705,7 @@ def test_a_missing_or_misshapen_weight_is_named_before_any_is_read(
     path.rename(tmp_path / "one.safetensors")
     refused(rf"one\.safetensors has no {name}, which model\.safetensors\.index\.json says is there$")
     save_file(weights, tmp_path / "one.safetensors")
-    read_servable(tmp_path, None, None, None, lambda line: None)
+    read_servable(ServingSpec(path=tmp_path), lambda line: None)
 
 
 def test_a_part_of_a_mixture_is_looked_at_before_it_is_read(tmp_path: Path) -> None:
@@ -879,7 +880,7 @@ def test_tokens_that_only_the_tokenizer_has_are_said(tmp_path: Path) -> None:
     saved(tmp_path, model)
 
     def said() -> list[str]:
-        return remarks(tmp_path, read_servable(tmp_path, None, None, None, lambda line: None))
+        return remarks(tmp_path, read_servable(ServingSpec(path=tmp_path), lambda line: None))
 
     unknown = tokenizer.get_vocab_size() - model.vocab_size
     assert said() == [
@@ -922,7 +923,7 @@ def test_a_file_on_generation_that_is_no_json_is_passed_over_and_said(written: b
     saved(tmp_path, gpt2(eos_token_id=3))
     (tmp_path / "generation_config.json").write_bytes(written)
     wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id
-    found = read_servable(tmp_path, None, None, None, lambda line: None)
+    found = read_servable(ServingSpec(path=tmp_path), lambda line: None)
     assert wanted == 3 and found.model.about.end_tokens == (3,)
     [line] = passed_over(tmp_path, found.config, ())
     assert line.startswith("generation_config.json holds no JSON and is passed over")

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from support.captured_once import capture_once
 from support.families import build, config
 from support.source_tokenizer import tokenizer_of_sources
 
-from fusion.cli.plan import serving_summary
+from fusion.cli.serving_plan import serving_summary
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir import serialise
 from fusion.dag.ir.errors import PlacementError
@@ -30,9 +32,12 @@ from fusion.runtime.job.spec import DataSpec, GPTConfig
 from fusion.runtime.job.stage_graphs import weights_bytes, whole_stage
 from fusion.runtime.job.text import TokenizerText
 from fusion.runtime.launch.handed_over import Waiting
-from fusion.runtime.launch.launch import Held, Prepared, prepare_serving, prepare_training
+from fusion.runtime.launch.launch import Held, Prepared, prepare_training
+from fusion.runtime.launch.launch import prepare_serving as prepare
 from fusion.runtime.launch.servable import read_servable
 from fusion.runtime.launch.serving_plan import plan_serving
+from fusion.runtime.launch.serving_spec import ServingSpec
+from fusion.runtime.launch.shard import ReportLine, silent
 from fusion.runtime.placing.link_guess import SAME_MACHINE, SAME_NETWORK, link_guess
 from fusion.runtime.placing.placed_job import as_asked
 from fusion.runtime.serving.drafts.draft_files import AboutDraft, draft_files
@@ -59,6 +64,19 @@ microbatches = 4
 [placement]
 stages = 2
 """
+
+
+def prepare_serving(
+    path: Path,
+    name: str,
+    peers: Sequence[PeerRecord],
+    store: BlobStore,
+    *,
+    report: ReportLine = silent,
+    note: ReportLine = silent,
+    **asked: Any,
+) -> Prepared:
+    return prepare(ServingSpec(path=path, name=name, **asked), peers, store, report=report, note=note)
 
 
 def peer(name: str, address: str = "/ip4/127.0.0.1/tcp/1", memory: int = 1 << 30) -> PeerRecord:
@@ -238,7 +256,7 @@ def test_an_export_runs_in_the_dtype_of_its_graph_alone(tmp_path: Path, store: B
 
 def test_what_serving_would_take_is_said_before_anything_starts(tmp_path: Path, store: BlobStore) -> None:
     directory, said = exported_gpt(tmp_path / "m"), list[str]()
-    found = read_servable(directory, None, None, None, said.append)
+    found = read_servable(ServingSpec(path=directory), said.append)
     peers = [peer("A"), peer("B"), peer("C", memory=10)]
     plan = plan_serving(found, peers, (), 2, said.append)
     assert not store.held()
@@ -256,7 +274,7 @@ def test_what_serving_would_take_is_said_before_anything_starts(tmp_path: Path, 
 
 
 def test_a_plan_that_does_not_fit_says_what_would(tmp_path: Path, store: BlobStore) -> None:
-    found = read_servable(exported_gpt(tmp_path / "m"), None, None, None, lambda line: None)
+    found = read_servable(ServingSpec(path=exported_gpt(tmp_path / "m")), lambda line: None)
     plan = plan_serving(found, [peer("A", memory=1000), peer("B", memory=1000)], (), None, lambda line: None)
     assert not plan.stages and "does not fit" in plan.misfit and not plan.to_json()["fits"]
     assert len(plan.needed) == 6 and sorted(plan.needed, reverse=True) == [*plan.needed]
@@ -274,8 +292,8 @@ def test_a_plan_that_does_not_fit_says_what_would(tmp_path: Path, store: BlobSto
 
 def test_a_shorter_longest_text_takes_less_memory(tmp_path: Path, store: BlobStore) -> None:
     directory, said = exported_gpt(tmp_path / "m"), list[str]()
-    whole = read_servable(directory, None, None, None, said.append)
-    half = read_servable(directory, None, None, None, said.append, 4)
+    whole = read_servable(ServingSpec(path=directory), said.append)
+    half = read_servable(ServingSpec(path=directory, context=4), said.append)
     assert whole.config.max_sequence == 8 and half.config.max_sequence == 4
     plans = [plan_serving(found, [peer("A")], (), None, said.append) for found in (whole, half)]
     saved = plans[0].stages[0].memory_bytes - plans[1].stages[0].memory_bytes
@@ -290,7 +308,7 @@ def test_a_shorter_longest_text_takes_less_memory(tmp_path: Path, store: BlobSto
     prepare_serving(directory, "m", tight, store, context=4)
     for tokens in (1, 9):
         with pytest.raises(JobError, match=f"--context: from 2 to the 8 tokens .* not {tokens}"):
-            read_servable(directory, None, None, None, said.append, tokens)
+            read_servable(ServingSpec(path=directory, context=tokens), said.append)
 
 
 def test_ends_that_a_model_cannot_say_end_nothing(tmp_path: Path, store: BlobStore) -> None:
