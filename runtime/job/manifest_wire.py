@@ -89,6 +89,28 @@ def validate(manifest: Manifest) -> None:
 
 def _validate(manifest: Manifest) -> None:
     _require(is_name(manifest.name), "name", NAME_RULE)
+    _validate_stages(manifest)
+    _validate_blobs(manifest)
+    _require(is_peer_id(manifest.author), "author", "the peer id of whoever launched it")
+    _validate_law(manifest)
+    _require(1 <= manifest.opset < 2**31, "opset", "from 1 to 2**31")
+    _require(len(manifest.salt) <= 64, "salt", "at most 64 characters")
+    has = {"train": manifest.train is not None, "serve": manifest.serve is not None}
+    _require(has == {"train": manifest.kind == "train", "serve": manifest.kind == "serve"}, manifest.kind,
+             f"set in a manifest of kind {manifest.kind}, and the other one not")  # fmt: skip
+    if manifest.train is not None:
+        _validate_train(manifest.train)
+    if manifest.serve is not None:
+        _validate_serve(manifest.serve)
+        _require(
+            len(manifest.serve.hop_bytes) in (0, manifest.stages - 1),
+            "serve.hop_bytes",
+            "one number for each cut, or none",
+        )
+
+
+def _validate_stages(manifest: Manifest) -> None:
+    """What has one entry for each stage."""
     _require(manifest.stages <= MAX_STAGES, "cuts", f"at most {MAX_STAGES - 1}")
     ascending = all(a < b for a, b in zip((0, *manifest.cuts), manifest.cuts, strict=False))
     _require(ascending, "cuts", "ascending node indices above 0")
@@ -114,6 +136,9 @@ def _validate(manifest: Manifest) -> None:
         len(manifest.memory_bytes) in (0, manifest.stages), "memory_bytes", "one for each stage, or none"
     )
     _require(all(b >= 0 for b in manifest.memory_bytes), "memory_bytes", "at least 0")
+
+
+def _validate_blobs(manifest: Manifest) -> None:
     for field, digest in (
         ("graph", manifest.graph),
         *(("weights", w) for w in manifest.weights),
@@ -124,22 +149,6 @@ def _validate(manifest: Manifest) -> None:
     _require(len(manifest.files) <= 64, "files", "at most 64")
     for name, _ in manifest.files:
         _require(bool(_FILE_NAME.fullmatch(name)), "files", "plain file names, no folders")
-    _require(is_peer_id(manifest.author), "author", "the peer id of whoever launched it")
-    _validate_law(manifest)
-    _require(1 <= manifest.opset < 2**31, "opset", "from 1 to 2**31")
-    _require(len(manifest.salt) <= 64, "salt", "at most 64 characters")
-    has = {"train": manifest.train is not None, "serve": manifest.serve is not None}
-    _require(has == {"train": manifest.kind == "train", "serve": manifest.kind == "serve"}, manifest.kind,
-             f"set in a manifest of kind {manifest.kind}, and the other one not")  # fmt: skip
-    if manifest.train is not None:
-        _validate_train(manifest.train)
-    if manifest.serve is not None:
-        _validate_serve(manifest.serve)
-        _require(
-            len(manifest.serve.hop_bytes) in (0, manifest.stages - 1),
-            "serve.hop_bytes",
-            "one number for each cut, or none",
-        )
 
 
 def _validate_law(manifest: Manifest) -> None:

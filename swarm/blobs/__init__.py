@@ -5,7 +5,8 @@ eviction        what a store may delete, and what is worth telling the swarm of
 disk            what it has, takes and refuses
 partial_blob    one on its way into a store
 store           blobs on disk, under a quota
-fetch           one blob on its way here, from several holders
+fetch           the chunks of one blob, from several holders at once
+download        one blob on its way here, from who has it to its last chunk
 upload_budget   how much a peer gives away, shared fairly
 unread          memory for what readers have not taken yet, and who gives way where there is none
 serve           blobs for others, a share for each reader

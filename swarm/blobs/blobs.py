@@ -12,28 +12,31 @@ Every chunk is checked against the digest by itself, so a holder can waste a lit
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from fusion.swarm.authority.access import Access
 from fusion.swarm.blobs.announce import BlobAnnouncer
 from fusion.swarm.blobs.config import BlobConfig
-from fusion.swarm.blobs.fetch import Fetch, Fetched, ask_index, decoded
-from fusion.swarm.blobs.partial_blob import PartialBlob
+from fusion.swarm.blobs.download import Download, TooLarge
+from fusion.swarm.blobs.fetch import Fetched
 from fusion.swarm.blobs.serve import BlobServer
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.blobs.upload_budget import UploadBudget
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import Digest, JobId, is_digest
-from fusion.swarm.errors import BlobError, SwarmError
+from fusion.swarm.errors import BlobError
 from fusion.swarm.protocol import BLOB
 from fusion.swarm.transport import PeerId, Transport
 
-logger = logging.getLogger(__name__)
 
-HINT_SECONDS = 1.0  # for those who probably have a blob, before the directory is asked for others
+@dataclass(eq=False)
+class _Running:
+    download: Download
+    task: asyncio.Task[None]
+    waiting: int = 0  # callers
 
 
 class Blobs:
@@ -56,10 +59,7 @@ class Blobs:
         self._transport = transport
         self._directory = directory
         self._config = config or BlobConfig()
-        self._fetches: dict[Digest, asyncio.Task[Path]] = {}
-        self._fetched_for: dict[Digest, JobId | None] = {}
-        self._waiting: dict[Digest, int] = {}
-        self._under_way: dict[Digest, Fetch] = {}
+        self._running: dict[Digest, _Running] = {}
         self._server = BlobServer(store, self._access, self._config, budget)
         self._announcer = BlobAnnouncer(store, directory, transport.peer_id, self._config)
 
@@ -73,11 +73,11 @@ class Blobs:
 
     async def aclose(self) -> None:
         """Stop announcing and every fetch; what came of them stays for the next time. Idempotent."""
-        fetches = list(self._fetches.values())
-        for fetch in fetches:
-            fetch.cancel()
-        if fetches:
-            await asyncio.wait(fetches)
+        tasks = [running.task for running in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
         await self._announcer.aclose()
         await self._server.aclose()
 
@@ -145,9 +145,9 @@ class Blobs:
 
     def progress(self, digest: Digest) -> Fetched:
         """How far the blob is on its way here, what an earlier attempt left included."""
-        fetch = self._under_way.get(digest)
-        if fetch is not None:
-            return fetch.progress
+        running = self._running.get(digest)
+        if running is not None and running.download.fetch is not None:
+            return running.download.fetch.progress
         size = self.store.size(digest) if self.store.has(digest) else 0
         return Fetched(size, size)
 
@@ -170,124 +170,54 @@ class Blobs:
         law = None if job is None else self._access.law(job)
         return None if law is None or law.admission.kind == "open" else job
 
-    def _leave(self, job: JobId | None) -> dict[str, object]:
-        """What a request says of why we may read a blob of the job."""
-        return {} if job is None else {"job": job, "grants": list(self._access.chain(job))}
-
     async def _joined(
         self, digest: Digest, hints: Sequence[PeerId], max_bytes: int | None, job: JobId | None
     ) -> None:
         """Wait for the one fetch of the blob for that job, started if there is none, stopped when nobody waits any longer."""
         while True:
-            task = self._fetches.get(digest)
-            if task is None or (self._fetched_for.get(digest) == job and not task.cancelling()):
+            running = self._running.get(digest)
+            if running is None or (running.download.job == job and not running.task.cancelling()):
                 break
             # Who may read it is the other job's to say; and one that those who waited for it have left comes to nothing.
-            await asyncio.wait([task])
+            await asyncio.wait([running.task])
             if self.store.usable(digest, job):
                 return
-        if task is None:
-            task = asyncio.create_task(self._fetch(digest, hints, max_bytes, job), name=f"fetch {digest[:8]}")
-            self._fetches[digest], self._fetched_for[digest] = task, job
-            task.add_done_callback(lambda _: (self._fetches.pop(digest), self._fetched_for.pop(digest)))
-        self._waiting[digest] = self._waiting.get(digest, 0) + 1
+        if running is None:
+            running = self._start(digest, hints, max_bytes, job)
+        running.waiting += 1
         try:
-            await asyncio.shield(task)
+            await asyncio.shield(running.task)
         except asyncio.CancelledError:
-            if task.cancelled():  # we are being closed
+            if running.task.cancelled():  # we are being closed
                 raise BlobError(f"fetching blob {digest[:8]} was stopped") from None
             raise
         finally:
-            self._waiting[digest] -= 1
-            if not self._waiting[digest]:
-                del self._waiting[digest]
-                task.cancel()
+            running.waiting -= 1
+            if not running.waiting:
+                running.task.cancel()
 
-    async def _fetch(
+    def _start(
         self, digest: Digest, hints: Sequence[PeerId], max_bytes: int | None, job: JobId | None
-    ) -> Path:
-        fetch: Fetch | None = None
-        shunned: set[PeerId] = set()  # sent bytes that do not match the digest
-        fruitless = 0
-        reason = "nobody announces it"
-        likely = [peer for peer in hints if peer != self._transport.peer_id]
-        lookup = self._look_up(digest, hints)
-        try:
-            while True:
-                left = len(fetch.partial.missing) if fetch is not None else None
-                # A dial is quicker than the directory: at first only those are asked who probably have the blob.
-                first, likely = likely[: self._config.holders], []
-                holders = first or [peer for peer in await lookup if peer not in shunned]
-                try:
-                    if fetch is None and holders:
-                        patience = min(HINT_SECONDS, self._config.chunk_seconds)
-                        fetch = await self._begin(
-                            digest, holders, patience if first else self._config.chunk_seconds, max_bytes, job
-                        )
-                    if fetch is not None:
-                        self._under_way[digest] = fetch
-                        await fetch.round(holders, shunned, lookup, self._config.holders)
-                        reason = fetch.trouble or reason
-                except TooLarge:
-                    raise
-                except (BlobError, TimeoutError) as error:
-                    reason = str(error)
-                if fetch is not None and not fetch.partial.missing:
-                    break
-                if first and fetch is None:
-                    continue  # with those whom the directory knows
-                fruitless = 0 if fetch is not None and len(fetch.partial.missing) != left else fruitless + 1
-                if fruitless >= self._config.attempts:
-                    raise BlobError(f"cannot fetch blob {digest[:8]}: {reason}")
-                await asyncio.sleep(self._config.retry_seconds)
-                lookup = self._look_up(digest, hints)
-        finally:
-            lookup.cancel()
-            self._under_way.pop(digest, None)
-            if fetch is not None:
-                await asyncio.shield(asyncio.to_thread(fetch.partial.close))
-        self._announcer.soon(digest)
-        return self.store.path(digest)
+    ) -> _Running:
+        download = Download(
+            digest=digest,
+            hints=hints,
+            max_bytes=max_bytes,
+            job=job,
+            store=self.store,
+            transport=self._transport,
+            directory=self._directory,
+            config=self._config,
+            access=self._access,
+        )
+        task = asyncio.create_task(self._run(download), name=f"fetch {digest[:8]}")
+        task.add_done_callback(lambda _: self._running.pop(digest))
+        self._running[digest] = running = _Running(download, task)
+        return running
 
-    async def _begin(
-        self,
-        digest: Digest,
-        holders: Sequence[PeerId],
-        patience_seconds: float,
-        max_bytes: int | None,
-        job: JobId | None,
-    ) -> Fetch:
-        """Raises BlobError where none of the holders has the blob, TooLarge, QuotaExceeded."""
-        request = {"digest": digest, **self._leave(job)}
-        giver, data = await ask_index(self._transport, holders, request, patience_seconds)
-        size = (await decoded(data, digest)).size_bytes
-        if max_bytes is not None and size > max_bytes:
-            raise TooLarge(digest, size, max_bytes)
-        partial = await self._begun(data, digest, job)
-        return Fetch(self._transport, partial, self._config.chunk_seconds, request, giver)
-
-    async def _begun(self, index: bytes, digest: Digest, job: JobId | None) -> PartialBlob:
-        beginning = asyncio.create_task(asyncio.to_thread(self.store.begin, index, digest, job))
-        try:
-            return await asyncio.shield(beginning)
-        except asyncio.CancelledError:
-            # Its thread goes on, and has a file and a part of the quota in the end: nobody else would give these back.
-            await asyncio.wait([beginning])
-            if not beginning.cancelled() and beginning.exception() is None:
-                await asyncio.shield(asyncio.to_thread(beginning.result().close))
-            raise
-
-    def _look_up(self, digest: Digest, hints: Sequence[PeerId]) -> asyncio.Task[list[PeerId]]:
-        return asyncio.create_task(self._holders(digest, hints), name=f"holders of {digest[:8]}")
-
-    async def _holders(self, digest: Digest, hints: Sequence[PeerId]) -> list[PeerId]:
-        try:
-            records = await self._directory.providers(digest)
-        except SwarmError as error:
-            logger.debug("providers of blob %.8s not read: %s", digest, error)
-            records = ()
-        peers = dict.fromkeys([*hints, *(record.peer for record in records)])
-        return [peer for peer in peers if peer != self._transport.peer_id]
+    async def _run(self, download: Download) -> None:
+        await download.run()
+        self._announcer.soon(download.digest)
 
 
 class JobBlobs:
@@ -314,11 +244,3 @@ class JobBlobs:
     async def read(self, digest: Digest, max_bytes: int, hints: Sequence[PeerId] = ()) -> bytes:
         """As `Blobs.read`."""
         return await self._blobs.read(digest, max_bytes, hints, self._job)
-
-
-class TooLarge(BlobError):
-    """The blob is larger than the caller allows: trying again cannot help."""
-
-    def __init__(self, digest: Digest, size_bytes: int, limit: int) -> None:
-        super().__init__(f"blob {digest[:8]} has {size_bytes} bytes; at most {limit} allowed")
-        self.size_bytes = size_bytes

@@ -187,15 +187,7 @@ class ProbeHost:
                         await stream.send("go" if granted else "busy")
                     case "train" if granted:
                         granted = 0
-                        stream.allow(UNASKED_BYTES)
-                        self._end_grant(stream, used=True)
-                        sample = self._receive_log.sample(stream.remote, began, None)
-                        self._receive_log.forget(stream.remote)
-                        if sample is not None:
-                            self._on_train(stream.remote, sample)
-                        await stream.send(
-                            "rate", {"bytes_per_second": sample.bytes_per_second if sample else 0.0}
-                        )
+                        await stream.send("rate", {"bytes_per_second": self._timed(stream, began)})
                     case "report":
                         self._on_report(stream.remote, ProbeReport.from_header(frame.header))
                     case _:
@@ -205,6 +197,17 @@ class ProbeHost:
             self._open[stream.remote] -= 1
             if not self._open[stream.remote]:
                 del self._open[stream.remote]
+
+    def _timed(self, stream: Stream, began: float) -> float:
+        """Bytes a second of a train that came whole, which was granted at `began`; 0 where that cannot be told."""
+        stream.allow(UNASKED_BYTES)
+        self._end_grant(stream, used=True)
+        sample = self._receive_log.sample(stream.remote, began, None)
+        self._receive_log.forget(stream.remote)
+        if sample is None:
+            return 0.0
+        self._on_train(stream.remote, sample)
+        return sample.bytes_per_second
 
     def _grant(self, stream: Stream, header: Mapping[str, Any]) -> int:
         """How many bytes may come now; 0: not now."""

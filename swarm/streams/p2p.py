@@ -202,13 +202,7 @@ class P2PTransport:
             raise
 
     async def _open(self, peer: PeerId, protocol: str) -> FrameStream:
-        try:
-            request = p2pd_pb2.StreamOpenRequest(peer=to_bytes(peer), proto=[protocol])
-        except ValueError as error:
-            raise PeerUnreachable(str(error)) from error
-        request.timeout = _whole_seconds(self._config.dial_seconds)
-        message = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request)
-        loop = asyncio.get_running_loop()
+        request, loop = self._open_request(peer, protocol), asyncio.get_running_loop()
         answer: asyncio.Future[bytes | None] = loop.create_future()
 
         def opened(_: FrameStream, data: bytes | None) -> None:
@@ -238,24 +232,39 @@ class P2PTransport:
                     ),
                     path=str(self._daemon.control_path),
                 )
-                await stream.write_message(framed(message))
+                await stream.write_message(framed(request))
                 data = await answer
             check_answer(data, f"cannot open {protocol} to {peer}")
         except BaseException as error:
             timer.cancel()
             if stream is not None:
                 stream.abort()
-            if isinstance(error, TimeoutError):
-                raise PeerUnreachable(
-                    f"{peer} did not answer within {self._config.dial_seconds:g} s"
-                ) from None
-            if isinstance(error, OSError):
-                raise PeerUnreachable(f"cannot reach {peer}: {GONE}") from error
-            if isinstance(error, TransportError) and not isinstance(error, PeerUnreachable | UnknownProtocol):
-                raise PeerUnreachable(f"cannot reach {peer}: {error}") from error
+            if (reason := self._why_unreachable(peer, error)) is not None:
+                raise PeerUnreachable(reason) from error
             raise
         self._hold(stream)
         return stream
+
+    def _open_request(self, peer: PeerId, protocol: str) -> p2pd_pb2.Request:
+        try:
+            request = p2pd_pb2.StreamOpenRequest(peer=to_bytes(peer), proto=[protocol])
+        except ValueError as error:
+            raise PeerUnreachable(str(error)) from error
+        request.timeout = _whole_seconds(self._config.dial_seconds)
+        return p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request)
+
+    def _why_unreachable(self, peer: PeerId, error: BaseException) -> str | None:
+        """Of what went wrong with a stream that we were opening; None where that says so itself, or is another matter."""
+        match error:
+            case TimeoutError():
+                return f"{peer} did not answer within {self._config.dial_seconds:g} s"
+            case OSError():
+                return f"cannot reach {peer}: {GONE}"
+            case PeerUnreachable() | UnknownProtocol():
+                return None
+            case TransportError():
+                return f"cannot reach {peer}: {error}"
+        return None
 
     async def serve(self, protocol: str, handler: Handler) -> None:
         gathering = Gathering(handler)

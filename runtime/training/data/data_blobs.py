@@ -9,7 +9,7 @@ from fusion.dag.placement.misfit import size_text
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import Refused
 from fusion.runtime.job.manifest import DataConfig
-from fusion.swarm.blobs.blobs import TooLarge
+from fusion.swarm.blobs.download import TooLarge
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.transport import PeerId
 

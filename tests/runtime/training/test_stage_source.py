@@ -10,7 +10,7 @@ import pytest
 
 from fusion.runtime.job.errors import Refused
 from fusion.runtime.training.stage_source import StageSource
-from fusion.swarm.blobs.blobs import TooLarge
+from fusion.swarm.blobs.download import TooLarge
 from fusion.swarm.directory.records import Digest, JobId
 
 DATA = Digest("d" * 64)

@@ -597,11 +597,11 @@ def test_who_asks_while_a_fetch_that_nobody_waits_for_stops_gets_the_blob(tmp_pa
             holder, ours = await room.peer(), await room.peer()
             digest = await holder.put(BIG)
             first = asyncio.create_task(ours.fetch(digest))
-            while digest not in ours._under_way:
+            while digest not in ours._running or ours._running[digest].download.fetch is None:
                 await asyncio.sleep(0)
             first.cancel()
             await asyncio.wait([first])
-            assert ours._fetches[digest].cancelling()
+            assert ours._running[digest].task.cancelling()
             assert await ours.read(digest, len(BIG)) == BIG
 
     asyncio.run(scenario())
@@ -631,7 +631,7 @@ def test_a_fetch_that_is_given_up_while_it_begins_keeps_neither_room_nor_a_file(
             fetching.cancel()
             await asyncio.wait([fetching])
             go_on.set()
-            while ours._fetches:
+            while ours._running:
                 await asyncio.sleep(0)
             await ours.put(BIG[::-1])
             with pytest.raises(BlobError, match="no longer being fetched"):
@@ -672,7 +672,7 @@ def test_a_fetch_stops_when_nobody_waits_and_goes_on_later(tmp_path: Path) -> No
             fetching.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await fetching
-            while ours._fetches:
+            while ours._running:
                 await asyncio.sleep(0)
             assert not ours.has(digest)
             before = ours._transport.traffic().get(id_of(holder))
