@@ -18,6 +18,7 @@ import logging
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -68,6 +69,16 @@ def verdict_on(
     return "take"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """That whoever held a stage is gone, as it came to a standby."""
+
+    place: Place
+    holding: Holding  # of whoever is said to be gone
+    votes: tuple[bytes, ...] = ()  # that came with it
+    yours: bool = False  # we are meant, though we may have stages: those without were asked
+
+
 def _alive(signs: Mapping[PeerId, Sign], owner: ClaimRecord | None) -> SuspectReply:
     return SuspectReply(
         "alive", max([*(sign.term for sign in signs.values()), 0 if owner is None else owner.term])
@@ -115,20 +126,20 @@ class Takeovers:
 
     async def suspect(self, job: JobId, stage: int, peer: PeerId, term: int) -> ClaimRecord | None:
         """As in `Takeover`. Asked several times at once, it happens once."""
-        place = (job, stage)
-        key = ("suspect", place, peer, term)
-        return await self._flights.once(key, lambda: self._find_successor(place, peer, term))
+        report = Report(place=(job, stage), holding=Holding(peer, term))
+        return await self._flights.once(("suspect", report), lambda: self._find_successor(report))
 
-    async def _find_successor(self, place: Place, peer: PeerId, term: int) -> ClaimRecord | None:
+    async def _find_successor(self, report: Report) -> ClaimRecord | None:
+        place, (peer, term) = report.place, report.holding
         known = winner(self._leases.recent(*place))
         if known is not None and known.term > term:
             return known
         asked: set[PeerId] = {peer}
-        answer = await self._ask_successors(place, peer, term, self._leases.recent(*place), asked)
+        answer = await self._ask_successors(report, self._leases.recent(*place), asked)
         if answer is None or answer.claim is None:
             # What we knew of the stage is old, or somebody may have followed already.
             fresh = await self._leases.claims_or_recent(*place)
-            answer = answer or await self._ask_successors(place, peer, term, fresh, asked)
+            answer = answer or await self._ask_successors(report, fresh, asked)
         if answer is not None and answer.claim is not None:
             log.info("stage %d of job %.8s goes on at %s", place[1], place[0], answer.claim.peer)
             return answer.claim
@@ -136,14 +147,14 @@ class Takeovers:
         return known if known is not None and known.term > term else None
 
     async def _ask_successors(
-        self, place: Place, peer: PeerId, term: int, claims: Sequence[ClaimRecord], asked: set[PeerId]
+        self, report: Report, claims: Sequence[ClaimRecord], asked: set[PeerId]
     ) -> SuspectReply | None:
         """What the first standby says that settles it, the next one asked when one has no answer for a while."""
-        us = self._leases.peer_id if self._idle.has(place, Holding(peer, term)) else None
+        us = self._leases.peer_id if self._idle.has(report.place, report.holding) else None
 
         def turn(standby: PeerId) -> tuple[bool, bool]:
             """Of an owner that does nothing the best standbys may be allies: we know that we are none, and ask the idle ones."""
-            return self._idle.avoids(place[0], standby), standby != us
+            return self._idle.avoids(report.place[0], standby), standby != us
 
         standbys = [standby.peer for standby in successors(claims) if standby.peer not in asked]
         order = deque(sorted(standbys, key=turn))
@@ -152,7 +163,7 @@ class Takeovers:
             while order or pending:
                 if order:
                     asked.add(order[0])
-                    pending.add(asyncio.ensure_future(self._ask(order.popleft(), place, peer, term)))
+                    pending.add(asyncio.ensure_future(self._ask(order.popleft(), report)))
                 done, pending = await asyncio.wait(
                     pending,
                     timeout=HEDGE_SECONDS if order else None,
@@ -167,15 +178,14 @@ class Takeovers:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
 
-    async def _ask(
-        self, successor: PeerId, place: Place, peer: PeerId, term: int, *, yours: bool = False
-    ) -> SuspectReply:
+    async def _ask(self, successor: PeerId, report: Report) -> SuspectReply:
         if successor == self._leases.peer_id:
-            return await self._succeed(place, peer, term)
-        header = {"job": place[0], "stage": place[1], "peer": peer, "term": term, "yours": yours}
+            return await self._succeed(report)
+        place, (peer, term) = report.place, report.holding
+        header = {"job": place[0], "stage": place[1], "peer": peer, "term": term, "yours": report.yours}
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                header["word"] = await self._votes.vote_soon(place, Holding(peer, term), successor)
+                header["word"] = await self._votes.vote_soon(place, report.holding, successor)
                 reply = await call(self._transport, successor, HOLD.name, "suspect", header)
             return await self._answer(place, reply)
         except (SwarmError, ValueError, TimeoutError) as error:
@@ -199,107 +209,76 @@ class Takeovers:
 
     # --- a standby
 
-    async def _succeed(
-        self, place: Place, peer: PeerId, term: int, votes: Sequence[bytes] = (), *, yours: bool = False
-    ) -> SuspectReply:
-        leases = self._leases
-        if (own := self._own(place)) is not None and own.term > term:
+    async def _succeed(self, report: Report) -> SuspectReply:
+        place, leases = report.place, self._leases
+        if (own := self._own(place)) is not None and own.term > report.holding.term:
             return own
         # Anybody may report anything: no vote is checked for a stage that we would not take.
         stands_by = any((claim.job, claim.stage) == place for claim in leases.standbys.mine())
         if self._holder is None or not stands_by:
             return refused("not a standby of that stage")
         owner = winner(leases.recent(*place))
-        holding = Holding(peer, term) if owner is None else Holding(owner.peer, owner.term)
-        outvoted = self._votes.is_voted_against(place, holding, votes)
+        known = report.holding if owner is None else Holding(owner.peer, owner.term)
+        outvoted = self._votes.is_voted_against(place, known, report.votes)
         # Apart, or two that ask each other would both wait; and anybody may report without a vote.
-        key = ("take" if yours else "succeed", place, peer, term, outvoted)
-        reported = Holding(peer, term)
-        return await self._flights.once(
-            key,
-            lambda: self._look_and_take(place, reported, holding, votes, outvoted=outvoted, yours=yours),
-        )
+        key = ("take" if report.yours else "succeed", place, report.holding, outvoted)
+        return await self._flights.once(key, lambda: self._look_and_take(report, known, outvoted=outvoted))
 
-    async def _look_and_take(
-        self,
-        place: Place,
-        reported: Holding,
-        holding: Holding,
-        votes: Sequence[bytes],
-        *,
-        outvoted: bool,
-        yours: bool,
-    ) -> SuspectReply:
-        """`holding`: who owns the stage as far as we know; who is reported, where nobody does."""
-        suspected = {holding.peer}
-        # Whoever reports may name anybody: others are looked at only if they claim the stage.
-        if any(claim.peer == reported.peer for claim in self._leases.recent(*place)):
-            suspected.add(reported.peer)
-        asking = asyncio.ensure_future(self._votes.collect(place, holding, votes))
+    async def _look_and_take(self, report: Report, known: Holding, *, outvoted: bool) -> SuspectReply:
+        """`known`: who owns the stage as far as we know; who is reported, where nobody does. `outvoted`: one of the voters says that
+        this one is gone, whatever it answers."""
+        asking = asyncio.ensure_future(self._votes.collect(report.place, known, report.votes))
         try:
-            return await self._judge_and_take(
-                place, reported, suspected, holding, asking, outvoted=outvoted, yours=yours
-            )
+            return await self._judge_and_take(report, known, asking, outvoted=outvoted)
         finally:
             asking.cancel()
             await asyncio.wait([asking])
 
     async def _judge_and_take(
-        self,
-        place: Place,
-        reported: Holding,
-        suspected: set[PeerId],
-        asked: Holding,
-        asking: asyncio.Future[tuple[bytes, ...]],
-        *,
-        outvoted: bool,
-        yours: bool,
+        self, report: Report, known: Holding, asking: asyncio.Future[tuple[bytes, ...]], *, outvoted: bool
     ) -> SuspectReply:
-        """`asking`: for the votes that we need, should the owner be gone, against the one of `asked`. `outvoted`: one of the voters says that
-        this one is, whatever it answers."""
+        """`asking`: for the votes that we need, should the owner be gone, against the one of `known`."""
         assert self._holder is not None
-        holder, leases, (peer, term) = self._holder, self._leases, reported
+        place, peer, leases = report.place, report.holding.peer, self._leases
+        # Whoever reports may name anybody: others are looked at only if they claim the stage.
+        suspected = {known.peer} | ({peer} & {claim.peer for claim in leases.recent(*place)})
         signs, claims = await asyncio.gather(self._look_at(suspected, place), self._read(place))
         owner = winner(claims)
         claimed = {claim.peer for claim in claims} & {peer} | (set() if owner is None else {owner.peer})
         signs |= await self._look_at((claimed or {peer}) - signs.keys(), place)
         verdict = verdict_on(claims, signs)
         held = None if owner is None else Holding(owner.peer, owner.term)
-        outvoted = outvoted and held == asked
-        if verdict == "take" or outvoted:
-            log.info("stage %d of job %.8s: its owner %s is gone", place[1], place[0], peer)
-            if holder.occupied and not yours:
-                taken = await self._ask_the_idle(place, peer, term, claims, signs)
-                if taken is not None:
-                    return taken
-            votes: tuple[bytes, ...] = ()
-            if held is None:
-                # Its lease is over, and we may never have read it: who has just begun to stand by would use its term again.
-                leases.observe(*place, term)
-            else:
-                votes = await (asking if held == asked else self._votes.collect(place, held))
-                if not leases.voting.is_proof_to_all(*place, held, leases.peer_id, votes):
-                    votes = await self._votes.collect_after_a_look(place, held, votes)
-                if not leases.voting.is_proof(*place, held, leases.peer_id, votes):
-                    log.info("stage %d of job %.8s: its neighbours do not say so", *place[::-1])
-                    return _alive(signs, owner) if verdict == "alive" else SuspectReply("frozen")
-                if verdict == "alive":
-                    self._idle.avoid(place[0], held.peer)
-            # Reports of several kinds may come to this at once.
-            take = partial(holder.take_over, *place, leases.known_term(*place), None, votes)
-            await self._flights.once(("taken over", place), take)
-            if (own := self._own(place)) is not None:
-                return own
-            return refused("the stage could not be taken over here")
-        return _alive(signs, owner) if verdict == "alive" else SuspectReply("frozen")
+        stays = _alive(signs, owner) if verdict == "alive" else SuspectReply("frozen")
+        if verdict != "take" and not (outvoted and held == known):
+            return stays
+        log.info("stage %d of job %.8s: its owner %s is gone", place[1], place[0], peer)
+        if self._holder.occupied and not report.yours:
+            taken = await self._ask_the_idle(report, claims, signs)
+            if taken is not None:
+                return taken
+        if held is None:
+            # Its lease is over, and we may never have read it: who has just begun to stand by would use its term again.
+            leases.observe(*place, report.holding.term)
+            return await self._take_over(place, ())
+        votes = await (asking if held == known else self._votes.collect(place, held))
+        if not leases.voting.is_proof_to_all(*place, held, leases.peer_id, votes):
+            votes = await self._votes.collect_after_a_look(place, held, votes)
+        if not leases.voting.is_proof(*place, held, leases.peer_id, votes):
+            log.info("stage %d of job %.8s: its neighbours do not say so", *place[::-1])
+            return stays
+        if verdict == "alive":
+            self._idle.avoid(place[0], held.peer)
+        return await self._take_over(place, votes)
+
+    async def _take_over(self, place: Place, votes: tuple[bytes, ...]) -> SuspectReply:
+        """With these votes that its owner is gone. Reports of several kinds may come to this at once."""
+        assert self._holder is not None
+        take = partial(self._holder.take_over, *place, self._leases.known_term(*place), None, votes)
+        await self._flights.once(("taken over", place), take)
+        return self._own(place) or refused("the stage could not be taken over here")
 
     async def _ask_the_idle(
-        self,
-        place: Place,
-        peer: PeerId,
-        term: int,
-        claims: Sequence[ClaimRecord],
-        gone: Collection[PeerId],
+        self, report: Report, claims: Sequence[ClaimRecord], gone: Collection[PeerId]
     ) -> SuspectReply | None:
         """The claim of a standby without stages of its own that takes this one; None where none does soon."""
         us = self._leases.peer_id
@@ -307,7 +286,7 @@ class Takeovers:
             async with asyncio.timeout(HEDGE_SECONDS):
                 for standby in successors(claims):
                     if is_idle(standby) and standby.peer != us and standby.peer not in gone:
-                        answer = await self._ask(standby.peer, place, peer, term, yours=True)
+                        answer = await self._ask(standby.peer, replace(report, yours=True))
                         if answer.claim is not None:
                             return answer
         return None
@@ -360,8 +339,9 @@ class Takeovers:
             gone = Holding(peer_of(header), term)
             await stream.send("gone", {"word": await self._votes.vote(place, gone, stream.remote)})
         elif frame.kind == "suspect":
+            gone = Holding(peer_of(header), term)
             yours = header.get("yours") is True
-            answer = await self._succeed(place, peer_of(header), term, [vote], yours=yours)
+            answer = await self._succeed(Report(place=place, holding=gone, votes=(vote,), yours=yours))
             await stream.send(answer.kind, answer.header())
         elif frame.kind == "take":
             answer = await self._take(stream.remote, place, term, header.get("handover"), vote)
