@@ -11,7 +11,6 @@ grants            what keys and invites of a home allow
 invites           `jobs invite`, `accept` and `revoke`
 plan              where a job would run
 serve             put a model on the swarm
-serving_plan      what that would take
 models            which models are served
 generate          ask a model
 run               arrays to a model that answers in one run
@@ -20,6 +19,7 @@ swarm_key         the key of a closed swarm
 demo              all of it on this machine
 client            how a command reaches the swarm, and who works in it
 job_client        what commands ask about jobs, and of their leads
+plans/            what `plan`, `train` and `serve --plan` show
 asking/           what `generate` and `chat` share
 terminal/         what commands share: options, output, errors, the loop
 local/            peers as processes of this machine; `chaos`: all of it, with kills

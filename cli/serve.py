@@ -13,7 +13,7 @@ import typer
 
 from fusion.cli import client, job_client
 from fusion.cli.launch_progress import offer, take_back, takers, until_answering, until_held
-from fusion.cli.serving_plan import plan_serving
+from fusion.cli.plan import plan_model
 from fusion.cli.terminal import options
 from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.loop import run
@@ -170,7 +170,7 @@ def _may_be_job(source: str) -> bool:
 
 async def _plan(spec: ServingSpec, way: client.Way, output: Output) -> None:
     async with client.join(way) as context:
-        fits = await plan_serving(context, spec, output)
+        fits = await plan_model(context, spec, output)
     if not fits:
         raise typer.Exit(1)
 

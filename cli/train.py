@@ -11,7 +11,7 @@ import typer
 from fusion.cli import client, job_client
 from fusion.cli.follow import follow
 from fusion.cli.launch_progress import offer, takers, until_held
-from fusion.cli.plan import show
+from fusion.cli.plans.training_plan import show
 from fusion.cli.terminal import options
 from fusion.cli.terminal.extras import need_peer_extra
 from fusion.cli.terminal.loop import run

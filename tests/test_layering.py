@@ -83,7 +83,7 @@ ROOMS = {
         *(f"training/{room}" for room in ("data", "step", "compute", "streams", "snapshots", "lead")),
         *("training", "launch", "hosting/jobs", "hosting", "peer"),
     ),
-    "cli": ("terminal", "local", "asking", ""),
+    "cli": ("terminal", "local", "asking", "plans", ""),
 }
 # Which layers may import a library at all, and where it is narrower, which files.
 LIBRARY_LAYERS = {

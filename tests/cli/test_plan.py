@@ -12,7 +12,7 @@ import pytest
 from support.captured_once import capture_once
 
 from fusion.cli import main
-from fusion.cli.plan import show, summary
+from fusion.cli.plans.training_plan import show, summary
 from fusion.cli.terminal.output import Output
 from fusion.runtime.placing import offline_graph
 from fusion.runtime.placing.plan import Plan, PlannedLine, PlannedLink, PlannedStage

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fusion.cli import client, job_client, serve, serving_plan
+from fusion.cli import client, job_client, plan, serve
 from fusion.cli.terminal.output import Output
 from fusion.runtime.belief import reading
 from fusion.runtime.job.errors import JobFailed
@@ -97,15 +97,13 @@ def test_a_plan_says_what_is_not_followed(tmp_path: Path, monkeypatch: pytest.Mo
     model = SimpleNamespace(unread=("score.weight",), chat=chat, unknown_tokens=3)
     found = SimpleNamespace(config=config, model=model)
     monkeypatch.setattr(servable, "read_servable", lambda *_: found)
-    monkeypatch.setattr(serving_plan, "takers", nobody)
+    monkeypatch.setattr(plan, "takers", nobody)
     monkeypatch.setattr(chat_trial, "template_fault", fault)
     stdout, stderr = io.StringIO(), io.StringIO()
     context: Any = None
     with pytest.raises(SwarmError, match="no peer"):
         asyncio.run(
-            serving_plan.plan_serving(
-                context, replace(SPEC, path=tmp_path), Output(stdout=stdout, stderr=stderr)
-            )
+            plan.plan_model(context, replace(SPEC, path=tmp_path), Output(stdout=stdout, stderr=stderr))
         )
     assert stderr.getvalue().splitlines() == [
         "generation_config.json asks for num_beams 4, which answers do not follow",

@@ -16,7 +16,7 @@ from support.captured_once import capture_once
 from support.families import build, config
 from support.source_tokenizer import tokenizer_of_sources
 
-from fusion.cli.serving_plan import serving_summary
+from fusion.cli.plans.serving_plan import summary as serving_summary
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir import serialise
 from fusion.dag.ir.errors import PlacementError

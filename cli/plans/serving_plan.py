@@ -1,41 +1,17 @@
-"""What serving a model would take, for people (`serve --plan`)."""
+"""What serving a model would take (`serve --plan`)."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fusion.cli.launch_progress import takers
 from fusion.cli.terminal.output import Output, bytes_text, number_text, seconds_text
 
 if TYPE_CHECKING:
-    from fusion.runtime.job.context import Context
     from fusion.runtime.launch.serving_plan import ServingPlan
-    from fusion.runtime.launch.serving_spec import ServingSpec
 
 
-async def plan_serving(context: Context, spec: ServingSpec, output: Output) -> bool:
-    """Show what serving a model would take on the swarm; whether it fits. Raises as `read_servable`."""
-    from fusion.runtime.launch import serving_plan
-    from fusion.runtime.launch.prepare_serving import remarks
-    from fusion.runtime.launch.servable import read_servable
-
-    model = await asyncio.to_thread(read_servable, spec, output.status)
-    for line in await asyncio.to_thread(remarks, spec.path, model):
-        output.note(line)
-    seen = await takers(context)
-    peers, links = spec.admission.among(seen, lambda peer: peer.peer), await context.directory.links()
-    planned = await asyncio.to_thread(
-        serving_plan.plan_serving, model, peers, links, spec.stages, output.status, context.home
-    )
-    found = await serving_plan.with_what_is_there(context, planned)
-    output.emit({"event": "plan", **found.to_json()})
-    show_serving(found, output, {peer.peer: peer.name for peer in peers})
-    return bool(found.stages)
-
-
-def show_serving(found: ServingPlan, output: Output, names: Mapping[str, str]) -> None:
+def show(found: ServingPlan, output: Output, names: Mapping[str, str]) -> None:
     """`names`: those that people know peers by."""
     if found.stages:
         output.table(
@@ -52,11 +28,11 @@ def show_serving(found: ServingPlan, output: Output, names: Mapping[str, str]) -
                 for stage in found.stages
             ],
         )
-    for line in serving_summary(found):
+    for line in summary(found):
         output.print_line(line)
 
 
-def serving_summary(found: ServingPlan) -> list[str]:
+def summary(found: ServingPlan) -> list[str]:
     """In words."""
     if found.one_run:
         how = "it answers in one run"
