@@ -16,17 +16,17 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
-from cachetools import FIFOCache, TTLCache
+from cachetools import TTLCache
 
 from fusion.runtime.hosting.jobs.board import CONCLUDED, JobBoard, advanced
 from fusion.runtime.hosting.jobs.files import MAX_AGE_SECONDS, KeptWords
 from fusion.runtime.hosting.jobs.recalled_blobs import blobs_of
+from fusion.runtime.hosting.jobs.record_proofs import RecordProofs
 from fusion.runtime.hosting.jobs.service import Service
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import Manifest
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
-from fusion.swarm.authority.statements import CARRIED, Statement, joined, seal_statement, stated
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.job_order import ENDED, JOB_TTL_SECONDS, job_order
@@ -42,9 +42,6 @@ SAID_JOBS = 1024  # of which we know what we said last
 LEADERLESS = "waiting for a peer to take the lead"
 TELL_SECONDS = 2.0
 TOLD_PEERS = 256
-REVOCATIONS = 2  # lists that a record carries
-# How many statements give way to a list, and to a succession: a record has a limit.
-STATEMENTS_FOR_LIST, STATEMENTS_FOR_SUCCESSION = 3, 2
 
 
 class JobGossip:
@@ -66,8 +63,7 @@ class JobGossip:
         self._board = board
         self._snapshotted = snapshotted
         self._files = files
-        # By us, the last of each.
-        self._stated: FIFOCache[JobId, tuple[Statement, bytes]] = FIFOCache(SAID_JOBS)
+        self._proofs = RecordProofs(context, board)
         # As signed, for as long as it need not be said again.
         self._said: TTLCache[JobId, JobRecord] = TTLCache(
             SAID_JOBS, RENEWED_SECONDS, timer=context.clock.monotonic
@@ -194,12 +190,11 @@ class JobGossip:
     async def _keep(self) -> None:
         self._hold()
         if self._files is not None:
-            carried = self._context.accounts.carried
-            words = (carried(self._with_lists(self._newest(record))) for record in self._board.to_keep())
+            words = (self._proofs.repeated(self._newest(record)) for record in self._board.to_keep())
             await self._files.keep(words, self._board.gone)
 
     async def _publish_all(self, *records: JobRecord) -> None:
-        await asyncio.gather(*map(self._publish, map(self._signed, records)))
+        await asyncio.gather(*map(self._publish, map(self._proofs.signed, records)))
 
     async def _publish_if_due(self, *records: JobRecord) -> None:
         await asyncio.gather(*map(self._publish_one_if_due, records))
@@ -207,46 +202,9 @@ class JobGossip:
     async def _publish_one_if_due(self, record: JobRecord) -> None:
         """Where what we say of the job has changed, or was said too long ago. Whoever is on the way of saying it is waited for."""
         async with self._saying.setdefault(record.job, asyncio.Lock()):
-            signed = self._signed(record)
+            signed = self._proofs.signed(record)
             if self._said.get(signed.job) != signed:
                 await self._publish(signed)
-
-    def _signed(self, record: JobRecord) -> JobRecord:
-        """With our own statement, where we lead the job or know of its end: others may repeat it when we are gone. Of a
-        job that goes on and that we do not lead we carry what those said who did. What shows that we followed those whom the
-        author proposed goes with it."""
-        carried = self._context.accounts.carried
-        if record.state not in ENDED and not self._board.leads(record.job):
-            return carried(self._with_lists(record))
-        us, directory = self._context.peer_id, self._context.directory
-        ours = self._statement(record)
-        revoked = self._lists(record.job)
-        statements = joined((ours, *record.proof), record.job, directory.verify)
-        chain = self._context.seen.chain(record.job, us)
-        room = CARRIED - STATEMENTS_FOR_LIST * len(revoked) - STATEMENTS_FOR_SUCCESSION * len(chain)
-        room -= record.state not in ENDED  # for what is carried
-        return carried(replace(record, proof=(*statements[: max(room, 1)], *revoked, *chain)))
-
-    def _lists(self, job: JobId) -> tuple[bytes, ...]:
-        return self._context.access.revocations(job)[:REVOCATIONS]
-
-    def _with_lists(self, record: JobRecord) -> JobRecord:
-        """Somebody else's word, or one for our disk, with the lists of grants taken back that we know of: when the lead is gone, or
-        everybody, nothing else tells of them."""
-        revoked = self._lists(record.job)
-        if set(revoked) <= set(record.proof):
-            return record
-        statements = joined(record.proof, record.job, self._context.directory.verify)
-        room = CARRIED - STATEMENTS_FOR_LIST * len(revoked) - 1  # for what is carried
-        return replace(record, proof=(*statements[:room], *revoked))
-
-    def _statement(self, record: JobRecord) -> bytes:
-        """What the record says, signed by us: as it was signed before where it says the same."""
-        now = stated(record, self._context.peer_id, self._context.directory.now())
-        known = self._stated.get(record.job)
-        if known is None or replace(now, at=known[0].at) != known[0]:
-            known = self._stated[record.job] = now, seal_statement(now, self._context.directory.sign)
-        return known[1]
 
     async def _publish(self, signed: JobRecord) -> None:
         try:
@@ -278,7 +236,7 @@ class JobGossip:
         if len(standbys) > TOLD_PEERS:
             # Anybody may stand by, under any number of ids; whom we do not tell reads it in the directory.
             standbys = self._context.random.sample(standbys, TOLD_PEERS)
-        sealed = self._context.directory.sealed(self._signed(record), ttl_seconds=JOB_TTL_SECONDS)
+        sealed = self._context.directory.sealed(self._proofs.signed(record), ttl_seconds=JOB_TTL_SECONDS)
         await asyncio.gather(*(self._notify(peer, "snapshot", {"record": sealed}) for peer in standbys))
 
     async def pass_on(self, job: JobId, revocation: bytes) -> None:

@@ -427,7 +427,7 @@ def test_a_record_of_many_words_has_room_for_the_lists(tmp_path: Path) -> None:
                 assert ours.context.access.revoke(job, each)
             old = seal_revocation(job, [], 0, root)
             full = replace(said, message="x" * 200, proof=(*words, old))
-            found = gossip(ours)._with_lists(full).proof
+            found = gossip(ours)._proofs._with_lists(full).proof
             assert set(lists) <= set(found) and old not in found and set(words) & set(found)
             launch = b"author:" + words[0]
             await ours.context.directory.publish(replace(full, author=ours.id, proof=(*found, launch)))
