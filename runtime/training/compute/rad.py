@@ -49,12 +49,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class At:
-    """A microbatch of an attempt at a step, or of the held-out data after so many steps."""
+class Microbatch:
+    """Of an attempt at a step, or of the held-out data after so many steps."""
 
     attempt: Attempt
     step: int
-    microbatch: int
+    number: int
     evaluate: bool = False
 
 
@@ -103,7 +103,7 @@ class Rad:
         gate = asyncio.Semaphore(AHEAD)
         async with _group() as group:
             for action in self._actions:
-                work = await self._prepare(action.kind, At(attempt, step, action.microbatch))
+                work = await self._prepare(action.kind, Microbatch(attempt, step, action.microbatch))
                 await gate.acquire()
                 group.create_task(work()).add_done_callback(lambda _: gate.release())
         self._calls.report_pace(before, self._config.microbatches)
@@ -134,7 +134,7 @@ class Rad:
         gate = asyncio.Semaphore(AHEAD)
         async with _group() as group:
             for batch in range(self._config.evaluate_batches):
-                at = At(attempt, step, batch, evaluate=True)
+                at = Microbatch(attempt, step, batch, evaluate=True)
                 received = await self._receive(at)
                 await gate.acquire()
                 inputs = {**await asyncio.to_thread(self._batches.held_out, batch), **received}
@@ -166,7 +166,7 @@ class Rad:
     # --- waiting
 
     async def _prepare(
-        self, kind: Literal["forward", "backward"], at: At
+        self, kind: Literal["forward", "backward"], at: Microbatch
     ) -> Callable[[], Coroutine[Any, Any, None]]:
         """Wait for what the pass reads; the result runs it."""
         if kind == "forward":
@@ -180,56 +180,56 @@ class Rad:
         ]
         return partial(self._backward, at, gradients)
 
-    def _draw(self, at: At) -> tuple[list[int], Tensors]:
+    def _draw(self, at: Microbatch) -> tuple[list[int], Tensors]:
         """In a thread: a large microbatch takes many hashes, and the disk may be slow."""
-        indices = self._batches.indices(at.step, at.microbatch)
+        indices = self._batches.indices(at.step, at.number)
         return indices, self._batches.read(indices)
 
-    async def _receive(self, at: At) -> Tensors:
+    async def _receive(self, at: Microbatch) -> Tensors:
         return {
             edge.name: await self.inbox.take(
-                Key("activation", at.step, at.microbatch, edge.name, edge.producer, at.evaluate)
+                Key("activation", at.step, at.number, edge.name, edge.producer, at.evaluate)
             )
             for edge in self._plan.stage.receives
         }
 
-    async def _gradient(self, edge: Edge, consumer: int, at: At) -> torch.Tensor:
-        return await self.inbox.take(Key("gradient", at.step, at.microbatch, edge.name, consumer))
+    async def _gradient(self, edge: Edge, consumer: int, at: Microbatch) -> torch.Tensor:
+        return await self.inbox.take(Key("gradient", at.step, at.number, edge.name, consumer))
 
     # --- computing, then sending while the next action computes
 
-    async def _forward(self, at: At, inputs: Tensors, indices: list[int]) -> None:
-        rng = RngKey(self._config.seed, at.step, at.microbatch)
+    async def _forward(self, at: Microbatch, inputs: Tensors, indices: list[int]) -> None:
+        rng = RngKey(self._config.seed, at.step, at.number)
 
         def run() -> tuple[Tensors, float | None]:
             self._check.see(RECEIVED, (inputs[edge.name] for edge in self._plan.stage.receives))
-            sends, loss = _finish(self._plane.forward(at.microbatch, inputs, rng))
+            sends, loss = _finish(self._plane.forward(at.number, inputs, rng))
             self._check.see(SENT, (sends[edge.name] for edge in self._plan.stage.sends))
             self._check.see(LOSS, () if loss is None else (torch.tensor(loss),))
             return sends, loss
 
         sends, loss = await self._calls.run(run)
-        self._fed[at.microbatch] = indices
+        self._fed[at.number] = indices
         if loss is not None:
-            self._losses[at.microbatch] = loss
+            self._losses[at.number] = loss
         await self._send_forward(at, sends)
 
-    async def _evaluate(self, at: At, inputs: Tensors) -> None:
+    async def _evaluate(self, at: Microbatch, inputs: Tensors) -> None:
         def run() -> tuple[Tensors, float | None]:
             return _finish(self._plane.evaluate(inputs))
 
         sends, loss = await self._calls.run(run)
         if loss is not None:
-            self._losses[at.microbatch] = loss
+            self._losses[at.number] = loss
         await self._send_forward(at, sends)
         if self._room is not None:  # nothing comes back that it waits for: all batches would wait in memory
             await self._room()
 
-    async def _backward(self, at: At, gradients: list[tuple[str, list[torch.Tensor]]]) -> None:
+    async def _backward(self, at: Microbatch, gradients: list[tuple[str, list[torch.Tensor]]]) -> None:
         def run() -> Tensors:
             summed = {name: _sum(parts) for name, parts in gradients}
             self._check.see(GRADIENTS_RECEIVED, summed.values())
-            made = self._plane.backward(at.microbatch, summed, 1.0 / self._config.microbatches)
+            made = self._plane.backward(at.number, summed, 1.0 / self._config.microbatches)
             self._check.see(GRADIENTS_SENT, made.values())
             return {name: tensor.to("cpu").contiguous() for name, tensor in made.items()}
 
@@ -237,7 +237,7 @@ class Rad:
         for edge in self._plan.stage.receives:
             if edge.needs_gradient:
                 tensor = made[edge.name]
-                sent = await self._codecs.gradient(at.attempt, at.step, at.microbatch, edge.name, tensor)
+                sent = await self._codecs.gradient(at.attempt, at.step, at.number, edge.name, tensor)
                 self._post(edge.producer, "gradient", at, edge.name, tensor, sent)
 
     def _look_at_gradients(self) -> None:
@@ -252,7 +252,7 @@ class Rad:
             others = [member for member in group.stages if member != here]
             sent, read = await self._codecs.tie(group.variable, own)
             for member in others:
-                self._post(member, "tie", At(attempt, step, 0), group.variable, own, sent)
+                self._post(member, "tie", Microbatch(attempt, step, 0), group.variable, own, sent)
             parts = {here: read}
             for member in others:
                 parts[member] = await self.inbox.take(Key("tie", step, 0, group.variable, member))
@@ -270,20 +270,22 @@ class Rad:
             total = part.add_(total) if total is own else total.add_(part)  # a + b is b + a, to the bit
         self._plane.set_gradients({variable: total})
 
-    async def _send_forward(self, at: At, sends: Tensors) -> None:
+    async def _send_forward(self, at: Microbatch, sends: Tensors) -> None:
         for edge in self._plan.stage.sends:
             name, tensor = edge.name, sends[edge.name]
             sent = await self._codecs.activation(
-                at.attempt, at.step, at.microbatch, name, tensor, evaluate=at.evaluate
+                at.attempt, at.step, at.number, name, tensor, evaluate=at.evaluate
             )
             for consumer in edge.consumers:
                 self._post(consumer, "activation", at, name, tensor, sent)
 
-    def _post(self, target: int, kind: str, at: At, edge: str, tensor: torch.Tensor, sent: Sent) -> None:
+    def _post(
+        self, target: int, kind: str, at: Microbatch, edge: str, tensor: torch.Tensor, sent: Sent
+    ) -> None:
         header = {
             "attempt": at.attempt,
             "step": at.step,
-            "microbatch": at.microbatch,
+            "microbatch": at.number,
             "edge": edge,
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": tuple(tensor.shape),
