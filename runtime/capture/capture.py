@@ -52,6 +52,7 @@ from fusion.runtime.capture.exporting.tensors import (
 )
 from fusion.runtime.capture.exporting.torch_calls import as_exported, require_plain_gradients, whole
 from fusion.runtime.capture.lowering.aten_names import (
+    detach_what_regions_read,
     op_name,
     operators,
     supported,
@@ -433,6 +434,7 @@ def _unsupported(exported: ExportedProgram) -> dict[Any, torch.fx.Node]:
 
 
 def _apart(exported: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:
+    detach_what_regions_read(exported)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -96,6 +96,27 @@ def writes_in_place(exported: ExportedProgram) -> bool:
     return any(node.target._schema.is_mutable for node in operators(exported))  # type: ignore[union-attr]
 
 
+def detach_what_regions_read(exported: ExportedProgram) -> None:
+    """What runs without gradients reads what it is given behind a detach: torch forgets what such a region was as soon as it takes
+    operators apart."""
+    parts = [part for part in exported.graph_module.modules() if isinstance(part, fx.GraphModule)]
+    for around, node in [(part, node) for part in parts for node in part.graph.nodes]:
+        if op_name(node.target) != "wrap_with_set_grad_enabled" or node.args[0]:
+            continue
+        inner = around.get_submodule(str(node.args[1].target))
+        assert isinstance(inner, fx.GraphModule)
+        given = [n for n in inner.graph.nodes if n.op == "placeholder"]
+        with inner.graph.inserting_before(next(n for n in inner.graph.nodes if n.op != "placeholder")):
+            for each in given:
+                readers = [user for user in each.users if user.op != "output"]
+                if readers and isinstance(each.meta.get("val"), torch.Tensor):
+                    apart = inner.graph.call_function(torch.ops.aten.detach.default, (each,))
+                    apart.meta["val"] = each.meta["val"].detach()
+                    for user in readers:
+                        user.replace_input_with(each, apart)
+        inner.recompile()
+
+
 def unseen_write(exported: ExportedProgram) -> fx.Node | None:
     """The first call that writes, where no gradient is taken or by a name without one (detach, .data), to a value that has one: its gradient
     goes on as if nothing had been written, which no value of a graph can say."""
@@ -118,9 +139,16 @@ def unseen_write(exported: ExportedProgram) -> fx.Node | None:
                     return call
         elif _writes(node) and _detached(node.args[0]) and _memory_of(node.args[0]) in trained:
             return node  # type: ignore[no-any-return]
-        elif op_name(node.target) != "aten.detach" and not trained.isdisjoint(node.all_input_nodes):
+        elif _passes_gradients(op_name(node.target)) and not trained.isdisjoint(node.all_input_nodes):
             trained.add(node)
+            if _writes(node):
+                trained.add(_memory_of(node.args[0]))
     return None
+
+
+def _passes_gradients(name: str) -> bool:
+    known = OPSET.get(name)
+    return name not in ("aten.empty_like", "aten.new_empty") and (known is None or known.differentiable)
 
 
 def _writes(call: fx.Node) -> bool:

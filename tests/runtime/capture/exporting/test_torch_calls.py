@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -98,6 +99,18 @@ def gradients(graph: Graph, module: nn.Module, x: torch.Tensor) -> list[torch.Te
     return [named[name].grad for name, _ in module.named_parameters()]  # type: ignore[misc]
 
 
+def held(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x.sin()
+
+
+def copied(x: torch.Tensor, how: AbstractContextManager[Any] | None = None) -> torch.Tensor:
+    made = torch.zeros_like(x)
+    with how or nullcontext():
+        made[:, 1:] = x.sin()[:, 1:]
+    return made
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -106,6 +119,9 @@ def gradients(graph: Graph, module: nn.Module, x: torch.Tensor) -> list[torch.Te
         lambda x: x + (x.round() - x).data,
         lambda x: torch.einsum("bi,bj,ij->bi", x, x, torch.eye(4)),
         lambda x: torch.distributions.Normal(x, 1 + x.square()).log_prob(x.detach()),
+        lambda x: x + held(x) * torch.logaddexp(x, 2 * x),  # taken apart by torch
+        lambda x: held(x) * copied(x),  # made functional by torch
+        lambda x: x * copied(x, torch.no_grad()),
     ],
 )
 def test_gradients_are_those_of_the_module(function: Callable[..., Any]) -> None:
