@@ -12,7 +12,7 @@ import numpy.typing as npt
 from fusion.dag.cutting.costs import with_gradient
 from fusion.dag.cutting.cuts import value_bytes
 from fusion.dag.cutting.positional import repeatable
-from fusion.dag.cutting.references import needed
+from fusion.dag.cutting.references import needed, roots
 from fusion.dag.cutting.source import source_values
 from fusion.dag.cutting.stage import edge_name
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph, Node, Ref
@@ -47,7 +47,7 @@ class Crossing:
 
 def crossing(graph: Graph, sizes: Mapping[str, int]) -> Crossing:
     repeated, gradient, index = repeatable(graph), with_gradient(graph), graph.node_index
-    live = {node.name for node in needed(graph, graph.outputs)}
+    live = {node.name for node in needed(graph, roots(graph))}
 
     def runs_once(node: Node) -> bool:
         return node.name in live and node.name not in repeated

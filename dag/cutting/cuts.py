@@ -23,7 +23,7 @@ from fusion.dag.cutting.positional import (
     repeatable,
     written_buffers,
 )
-from fusion.dag.cutting.references import argument_symbols, needed, substitute
+from fusion.dag.cutting.references import argument_symbols, needed, roots, substitute
 from fusion.dag.cutting.source import source_values
 from fusion.dag.cutting.stage import Edge, Stage, TieGroup, edge_name
 from fusion.dag.ir.dims import Poly, bind
@@ -175,6 +175,8 @@ def _partition(graph: Graph, bounds: Sequence[int]) -> list[_Part]:
         home = _stage_of(index[ref.name], bounds) if ref.name in index else 0
         parts[home].results.append(i)
         wanted[home].append(ref)
+    for ref in roots(graph)[len(graph.outputs) :]:
+        wanted[_stage_of(index[ref.name], bounds)].append(ref)
     left = len(graph.nodes) + MAX_REPEATED
     for s in reversed(range(len(parts))):
         part, first, todo = parts[s], bounds[s], list(wanted[s])
@@ -280,11 +282,11 @@ def _fixed_nodes(graph: Graph) -> list[int]:
     """Indices of the nodes that run in exactly one stage, ascending, on what comes from an input: neither repeated nor unused."""
     passed = repeatable(graph) | made_of_weights(graph)
     outputs = {ref.name for ref in graph.outputs}  # made where they stand, even those that are cheap
-    live = needed(graph, graph.outputs)
+    live = needed(graph, roots(graph))
     return [graph.node_index[n.name] for n in live if n.name in outputs or n.name not in passed]
 
 
 def _written_spans(graph: Graph) -> list[tuple[int, int]]:
-    """(first, last) reader of each buffer that a node writes to, as batch normalisation does in training."""
+    """(first, last) node that reads or writes to each buffer that a run changes, as batch normalisation does in training."""
     spans = [graph.uses[ref] for ref in sorted(written_buffers(graph), key=str)]
     return [(s[0], s[-1]) for s in spans]

@@ -12,6 +12,7 @@ from math import prod
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import OPSET
+from fusion.dag.ir.opset_pointwise import KEEP
 
 # The inputs that any peer can make for itself. Others carry the content of samples, and stay where they are needed.
 POSITIONAL = frozenset({"position_ids"})
@@ -19,8 +20,8 @@ _END = 2**63 - 1
 BUFFER_BYTES = 4 << 20  # a larger table costs more to hold in every stage than its rows cost to send
 _CHEAP = frozenset({"pointwise", "reduction", "move", "view", "make"})
 _NEVER = frozenset({"fusion.dropout", "aten.dropout"})
-# Ops that write to their arguments: name -> positions of the buffers written, and of the flag that says so.
-_WRITES = {"aten.batch_norm": ((3, 4), 5)}
+# Ops that write to their arguments: name -> positions of the buffers written, and of the flag that says so, if there is one.
+_WRITES: dict[str, tuple[tuple[int, ...], int | None]] = {"aten.batch_norm": ((3, 4), 5), KEEP: ((0,), None)}
 MEAN, COUNTER = "running_mean", "num_batches_tracked"  # as a batch normalisation calls its buffers
 
 
@@ -48,11 +49,11 @@ def made_of_weights(graph: Graph) -> frozenset[str]:
 
 
 def written_buffers(graph: Graph) -> frozenset[Ref]:
-    """The buffers that a node writes to, as batch normalisation does in training."""
+    """The buffers that a node writes to, as batch normalisation does in training, or that a model's own code keeps a value in."""
     found: set[Ref] = set()
     for node in graph.nodes:
-        places, flag = _WRITES.get(node.op, ((), 0))
-        if places and node.args[flag] is True:
+        places, flag = _WRITES.get(node.op, ((), None))
+        if places and (flag is None or node.args[flag] is True):
             found.update(a for a in (node.args[p] for p in places) if isinstance(a, Ref))
     return frozenset(found)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fusion.dag.ir.dims import Poly, symbols_of
 from fusion.dag.ir.graph import Arg, Graph, Node, Ref
+from fusion.dag.ir.opset_pointwise import KEEP
 
 
 def substitute(args: tuple[Arg, ...], renamed: Mapping[Ref, Ref]) -> tuple[Arg, ...]:
@@ -49,6 +50,11 @@ def needed(graph: Graph, outputs: Iterable[Ref]) -> tuple[Node, ...]:
     return tuple(graph.nodes[i] for i in sorted(found))
 
 
+def roots(graph: Graph) -> tuple[Ref, ...]:
+    """What a run is for: its outputs, and what it keeps for the next one."""
+    return (*graph.outputs, *(Ref(node.name) for node in graph.nodes if node.op == KEEP))
+
+
 def without_dead_nodes(graph: Graph) -> Graph:
-    """The graph with only the nodes that its outputs depend on; inputs and variables stay."""
-    return replace(graph, nodes=needed(graph, graph.outputs))
+    """The graph with only the nodes that its outputs depend on, or that keep a value; inputs and variables stay."""
+    return replace(graph, nodes=needed(graph, roots(graph)))

@@ -6,6 +6,7 @@ from fusion.dag.ir.graph import TensorType
 from fusion.dag.ir.opset_shapes import broadcast, floating, is_float, promote
 from fusion.dag.ir.opset_spec import Call, Infer, OpSpec, Types, flops_per_result, op
 
+KEEP = "fusion.keep"  # gives its value, which the next run finds in a buffer
 SELF = "self: tensor"
 BOTH = "self: tensor, other: tensor"
 OPERAND = "self: tensor, other: operand"
@@ -110,6 +111,14 @@ def overwritten(call: Call) -> Types:
     if call.op == "aten.fill.Tensor" and given.shape:
         raise call.fail(f"needs a value without dimensions, not {given}")
     return (t,)
+
+
+def kept_value(call: Call) -> Types:
+    """What `buffer` holds from this run on. Evaluated, the result is the buffer as it is."""
+    buffer, value = call["buffer"], call["value"]
+    if buffer != value:
+        raise call.fail(f"{value} does not fit the buffer {buffer}")
+    return (value,)
 
 
 def evaluation_dropout(call: Call) -> Types:
@@ -246,4 +255,5 @@ SPECS: list[OpSpec] = [
     _p("aten.type_as", BOTH, like_other),
     _p("aten.dropout", "input: tensor, p: float, train: bool", evaluation_dropout, flops=0),
     _p("fusion.dropout", "self: tensor, p: float", our_dropout, "copy", 2),
+    _p(KEEP, "buffer: tensor, value: tensor", kept_value, flops=0, since=2),
 ]

@@ -12,6 +12,7 @@ from fusion.dag.ir.dims import Poly
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer, kept
+from fusion.dag.ir.opset_pointwise import KEEP
 from fusion.dag.ir.opset_shapes import MAX_ELEMENTS, MAX_TERMS
 from fusion.dag.ir.opset_spec import MAX_LIST, MAX_RANK
 
@@ -53,8 +54,11 @@ def validate(graph: Graph) -> None:
     if elements > MAX_PARAMETERS:
         raise GraphError(f"variables of {elements} elements: more than {MAX_PARAMETERS}")
     slots: set[int] = set()
+    written = {v.name for v in graph.variables if v.trainable}  # which an optimizer writes to
     for node in graph.nodes:
         _check_node(node, types, symbols)
+        if node.op == KEEP:
+            _check_kept(node, graph.variable_names, written)
         types.update((Ref(node.name, i), t) for i, t in enumerate(node.results))
         cache = kept(node)
         if cache is not None:
@@ -151,6 +155,14 @@ def _check_node(node: Node, types: dict[Ref, TensorType], symbols: frozenset[str
         check_type(result, symbols, where)
     if expected != node.results:
         raise GraphError(f"{where}: {node.op} gives {_list(expected)}, not {_list(node.results)}")
+
+
+def _check_kept(node: Node, variables: frozenset[str], written: set[str]) -> None:
+    """A value is kept in a variable of its own; that joins `written`."""
+    buffer = node.args[0]
+    if not isinstance(buffer, Ref) or buffer.name not in variables or buffer.name in written:
+        raise GraphError(f"node {node.name}: {node.op} writes to what is no buffer, or to one twice")
+    written.add(buffer.name)
 
 
 def _check_constants(args: tuple[Arg, ...], symbols: frozenset[str], where: str, depth: int = 0) -> None:

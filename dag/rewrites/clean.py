@@ -12,6 +12,7 @@ from fusion.dag.cutting.references import substitute, without_dead_nodes
 from fusion.dag.ir.dims import Dim, Poly
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import infer
+from fusion.dag.ir.opset_pointwise import KEEP
 
 Types = Mapping[Ref, TensorType]
 
@@ -28,7 +29,7 @@ _SAME_IF_SAME_TYPE = frozenset({
     "aten.repeat", "aten.narrow",
 })  # fmt: skip
 # Two calls with the same arguments are not the same value, or not without effect.
-_IMPURE = frozenset({"fusion.dropout", "fusion.dropout_attention", "aten.batch_norm"})
+_IMPURE = frozenset({"fusion.dropout", "fusion.dropout_attention", "aten.batch_norm", KEEP})
 
 
 def clean(graph: Graph) -> Graph:

@@ -167,7 +167,8 @@ def capture_module(
         return _AnyModule(hollow_copy(module), tuple(example), shown, tuple(own), tuple(asked))
 
     loss_names = names_of_loss(module, loss)
-    graph = _capture(module, hollow(), example, tuple({0: batch} for _ in example), mode, loss_names)
+    dims = tuple({0: batch} for _ in example)
+    graph = _capture(module, hollow(), example, dims, mode, loss_names, keeps=mode)
     again = hollow().train(mode)
     with warnings.catch_warnings(), as_exported(again):
         warnings.simplefilter("ignore")
@@ -302,14 +303,10 @@ def _capture(
     dims: tuple[dict[int, Any], ...],
     training: bool,
     loss_names: Mapping[str, str] = MappingProxyType({}),
+    keeps: bool = False,
 ) -> Graph:
     names = {f"module.{original}": name for original, name in variable_names(module).items()}
     names |= {f"loss.{original}": name for original, name in loss_names.items()}
-    if training and (tied := tied_by_memory(module)) is not None:
-        raise CaptureError(
-            f"{tied[0]} and {tied[1]} are two tensors in the same memory, which are trained as one only if they are one: "
-            f"make them the same nn.Parameter, or copy one"
-        )
     if training:
         require_plain_gradients(module)
     wrapped.train(training)
@@ -324,12 +321,18 @@ def _capture(
             f"{line_of_node(call)}: write to a copy of it"
         )
     try:
-        return _lowered(exported, tuple(example), dims, names, tables)
+        graph = _lowered(exported, tuple(example), dims, names, tables, keeps)
     except CaptureError:
         if not writes_in_place(exported):
             raise
-    # Only now: it also takes apart what training needs whole (dropout, batch normalisation), and writes views another way.
-    return _lowered(_apart(exported, {}), tuple(example), dims, names, tables)
+        # Only now: it also takes apart what training needs whole (dropout, batch normalisation), and writes views another way.
+        graph = _lowered(_apart(exported, {}), tuple(example), dims, names, tables, keeps)
+    if training and (tied := tied_by_memory(module, graph.variable_names)) is not None:
+        raise CaptureError(
+            f"{tied[0]} and {tied[1]} are two tensors in the same memory, which are trained as one only if they are one: "
+            f"make them the same nn.Parameter, or copy one"
+        )
+    return graph
 
 
 def _lowered(
@@ -338,6 +341,7 @@ def _lowered(
     dims: tuple[dict[int, Any], ...],
     names: Mapping[str, str],
     tables: Mapping[str, torch.Tensor],
+    keeps: bool,
 ) -> Graph:
     exported = _decomposed(exported)
     symbols = {
@@ -359,7 +363,7 @@ def _lowered(
                 f"the model's code makes a constant of {value.numel()} elements: register it as a buffer of the model, or of a loss that is a module"
             )
         constants[name] = value
-    return lower(exported, inputs, names, constants, symbols)
+    return lower(exported, inputs, names, constants, symbols, keeps)
 
 
 def _export(

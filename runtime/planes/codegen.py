@@ -19,6 +19,7 @@ from fusion.dag.ir.dims import Poly
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref
 from fusion.dag.ir.opset import spec
+from fusion.dag.ir.opset_pointwise import KEEP
 from fusion.runtime.planes.batch_invariant import UNEVEN, even, in_rows
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES, InputSizes, polynomials
 from fusion.runtime.planes.kernels.in_range import in_range
@@ -36,7 +37,8 @@ Tensors = tuple[torch.Tensor, ...]
 
 class Program:
     """The compiled graph. `inputs` and `variables` are the names, in order, of the tensors that `run` takes;
-    `stateful` the names of the nodes that use the state of the run (dropout masks, a cache), by their number."""
+    `stateful` the names of the nodes that use the state of the run (dropout masks, a cache), by their number; `kept` the
+    variables that a run in training has a new value of, which stand behind the outputs."""
 
     def __init__(
         self,
@@ -44,12 +46,14 @@ class Program:
         function: Callable[..., Tensors],
         dimensions: Sequence[Poly],
         stateful: Sequence[str],
+        kept: Sequence[str],
         source: str,
     ) -> None:
         self.graph = graph
         self.inputs = tuple(i.name for i in graph.inputs)
         self.variables = tuple(v.name for v in graph.variables)
         self.stateful = tuple(stateful)
+        self.kept = tuple(kept)
         self.source = source
         self._function = function
         self.sizes = InputSizes(graph, dimensions)
@@ -57,7 +61,7 @@ class Program:
     def run(
         self, inputs: Sequence[torch.Tensor], variables: Sequence[torch.Tensor], state: object
     ) -> Tensors:
-        """The outputs in order. ValueError for an input whose shape or dtype is not what the graph says."""
+        """The outputs in order, then what is kept. ValueError for an input whose shape or dtype is not what the graph says."""
         return self._function(*inputs, *variables, *self.sizes.dimensions(inputs), state)
 
 
@@ -129,10 +133,13 @@ class _Writer:
             self.results(node, op, made)
             if self.rests_after and number % self.rests_after == 0:
                 self.call(preemption_point, (made,), {})
-        self.code.output(tuple(self.find(ref) for ref in graph.outputs))
+        keeping = [node for node in graph.nodes if node.op == KEEP and self.training]
+        outputs = (*graph.outputs, *(Ref(node.name) for node in keeping))
+        self.code.output(tuple(self.find(ref) for ref in outputs))
         module = fx.GraphModule(nn.Module(), self.code)
         _forget_source(module)
-        return Program(graph, module.forward, tuple(self.dimensions), self.stateful, module.code)
+        kept = [next(node.refs()).name for node in keeping]
+        return Program(graph, module.forward, tuple(self.dimensions), self.stateful, kept, module.code)
 
     def computed(self, name: str, op: str, args: tuple[Any, ...], state: fx.Node) -> fx.Node:
         """The call for the node `name`."""

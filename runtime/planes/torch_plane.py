@@ -74,7 +74,6 @@ class TorchTrainingStage:
         }
         for parameter in self._parameters.values():
             parameter.requires_grad_()
-        self._ordered = tuple(self._values[v.name] for v in graph.variables)
         # Running statistics change in every forward pass, and only a commit makes that stick.
         self._written = {ref.name: self._values[ref.name] for ref in written_buffers(graph)}
         self._committed = {name: value.clone() for name, value in self._written.items()}
@@ -95,7 +94,9 @@ class TorchTrainingStage:
             given.append(value)
         masks = Masks(rng, self._training.stateful)
         with torch.enable_grad():
-            outputs = self._training.run(given, self._read(), masks)
+            made = self._training.run(given, self._read(), masks)
+        outputs = made[: len(self._keys)]
+        self._keep(made[len(self._keys) :])
         self._stashes[microbatch] = _Stash(leaves, outputs)
         return {key: value.detach() for key, value in zip(self._keys, outputs, strict=True)}
 
@@ -198,7 +199,14 @@ class TorchTrainingStage:
         if self._half is None:
             with torch.enable_grad():
                 self._half = tuple(self._values[name].to(dtype) for name, dtype in self._cast)
-        return (*self._ordered, *self._half)
+        return (*(self._values[v.name] for v in self.stage.graph.variables), *self._half)
+
+    def _keep(self, values: Sequence[torch.Tensor]) -> None:
+        """In tensors of their own: what the next run finds there. The backward pass of this one reads what it found itself."""
+        for name, value in zip(self._training.kept, values, strict=True):
+            self._values[name] = self._written[name] = value.detach().clone(
+                memory_format=torch.contiguous_format
+            )
 
     def _parameter(self, name: str) -> torch.Tensor:
         try:

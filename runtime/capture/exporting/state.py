@@ -31,32 +31,58 @@ _SAME = ("to", "_to_copy", "alias", "detach", "clone", "contiguous")
 
 @contextmanager
 def no_state_in_buffers(wrapped: nn.Module) -> Iterator[None]:
-    """CaptureError where the module, while it is exported, sets a buffer to what follows from its inputs or from the buffer's own
-    value: it would remember that, and a graph does not. A table that is made again, or put on a device, is let through."""
+    """While the module is exported in training mode, a buffer that it sets to what follows from its inputs or from the buffer's own value is
+    written to, which a graph keeps; else CaptureError. A table that is made again, or put on a device, is let through."""
     names = {id(part): prefix for prefix, part in wrapped.named_modules()}
     own = sum(
         len(list(each(remove_duplicate=False))) for each in (wrapped.named_parameters, wrapped.named_buffers)
     )
 
-    def look(module: nn.Module, name: str, value: Any) -> None:
+    def look(module: nn.Module, name: str, value: Any) -> Tensor | None:
         had, mode = module._buffers.get(name), get_proxy_mode()
         if id(module) not in names or had is None or had is value or mode is None:
-            return
+            return None
         new, old = (node_of(each, mode.tracer) for each in (value, had))
         unchanged = new
         while unchanged is not None and getattr(unchanged.target, "_opname", "") in _SAME:
             unchanged = unchanged.all_input_nodes[0]
         if new is None or unchanged is old:
-            return
+            return None
         inputs = [n for n in new.graph.nodes if n.op == "placeholder"][own:]
         if not _sources(new).isdisjoint({old, *inputs}):
+            if wrapped.training and _alike(value, had):
+                had.copy_(value)
+                return had
             part = names[id(module)].partition(".")[2]
             raise CaptureError(
                 f"the model sets its buffer {f'{part}.{name}' if part else name} anew each time it runs{line_of_caller()}, "
                 "which a stage cannot keep"
             )
+        return None
 
-    handle = register_module_buffer_registration_hook(look)
+    handle = register_module_buffer_registration_hook(look)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _alike(value: Tensor, had: Tensor) -> bool:
+    return value.shape == had.shape and value.dtype == had.dtype
+
+
+@contextmanager
+def _buffers_written(wrapped: nn.Module) -> Iterator[None]:
+    """In training mode a buffer that the module sets anew is the one that it had, with another value."""
+
+    def write(module: nn.Module, name: str, value: Any) -> Tensor | None:
+        had = module._buffers.get(name)
+        if not wrapped.training or had is None or not isinstance(value, Tensor) or not _alike(value, had):
+            return None
+        with torch.no_grad():
+            return had.copy_(value)
+
+    handle = register_module_buffer_registration_hook(write)  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -96,7 +122,7 @@ def _require_no_memory(wrapped: nn.Module, example: Sequence[Tensor]) -> None:
     read, but no parameter."""
     before, parameters = _generators(), {name for name, _ in wrapped.named_parameters()}
     try:
-        with fake_mode(wrapped) as fake:
+        with fake_mode(wrapped) as fake, _buffers_written(wrapped):
             given = [fake.from_tensor(value) for value in example]
             own = {id(each) for each in (*given, *(tensor for _, tensor in tensors_of(wrapped)))}
             first, second = _Calls(own), _Calls(own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -102,11 +102,19 @@ def names_of_loss(module: nn.Module, loss: Callable[..., Any] | None) -> dict[st
     return found
 
 
-def tied_by_memory(module: nn.Module) -> tuple[str, str] | None:
-    """Two names of tensors that are not one, but lie in the same memory, and of which one at least is trained."""
+def tied_by_memory(module: nn.Module, held: Collection[str]) -> tuple[str, str] | None:
+    """Two names of tensors that are not one, but lie in the same memory, and of which one at least is trained: of those whose variables are
+    `held`. A part that sets its weight before it reads it (torch.nn.utils.spectral_norm) has another one until then."""
     first: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+    names = variable_names(module)
     for name, tensor in tensors_of(module):
-        if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.is_sparse or not tensor.numel():
+        if (
+            names[name] not in held
+            or isinstance(tensor, FakeTensor)
+            or tensor.is_meta
+            or tensor.is_sparse
+            or not tensor.numel()
+        ):
             continue
         known, other = first.setdefault((tensor.data_ptr(), tensor.numel()), (name, tensor))
         trained = any(isinstance(t, nn.Parameter) and t.requires_grad for t in (tensor, other))

@@ -153,7 +153,7 @@ def _as_detached(plain: Any) -> property:
     def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
             raise CaptureError(
-                f"the model sets .data of a tensor{line_of_caller()}, which a graph has no place for: use another tensor"
+                f"the model sets .data of a tensor{line_of_caller()}, which a graph has no place for: use another tensor, or copy_() into one without a gradient under torch.no_grad()"
             )
         plain.__set__(tensor, value)
 

@@ -4,5 +4,6 @@ aten_names        torch's names for operators and constants, in ours
 sizes             sizes, shapes and dtypes
 complex_numbers   complex numbers in real arithmetic
 triangles         causal masks that a module keeps as buffers
+kept              what a model writes to its buffers for the next run
 lower             a program as a graph
 """

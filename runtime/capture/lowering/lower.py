@@ -36,6 +36,7 @@ from fusion.runtime.capture.lowering.aten_names import (
     respell,
 )
 from fusion.runtime.capture.lowering.complex_numbers import Complex, in_real_numbers, is_complex
+from fusion.runtime.capture.lowering.kept import keep_values
 from fusion.runtime.capture.lowering.sizes import Sizes, dtype_name
 from fusion.runtime.capture.lowering.triangles import triangle_window
 from fusion.runtime.job.errors import CaptureError
@@ -54,12 +55,13 @@ def lower(
     names: Mapping[str, str],
     constants: Mapping[str, torch.Tensor],
     symbols: Mapping[str, str],
+    keeps: bool = False,
 ) -> Graph:
     """`inputs`: names of the user inputs, in order. `names`: variable name of each parameter and buffer of the
     exported module. `constants`: values, by export name, of small tensors that its code makes, and of tables that become
     nodes. `symbols`: our name
-    of each of torch's size symbols. CaptureError names what has no counterpart in the op-set."""
-    graph = _Lowering(names, symbols).run(exported, inputs, constants)
+    of each of torch's size symbols. `keeps`: whether what is written to a buffer is kept for the next run. CaptureError names what has no counterpart in the op-set."""
+    graph = _Lowering(names, symbols, keeps).run(exported, inputs, constants)
     _require_known_types(graph, exported)
     return graph
 
@@ -78,8 +80,10 @@ def _require_known_types(graph: Graph, exported: ExportedProgram) -> None:
 class _Lowering:
     """The state of one walk over the exported program."""
 
-    def __init__(self, names: Mapping[str, str], symbols: Mapping[str, str]) -> None:
+    def __init__(self, names: Mapping[str, str], symbols: Mapping[str, str], keeps: bool) -> None:
         self.names = names
+        self.keeps = keeps
+        self.kept: dict[str, Ref] = {}  # by variable: what the next run finds there
         self.sizes = Sizes(symbols)
         self.env: dict[fx.Node, Value] = {}
         self.nodes: list[Node] = []
@@ -109,7 +113,8 @@ class _Lowering:
         self.region(exported.graph_module)
         outputs = self.outputs(exported)
         read = {ref.name for node in self.nodes for ref in node.refs()} | {ref.name for ref in outputs}
-        return Graph(
+        read |= self.kept.keys()
+        graph = Graph(
             inputs=tuple(found_inputs),
             # A constant that nothing reads would only be carried along; a parameter must come out of an export.
             variables=tuple(
@@ -118,6 +123,7 @@ class _Lowering:
             nodes=tuple(self.nodes),
             outputs=outputs,
         )
+        return keep_values(graph, self.kept)
 
     def variable(
         self,
@@ -184,17 +190,20 @@ class _Lowering:
             counts = str(spec.target).endswith(COUNTER)
             own = self.names.get(str(spec.target))
             written = own is not None and isinstance(node, fx.Node) and self.env.get(node) == Ref(own)
-            if spec.kind in _WRITTEN and not counts and not written:
-                name = str(spec.target).removeprefix("module.")
-                raise CaptureError(
-                    f"the model writes to {name} each time it runs, which a stage cannot keep{line_of_node(node)}: "
-                    "leave the write out (statistics are kept by batch normalisations alone)"
-                )
+            value = self.env.get(node) if isinstance(node, fx.Node) else None
             if spec.kind is OutputKind.USER_OUTPUT:
-                value = self.env.get(node) if isinstance(node, fx.Node) else None
                 if not isinstance(value, Ref):
                     raise CaptureError("the model returns something that is not a tensor")
                 found.append(value)
+            elif spec.kind in _WRITTEN and not counts and not written:
+                if self.keeps and isinstance(value, Ref) and own is not None and Ref(own) not in self.trained:
+                    self.kept[own] = value
+                    continue
+                name = str(spec.target).removeprefix("module.")
+                raise CaptureError(
+                    f"the model writes to {name} each time it runs, which a stage cannot keep{line_of_node(node)}: "
+                    "leave the write out, or do it only where self.training is set, and to a buffer"
+                )
         return tuple(found)
 
     def region(self, module: fx.GraphModule) -> None:

@@ -15,6 +15,7 @@ from fusion.dag.ir.dims import Poly
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph
 from fusion.runtime.capture.capture import capture_module, variables_from_module
 from fusion.runtime.capture.lowering import complex_numbers
+from fusion.runtime.capture.python.kept_values import keeps_values, require_same_evaluated
 from fusion.runtime.capture.python.python_file import PythonFile
 from fusion.runtime.capture.sources import Read
 from fusion.runtime.job.errors import JobError
@@ -78,6 +79,18 @@ class PythonModel:
                 loss_inputs=self._loss_inputs,
             )
             self._check_loss(training)
+            if keeps_values(training):
+                evaluated = capture_module(
+                    self.module,
+                    {name: example[name] for name in self.inputs},
+                    total,
+                    training=False,
+                    module_inputs=self._module_inputs,
+                    loss_inputs=self._loss_inputs,
+                )
+                require_same_evaluated(
+                    training, evaluated, variables_from_module(self.module, total), example
+                )
             inference = None
             if loss is not None:
                 inference = capture_module(

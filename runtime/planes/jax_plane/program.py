@@ -19,6 +19,7 @@ from fusion.dag.ir.dims import Dim, Poly
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref
 from fusion.dag.ir.opset import spec
+from fusion.dag.ir.opset_pointwise import KEEP
 from fusion.runtime.planes.input_sizes import InputSizes, polynomials
 from fusion.runtime.planes.jax_plane.arrays import JAX_DTYPES
 from fusion.runtime.planes.jax_plane.contracting import CONTRACTING, batch_norm
@@ -103,7 +104,8 @@ class Program:
                 value = in_range(node.op, args, value.astype(JAX_DTYPES[type_.dtype]))
                 values[Ref(node.name, i)] = value
         outputs = [values[ref] for ref in self.graph.outputs]
-        return outputs, {name: values[Ref(name)] for name in self.written}
+        kept = {node.args[0]: Ref(node.name) for node in self.graph.nodes if node.op == KEEP}
+        return outputs, {name: values[kept.get(Ref(name), Ref(name))] for name in self.written}
 
     def _call(self, node: Node, args: Arguments, values: dict[Ref, Array], state: RunState | None) -> Any:
         op = node.op

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,12 +20,13 @@ from fusion.dag.cutting.cuts import (
     tie_groups,
 )
 from fusion.dag.cutting.positional import made_of_weights
-from fusion.dag.cutting.references import needed
+from fusion.dag.cutting.references import needed, without_dead_nodes
 from fusion.dag.cutting.stage import edge_name
 from fusion.dag.ir.dims import bind, symbol
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DType, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer
+from fusion.dag.ir.opset_pointwise import KEEP
 from fusion.dag.ir.serialise import validate
 
 B, S = symbol("batch"), symbol("sequence")
@@ -377,6 +380,29 @@ def test_a_written_buffer_stays_with_all_that_write_to_it():
     assert len(split(graph, (3,))) == 2
     with pytest.raises(GraphError, match="one and three"):
         split(graph, (2,))
+
+
+def test_what_is_kept_stays_with_all_that_read_it_though_nothing_reads_what_is_kept():
+    row = TensorType((WIDTH,), "float32")
+    b = Builder([Input("x", TensorType((B, WIDTH), "float32"))], [Variable("mean", row, "buffer", False)])
+    x = b("one", "aten.sub.Tensor", Ref("x"), Ref("mean"), 1)
+    mean = b("two", "aten.mean.dim", x, (0,), False, None)
+    b("three", KEEP, Ref("mean"), mean)
+    graph = without_dead_nodes(b.graph(b("five", "aten.neg", b("four", "aten.neg", x))))
+    assert [node.name for node in graph.nodes] == ["one", "two", "three", "four", "five"]
+    assert legal_cuts(graph) == (3, 4)
+    assert [[n.name for n in s.graph.nodes] for s in split(graph, (3,))] == [
+        ["one", "two", "three"],
+        ["four", "five"],
+    ]
+    validate(graph)
+    for buffer in ("x", "one"):
+        hostile = [replace(n, args=(Ref(buffer), n.args[1])) if n.op == KEEP else n for n in graph.nodes]
+        with pytest.raises(GraphError, match=r"fusion\.keep"):
+            validate(replace(graph, nodes=tuple(hostile)))
+    twice = (*graph.nodes, replace(graph.nodes[2], name="again"))
+    with pytest.raises(GraphError, match=r"again: fusion\.keep writes to what is no buffer, or to one twice"):
+        validate(replace(graph, nodes=twice))
 
 
 def test_no_cut_parts_what_is_made_of_a_weight_from_the_node_behind_it():

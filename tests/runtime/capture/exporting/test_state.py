@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from fusion.dag.ir.opset_pointwise import KEEP
 from fusion.runtime.capture.capture import capture_module
 from fusion.runtime.job.errors import CaptureError
 
@@ -117,8 +118,6 @@ DRAWS = "draws from {}'s random numbers, at .*: draw with torch"
         (switched_by_attribute, "switches requires_grad of a parameter"),
         (clamped, "writes to what is detached, with aten.clamp_, to a value that has a gradient"),
         (doubled_unseen, "writes to what is detached, with aten.mul_.Tensor"),
-        (averaged, "sets its buffer 0.mean anew each time it runs"),
-        (halved, "sets its buffer 0.mean anew each time it runs"),
         (put, "sets .data of a tensor"),
         (lambda m, x: x / len(x), r"takes len\(\) of a tensor whose first size is free"),
         (lambda m, x: x[x > 0], "the size of a value follows from what is in a tensor: use torch.where or a mask"),
@@ -132,9 +131,22 @@ def test_it_is_refused_with_its_line(function: Callable[[Any, torch.Tensor], Any
     assert "test_state.py:" in str(refused.value)
 
 
-def test_a_write_to_a_weight_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"writes to 0\.frozen each time it runs"):
-        capture_module(nn.Sequential(Part(averaged_weight)), {"input": torch.zeros(2, 6)}, training=True)
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (averaged, "sets its buffer 0.mean anew each time it runs, at .*"),
+        (halved, "sets its buffer 0.mean anew each time it runs, at .*"),
+        (averaged_weight, r"writes to 0\.frozen each time it runs, .*only where self\.training is set"),
+    ],
+)
+def test_a_write_is_kept_in_training_alone(function: Callable[[Any, torch.Tensor], Any], why: str) -> None:
+    module, given = nn.Sequential(Part(function)), {"input": torch.zeros(2, 6)}
+    graph = capture_module(module, given, training=True)
+    assert [str(node.args[0]) for node in graph.nodes if node.op == KEEP] == [
+        "0.frozen" if function is averaged_weight else "0.mean"
+    ]
+    with pytest.raises(CaptureError, match=why):
+        capture_module(module, given, training=False)
 
 
 @pytest.mark.parametrize(
