@@ -1,4 +1,4 @@
-"""Whether a model's code does the same with one sample as with several: torch.export takes a size that is free for two or more, and would
+"""Whether a model's code does the same with one sample as with several, and where no gradient is taken: torch.export takes a size that is free for two or more, and would
 leave the branch for one out of the graph, which is run with one all the same.
 
 Which functions of torch the code calls, and with which numbers, is what tells: two numbers of samples are compared, so that what follows from
@@ -25,11 +25,19 @@ _SEVERAL = (2, 64)
 def require_same_of_one(wrapped: nn.Module, example: Sequence[Tensor]) -> None:
     """CaptureError where the module, of whose tensors only the shapes are known, calls other functions with a single sample than with
     several. What cannot be run with so many says nothing."""
-    few, many, one = _Calls(), _Calls(), _Calls()
+    few, many, one, plain = _Calls(), _Calls(), _Calls(), _Calls()
     try:
         with fake_mode(wrapped):
             for calls, rows in zip((few, many), _SEVERAL, strict=True):
                 _run(wrapped, example, calls, rows)
+            plain.expected = few.calls
+            with torch.no_grad():
+                _run(wrapped, example, plain, _SEVERAL[0])
+            if (line := plain.first_unlike(few)) is not None:
+                raise CaptureError(
+                    f"the model does otherwise where no gradient is taken (torch.is_grad_enabled){line}, and a graph is the same in both: "
+                    "ask self.training"
+                )
             if [name for name, _ in few.calls] != [name for name, _ in many.calls]:
                 return
             one.expected = [
@@ -41,11 +49,9 @@ def require_same_of_one(wrapped: nn.Module, example: Sequence[Tensor]) -> None:
         raise
     except Exception:  # a batch of so many is none for the model
         return
-    if one.found is None and len(one.calls) < len(few.calls):
-        one.found = few.lines[len(one.calls)]
-    if one.found is not None:
+    if (line := one.first_unlike(few)) is not None:
         raise CaptureError(
-            f"the model does otherwise with a batch of one sample than with several{one.found}, and a graph is the same for all sizes"
+            f"the model does otherwise with a batch of one sample than with several{line}, and a graph is the same for all sizes"
         )
 
 
@@ -62,7 +68,7 @@ class _Calls(TorchFunctionMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[str, list[Any]]] = []
         self.lines: list[str] = []
-        self.expected: list[tuple[str, list[Any]]] | None = None
+        self.expected: Sequence[tuple[str, list[Any]]] | None = None
         self.found: str | None = None  # the line that calls something else
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,7 +82,13 @@ class _Calls(TorchFunctionMode):
                 self.found = self.lines[-1]
         return made
 
-    def _as_expected(self, expected: list[tuple[str, list[Any]]]) -> bool:
+    def first_unlike(self, before: _Calls) -> str | None:
+        """The line that calls something else than the run `before`, or that calls nothing more there."""
+        if self.found is None and len(self.calls) < len(before.calls):
+            return before.lines[len(self.calls)]
+        return self.found
+
+    def _as_expected(self, expected: Sequence[tuple[str, list[Any]]]) -> bool:
         at = len(self.calls) - 1
         if at >= len(expected) or expected[at][0] != self.calls[at][0]:
             return False

@@ -157,6 +157,9 @@ def _xlogy(self: Any, other: Any) -> Tensor:
 INSTEAD: Mapping[str, str] = {
     "aten.bincount": "say of how many numbers, with minlength",
     "aten.embedding_renorm": "leave max_norm out, or scale the rows that are looked up",
+    "aten.where": "keep the mask of booleans (out[mask] = layer(x[mask])), which says where, and look no places up",
+    "aten.linalg_solve": "for matrices of more rows than 16, or of a size that is free",
+    "aten.matrix_exp": "torch.nn.utils.parametrizations.orthogonal(..., orthogonal_map='cayley') needs none, for up to 16 rows",
     "aten.embedding_bag.padding_idx": "give bags of one length, (batch, length), and padding_idx where one is shorter",
 }
 TAKEN_APART: Mapping[Any, Callable[..., Any]] = {

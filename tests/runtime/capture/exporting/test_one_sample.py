@@ -53,6 +53,14 @@ def test_a_branch_for_one_sample_is_refused_with_its_line(
         captured(function, training)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_branch_where_no_gradient_is_taken_is_refused_with_its_line(training: bool) -> None:
+    with pytest.raises(
+        CaptureError, match=r"no gradient is taken .*, at \S*test_one_sample\.py:\d+, .*ask self\.training"
+    ):
+        captured(lambda x: x * 2 if torch.is_grad_enabled() else x + 1, training)
+
+
 def test_the_line_is_told() -> None:
     with pytest.raises(CaptureError, match=r"at \S*test_one_sample\.py:\d+, and"):
         captured(centred, True)
