@@ -1,18 +1,23 @@
 """Dimensions of a shape: whole numbers, or polynomials over named symbols such as `batch` and `sequence`.
 
 A polynomial in normal form is enough for every shape that capture meets, makes equality of two shapes decidable,
-and can be evaluated without running any code that came with a graph.
+and can be evaluated without running any code that came with a graph. How many blocks hold a size is a symbol as well, which
+that size tells.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from fusion.dag.ir.errors import GraphError
 
 Monomial = tuple[str, ...]  # sorted symbol names; () is the constant term
+
+_BLOCKS = re.compile(r"([a-z][a-z0-9_]*)_([0-9]{1,9})_over_([1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,39 @@ def symbol(name: str) -> Poly:
     return Poly((((name,), 1),))
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """A symbol that another one tells: as many blocks of `length` as hold a size `of` and `more` beyond, the last perhaps in part."""
+
+    of: str
+    more: int
+    length: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.of}_{self.more}_over_{self.length}"
+
+
+@lru_cache(1024)
+def blocks(name: str) -> Blocks | None:
+    """What a symbol of this name counts; None for a size by itself."""
+    found = _BLOCKS.fullmatch(name)
+    return None if found is None else Blocks(found[1], int(found[2]), int(found[3]))
+
+
 def symbols_of(dim: Dim) -> frozenset[str]:
+    """The sizes that tell `dim`."""
+    return frozenset(_told_by(s) for monomial, _ in _terms(dim) for s in monomial)
+
+
+def named_symbols(dim: Dim) -> frozenset[str]:
+    """The symbols as `dim` has them, among them numbers of blocks."""
     return frozenset(s for monomial, _ in _terms(dim) for s in monomial)
+
+
+def _told_by(name: str) -> str:
+    found = blocks(name)
+    return name if found is None else found.of
 
 
 def bind(dim: Dim, sizes: Mapping[str, int]) -> int:
@@ -82,9 +118,14 @@ def bind(dim: Dim, sizes: Mapping[str, int]) -> int:
     if isinstance(dim, int):
         return dim
     try:
-        return sum(c * prod(sizes[s] for s in monomial) for monomial, c in dim.terms)
+        return sum(c * prod(_size(s, sizes) for s in monomial) for monomial, c in dim.terms)
     except KeyError as missing:
         raise GraphError(f"no size given for the symbol {missing}") from None
+
+
+def _size(name: str, sizes: Mapping[str, int]) -> int:
+    found = blocks(name)
+    return sizes[name] if found is None else -(-(sizes[found.of] + found.more) // found.length)
 
 
 def bind_most(dim: Dim, sizes: Mapping[str, int]) -> int:

@@ -24,6 +24,7 @@ from fusion.dag.ir import (
     opset_reduce,
     opset_views,
 )
+from fusion.dag.ir.dims import blocks
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import Arg, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset_spec import MAX_LIST, MAX_RANK, REQUIRED, Call, OpSpec, Parameter
@@ -33,7 +34,8 @@ __all__ = [
     "infer", "kept", "mixed_dims", "needed_version", "next_slot", "spec",
 ]  # fmt: skip
 
-OPSET_VERSION = 2  # raised where operators are added; what one of them computes never changes
+OPSET_VERSION = 3  # raised where operators are added; what one of them computes never changes
+_OF_BLOCKS = 3  # the first that knows symbols which count blocks
 
 _TABLES = (
     opset_attention,
@@ -61,8 +63,9 @@ def spec(op: str) -> OpSpec:
 
 
 def needed_version(graph: Graph) -> int:
-    """The first version of the op-set that has every operator of the graph: whoever knows it can run the graph."""
-    return max((spec(op).since for op in {node.op for node in graph.nodes}), default=1)
+    """The first version of the op-set that has every operator of the graph, and its symbols: whoever knows it can run the graph."""
+    of_symbols = _OF_BLOCKS if any(map(blocks, graph.symbols)) else 1
+    return max([of_symbols, *(spec(op).since for op in {node.op for node in graph.nodes})])
 
 
 def infer(op: str, args: tuple[Arg, ...], types: Mapping[Ref, TensorType]) -> tuple[TensorType, ...]:

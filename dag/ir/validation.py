@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from math import prod
 
-from fusion.dag.ir.dims import Poly
+from fusion.dag.ir.dims import Poly, blocks
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer, kept
@@ -88,6 +88,11 @@ def _check_symbols(symbols: tuple[str, ...]) -> None:
     for symbol in symbols:
         if not isinstance(symbol, str) or not _SYMBOL.fullmatch(symbol):
             raise GraphError(f"{symbol!r:.60} is not a name for a symbol")
+        counted = blocks(symbol)
+        if counted is not None and (
+            counted.name != symbol or counted.of not in symbols or blocks(counted.of)
+        ):
+            raise GraphError(f"{symbol!r:.60} counts blocks of what is no symbol")
     if len(set(symbols)) != len(symbols):
         raise GraphError("a symbol is listed twice")
 

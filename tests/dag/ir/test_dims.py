@@ -7,7 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from fusion.dag.ir.dims import Dim, Poly, bind, bind_most, poly, size, symbol, symbols_of
+from fusion.dag.ir.dims import (
+    Blocks,
+    Dim,
+    Poly,
+    bind,
+    bind_most,
+    named_symbols,
+    poly,
+    size,
+    symbol,
+    symbols_of,
+)
 from fusion.dag.ir.errors import GraphError
 
 SIZES = {"batch": 3, "sequence": 7}
@@ -61,6 +72,17 @@ def test_size_and_words() -> None:
     assert size(()) == 1
     assert str(2 * b + 3) in ("3 + 2*batch", "2*batch + 3")
     assert 5 - b == -1 * b + 5
+
+
+def test_blocks_follow_from_the_size_that_they_hold() -> None:
+    whole, begun = Blocks("source", 0, 16).name, Blocks("source", 1, 16).name
+    for length, held, with_one_more in ((1, 1, 1), (15, 1, 1), (16, 1, 2), (17, 2, 2), (32, 2, 3)):
+        assert bind(symbol(whole) * 16 - symbol("source"), {"source": length}) == 16 * held - length
+        assert bind(symbol(begun), {"source": length, begun: 5}) == with_one_more
+    assert symbols_of(symbol(whole) + symbol("batch")) == {"source", "batch"}
+    assert named_symbols(symbol(whole) + 1) == {whole}
+    with pytest.raises(GraphError, match="source"):
+        bind(symbol(whole), {"batch": 1})
 
 
 def test_a_missing_size_is_named() -> None:

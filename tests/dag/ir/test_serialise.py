@@ -372,6 +372,14 @@ INVALID: dict[str, tuple[Callable[[Graph], Graph], str]] = {
     "a hostile alias": (with_variable(aliases=("x;y",)), "not a name"),
     "an unknown symbol": (with_inputs(Input("x", float_type(symbol("other")))), "unknown symbols"),
     "a hostile symbol": (lambda g: replace(g, symbols=("batch", "sequence", "x\ny")), "symbol"),
+    "blocks of what is no size": (
+        lambda g: replace(g, symbols=("batch", "sequence", "other_0_over_4")),
+        "counts blocks of what is no symbol",
+    ),
+    "blocks in another spelling": (
+        lambda g: replace(g, symbols=("batch", "sequence", "batch_00_over_4")),
+        "counts blocks of what is no symbol",
+    ),
     "many symbols": (lambda g: replace(g, symbols=tuple(f"s{i}" for i in range(9))), "symbols"),
     "a variable that no machine holds": (with_variable(type=float_type(2**37)), "elements"),
     "a variable of no fixed size": (with_variable(type=float_type(BATCH, 8)), "variable"),
