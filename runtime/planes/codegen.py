@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import linecache
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class Program:
         stateful: Sequence[str],
         kept: Sequence[str],
         source: str,
+        told: Collection[str],
     ) -> None:
         self.graph = graph
         self.inputs = tuple(i.name for i in graph.inputs)
@@ -56,13 +58,18 @@ class Program:
         self.kept = tuple(kept)
         self.source = source
         self._function = function
-        self.sizes = InputSizes(graph, dimensions)
+        self.sizes = InputSizes(graph, dimensions, told)
 
     def run(
-        self, inputs: Sequence[torch.Tensor], variables: Sequence[torch.Tensor], state: object
+        self,
+        inputs: Sequence[torch.Tensor],
+        variables: Sequence[torch.Tensor],
+        state: object,
+        told: Mapping[str, int] = MappingProxyType({}),
     ) -> Tensors:
-        """The outputs in order, then what is kept. ValueError for an input whose shape or dtype is not what the graph says."""
-        return self._function(*inputs, *variables, *self.sizes.dimensions(inputs), state)
+        """The outputs in order, then what is kept. `told`: the sizes that it was compiled to be told. ValueError for an input whose
+        shape or dtype is not what the graph says."""
+        return self._function(*inputs, *variables, *self.sizes.dimensions(inputs, told), state)
 
 
 def compile_graph(
@@ -73,15 +80,17 @@ def compile_graph(
     products: Mapping[str, Callable[..., torch.Tensor]] | None = None,
     last: frozenset[str] = frozenset(),
     fused: Mapping[str, Fused] | None = None,
+    told: Collection[str] = (),
 ) -> Program:
     """Generate the code of `graph` for `device`; without `training`, dropout is off and running statistics are used.
     `products`: what computes these nodes in place of their operators; `last`: nodes that keep the last position of each
-    sequence of a run (`fusion.runtime.planes.sequences`); `fused`: what computes others, and nodes before them, in one call.
+    sequence of a run (`fusion.runtime.planes.sequences`); `fused`: what computes others, and nodes before them, in one call;
+    `told`: symbols whose sizes each run is told, as not all inputs may tell them.
 
     GraphError names what cannot become code. The graph is assumed to have passed `fusion.dag.ir.serialise.validate`; one
     that has not may fail later, but still cannot place text in the source.
     """
-    return _Writer(graph, device, training, products or {}, last, fused or {}).write()
+    return _Writer(graph, device, training, products or {}, last, fused or {}).write(told)
 
 
 class _Writer:
@@ -110,7 +119,7 @@ class _Writer:
         self.dimensions: dict[Poly, fx.Node] = {}
         self.stateful: list[str] = []
 
-    def write(self) -> Program:
+    def write(self, told: Collection[str]) -> Program:
         graph = self.graph
         for name in (*(i.name for i in graph.inputs), *(v.name for v in graph.variables)):
             self.values[Ref(name)] = self.placeholder()
@@ -139,7 +148,7 @@ class _Writer:
         module = fx.GraphModule(nn.Module(), self.code)
         _forget_source(module)
         kept = [next(node.refs()).name for node in keeping]
-        return Program(graph, module.forward, tuple(self.dimensions), self.stateful, kept, module.code)
+        return Program(graph, module.forward, tuple(self.dimensions), self.stateful, kept, module.code, told)
 
     def computed(self, name: str, op: str, args: tuple[Any, ...], state: fx.Node) -> fx.Node:
         """The call for the node `name`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -12,30 +13,33 @@ from fusion.dag.ir.graph import DTYPE_BYTES, Arg, Graph
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 HALF = frozenset({torch.float16, torch.bfloat16})
+_NONE: Mapping[str, int] = MappingProxyType({})
 _MAX_SIZES = 256  # combinations of symbol sizes whose dimensions are remembered
 
 
 class InputSizes:
-    """Of the graph's inputs, in order. `dimensions`: what its nodes need to know. GraphError where no input tells one of them."""
+    """Of the graph's inputs, in order. `dimensions`: what its nodes need to know; `told`: symbols that whoever runs it tells. GraphError
+    where no input tells one of the others."""
 
-    def __init__(self, graph: Graph, dimensions: Sequence[Poly]) -> None:
+    def __init__(self, graph: Graph, dimensions: Sequence[Poly], told: Collection[str] = ()) -> None:
         self._names = tuple(i.name for i in graph.inputs)
         self._dimensions = tuple(dimensions)
         self._types = tuple(i.type for i in graph.inputs)
         self._dtypes = tuple(TORCH_DTYPES[t.dtype] for t in self._types)
         self._places = _places(graph)
         for dimension in dimensions:
-            if dimension not in self._places and not _symbols(dimension) <= self._places.keys():
+            known = self._places.keys() | map(symbol, told)
+            if dimension not in self._places and not _symbols(dimension) <= known:
                 raise GraphError(f"no input of the stage tells the size {dimension}, which its nodes need")
         self._bound: dict[tuple[int, ...], tuple[tuple[torch.Size, ...], tuple[int, ...]]] = {}
 
-    def dimensions(self, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    def dimensions(self, inputs: Sequence[torch.Tensor], told: Mapping[str, int] = _NONE) -> tuple[int, ...]:
         """The sizes of the dimensions in these inputs. ValueError for an input whose shape or dtype is not what the graph says."""
         try:
-            key = tuple([inputs[i].shape[d] for i, d in self._places.values()])
+            key = (*[inputs[i].shape[d] for i, d in self._places.values()], *told.values())
         except IndexError:
             raise self._misfit(inputs, [torch.Size((-1,))] * len(inputs)) from None
-        shapes, dimensions = self._bound.get(key) or self._bind(key)
+        shapes, dimensions = self._bound.get(key) or self._bind(key, told)
         for value, shape, dtype in zip(inputs, shapes, self._dtypes, strict=True):
             if value.shape != shape or value.dtype != dtype:
                 raise self._misfit(inputs, shapes)
@@ -55,9 +59,12 @@ class InputSizes:
             )
         return int(inputs[at].shape[dim])
 
-    def _bind(self, key: tuple[int, ...]) -> tuple[tuple[torch.Size, ...], tuple[int, ...]]:
-        known = dict(zip(self._places, key, strict=True))
+    def _bind(
+        self, key: tuple[int, ...], told: Mapping[str, int]
+    ) -> tuple[tuple[torch.Size, ...], tuple[int, ...]]:
+        known = dict(zip(self._places, key, strict=False))
         sizes = {next(iter(symbols_of(p))): n for p, n in known.items() if _symbols(p) == {p}}
+        sizes.update(told)
         shapes = tuple(torch.Size([_bound(d, known, sizes) for d in t.shape]) for t in self._types)
         found = shapes, tuple(_bound(d, known, sizes) for d in self._dimensions)
         if len(self._bound) >= _MAX_SIZES:

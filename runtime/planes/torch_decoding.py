@@ -211,14 +211,13 @@ class _Encoder:
         self._device = device
         self._slots = both.slots
         self._types = [stage.graph.types[ref] for ref in both.handed]
-        self._symbols = stage.graph.symbols
         self._keys = output_keys(stage)
         products = matrices.products(together=False)
-        self._program = compile_graph(stage.graph, device, training=False, products=products)
+        self._program = compile_graph(stage.graph, device, training=False, products=products, told=(SOURCE,))
         self._variables = tuple(matrices.laid_out[v.name] for v in stage.graph.variables)
 
     def kept(self, length: int) -> KeptSource:
-        sizes = dict.fromkeys(self._symbols, 1) | {SOURCE: length}
+        sizes = {"batch": 1, SOURCE: length}
         bound = (replace(t, shape=tuple(bind(d, sizes) for d in t.shape)) for t in self._types)
         return KeptSource(length, sum(map(type_bytes, bound)))
 
@@ -226,7 +225,7 @@ class _Encoder:
         if piece.start != -kept.length:
             raise ValueError(f"the session's source has {kept.length} positions, not {-piece.start}")
         given = selected(self._program.inputs, piece.inputs, self._device)
-        outputs = self._program.run(given, self._variables, None)
+        outputs = self._program.run(given, self._variables, None, {SOURCE: kept.length})
         sends, handed = outputs[: len(self._keys)], outputs[len(self._keys) :]
         # Laid out alike wherever they were made: what comes over the wire is.
         own = [value.clone(memory_format=torch.contiguous_format) for value in handed]
