@@ -324,13 +324,25 @@ class _Walk:
 
     def _unbiased(self, node: Node) -> Ref | None:
         given = list(node.refs())
-        known = [ref for ref in given if ref.name in self.positional]
+        known = [ref for ref in given if ref.name in self.positional or self._looked_up_by_position(ref)]
         if len(given) != 2 or len(known) != 1 or self.found.softcap is not None:
             return None
         (scores,) = (ref for ref in given if ref not in known)
         self.found.added.append(Added(known[0], self.times, len(node.results[0].shape) == 3))
         self.inexact = True
         return scores
+
+    def _looked_up_by_position(self, ref: Ref) -> bool:
+        """Whether the value is rows of a table that positions choose, and views of them."""
+        node = maker(self.graph, ref)
+        while node is not None and spec(node.op).family == "view":
+            (source, *others) = node.refs()
+            node = None if others else maker(self.graph, source)
+        if node is None or node.op != "aten.embedding":
+            return False
+        table, index = node.args[:2]
+        variable = isinstance(table, Ref) and table.name in self.graph.variable_names
+        return variable and isinstance(index, Ref) and index.name in self.positional
 
     def _unscaled(self, scores: Ref, factor: float) -> Ref | None:
         """`scores` were multiplied by `factor`, perhaps capped before: factor * tanh(inner)."""

@@ -157,10 +157,20 @@ def test_written_out_attention_to_the_source_rounds_as_that_of_the_model() -> No
 
 
 @pytest.mark.slow
-def test_attention_that_is_written_out_beside_a_learned_bias_is_refused() -> None:
+def test_attention_that_is_written_out_beside_a_learned_bias_keeps_a_cache() -> None:
     model = build("t5", attn_implementation="eager")
-    graph = capture_encoder_decoder(model, maximum_sequence=64, maximum_source=64)
-    with pytest.raises(UnsupportedModel, match="no KV cache for this model"):
-        serving_graph(graph, maximum_sequence=64, maximum_source=64)
+    sizes = {"maximum_sequence": POSITIONS, "maximum_source": POSITIONS}
+    graph = capture_encoder_decoder(model, **sizes)
+    stages = [
+        TorchDecodingStage(stage, variables_from_module(model))
+        for stage in split(serving_graph(graph, **sizes), ())
+    ]
+    given = source("t5", 9)
+    wanted = generated(model, given, NEW)
+    full = logits(model, given, [START, *wanted])
+    opened(stages, "s", given)
+    for at, token in enumerate([START, *wanted]):
+        (row,) = run(stages, ("s", at, [token]))
+        assert torch.allclose(row, full[at], atol=1e-4)
     with pytest.raises(UnsupportedModel, match="with a KV cache or not at all"):
         serving_graph(graph, cache="recompute")
