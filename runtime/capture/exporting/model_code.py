@@ -129,10 +129,16 @@ def _last(lines: list[tuple[str, int]]) -> str:
     """The innermost one that lies within the run of the model: behind our own code that runs it, and neither torch's nor Python's,
     nor ours in the place of torch's."""
     lines = list(lines)
-    while lines and lines[-1][0].startswith((_TORCH, _OURS)):
+    while lines and (lines[-1][0].startswith(_OURS) or _is_of_python(lines[-1][0])):
         lines.pop()
     ours = max((i for i, (file, _) in enumerate(lines) if file.startswith(_OURS)), default=-1)
     for file, number in reversed(lines[ours + 1 :]):
-        if not file.startswith((_TORCH, "<")) and (not file.startswith(_STANDARD) or "site-packages" in file):
+        if not _is_of_python(file):
             return f", at {file.rpartition('site-packages/')[2]}:{number}"
     return ""
+
+
+def _is_of_python(file: str) -> bool:
+    """Whether it is torch's, or comes with Python."""
+    standard = file.startswith(_STANDARD) and "site-packages" not in file
+    return standard or file.startswith((_TORCH, "<"))
