@@ -50,7 +50,12 @@ from fusion.runtime.capture.exporting.tensors import (
     unsaved_tensors,
     variable_names,
 )
-from fusion.runtime.capture.exporting.torch_calls import as_exported, require_plain_gradients, whole
+from fusion.runtime.capture.exporting.torch_calls import (
+    SourceLength,
+    as_exported,
+    require_plain_gradients,
+    whole,
+)
 from fusion.runtime.capture.lowering.aten_names import (
     detach_what_regions_read,
     op_name,
@@ -107,7 +112,8 @@ def capture_encoder_decoder(
     if least < 11:
         raise CaptureError(f"maximum sequence and maximum source: at least 11, not {least}")
     hollow = _exportable(hollow_copy(module))
-    wrapped = _EncoderDecoder(hollow, SOURCE_FEATURES if features else SOURCE_IDS)
+    length = SourceLength()
+    wrapped = _EncoderDecoder(hollow, SOURCE_FEATURES if features else SOURCE_IDS, length)
     batch, sequence = Dim("batch", max=MAX_BATCH), Dim("sequence", max=maximum_sequence)
     text = torch.zeros(2, 8, dtype=torch.int64)
     dims: tuple[dict[int, Any], ...] = ({0: batch, 1: sequence},) * 2
@@ -117,8 +123,16 @@ def capture_encoder_decoder(
     else:
         source, first = torch.zeros(2, 11, dtype=torch.int64), {0: batch, 1: Dim(SOURCE, max=maximum_source)}
     example = {wrapped.source: source, "input_ids": text, "position_ids": text.clone()}
-    graph = _capture(module, wrapped, example, (first, *dims), training=False)
-    return replace(graph, symbols=("batch", "sequence", SOURCE))
+    with length.answered():
+        try:
+            graph = _capture(module, wrapped, example, (first, *dims), training=False)
+        except CaptureError:
+            if features or not wrapped.maskable:
+                raise
+            # Some make a mask that hides nothing where they are given none, but not while they are exported.
+            wrapped.masked = True
+            graph = _capture(module, wrapped, example, (first, *dims), training=False)
+    return replace(graph, symbols=("batch", "sequence", SOURCE, *graph.symbols[2:]))
 
 
 def capture_text_encoder(module: nn.Module, pooling: Pooling, *, maximum_sequence: int) -> Graph:
@@ -222,18 +236,24 @@ class _LanguageModel(nn.Module):
 
 
 class _EncoderDecoder(nn.Module):
-    def __init__(self, module: nn.Module, source: str) -> None:
+    def __init__(self, module: nn.Module, source: str, length: SourceLength) -> None:
         super().__init__()
         self.module = module
         self.source = source
+        self.length = length
+        self.masked = False  # whether the source has a mask that hides nothing
         code = inspect.unwrap(type(module).forward).__code__
         named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         self.positions = "decoder_position_ids" in named
         self.mask = "decoder_attention_mask" in named
+        self.maskable = "attention_mask" in named
 
     def forward(self, *values: torch.Tensor) -> torch.Tensor:
         source, ids, positions = values
+        self.length.is_of(source.shape[-1])
         given = {self.source.replace("source", "input"): source, "decoder_input_ids": ids}
+        if self.masked:
+            given["attention_mask"] = torch.ones_like(source)
         if self.positions:
             given["decoder_position_ids"] = positions
         if self.mask:  # `generate()` hides no token of an answer; without a mask and a cache some models hide the padding token

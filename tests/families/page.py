@@ -48,7 +48,7 @@ def text(outcomes: Sequence[Outcome], version: str, untried: Sequence[str] = ())
         *([
             "## Encoder-decoders",
             "",
-            "The same for families that read a source, a text of 1, 7 and 50 tokens or sound: the encoder runs once, then a token runs",
+            "The same for families that read a source, a text of 1, 7, 32, 50 and 100 tokens or sound: the encoder runs once, then a token runs",
             "one position. What has no KV cache is refused.",
             "",
             counts(pairs),

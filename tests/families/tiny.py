@@ -53,6 +53,7 @@ TIED: Mapping[str, Mapping[str, Any]] = {
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8},
+    "longt5": {"local_radius": 15, "global_block_size": 8},
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
     "deepseek_v2": {"n_routed_experts": 8, "num_experts_per_tok": 2},

@@ -99,6 +99,18 @@ def _padded_bag(rows: Tensor, counts: Tensor, mode: str) -> Tensor:
     return total / counts.sum(1).clamp(min=1) if mode == "mean" else total
 
 
+def one_hot(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Of a number of classes that is free, which torch takes for a number."""
+
+    def run(tensor: Tensor, num_classes: Any = -1) -> Tensor:
+        if not isinstance(num_classes, torch.SymInt):
+            return plain(tensor, num_classes)
+        classes: Any = num_classes
+        return torch.eq(tensor.unsqueeze(-1), torch.arange(classes)).to(torch.int64)
+
+    return run
+
+
 def bilinear(_: Any) -> Callable[..., Tensor]:
     def run(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         made: Tensor = torch.einsum("...i,oij,...j->...o", input1, weight, input2)

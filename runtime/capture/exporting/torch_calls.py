@@ -19,11 +19,12 @@ from torch.nn.modules import transformer
 from torch.utils.checkpoint import CheckpointFunction
 
 from fusion.runtime.capture.exporting import chosen, ctc, drawn, expert_loops, fourier, highest, layers
+from fusion.runtime.capture.exporting.blocks import SourceLength
 from fusion.runtime.capture.exporting.chosen import whole
 from fusion.runtime.capture.exporting.model_code import line_of_caller
 from fusion.runtime.job.errors import CaptureError
 
-__all__ = ["as_exported", "require_plain_gradients", "whole"]
+__all__ = ["SourceLength", "as_exported", "require_plain_gradients", "whole"]
 
 _Change = tuple[Any, str, Callable[[Any], Any]]  # what has it, its name, what stands in its place
 
@@ -250,6 +251,7 @@ _ASKING: tuple[_Change, ...] = (
     (opt_einsum, "get_opt_einsum", _of_example),
     *((functional, f"adaptive_max_pool{n}d", layers.adaptive_max_pool(n)) for n in (1, 2, 3)),
     (functional, "embedding_bag", layers.embedding_bag),
+    (functional, "one_hot", layers.one_hot),
     (functional, "bilinear", layers.bilinear),
     (functional, "gaussian_nll_loss", layers.gaussian_nll_loss),
     *((where, "outer", layers.outer) for where in (torch, torch.Tensor)),

@@ -350,7 +350,7 @@ def _reshape(node: fx.Node, values: Values) -> tuple[str, Values]:
 
 
 _CASTS = frozenset({
-    "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten._to_copy",
+    "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten._to_copy", "aten.type_as",
 })  # fmt: skip
 _RESPELT: Mapping[str, Callable[[fx.Node, Values], tuple[str, Values]]] = {
     **dict.fromkeys(_CASTS, _cast),

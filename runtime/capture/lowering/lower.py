@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
 from fusion.dag.cutting.positional import COUNTER
+from fusion.dag.ir.dims import Poly, named_symbols, symbols_of
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import OPSET, infer
@@ -122,6 +123,7 @@ class _Lowering:
             ),
             nodes=tuple(self.nodes),
             outputs=outputs,
+            symbols=("batch", "sequence", *self.sizes.counted),
         )
         return keep_values(graph, self.kept)
 
@@ -329,6 +331,8 @@ class _Lowering:
         value = node.meta["val"]
         several = isinstance(value, (tuple, list))
         types = tuple(self.sizes.type_of(v) for v in (value if several else (value,)))
+        if name == "aten.slice.Tensor":
+            args = _counted_from_front(args, types[0])
         # torch's fake tensors let dtypes pass that do not go together. A view has one, and may be spelt another way later.
         view = OPSET[name].family == "view"
         made = types if view else infer(name, args, self.types)
@@ -445,6 +449,17 @@ class _Lowering:
         if op != "aten.detach" and any(ref in self.trained for ref in node.refs()):
             self.trained.update(refs)
         return refs
+
+
+def _counted_from_front(args: tuple[Arg, ...], result: TensorType) -> tuple[Arg, ...]:
+    """Of a slice whose end counts blocks: how far that is from the front, as it may be 0 from the end."""
+    source, dim, start, end, step = args
+    if not isinstance(end, Poly) or step != 1 or named_symbols(end) == symbols_of(end):
+        return args
+    start = 0 if start is None else start
+    if not isinstance(start, int) or start < 0 or not isinstance(dim, int):
+        return args
+    return source, dim, start, result.shape[dim] + start, step
 
 
 def _first_line(region: fx.GraphModule) -> str:

@@ -110,6 +110,7 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "gaussian": lambda m, x: functional.gaussian_nll_loss(x[:, 0], x[:, 1], x[:, 2].relu(), full=True),
     "windows": lambda m, x: x.unfold(2, 3, 2) * 2,
     "image to columns": lambda m, x: functional.fold(functional.unfold(x, 2, stride=1), (7, 7), 2, stride=1),
+    "classes": lambda m, x: functional.one_hot((torch.arange(x.shape[0]) + 1) % x.shape[0], x.shape[0]).to(x.dtype) @ x.flatten(1),
     "grid": turned,
     "bicubic": lambda m, x: functional.interpolate(x, scale_factor=2, mode="bicubic"),
     "nearest of a row": lambda m, x: functional.interpolate(x.flatten(2), scale_factor=2),
