@@ -1,8 +1,8 @@
 """Linear attention and state spaces: what transformers runs a loop over a sequence for, as one operator.
 
-transformers writes each sort of recurrence as a function of its own, the same one in all its families, for want of a kernel.
+transformers writes each sort of recurrence as a function of its own, or as a method of a layer, for want of a kernel.
 It goes through chunks or positions in a loop, which leaves the length of a sequence no longer free. While a model is exported,
-`fusion.recurrence` stands in these functions' place, with the steps that they take before and after; but only in those that give
+`fusion.recurrence` stands in their place, with the steps that they take before and after; but only in those that give
 the same numbers as here when they are tried. Others are exported as they are, and refused for their loop.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from math import inf
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,11 +38,18 @@ def one_operator(module: nn.Module) -> Iterator[None]:
         yield
         return
     code = {type(part).__module__ for part in module.modules()}
-    found = [
+    found: list[tuple[Any, str, Any]] = [
         (sys.modules[name], attribute, function)
         for name in sorted(code & sys.modules.keys())
         for attribute, function in sorted(vars(sys.modules[name]).items(), key=lambda item: item[0])
         if inspect.isfunction(function) and function.__name__ in _KNOWN
+    ]
+    kinds: list[Any] = sorted({type(part) for part in module.modules()}, key=lambda kind: kind.__qualname__)
+    found += [
+        (kind, attribute, method)
+        for kind in kinds
+        for attribute, method in sorted(vars(kind).items())
+        if attribute in _METHODS or (attribute == "forward" and vars(kind).keys() >= _BLOCKS)
     ]
     replaced = [(where, name, function) for where, name, function in found if _agrees(function)]
     for where, name, function in replaced:
@@ -55,11 +63,18 @@ def one_operator(module: nn.Module) -> Iterator[None]:
 
 class _Known(NamedTuple):
     ours: Callable[..., Any]
-    example: Callable[[], tuple[tuple[Tensor, ...], dict[str, Any]]]
+    example: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def _known(function: Callable[..., Any]) -> _Known:
+    plain = inspect.unwrap(function)
+    if plain.__name__ == "forward":  # of a layer, which is tried with one of its own kind
+        return _Known(_lightning, lambda: _lightning_example(plain))
+    return {**_KNOWN, **_METHODS}[plain.__name__]
 
 
 def _in_place_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    ours = _KNOWN[function.__name__].ours
+    ours = _known(function).ours
     plain = inspect.unwrap(function)
     signature = inspect.signature(plain)
 
@@ -79,12 +94,12 @@ def _agrees(function: Callable[..., Any]) -> bool:
     """Whether it gives what the operator gives, on numbers that every step of it matters for."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(1)
-        args, kwargs = _KNOWN[function.__name__].example()
         try:
+            args, kwargs = _known(function).example()
             theirs, ours = (
                 _first(f(*args, **kwargs)) for f in (inspect.unwrap(function), _in_place_of(function))
             )
-        except (TypeError, KeyError, RuntimeError, ValueError):  # a function of another version
+        except (TypeError, AttributeError, KeyError, RuntimeError, ValueError):  # of another version
             return False
     same = theirs.shape == ours.shape and theirs.dtype == ours.dtype
     return same and bool((theirs - ours).abs().max() <= _NEAR * theirs.abs().max())
@@ -174,6 +189,37 @@ def _chunk_scan(
     return seen.contiguous()
 
 
+def _gated_unit(
+    _: Any, hidden_states: Tensor, recurrent_gate: Tensor, recurrent_states: Tensor | None, **__: Any
+) -> tuple[Tensor, None]:
+    """The RG-LRU of RecurrentGemma: hidden states and gate (batch, length, channels). Each channel is a head, whose state is one number.
+    That a sequence begins at position 0, `reset` says as well."""
+    if recurrent_states is not None:
+        raise CaptureError(_STATES)
+    value = hidden_states.transpose(1, 2).unsqueeze(-1)
+    gate = recurrent_gate.transpose(1, 2).unsqueeze(-1).float()
+    one = torch.ones_like(gate)
+    decay = gate.clamp(min=torch.finfo(torch.float32).tiny).log()
+    seen = _operator()(one, one, value, decay, None, None)
+    return seen.squeeze(-1).transpose(1, 2).to(hidden_states.dtype), None
+
+
+def _lightning(plain: Any, self: Any, hidden_states: Tensor, attention_mask: Tensor | None, cache: Any, **_: Any) -> tuple[Tensor, None]:  # fmt: skip
+    """Lightning attention of MiniMax: all of a layer, (batch, length, width), as its loop goes over blocks of the sequence."""
+    if cache is not None:
+        raise CaptureError(_STATES)
+    batch, length, _width = hidden_states.shape
+    heads, width = self.num_attention_heads, self.head_dim
+    rows = self.act_fn(self.qkv_proj(hidden_states))
+    rows = plain.__globals__["apply_mask_to_padding_states"](rows, attention_mask)
+    rows = rows.reshape(batch, length, heads, 3 * width)
+    query, key, value = (part.transpose(1, 2) for part in torch.split(rows, width, dim=3))
+    decay = (-self.slope_rate.float()).expand(batch, heads, length, 1)
+    seen = _operator()(query, key, value, decay, None, None).to(hidden_states.dtype)
+    seen = self.norm(seen.transpose(1, 2).reshape(batch, length, heads * width))
+    return self.out_proj(functional.sigmoid(self.output_gate(hidden_states)) * seen), None
+
+
 def _delta_example(by_width: bool) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     keys = 4 if by_width else 2
     query, key = torch.randn(2, 2, _TRIED, keys, 8)
@@ -196,6 +242,23 @@ def _chunk_example() -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     return (hidden, dt, -torch.rand(4), b, c), {"chunk_size": 16, **named}
 
 
+def _gated_example() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    hidden, gate = torch.randn(2, _TRIED, 6), torch.rand(2, _TRIED, 6)
+    reset = (torch.arange(_TRIED) == 0).expand(2, _TRIED)[:, :, None]
+    return (None, hidden, gate, reset, None), {}
+
+
+def _lightning_example(plain: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    config = SimpleNamespace(
+        hidden_size=8, head_dim=4, num_attention_heads=2, num_hidden_layers=3, block_size=16, hidden_act="silu",
+        layer_types=["linear_attention"] * 3,
+    )  # fmt: skip
+    layer = plain.__globals__[plain.__qualname__.rpartition(".")[0]](config, 1)
+    return (layer, torch.randn(2, _TRIED, 8), None, None), {}
+
+
+_BLOCKS = {"get_slope_rate", "decay_factors"}  # methods of a layer of lightning attention
+_METHODS: Mapping[str, _Known] = {"_rnn_scan": _Known(_gated_unit, _gated_example)}
 _KNOWN: Mapping[str, _Known] = {
     "torch_chunk_gated_delta_rule": _Known(_delta_rule, lambda: _delta_example(False)),
     "chunk_kimi_delta_attention": _Known(_delta_rule, lambda: _delta_example(True)),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -22,13 +24,14 @@ FUNCTIONS = [
     ("kimi_linear", "chunk_kimi_delta_attention"),
     ("mamba", "mamba_selective_scan"),
     ("mamba2", "mamba2_chunk_scan"),
+    ("recurrent_gemma", "RecurrentGemmaRglru._rnn_scan"),
 ]
+LAYER = "MiniMaxLightningAttention"
 
 
 def found(family: str, name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(
-        importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name
-    )
+    code = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    function: Callable[..., Any] = attrgetter(name)(code)
     return function
 
 
@@ -42,12 +45,24 @@ def test_what_gives_other_numbers_is_left_as_it_is(family: str, name: str) -> No
     function = found(family, name)
 
     def other(*args: Any, **kwargs: Any) -> Any:
-        result = function.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+        result = inspect.unwrap(function)(*args, **kwargs)
         return (result[0] * 1.0001, *result[1:]) if isinstance(result, tuple) else result * 1.0001
 
-    other.__name__, other.__wrapped__ = name, None  # type: ignore[attr-defined]
+    other.__name__, other.__wrapped__ = function.__name__, None  # type: ignore[attr-defined]
     del other.__wrapped__  # type: ignore[attr-defined]
     assert not _agrees(other)
+
+
+def test_a_layer_that_runs_its_recurrence_in_blocks_is_tried_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer: Any = found("minimax", LAYER)
+    assert _agrees.__wrapped__(layer.forward)
+    factors = layer.decay_factors
+    monkeypatch.setattr(
+        layer, "decay_factors", lambda *given: tuple(1.0001 * each for each in factors(*given))
+    )
+    assert not _agrees.__wrapped__(layer.forward)
 
 
 class Scans(nn.Module):
