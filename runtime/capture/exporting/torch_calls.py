@@ -18,7 +18,16 @@ from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.utils.checkpoint import CheckpointFunction
 
-from fusion.runtime.capture.exporting import chosen, ctc, drawn, expert_loops, fourier, highest, layers
+from fusion.runtime.capture.exporting import (
+    chosen,
+    ctc,
+    drawn,
+    expert_loops,
+    fourier,
+    highest,
+    layers,
+    sorted_experts,
+)
 from fusion.runtime.capture.exporting.blocks import SourceLength
 from fusion.runtime.capture.exporting.chosen import whole
 from fusion.runtime.capture.exporting.model_code import line_of_caller
@@ -36,6 +45,7 @@ def as_exported(module: nn.Module) -> Iterator[None]:
     with ExitStack() as changed:
         changed.enter_context(highest.sizes_at_most(module))
         changed.enter_context(expert_loops.without_loops(module))
+        changed.enter_context(sorted_experts.without_sorting(module))
         for where, name, other in [
             *_ASKING,
             *_DRAWING,
