@@ -24,6 +24,7 @@ from torch._decomp import decomposition_table
 from torch._export.verifier import SpecViolationError
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental import _config as _symbolic
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
 
@@ -386,7 +387,26 @@ def _lowered(
     return lower(exported, inputs, names, constants, symbols, keeps)
 
 
+class _SizeFixedError(CaptureError):
+    """A size that is to be free, and that the model's code fixes."""
+
+
 def _export(
+    wrapped: nn.Module, example: tuple[torch.Tensor, ...], dims: tuple[dict[int, Any], ...]
+) -> ExportedProgram:
+    try:
+        return _exported(wrapped, example, dims)
+    except _SizeFixedError:
+        if wrapped.training or not hasattr(_symbolic, "backed_size_oblivious"):
+            raise
+        # Of what is left of a sequence, as of `x[:, 1:]`, torch asks whether it is one position, and then is for no text of two. It
+        # assumes that it is not, as it does of all sizes that are free, if it is told to.
+        with _symbolic.patch(backed_size_oblivious=True), contextlib.suppress(CaptureError):
+            return _exported(wrapped, example, dims)
+        raise
+
+
+def _exported(
     wrapped: nn.Module, example: tuple[torch.Tensor, ...], dims: tuple[dict[int, Any], ...]
 ) -> ExportedProgram:
     with (
@@ -415,10 +435,11 @@ def _export(
                     "the model reads a tensor that an earlier run has made and that is kept outside of it (functools.lru_cache, a global "
                     "variable): make it anew each time, or register it as a buffer"
                 ) from error
-            held = re.match(r"Constraints violated \((\w+)", str(error))
+            held = re.match(r"Constraints violated \((\w+)|Cannot create Dim with inconsistent", str(error))
             if held:
-                raise CaptureError(
-                    f"the model does not leave the size of {held[1]} free{fixed.line}: "
+                what = f"the size of {held[1]}" if held[1] else "a size"
+                raise _SizeFixedError(
+                    f"the model does not leave {what} free{fixed.line}: "
                     "no loop over it there, and no number made of it"
                 ) from error
             raise CaptureError(

@@ -65,18 +65,21 @@ def first_line(error: BaseException) -> str:
 
 
 class FixedSize(logging.Filter):
-    """`line`: where the model's code first fixed a size that was to be free, or else last asked something of one. Lets no
-    record of torch through: what it would write beside our one line is the graph it has so far."""
+    """`line`: where the model's code first fixed a size that was to be free, or else first asked how often a number goes into one,
+    or else last asked something of one. Lets no record of torch through: what it would write beside our one line is the graph it has
+    so far."""
 
     def __init__(self) -> None:
         super().__init__()
         self.line = ""
-        self._fixed = False
+        self._fixed = self._divided = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not self._fixed and "[guard added]" in str(record.msg) and isinstance(record.args, tuple):
-            self._fixed = re.fullmatch(r"Eq\(\w+, \d+\)", str(record.args[1])) is not None
-            self.line = _last(_running()) or self.line
+            asked, line = str(record.args[1]), _last(_running())
+            self._fixed = re.fullmatch(r"Eq\(\w+, \d+\)", asked) is not None
+            if line and (self._fixed or not self._divided):
+                self.line, self._divided = line, "//" in asked
         return False
 
 

@@ -448,6 +448,44 @@ def test_what_has_no_place_in_a_graph_is_refused_in_one_line(function: Callable[
     assert "\n" not in str(refusal.value)
 
 
+class Shifted(nn.Module):
+    """Logits (batch, sequence, 5) of a token and, by what `before` takes of them, earlier ones."""
+
+    def __init__(self, before: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.table, self.before = nn.Embedding(16, 5), before
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(input_ids) * (position_ids.unsqueeze(-1) + 1)
+        return x + self.before(x)
+
+
+def one_later(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x.new_ones(x.shape[0], 1, x.shape[2]), x[:, :-1]], 1)
+
+
+def of_fours(x: torch.Tensor) -> torch.Tensor:
+    fours = x.shape[1] // 4
+    return x[:, : fours * 4].reshape(x.shape[0], fours, 4, -1).sum((1, 2)).unsqueeze(1)
+
+
+def test_what_is_left_of_a_sequence_may_be_one_position_or_none() -> None:
+    module = Shifted(one_later).eval()
+    graph = capture_language_model(module, training=False, maximum_sequence=32)
+    for length in (1, 2, 3, 9):
+        given = {"input_ids": torch.randint(0, 16, (1, length)), "position_ids": torch.arange(length)[None]}
+        (found,) = execute(graph, module, given)
+        torch.testing.assert_close(found, module(**given))
+
+
+def test_a_number_that_is_made_of_a_size_is_refused_with_its_line() -> None:
+    line = of_fours.__code__.co_firstlineno + 2
+    with pytest.raises(
+        CaptureError, match=rf"does not leave .* free, at \S*test_capture\.py:{line}: no loop"
+    ):
+        capture_language_model(Shifted(of_fours).eval(), training=False, maximum_sequence=32)
+
+
 def test_a_name_that_cannot_travel_is_refused() -> None:
     module = nn.Module()
     module.register_parameter("x\nimport os", nn.Parameter(torch.zeros(1)))
