@@ -13,11 +13,11 @@ from fusion.runtime.job.errors import JobError
 # Kinds of models of images and texts that answer a text alone as one of texts does: `make models` holds them against `generate()`. Not all
 # do: PaliGemma reads a prompt from both sides.
 _OF_IMAGES = frozenset({
-    "aria", "aya_vision", "cohere2_vision", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid",
+    "aria", "aya_vision", "cohere2_vision", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "emu3",
     "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "granite_docling",
     "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl",
     "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr",
-    "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral3", "mistral4", "mistral_large4", "muse_glimmer",
+    "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral3", "mistral4", "mistral_large4", "mllama", "muse_glimmer",
     "ovis2", "paddleocr_vl", "pp_chart2table", "qianfan_ocr", "qwen2_5_vl", "qwen2_vl", "qwen3_vl",
     "qwen3_vl_moe", "smolvlm", "unlimited_ocr", "video_llama_3", "video_llava", "vipllava",
 })  # fmt: skip
@@ -30,7 +30,7 @@ def model_class(config: Any, directory: Path, library: Any) -> str:
     if reads_source(config):
         return auto_class(config)
     named = architectures(config)
-    if type(config) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
+    if config.model_type not in _OF_IMAGES and type(config) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
         return "AutoModelForCausalLM"
     if type(config) not in library.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise JobError(

@@ -33,7 +33,6 @@ import transformers
 import transformers.generation.utils
 import transformers.modeling_utils
 from families import encoder_decoders, page, trial
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 RESULTS = Path("models.json")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -46,7 +45,7 @@ def main() -> int:
     parser.add_argument("--limit-seconds", type=int, default=180, help="of processor time, a family")
     parser.add_argument("--limit-gib", type=int, default=8, help="of address space, a family")
     given = parser.parse_args()
-    families = [*sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *encoder_decoders.families(), *trial.that_see()]
+    families = [*trial.of_text(), *encoder_decoders.families(), *trial.that_see()]
     only = [name for name in given.only.split(",") if name]
     if unknown := sorted(set(only) - set(families)):
         parser.error(f"--only: transformers {transformers.__version__} has no family {unknown[0]}")

@@ -35,7 +35,9 @@ def test_a_family_is_served_as_transformers_runs_it(tmp_path: Path) -> None:
 
 
 def test_the_texts_of_a_family_that_sees_are_served_as_transformers_runs_it(tmp_path: Path) -> None:
-    assert f"llava{trial.SEES}" in trial.that_see() and f"llama{trial.SEES}" not in trial.that_see()
+    seeing, alone = trial.that_see(), trial.of_text()
+    assert {f"llava{trial.SEES}", f"mllama{trial.SEES}"} <= set(seeing) and f"llama{trial.SEES}" not in seeing
+    assert "llama" in alone and "mllama" not in alone
     found = outcome(f"qwen2_5_vl{trial.SEES}", tmp_path)
     assert (found.served, found.why) == ("cached", "") and found.tokens >= 5
     assert found.error is not None and found.error < trial.TOLERANCE

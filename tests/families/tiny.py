@@ -49,7 +49,20 @@ SIZES: tuple[tuple[str, int], ...] = (
 )  # fmt: skip
 # Numbers that have to fit each other, where names do not say so.
 TIED: Mapping[str, Mapping[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+        }
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
+    },
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "emu3": {
+        "vocabulary_map": {"<image>": 250, "<|extra_200|>": 251, "<|visual token 000000|>": 252},
+        "vq_config": {"base_channels": 32, "hidden_size": 64, "codebook_size": 64},
+    },
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8},
@@ -63,12 +76,28 @@ TIED: Mapping[str, Mapping[str, Any]] = {
     "ministral": {"head_dim": 16},
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},  # else two layers have no experts
     "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 32,
+        "indexer_compress_ratio": 4,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},  # its layers of attention are each third one
     "reformer": {
         "axial_pos_embds_dim": [32, 32],
         "axial_pos_shape": [16, 16],
         "attn_layers": ["local", "lsh"],
     },
+    "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_key_value_heads": 4,
+    },
     "longcat_flash": {"qk_head_dim": 32},
     "mamba2": {"num_heads": 8},
     "qwen2_vl": {"vision_config": {"depth": LAYERS, "embed_dim": 64, "hidden_size": 64, "num_heads": 4}},
@@ -83,6 +112,10 @@ TIED: Mapping[str, Mapping[str, Any]] = {
         "attn_layer_offset": 1,
         "expert_layer_offset": 0,
     },
+}
+# The same of a part, by what it is called.
+PARTS: Mapping[str, Mapping[str, Any]] = {
+    "mllama_text_model": {"num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
 }
 
 
@@ -106,7 +139,11 @@ def _small(config_class: Any, family: str) -> dict[str, Any]:
         if name in subs:
             kind = type(value)
             if hasattr(kind, "model_type"):
-                found[name] = {**_small(kind, family), "model_type": kind.model_type}
+                found[name] = {
+                    **_small(kind, family),
+                    **PARTS.get(kind.model_type, {}),
+                    "model_type": kind.model_type,
+                }
         elif name == "is_decoder":
             found[name] = True  # else it reads a text from both sides
         elif name in ("bos_token_id", "eos_token_id"):

@@ -59,11 +59,23 @@ class Outcome:
         return asdict(self)
 
 
+def of_text() -> list[str]:
+    """Those that transformers has as models of text, but for those of which it knows no directory that does not see."""
+    seeing = {name.removesuffix(SEES) for name in that_see()}
+    return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - seeing)
+
+
 def that_see() -> list[str]:
-    """Those that transformers has as images and a text in, text out, and not among those of text."""
-    text = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    found = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return [f"{name}{SEES}" for name in sorted(found) if name not in text]
+    """Those that transformers has as images and a text in, text out, and whose part for text is none of its models of text."""
+    found = sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return [f"{name}{SEES}" for name in found if not _text_alone(name)]
+
+
+def _text_alone(name: str) -> bool:
+    if name not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return False
+    part = transformers.CONFIG_MAPPING[name].sub_configs.get("text_config")
+    return not hasattr(part, "model_type") or part in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def outcome(family: str, directory: Path) -> Outcome:
