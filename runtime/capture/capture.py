@@ -388,7 +388,7 @@ def _lowered(
 
 
 class _SizeFixedError(CaptureError):
-    """A size that is to be free, and that the model's code fixes."""
+    """A size that is to be free, and that is not, though no line of the model's code is seen to fix it."""
 
 
 def _export(
@@ -438,7 +438,8 @@ def _exported(
             held = re.match(r"Constraints violated \((\w+)|Cannot create Dim with inconsistent", str(error))
             if held:
                 what = f"the size of {held[1]}" if held[1] else "a size"
-                raise _SizeFixedError(
+                kind = CaptureError if fixed.certain else _SizeFixedError
+                raise kind(
                     f"the model does not leave {what} free{fixed.line}: "
                     "no loop over it there, and no number made of it"
                 ) from error

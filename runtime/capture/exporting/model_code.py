@@ -74,6 +74,11 @@ class FixedSize(logging.Filter):
         self.line = ""
         self._fixed = self._divided = False
 
+    @property
+    def certain(self) -> bool:
+        """Whether the line is one of the first two."""
+        return self._fixed or self._divided
+
     def filter(self, record: logging.LogRecord) -> bool:
         if not self._fixed and "[guard added]" in str(record.msg) and isinstance(record.args, tuple):
             asked, line = str(record.args[1]), _last(_running())
