@@ -8,7 +8,7 @@ they are read, a stage at a time, under the names that the module gives them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -24,8 +24,10 @@ from fusion.runtime.capture.gguf.blocks import layout_of
 from fusion.runtime.capture.gguf.config import model_config
 from fusion.runtime.capture.gguf.decoders import NEAR_FACTORS, ROPE_FACTORS
 from fusion.runtime.capture.gguf.header import GGUFHeader, read_header
+from fusion.runtime.capture.gguf.stored import Stored
+from fusion.runtime.capture.gguf.tensors import stored_parameters
 from fusion.runtime.capture.gguf.tokenizer import GGUFTokenizer, read_tokenizer
-from fusion.runtime.capture.gguf.weights import Stored, read_blocks, read_tensor, stored_parameters
+from fusion.runtime.capture.gguf.weights import Opened, alone, read_blocks, read_tensor
 from fusion.runtime.capture.huggingface import config_for, hollow_module
 from fusion.runtime.capture.model_dtype import FLOAT32
 from fusion.runtime.capture.rope import fixed_length
@@ -62,10 +64,10 @@ class GGUFModel:
                 wanted.append((variable, stored))
             else:  # a table that the module computed
                 found[variable.name] = attributes[variable.name].clone()
-        with opened(self.header.path) as file:
-            for variable, stored in sorted(wanted, key=lambda item: item[1].place.offset):
+        with opened_files() as opened:
+            for variable, stored in sorted(wanted, key=lambda item: _begin(item[1])):
                 dtype = TORCH_DTYPES[variable.type.dtype]
-                found[variable.name] = read_tensor(file, stored, dtype, _experts(variable))
+                found[variable.name] = read_tensor(opened, stored, dtype, _experts(variable))
         return found
 
     def layout(self, variable: Variable, uses: frozenset[Use]) -> Layout | None:
@@ -79,8 +81,8 @@ class GGUFModel:
         """The parts of a matrix that has a `layout`, as they are in the file. JobError as of `read`."""
         stored = self._stored(source.variable)
         assert stored is not None and stored.transposed == source.transposed
-        with opened(self.header.path) as file:
-            return read_blocks(file, stored, _experts(source.variable))
+        with opened_files() as opened:
+            return read_blocks(opened, stored, _experts(source.variable))
 
     def _stored(self, variable: Variable) -> Stored | None:
         part = part_of(variable.name)
@@ -96,17 +98,29 @@ def _experts(variable: Variable) -> range | None:
 
 def _layout(stored: Stored) -> Layout | None:
     """How the file has a parameter, where all of it is in one kind of block."""
-    kinds = {place.kind for place in stored.places}
-    return layout_of(kinds.pop()) if len(kinds) == 1 else None
+    return layout_of(stored.places[0].kind) if stored.in_blocks else None
+
+
+def _begin(stored: Stored) -> tuple[Path, int]:
+    return stored.places[0].file, stored.places[0].offset
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BufferedReader]:
-    try:
-        with path.open("rb") as file:
-            yield file
-    except OSError as error:
-        raise JobError(f"{path} cannot be read: {error.strerror}") from error
+def opened_files() -> Iterator[Opened]:
+    """Files, each opened as it is first asked for. JobError for one that cannot be read."""
+    files: dict[Path, BufferedReader] = {}
+    with ExitStack() as stack:
+
+        def opened(path: Path) -> BufferedReader:
+            if path not in files:
+                files[path] = stack.enter_context(path.open("rb"))
+            return files[path]
+
+        try:
+            yield opened
+        except OSError as error:
+            name = error.filename or next(reversed(files), "a file")
+            raise JobError(f"{name} cannot be read: {error.strerror}") from error
 
 
 def open_gguf(path: Path, dtype: str = FLOAT32) -> GGUFModel:
@@ -134,8 +148,8 @@ def _stretch(header: GGUFHeader, module: nn.Module, name: str) -> None:
     place = header.tensors[name]
     if place.kind != "F32":
         raise JobError(f"{header.path}: {name} is in {place.kind}, not in F32")
-    with opened(header.path) as file:
-        factors = read_tensor(file, Stored(place), torch.float32)
+    with opened_files() as opened:
+        factors = read_tensor(opened, alone(place), torch.float32)
     if not bool((torch.isfinite(factors) & (factors > 0)).all()):
         raise JobError(f"{header.path}: {name} has factors that are not above 0")
     for buffer, table in module.named_buffers():

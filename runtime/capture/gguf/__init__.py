@@ -7,6 +7,8 @@ dense        the architectures with one feed-forward network a layer
 mixtures     those with experts
 config       the configuration of a file's model
 blocks       its quantised blocks, as our operators read them
-weights      its tensors as a module's parameters
+stored       a parameter, as the file has it
+tensors      which tensors are which parameters, and what the conversion did to them
+weights      its tensors, read as a module's parameters
 tokenizer    its tokenizer as a tokenizer.json; its chat template
 """

@@ -24,6 +24,7 @@ class ModelConfig:
     model_type: str  # as transformers does
     values: Mapping[str, Any]  # of the configuration
     layers: int  # without those that predict further tokens
+    ahead: int  # layers behind these that do, which are not read
     vocabulary: int
     max_sequence: int
 
@@ -44,11 +45,13 @@ def model_config(header: GGUFHeader) -> ModelConfig:
         raise JobError(f"{header.path}: {kind} of the kind {shown(architecture)}; {known} are read from GGUF")
     model_type, values = found
     made = values(said)
+    ahead = made.get("num_nextn_predict_layers", 0)
     config = ModelConfig(
         architecture=architecture,
         model_type=model_type,
         values=made,
-        layers=said.size("block_count") - made.get("num_nextn_predict_layers", 0),
+        layers=said.size("block_count") - ahead,
+        ahead=ahead,
         vocabulary=header.tensors["token_embd.weight"].shape[0],
         max_sequence=said.size("context_length"),
     )

@@ -12,7 +12,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -45,6 +45,7 @@ class TensorPlace:
     offset: int  # of its first byte in the file
     block_elements: int
     block_bytes: int
+    file: Path
 
     @property
     def row_bytes(self) -> int:
@@ -118,7 +119,7 @@ class _Reader:
         kind, block_elements, block_bytes = self._kind(name, number)
         if min(shape) < 1 or shape[-1] % block_elements:
             raise self._bad(f"says that {shown(name)} has the shape {shape}, which {kind} cannot have")
-        return TensorPlace(name, shape, kind, offset, block_elements, block_bytes)
+        return TensorPlace(name, shape, kind, offset, block_elements, block_bytes, self._path)
 
     def _kind(self, name: str, number: int) -> tuple[str, int, int]:
         from gguf.constants import (
@@ -148,9 +149,7 @@ class _Reader:
                 )
             if each.name in placed:
                 raise self._bad(f"has {shown(each.name)} twice")
-            placed[each.name] = TensorPlace(
-                each.name, each.shape, each.kind, offset, each.block_elements, each.block_bytes
-            )
+            placed[each.name] = replace(each, offset=offset)
         return placed
 
     def _alignment(self, values: Mapping[str, Value]) -> int:
