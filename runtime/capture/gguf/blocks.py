@@ -3,7 +3,7 @@ the same numbers, laid out otherwise, so that nothing is rounded again.
 
 Q8_0 and the kinds Q4 and Q5 have a scale for 32 numbers, in float16, and perhaps a minimum. Those with K have 256 numbers in a
 block, whose groups have a scale of a few bits; multiplied out these are float32. The 16 values of IQ4 and MXFP4 are no multiples of a
-number: they stand in a table of int8. (ggml-common.h, `gguf.quants`)
+number: they stand in a table of int8, as those of IQ1, IQ2 and IQ3 do in grids. (ggml-common.h, `gguf.quants`)
 """
 
 from __future__ import annotations
@@ -160,6 +160,51 @@ def _q6_k(blocks: Bytes) -> _Parts:
     return numbers, scale * blocks[:, 192:208].view(np.int8).astype(np.float32), None
 
 
+def _from_grid(kind: str, scales_of: Callable[[Bytes], Array]) -> Callable[[Bytes], _Parts]:
+    """Of kinds that choose several numbers at once, and their signs, from a grid that `gguf` has. `scales_of` (blocks, groups): what a
+    group's scale is, by which the block's own is multiplied. Where that is 1 the numbers are multiples of it, exactly."""
+
+    def take(blocks: Bytes) -> _Parts:
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        unscaled = blocks.copy()
+        unscaled[:, :2] = np.array([1], np.float16).view(np.uint8)
+        scales = scales_of(blocks).astype(np.float32)
+        numbers = (
+            dequantize(unscaled, GGMLQuantizationType[kind]).reshape(*scales.shape, -1) / scales[:, :, None]
+        )
+        return (
+            np.rint(numbers).astype(np.int8).reshape(len(blocks), -1),
+            _halves(blocks, 1)[0].astype(np.float32) * scales,
+            None,
+        )
+
+    return take
+
+
+def _words(data: Bytes) -> npt.NDArray[np.uint32]:
+    return np.ascontiguousarray(data).view(np.uint32)
+
+
+def _iq1_s(blocks: Bytes) -> Array:
+    """By eight: an eighth is added to the grid's numbers, or taken away."""
+    high = np.ascontiguousarray(blocks[:, 34:]).view(np.uint16)
+    return (2 * (high >> 12 & 7) + 1) / 8
+
+
+def _quarters(scales: Array, times: float = 1) -> Array:
+    return (scales.astype(np.float32) + np.float32(0.5)) * np.float32(times / 4)
+
+
+_GRIDS: Mapping[str, tuple[int, Callable[[Bytes], Array]]] = {
+    "IQ2_XXS": (32, lambda blocks: _quarters(_words(blocks[:, 2:])[:, 1::2] >> 28)),
+    "IQ2_XS": (16, lambda blocks: _quarters(_nibbles(blocks[:, 66:], 1))),
+    "IQ2_S": (16, lambda blocks: _quarters(_nibbles(blocks[:, 74:], 1))),
+    "IQ3_XXS": (32, lambda blocks: _quarters(_words(blocks[:, 66:]) >> 28, 2)),
+    "IQ3_S": (32, lambda blocks: 1 + 2 * _nibbles(blocks[:, 106:], 1)),
+    "IQ1_S": (32, _iq1_s),
+}
 _KINDS: Mapping[str, tuple[Layout, Callable[[Bytes], _Parts]]] = {
     "Q8_0": (Layout("int8"), _q8_0),
     "Q4_0": (Layout("int4"), _q4_0),
@@ -174,4 +219,8 @@ _KINDS: Mapping[str, tuple[Layout, Callable[[Bytes], _Parts]]] = {
     "IQ4_NL": (Layout("int8"), _iq4_nl),
     "IQ4_XS": (Layout("int8", scales="float32"), _iq4_xs),
     "MXFP4": (Layout("int8", scales="float32"), _mxfp4),
+    **{
+        kind: (Layout("int8", group=group, scales="float32"), _from_grid(kind, scales_of))
+        for kind, (group, scales_of) in _GRIDS.items()
+    },
 }

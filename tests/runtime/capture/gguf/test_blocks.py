@@ -24,6 +24,12 @@ KINDS = (
     "IQ4_NL",
     "IQ4_XS",
     "MXFP4",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ3_XXS",
+    "IQ3_S",
+    "IQ1_S",
 )
 
 
@@ -46,6 +52,6 @@ def test_a_block_is_what_it_was(kind: str) -> None:
     assert np.isfinite(wanted).mean() > 0.5
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "IQ3_S", "TQ1_0"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "IQ1_M", "TQ1_0"])
 def test_others_become_numbers(kind: str) -> None:
     assert layout_of(kind) is None
