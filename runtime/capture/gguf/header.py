@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.job.model_files import check_gguf
+from fusion.runtime.job.model_files import check_gguf, check_own
 
 # The largest vocabularies of today have 262,144 tokens and as many merges, in 20 MB.
 MAX_HEADER_BYTES = 64 << 20
@@ -27,10 +28,13 @@ MAX_TENSORS = 1 << 16
 MAX_DIMENSIONS = 4
 MAX_NAME_BYTES = 256  # of a key or a tensor
 MAX_ALIGNMENT = 1 << 16
+MAX_PARTS = 1 << 9  # DeepSeek-V3 in 16 bits has 30 of 50 GB
 
 Scalar = bool | int | float | str
 Value = Scalar | tuple[Scalar, ...]
 
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_COUNT, _NUMBER, _TENSORS = "split.count", "split.no", "split.tensors.count"
 _BOOL, _STRING, _LIST = 7, 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -68,11 +72,65 @@ class GGUFHeader:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """JobError, in one line, for a file that is damaged, of an unknown kind, or beyond the bounds."""
+    """Of a model in one file, or in several of which this is the first. JobError, in one line, for a file that is damaged, of an
+    unknown kind, or beyond the bounds, which those of one model share."""
+    first, size = _read(path, MAX_HEADER_BYTES)
+    count = first.values.get(_COUNT, 1)
+    if type(count) is int and count <= 1:
+        return first
+    name = _PART.fullmatch(path.name)
+    if type(count) is not int or name is None or int(name[3]) != count:
+        raise JobError(
+            f"{path} is one of {shown(str(count))} parts, and is not called as one, NAME-00001-of-00003.gguf"
+        )
+    if count > MAX_PARTS:
+        raise JobError(f"{path} is one of {count} parts; the limit is {MAX_PARTS}")
+    parts = [path.with_name(f"{name[1]}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
+    if path != parts[0]:
+        raise JobError(f"{path} is part {int(name[2])} of {count}: the first is {parts[0].name}")
+    return _joined(first, size, parts)
+
+
+def _joined(first: GGUFHeader, size: int, parts: Sequence[Path]) -> GGUFHeader:
+    """What all parts have. `size`: the bytes of the first one's header."""
+    tensors: dict[str, TensorPlace] = {}
+    for number, path in enumerate(parts):
+        header, used = first, 0
+        if number:
+            check_own(path, path.parent)
+            header, used = _read(path, MAX_HEADER_BYTES - size)
+        size += used
+        _check_part(header, number, len(parts))
+        if twice := tensors.keys() & header.tensors.keys():
+            raise JobError(f"{path} has {shown(min(twice))}, as another part does")
+        tensors |= header.tensors
+        if len(tensors) > MAX_TENSORS:
+            raise JobError(f"{first.path} has more than {MAX_TENSORS} tensors in its parts")
+    said = first.values.get(_TENSORS, len(tensors))
+    if said != len(tensors):
+        raise JobError(
+            f"{first.path} says {_TENSORS} = {shown(str(said))}, and its parts have {len(tensors)}"
+        )
+    return GGUFHeader(first.path, first.values, tensors)
+
+
+def _check_part(header: GGUFHeader, number: int, count: int) -> None:
+    """All but the first say of the model nothing more than which part they are."""
+    values = header.values
+    if values.get(_COUNT) != count or values.get(_NUMBER) != number:
+        raise JobError(f"{header.path} does not say that it is part {number + 1} of {count}")
+    for key in sorted(values) if number else ():
+        if not key.startswith(("split.", "general.")):
+            raise JobError(f"{header.path} says {shown(key)}, which is for the first part to say")
+
+
+def _read(path: Path, most: int) -> tuple[GGUFHeader, int]:
+    """A file's header, and how many bytes of at most so many it has."""
     check_gguf(path)
     try:
         with path.open("rb") as file:
-            return _Reader(path, file).header()
+            reader = _Reader(path, file, most)
+            return reader.header(), reader.at
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -83,11 +141,12 @@ def shown(name: str) -> str:
 
 
 class _Reader:
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, path: Path, file: BinaryIO, most: int) -> None:
         self._path = path
         self._file = file
         self._size = os.fstat(file.fileno()).st_size
-        self._at = 0
+        self._most = most
+        self.at = 0
         self._elements = 0
 
     def header(self) -> GGUFHeader:
@@ -101,10 +160,6 @@ class _Reader:
             if key in values:
                 raise self._bad(f"says {shown(key)} twice")
             values[key] = self._value(self._whole(f"the type of {shown(key)}"), shown(key))
-        split = values.get("split.count", 1)
-        if not isinstance(split, int) or split > 1:
-            parts = split if isinstance(split, int) else shown(str(split))
-            raise self._bad(f"is one of {parts} parts: join them with llama-gguf-split --merge")
         found = [self._tensor() for _ in range(tensor_count)]
         return GGUFHeader(self._path, values, self._placed(found, self._alignment(values)))
 
@@ -135,7 +190,7 @@ class _Reader:
 
     def _placed(self, tensors: list[TensorPlace], alignment: int) -> dict[str, TensorPlace]:
         """By name, with offsets in the file; JobError where two share bytes or one reaches beyond the file."""
-        start = self._at + -self._at % alignment
+        start = self.at + -self.at % alignment
         placed: dict[str, TensorPlace] = {}
         end = start
         for each in sorted(tensors, key=lambda tensor: tensor.offset):
@@ -199,15 +254,15 @@ class _Reader:
 
     def _take(self, count: int, what: str) -> bytes:
         """The next bytes. Never asks for more than the file has, so that a length out of a file sets nothing aside."""
-        end = self._at + count
+        end = self.at + count
         if end > self._size:
             raise self._bad(f"ends in {what}: it is not whole")
-        if end > MAX_HEADER_BYTES:
-            raise self._bad(f"has a header of more than {MAX_HEADER_BYTES} bytes")
+        if end > self._most:
+            raise self._bad(f"has a header of more than {self._most} bytes")
         found = self._file.read(count)
         if len(found) < count:
             raise self._bad(f"ends in {what}: it is not whole")
-        self._at = end
+        self.at = end
         return found
 
     def _at_most(self, what: str, count: int, most: int) -> None:

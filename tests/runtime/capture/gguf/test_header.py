@@ -55,6 +55,57 @@ def test_what_a_file_says(tmp_path: Path) -> None:
     assert (two.shape, two.kind, two.row_bytes, two.size_bytes) == ((3, 64), "Q8_0", 68, 204)
 
 
+# --- models in several files
+
+
+def in_parts(folder: Path) -> Path:
+    """The first of three files, as the `gguf` package writes them and llama-gguf-split does."""
+    writer = GGUFWriter(None, "llama", split_max_tensors=1)
+    writer.add_uint32("a.number", 7)
+    for n, name in enumerate(("one", "two", "three")):
+        writer.add_tensor(name, np.full((2, 3), n, np.float32))
+    writer.write_header_to_file(folder / "model.gguf")
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "model-00001-of-00003.gguf"
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    header = read_header(in_parts(tmp_path))
+    assert header.values["a.number"] == 7
+    for n, name in enumerate(("one", "two", "three")):
+        place = header.tensors[name]
+        data = place.file.read_bytes()[place.offset : place.offset + place.size_bytes]
+        assert np.frombuffer(data, np.float32).tolist() == [n] * 6
+    assert len({place.file for place in header.tensors.values()}) == 3
+
+
+def test_parts_that_do_not_fit_together_are_refused_in_one_line(tmp_path: Path) -> None:
+    def refusal(path: Path) -> str:
+        with pytest.raises(JobError) as error:
+            read_header(path)
+        assert str(error.value).isprintable()
+        return str(error.value)
+
+    first, second, third = (tmp_path / f"model-0000{n}-of-00003.gguf" for n in (1, 2, 3))
+    assert in_parts(tmp_path) == first
+    assert f"part 2 of 3: the first is {first.name}" in refusal(second)
+    good = third.read_bytes()
+    third.unlink()
+    assert f"{third} cannot be read: No such file" in refusal(first)
+    third.write_bytes(second.read_bytes())
+    assert f"{third} does not say that it is part 3 of 3" in refusal(first)
+    third.write_bytes(good.replace(b"three", b"threx").replace(b"split.no", b"split.xx"))
+    assert "does not say that it is part 3 of 3" in refusal(first)
+    third.write_bytes(good)
+    first.rename(tmp_path / "other.gguf")
+    assert "is one of '3' parts, and is not called as one" in refusal(tmp_path / "other.gguf")
+    (tmp_path / "other.gguf").rename(first)
+    second.write_bytes(second.read_bytes().replace(b"two", b"one"))
+    assert "has 'one', as another part does" in refusal(first)
+
+
 def refused(path: Path, data: bytes) -> str:
     path.write_bytes(data)
     with pytest.raises(JobError) as error:
@@ -119,7 +170,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     "no alignment": (
         lambda: one_entry(4, struct.pack("<I", 0), key=b"general.alignment"), "a power of two",
     ),
-    "a part of a file": (lambda: one_entry(2, struct.pack("<H", 3), key=b"split.count"), "one of 3 parts"),
+    "a part of a file": (lambda: one_entry(2, struct.pack("<H", 3), key=b"split.count"), "one of '3' parts"),
     "no dimensions": (lambda: file_of(b"", tensor(), counts=(1, 0)), "has 0 dimensions"),
     "many dimensions": (
         lambda: file_of(b"", text(b"t") + struct.pack("<I", 1 << 31), counts=(1, 0)), "2147483648 dimensions",
