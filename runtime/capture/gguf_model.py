@@ -7,10 +7,8 @@ they are read, a stage at a time, under the names that the module gives them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 
 import torch
@@ -20,18 +18,15 @@ from fusion.dag.ir.graph import Graph, Variable
 from fusion.dag.rewrites.expert_groups import part_of
 from fusion.dag.rewrites.quantise import Layout, Source, Use
 from fusion.runtime.capture.capture import capture_language_model, variables_from_module
-from fusion.runtime.capture.gguf.blocks import layout_of
 from fusion.runtime.capture.gguf.config import model_config
-from fusion.runtime.capture.gguf.decoders import NEAR_FACTORS, ROPE_FACTORS
 from fusion.runtime.capture.gguf.header import GGUFHeader, read_header
 from fusion.runtime.capture.gguf.stored import Stored
-from fusion.runtime.capture.gguf.tensors import stored_parameters
+from fusion.runtime.capture.gguf.tensors import stored_parameters, stretch
 from fusion.runtime.capture.gguf.tokenizer import GGUFTokenizer, read_tokenizer
-from fusion.runtime.capture.gguf.weights import Opened, alone, read_blocks, read_tensor
+from fusion.runtime.capture.gguf.weights import layout, opened_files, read_blocks, read_tensor
 from fusion.runtime.capture.huggingface import config_for, hollow_module
 from fusion.runtime.capture.model_dtype import FLOAT32
 from fusion.runtime.capture.rope import fixed_length
-from fusion.runtime.job.errors import JobError
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
 
@@ -47,7 +42,7 @@ class GGUFModel:
     @property
     def quantised(self) -> bool:
         """Whether some of its matrices have a `layout`."""
-        return any(_layout(stored) is not None for stored in self.stored.values())
+        return any(layout(stored) is not None for stored in self.stored.values())
 
     def capture(self) -> Graph:
         """See `capture_language_model`; to serve it."""
@@ -75,7 +70,7 @@ class GGUFModel:
         stored = self._stored(variable)
         if stored is None or ("expert_linear" not in uses and stored.transposed != ("addmm" in uses)):
             return None
-        return _layout(stored)
+        return layout(stored)
 
     def read_stored(self, source: Source) -> tuple[torch.Tensor, ...]:
         """The parts of a matrix that has a `layout`, as they are in the file. JobError as of `read`."""
@@ -96,31 +91,8 @@ def _experts(variable: Variable) -> range | None:
     return None if part is None else range(part.start, part.stop)
 
 
-def _layout(stored: Stored) -> Layout | None:
-    """How the file has a parameter, where all of it is in one kind of block."""
-    return layout_of(stored.places[0].kind) if stored.in_blocks else None
-
-
 def _begin(stored: Stored) -> tuple[Path, int]:
     return stored.places[0].file, stored.places[0].offset
-
-
-@contextmanager
-def opened_files() -> Iterator[Opened]:
-    """Files, each opened as it is first asked for. JobError for one that cannot be read."""
-    files: dict[Path, BufferedReader] = {}
-    with ExitStack() as stack:
-
-        def opened(path: Path) -> BufferedReader:
-            if path not in files:
-                files[path] = stack.enter_context(path.open("rb"))
-            return files[path]
-
-        try:
-            yield opened
-        except OSError as error:
-            name = error.filename or next(reversed(files), "a file")
-            raise JobError(f"{name} cannot be read: {error.strerror}") from error
 
 
 def open_gguf(path: Path, dtype: str = FLOAT32) -> GGUFModel:
@@ -131,8 +103,7 @@ def open_gguf(path: Path, dtype: str = FLOAT32) -> GGUFModel:
     tokenizer = read_tokenizer(header, config.architecture)
     module = hollow_module(config_for(config.model_type, config.values, path), path, dtype)
     stored = stored_parameters(header, config, module)
-    for factors in header.tensors.keys() & {ROPE_FACTORS, NEAR_FACTORS}:
-        _stretch(header, module, factors)
+    stretch(header, module)
     return GGUFModel(
         header=header,
         module=module,
@@ -141,17 +112,3 @@ def open_gguf(path: Path, dtype: str = FLOAT32) -> GGUFModel:
         tokenizer=tokenizer,
         stored=stored,
     )
-
-
-def _stretch(header: GGUFHeader, module: nn.Module, name: str) -> None:
-    """Divide the frequencies of the rotary embedding by factors that the file has under this name."""
-    place = header.tensors[name]
-    if place.kind != "F32":
-        raise JobError(f"{header.path}: {name} is in {place.kind}, not in F32")
-    with opened_files() as opened:
-        factors = read_tensor(opened, alone(place), torch.float32)
-    if not bool((torch.isfinite(factors) & (factors > 0)).all()):
-        raise JobError(f"{header.path}: {name} has factors that are not above 0")
-    for buffer, table in module.named_buffers():
-        if buffer.endswith("inv_freq"):
-            table.div_(factors)

@@ -4,7 +4,11 @@ header       what a file says, and where its tensors lie
 metadata     what it says, key by key
 decoders     what decoders have in common, as transformers' configurations have it
 dense        the architectures with one feed-forward network a layer
+gemma        the Gemmas
+older        those of before Llama, and what is like them
 mixtures     those with experts
+latent       those whose keys and values come of a short vector
+recurrent    those that keep a state
 config       the configuration of a file's model
 blocks       its quantised blocks, as our operators read them
 stored       a parameter, as the file has it

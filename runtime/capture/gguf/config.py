@@ -12,10 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion.runtime.capture.gguf.dense import DENSE
+from fusion.runtime.capture.gguf.gemma import GEMMAS
 from fusion.runtime.capture.gguf.header import GGUFHeader, shown
+from fusion.runtime.capture.gguf.latent import deepseek2
 from fusion.runtime.capture.gguf.metadata import Metadata
 from fusion.runtime.capture.gguf.mixtures import MIXTURES
+from fusion.runtime.capture.gguf.older import OLDER
+from fusion.runtime.capture.gguf.recurrent import RECURRENT, RECURRENT_MIXTURES
 from fusion.runtime.job.errors import JobError
+
+_DENSE = {**DENSE, **GEMMAS, **OLDER, **RECURRENT}
+_MIXTURES = {**MIXTURES, **RECURRENT_MIXTURES, "deepseek2": ("deepseek_v2", deepseek2)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +44,7 @@ def model_config(header: GGUFHeader) -> ModelConfig:
     mixture = said.whole("expert_count", 0) > 0
     if not mixture:
         said.must_be("expert_used_count", 0)
-    table = MIXTURES if mixture else DENSE
+    table = _MIXTURES if mixture else _DENSE
     found = table.get(architecture)
     if found is None:
         kind = "a mixture of experts" if mixture else "a model"
@@ -48,7 +55,7 @@ def model_config(header: GGUFHeader) -> ModelConfig:
     ahead = made.get("num_nextn_predict_layers", 0)
     config = ModelConfig(
         architecture=architecture,
-        model_type=model_type,
+        model_type=made.pop("model_type", model_type),
         values=made,
         layers=said.size("block_count") - ahead,
         ahead=ahead,

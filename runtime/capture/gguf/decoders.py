@@ -23,16 +23,14 @@ Values = dict[str, Any]  # keyword arguments of a configuration
 Architectures = Mapping[str, tuple[str, Callable[[Metadata], Values]]]
 
 
-def decoder(said: Metadata, norm: str = "ffn_norm", *, ahead: bool = False) -> Values:
-    """Sizes and heads, under the names of most configurations. `norm`: a tensor that each layer has. `ahead`: whether files of this
+def sizes(said: Metadata, norm: str = "ffn_norm", *, ahead: bool = False) -> Values:
+    """What all decoders have, under the names of most configurations. `norm`: a tensor that each layer has. `ahead`: whether files of this
     architecture may have layers behind these that predict further tokens, which are not read."""
-    hidden, heads = said.size("embedding_length"), said.size("attention.head_count")
-    blocks, beyond = said.size("block_count"), said.whole("nextn_predict_layers", 0) if ahead else 0
+    hidden, blocks = said.size("embedding_length"), said.size("block_count")
+    beyond = said.whole("nextn_predict_layers", 0) if ahead else 0
     if beyond >= blocks:
         raise said.bad("nextn_predict_layers", beyond, f"at most {blocks - 1}")
     layers = blocks - beyond
-    head_dim = said.size("attention.key_length", hidden // heads)
-    said.must_be("attention.value_length", head_dim)
     said.must_be("attention.causal", True)
     context = said.size("context_length")
     if context > MAX_CONTEXT:
@@ -48,25 +46,49 @@ def decoder(said: Metadata, norm: str = "ffn_norm", *, ahead: bool = False) -> V
         raise JobError(
             f"{said.header.path} has {len(tokens)} tokens in its tokenizer, and {vocabulary} in token_embd.weight"
         )
-    kv_heads = said.size("attention.head_count_kv", heads)
-    if heads % kv_heads:
-        raise said.bad("attention.head_count_kv", kv_heads, f"a divisor of {heads}")
     for layer in range(layers):  # each has one: no list is longer than the file's own of its tensors
         said.tensor(f"blk.{layer}.{norm}.weight", hidden)
     return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
-        "intermediate_size": said.size("feed_forward_length"),
         "num_hidden_layers": layers,
         **({"num_nextn_predict_layers": beyond} if ahead else {}),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
         "max_position_embeddings": context,
         "tie_word_embeddings": not said.has("output.weight"),
         # Ids of tokens change nothing that is computed, and defaults may lie outside the vocabulary.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
+
+
+def decoder(
+    said: Metadata,
+    norm: str = "ffn_norm",
+    *,
+    ahead: bool = False,
+    kv_heads: int | None = None,
+    feed_forward: bool = True,
+) -> Values:
+    """`sizes`, and what one of attention and a feed-forward network has. `kv_heads`: where layers differ in whether they have any;
+    `feed_forward`: whether files say how wide that is."""
+    hidden, heads = said.size("embedding_length"), said.size("attention.head_count")
+    head_dim = said.size("attention.key_length", hidden // heads)
+    said.must_be("attention.value_length", head_dim)
+    kv_heads = kv_heads or said.size("attention.head_count_kv", heads)
+    if heads % kv_heads:
+        raise said.bad("attention.head_count_kv", kv_heads, f"a divisor of {heads}")
+    return sizes(said, norm, ahead=ahead) | {
+        **({"intermediate_size": said.size("feed_forward_length")} if feed_forward else {}),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def gated(said: Metadata, values: Values) -> Values:
+    """A decoder with separate queries, keys and values, and a gated feed-forward; checked against its first layer, so that
+    nothing larger than the file's tensors is ever built."""
+    said.tensor("blk.0.ffn_gate.weight", values["intermediate_size"], values["hidden_size"])
+    return attentive(said, values)
 
 
 def attentive(said: Metadata, values: Values) -> Values:
@@ -75,11 +97,11 @@ def attentive(said: Metadata, values: Values) -> Values:
     return values | rms(said)
 
 
-def separate(said: Metadata, values: Values) -> None:
+def separate(said: Metadata, values: Values, layer: int = 0) -> None:
     """Queries and keys have tensors of their own."""
     hidden, head_dim = values["hidden_size"], values["head_dim"]
-    said.tensor("blk.0.attn_q.weight", values["num_attention_heads"] * head_dim, hidden)
-    said.tensor("blk.0.attn_k.weight", values["num_key_value_heads"] * head_dim, hidden)
+    said.tensor(f"blk.{layer}.attn_q.weight", values["num_attention_heads"] * head_dim, hidden)
+    said.tensor(f"blk.{layer}.attn_k.weight", values["num_key_value_heads"] * head_dim, hidden)
 
 
 def rms(said: Metadata) -> Values:
@@ -93,9 +115,17 @@ def plain_heads(said: Metadata) -> int:
     return hidden // heads
 
 
-def rotary(said: Metadata, head_dim: int, *, partial: bool = False) -> Values:
-    """The rotary embedding and how it was stretched to longer contexts."""
-    rotated = said.size("rope.dimension_count", head_dim)
+def rotary(
+    said: Metadata,
+    head_dim: int,
+    *,
+    partial: bool = False,
+    usual: int | None = None,
+    finetuned: tuple[bool, ...] = (False, True),
+) -> Values:
+    """The rotary embedding and how it was stretched to longer contexts. `usual`: how much of a head it rotates where the file does not
+    say it; `finetuned`: what the file may say of that, where it means something else."""
+    rotated = said.size("rope.dimension_count", usual or head_dim)
     if rotated > head_dim or rotated % 2 or (rotated != head_dim and not partial):
         raise said.bad("rope.dimension_count", rotated, f"the {head_dim} of a head")
     found: Values = {"rope_type": "default", "rope_theta": said.real("rope.freq_base", 10_000.0, least=1.0)}
@@ -105,7 +135,8 @@ def rotary(said: Metadata, head_dim: int, *, partial: bool = False) -> Values:
     factor = said.real("rope.scaling.factor", older) or 1.0
     kind = said.text("rope.scaling.type", "linear")
     original = said.size("rope.scaling.original_context_length", said.size("context_length"))
-    said.must_be("rope.scaling.finetuned", False, True)  # says nothing of what is computed
+    said.must_be("rope.scaling.finetuned", *finetuned)  # else says nothing of what is computed
+    said.any("rope.dimension_sections")  # positions of a text are the same in all of them
     yarn = {
         "beta_fast": said.real("rope.scaling.yarn_beta_fast", 32.0, least=LEAST),
         "beta_slow": said.real("rope.scaling.yarn_beta_slow", 1.0, least=LEAST),
@@ -122,6 +153,13 @@ def rotary(said: Metadata, head_dim: int, *, partial: bool = False) -> Values:
         if kind == "yarn":
             found |= {"original_max_position_embeddings": original, **yarn}
     return found
+
+
+def stretched(said: Metadata, head_dim: int) -> Values:
+    """A rotary embedding whose frequencies may be divided, as Llama 3.1's are."""
+    if said.has(ROPE_FACTORS):
+        said.tensor(ROPE_FACTORS, head_dim // 2)
+    return rotary(said, head_dim)
 
 
 def _by_length(said: Metadata, factors: int, original: int, scaled: float) -> Values:
@@ -144,6 +182,15 @@ def _by_length(said: Metadata, factors: int, original: int, scaled: float) -> Va
     }
 
 
+def granite_scales(said: Metadata, head_dim: int) -> Values:
+    return {
+        "attention_multiplier": said.real("attention.scale", 0.0) or head_dim**-0.5,
+        "embedding_multiplier": said.real("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": said.real("residual_scale", 0.0) or 1.0,
+        "logits_scaling": said.real("logit_scale", least=LEAST),
+    }
+
+
 def permuted(said: Metadata, values: Values) -> None:
     """What all files of this architecture have."""
     said.must_be("tensor_data_layout", "Meta AI original pth")  # how queries and keys are permuted
@@ -152,7 +199,11 @@ def permuted(said: Metadata, values: Values) -> None:
 
 
 def alternating(said: Metadata, values: Values, period: int) -> list[str]:
-    """Every `period`-th layer attends to all positions, the others to a window."""
-    said.must_be("attention.sliding_window_pattern", period)
-    layers = range(1, values["num_hidden_layers"] + 1)
-    return ["full_attention" if layer % period == 0 else "sliding_attention" for layer in layers]
+    """Every `period`-th layer attends to all positions, the others to a window; or as the file says of each layer."""
+    layers, key = values["num_hidden_layers"], "attention.sliding_window_pattern"
+    if isinstance(said.header.values.get(f"{said.architecture}.{key}"), tuple):
+        return ["sliding_attention" if each else "full_attention" for each in said.each(key, layers)]
+    said.must_be(key, period)
+    return [
+        "full_attention" if layer % period == 0 else "sliding_attention" for layer in range(1, layers + 1)
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 
 from fusion.runtime.capture.gguf.decoders import (
     Architectures,
@@ -10,26 +10,20 @@ from fusion.runtime.capture.gguf.decoders import (
     alternating,
     attentive,
     decoder,
+    gated,
+    granite_scales,
     permuted,
     plain_heads,
     rms,
     rotary,
     separate,
+    stretched,
 )
-from fusion.runtime.capture.gguf.metadata import LEAST, Metadata
-
-LEAST_SCALE = 1e-3  # of queries: 1 by the root of a head's length, which then has a million numbers
-
-
-def _gated(said: Metadata, values: Values) -> Values:
-    """A decoder with separate queries, keys and values, and a gated feed-forward; checked against its first layer, so that
-    nothing larger than the file's tensors is ever built."""
-    said.tensor("blk.0.ffn_gate.weight", values["intermediate_size"], values["hidden_size"])
-    return attentive(said, values)
+from fusion.runtime.capture.gguf.metadata import Metadata
 
 
 def _llama(said: Metadata) -> Values:
-    values = _gated(said, decoder(said))
+    values = gated(said, decoder(said))
     permuted(said, values)
     return values | {
         "hidden_act": "silu",
@@ -49,13 +43,15 @@ def _like_llama(said: Metadata) -> Values:
 
 def _granite(said: Metadata) -> Values:
     said.must_be("rope.scaling.finetuned", True)  # False: positions are not rotated at all
-    head_dim = plain_heads(said)
-    return _like_llama(said) | {
-        "attention_multiplier": said.real("attention.scale", 0.0) or head_dim**-0.5,
-        "embedding_multiplier": said.real("embedding_scale", 0.0) or 1.0,
-        "residual_multiplier": said.real("residual_scale", 0.0) or 1.0,
-        "logits_scaling": said.real("logit_scale", least=LEAST),
-    }
+    return _like_llama(said) | granite_scales(said, plain_heads(said))
+
+
+def _granite_alike(said: Metadata) -> Values:
+    """Also of a Granite 4 whose layers all attend: what files say of the others is of none."""
+    for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+        said.any(f"ssm.{key}")
+    said.must_be("expert_shared_feed_forward_length", said.size("feed_forward_length"))
+    return _granite(said)
 
 
 def _smollm3(said: Metadata) -> Values:
@@ -79,7 +75,7 @@ def _mistral3(said: Metadata) -> Values:
 
 
 def _ernie4_5(said: Metadata) -> Values:
-    values = _gated(said, decoder(said))
+    values = gated(said, decoder(said))
     return values | {
         "hidden_act": "silu",
         "rope_parameters": rotary(said, values["head_dim"]),
@@ -89,7 +85,7 @@ def _ernie4_5(said: Metadata) -> Values:
 
 def _olmo2(said: Metadata) -> Values:
     head_dim = plain_heads(said)
-    values = _gated(said, decoder(said, "post_ffw_norm"))
+    values = gated(said, decoder(said, "post_ffw_norm"))
     del values["head_dim"]
     return values | {
         "hidden_act": "silu",
@@ -99,7 +95,7 @@ def _olmo2(said: Metadata) -> Values:
 
 
 def _seed_oss(said: Metadata) -> Values:
-    values = _gated(said, decoder(said, "post_attention_norm"))
+    values = gated(said, decoder(said, "post_attention_norm"))
     return values | {
         "hidden_act": "silu",
         "rope_parameters": rotary(said, values["head_dim"]),
@@ -158,9 +154,64 @@ def _cohere2(said: Metadata) -> Values:
     }
 
 
+def _arcee(said: Metadata) -> Values:
+    values = attentive(said, decoder(said))
+    permuted(said, values)
+    said.tensor("blk.0.ffn_up.weight", values["intermediate_size"], values["hidden_size"])
+    return values | {
+        "hidden_act": "relu2",
+        "rope_parameters": rotary(said, values["head_dim"]),
+        "attention_bias": said.has("blk.0.attn_output.bias"),
+        "mlp_bias": said.has("blk.0.ffn_down.bias"),
+    }
+
+
+def _exaone(said: Metadata) -> Values:
+    head_dim = plain_heads(said)
+    values = gated(said, decoder(said))
+    del values["head_dim"]
+    said.any(
+        "attention.layer_norm_epsilon"
+    )  # the same as what is read, under the name that the model has for it
+    return values | {"hidden_act": "silu", "rope_parameters": stretched(said, head_dim)}
+
+
+def _exaone4(said: Metadata) -> Values:
+    """Without a window every layer rotates; with one, those that see all positions do not."""
+    values = gated(said, decoder(said, "post_ffw_norm"))
+    window = said.whole("attention.sliding_window", 0)
+    types = alternating(said, values, 4) if window else ["full_attention"] * values["num_hidden_layers"]
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": stretched(said, values["head_dim"]),
+        "sliding_window": window or None,
+        "sliding_window_pattern": None,
+        "layer_types": types,
+    }
+
+
+def _hunyuan(said: Metadata) -> Values:
+    values = gated(said, decoder(said))
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rotary(said, values["head_dim"]),
+        "attention_bias": said.has("blk.0.attn_q.bias"),
+    }
+
+
+def _of_images(of_texts: Callable[[Metadata], Values]) -> Callable[[Metadata], Values]:
+    """What a model of images and texts has for texts; what sees images is in another file."""
+
+    def values(said: Metadata) -> Values:
+        said.any("n_deepstack_layers")
+        return of_texts(said)
+
+    return values
+
+
 def _qwen2(said: Metadata) -> Values:
     head_dim = plain_heads(said)
-    values = _gated(said, decoder(said))
+    values = gated(said, decoder(said))
     del values["head_dim"]
     return values | {
         "hidden_act": "silu",
@@ -170,60 +221,13 @@ def _qwen2(said: Metadata) -> Values:
 
 
 def _qwen3(said: Metadata) -> Values:
-    values = _gated(said, decoder(said))
+    values = gated(said, decoder(said))
     return values | {
         "hidden_act": "silu",
         "rope_parameters": rotary(said, values["head_dim"]),
         "attention_bias": said.has("blk.0.attn_output.bias"),
         "use_sliding_window": False,
     }
-
-
-def _gemma(said: Metadata) -> Values:
-    values = _gated(said, decoder(said))
-    return values | {
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rope_parameters": rotary(said, values["head_dim"]),
-    }
-
-
-def _gemma2(said: Metadata) -> Values:
-    values = _gemma(said)
-    return values | {
-        "attn_logit_softcapping": said.real("attn_logit_softcapping", 50.0, least=LEAST),
-        "final_logit_softcapping": said.real("final_logit_softcapping", 30.0, least=LEAST),
-        "sliding_window": said.size("attention.sliding_window", 4096),
-        "layer_types": alternating(said, values, 2),
-        "query_pre_attn_scalar": _query_scale(said, values, 46),
-    }
-
-
-def _gemma3(said: Metadata) -> Values:
-    values = _gemma(said)
-    near = said.real("rope.freq_base_swa", 10_000.0, least=1.0)
-    return values | {
-        "final_logit_softcapping": said.real("final_logit_softcapping", 0.0) or None,
-        "sliding_window": said.size("attention.sliding_window"),
-        "layer_types": alternating(said, values, 6),
-        "query_pre_attn_scalar": _query_scale(said, values, 62),
-        "rope_parameters": {
-            "full_attention": values["rope_parameters"],
-            "sliding_attention": {"rope_type": "default", "rope_theta": near},
-        },
-    }
-
-
-def _query_scale(said: Metadata, values: Values, largest: int) -> float:
-    """Queries are divided by its root. Conversions do not write it: it is the length of a head, but for the largest model of
-    the family, which goes by its layers."""
-    heads = values["num_attention_heads"]
-    usual = values["hidden_size"] // heads if values["num_hidden_layers"] == largest else values["head_dim"]
-    scale = said.real("attention.scale", usual**-0.5)
-    if not LEAST_SCALE <= scale <= 1:
-        raise said.bad("attention.scale", scale, f"from {LEAST_SCALE:g} to 1")
-    whole = round(scale**-2)  # what it was before it was rounded to 32 bits
-    return whole if math.isclose(whole**-0.5, scale, rel_tol=1e-6) else scale**-2
 
 
 def _phi3(said: Metadata) -> Values:
@@ -245,40 +249,19 @@ def _phi3(said: Metadata) -> Values:
     }
 
 
-def _gpt2(said: Metadata) -> Values:
-    head_dim = plain_heads(said)
-    values = decoder(said)
-    hidden, layers = values["hidden_size"], values["num_hidden_layers"]
-    said.must_be("attention.head_count_kv", values["num_attention_heads"])
-    said.must_be("rope.dimension_count", head_dim)  # some files say it; nothing is rotated
-    said.tensor("position_embd.weight", values["max_position_embeddings"], hidden)
-    said.tensor("blk.0.attn_qkv.weight", 3 * hidden, hidden)
-    said.tensor("blk.0.ffn_up.weight", values["intermediate_size"], hidden)
-    return {
-        "vocab_size": values["vocab_size"],
-        "n_positions": values["max_position_embeddings"],
-        "n_embd": hidden,
-        "n_layer": layers,
-        "n_head": values["num_attention_heads"],
-        "n_inner": values["intermediate_size"],
-        "layer_norm_epsilon": said.real("attention.layer_norm_epsilon"),
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": values["tie_word_embeddings"],
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-
-
 DENSE: Architectures = {
     "llama": ("llama", _llama),
     "qwen2": ("qwen2", _qwen2),
     "qwen3": ("qwen3", _qwen3),
-    "gemma": ("gemma", _gemma),
-    "gemma2": ("gemma2", _gemma2),
-    "gemma3": ("gemma3_text", _gemma3),
+    "qwen2vl": ("qwen2", _of_images(_qwen2)),
+    "qwen3vl": ("qwen3", _of_images(_qwen3)),
+    "internlm2": ("llama", _llama),
+    "arcee": ("arcee", _arcee),
+    "exaone": ("exaone", _exaone),
+    "exaone4": ("exaone4", _exaone4),
+    "hunyuan-dense": ("hunyuan_v1_dense", _hunyuan),
     "phi3": ("phi3", _phi3),
-    "gpt2": ("gpt2", _gpt2),
-    "granite": ("granite", _granite),
+    "granite": ("granite", _granite_alike),
     "smollm3": ("smollm3", _smollm3),
     "mistral3": ("ministral3", _mistral3),
     "ernie4_5": ("ernie4_5", _ernie4_5),

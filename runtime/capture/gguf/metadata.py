@@ -56,6 +56,30 @@ class Metadata:
             raise self.bad(key, found, "true or false")
         return found
 
+    def each(self, key: str, layers: int) -> list[int]:
+        """A whole number for each layer: a list, or the one that all have."""
+        found = self.header.values.get(self._prefix + key)
+        if not isinstance(found, tuple):
+            return [self.whole(key)] * layers
+        self._left.discard(self._prefix + key)
+        numbers = [n for n in found if isinstance(n, int) and 0 <= n < 1 << 32]
+        if not len(numbers) == len(found) == layers:
+            raise self.bad(key, found, f"a whole number for each of {layers} layers")
+        return [int(n) for n in numbers]
+
+    def reals(self, key: str, layers: int) -> list[float]:
+        """A number for each layer, which may be none that is finite."""
+        found = self.header.values.get(self._prefix + key)
+        self._left.discard(self._prefix + key)
+        numbers = [n for n in found if isinstance(n, float)] if isinstance(found, tuple) else []
+        if len(numbers) != layers or not isinstance(found, tuple) or len(found) != layers:
+            raise self.bad(key, found, f"a number for each of {layers} layers")
+        return numbers
+
+    def any(self, key: str) -> None:
+        """For a value that changes nothing of what is computed."""
+        self._left.discard(self._prefix + key)
+
     def must_be(self, key: str, *wanted: Value) -> None:
         """For a value that is only known as one of these, if it is there at all."""
         found = self._same(key, wanted[0])

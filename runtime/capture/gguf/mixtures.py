@@ -9,6 +9,7 @@ from fusion.runtime.capture.gguf.decoders import (
     alternating,
     attentive,
     decoder,
+    granite_scales,
     permuted,
     plain_heads,
     rotary,
@@ -23,31 +24,49 @@ def _mixed(
     said: Metadata, *, normed: bool, wide: int | None = None, norm: str = "ffn_norm", gating: int = SOFTMAX
 ) -> tuple[Values, int, int]:
     """A decoder whose every layer has gated experts, checked against their tensors; how many experts, and how wide each is: `wide`
-    where the file does not say it. `normed`: whether this architecture divides the weights of those that are chosen by their sum
-    (`norm_topk_prob`); `norm`: as of `decoder`; `gating`: how weights are made of a router's logits."""
+    where the file does not say it. `norm`: as of `decoder`; else as of `mixed`."""
     values = attentive(said, decoder(said, norm))
-    count, found = _experts(said, values, wide)
+    return values, *mixed(said, values, normed=normed, wide=wide, gating=gating)
+
+
+def mixed(
+    said: Metadata, values: Values, *, normed: bool, wide: int | None = None, gating: int = SOFTMAX
+) -> tuple[int, int]:
+    """As `experts`, in every layer. `normed`: whether this architecture divides the weights of those that are chosen by their sum
+    (`norm_topk_prob`); `gating`: how weights are made of a router's logits."""
+    found = experts(said, values, wide)
     said.must_be("expert_weights_norm", normed)
     said.must_be("expert_weights_scale", 1.0, 0.0)  # none
     said.must_be("expert_gating_func", gating, 0)  # 0: that of the architecture
-    return values, count, found
+    return found
 
 
-def _experts(said: Metadata, values: Values, wide: int | None = None, dense: int = 0) -> tuple[int, int]:
+def experts(
+    said: Metadata, values: Values, wide: int | None = None, dense: int = 0, *, in_groups: bool = False
+) -> tuple[int, int]:
     """How many experts a layer has, and how wide each is, checked against their tensors; how many of them a position goes to is put into
-    `values`. `dense`: layers at the beginning that have none."""
+    `values`. `dense`: layers at the beginning that have none. `in_groups`: whether the architecture may choose groups of them first."""
     count, used = said.size("expert_count"), said.size("expert_used_count")
     if count > MAX_EXPERTS:
         raise said.bad("expert_count", count, f"at most {MAX_EXPERTS}")
     if used > count:
         raise said.bad("expert_used_count", used, f"at most {count}")
-    found = said.size("expert_feed_forward_length", wide or max(1, values["intermediate_size"] // used))
+    found = said.size(
+        "expert_feed_forward_length", wide or max(1, values.get("intermediate_size", 0) // used)
+    )
     if wide not in (None, found):
         raise said.bad("expert_feed_forward_length", found, f"{wide}")
     for layer in range(dense, values["num_hidden_layers"]):
         said.tensor(f"blk.{layer}.ffn_down_exps.weight", count, values["hidden_size"], found)
-    said.must_be("expert_group_count", 0, 1)
-    said.must_be("expert_group_used_count", 0, 1)
+    groups, chosen = (said.whole(f"expert_group_{key}", 0) or 1 for key in ("count", "used_count"))
+    if not in_groups and groups > 1:
+        raise said.bad("expert_group_count", groups, "0 or 1")
+    if count % groups or (groups > 1 and count // groups < 2):
+        raise said.bad("expert_group_count", groups, f"a divisor of {count}")
+    if chosen > groups or used > count // groups * chosen:
+        raise said.bad("expert_group_used_count", chosen, f"at most {groups}, with {used} experts")
+    if in_groups:
+        values |= {"n_group": groups, "topk_group": chosen}
     values["num_experts_per_tok"] = used
     return count, found
 
@@ -130,37 +149,145 @@ def _gpt_oss(said: Metadata) -> Values:
     }
 
 
-def _glm4_moe(said: Metadata) -> Values:
-    values = attentive(said, decoder(said, "post_attention_norm", ahead=True))
+def routed(said: Metadata, values: Values, *, in_groups: bool = False) -> Values:
+    """Experts beside one that every position goes to, in all layers but some at the beginning, as those have them whose routers give
+    each a number of its own (GLM-4.5, DeepSeek-V3, dots.llm1)."""
+    layers, hidden = values["num_hidden_layers"], values["hidden_size"]
     dense, shared = said.whole("leading_dense_block_count", 0), said.whole("expert_shared_count")
-    if dense > values["num_hidden_layers"]:
-        raise said.bad("leading_dense_block_count", dense, f"at most {values['num_hidden_layers']}")
-    count, wide = _experts(said, values, dense=dense)
+    if dense > layers:
+        raise said.bad("leading_dense_block_count", dense, f"at most {layers}")
+    count, wide = experts(said, values, dense=dense, in_groups=in_groups)
     for layer in range(dense):
-        said.tensor(f"blk.{layer}.ffn_gate.weight", values["intermediate_size"], values["hidden_size"])
-    said.tensor(f"blk.{dense}.ffn_up_shexp.weight", shared * wide, values["hidden_size"])
+        said.tensor(f"blk.{layer}.ffn_gate.weight", values["intermediate_size"], hidden)
+    if dense < layers:
+        said.tensor(f"blk.{dense}.ffn_up_shexp.weight", shared * wide, hidden)
+    said.must_be("expert_shared_feed_forward_length", shared * wide)
+    return values | {
+        "first_k_dense_replace": dense,
+        "moe_intermediate_size": wide,
+        "n_routed_experts": count,
+        "n_shared_experts": shared,
+        "norm_topk_prob": said.flag("expert_weights_norm", False),
+        "routed_scaling_factor": said.real("expert_weights_scale", 0.0) or 1.0,
+    }
+
+
+def _glm4_moe(said: Metadata) -> Values:
+    values = routed(said, attentive(said, decoder(said, "post_attention_norm", ahead=True)))
     said.must_be("expert_gating_func", SIGMOID, 0)
-    normed = said.flag("expert_weights_norm", False)
     return values | {
         "hidden_act": "silu",
         "rope_parameters": {"partial_rotary_factor": 1.0, **rotary(said, values["head_dim"], partial=True)},
         "attention_bias": said.has("blk.0.attn_q.bias"),
         "use_qk_norm": said.has("blk.0.attn_q_norm.weight"),
-        "first_k_dense_replace": dense,
-        "moe_intermediate_size": wide,
-        "n_routed_experts": count,
-        "n_shared_experts": shared,
         "n_group": 1,
         "topk_group": 1,
-        "norm_topk_prob": normed,
-        "routed_scaling_factor": said.real("expert_weights_scale", 0.0) or 1.0,
     }
+
+
+def _granite_moe(said: Metadata) -> Values:
+    head_dim = plain_heads(said)
+    values, count, _ = _mixed(said, normed=True, wide=said.size("feed_forward_length"))
+    permuted(said, values)
+    del values["head_dim"]
+    for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+        said.any(f"ssm.{key}")  # of layers that do not attend, where all do
+    said.must_be("rope.scaling.finetuned", True)  # False: positions are not rotated at all
+    shared = said.whole("expert_shared_feed_forward_length", 0)
+    if shared:
+        said.tensor("blk.0.ffn_gate_shexp.weight", shared, values["hidden_size"])
+    return values | granite_scales(said, head_dim) | {
+        "model_type": "granitemoeshared" if shared else "granitemoe",
+        "hidden_act": "silu",
+        "rope_parameters": rotary(said, head_dim),
+        "num_local_experts": count,
+        **({"shared_intermediate_size": shared} if shared else {}),
+    }  # fmt: skip
+
+
+def _minimax_m2(said: Metadata) -> Values:
+    values, count, wide = _mixed(said, normed=True, gating=SIGMOID)
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": {"partial_rotary_factor": 1.0, **rotary(said, values["head_dim"], partial=True)},
+        "intermediate_size": wide,
+        "num_local_experts": count,
+    }
+
+
+def _dots1(said: Metadata) -> Values:
+    values = routed(said, attentive(said, decoder(said)))
+    said.must_be("expert_gating_func", SIGMOID)
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rotary(said, values["head_dim"]),
+        "attention_bias": said.has("blk.0.attn_q.bias"),
+        "n_group": 1,
+        "topk_group": 1,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * values["num_hidden_layers"],
+    }
+
+
+def _hunyuan_moe(said: Metadata) -> Values:
+    wide = said.size("feed_forward_length")
+    values, count, _ = _mixed(said, normed=True, wide=wide)
+    said.must_be("expert_shared_feed_forward_length", wide)
+    said.must_be("expert_shared_count", 1)
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rotary(said, values["head_dim"]),
+        "attention_bias": said.has("blk.0.attn_q.bias"),
+        "num_experts": count,
+        "moe_topk": values.pop("num_experts_per_tok"),
+    }
+
+
+def _ernie4_5_moe(said: Metadata) -> Values:
+    """Its shared experts are as wide as one for each head of keys, by what conversions write, and in the model as many experts."""
+    values = attentive(said, decoder(said))
+    head_dim, hidden = values["head_dim"], values["hidden_size"]
+    dense, shared = said.whole("leading_dense_block_count", 0), said.whole("expert_shared_count", 0)
+    said.must_be("interleave_moe_layer_step", 1)
+    said.must_be("expert_gating_func", SOFTMAX, 0)
+    said.any("expert_shared_feed_forward_length")
+    if not dense < values["num_hidden_layers"]:
+        raise said.bad("leading_dense_block_count", dense, f"at most {values['num_hidden_layers'] - 1}")
+    count, wide = experts(said, values, dense=dense)
+    for layer in range(dense):
+        said.tensor(f"blk.{layer}.ffn_gate.weight", values["intermediate_size"], hidden)
+    if shared:
+        said.tensor(f"blk.{dense}.ffn_up_shexp.weight", shared * wide, hidden)
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": rotary(said, head_dim),
+        "use_bias": said.has("blk.0.attn_q.bias"),
+        "moe_k": values.pop("num_experts_per_tok"),
+        "moe_num_experts": count,
+        "moe_num_shared_experts": shared,
+        "moe_intermediate_size": wide,
+        "moe_layer_start_index": dense,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+    }
+
+
+def _qwen3_vl_moe(said: Metadata) -> Values:
+    """As it reads texts; what sees images is in another file."""
+    said.any("n_deepstack_layers")
+    return _qwen3_moe(said)
 
 
 MIXTURES: Architectures = {
     "llama": ("mixtral", _mixtral),
     "qwen2moe": ("qwen2_moe", _qwen2_moe),
     "qwen3moe": ("qwen3_moe", _qwen3_moe),
+    "qwen3vlmoe": ("qwen3_moe", _qwen3_vl_moe),
+    "granitemoe": ("granitemoe", _granite_moe),
+    "minimax-m2": ("minimax_m2", _minimax_m2),
+    "dots1": ("dots1", _dots1),
+    "hunyuan-moe": ("hunyuan_v1_moe", _hunyuan_moe),
+    "ernie4_5-moe": ("ernie4_5_moe", _ernie4_5_moe),
     "olmoe": ("olmoe", _olmoe),
     "gpt-oss": ("gpt_oss", _gpt_oss),
     "glm4moe": ("glm4_moe", _glm4_moe),

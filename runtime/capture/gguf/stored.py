@@ -50,9 +50,8 @@ class Stored:
 
     def assembled(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The parameter, of all of its tensors, but for dimensions of 1."""
-        if self.made is not None:
-            return self.made(*tensors)
-        value = self.ordered(torch.cat(list(tensors), dim=1 if self.experts else 0))
+        value = self.made(*tensors) if self.made else torch.cat(list(tensors), dim=1 if self.experts else 0)
+        value = self.ordered(value)
         return value.mT if self.transposed else value
 
 
@@ -64,10 +63,8 @@ def halves(heads: int, value: torch.Tensor) -> torch.Tensor:
 
 def grouped(groups: int, sizes: Sequence[int], value: torch.Tensor) -> torch.Tensor:
     """So many rows of each size for each group, which the file has size by size."""
-    parts = value.split([groups * size for size in sizes])
-    split = [
-        part.reshape(groups, size, *value.shape[1:]) for part, size in zip(parts, sizes, strict=True)
-    ]
+    parts = torch.split(value, [groups * size for size in sizes])
+    split = [part.reshape(groups, size, *value.shape[1:]) for part, size in zip(parts, sizes, strict=True)]
     return torch.cat(split, dim=1).reshape(value.shape)
 
 

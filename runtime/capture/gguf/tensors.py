@@ -19,17 +19,18 @@ from torch import nn
 from fusion.runtime.capture.gguf.config import ModelConfig
 from fusion.runtime.capture.gguf.decoders import FAR_FACTORS, NEAR_FACTORS, ROPE_FACTORS
 from fusion.runtime.capture.gguf.header import GGUFHeader, TensorPlace, shown
-from fusion.runtime.capture.gguf.stored import Stored, grouped, halves
-from fusion.runtime.capture.gguf.weights import readable
+from fusion.runtime.capture.gguf.stored import Order, Stored, grouped, halves, tiled
+from fusion.runtime.capture.gguf.weights import alone, opened_files, read_tensor, readable
 from fusion.runtime.job.errors import JobError
 
 Values = Mapping[str, Any]  # of a configuration
 Undone = Mapping[str, Any]  # what is said of a `Stored`
 
 # Whose conversion is Llama's, which goes over queries and keys.
-_PERMUTED = ("llama", "granite", "smollm3", "mistral3")
+_PERMUTED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "mistral3", "internlm2", "arcee")
 _NO_PARAMETERS = {  # but factors of the rotary embedding
     **{name: {ROPE_FACTORS} for name in _PERMUTED},
+    **{name: {ROPE_FACTORS} for name in ("exaone", "exaone4", "gemma4")},
     "phi3": {NEAR_FACTORS, FAR_FACTORS},
 }
 
@@ -41,7 +42,20 @@ _NAMES: Sequence[tuple[str, Sequence[str]]] = (
     (r"experts\.down_proj", ("ffn_down_exps.weight",)),
     (r"experts\.down_proj_bias", ("ffn_down_exps.bias",)),
     (r"e_score_correction_bias", ("exp_probs_b.bias",)),  # that a router adds as it chooses, not as it weighs
+    (r"expert_bias", ("exp_probs_b.bias",)),
+    (r"dt_bias", ("ssm_dt.bias",)),
+    (r"in_proj_qkvz\.weight", ("ssm_in.weight", "attn_qkv.weight attn_gate.weight")),
+    (r"block_sparse_moe\.router\.weight", ("ffn_gate_inp.weight",)),
+    (
+        r"shared_mlp\.input_linear\.weight",
+        ("ffn_gate_shexp.weight ffn_up_shexp.weight", "ffn_gate.weight ffn_up.weight"),
+    ),
+    (r"shared_mlp\.output_linear\.weight", ("ffn_down_shexp.weight", "ffn_down.weight")),
+    (r"kv_b_proj\.weight", ("attn_kv_b.weight", "attn_k_b.weight attn_v_b.weight")),
 )
+
+# Matrices that are one tensor in the file.
+_STACKED = re.compile(r"altup_(unembed_)?projections\.(\d+)\.weight$")
 
 
 def stored_parameters(header: GGUFHeader, config: ModelConfig, module: nn.Module) -> dict[str, Stored]:
@@ -51,7 +65,7 @@ def stored_parameters(header: GGUFHeader, config: ModelConfig, module: nn.Module
     found: dict[str, Stored] = {}
     for parameter, value in _kept(module).items():
         places = [header.tensors[name] for name in names.of(parameter)]
-        stored = _stored(places, tuple(value.shape), config)
+        stored = _stored(places, parameter, tuple(value.shape), config)
         if _shape(stored) != _without_ones(value.shape):
             named = " and ".join(shown(place.name) for place in stored.places)
             shapes = " and ".join(str(place.shape) for place in places)
@@ -63,7 +77,7 @@ def stored_parameters(header: GGUFHeader, config: ModelConfig, module: nn.Module
     used = {place.name for stored in found.values() for place in stored.places}
     used |= _NO_PARAMETERS.get(config.architecture, set())
     for name in sorted(header.tensors.keys() - used):
-        if not _predicts_further(name, config):
+        if not _unread(name, config):
             raise JobError(
                 f"{header.path} has a tensor {shown(name)}, which no {config.model_type} model has"
             )
@@ -77,10 +91,16 @@ def _kept(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **buffers}
 
 
-def _predicts_further(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is of the layers behind the model's own, where its kind has some; they are not read."""
-    block = name.split(".")[1] if name.startswith("blk.") else ""
-    return config.ahead > 0 and block.isdecimal() and int(block) >= config.layers
+def _unread(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is of the layers behind the model's own, which predict further tokens; or makes keys and values of a layer that
+    has those of another one."""
+    found = re.match(r"blk\.(\d+)\.(attn_[kv]\b|attn_k_norm\b)?", name)
+    if found is None:
+        return False
+    layer, own = int(found[1]), config.layers - config.values.get("num_kv_shared_layers", 0)
+    return (config.ahead > 0 and layer >= config.layers) or (
+        found[2] is not None and own <= layer < config.layers
+    )
 
 
 def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
@@ -95,6 +115,26 @@ def _shape(stored: Stored) -> tuple[int, ...] | None:
         return _without_ones(stored.assembled(tensors).shape)
     except (RuntimeError, IndexError, ValueError):
         return None
+
+
+def stretch(header: GGUFHeader, module: nn.Module) -> None:
+    """Divide the frequencies of the rotary embedding by the factors that the file has, if it has any."""
+    name = next((name for name in (ROPE_FACTORS, NEAR_FACTORS) if name in header.tensors), None)
+    if name is None:
+        return
+    place = header.tensors[name]
+    if place.kind != "F32":
+        raise JobError(f"{header.path}: {name} is in {place.kind}, not in F32")
+    with opened_files() as opened:
+        factors = read_tensor(opened, alone(place), torch.float32)
+    if not bool((torch.isfinite(factors) & (factors > 0)).all()):
+        raise JobError(f"{header.path}: {name} has factors that are not above 0")
+    tables = {buffer: table for buffer, table in module.named_buffers() if buffer.endswith("inv_freq")}
+    # Where layers that see all positions rotate otherwise than those with a window, it is theirs.
+    of_all = {buffer for buffer in tables if "full_attention" in buffer}
+    for buffer, table in tables.items():
+        if not of_all or buffer in of_all:
+            table.div_(factors)
 
 
 class _Names:
@@ -122,21 +162,28 @@ class _Names:
             found = re.fullmatch(rf"(?:.*\.)?(\d+)\.(?:.*\.)?{pattern}", parameter)
             if found is not None:
                 return [[f"blk.{found[1]}.{name}" for name in way.split()] for way in ways]
-        owner, _, kind = parameter.rpartition(".")
-        if (known := self._table.get_name(owner)) is not None:
-            return [[f"{known}.{kind}"]]
-        if (known := self._table.get_name(parameter)) is not None:  # a parameter beside modules
-            return [[known], [f"{known}.weight"]]
+        if (stacked := _STACKED.search(parameter)) is not None:
+            return [["altup_unembd_proj.weight" if stacked[1] else "altup_proj.weight"]]
+        for spelled in (parameter, parameter.removeprefix("transformer.")):
+            owner, _, kind = spelled.rpartition(".")
+            if (known := self._table.get_name(owner)) is not None:
+                return [[f"{known}.{kind}"]]
+            if (known := self._table.get_name(spelled)) is not None:  # a parameter beside modules
+                return [[known], [f"{known}.weight"]]
         return []
 
 
-def _stored(places: Sequence[TensorPlace], shape: tuple[int, ...], config: ModelConfig) -> Stored:
+def _stored(
+    places: Sequence[TensorPlace], parameter: str, shape: tuple[int, ...], config: ModelConfig
+) -> Stored:
     """A parameter of these tensors, with what the conversion of this architecture does to them."""
     part = re.sub(r"^blk\.\d+\.", "", places[0].name)  # "attn_q.weight"
     undone: dict[str, Any] = {}
-    for pattern, undo in _UNDONE.get(config.architecture, ()):
+    for pattern, undo in (*_UNDONE_EVERYWHERE, *_UNDONE.get(config.architecture, ())):
         if re.fullmatch(pattern, part):
             undone.update(undo(config.values))
+    if (stacked := _STACKED.search(parameter)) is not None:
+        undone["made"] = partial(_one_of, int(stacked[2]))
     if part.partition(".")[0].endswith("_exps"):
         if part.endswith(".bias"):
             places = [replace(place, shape=(*place.shape, 1)) for place in places]
@@ -152,8 +199,17 @@ def _as_is(**undone: Any) -> Callable[[Values], Undone]:
     return lambda values: undone
 
 
+def _one_of(number: int, value: torch.Tensor) -> torch.Tensor:
+    return value[number]
+
+
 def _minus_one(value: torch.Tensor) -> torch.Tensor:
     return value - 1
+
+
+def _keys_and_values(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Of each head, whose keys (rank, length) are the other way around."""
+    return torch.cat([keys.mT, values], dim=1).flatten(0, 1)
 
 
 _LLAMA = (
@@ -162,12 +218,70 @@ _LLAMA = (
 )
 # llama.cpp has no norm that multiplies by 1 more than its weight.
 _ONE_MORE = ((r".*norm\.weight", _as_is(made=_minus_one)),)
+
+
+def _logarithm(value: torch.Tensor) -> torch.Tensor:
+    return torch.log(-value)
+
+
+def _qwen3_next(values: Values) -> Undone:
+    """Queries, keys, values and gates of each head of keys."""
+    groups, key = values["linear_num_key_heads"], values["linear_key_head_dim"]
+    value = values["linear_num_value_heads"] // groups * values["linear_value_head_dim"]
+    return {"order": partial(grouped, groups, (key, key, value, value))}
+
+
+def _heads_of_values(what: str, *, behind: bool = False) -> Callable[[Values], Undone]:
+    """Those of one head of keys lie together. `behind`: after queries and keys."""
+
+    def undo(values: Values) -> Undone:
+        groups = values["linear_num_key_heads"]
+        start = 2 * groups * values["linear_key_head_dim"] if behind else 0
+        order: Order = partial(tiled, groups, values["linear_num_value_heads"] // groups, start=start)
+        return {what: order}
+
+    return undo
+
+
+def _fused_heads(values: Values) -> Undone:
+    """Queries, keys and values of each head, which the file has one kind after the other."""
+    heads = values.get("num_attention_heads") or values["n_head"]
+    length = values["hidden_size"] // heads
+    return {"order": partial(grouped, heads, (length, length, length))}
+
+
+def _falcon(values: Values) -> Undone:
+    """The same of queries that share keys and values."""
+    groups, heads = values["num_kv_heads"], values["num_attention_heads"]
+    length = values["hidden_size"] // heads
+    return {"order": partial(grouped, groups, (heads // groups * length, length, length))}
+
+
+_DELTA = ((r"(attn|post_attention|attn_q|attn_k|output)_norm\.weight", _as_is(made=_minus_one)),)
+_QWEN3_5 = (
+    *_DELTA,
+    (r"(attn_qkv|ssm_conv1d)\.weight", _heads_of_values("order", behind=True)),
+    (r"attn_gate\.weight|ssm_alpha\.weight|ssm_beta\.weight|ssm_a|ssm_dt\.bias", _heads_of_values("order")),
+    (r"ssm_out\.weight", _heads_of_values("columns")),
+)
+_UNDONE_EVERYWHERE = (
+    (r"ssm_a", _as_is(made=_logarithm)),
+    (r"ssm_norm\.weight", _as_is(made=torch.flatten)),
+)
 _UNDONE: Mapping[str, Sequence[tuple[str, Callable[[Values], Undone]]]] = {
     **dict.fromkeys(_PERMUTED, _LLAMA),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3"), _ONE_MORE),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), _ONE_MORE),
+    "deepseek2": ((r"attn_k_b\.weight", _as_is(made=_keys_and_values)),),
+    "qwen3next": (*_DELTA, (r"attn_qkv\.weight", _qwen3_next)),
+    **dict.fromkeys(("qwen35", "qwen35moe"), _QWEN3_5),
+    **dict.fromkeys(("bloom", "gptneox"), ((r"attn_qkv\..*", _fused_heads),)),
+    "falcon": ((r"attn_qkv\.weight", _falcon),),
     "gpt2": ((r"(attn_qkv|attn_output|ffn_up|ffn_down)\.weight", _as_is(transposed=True)),),
     "gpt-oss": (
-        (r"ffn_gate_exps\..*", lambda values: {"order": partial(grouped, values["intermediate_size"], (1, 1))}),
+        (
+            r"ffn_gate_exps\..*",
+            lambda values: {"order": partial(grouped, values["intermediate_size"], (1, 1))},
+        ),
         (r"ffn_.*_exps\.weight", _as_is(transposed=True)),
     ),
 }

@@ -50,6 +50,23 @@ _LETTERS = (
     "\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
     "\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_QWEN35 = _QWEN2.replace(r"\p{L}+|", r"[\p{L}\p{M}]+|", 1).replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+)
+# As Tekken's and GPT-4o's, but for Chinese characters, which are words by themselves.
+_KIMI = (
+    r"[\p{Han}]+|"
+    + (_CASED % (_SUFFIX, _SUFFIX)).replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]")
+    + r"|\p{N}{1,3}"
+    + _REST
+)
+_BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _EASTERN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _MARKS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 
@@ -67,14 +84,18 @@ class Splitting:
 _BY_NAME = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "mellum", "a.x-4.0"), Splitting((_GPT2,))),
     **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "midm-2.0", "lfm2", "pixtral"),
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "midm-2.0", "lfm2", "pixtral"),
         Splitting((_LLAMA3,), whole_words=True, begins=True),
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Splitting((_LLAMA3,))),
     "qwen2": Splitting((_QWEN2,), composed=True),
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "kormo"), Splitting((_QWEN2,))),
     "tekken": Splitting((_CASED % ("", "") + r"|\p{N}" + _SLASHED,), whole_words=True, begins=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), Splitting((_CASED % (_SUFFIX, _SUFFIX) + r"|\p{N}{1,3}" + _SLASHED,))),
+    "qwen35": Splitting((_QWEN35,), composed=True),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Splitting(_DEEPSEEK_V3)),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), Splitting((_BLOOM,))),
+    "kimi-k2": Splitting((_KIMI,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), Splitting((_CASED % (_SUFFIX, _SUFFIX) + r"|\p{N}{1,3}" + _SLASHED,))),
     **dict.fromkeys(
         ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), Splitting((r"\p{N}", _GPT2))
     ),
@@ -97,6 +118,8 @@ _ENDS = frozenset(
         "<|endoftext|>",
         "<|end_of_text|>",
         "<end_of_turn>",
+        "<turn|>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
         "<eos>",
         "</s>",
         "<EOT>",
@@ -146,9 +169,9 @@ def read_tokenizer(header: GGUFHeader, architecture: str) -> GGUFTokenizer:
     kind = said.text("model", "none")
     if kind in ("none", "no_vocab"):
         return GGUFTokenizer(None)
-    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(kind)
+    build = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece}.get(kind)
     if build is None:
-        raise said.bad("model", kind, "gpt2 and llama are read")
+        raise said.bad("model", kind, "gpt2, llama and gemma4 are read")
     said.check()
     vocabulary = _Vocabulary.of(said)
     defaults = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0} if kind == "llama" else {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from io import BufferedReader
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fusion.runtime.capture.gguf.blocks import unpacked
+from fusion.dag.rewrites.quantise import Layout
+from fusion.runtime.capture.gguf.blocks import layout_of, unpacked
 from fusion.runtime.capture.gguf.header import TensorPlace, shown
 from fusion.runtime.capture.gguf.stored import Stored
 from fusion.runtime.job.errors import JobError
@@ -33,7 +35,7 @@ def read_tensor(
     float32 where it is made of them. JobError where a file ends before."""
     if stored.made is not None:
         parts = [read_tensor(opened, alone(place), torch.float32) for place in stored.places]
-        return stored.made(*parts).to(dtype).reshape(stored.shape)
+        return stored.assembled(parts).to(dtype).reshape(stored.shape)
     chosen = range(stored.experts or 1) if experts is None else experts
     laid = stored.laid(len(chosen))
     value, at = torch.empty(math.prod(laid), dtype=dtype), 0
@@ -47,17 +49,40 @@ def read_tensor(
     return value.reshape(shape).contiguous()
 
 
+@contextmanager
+def opened_files() -> Iterator[Opened]:
+    """Files, each opened as it is first asked for. JobError for one that cannot be read."""
+    files: dict[Path, BufferedReader] = {}
+    with ExitStack() as stack:
+
+        def opened(path: Path) -> BufferedReader:
+            if path not in files:
+                files[path] = stack.enter_context(path.open("rb"))
+            return files[path]
+
+        try:
+            yield opened
+        except OSError as error:
+            name = error.filename or next(reversed(files), "a file")
+            raise JobError(f"{name} cannot be read: {error.strerror}") from error
+
+
+def layout(stored: Stored) -> Layout | None:
+    """How the file has a parameter, where all of it is in one kind of block."""
+    return layout_of(stored.places[0].kind) if stored.in_blocks else None
+
+
 def alone(place: TensorPlace) -> Stored:
     return Stored((place,), place.shape)
 
 
-def read_blocks(
-    opened: Opened, stored: Stored, experts: range | None = None
-) -> tuple[torch.Tensor, ...]:
+def read_blocks(opened: Opened, stored: Stored, experts: range | None = None) -> tuple[torch.Tensor, ...]:
     """Of a matrix whose kind of block has a `layout_of`, or of those of experts: numbers, scales and perhaps minimums, of the
     rows of the file."""
     chosen = range(stored.experts or 1) if experts is None else experts
-    chunks = [unpacked(rows, place.kind, place.block_bytes) for place, rows in _chunks(opened, stored, chosen)]
+    chunks = [
+        unpacked(rows, place.kind, place.block_bytes) for place, rows in _chunks(opened, stored, chosen)
+    ]
     parts = [torch.cat(part) for part in zip(*chunks, strict=True)]
     rows = stored.laid(len(chosen))[:-1]
     return tuple(stored.ordered(part.view(*rows, -1)).contiguous() for part in parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,23 +14,17 @@ import transformers
 from gguf.constants import GGMLQuantizationType
 from support import gguf_files
 from support.families import COMMON, GROUPED, POSITIONS, build, greedy
+from support.gguf_serving import NEW, answer
 
-from fusion.dag.cutting.cuts import split
-from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import TensorType, Variable
 from fusion.dag.rewrites.quantise import Source
 from fusion.runtime.capture import sources
 from fusion.runtime.capture.gguf.config import model_config
 from fusion.runtime.capture.gguf.header import read_header
 from fusion.runtime.capture.gguf_model import open_gguf
-from fusion.runtime.capture.quantised_weights import stored_model
-from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.products.quantised import dequantised
-from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
-NEW = 20
 # Blocks of K-quants have 256 numbers, and no block goes over the end of a row.
 WIDE: dict[str, Any] = {
     **GROUPED,
@@ -146,38 +139,6 @@ def model(family: str) -> Any:
             if name.endswith("e_score_correction_bias"):
                 value.normal_(std=0.3)
     return module
-
-
-def answer(
-    served: sources.LanguageModel, prompt: list[int], new: int, kept: bool
-) -> tuple[list[int], list[torch.Tensor]]:
-    """Greedy tokens of three stages with what they hold of the file, and the logits (vocabulary,) of each. `kept`: its
-    blocks as they are."""
-    try:
-        graph, cached = serving_graph(served.inference, maximum_sequence=POSITIONS), True
-    except UnsupportedModel:
-        graph, cached = serving_graph(served.inference, cache="recompute"), False
-    read = served.read
-    if kept and served.blocks is not None:
-        graph, read = stored_model(graph, served.read, served.blocks)
-        ops = {node.op for node in graph.nodes}
-        assert any(op.startswith("fusion.linear_int") for op in ops) and "fusion.expert_linear" not in ops
-    cuts = sorted(random.Random(0).sample(range(1, len(graph.nodes)), 2))
-    stages = [TorchDecodingStage(part, read(part.graph.variables)) for part in split(graph, cuts)]
-    for stage in stages:
-        stage.open("s", POSITIONS)
-    tokens, logits, start = list(prompt), [], 0
-    for _ in range(new):
-        values = {
-            "input_ids": torch.tensor([tokens[start:]]),
-            "position_ids": torch.arange(start, len(tokens))[None],
-        }
-        for stage in stages:
-            values.update(*stage.run([Piece("s", start, values)]))
-        logits.append(values["result/0"][0, -1])
-        start = len(tokens) if cached else 0
-        tokens.append(int(logits[-1].argmax()))
-    return tokens[len(prompt) :], logits
 
 
 def check(family: str, kind: str, path: Path, lengths: tuple[int, ...] = (1, 7, 100)) -> None:
@@ -326,8 +287,8 @@ def small(path: Path, **more: Any) -> None:
         ({"llama.vocab_size": 7}, "llama.vocab_size = 7: 256"),
         ({"general.type": "adapter"}, "not a model but 'adapter'"),
         ({"general.architecture": "rwkv7"}, "kind 'rwkv7'; llama, qwen2"),
-        ({"tokenizer.ggml.model": "plamo2"}, "gpt2 and llama are read"),
-        ({"split.count": 3}, "is one of 3 parts"),
+        ({"tokenizer.ggml.model": "plamo2"}, "gpt2, llama and gemma4 are read"),
+        ({"split.count": 3}, "is one of '3' parts"),
         ({"split.count": "a\n" * 99}, "is one of 'a"),
         ({"general.alignment": "a\n\x1b[1m"}, "a power of two"),
     ],

@@ -141,7 +141,49 @@ def smollm(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
     return tokenizer
 
 
+def deepseek_v3(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+    """As its tokenizer.json has it."""
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    words = (
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    return bytewise(tokenizer, r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", words)
+
+
+def qwen35(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.normalizer = normalizers.NFC()
+    split = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    return bytewise(tokenizer, split)
+
+
+def kimi(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+    """As its tokenization_kimi.py has it."""
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+    lower, ends = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    split = (
+        rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{ends}|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{ends}"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    return bytewise(tokenizer, split)
+
+
+def bloom(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    marks = "[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c]"
+    return bytewise(tokenizer, rf" ?[^(\s|{marks})]+")
+
+
 BYTE_LEVEL: dict[str, Any] = {
+    "deepseek-v3": deepseek_v3,
+    "qwen35": qwen35,
+    "kimi-k2": kimi,
+    "bloom": bloom,
     "gpt-2": lambda vocab, merges: GPT2Tokenizer(vocab=vocab, merges=merges).backend_tokenizer,
     "qwen2": lambda vocab, merges: Qwen2Tokenizer(vocab=vocab, merges=merges).backend_tokenizer,
     "llama-bpe": llama3,
@@ -169,7 +211,7 @@ def test_a_byte_level_tokenizer(pre: str, tmp_path: Path) -> None:
 
 # What llama.cpp splits and begins as it does another.
 ALIKE = {
-    "pixtral": "llama-bpe", "kormo": "deepseek-r1-qwen", "minerva-7b": "smollm", "mellum": "gpt-2", "a.x-4.0": "gpt-2",
+    "pixtral": "llama-bpe", "falcon-h1": "llama-bpe", "minimax-m2": "gpt-4o", "hunyuan-dense": "deepseek-v3", "kormo": "deepseek-r1-qwen", "minerva-7b": "smollm", "mellum": "gpt-2", "a.x-4.0": "gpt-2",
 }  # fmt: skip
 
 
@@ -272,6 +314,27 @@ def test_gemmas_tokenizer(tmp_path: Path) -> None:
     assert json.loads(found.chat[SPECIAL_TOKENS_FILE]) == special
 
 
+def test_gemma_4s_tokenizer(tmp_path: Path) -> None:
+    """Whose files have its merges."""
+    vocabulary = {token: n for n, token in enumerate(pieces())}
+    merges = generate_merges(vocabulary, {token: -n for token, n in vocabulary.items()})
+    original = added(GemmaTokenizer(vocab=dict(vocabulary), merges=merges).backend_tokenizer)
+    plain = gguf_files.sentencepiece(
+        list(vocabulary), [0.0] * len(vocabulary), kinds=PIECES,
+        flags={"add_space_prefix": False, "add_bos_token": True}, bos="<s>", eos="</s>", unknown="<unk>",
+    )  # fmt: skip
+
+    def write(writer: Any) -> None:
+        plain(writer)
+        for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre"):
+            writer.kv_data[-1].pop(key)
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_merges([" ".join(merge) for merge in merges])
+
+    gguf_files.tokenizer_only(tmp_path / "model.gguf", write, "gemma4")
+    same(read(tmp_path / "model.gguf", "gemma4"), original, [vocabulary["<s>"]])
+
+
 def test_llamas_tokenizer(tmp_path: Path) -> None:
     """As the tokenizer.json of Llama 2 has it."""
     vocabulary = {token: n for n, token in enumerate(pieces())}
@@ -361,7 +424,7 @@ def test_what_is_not_understood_is_refused_in_one_line(
 ) -> None:
     path = tmp_path / "model.gguf"
     tokens = list(trained()[0])
-    refused(path, "says tokenizer.ggml.model = 'bert': gpt2 and llama are read", model="bert")
+    refused(path, "says tokenizer.ggml.model = 'bert': gpt2, llama and gemma4 are read", model="bert")
     refused(path, "does not say tokenizer.ggml.pre", pre=None)
     refused(path, "a way to split text that is not known", pre="superbpe")
     refused(
