@@ -8,7 +8,7 @@ boundary are torch CPU or device tensors; the plane moves what it is given to it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -75,7 +75,7 @@ class Piece:
     """Positions [start, start + n) of one session (batch 1). `start` must equal what the cache holds, or be less: the cache
     is then cut back to `start` first. `inputs` as in `TrainingStage.forward`. `singly`: each position as if it were run alone,
     bit for bit; only where pieces run `together`. `shown`: of how many of the last positions the logits are wanted; more than one
-    only of those that run `singly`. Of an encoder-decoder, a piece [-n, 0) is the source, all of it, which runs before anything
+    only where pieces run `together`. Of an encoder-decoder, a piece [-n, 0) is the source, all of it, which runs before anything
     else of the session."""
 
     session: str
@@ -83,6 +83,14 @@ class Piece:
     inputs: Tensors
     singly: bool = False
     shown: int = 1
+
+    def part(self, first: int, count: int, along: Mapping[str, tuple[int, int]]) -> Piece:
+        """Positions [first, first + count) of it. `along`: the dimension along the sequence of each input, and how many rows a
+        position has there."""
+        found = dict(self.inputs)
+        for name, (axis, each) in along.items():
+            found[name] = found[name].narrow(axis, first * each, count * each)
+        return replace(self, start=self.start + first, inputs=found)
 
 
 class DecodingStage(Protocol):

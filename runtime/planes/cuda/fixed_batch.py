@@ -8,7 +8,7 @@ matrix once. A piece of a prompt runs by itself, in the shape that it has wherev
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -45,12 +45,7 @@ def batches(lengths: Sequence[int], rows: int = ROWS) -> Iterator[list[Part]]:
 
 def cut(piece: Piece, part: Part, length: int, inputs: Mapping[str, tuple[int, int]]) -> Piece:
     """These positions of a piece of so many. `inputs`: the dimension along the sequence of each, and how many rows a position has."""
-    if part.count == length:
-        return piece
-    found = dict(piece.inputs)
-    for name, (axis, each) in inputs.items():
-        found[name] = found[name].narrow(axis, part.first * each, part.count * each)
-    return replace(piece, start=piece.start + part.first, inputs=found)
+    return piece if part.count == length else piece.part(part.first, part.count, inputs)
 
 
 def gathered(

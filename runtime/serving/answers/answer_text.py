@@ -10,6 +10,27 @@ from fusion.runtime.job.text import NoText, Text
 from fusion.runtime.serving.requests.stop import StopTexts
 
 
+class PromptText:
+    """The text of a prompt's own tokens, from its beginning."""
+
+    def __init__(self, text: Text) -> None:
+        self._stream = text.stream(())
+        self.length = 0  # so far, in characters
+
+    def read(self, tokens: Sequence[int], *, last: bool) -> tuple[str, tuple[int, ...]]:
+        """What these add to the text, and where that of each begins. `last`: there are no more, and the beginning of a
+        character is no text."""
+        pieces, begins = list[str](), list[int]()
+        for token in tokens:
+            pieces.append(self._stream.push(token))
+            begins.append(self._stream.begins)
+        if last:
+            pieces.append(self._stream.finish())
+        added = "".join(pieces)
+        self.length += len(added)
+        return added, tuple(begins)
+
+
 class AnswerText:
     """A pure function of the tokens: whoever goes on with an answer, of which it is told the tokens, goes on with its
     text."""

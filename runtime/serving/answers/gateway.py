@@ -18,7 +18,7 @@ learn that it has. What then happens is in `fusion.runtime.serving.answers.gener
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -28,16 +28,23 @@ from cachetools import LRUCache
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
-from fusion.runtime.serving.answers.answer_text import AnswerText
+from fusion.runtime.serving.answers.answer_text import AnswerText, PromptText
 from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
 from fusion.runtime.serving.answers.clients import Arrivals, send, send_error
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway_session import GatewaySessions
-from fusion.runtime.serving.answers.generation import Generation
+from fusion.runtime.serving.answers.generation import Generation, Told
 from fusion.runtime.serving.answers.owner_reports import OwnerReports
 from fusion.runtime.serving.answers.task import OpenGrammar, Task, reading, tokens_wanted
 from fusion.runtime.serving.answers.text_threads import TextThreads
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, check_size
+from fusion.runtime.serving.requests.request import (
+    Answer,
+    GenerateRequest,
+    Logprobs,
+    Piece,
+    PromptPiece,
+    check_size,
+)
 from fusion.swarm.errors import FrameError, NotAdmitted
 from fusion.swarm.transport import Frame, PeerId, Stream
 from fusion.swarm.turns import Turn, Turns
@@ -46,6 +53,7 @@ from fusion.swarm.turns import Turn, Turns
 ANSWERS_BESIDE = 16
 ANSWER_BYTES = 256 << 10  # that an answer takes here beside its prompt
 LARGE_PROMPTS = 16  # over UNASKED_BYTES, on their way here at once
+TOLD_AT_ONCE = 128  # tokens of a prompt, in one piece
 KNOWN_USERS = 4096  # that are told apart; those that asked last
 IDLE_SECONDS = 30.0  # without a token, before an answer gives way to any other
 BUSY = "this peer answers as many requests as it can, and others have fewer: ask again later, or ask another peer"
@@ -98,8 +106,8 @@ class Gateway:
 
     async def generate(
         self, request: GenerateRequest, client: PeerId | None = None, holder: PeerId | None = None
-    ) -> AsyncGenerator[Piece | Answer, None]:
-        """Pieces, then one Answer. `client`: who asks, if not we ourselves; `holder`: whose share of the stages it takes, and
+    ) -> AsyncGenerator[PromptPiece | Piece | Answer, None]:
+        """Pieces, first those of the prompt where it is told too, then one Answer. `client`: who asks, if not we ourselves; `holder`: whose share of the stages it takes, and
         with whose others it may begin alike, if not the client's. Raises JobError (the request), NotAdmitted, NoRoute, JobFailed (a stage), SwarmError.
 
         Close the iterator (`contextlib.aclosing`) to stop: that frees the session on every stage.
@@ -125,9 +133,11 @@ class Gateway:
                 self._reports.suspect,
                 self._config.failover,
             )
-            async with aclosing(self._pieces(task, generation, text)) as pieces:
+            prompt = _Prompt(task, PromptText(model.text)) if request.echo else None
+            async with aclosing(self._pieces(task, generation, text, prompt)) as pieces:
                 async for piece in pieces:
-                    tokens.append(piece.id)
+                    if isinstance(piece, Piece):
+                        tokens.append(piece.id)
                     yield piece
         yield Answer(
             text=text.whole,
@@ -163,6 +173,7 @@ class Gateway:
             sampling=request.drawn(self._context.random.randrange).sampling,
             logits=request.logits,
             top_logprobs=request.top_logprobs,
+            prompt_logprobs=request.top_logprobs if request.echo else None,
             ends=request.ends,
             user=self._user(holder),
             holder=holder,
@@ -174,24 +185,32 @@ class Gateway:
         return task, max(len(ids), len(prompt))
 
     async def _pieces(
-        self, task: Task, generation: Generation, text: AnswerText
-    ) -> AsyncGenerator[Piece, None]:
-        """Of the tokens that the user does not have yet; that which a stop text ends in once every stage is free."""
+        self, task: Task, generation: Generation, text: AnswerText, prompt: _Prompt | None
+    ) -> AsyncGenerator[PromptPiece | Piece, None]:
+        """Of the `prompt`, where it is told, and of the tokens that the user does not have yet; that which a stop text ends in
+        once every stage is free."""
         model, had = task.model, task.answered
+        if prompt is not None:
+            for unscored in prompt.unscored():
+                yield await self._told(prompt, unscored, generation)
         if had:  # as many as a prompt may have; an end token is not text
             had_text = had[:-1] if task.ends_with(had[-1], len(had) - 1) else had
             await self._run(self._prompts, model, task.holder, text.read, had_text)
         last: Piece | None = None
         async with aclosing(generation.tokens()) as chosen:
-            for index in count(len(had)):
-                token = None if text.stopped else await anext(chosen, None)
-                if token is None:
-                    break
+            index = len(had) - 1
+            while (token := None if text.stopped else await anext(chosen, None)) is not None:
+                if isinstance(token, Told):
+                    assert prompt is not None, "nobody else asks for it"
+                    yield await self._told(prompt, token.logprobs, generation)
+                    continue
+                index += 1
                 ended = generation.finish == "stop" and task.ends_with(token.id, index)
                 shown = ""
                 if not ended:
                     shown = await self._run(self._texts, model, task.holder, text.push, token.id)
                 begins = text.ends if ended else text.begins
+                begins += 0 if prompt is None else prompt.text.length
                 last = token.piece(index, shown, begins, _peers(generation))
                 if not text.stopped:
                     yield last
@@ -199,6 +218,19 @@ class Gateway:
             await self._run(self._texts, model, task.holder, text.finish)
         elif last is not None:
             yield last
+
+    async def _told(
+        self, prompt: _Prompt, logprobs: Sequence[Logprobs | None], generation: Generation
+    ) -> PromptPiece:
+        """Of the next tokens of the prompt, as many as there are `logprobs`, or without any as many as are told at once."""
+        task = prompt.task
+        ids = prompt.next(len(logprobs) or TOLD_AT_ONCE)
+        last = prompt.at == len(task.prompt)
+        read = prompt.text.read
+        shown, begins = await self._run(self._texts, task.model, task.holder, read, ids, last=last)
+        return PromptPiece(
+            ids=ids, text=shown, begins=begins, logprobs=tuple(logprobs), route=_peers(generation)
+        )
 
     def _user(self, holder: PeerId) -> int:
         number = self._users.get(holder)
@@ -303,7 +335,7 @@ class Gateway:
                     if isinstance(piece, Piece):
                         self.use(place)
                         await send(client, "token", piece.to_header(), [piece.logits])
-                    else:
+                    elif isinstance(piece, Answer):
                         await send(client, "done", _done(piece))
         except NotAdmitted as error:
             await send_error(client, str(error), closed=error.job, ask=list(error.ask))
@@ -312,6 +344,28 @@ class Gateway:
             await send_error(client, str(error))
             return False
         return True
+
+
+@dataclass
+class _Prompt:
+    """A prompt that is told of, and how far it is."""
+
+    task: Task
+    text: PromptText
+    at: int = 0
+
+    def next(self, count: int) -> tuple[int, ...]:
+        """Of its tokens."""
+        found = tuple(self.task.prompt[self.at : self.at + count])
+        self.at += len(found)
+        return found
+
+    def unscored(self) -> Iterator[Sequence[None]]:
+        """What can be told before any stage runs: the first token, or all of them where there are no log-probabilities."""
+        if self.task.prompt_logprobs is not None:
+            yield (None,)
+        else:
+            yield from ((),) * -(-len(self.task.prompt) // TOLD_AT_ONCE)
 
 
 def _peers(generation: Generation) -> tuple[PeerId, ...]:

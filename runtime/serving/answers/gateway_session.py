@@ -19,6 +19,7 @@ from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.expected_prefixes import ExpectedPrefixes
 from fusion.runtime.serving.answers.failover import Fault, Faulted
 from fusion.runtime.serving.requests.header_fields import pack_tokens, whole
+from fusion.runtime.serving.requests.request import Logprobs
 from fusion.runtime.serving.ring.batches import frames_of
 from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingLinks, ShownGrants, no_grants
 from fusion.runtime.serving.ring.prefix import PrefixHash, positions_of
@@ -56,6 +57,7 @@ class GatewaySession:
     )  # stage -> chunks of this session that it has run, as it said
     held: dict[int, int] = field(default_factory=dict)  # stage -> positions that it had when it opened it
     reused: int = 0  # positions that no stage has to run, as all have them
+    told: int = 0  # tokens of the prompt of which it has told log-probabilities
     reached: int = 0  # the position of the newest token that it gave: every stage has run what comes before
     unread_bytes: int = 0  # of logits and log-probabilities among the events
 
@@ -243,10 +245,14 @@ class GatewaySessions:
                 found.put_event(ends.stage, fault)
             case "token":
                 self._received_token(found, ends.stage, frame)
+            case "prompt_logprobs":
+                self._received_prompt_logprobs(found, ends.stage, frame)
             case "opened":
                 self._received_opened(found, ends.stage, frame)
             case _:
-                raise FrameError(f"stages send opened, token, failed and pong, not {frame.kind!r:.40}")
+                raise FrameError(
+                    f"stages send opened, prompt_logprobs, token, failed and pong, not {frame.kind!r:.40}"
+                )
 
     def _received_token(self, session: GatewaySession, stage: int, frame: Frame) -> None:
         if stage != len(session.route) - 1:
@@ -259,6 +265,21 @@ class GatewaySessions:
             raise FrameError("logits that nobody asked for")
         session.put_event(stage, frame)
         session.reached = max(session.reached, position)
+        self._weigh(session, stage, frame)
+
+    def _received_prompt_logprobs(self, session: GatewaySession, stage: int, frame: Frame) -> None:
+        if stage != len(session.route) - 1:
+            raise FrameError("only the last stage tells of the prompt")
+        found = told_of(session, frame)
+        if frame.header["position"] != session.told + 1:
+            session.put_event(stage, Fault("broken", f"{session.where(stage)} left log-probabilities out"))
+            return
+        session.told += len(found)
+        session.put_event(stage, frame)
+        self._weigh(session, stage, frame)
+
+    def _weigh(self, session: GatewaySession, stage: int, frame: Frame) -> None:
+        """What waits for the client has become more by this frame."""
         session.unread_bytes += unread_bytes(frame)
         if session.unread_bytes > UNREAD_BYTES:  # another session goes on once these have been read
             session.put_event(stage, Fault("moved", "the client reads its answer too slowly"))
@@ -305,6 +326,12 @@ def _ends(session: GatewaySession, stage: int) -> LinkEnds:
 def token_of(frame: Frame) -> tuple[int, int]:
     """Position and id of a `token` frame."""
     return frame.header["position"], frame.header["id"]
+
+
+def told_of(session: GatewaySession, frame: Frame) -> list[Logprobs]:
+    """What a `prompt_logprobs` frame has. JobError where it is nothing that the session may tell."""
+    position, vocabulary = whole(frame.header, "position", 0), session.model.serve.vocabulary
+    return session.opening.prompt_logprobs_of(position, frame.payload, vocabulary)
 
 
 def unread_bytes(frame: Frame) -> int:

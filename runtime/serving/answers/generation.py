@@ -27,6 +27,7 @@ from fusion.runtime.serving.answers.gateway_session import (
     GatewaySession,
     GatewaySessions,
     token_of,
+    told_of,
     unread_bytes,
 )
 from fusion.runtime.serving.answers.liveness import Liveness
@@ -66,6 +67,13 @@ class Chosen:
         )
 
 
+@dataclass(frozen=True)
+class Told:
+    """Of the next tokens of the prompt."""
+
+    logprobs: tuple[Logprobs, ...]
+
+
 class Generation:
     """`tokens` runs it. `finish`: whether it has ended, and why."""
 
@@ -93,8 +101,8 @@ class Generation:
         """Who runs each stage, as far as is known."""
         return self._pair.route
 
-    async def tokens(self) -> AsyncGenerator[Chosen, None]:
-        """The tokens that the user does not have yet. NoRoute or JobFailed, in one line, when it is given up."""
+    async def tokens(self) -> AsyncGenerator[Chosen | Told, None]:
+        """What is told of the prompt's own tokens, from the second on, then the tokens that the user does not have yet. NoRoute or JobFailed, in one line, when it is given up."""
         watching = asyncio.create_task(self._moves.watch())
         try:
             while not self.finish:
@@ -155,7 +163,7 @@ class Generation:
             self._liveness.silence(self._pair.current)
             return None
 
-    async def _take(self, event: Event) -> Chosen | None:
+    async def _take(self, event: Event) -> Chosen | Told | None:
         """Act on what happened. Faulted where the session that runs has ended."""
         session, what, pair = event.session, event.what, self._pair
         if session is not pair.current and session is not pair.next:
@@ -175,7 +183,17 @@ class Generation:
             case "token":
                 session.unread_bytes -= unread_bytes(what)
                 return await self._token(session, what)
+            case "prompt_logprobs":
+                session.unread_bytes -= unread_bytes(what)
+                return self._told(session, what)
         return None
+
+    def _told(self, session: GatewaySession, frame: Frame) -> Told | None:
+        pair = self._pair
+        new = pair.tell(frame.header["position"], told_of(session, frame))
+        if not pair.left_to_tell and not pair.task.max_tokens:
+            self.finish = "length"
+        return Told(new) if new else None
 
     def _count_cached(self, session: GatewaySession) -> None:
         """Its prompt has gone out."""
@@ -193,6 +211,10 @@ class Generation:
         if session is self._pair.next:
             self._promote()
         position, token = token_of(frame)
+        if self._pair.left_to_tell:
+            raise Faulted(
+                Fault("broken", f"{session.where(len(session.route) - 1)} left log-probabilities out")
+            )
         if position < len(known):
             return None  # the session before gave it
         if position > len(known):
@@ -243,7 +265,7 @@ def _ended(task: Task) -> Finish:
         return "stop"
     if task.grammar is not None and task.grammar.complete:
         return "stop"
-    return "length" if len(task.answered) >= task.max_tokens else ""
+    return "length" if len(task.answered) >= task.max_tokens and not task.scored else ""
 
 
 def _finish(frame: Frame) -> Finish:

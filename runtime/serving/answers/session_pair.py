@@ -10,6 +10,7 @@ from random import Random
 from fusion.runtime.serving.answers.gateway_session import Event, GatewaySession, GatewaySessions
 from fusion.runtime.serving.answers.route_choice import RemainingWork
 from fusion.runtime.serving.answers.task import Task
+from fusion.runtime.serving.requests.request import Logprobs
 from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
 
 
@@ -19,6 +20,7 @@ class SessionPair:
     def __init__(self, task: Task, sessions: GatewaySessions, random: Random) -> None:
         self.task = task
         self.known = [*task.prompt, *task.answered]  # the tokens that are decided, by position
+        self.told = 0  # of the `task.scored` tokens of the prompt, by one session or the other
         self.route: tuple[Hop, ...] = ()
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.current: GatewaySession | None = None
@@ -32,12 +34,26 @@ class SessionPair:
     def remaining(self) -> RemainingWork:
         """What a session that begins now would have to do."""
         known, task = len(self.known), self.task
-        return RemainingWork(known, len(task.prompt) + task.max_tokens - known)
+        # Of no tokens one is chosen all the same, and not told.
+        return RemainingWork(known, len(task.prompt) + max(1, task.max_tokens) - known)
+
+    @property
+    def left_to_tell(self) -> int:
+        """How many of the prompt's tokens have yet to be told of."""
+        return self.task.scored - self.told
+
+    def tell(self, position: int, found: Sequence[Logprobs]) -> tuple[Logprobs, ...]:
+        """What a session has told of the prompt's tokens from `position` on, without those that are told already. What one
+        session tells comes in order, and each begins with the first."""
+        new = tuple(found[self.told + 1 - position :])
+        self.told += len(new)
+        return new
 
     async def begin(self, route: tuple[Hop, ...]) -> None:
         """Make the current session. Faulted where a stage cannot be reached."""
         self.route = route
-        self.current = await self._open(route, self._chain(self.known) if self.reuses else b"")
+        reuses = self.reuses and not self.left_to_tell  # else the last stage has to run all of the prompt
+        self.current = await self._open(route, self._chain(self.known) if reuses else b"")
         if self.current.begins_early and self.reuses:
             self.prompt(self.current)
 
@@ -63,6 +79,7 @@ class SessionPair:
             sampling=task.sampling,
             logits=task.logits,
             top_logprobs=task.top_logprobs,
+            prompt_logprobs=task.prompt_logprobs if self.left_to_tell else None,
             ends=task.ends,
             answered=remaining.known - len(task.prompt),
             user=task.user,

@@ -33,6 +33,7 @@ class Task:
     sampling: Sampling
     logits: bool
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same of the prompt's own tokens
     ends: Ends = MODELS_OWN  # which tokens end it, and from when on
     holder: PeerId  # whose it is: stages may have the beginning of it from another one of the same holder
     user: int = 0  # who asks, as stages are told
@@ -41,6 +42,11 @@ class Task:
     grammar: GrammarSession | None = None  # how the answer stands with it
     source: bytes = b""  # what an encoder-decoder reads first, of so many ids or frames
     source_length: int = 0
+
+    @property
+    def scored(self) -> int:
+        """How many of the prompt's tokens the stages have to tell of: nothing comes before the first one."""
+        return 0 if self.prompt_logprobs is None else len(self.prompt) - 1
 
     def ends_with(self, token: int, index: int) -> bool:
         """Whether `token`, number `index` of the answer, ends it and is no text."""
@@ -60,6 +66,8 @@ def tokens_wanted(request: GenerateRequest, serve: ServeConfig, prompt: Sequence
     """How many tokens the answer that follows `prompt` has at most, those included that the user has. JobError, in one line, for
     what the model cannot answer so."""
     wanted = request.most_tokens
+    if request.echo:
+        _check_echo(request, serve)
     if request.chat or request.max_tokens is None:
         wanted = min(wanted, max(1, serve.max_sequence - len(prompt)))
     check_prompt(prompt, wanted, serve.vocabulary, serve.max_sequence)
@@ -67,6 +75,14 @@ def tokens_wanted(request: GenerateRequest, serve: ServeConfig, prompt: Sequence
     check_biases(request.sampling, serve.vocabulary)
     request.ends.check_vocabulary(serve.vocabulary)
     return wanted
+
+
+def _check_echo(request: GenerateRequest, serve: ServeConfig) -> None:
+    """JobError, in one line, where the prompt's own tokens cannot be told of."""
+    if serve.source is not None:
+        raise JobError("echo: this model's encoder reads the prompt, and no token of it follows another")
+    if request.top_logprobs is not None and serve.cache != "kv":
+        raise JobError("echo: no logprobs beside it of this model, which is served without a KV cache")
 
 
 def reading(serve: ServeConfig, ids: Sequence[int], features: bytes) -> Reading:

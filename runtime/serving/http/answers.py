@@ -11,7 +11,7 @@ from fusion.runtime.serving.answers.gateway import Gateway
 from fusion.runtime.serving.http.errors import Busy
 from fusion.runtime.serving.http.metrics import Metrics
 from fusion.runtime.serving.requests.header_fields import TOKEN_BYTES
-from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
+from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, PromptPiece
 from fusion.swarm.transport import PeerId
 from fusion.swarm.turns import Turn
 
@@ -20,10 +20,10 @@ WAITING_PARTS = 64  # that a client has not read yet, before its answers wait fo
 
 @dataclass(frozen=True)
 class Part:
-    """Of answer number `choice`: a token, or its end."""
+    """Of answer number `choice`: tokens of its prompt, a token, or its end."""
 
     choice: int
-    said: Piece | Answer
+    said: PromptPiece | Piece | Answer
 
 
 async def parts(
@@ -83,7 +83,7 @@ async def _answer(
                     if isinstance(piece, Piece):
                         measured.token()
                         gateway.use(place)
-                    else:
+                    elif isinstance(piece, Answer):
                         measured.prompt(piece.prompt_tokens, piece.cached_tokens)
                     await queue.put(Part(choice, piece))
     except asyncio.CancelledError:

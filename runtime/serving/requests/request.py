@@ -58,6 +58,9 @@ class GenerateRequest:
     # Of sound, for a model that hears: float32, the frames of a channel one behind the other. Then `prompt_ids` are what the
     # answer follows, or None for what it follows as a rule.
     features: bytes = b""
+    # The prompt's own tokens are told too, with log-probabilities where `top_logprobs` asks for them; only of a gateway in this
+    # process. Then `max_tokens` may be 0.
+    echo: bool = False
 
     def __post_init__(self) -> None:
         if self.features:
@@ -73,8 +76,11 @@ class GenerateRequest:
             raise JobError("prompt: a chat is a text")
         if self.prompt_ids is not None and any(not -(2**63) <= i < 2**63 for i in self.prompt_ids):
             raise JobError("prompt_ids: numbers of at most 64 bits")
-        if self.most_tokens < 1:
-            raise JobError(f"max_tokens: at least 1, not {self.max_tokens}")
+        least = 0 if self.echo else 1
+        if self.most_tokens < least:
+            raise JobError(f"max_tokens: at least {least}, not {self.max_tokens}")
+        if self.echo and self.answered:
+            raise JobError("echo: of an answer that begins")
         if len(self.answered) > MAX_ANSWERED or any(not 0 <= i < 2**63 for i in self.answered):
             raise JobError(f"answered: at most {MAX_ANSWERED} token ids")
         check_top_logprobs(self.top_logprobs)
@@ -113,6 +119,8 @@ class GenerateRequest:
         """Header and payload of the `generate` frame. The prompt is the payload: UTF-8 text, or ids. A schema comes before it,
         and is said of it: a gateway that knows of none must not take it for a part of the prompt. So are `ends`, which it must
         not pass over."""
+        if self.echo:
+            raise JobError("echo: ask a peer's HTTP API, which tells of the prompt")
         header: dict[str, Any] = {"model": self.model}
         if self.max_tokens is not None:
             header["max_tokens"] = self.max_tokens
@@ -250,6 +258,18 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptPiece:
+    """Some of the prompt's own tokens, in order; all of them come before the first token of the answer."""
+
+    ids: tuple[int, ...]
+    text: str  # what can be shown now, as of a Piece
+    begins: tuple[int, ...]  # where the text of each begins, in characters from the prompt's beginning
+    # Where they were asked for. Nothing comes before the prompt's first token, which has none.
+    logprobs: tuple[Logprobs | None, ...] = ()
+    route: tuple[PeerId, ...] = ()  # as of a Piece
+
+
+@dataclass(frozen=True, kw_only=True)
 class Answer:
     """A finished generation; the last thing that a stream of pieces gives."""
 
@@ -298,10 +318,10 @@ def check_prompt(prompt: Sequence[int], max_tokens: int, vocabulary: int, max_se
         )
 
 
-def check_top_logprobs(count: int | None) -> None:
+def check_top_logprobs(count: int | None, name: str = "top_logprobs") -> None:
     """JobError in one line where so many cannot be asked for."""
     if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
-        raise JobError(f"top_logprobs: between 0 and {MAX_TOP_LOGPROBS}, not {count}")
+        raise JobError(f"{name}: between 0 and {MAX_TOP_LOGPROBS}, not {count}")
 
 
 def check_answered(answered: Sequence[int], max_tokens: int, vocabulary: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from fusion.runtime.job.manifest import ServeConfig, SourceConfig
 from fusion.runtime.serving.grammar.matcher import GrammarsBusy, GrammarSession
 from fusion.runtime.serving.requests.request import split_schema
 from fusion.runtime.serving.ring.penalties import TokenCounts, prompt_of
+from fusion.runtime.serving.ring.sampling import PromptScores
 from fusion.runtime.serving.ring.session import FailedReason, Opening
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.printable import error_line
@@ -43,6 +45,7 @@ class OpeningPayload:
     counts: TokenCounts | None = None
     schema: str = ""
     answered: Sequence[int] = ()
+    scores: PromptScores | None = None
 
     @classmethod
     def of(cls, opening: Opening, payload: memoryview, vocabulary: int) -> OpeningPayload:
@@ -53,7 +56,9 @@ class OpeningPayload:
             schema, payload = split_schema(payload, opening.schema_bytes)
         tokens = prompt_of(opening, payload, vocabulary)
         counts = TokenCounts(tokens, opening.answered) if opening.sampling.penalises else None
-        return cls(counts, schema, tokens[opening.prompt_length - opening.answered :])
+        asked = opening.prompt_logprobs
+        scores = None if asked is None else PromptScores(array("q", tokens), asked, vocabulary)
+        return cls(counts, schema, tokens[opening.prompt_length - opening.answered :], scores)
 
 
 async def constraint_of(

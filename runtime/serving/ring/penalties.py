@@ -53,7 +53,9 @@ def prompt_of(opening: Opening, payload: memoryview, vocabulary: int) -> list[in
     if not opening.reads_prompt:
         return []
     if len(payload) != 8 * opening.prompt_length:
-        raise JobError(f"open: penalties and schemas need the {opening.prompt_length} tokens of the prompt")
+        raise JobError(
+            f"open: penalties, schemas and prompt_logprobs need the {opening.prompt_length} tokens of the prompt"
+        )
     tokens = unpack_tokens(payload)
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         raise JobError(f"open: tokens are 0 to {vocabulary - 1}")

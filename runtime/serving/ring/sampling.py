@@ -9,14 +9,18 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from fusion.runtime.job.errors import JobFailed
+from fusion.runtime.serving.requests.prompt_logprobs import TOLD_AT_ONCE, packed
 from fusion.runtime.serving.requests.request import LEAST_LOGPROB, Logprobs
 from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.penalties import TokenCounts, adjusted
 
+SCORED_BYTES = 64 << 20  # of logits of a prompt's positions, in float32, that are there at once
 NEAR_DRAWS = 0.05  # of all, on either side: so far another model's may lie apart
 
 
@@ -115,6 +119,35 @@ def logprobs(logits: torch.Tensor, token: int, count: int) -> Logprobs:
     values, ids = _highest(found, min(count, found.numel()), above=-math.inf)
     top = zip(ids.tolist(), values.tolist(), strict=True)
     return Logprobs(float(found[token]), tuple(top))
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """At the last stage: what is told of a prompt's own `tokens`, each with `count` of the most probable ones in its place."""
+
+    tokens: Sequence[int]
+    count: int
+    vocabulary: int
+
+    @property
+    def at_once(self) -> int:
+        """Of how many positions the logits may be there at once."""
+        return max(1, SCORED_BYTES // (4 * self.vocabulary))
+
+    def wants(self, start: int) -> bool:
+        """Whether a token of the prompt follows the position."""
+        return start + 1 < len(self.tokens)
+
+    def told(self, start: int, logits: torch.Tensor) -> Iterator[tuple[int, bytes]]:
+        """Of the tokens that follow positions from `start` on, logits (positions, vocabulary), TOLD_AT_ONCE at a time: the
+        position of the first of them, and all of them `packed`. JobFailed where logits are not numbers."""
+        tokens = self.tokens[start + 1 : start + 1 + len(logits)]
+        for first in range(0, len(tokens), TOLD_AT_ONCE):
+            some = zip(logits[first : first + TOLD_AT_ONCE], tokens[first:], strict=False)
+            told = packed(
+                (logprobs(row, token, self.count) for row, token in some), min(self.count, self.vocabulary)
+            )
+            yield start + 1 + first, told
 
 
 def uniform(seed: int, position: int) -> float:

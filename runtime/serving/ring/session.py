@@ -15,6 +15,7 @@ from fusion.runtime.job.manifest import SourceConfig
 from fusion.runtime.serving.requests.ends import MODELS_OWN, Ends
 from fusion.runtime.serving.requests.header_fields import whole
 from fusion.runtime.serving.requests.json_schema import MAX_SCHEMA_BYTES
+from fusion.runtime.serving.requests.prompt_logprobs import unpacked
 from fusion.runtime.serving.requests.request import Finish, Logprobs, check_top_logprobs
 from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.guesses import LEAST_ALONE, MAX_GUESSES, Allowance, Drafter
@@ -48,6 +49,7 @@ class Opening:
     sampling: Sampling
     logits: bool = False
     top_logprobs: int | None = None  # of how many tokens beside the one chosen; None: not of that either
+    prompt_logprobs: int | None = None  # the same of the prompt's own tokens
     ends: Ends = MODELS_OWN  # which tokens end the answer, and from when on
     # How many tokens at the end of the prompt belong to the answer: those that sessions before this one gave.
     answered: int = 0
@@ -59,14 +61,15 @@ class Opening:
     @property
     def reads_prompt(self) -> bool:
         """Whether the last stage has to know the tokens so far."""
-        return self.sampling.penalises or self.schema_bytes > 0
+        return self.sampling.penalises or self.schema_bytes > 0 or self.prompt_logprobs is not None
 
     @property
     def newer(self) -> tuple[str, ...]:
         """The settings that a last stage of the release before does not know and would pass over, by name. One that knows
         them says so as it opens the session."""
         schema = ("schema",) if self.schema_bytes else ()
-        logprobs = () if self.top_logprobs is None else ("top_logprobs",)
+        asked = {"top_logprobs": self.top_logprobs, "prompt_logprobs": self.prompt_logprobs}
+        logprobs = (name for name, count in asked.items() if count is not None)
         return (*self.sampling.newer, *logprobs, *self.ends.to_header(), *schema)
 
     def logprobs_of(self, header: Mapping[str, Any], vocabulary: int) -> Logprobs | None:
@@ -76,6 +79,15 @@ class Opening:
         found = Logprobs.from_header(header, self.top_logprobs)
         if any(token >= vocabulary for token, _ in found.top):
             raise JobError("top_logprobs: tokens that the model does not have")
+        return found
+
+    def prompt_logprobs_of(self, position: int, payload: memoryview, vocabulary: int) -> list[Logprobs]:
+        """Of the prompt's tokens from `position` on. JobError where they were not asked for, or are of other tokens."""
+        if self.prompt_logprobs is None:
+            raise JobError("prompt_logprobs: nobody asked for them")
+        found = unpacked(payload, min(self.prompt_logprobs, vocabulary), vocabulary)
+        if not 0 < position <= self.prompt_length - len(found):
+            raise JobError("prompt_logprobs: of tokens that the prompt does not have")
         return found
 
     @property
@@ -106,6 +118,8 @@ class Opening:
         }
         if self.top_logprobs is not None:
             header["top_logprobs"] = self.top_logprobs
+        if self.prompt_logprobs is not None:
+            header["prompt_logprobs"] = self.prompt_logprobs
         if self.answered:
             header["answered"] = self.answered
         if self.user:
@@ -142,7 +156,8 @@ class Opening:
             max_tokens=whole(header, "max_tokens", 0),
             sampling=Sampling.from_header(sampling),
             logits=header.get("logits") is True,
-            top_logprobs=None if header.get("top_logprobs") is None else whole(header, "top_logprobs", 0),
+            top_logprobs=_count(header, "top_logprobs"),
+            prompt_logprobs=_count(header, "prompt_logprobs"),
             ends=Ends.from_header(header),
             answered=whole(header, "answered", 0),
             user=whole(header, "user", 0),
@@ -156,6 +171,11 @@ class Opening:
         if min(opening.prompt_length, opening.max_tokens) < 1 or opening.capacity > max_sequence:
             raise JobError(f"max_tokens: prompt and answer take 2 to {max_sequence} positions")
         check_top_logprobs(opening.top_logprobs)
+        check_top_logprobs(opening.prompt_logprobs, "prompt_logprobs")
+        if opening.prompt_logprobs is not None and (opening.prefix or opening.answered or source is not None):
+            raise JobError(
+                "prompt_logprobs: every token of the prompt is run, and none is of the answer or a source"
+            )
         if not 0 <= opening.schema_bytes <= MAX_SCHEMA_BYTES:
             raise JobError(f"schema: at most {MAX_SCHEMA_BYTES} bytes")
         if not 0 <= opening.answered < opening.prompt_length:
@@ -163,6 +183,10 @@ class Opening:
         if positions_of(opening.prefix) > opening.prompt_length:
             raise JobError("prefix: no more blocks than the prompt has")
         return opening
+
+
+def _count(header: Mapping[str, Any], name: str) -> int | None:
+    return None if header.get(name) is None else whole(header, name, 0)
 
 
 def check_source(length: int, source: SourceConfig | None) -> None:

@@ -41,6 +41,7 @@ from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport
 
 SEE_OFF_SECONDS = 3.0  # for sessions to move when we leave
+SCORED_POSITIONS = 128  # in a chunk of a prompt whose own tokens are told of
 UNSENT_BYTES = 128 << 20  # of chunks that may wait for far ends that do not read
 UNREAD_BYTES = 64 << 20  # of tokens, with their logits and log-probabilities, as well
 
@@ -307,6 +308,10 @@ class RingStage:
                 session, most, feed.fed, feed.prompt_positions,
                 fed=feed.prompt_fed, round_trip_seconds=self._sessions.round_trip_seconds(session),
             )  # fmt: skip
+            if (
+                session.opening.prompt_logprobs is not None
+            ):  # the last stage has more to do with each position
+                most = min(most, SCORED_POSITIONS)
         while not session.closed and (step := feed.next(most, schedule.guesses(session))) is not None:
             chunk, ids = step
             schedule.add(Work(session, chunk, memoryview(pack_tokens(ids))))
@@ -402,6 +407,13 @@ class RingStage:
     ) -> None:
         session, chunk = work.session, work.chunk
         self._sessions.record_activity(session, ran=chunk.end)
+        for (
+            position,
+            scores,
+        ) in outcome.scores:  # before the first token, which goes out once the turn is over
+            header = {"session": session.id, "position": position}
+            session.gateway.post("prompt_logprobs", header, [scores])
+            self._unread.look([session.gateway])
         if outcome.tokens:
             self._answer(session, outcome.tokens, tokens)
         hops = session.hops if chunk.start >= 0 else session.source_hops

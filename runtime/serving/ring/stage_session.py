@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from fusion.dag.rewrites.positions import rows_per_position, sequence_axis
 from fusion.runtime.planes.plane import DecodingStage, Piece
 from fusion.runtime.serving.drafts.draft_model import DraftModel
 from fusion.runtime.serving.drafts.drafter import DraftStep, ModelDrafter
@@ -19,7 +20,7 @@ from fusion.runtime.serving.ring.constraint import SuppressedTokens, TokenConstr
 from fusion.runtime.serving.ring.frames import Parcel, RingPlan, unpack_source
 from fusion.runtime.serving.ring.guesses import Verdicts
 from fusion.runtime.serving.ring.penalties import TokenCounts
-from fusion.runtime.serving.ring.sampling import logprobs, sample
+from fusion.runtime.serving.ring.sampling import PromptScores, logprobs, sample
 from fusion.runtime.serving.ring.schedule import Work
 from fusion.runtime.serving.ring.session import Chunk, Feed, Opening, SessionId
 from fusion.swarm.errors import FrameError
@@ -57,6 +58,7 @@ class StageSession:
     source: memoryview | None = None  # at the first stage, until it has been fed
     drafter: ModelDrafter | None = None  # at the first stage, where there is a draft model
     counts: TokenCounts | None = None  # at the last stage, where there are penalties
+    scores: PromptScores | None = None  # at the last stage, where the prompt's own tokens are told of
     verdicts: Verdicts = field(init=False)  # of the last stage, in the worker thread
     user: tuple[PeerId, int] = field(init=False)  # whose it is: one of its gateway's clients'
     constraint: TokenConstraint | None = None  # at the last stage, where there is a schema
@@ -146,6 +148,7 @@ class Token:
 class Outcome:
     sends: tuple[list[memoryview], ...] = ()  # payload for each outgoing parcel
     tokens: tuple[Token, ...] = ()  # by position
+    scores: tuple[tuple[int, bytes], ...] = ()  # of the prompt's tokens, as `PromptScores.told`
 
 
 @dataclass(frozen=True)
@@ -293,6 +296,8 @@ class StageRunner:
                 found[place] = Outcome()
             elif (error := self._grow(work)) is not None:
                 found[place] = error
+            elif (scores := work.session.scores) is not None and scores.wants(work.chunk.start):
+                found[place] = self._scored(work, scores)
         ready = [place for place in range(len(turn)) if place not in found]
         found.update(zip(ready, self._run([turn[place] for place in ready]), strict=True))
         return [found[place] for place in range(len(turn))]
@@ -319,6 +324,37 @@ class StageRunner:
         except PLANE_ERRORS as error:
             return [_broken(error)] if len(turn) == 1 else [self._run((work,))[0] for work in turn]
         return [self._outcome(*each) for each in zip(turn, found, ids, strict=True)]
+
+    def _scored(self, work: Work[StageSession], scores: PromptScores) -> Outcome | Exception:
+        """A chunk of a prompt whose tokens are told of, which runs by itself: logits of all of its positions, a part of them at
+        a time. Where pieces do not run together, a part is one position."""
+        chunk = work.chunk
+        most = scores.at_once if self._plane.together else 1
+        told, tokens = list[tuple[int, bytes]](), tuple[Token, ...]()
+        try:
+            piece, _ = self._piece(work)
+            along = self._along() if most < chunk.length else {}
+            for first in range(0, chunk.length, most):
+                count = min(most, chunk.length - first)
+                part = piece if count == chunk.length else piece.part(first, count, along)
+                [outputs] = self._plane.run([replace(part, shown=count)])
+                logits = outputs["result/0"][0]
+                told += scores.told(chunk.start + first, logits)
+            if chunk.sample:
+                tokens = tuple(_choose(work.session, chunk, logits))
+        except PLANE_ERRORS as error:
+            return _broken(error)
+        return Outcome(tokens=tokens, scores=tuple(told))
+
+    def _along(self) -> dict[str, tuple[int, int]]:
+        """The dimension along the sequence of each input, and how many rows a position has there. ValueError where one has none."""
+        found = {}
+        for given in self._plane.stage.graph.inputs:
+            axis = sequence_axis(given.type)
+            if axis is None:
+                raise ValueError(f"echo: {given.name} is of no position, so a chunk cannot be run in parts")
+            found[given.name] = axis, rows_per_position(given.type, axis)
+        return found
 
     def _piece(self, work: Work[StageSession]) -> tuple[Piece, memoryview]:
         """What the plane runs, and the bytes of the chunk's token ids where there are any."""

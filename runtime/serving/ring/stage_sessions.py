@@ -180,7 +180,9 @@ class StageSessions:
         if self._early.gave_up(opening.session):
             self.send_failure(gateway, opening.session, f"{self.here}: {TOO_EARLY}", "broken")
             return
-        session = StageSession(opening, gateway, heard_at=self._clock(), counts=said.counts)
+        session = StageSession(
+            opening, gateway, heard_at=self._clock(), counts=said.counts, scores=said.scores
+        )
         session.suppressed = self._suppressed
         session.withheld = withheld_by(opening, serve) if self._plan.last else None
         if not self.schedule.admit(session):

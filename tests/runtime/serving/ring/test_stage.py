@@ -388,7 +388,11 @@ def test_an_opening_that_does_not_fit_is_refused(change: dict[str, Any], reason:
 @pytest.mark.parametrize(
     ("change", "prompt", "reason"),
     [
-        ({"sampling": {"presence_penalty": 1.0}}, [], "penalties and schemas need the 1 tokens"),
+        (
+            {"sampling": {"presence_penalty": 1.0}},
+            [],
+            "penalties, schemas and prompt_logprobs need the 1 tokens",
+        ),
         ({"sampling": {"presence_penalty": 1.0}}, [VOCABULARY], "tokens are 0 to 30"),
         ({"sampling": {"presence_penalty": 1.0}, "answered": 1}, [1], "answered"),
         ({"sampling": {"logit_bias": [[VOCABULARY, 1.0]]}}, [], "logit_bias"),
