@@ -51,6 +51,7 @@ from fusion.runtime.serving.requests.request import (
     Answer,
     GenerateRequest,
     Piece,
+    PromptPiece,
     check_length,
 )
 
@@ -107,7 +108,8 @@ class Api:
             model = await self.find(body.model)
             plain = body.add_special_tokens is not False
             prompts = [await self._tokens(request, model, prompt, plain) for prompt in body.prompts]
-            most = [body.max_tokens or min(COMPLETION_TOKENS, _left(model, prompt)) for prompt in prompts]
+            said = body.max_tokens
+            most = [min(COMPLETION_TOKENS, _left(model, p)) if said is None else said for p in prompts]
             asked = asking.requests(body, model.job, prompts, most, body.logprobs, self._context.random)
             spelling: dict[int, bytes] = {}
             return await self._reply(request, body, model, CompletionShape(spelling), asked, spelling)
@@ -205,8 +207,8 @@ class Api:
         """The same, with every token that they tell of in `spelling` by then."""
         async with aclosing(parts):
             async for part in parts:
-                if isinstance(part.said, Piece):
-                    told = {part.said.id, *(token for token, _ in part.said.top_logprobs)}
+                if not isinstance(part.said, Answer):
+                    told = _told(part.said)
                     if tokens := list(told - spelling.keys()):
                         spelled = await self._gateway.spell(model, request.state.holder, tokens)
                         spelling.update(zip(tokens, spelled, strict=True))
@@ -220,6 +222,13 @@ class Api:
                 "a request failed: %r", error, exc_info=error if log.isEnabledFor(logging.DEBUG) else None
             )
         return answer
+
+
+def _told(piece: PromptPiece | Piece) -> set[int]:
+    """The tokens that its log-probabilities name."""
+    if isinstance(piece, Piece):
+        return {piece.id, *(token for token, _ in piece.top_logprobs)}
+    return {*piece.ids, *(token for each in piece.logprobs if each is not None for token, _ in each.top)}
 
 
 def _left(model: ServedModel, prompt: Sequence[int]) -> int:

@@ -26,7 +26,8 @@ def requests(
 ) -> list[GenerateRequest]:
     """For each prompt as many answers as were asked for. Answer i to a prompt is drawn with `seed` + i, so that each of them
     can be had again by itself. JobError and ApiError name a setting that is out of range."""
-    told = 0 if top_logprobs is None or body.stream else (1 + top_logprobs) * body.answers * sum(max_tokens)
+    tokens = sum(max_tokens) + (sum(map(len, prompts)) if body.echoes else 0)
+    told = 0 if top_logprobs is None or body.stream else (1 + top_logprobs) * body.answers * tokens
     if told > MAX_LOGPROBS:
         said = f"top_logprobs: {told} log-probabilities, of at most {MAX_LOGPROBS} that are told at once"
         raise ApiError(400, f"{said}: ask for a stream, or for fewer tokens", param="top_logprobs")
@@ -49,6 +50,7 @@ def requests(
             ends=ends,
             schema=schema,
             guesses=body.guesses is not False,
+            echo=body.echoes,
         )
         for prompt, most in zip(prompts, max_tokens, strict=True)
         for sampling in samplings

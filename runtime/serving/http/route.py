@@ -53,6 +53,8 @@ class RouteReporter:
 
     def news(self, part: Part) -> list[Json]:
         """What has to be said before `part` is."""
+        if not part.said.route:
+            return []  # no stage has been asked yet, or none is: of a prompt that is told of
         self._routes[part.choice] = part.said.route
         return self._unreported([part.choice])
 

@@ -55,7 +55,7 @@ UNAVAILABLE: Mapping[str, str] = {
     "prompt_embeds": "say prompt",
     "return_token_ids": "answers are told as text",
     "return_tokens_as_token_ids": "answers are told as text",
-    "prompt_logprobs": "log-probabilities are told of answers alone",
+    "prompt_logprobs": "say echo and logprobs of /v1/completions, which tell of the prompt as well",
     "truncate_prompt_tokens": "nothing of a prompt is left out here",
     "use_beam_search": "there are no beams; ask for n",
     "web_search_options": "no tool is run here",
@@ -135,6 +135,8 @@ class Choosing(Body):
         "add_generation_prompt": (False, "an answer is a message of its own"),
     }
 
+    unavailable: ClassVar[Mapping[str, str]] = UNAVAILABLE
+
     model: Annotated[str, Field(max_length=MAX_NAME)] = ""
     stream: bool | None = None
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
@@ -175,7 +177,7 @@ class Choosing(Body):
         for name in OTHER_FORMS:
             if said.get(name):
                 raise ValueError(f"{name}: say {cls.form}, with a JSON schema")
-        for name, reason in UNAVAILABLE.items():
+        for name, reason in cls.unavailable.items():
             value = said.get(name)
             if value is not None and value is not False and value not in ([], ""):
                 raise ValueError(f"{name}: {reason}")
@@ -212,6 +214,11 @@ class Settings(Choosing):
         return self.n or 1
 
     @property
+    def echoes(self) -> bool:
+        """Whether each answer begins with the prompt."""
+        return False
+
+    @property
     def usage_at_the_end(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage is True
 
@@ -225,6 +232,7 @@ class CompletionRequest(Settings):
         ("max_completion_tokens", "max_output_tokens", "max_new_tokens", "n_predict"), "max_tokens"
     )
     flags = {name: said for name, said in Choosing.flags.items() if name != "add_special_tokens"}
+    unavailable = {name: why for name, why in UNAVAILABLE.items() if name != "echo"}
 
     prompt: (
         str
@@ -232,13 +240,20 @@ class CompletionRequest(Settings):
         | Ids
         | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = (
+        None  # 0: nothing but the prompt, with `echo`
+    )
+    echo: bool | None = None
     logprobs: Annotated[
         Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None, BeforeValidator(_unless_false)
     ] = None
     add_special_tokens: bool | None = None  # vLLM's: False for a text that has them already
     best_of: int | None = None
     suffix: str | None = None
+
+    @property
+    def echoes(self) -> bool:
+        return self.echo is True
 
     @property
     def prompts(self) -> tuple[str | tuple[int, ...], ...]:
@@ -248,6 +263,8 @@ class CompletionRequest(Settings):
     def _unsupported(self) -> Self:
         if self.suffix:
             raise ValueError("suffix: models here go on from a prompt, they fill nothing in")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: at least 1, or 0 with echo, for the prompt alone")
         if self.best_of not in (None, self.answers):
             raise ValueError("best_of: every answer is given; ask for n")
         if len(self.prompts) * self.answers > MAX_ANSWERS:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from fusion.runtime.serving.http.answers import Part
 from fusion.runtime.serving.http.tool_calls import Call, ToolCallStream, call_cut_off
-from fusion.runtime.serving.requests.request import Answer, Piece
+from fusion.runtime.serving.requests.request import Answer, Logprobs, Piece, PromptPiece
 
 Json = dict[str, Any]
 
@@ -28,8 +28,8 @@ class Shape(Protocol):
     def chunks(self, part: Part) -> list[Json]:
         """Likewise, what comes with `part`."""
 
-    def keep(self, choice: int, piece: Piece) -> None:
-        """What `whole` tells of the next piece of an answer."""
+    def keep(self, choice: int, piece: PromptPiece | Piece) -> None:
+        """What `whole` tells of the next piece of an answer, or of its prompt."""
 
     def whole(self, choice: int, answer: Answer) -> Json:
         """One entry of `choices` for a whole answer, of which each piece was kept."""
@@ -116,9 +116,9 @@ class _WrittenLogprobs:
         self._lists: dict[int, dict[str, list[bytes]]] = {}
 
     def add(self, choice: int, told: Json | None) -> None:
-        """`told`: an object of lists with an entry each."""
-        for name, [entry] in (told or {}).items():
-            self._lists.setdefault(choice, {}).setdefault(name, []).append(json_text(entry))
+        """`told`: an object of lists."""
+        for name, entries in (told or {}).items():
+            self._lists.setdefault(choice, {}).setdefault(name, []).extend(map(json_text, entries))
 
     def of(self, choice: int) -> Written | None:
         lists = self._lists.pop(choice, None)
@@ -132,6 +132,8 @@ class _Sent:
         self._length: dict[int, int] = {}
 
     def next(self, part: Part) -> str:
+        if isinstance(part.said, PromptPiece):
+            return part.said.text
         sent = self._length.get(part.choice, 0)
         text = part.said.text[sent:] if isinstance(part.said, Answer) else part.said.text
         self._length[part.choice] = sent + len(text)
@@ -158,6 +160,7 @@ class CompletionShape:
         self._sent = _Sent()
         self._told = _WrittenLogprobs()
         self._spelling = spelling
+        self._prompts: dict[int, list[str]] = {}
 
     def begin(self, choice: int) -> list[Json]:
         return []
@@ -169,25 +172,36 @@ class CompletionShape:
         logprobs = self._logprobs(part.said)
         return [_completion(part.choice, text, logprobs, None)] if text or logprobs else []
 
-    def keep(self, choice: int, piece: Piece) -> None:
+    def keep(self, choice: int, piece: PromptPiece | Piece) -> None:
+        if isinstance(piece, PromptPiece):
+            self._prompts.setdefault(choice, []).append(piece.text)
         self._told.add(choice, self._logprobs(piece))
 
     def whole(self, choice: int, answer: Answer) -> Json:
-        return _completion(choice, answer.text, self._told.of(choice), finish_reason(answer))
+        text = "".join([*self._prompts.pop(choice, []), answer.text])
+        return _completion(choice, text, self._told.of(choice), finish_reason(answer))
 
-    def _logprobs(self, piece: Piece) -> Json | None:
+    def _logprobs(self, piece: PromptPiece | Piece) -> Json | None:
+        if isinstance(piece, PromptPiece):
+            return self._lists(piece.ids, piece.logprobs, piece.begins) if piece.logprobs else None
         if piece.logprob is None:
             return None
-        chosen = self._text(piece.id)
-        top = {chosen: piece.logprob}
-        for token, value in piece.top_logprobs:
-            top.setdefault(self._text(token), value)  # of tokens that look alike the most probable one
+        return self._lists([piece.id], [Logprobs(piece.logprob, piece.top_logprobs)], [piece.begins])
+
+    def _lists(self, ids: Sequence[int], found: Sequence[Logprobs | None], begins: Sequence[int]) -> Json:
+        tops = [None if each is None else self._top(i, each) for i, each in zip(ids, found, strict=True)]
         return {
-            "tokens": [chosen],
-            "token_logprobs": [piece.logprob],
-            "top_logprobs": [top],
-            "text_offset": [piece.begins],
+            "tokens": [self._text(token) for token in ids],
+            "token_logprobs": [None if each is None else each.chosen for each in found],
+            "top_logprobs": tops,
+            "text_offset": list(begins),
         }
+
+    def _top(self, token: int, found: Logprobs) -> Json:
+        top = {self._text(token): found.chosen}
+        for other, value in found.top:
+            top.setdefault(self._text(other), value)  # of tokens that look alike the most probable one
+        return top
 
     def _text(self, token: int) -> str:
         return token_text(token, self._spelling[token])
@@ -237,7 +251,7 @@ class ChatShape:
 
     def chunks(self, part: Part) -> list[Json]:
         text, calls = self._reader.read(part)
-        logprobs = None if isinstance(part.said, Answer) else self._logprobs(part.said)
+        logprobs = self._logprobs(part.said) if isinstance(part.said, Piece) else None
         found = [_delta(part.choice, {"content": text}, logprobs)] if text or logprobs else []
         if isinstance(part.said, Answer):
             if calls:
@@ -245,8 +259,9 @@ class ChatShape:
             found.append(_delta(part.choice, {}, None, finish_reason(part.said, calls)))
         return found
 
-    def keep(self, choice: int, piece: Piece) -> None:
-        self._told.add(choice, self._logprobs(piece))
+    def keep(self, choice: int, piece: PromptPiece | Piece) -> None:
+        if isinstance(piece, Piece):
+            self._told.add(choice, self._logprobs(piece))
 
     def whole(self, choice: int, answer: Answer) -> Json:
         text, calls = self._reader.read(Part(choice, answer))

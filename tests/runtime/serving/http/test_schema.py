@@ -40,7 +40,7 @@ def test_the_four_kinds_of_prompt(prompt: Any, expected: Any) -> None:
         *({"prompt": "a", name: value} for name, value in (
             ("n", 0), ("n", 17), ("max_tokens", 0), ("temperature", -1), ("temperature", "hot"), ("top_p", 2),
             ("stop", []  + ["a"] * 5), ("stop", [None]), ("stop", "x" * 300), ("stop", 1), ("logit_bias", {"1": 101}),
-            ("seed", 1 << 64), ("stream", "perhaps"), ("logprobs", 21), ("echo", True), ("suffix", "b"), ("best_of", 3),
+            ("seed", 1 << 64), ("stream", "perhaps"), ("logprobs", 21), ("echo", 2), ("suffix", "b"), ("best_of", 3),
             ("frequency_penalty", 3), ("model", "x" * 300), ("temperature", float("nan")), ("guided_regex", "a+"),
         )),
         {"prompt": ["a"] * 64, "n": 2},
@@ -278,7 +278,8 @@ def test_no_log_probabilities_may_be_asked_for_by_their_number(said: int | None)
     ("kind", "said", "why"),
     [
         (CompletionRequest, {"allowed_token_ids": [3]}, "allowed_token_ids: say logit_bias"),
-        (CompletionRequest, {"prompt_logprobs": 0}, "prompt_logprobs: log-probabilities are told of answers"),
+        (CompletionRequest, {"prompt_logprobs": 0}, "prompt_logprobs: say echo and logprobs"),
+        (CompletionRequest, {"max_tokens": 0}, "max_tokens: at least 1, or 0 with echo"),
         (CompletionRequest, {"max_completion_tokens": 3}, "max_completion_tokens: say max_tokens"),
         (ChatRequest, {"max_output_tokens": 3}, "max_output_tokens: say max_completion_tokens"),
         (ChatRequest, {"add_generation_prompt": False}, "add_generation_prompt: an answer is a message"),

@@ -15,8 +15,9 @@ from typing import Any
 import jsonschema_rs
 import openai
 import pytest
+import torch
 from support.http_api import TEMPLATE, ask, behind, client_of, go_away, served_over_http, until
-from support.served import reference, seeded_reference
+from support.served import model, reference, seeded_reference
 
 from fusion.runtime.job.model_files import CHAT_TEMPLATE_FILE
 from fusion.runtime.serving.answers import gateway
@@ -292,7 +293,15 @@ def test_what_is_wrong_is_told_as_openai_does(tmp_path: Path) -> None:
             "messages",
             "messages: 0.content.0.type: parts are text here, not 'image_url'",
         ),
-        ("/v1/completions", {**ok, "echo": True}, 400, "echo", "not repeated"),
+        ("/v1/chat/completions", {**hi, "echo": True}, 400, "echo", "not repeated"),
+        (
+            "/v1/completions",
+            {**ok, "echo": True, "logprobs": 21},
+            400,
+            "logprobs",
+            "less than or equal to 20",
+        ),
+        ("/v1/completions", {**ok, "echo": True, "max_tokens": 96}, 400, "max_tokens", "at most 92 tokens"),
         ("/v1/completions", {**ok, "guided_regex": "a+"}, 400, "guided_regex", "say response_format"),
         ("/v1/chat/completions", {**hi, "modalities": ["audio"]}, 400, "modalities", "text here"),
         ("/v1/completions", {**ok, "prompt": [[]]}, 400, "prompt", "at least 1 item"),
@@ -673,6 +682,57 @@ def test_log_probabilities_of_each_token(tmp_path: Path) -> None:
             plain = await client.chat.completions.create(**chat, logprobs=True)
             assert plain.choices[0].logprobs is not None and plain.choices[0].logprobs.content is not None
             assert all(each.top_logprobs == [] for each in plain.choices[0].logprobs.content)
+
+    asyncio.run(main())
+
+
+def test_the_prompt_is_told_of_before_its_answer(tmp_path: Path) -> None:
+    texts = ["a def ", "x"]
+    prompts = [list(text.encode()) for text in texts]
+
+    async def main() -> None:
+        async with served_over_http(tmp_path) as (_, http), client_of(http) as client:
+            asked: dict[str, Any] = {
+                **GREEDY,
+                "prompt": prompts,
+                "max_tokens": 3,
+                "logprobs": 1,
+                "echo": True,
+            }
+            found = await client.completions.create(**asked)
+            for text, prompt, choice in zip(texts, prompts, found.choices, strict=True):
+                tokens = [*prompt, *reference("llama", prompt, 3)]
+                assert choice.logprobs is not None and choice.text == text + text_of(tokens[len(prompt) :])
+                told = choice.logprobs.model_dump()
+                assert all(len(each) == len(tokens) for each in told.values())
+                assert told["text_offset"] == list(range(len(tokens)))
+                with torch.inference_mode():
+                    rows = model("llama")(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
+                assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+                for row, token, value, top in zip(
+                    rows, tokens[1:], told["token_logprobs"][1:], told["top_logprobs"][1:], strict=False
+                ):
+                    assert (
+                        abs(value - float(row[token])) < 1e-4
+                        and abs(max(top.values()) - float(row.max())) < 1e-4
+                    )
+                alone = (
+                    await client.completions.create(**{**asked, "prompt": prompt, "max_tokens": 0})
+                ).choices[0]
+                assert (alone.text, alone.finish_reason) == (text, "length") and alone.logprobs is not None
+                for name, each in alone.logprobs.model_dump().items():
+                    assert each == told[name][: len(prompt)]
+            assert found.usage is not None and found.usage.completion_tokens == 6
+            assert found.usage.prompt_tokens == sum(map(len, prompts))
+            stream = await client.completions.create(**{**asked, "prompt": prompts[0]}, stream=True)
+            chunks = [chunk.choices[0] async for chunk in stream]
+            assert "".join(chunk.text for chunk in chunks) == found.choices[0].text
+            values = [v for each in chunks if each.logprobs for v in each.logprobs.token_logprobs or ()]
+            assert found.choices[0].logprobs and values == found.choices[0].logprobs.token_logprobs
+            plain = await client.completions.create(
+                **GREEDY, prompt="def ", max_tokens=0, extra_body={"echo": True}
+            )
+            assert (plain.choices[0].text, plain.choices[0].logprobs) == ("def ", None)
 
     asyncio.run(main())
 
