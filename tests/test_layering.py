@@ -60,6 +60,7 @@ ROOMS = {
             "planes/cuda",
             "planes/jax_plane",
             "capture/gguf",
+            "capture/exporting/decompositions",
             "capture/exporting",
             "capture/lowering",
             "capture",

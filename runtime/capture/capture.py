@@ -31,6 +31,7 @@ from torch.nn import functional
 from fusion.dag.cutting.source import SOURCE, SOURCE_FEATURES, SOURCE_IDS
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
+from fusion.runtime.capture.exporting.decompositions.table import INSTEAD, TAKEN_APART
 from fusion.runtime.capture.exporting.model_code import (
     every_line,
     first_line,
@@ -41,7 +42,6 @@ from fusion.runtime.capture.exporting.model_code import (
 )
 from fusion.runtime.capture.exporting.recurrences import one_operator
 from fusion.runtime.capture.exporting.state import no_state_in_buffers, require_same_runs
-from fusion.runtime.capture.exporting.taken_apart import INSTEAD, TAKEN_APART
 from fusion.runtime.capture.exporting.tensors import (
     hollow_copy,
     names_of_loss,

@@ -1,25 +1,21 @@
 """torch.export of a module, as its code is written: what torch runs while it exports, and which line it runs.
 
-tensors          the tensors of a module by name, and a copy without their values
-model_code       which line of the model's code a message is about
-drawn            random numbers of a model's own, made of masks of dropout
-blocks           a source that is padded to whole blocks
-chosen           the rows that a mask chooses
-ctc              the loss of connectionist temporal classification, step by step
-state            what a model would remember from run to run
-one_sample       what a model would do otherwise with one sample
-fourier          Fourier transforms as products
-layers           layers made of operators that the op-set has
-torch_calls      what torch's own functions do otherwise meanwhile
-taken_apart      operators that torch takes apart otherwise than the op-set can say
-ordered          of these: medians, the largest so far
-scattered        of these: reductions at places that an index names
-matrices         of these: determinants, inverses, solutions, Cholesky factors
-special          of these: the gamma function's logarithm and its derivative, sinc
-highest          masks of the highest few along a size that is free
-expert_loops     experts that a model runs in a loop, as products
-sorted_experts   experts whose rows a model sorts, as products
-recurrences      linear attention and state spaces as one operator
+tensors           the tensors of a module by name, and a copy without their values
+model_code        which line of the model's code a message is about
+drawn             random numbers of a model's own, made of masks of dropout
+blocks            a source that is padded to whole blocks
+chosen            the rows that a mask chooses
+ctc               the loss of connectionist temporal classification, step by step
+state             what a model would remember from run to run
+one_sample        what a model would do otherwise with one sample
+fourier           Fourier transforms as products
+layers            layers made of operators that the op-set has
+torch_calls       what torch's own functions do otherwise meanwhile
+decompositions/   operators that torch takes apart otherwise than the op-set can say
+highest           masks of the highest few along a size that is free
+expert_loops      experts that a model runs in a loop, as products
+sorted_experts    experts whose rows a model sorts, as products
+recurrences       linear attention and state spaces as one operator
 
 It knows nothing of graphs.
 """

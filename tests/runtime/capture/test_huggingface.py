@@ -261,7 +261,9 @@ def test_nothing_is_drawn_for_weights_that_are_read_from_files(
     """Which takes transformers longer than all else that it does to build a deep model. Its tables are computed."""
     saved(tmp_path, transformers.LlamaConfig(**GROUPED))
     drawn: list[torch.Tensor] = []
-    monkeypatch.setitem(initialization.TORCH_INIT_FUNCTIONS, "normal_", lambda tensor, **how: drawn.append(tensor))
+    monkeypatch.setitem(
+        initialization.TORCH_INIT_FUNCTIONS, "normal_", lambda tensor, **how: drawn.append(tensor)
+    )
     tables = dict(open_model(tmp_path).module.named_buffers())
     assert not drawn
     assert bool((tables["model.rotary_emb.inv_freq"] > 0).all())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusion.runtime.capture.exporting import matrices, ordered, scattered, special
+from fusion.runtime.capture.exporting.decompositions import matrices, ordered, scattered, special
 
 
 def _diagonal(self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:

@@ -289,5 +289,5 @@ def test_operators_and_their_gradients_are_torch_s(name: str) -> None:
 def test_what_has_no_bound_on_its_size_is_named_as_the_model_calls_it(
     function: Callable[[Tensor], Tensor], called: str
 ) -> None:
-    with pytest.raises(CaptureError, match=rf"no operator {called}, .*, at \S*test_taken_apart\.py:\d+$"):
+    with pytest.raises(CaptureError, match=rf"no operator {called}, .*, at \S*test_decompositions\.py:\d+$"):
         capture_module(Table(function), {"x": torch.zeros(2, 6)}, training=True)
