@@ -1,7 +1,7 @@
 """A source that a model's code pads to whole blocks: `-length % 64`, `length // 64`, of a length that is free.
 
 Such numbers are no polynomials of the length, and torch takes what the code asks of them for a condition on the length. While a model
-is exported, a question about them is answered where the answer is the same for every length; where it is not, as torch answers for sizes
+is exported, a question about them is answered where the answer is the same for all lengths that are tried (`_samples`); where it is not, as torch answers for sizes
 that it does not know: one that is not always 0 or 1 is neither, and two that are not always equal are unlike. So code that pads a
 source where it has to pads it always, at times by nothing. Other questions are left to torch, which refuses the model for them.
 """
@@ -21,6 +21,8 @@ from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 _SMALL = frozenset({sympy.Integer(0), sympy.Integer(1)})
 _OTHER = 1009  # stands for a size that is not that of the source
+# Blocks. What is asked of a number of them is answered otherwise somewhere between these, or nowhere.
+_TIMES = (0, 1, 2, 3, 4, 30, 10**4, 10**9)
 
 
 class SourceLength:
@@ -91,8 +93,6 @@ def _value(of: Any, known: Mapping[Any, int]) -> int:
 
 
 def _samples(lengths: set[int]) -> list[int]:
-    """Lengths of a source before, at and behind the ends of blocks."""
-    found = {
-        times * each + more for each in lengths for times in range(5) for more in (-1, 0, 1, 2, each // 2)
-    }  # fmt: skip
+    """Lengths of a source before, at and behind the ends of blocks: of the first, and of some that lie beyond any text's."""
+    found = {times * each + more for each in lengths for times in _TIMES for more in (-1, 0, 1, 2, each // 2)}
     return sorted(n for n in found if n >= 2)

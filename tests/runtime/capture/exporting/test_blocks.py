@@ -85,11 +85,16 @@ def test_the_graph_gives_what_the_module_gives_at_every_length(pad: str) -> None
 
 
 class OtherwiseWhenLong(Blockwise):
+    def __init__(self, most: int) -> None:
+        super().__init__("to the block")
+        self.most = most
+
     def encoded(self, ids: torch.Tensor) -> torch.Tensor:
-        long = (ids.shape[1] + 3) // BLOCK > 2
+        long = (ids.shape[1] + 3) // BLOCK > self.most
         return super().encoded(ids) * (2 if long else 1)
 
 
-def test_code_that_does_otherwise_with_more_blocks_is_refused() -> None:
+@pytest.mark.parametrize("most", [2, 7])
+def test_code_that_does_otherwise_with_more_blocks_is_refused(most: int) -> None:
     with pytest.raises(CaptureError, match=r"does not leave the size of source free, at .*test_blocks\.py"):
-        capture_encoder_decoder(OtherwiseWhenLong("to the block").eval(), **SIZES)
+        capture_encoder_decoder(OtherwiseWhenLong(most).eval(), **SIZES)
