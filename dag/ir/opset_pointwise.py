@@ -255,5 +255,5 @@ SPECS: list[OpSpec] = [
     _p("aten.type_as", BOTH, like_other),
     _p("aten.dropout", "input: tensor, p: float, train: bool", evaluation_dropout, flops=0),
     _p("fusion.dropout", "self: tensor, p: float", our_dropout, "copy", 2),
-    _p(KEEP, "buffer: tensor, value: tensor", kept_value, flops=0, since=2),
+    _p(KEEP, "buffer: tensor, value: tensor", kept_value, flops=0, since=3),
 ]
