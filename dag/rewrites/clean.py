@@ -66,6 +66,21 @@ def clean(graph: Graph) -> Graph:
     return without_dead_nodes(replace(graph, nodes=tuple(nodes), outputs=outputs))
 
 
+def without_detach(graph: Graph) -> Graph:
+    """The same of a graph of which no gradient is taken."""
+    same: dict[Ref, Ref] = {}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        args = substitute(node.args, same)
+        if node.op == "aten.detach":
+            [value] = args
+            assert isinstance(value, Ref)
+            same[Ref(node.name)] = value
+        else:
+            nodes.append(replace(node, args=args))
+    return replace(graph, nodes=tuple(nodes), outputs=tuple(same.get(ref, ref) for ref in graph.outputs))
+
+
 def _canonical(node: Node, types: Types, made: Mapping[str, Node]) -> Node:
     """One way to write a reshape, over what a chain of them started from; a linear layer; constants that read no tensor."""
     if node.op in _RESHAPES:

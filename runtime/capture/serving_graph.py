@@ -13,7 +13,7 @@ from fusion.dag.cutting.source import SOURCE
 from fusion.dag.ir.dims import Poly, bind
 from fusion.dag.ir.errors import GraphError, UnsupportedModel
 from fusion.dag.ir.graph import Graph, Input, Node, TensorType
-from fusion.dag.rewrites.clean import clean
+from fusion.dag.rewrites.clean import clean, without_detach
 from fusion.dag.rewrites.experts import name_experts, require_named_experts
 from fusion.dag.rewrites.fuse import fuse
 from fusion.dag.rewrites.kv_cache import cache_attention
@@ -36,7 +36,7 @@ def serving_graph(
     it computes. With "recompute" the whole prefix is run for each token, which is exact for any model; UnsupportedModel only
     for experts that could run in no other way than with weights copied for each position.
     """
-    graph = name_experts(clean(graph))
+    graph = name_experts(clean(without_detach(graph)))
     require_named_experts(graph)
     if cache == "kv":
         graph = cache_attention(graph, evaluate, maximum_sequence, maximum_source)

@@ -46,6 +46,7 @@ from fusion.runtime.job.manifest import CompressionConfig
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.launch.export import export
 from fusion.runtime.launch.launch import Prepared, launch, prepare_serving, prepare_training, wait_until_held
+from fusion.runtime.launch.serving_spec import ServingSpec
 from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.serving.requests.client import complete
 from fusion.runtime.serving.requests.request import GenerateRequest
@@ -109,7 +110,7 @@ class Bench:
         peers = [invented(i) for i in range(STAGES)]
         folder = self.folder / "demo"
         prepared = await asyncio.to_thread(
-            prepare_serving, folder, "exact", peers, self._store, stages=STAGES
+            prepare_serving, ServingSpec(path=folder, name="exact", stages=STAGES), peers, self._store
         )
         prepared = self._placed(prepared)
         await launch(self.context, prepared)

@@ -25,6 +25,7 @@ from fusion.runtime.capture.quantised_weights import quantised_model
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.context import Context
 from fusion.runtime.launch.launch import launch, prepare_serving, wait_until_held
+from fusion.runtime.launch.serving_spec import ServingSpec
 from fusion.runtime.planes.products.quantised import dequantised
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
@@ -93,11 +94,9 @@ async def serve(context: Context, directory: Path, name: str, trainer: Identity)
         peers = await working_peers(context)
         prepared = await asyncio.to_thread(
             prepare_serving,
-            directory,
-            name,
+            ServingSpec(path=directory, name=name, stages=STAGES),
             peers,
             context.blobs.store,
-            stages=STAGES,
             author=trainer,
         )
         await launch(context, prepared)

@@ -59,7 +59,7 @@ reverse = Reversed.apply  # as torch's documents write it
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda x: Reversed.apply(x), r"Reversed is a torch.autograd.Function with a backward of its own, .*:61: write"),
+        (lambda x: Reversed.apply(x), r"Reversed is a torch.autograd.Function with a backward of its own, .*:62: write"),
         (lambda x: reverse(x), "Reversed is a torch.autograd.Function"),
         (hooked, r"changes a gradient with a hook, .*, at \S*test_torch_calls.py:\d+"),
         (slope, r"takes a gradient while it runs, .*, at \S*test_torch_calls.py:\d+"),

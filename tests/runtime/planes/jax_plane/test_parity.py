@@ -135,7 +135,9 @@ def compared(sample: tuple[Any, ...]) -> Compared:
     ]
     ours = [value.clone().requires_grad_(i in smooth) for i, value in enumerate(values)]
     compiled = compile_graph(graph, torch.device("cpu"), training=True)
-    wanted = compiled.run(ours, (), Masks(KEY, compiled.stateful))
+    wanted = compiled.run(ours, (), Masks(KEY, compiled.stateful))[
+        : len(outputs)
+    ]  # what is kept stands behind
     seeds = [torch.rand_like(each) if each.requires_grad else None for each in wanted]
     program = Program(graph, training=True)
     dimensions = program.sizes.dimensions(values)

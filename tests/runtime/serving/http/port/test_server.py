@@ -301,7 +301,7 @@ def test_what_is_wrong_is_told_as_openai_does(tmp_path: Path) -> None:
             "logprobs",
             "less than or equal to 20",
         ),
-        ("/v1/completions", {**ok, "echo": True, "max_tokens": 96}, 400, "max_tokens", "at most 92 tokens"),
+        ("/v1/completions", {**ok, "echo": True, "max_tokens": 96}, 400, "max_tokens", "at most 95 tokens"),
         ("/v1/completions", {**ok, "guided_regex": "a+"}, 400, "guided_regex", "say response_format"),
         ("/v1/chat/completions", {**hi, "modalities": ["audio"]}, 400, "modalities", "text here"),
         ("/v1/completions", {**ok, "prompt": [[]]}, 400, "prompt", "at least 1 item"),
