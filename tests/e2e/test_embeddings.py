@@ -30,6 +30,7 @@ def until_somebody_stands_by(peers: Any, home: str, stage: int) -> None:
         time.sleep(0.5)
 
 
+@pytest.mark.slow
 def test_a_model_of_sentence_transformers_answers_for_embeddings(peers: Any, tmp_path: Path) -> None:
     swarm = peers.swarm(STAGES + 1)
     made = tokenizer()

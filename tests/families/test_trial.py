@@ -34,6 +34,7 @@ def test_a_family_is_served_as_transformers_runs_it(tmp_path: Path) -> None:
     assert found.tokens >= 5
 
 
+@pytest.mark.slow
 def test_the_texts_of_a_family_that_sees_are_served_as_transformers_runs_it(tmp_path: Path) -> None:
     seeing, alone = trial.that_see(), trial.of_text()
     assert {f"llava{trial.SEES}", f"mllama{trial.SEES}"} <= set(seeing) and f"llama{trial.SEES}" not in seeing

@@ -132,7 +132,7 @@ def test_every_scheduler_keeps_the_number_of_stages(scheduler):
     assert len(found.owners) == 3
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_many_devices_and_many_nodes():
     graph = with_skips(120, 64, np.random.default_rng(0))
     network = large_network(40, 5, seed=1, flops=1e8)

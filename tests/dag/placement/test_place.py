@@ -230,7 +230,7 @@ def best_of_all(graph, found_in, microbatches):
 
 
 @pytest.mark.heavy
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(10))
 @given(
     st.lists(st.sampled_from([4, 16, 64, 200]), min_size=4, max_size=5),
     st.lists(st.sampled_from([1e8, 3e8, 1e9]), min_size=1, max_size=3),

@@ -32,7 +32,7 @@ def far():
     [
         (lambda: exported("llama")[0], 2, None),
         (lambda: exported("mistral-windowed")[0], 1, WINDOW),
-        (far, 1, 4096),
+        pytest.param(far, 1, 4096, marks=pytest.mark.slow),
         (lambda: exported("neox")[0], 4, None),
     ],
     ids=["llama", "mistral-windowed", "a far window", "neox"],

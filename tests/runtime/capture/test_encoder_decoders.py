@@ -56,9 +56,7 @@ def run(stages: Stages, *pieces: tuple[str, int, list[int]]) -> list[torch.Tenso
     [
         "t5",
         "m2m_100",
-        "mvp",
-        "t5gemma",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bart", "whisper")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bart", "whisper", "mvp", "t5gemma")),
     ],
 )
 def test_decoding_is_token_identical_to_generate(family: str) -> None:
@@ -136,6 +134,7 @@ def test_every_value_is_in_one_half() -> None:
             } - {n.name for n in graph.nodes if not list(n.refs())}
 
 
+@pytest.mark.slow
 def test_written_out_attention_to_the_source_rounds_as_that_of_the_model() -> None:
     """In bfloat16, where the steps of a fused kernel would give other bits."""
     model = build("mvp").to(torch.bfloat16)

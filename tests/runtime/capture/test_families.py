@@ -48,7 +48,6 @@ GATE = [
     "bloom",
     "gemma2",
     "qwen3-next",
-    "deepseek-v32",
 ]
 SLOW = [
     "qwen3",
@@ -66,6 +65,7 @@ SLOW = [
     "xglm",
     "gemma3",
     "cohere2",
+    "deepseek-v32",
 ]
 EXPERTS = ["qwen3-moe", "qwen2-moe", "olmoe", "granite-moe", "deepseek-v3", "glm-moe-dsa", "longcat-flash"]
 STATES = ["kimi-linear", "mamba", "mamba2"]

@@ -18,6 +18,7 @@ from fusion.runtime.job.manifest import EMBEDDING
 from fusion.runtime.planes.torch_plane import TorchPlane
 from fusion.runtime.serving.graphs.stages import NO_OPTIMIZER
 
+QUICK = ("bert", "roberta", "mpnet", "modernbert")
 POOLINGS = ("mean_tokens", "cls_token", "lasttoken")
 
 
@@ -38,7 +39,9 @@ def vectors(model: sources.LanguageModel, texts: list[list[int]]) -> torch.Tenso
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_vectors_are_those_of_transformers_and_its_poolings(family: str, tmp_path: Path) -> None:
     pooling = POOLINGS[list(FAMILIES).index(family) % 3]
     normalized = family != "roberta"

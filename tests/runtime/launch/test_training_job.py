@@ -37,7 +37,9 @@ def words(path: Path, *names: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("data", ["ours", "bytes", "the model's"])
+@pytest.mark.parametrize(
+    "data", ["the model's", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ours", "bytes"))]
+)
 def test_a_model_is_asked_in_the_tokens_that_it_was_trained_on(tmp_path: Path, data: str) -> None:
     model = tmp_path / "model"
     build(transformers.LlamaConfig(**SHAPE)).save_pretrained(model)

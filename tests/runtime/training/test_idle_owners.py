@@ -93,13 +93,18 @@ async def _read_claims(peer: Peer, job: JobId, stages: int) -> None:
     ("stages", "victim", "idle"),
     [
         (3, 1, computes_nothing),
-        (3, 2, says_that_it_waits),
-        (3, 1, ignores_all),
         (2, 1, ignores_all),
-        (3, 1, welcomes_nobody),
         (3, 0, leads_nothing),
-        (3, 0, computes_nothing),
-        (2, 0, computes_nothing),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                (3, 2, says_that_it_waits),
+                (3, 1, ignores_all),
+                (3, 1, welcomes_nobody),
+                (3, 0, computes_nothing),
+                (2, 0, computes_nothing),
+            )
+        ),
     ],
 )
 def test_a_stage_whose_owner_does_nothing_goes_to_a_standby(

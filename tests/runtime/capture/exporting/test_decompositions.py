@@ -252,11 +252,15 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     + torch.addbmm(x[:1, :2], x.view(-1, 2, 3), x.view(-1, 3, 2)),
 }  # fmt: skip
 # Of equal values torch looks none of these up at a place that it promises.
+# As long as ten of the others.
+SLOW = ("sound of a spectrogram", "over two dimensions", "inverses", "triangular factors", "complex matrices")
 OPEN = ("median", "median of what is no number", "third", "spectrogram", "complex numbers joined")
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FUNCTIONS]
+)
 def test_operators_and_their_gradients_are_torch_s(name: str) -> None:
     torch.manual_seed(1)
     module = Table(FUNCTIONS[name])

@@ -127,8 +127,12 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "frac": lambda m, x: torch.frac(x) + torch.logaddexp(x, 2 * x) + torch.sinc(x),
 }  # fmt: skip
 
+SLOW = ("bicubic", "alignments")  # as long as ten of the others
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FUNCTIONS]
+)
 def test_layers_and_their_gradients_are_torch_s(name: str) -> None:
     torch.manual_seed(1)
     module, x = Layers(FUNCTIONS[name]), torch.randn(3, 3, 7, 7)

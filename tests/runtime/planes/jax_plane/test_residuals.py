@@ -20,7 +20,7 @@ jax = pytest.importorskip("jax", reason="the extra jax is not installed")
 STEPS, MICROBATCHES = 2, 3
 
 
-@pytest.mark.parametrize("name", ["tied", "chain", "mixtral"])
+@pytest.mark.parametrize("name", ["tied", "chain", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_a_microbatch_under_way_holds_no_copy_of_the_weights(name: str) -> None:
     case = make(name)
     (whole,) = split(case.graph, ())
@@ -55,7 +55,7 @@ def test_a_stage_is_compiled_once_for_all_microbatches_and_steps() -> None:
     assert all(each._cache_size() - had <= 1 for each, had in zip(shared, before, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_what_ends_a_step_is_compiled_in_the_first_one(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """The second of a short job's steps took three times as long as the others."""
     case = make("tied")
