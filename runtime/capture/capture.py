@@ -8,6 +8,7 @@ decomposed or refused with a CaptureError that names it. `fusion.runtime.capture
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import logging
@@ -449,10 +450,16 @@ def _exported(
     return exported
 
 
+@functools.cache
+def _decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """By operator, what it is taken apart into. torch takes a tenth of a second to list its own, as long as many a capture."""
+    return {**decomposition_table, **torch.export.default_decompositions(), **TAKEN_APART}
+
+
 def _decomposed(exported: ExportedProgram) -> ExportedProgram:
     """Ops that the op-set does not have, taken apart where torch knows how, and what they are made of in turn; the others
     are left whole."""
-    table = {**decomposition_table, **torch.export.default_decompositions(), **TAKEN_APART}
+    table = dict(_decompositions())
     called = {(n.name, line_of_node(n)): op_name(n.target) for n in operators(exported)}
     tried = set[Any]()
     while unknown := _unsupported(exported):
