@@ -40,7 +40,7 @@ def chat(
     ] = None,
     *,
     chosen: settings.TokenChoice,
-    way: client.Way,
+    way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -70,7 +70,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 @asynccontextmanager
 async def _open(
-    way: client.Way, name: str, request: GenerateRequest, output: Output
+    way: client.JoinOptions, name: str, request: GenerateRequest, output: Output
 ) -> AsyncIterator[Partner]:
     from fusion.runtime.serving.requests.chat_template import ChatTemplates
 

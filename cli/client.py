@@ -32,7 +32,7 @@ MOST_WRONG_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True)
-class Way:
+class JoinOptions:
     """How a command is to come into the swarm: the options that say so."""
 
     peer: options.PeerAddress = None
@@ -50,15 +50,15 @@ class Way:
         return folder, options.bootstrap_addresses(self.bootstrap, closed=key is not None)
 
 
-def has_way(way: Way) -> bool:
-    """Whether there is any peer to join through. Loads nothing slow. ValueError as `Way.checked`."""
+def has_way(way: JoinOptions) -> bool:
+    """Whether there is any peer to join through. Loads nothing slow. ValueError as `JoinOptions.checked`."""
     from fusion.runtime.peer.client import ClientConfig, ways_in
 
     folder, addresses = way.checked()
     return bool(ways_in(ClientConfig(home=folder, bootstrap=addresses, peer=way.peer)))
 
 
-def need_way(way: Way) -> None:
+def need_way(way: JoinOptions) -> None:
     """PeerUnreachable where there is no peer to join through: for commands that load what takes seconds before they join."""
     from fusion.runtime.peer.client import no_way
 
@@ -67,7 +67,7 @@ def need_way(way: Way) -> None:
 
 
 @asynccontextmanager
-async def connect(way: Way) -> AsyncIterator[Context]:
+async def connect(way: JoinOptions) -> AsyncIterator[Context]:
     """Use the swarm through the peer that runs with this home, unless `way.peer` is another; else join it for as long as
     the block lasts, or ask one of its peers where hivemind is not installed. Where that peer ends meanwhile, the command
     goes on through those whom it knew."""
@@ -100,7 +100,7 @@ async def connect(way: Way) -> AsyncIterator[Context]:
 
 
 @asynccontextmanager
-async def join(way: Way) -> AsyncIterator[Context]:
+async def join(way: JoinOptions) -> AsyncIterator[Context]:
     """Join the swarm to hand something to it: through `way.peer`, else the peer that runs with this home, else the
     bootstrap peers."""
     folder, addresses = way.checked()
@@ -150,7 +150,7 @@ def swarm_clock(context: Context) -> Callable[[], float]:
     return lambda: time.time() + ahead
 
 
-def http_url(context: Context, way: Way) -> str | None:
+def http_url(context: Context, way: JoinOptions) -> str | None:
     """Where the HTTP API of the peer is through which this command speaks; None where it has none, or joined by itself."""
     from fusion.runtime.peer.peer_file import running_peer
 

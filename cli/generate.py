@@ -58,7 +58,7 @@ def generate(
     trace: Annotated[
         bool, typer.Option("--trace", help="Then say how fast the tokens came, and through which peers.")
     ] = False,
-    way: client.Way,
+    way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -92,7 +92,7 @@ def generate(
         raise
 
 
-async def _generate(request: GenerateRequest, way: client.Way, output: Output, trace: bool) -> None:
+async def _generate(request: GenerateRequest, way: client.JoinOptions, output: Output, trace: bool) -> None:
     from fusion.runtime.serving.requests.client import another_peer
     from fusion.runtime.serving.requests.client import generate as ask_gateway
     from fusion.runtime.serving.requests.request import Piece

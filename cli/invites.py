@@ -48,7 +48,7 @@ def invite(
         typer.Option("--final", help="Not to be passed on; then commands need the peer to run beside them."),
     ] = False,
     *,
-    way: client.Way,
+    way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -68,7 +68,7 @@ async def _invite(
     span: tuple[int, int] | None,
     hours: float,
     delegates: bool,
-    way: client.Way,
+    way: client.JoinOptions,
     output: Output,
 ) -> None:
     from fusion.swarm.authority import invites
@@ -112,7 +112,7 @@ def revoke(
     job: options.Job,
     who: Who,
     *,
-    way: client.Way,
+    way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -121,7 +121,7 @@ def revoke(
     run(_revoke(job, who, way, Output(as_json=json)), debug=debug)
 
 
-async def _revoke(job: str, who: str, way: client.Way, output: Output) -> None:
+async def _revoke(job: str, who: str, way: client.JoinOptions, output: Output) -> None:
     from fusion.swarm.authority.revocation import mark, seal_revocation
     from fusion.swarm.errors import SwarmError
     from fusion.swarm.transport import PeerId

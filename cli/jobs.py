@@ -26,7 +26,7 @@ app = typer.Typer(help="What runs on the swarm: list, watch, stop, export.", ric
 @options.grouped
 def jobs(
     context: typer.Context,
-    way: client.Way,
+    way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -40,7 +40,7 @@ def jobs(
 @app.command("list")
 @options.grouped
 def list_jobs(
-    way: client.Way,
+    way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -48,7 +48,7 @@ def list_jobs(
     run(_list(way, Output(as_json=json)), debug=debug)
 
 
-async def _list(way: client.Way, output: Output) -> None:
+async def _list(way: client.JoinOptions, output: Output) -> None:
     from fusion.runtime.belief.reading import overview
 
     async with client.connect(way) as context:
@@ -71,7 +71,7 @@ async def _list(way: client.Way, output: Output) -> None:
 @options.grouped
 def watch(
     job: options.Job,
-    way: client.Way,
+    way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -79,7 +79,7 @@ def watch(
     run(_watch(job, way, Output(as_json=json)), debug=debug)
 
 
-async def _watch(job: str, way: client.Way, output: Output) -> None:
+async def _watch(job: str, way: client.JoinOptions, output: Output) -> None:
     async with client.connect(way) as context:
         record = await job_client.find_job(context, job)
         last = await follow(context, record.job, output)
@@ -95,7 +95,7 @@ def stop(
         bool, typer.Option("--now", help="At once: what came after the newest snapshot is lost.")
     ] = False,
     *,
-    way: client.Way,
+    way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -103,7 +103,7 @@ def stop(
     run(_stop(job, way, now, Output(as_json=json)), debug=debug)
 
 
-async def _stop(job: str, way: client.Way, now: bool, output: Output) -> None:
+async def _stop(job: str, way: client.JoinOptions, now: bool, output: Output) -> None:
     async with client.connect(way) as context:
         author = job_client.trainer_identity(way.home)  # only now: who cannot join leaves nothing
         record = await job_client.find_led(context, job)
@@ -126,7 +126,7 @@ def export(
     job: options.Job,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory for the model.")],
     *,
-    way: client.Way,
+    way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -140,7 +140,7 @@ def export(
     run(_export(job, directory, way, output), debug=debug)
 
 
-async def _export(job: str, directory: Path, way: client.Way, output: Output) -> None:
+async def _export(job: str, directory: Path, way: client.JoinOptions, output: Output) -> None:
     from fusion.runtime.job.model_files import is_exported_directory
     from fusion.runtime.launch.export import export as export_job
     from fusion.runtime.launch.export import export_newest

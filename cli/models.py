@@ -20,7 +20,7 @@ RETRY_SECONDS = 0.5
 
 @options.grouped
 def models(
-    way: client.Way,
+    way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -47,7 +47,7 @@ class Model:
         return {**vars(self), "ready": self.held == self.stages}
 
 
-async def _models(way: client.Way, output: Output) -> None:
+async def _models(way: client.JoinOptions, output: Output) -> None:
     async with client.connect(way) as context:
         found = await served(context)
         if not found:  # whoever has just joined may know too little yet

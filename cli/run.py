@@ -39,7 +39,7 @@ def run(
         int, typer.Option("--batch", min=0, help="So many samples at a time (0: all of them at once).")
     ] = 0,
     *,
-    way: client.Way,
+    way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -57,7 +57,7 @@ def run(
 
 
 async def _run(
-    model: str, arrays: Mapping[str, Any], path: Path, batch: int, way: client.Way, output: Output
+    model: str, arrays: Mapping[str, Any], path: Path, batch: int, way: client.JoinOptions, output: Output
 ) -> None:
     found: dict[str, list[Any]] = {}
     last: Made | None = None

@@ -112,7 +112,7 @@ def serve(
         ),
     ] = None,
     *,
-    way: client.Way,
+    way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -168,14 +168,14 @@ def _may_be_job(source: str) -> bool:
     return is_name(source) and not source.lower().endswith((".gguf", ".safetensors"))
 
 
-async def _plan(spec: ServingSpec, way: client.Way, output: Output) -> None:
+async def _plan(spec: ServingSpec, way: client.JoinOptions, output: Output) -> None:
     async with client.join(way) as context:
         fits = await plan_model(context, spec, output)
     if not fits:
         raise typer.Exit(1)
 
 
-async def _serve(spec: ServingSpec, way: client.Way, output: Output) -> None:
+async def _serve(spec: ServingSpec, way: client.JoinOptions, output: Output) -> None:
     async with client.join(way) as context:
         author = job_client.trainer_identity(way.home)  # only now: who cannot join leaves nothing
         context.access.hold(author)
@@ -228,7 +228,7 @@ async def _hand_over(
 
 
 async def _follow(
-    wanted: str, spec: ServingSpec, way: client.Way, output: Output, *, once: bool, said: bool
+    wanted: str, spec: ServingSpec, way: client.JoinOptions, output: Output, *, once: bool, said: bool
 ) -> None:
     """Serve the job's newest snapshot, and each newer one in its place until the job is over. `said`: whether it was said who
     may ask."""

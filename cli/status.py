@@ -34,7 +34,7 @@ Links = Annotated[bool, typer.Option("--links", help="Show round trips and rates
 
 @options.grouped
 def status(
-    way: client.Way,
+    way: client.JoinOptions,
     links: Links = False,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -44,7 +44,7 @@ def status(
     run(show(way, Output(as_json=json)), debug=debug)
 
 
-async def _status(way: client.Way, output: Output) -> None:
+async def _status(way: client.JoinOptions, output: Output) -> None:
     from fusion.runtime.belief.reading import overview
 
     async with client.connect(way) as context:
@@ -347,7 +347,7 @@ def standby_text(stage: Stage, standby: ClaimRecord) -> str:
 # --- links: round trip and rate of every pair of peers, measured or estimated
 
 
-async def link_status(way: client.Way, output: Output) -> None:
+async def link_status(way: client.JoinOptions, output: Output) -> None:
     from fusion.swarm.links.view import link_view
 
     async with client.connect(way) as context:

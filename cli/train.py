@@ -33,7 +33,7 @@ def train(
         bool, typer.Option("--detach", help="Return once the swarm holds model, weights and data itself.")
     ] = False,
     *,
-    way: client.Way,
+    way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -45,7 +45,7 @@ def train(
     run(_train(spec.load(options.job_file(job)), detach, way, output), debug=debug)
 
 
-async def _train(spec: JobSpec, detach: bool, way: client.Way, output: Output) -> None:
+async def _train(spec: JobSpec, detach: bool, way: client.JoinOptions, output: Output) -> None:
     async with client.join(way) as context:
         author = job_client.trainer_identity(way.home)  # only now: who cannot join leaves nothing
         context.access.hold(author)

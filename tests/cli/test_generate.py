@@ -96,6 +96,6 @@ def test_what_a_gateway_finds_wrong_with_the_question_is_bad_input(
     monkeypatch.setattr(generate.client, "connect", connect)
     monkeypatch.setattr(generate.client, "gateway", nothing)
     monkeypatch.setattr(generate.job_client, "find_model", nothing)
-    way = client.Way(home=Path("home"))
+    way = client.JoinOptions(home=Path("home"))
     with pytest.raises(kind, match=said):
         asyncio.run(generate._generate(GenerateRequest(prompt="def "), way, Output(), False))

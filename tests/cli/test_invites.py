@@ -15,7 +15,7 @@ import pytest
 from support.instant_loop import run
 
 from fusion.cli import client, grants, invites, main
-from fusion.cli.client import Way
+from fusion.cli.client import JoinOptions
 from fusion.cli.terminal.output import Output
 from fusion.runtime.job.protocol import JOB
 from fusion.swarm.authority.access import Access
@@ -65,7 +65,7 @@ def lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Revocation]:
     told = list[Revocation]()
 
     @asynccontextmanager
-    async def connect(way: client.Way) -> AsyncIterator[Any]:
+    async def connect(way: client.JoinOptions) -> AsyncIterator[Any]:
         access = Access()
         access.know(LAW)
         yield SimpleNamespace(access=access, leases=SimpleNamespace(owner=owner))
@@ -93,7 +93,7 @@ def test_whoever_was_revoked_stays_so_when_another_is_and_the_clock_is_set_back(
     whom = [Identity.generate().peer_id for _ in range(3)]
     for who, now in zip(whom, (5000.0, 1400.0, 9000.0), strict=True):
         monkeypatch.setattr(invites, "time", SimpleNamespace(time=lambda now=now: now))
-        run(invites._revoke("work", who, Way(home=tmp_path), Output(as_json=True)))
+        run(invites._revoke("work", who, JoinOptions(home=tmp_path), Output(as_json=True)))
     assert [[each.covers(who) for who in whom] for each in lists] == [
         [True, False, False],
         [True, True, False],
@@ -106,7 +106,7 @@ def test_whoever_was_revoked_stays_so_when_another_is_and_the_clock_is_set_back(
 def test_a_home_that_remembers_nothing_revokes_all_the_same(lists: list[Revocation], tmp_path: Path) -> None:
     who = Identity.generate().peer_id
     (tmp_path / grants.REVOKED_FOLDER).write_text("no folder")
-    run(invites._revoke("work", who, Way(home=tmp_path), Output(as_json=True)))
+    run(invites._revoke("work", who, JoinOptions(home=tmp_path), Output(as_json=True)))
     assert [each.covers(who) for each in lists] == [True]
 
 
@@ -151,7 +151,7 @@ def test_an_invite_is_valid_now_by_the_swarm_s_clock_however_wrong_ours_is(
     """One of an hour ahead made invites that let nobody in for an hour; of an hour behind, short ones that were over at once."""
 
     @asynccontextmanager
-    async def connect(way: client.Way) -> AsyncIterator[Any]:
+    async def connect(way: client.JoinOptions) -> AsyncIterator[Any]:
         yield SimpleNamespace(directory=SimpleNamespace(now=lambda: 1e9))
 
     async def law_of(context: Any, wanted: str) -> JobLaw:
@@ -165,7 +165,7 @@ def test_an_invite_is_valid_now_by_the_swarm_s_clock_however_wrong_ours_is(
         monkeypatch.setattr(invites, "time", clock)
         monkeypatch.setattr(client, "time", clock)
         who = Identity.generate().peer_id
-        way, output = Way(home=tmp_path), Output(as_json=True)
+        way, output = JoinOptions(home=tmp_path), Output(as_json=True)
         run(invites._invite("work", who, ("ask",), None, 0.5, False, way, output))
         chain = from_text(json.loads(capsys.readouterr().out)["invite"])
         assert refusal(LAW, chain, who, "ask", None, 1e9) is None

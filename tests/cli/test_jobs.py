@@ -38,11 +38,11 @@ def test_what_export_says_to_do_next_can_be_pasted_into_a_shell(
     monkeypatch.setattr("fusion.runtime.launch.export.export", export)
     folder = tmp_path / "my model"
     folder.mkdir()
-    asyncio.run(jobs._export("m", folder, client.Way(home=tmp_path), Output()))
+    asyncio.run(jobs._export("m", folder, client.JoinOptions(home=tmp_path), Output()))
     assert "cannot be served" in capsys.readouterr().out, "tensors alone"
     for name in (ABOUT_FILE, GRAPH_FILE):
         (folder / name).touch()
-    asyncio.run(jobs._export("m", folder, client.Way(home=tmp_path), Output()))
+    asyncio.run(jobs._export("m", folder, client.JoinOptions(home=tmp_path), Output()))
     said = capsys.readouterr().out.partition("serve it with: ")[2]
     assert shlex.split(said) == ["fusion-peer", "serve", str(folder), "--name", "m"]
 
@@ -74,7 +74,7 @@ def test_a_snapshot_that_is_dropped_while_it_is_exported_gives_way_to_a_newer_on
     monkeypatch.setattr("fusion.runtime.launch.export.export", export)
     monkeypatch.setattr("fusion.runtime.launch.export.look", look)
     monkeypatch.setattr("fusion.runtime.launch.export.EXPORT_PAUSE_SECONDS", 0.0, raising=False)
-    asyncio.run(jobs._export("m", tmp_path / "out", client.Way(home=tmp_path), Output()))
+    asyncio.run(jobs._export("m", tmp_path / "out", client.JoinOptions(home=tmp_path), Output()))
     assert "m at step 6 is in" in capsys.readouterr().out
 
 
@@ -93,7 +93,7 @@ def test_options_before_the_command_count_for_it(
     """`jobs --home DIR stop JOB` would ask with the default home, and look for its key there."""
     seen: list[tuple[str, bool]] = []
 
-    async def listed(way: client.Way, output: Output) -> None:
+    async def listed(way: client.JoinOptions, output: Output) -> None:
         seen.append((str(way.home), output.as_json))
 
     monkeypatch.setattr(jobs, "_list", listed)

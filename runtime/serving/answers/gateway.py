@@ -33,11 +33,12 @@ from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
 from fusion.runtime.serving.answers.clients import Arrivals, send, send_error
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway_session import GatewaySessions
-from fusion.runtime.serving.answers.generation import Generation, Told
+from fusion.runtime.serving.answers.generation import Generation, PromptLogprobs
 from fusion.runtime.serving.answers.owner_reports import OwnerReports
 from fusion.runtime.serving.answers.task import OpenGrammar, Task, reading, tokens_wanted
 from fusion.runtime.serving.answers.text_threads import TextThreads
 from fusion.runtime.serving.requests.request import (
+    PROMPT_PIECE_TOKENS,
     Answer,
     GenerateRequest,
     Logprobs,
@@ -53,7 +54,6 @@ from fusion.swarm.turns import Turn, Turns
 ANSWERS_BESIDE = 16
 ANSWER_BYTES = 256 << 10  # that an answer takes here beside its prompt
 LARGE_PROMPTS = 16  # over UNASKED_BYTES, on their way here at once
-TOLD_AT_ONCE = 128  # tokens of a prompt, in one piece
 KNOWN_USERS = 4096  # that are told apart; those that asked last
 IDLE_SECONDS = 30.0  # without a token, before an answer gives way to any other
 BUSY = "this peer answers as many requests as it can, and others have fewer: ask again later, or ask another peer"
@@ -200,7 +200,7 @@ class Gateway:
         async with aclosing(generation.tokens()) as chosen:
             index = len(had) - 1
             while (token := None if text.stopped else await anext(chosen, None)) is not None:
-                if isinstance(token, Told):
+                if isinstance(token, PromptLogprobs):
                     assert prompt is not None, "nobody else asks for it"
                     yield await self._told(prompt, token.logprobs, generation)
                     continue
@@ -224,7 +224,7 @@ class Gateway:
     ) -> PromptPiece:
         """Of the next tokens of the prompt, as many as there are `logprobs`, or without any as many as are told at once."""
         task = prompt.task
-        ids = prompt.next(len(logprobs) or TOLD_AT_ONCE)
+        ids = prompt.next(len(logprobs) or PROMPT_PIECE_TOKENS)
         last = prompt.at == len(task.prompt)
         read = prompt.text.read
         shown, begins = await self._run(self._texts, task.model, task.holder, read, ids, last=last)
@@ -365,7 +365,7 @@ class _Prompt:
         if self.task.prompt_logprobs is not None:
             yield (None,)
         else:
-            yield from ((),) * -(-len(self.task.prompt) // TOLD_AT_ONCE)
+            yield from ((),) * -(-len(self.task.prompt) // PROMPT_PIECE_TOKENS)
 
 
 def _peers(generation: Generation) -> tuple[PeerId, ...]:

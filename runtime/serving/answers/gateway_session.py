@@ -270,7 +270,7 @@ class GatewaySessions:
     def _received_prompt_logprobs(self, session: GatewaySession, stage: int, frame: Frame) -> None:
         if stage != len(session.route) - 1:
             raise FrameError("only the last stage tells of the prompt")
-        found = told_of(session, frame)
+        found = prompt_logprobs_of(session, frame)
         if frame.header["position"] != session.told + 1:
             session.put_event(stage, Fault("broken", f"{session.where(stage)} left log-probabilities out"))
             return
@@ -328,7 +328,7 @@ def token_of(frame: Frame) -> tuple[int, int]:
     return frame.header["position"], frame.header["id"]
 
 
-def told_of(session: GatewaySession, frame: Frame) -> list[Logprobs]:
+def prompt_logprobs_of(session: GatewaySession, frame: Frame) -> list[Logprobs]:
     """What a `prompt_logprobs` frame has. JobError where it is nothing that the session may tell."""
     position, vocabulary = whole(frame.header, "position", 0), session.model.serve.vocabulary
     return session.opening.prompt_logprobs_of(position, frame.payload, vocabulary)

@@ -26,8 +26,8 @@ from fusion.runtime.serving.answers.gateway_session import (
     Event,
     GatewaySession,
     GatewaySessions,
+    prompt_logprobs_of,
     token_of,
-    told_of,
     unread_bytes,
 )
 from fusion.runtime.serving.answers.liveness import Liveness
@@ -68,7 +68,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Told:
+class PromptLogprobs:
     """Of the next tokens of the prompt."""
 
     logprobs: tuple[Logprobs, ...]
@@ -101,7 +101,7 @@ class Generation:
         """Who runs each stage, as far as is known."""
         return self._pair.route
 
-    async def tokens(self) -> AsyncGenerator[Chosen | Told, None]:
+    async def tokens(self) -> AsyncGenerator[Chosen | PromptLogprobs, None]:
         """What is told of the prompt's own tokens, from the second on, then the tokens that the user does not have yet. NoRoute or JobFailed, in one line, when it is given up."""
         watching = asyncio.create_task(self._moves.watch())
         try:
@@ -163,7 +163,7 @@ class Generation:
             self._liveness.silence(self._pair.current)
             return None
 
-    async def _take(self, event: Event) -> Chosen | Told | None:
+    async def _take(self, event: Event) -> Chosen | PromptLogprobs | None:
         """Act on what happened. Faulted where the session that runs has ended."""
         session, what, pair = event.session, event.what, self._pair
         if session is not pair.current and session is not pair.next:
@@ -185,15 +185,15 @@ class Generation:
                 return await self._token(session, what)
             case "prompt_logprobs":
                 session.unread_bytes -= unread_bytes(what)
-                return self._told(session, what)
+                return self._prompt_logprobs(session, what)
         return None
 
-    def _told(self, session: GatewaySession, frame: Frame) -> Told | None:
+    def _prompt_logprobs(self, session: GatewaySession, frame: Frame) -> PromptLogprobs | None:
         pair = self._pair
-        new = pair.tell(frame.header["position"], told_of(session, frame))
+        new = pair.tell(frame.header["position"], prompt_logprobs_of(session, frame))
         if not pair.left_to_tell and not pair.task.max_tokens:
             self.finish = "length"
-        return Told(new) if new else None
+        return PromptLogprobs(new) if new else None
 
     def _count_cached(self, session: GatewaySession) -> None:
         """Its prompt has gone out."""

@@ -10,9 +10,7 @@ import struct
 from collections.abc import Iterable
 
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.serving.requests.request import LEAST_LOGPROB, Logprobs
-
-TOLD_AT_ONCE = 128  # tokens, in one frame
+from fusion.runtime.serving.requests.request import LEAST_LOGPROB, PROMPT_PIECE_TOKENS, Logprobs
 
 
 def _form(count: int) -> struct.Struct:
@@ -29,10 +27,10 @@ def packed(told: Iterable[Logprobs], count: int) -> bytes:
 
 
 def unpacked(payload: memoryview, count: int, vocabulary: int) -> list[Logprobs]:
-    """JobError where it is not that, of 1 to TOLD_AT_ONCE tokens and a model of so many."""
+    """JobError where it is not that, of 1 to PROMPT_PIECE_TOKENS tokens and a model of so many."""
     form = _form(count)
-    if not 0 < len(payload) <= TOLD_AT_ONCE * form.size or len(payload) % form.size:
-        raise JobError(f"prompt_logprobs: {form.size} bytes for each of 1 to {TOLD_AT_ONCE} tokens")
+    if not 0 < len(payload) <= PROMPT_PIECE_TOKENS * form.size or len(payload) % form.size:
+        raise JobError(f"prompt_logprobs: {form.size} bytes for each of 1 to {PROMPT_PIECE_TOKENS} tokens")
     found = []
     for chosen, *rest in form.iter_unpack(payload):
         ids, values = rest[:count], rest[count:]

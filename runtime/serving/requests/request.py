@@ -23,6 +23,7 @@ CHAT_TOKENS = 1024  # of an answer in a chat that says no number, or as many as 
 MAX_TOKEN_BYTES = 16  # of text for one position, over a whole prompt: tokens have about 4
 MAX_ANSWERED = 30_000  # token ids that an answer which goes on elsewhere may bring: they travel in the header
 MAX_TOP_LOGPROBS = 20
+PROMPT_PIECE_TOKENS = 128  # of a prompt that is told of, in one frame or piece
 LEAST_LOGPROB = -9999.0  # in place of less, and of minus infinity, for which JSON has no word
 MAX_STOPS, MAX_STOP_BYTES = 16, 256
 WITH_SCHEMA = "+schema"  # after the kind of a prompt whose answer has one

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from fusion.runtime.job.errors import JobFailed
-from fusion.runtime.serving.requests.prompt_logprobs import TOLD_AT_ONCE, packed
-from fusion.runtime.serving.requests.request import LEAST_LOGPROB, Logprobs
+from fusion.runtime.serving.requests.prompt_logprobs import packed
+from fusion.runtime.serving.requests.request import LEAST_LOGPROB, PROMPT_PIECE_TOKENS, Logprobs
 from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.penalties import TokenCounts, adjusted
 
@@ -139,11 +139,11 @@ class PromptScores:
         return start + 1 < len(self.tokens)
 
     def told(self, start: int, logits: torch.Tensor) -> Iterator[tuple[int, bytes]]:
-        """Of the tokens that follow positions from `start` on, logits (positions, vocabulary), TOLD_AT_ONCE at a time: the
+        """Of the tokens that follow positions from `start` on, logits (positions, vocabulary), PROMPT_PIECE_TOKENS at a time: the
         position of the first of them, and all of them `packed`. JobFailed where logits are not numbers."""
         tokens = self.tokens[start + 1 : start + 1 + len(logits)]
-        for first in range(0, len(tokens), TOLD_AT_ONCE):
-            some = zip(logits[first : first + TOLD_AT_ONCE], tokens[first:], strict=False)
+        for first in range(0, len(tokens), PROMPT_PIECE_TOKENS):
+            some = zip(logits[first : first + PROMPT_PIECE_TOKENS], tokens[first:], strict=False)
             told = packed(
                 (logprobs(row, token, self.count) for row, token in some), min(self.count, self.vocabulary)
             )
