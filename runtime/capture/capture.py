@@ -7,12 +7,8 @@ decomposed or refused with a CaptureError that names it. `fusion.runtime.capture
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
-import io
 import logging
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,28 +17,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._decomp import decomposition_table
-from torch._export.verifier import SpecViolationError
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
-from torch.fx.experimental import _config as _symbolic
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
 
 from fusion.dag.cutting.source import SOURCE, SOURCE_FEATURES, SOURCE_IDS
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
-from fusion.runtime.capture.exporting.decompositions.table import INSTEAD, TAKEN_APART
-from fusion.runtime.capture.exporting.model_code import (
-    every_line,
-    first_line,
-    fixed_size,
-    line_of_error,
-    line_of_node,
-    taken_from,
-)
-from fusion.runtime.capture.exporting.recurrences import one_operator
-from fusion.runtime.capture.exporting.state import no_state_in_buffers, require_same_runs
+from fusion.runtime.capture.exporting.export import export
+from fusion.runtime.capture.exporting.model_code import line_of_node
+from fusion.runtime.capture.exporting.state import require_same_runs
 from fusion.runtime.capture.exporting.tensors import (
     hollow_copy,
     names_of_loss,
@@ -59,14 +43,12 @@ from fusion.runtime.capture.exporting.torch_calls import (
     whole,
 )
 from fusion.runtime.capture.lowering.aten_names import (
-    detach_what_regions_read,
     op_name,
-    operators,
-    supported,
     unseen_write,
     uses_vmap,
     writes_in_place,
 )
+from fusion.runtime.capture.lowering.decompose import decomposed, taken_apart
 from fusion.runtime.capture.lowering.lower import lower
 from fusion.runtime.capture.lowering.triangles import triangle_window
 from fusion.runtime.capture.rope import fix_frequencies
@@ -78,8 +60,6 @@ logger = logging.getLogger(__name__)
 MAX_BATCH = 1 << 16
 EXPERTS = "batched_mm"  # an implementation of experts in transformers
 MAX_CONSTANT = 64  # elements of a tensor that the code makes; it travels as nodes
-# What torch raises of a model that it cannot export.
-_OF_TORCH = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, SpecViolationError)
 
 Loss = Callable[..., Any]
 
@@ -333,9 +313,9 @@ def _capture(
         require_plain_gradients(module)
     wrapped.train(training)
     tables = _triangles(module)
-    exported = _export(wrapped, tuple(example.values()), dims)
+    exported = export(wrapped, tuple(example.values()), dims)
     if uses_vmap(exported):
-        exported = _apart(exported, {})
+        exported = taken_apart(exported, {})
     if training and (call := unseen_write(exported)) is not None:
         how = "to what is detached" if call.graph is exported.graph else "under torch.no_grad"
         raise CaptureError(
@@ -348,7 +328,7 @@ def _capture(
         if not writes_in_place(exported):
             raise
         # Only now: it also takes apart what training needs whole (dropout, batch normalisation), and writes views another way.
-        graph = _lowered(_apart(exported, {}), tuple(example), dims, names, tables, keeps)
+        graph = _lowered(taken_apart(exported, {}), tuple(example), dims, names, tables, keeps)
     if training and (tied := tied_by_memory(module, graph.variable_names)) is not None:
         raise CaptureError(
             f"{tied[0]} and {tied[1]} are two tensors in the same memory, which are trained as one only if they are one: "
@@ -365,7 +345,7 @@ def _lowered(
     tables: Mapping[str, torch.Tensor],
     keeps: bool,
 ) -> Graph:
-    exported = _decomposed(exported)
+    exported = decomposed(exported)
     symbols = {
         str(node.meta["val"].shape[at].node.expr): dim.__name__
         for node, where in zip(_user_inputs(exported), dims, strict=True)
@@ -386,117 +366,6 @@ def _lowered(
             )
         constants[name] = value
     return lower(exported, inputs, names, constants, symbols, keeps)
-
-
-class _SizeFixedError(CaptureError):
-    """A size that is to be free, and that is not, though no line of the model's code is seen to fix it."""
-
-
-def _export(
-    wrapped: nn.Module, example: tuple[torch.Tensor, ...], dims: tuple[dict[int, Any], ...]
-) -> ExportedProgram:
-    try:
-        return _exported(wrapped, example, dims)
-    except _SizeFixedError:
-        if wrapped.training or not hasattr(_symbolic, "backed_size_oblivious"):
-            raise
-        # Of what is left of a sequence, as of `x[:, 1:]`, torch asks whether it is one position, and then is for no text of two. It
-        # assumes that it is not, as it does of all sizes that are free, if it is told to.
-        with _symbolic.patch(backed_size_oblivious=True), contextlib.suppress(CaptureError):
-            return _exported(wrapped, example, dims)
-        raise
-
-
-def _exported(
-    wrapped: nn.Module, example: tuple[torch.Tensor, ...], dims: tuple[dict[int, Any], ...]
-) -> ExportedProgram:
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stderr(io.StringIO()),
-        as_exported(wrapped),
-        every_line(),
-        one_operator(wrapped),
-        no_state_in_buffers(wrapped),
-        fixed_size() as fixed,
-    ):
-        warnings.simplefilter("ignore")
-        try:
-            exported: ExportedProgram = torch.export.export(
-                wrapped, example, dynamic_shapes=(dims,), strict=False
-            )
-        except CaptureError:
-            raise
-        except GuardOnDataDependentSymNode as error:
-            raise CaptureError(
-                f"the model's code decides by values of tensors{line_of_error(error)}: use torch.where or a mask there"
-            ) from error
-        except _OF_TORCH as error:
-            if "fake tensor in the exported program constant" in str(error):
-                raise CaptureError(
-                    "the model reads a tensor that an earlier run has made and that is kept outside of it (functools.lru_cache, a global "
-                    "variable): make it anew each time, or register it as a buffer"
-                ) from error
-            held = re.match(r"Constraints violated \((\w+)|Cannot create Dim with inconsistent", str(error))
-            if held:
-                what = f"the size of {held[1]}" if held[1] else "a size"
-                kind = CaptureError if fixed.certain else _SizeFixedError
-                raise kind(
-                    f"the model does not leave {what} free{fixed.line}: "
-                    "no loop over it there, and no number made of it"
-                ) from error
-            raise CaptureError(
-                f"torch.export cannot capture the model{line_of_error(error)}: {first_line(error)}"
-            ) from error
-    return exported
-
-
-@functools.cache
-def _decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """By operator, what it is taken apart into. torch takes a tenth of a second to list its own, as long as many a capture."""
-    return {**decomposition_table, **torch.export.default_decompositions(), **TAKEN_APART}
-
-
-def _decomposed(exported: ExportedProgram) -> ExportedProgram:
-    """Ops that the op-set does not have, taken apart where torch knows how, and what they are made of in turn; the others
-    are left whole."""
-    table = dict(_decompositions())
-    called = {(n.name, line_of_node(n)): op_name(n.target) for n in operators(exported)}
-    tried = set[Any]()
-    while unknown := _unsupported(exported):
-        table.update((t, t.decompose) for t in unknown if t not in table and t._can_decompose())
-        lost = next((n for t, n in unknown.items() if t not in table or t in tried), None)
-        if lost is not None:
-            line = line_of_node(lost)
-            known = (called[name, line] for name in taken_from(lost) if (name, line) in called)
-            name = next(known, op_name(lost.target))
-            instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
-            raise CaptureError(f"the op-set has no operator {name}, which the model calls{line}{instead}")
-        logger.debug("decomposing %s", sorted(map(op_name, unknown)))
-        tried.update(unknown)
-        exported = _apart(exported, {target: table[target] for target in unknown})
-    return exported
-
-
-def _unsupported(exported: ExportedProgram) -> dict[Any, torch.fx.Node]:
-    """The first node that calls each operator that the op-set does not have."""
-    found = dict[Any, torch.fx.Node]()
-    for node in operators(exported):
-        if not supported(node):
-            found.setdefault(node.target, node)
-    return found
-
-
-def _apart(exported: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:
-    detach_what_regions_read(exported)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            apart: ExportedProgram = exported.run_decompositions(table)
-        except _OF_TORCH as error:
-            raise CaptureError(
-                f"torch cannot take the model's operators apart: {first_line(error)}"
-            ) from error
-    return apart
 
 
 def _user_inputs(exported: ExportedProgram) -> list[torch.fx.Node]:

@@ -1,5 +1,6 @@
 """torch.export of a module, as its code is written: what torch runs while it exports, and which line it runs.
 
+export            a module through torch.export
 tensors           the tensors of a module by name, and a copy without their values
 model_code        which line of the model's code a message is about
 drawn             random numbers of a model's own, made of masks of dropout

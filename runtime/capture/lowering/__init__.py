@@ -5,5 +5,6 @@ sizes             sizes, shapes and dtypes
 complex_numbers   complex numbers in real arithmetic
 triangles         causal masks that a module keeps as buffers
 kept              what a model writes to its buffers for the next run
+decompose         operators that the op-set does not have, as others that it has
 lower             a program as a graph
 """

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from fusion.dag.ir.graph import Graph
-from fusion.runtime.capture import capture
 from fusion.runtime.capture.capture import capture_module, variables_from_module
+from fusion.runtime.capture.lowering import decompose
 from fusion.runtime.job.errors import CaptureError
 from fusion.runtime.planes.codegen import compile_graph
 
@@ -188,7 +188,7 @@ def test_a_refusal_says_what_to_write(function: Callable[..., Any], why: str) ->
 
 def test_what_torch_cannot_take_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {**decomposition_table, **torch.export.default_decompositions()}  # torch's own writes in place
-    monkeypatch.setattr(capture, "_decompositions", lambda: own)
+    monkeypatch.setattr(decompose, "_decompositions", lambda: own)
 
     def scattered(x: torch.Tensor) -> torch.Tensor:
         return x + torch.diagonal_scatter(x[:, :, None] * x[:, None], x, 0, 1, 2).sum()
