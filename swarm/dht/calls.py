@@ -52,6 +52,7 @@ class Calls:
         self._suspended: FIFOCache[PeerId, tuple[float, int]] = FIFOCache(_SUSPENDED)
         # Others' clocks less ours. Who has been there longest stays: newcomers do not outvote them.
         self._told: dict[PeerId, tuple[float, float]] = {}  # and when, by the clock that only rises
+        self._correction = 0.0  # by them
         self._since_start = _since_start()  # the machine's, as of when they were told
         self._batches = StoreBatches(self.store)
 
@@ -61,7 +62,7 @@ class Calls:
     def now(self) -> float:
         """Unix seconds, by our clock as the others' correct it."""
         self._forget_if_set()
-        return time.time() + correction(self._offsets())
+        return time.time() + self._correction
 
     def knows_clock_of(self, peer: PeerId) -> bool:
         self._forget_if_set()
@@ -70,11 +71,16 @@ class Calls:
     def _offsets(self) -> list[float]:
         return [offset for offset, _ in self._told.values()]
 
+    def _reckon(self) -> None:
+        """Others' clocks have been told, or forgotten."""
+        self._correction = correction(self._offsets())
+
     def _forget_if_set(self) -> None:
         """What others' clocks are ahead of ours is asked anew once ours was set, or the machine has slept."""
         since_start = _since_start()
         if abs(since_start - self._since_start) > _STEP_SECONDS:
             self._told.clear()
+            self._reckon()
             self._since_start = since_start
 
     async def ping(self, peer: PeerId) -> None:
@@ -88,6 +94,7 @@ class Calls:
         room = peer in self._told or len(self._told) < _CLOCK_SAMPLES
         if theirs is not None and room and took < 1.0:
             self._told[peer] = theirs - (answered_at - took / 2), asked_at
+            self._reckon()
             offset = middle(self._offsets())
             if abs(offset) > CLOCK_TOLERANCE_SECONDS:
                 logger.warning("this machine's clock is %.0f s off the swarm's: set it", -offset)
@@ -97,6 +104,7 @@ class Calls:
         await asyncio.gather(*map(self._ask_clock, self._sampled_before(_CLOCK_SECONDS)))
         for peer in self._sampled_before(_CLOCK_KEPT_SECONDS):
             del self._told[peer]
+        self._reckon()
 
     def _sampled_before(self, seconds: float) -> list[PeerId]:
         now = time.monotonic()
@@ -162,6 +170,7 @@ class Calls:
         # One failure is no death: on a busy machine every neighbour may miss a deadline once.
         if self._failed(node.peer) >= _FAILURES:
             self._told.pop(node.peer, None)
+            self._reckon()
             self._gone(node)
 
 

@@ -21,15 +21,18 @@ class Holders:
     def __init__(self, replicas: int, seconds: float) -> None:
         self._replicas = replicas
         self._seconds = seconds
-        self._found: dict[Key, tuple[float, tuple[Node, ...]]] = {}  # until when
+        self._found: dict[
+            Key, tuple[float, tuple[Node, ...]]
+        ] = {}  # until when, those that end first in front
         self._asked: dict[Key, Node] = {}  # last
 
     def found(self, nearest: Mapping[Key, Sequence[Node]], now: float) -> None:
         """A search met these nodes, the nearest to each key first; `now` in seconds of any clock."""
-        self._found = {key: entry for key, entry in self._found.items() if entry[0] > now}
-        self._asked = {key: node for key, node in self._asked.items() if key in self._found}
         for key, nodes in nearest.items():
+            self._found.pop(key, None)
             self._found[key] = (now + self._seconds, tuple(nodes))
+        while self._found and self._found[(oldest := next(iter(self._found)))][0] <= now:
+            self.forget([oldest])
 
     def of(self, key: Key, known: Iterable[Node], now: float) -> tuple[Node, ...]:
         """The nodes that keep the key; none where a search has to tell: one of the nodes that are `known`, those that
@@ -46,6 +49,7 @@ class Holders:
         """Search anew for these keys, or for all."""
         for key in list(self._found) if keys is None else keys:
             self._found.pop(key, None)
+            self._asked.pop(key, None)
 
     def questions(self, holders: Mapping[Key, Sequence[Node]], draw: random.Random) -> dict[Node, list[Key]]:
         """Few nodes, and for which keys to ask each: each key of one of its `holders`, and of another one than last time
