@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import msgpack
@@ -105,12 +106,12 @@ def unseal_anywhere(data: bytes, now: float, *, grace_seconds: float = 0.0) -> S
     ended no longer ago still passes."""
     if not isinstance(data, bytes) or len(data) > MAX_RECORD_BYTES:
         raise RecordError(f"a record is at most {MAX_RECORD_BYTES} bytes")
-    record, author, expires_at, signature, signed = _opened(data)
-    if not now - grace_seconds < expires_at <= latest_end(record, now):
+    opened = _opened(data)
+    if not now - grace_seconds < opened.expires_at <= latest_end(opened.record, now):
         raise RecordError("the record has expired or ends too far in the future")
-    if not _verified(author, signature, signed):
+    if not opened.is_signed:
         raise RecordError("the record's signature is not its author's")
-    return Sealed(record, expires_at, data)
+    return Sealed(opened.record, opened.expires_at, data)
 
 
 def longest_ttl(record: Record) -> float:
@@ -123,6 +124,21 @@ def latest_end(record: Record, now: float) -> float:
     return now + longest_ttl(record) + CLOCK_TOLERANCE_SECONDS
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """What is in a record's bytes; its signature is checked once, where somebody asks."""
+
+    record: Record
+    body: bytes
+    expires_at: float
+    signature: bytes
+
+    @cached_property
+    def is_signed(self) -> bool:
+        author = author_of(self.record)
+        return verify(author, self.signature, _signed(self.body, author, self.expires_at))
+
+
 def _signed(body: bytes, author: str, expires_at: float) -> bytes:
     signed: bytes = msgpack.packb(["fusion-record", author, expires_at, body])
     return signed
@@ -130,8 +146,7 @@ def _signed(body: bytes, author: str, expires_at: float) -> bytes:
 
 # Readers poll: the same bytes come back every heartbeat, and to look through them costs as much as to check the signature, 0.1 ms.
 @recent(_REMEMBERED)
-def _opened(data: bytes) -> tuple[Record, str, float, bytes, bytes]:
-    """The record in `data`, its author, its expiry, its signature, and the bytes that were signed."""
+def _opened(data: bytes) -> _Opened:
     body, author, expires_at, signature = _envelope(data)
     record = decode(body)
     if author != author_of(record):
@@ -141,12 +156,7 @@ def _opened(data: bytes) -> tuple[Record, str, float, bytes, bytes]:
     if isinstance(record, PeerRecord):  # where others are is for them to say
         own = tuple(each for each in record.addresses if each.endswith(f"/p2p/{record.peer}"))
         record = replace(record, addresses=own)
-    return record, author, expires_at, signature, _signed(body, author, expires_at)
-
-
-@recent(_REMEMBERED)
-def _verified(author: str, signature: bytes, signed: bytes) -> bool:
-    return verify(author, signature, signed)
+    return _Opened(record, body, expires_at, signature)
 
 
 def _unpack(data: bytes, what: str) -> Any:
