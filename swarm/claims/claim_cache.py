@@ -6,7 +6,7 @@ The directory forgets a claim when it expires, and learns of a new one a little 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from cachetools import FIFOCache, TTLCache
@@ -102,8 +102,9 @@ class ClaimCache:
     def recent(self, place: Place, own: ClaimRecord | None) -> tuple[ClaimRecord, ...]:
         """What is true of the stage, from what was read last and shown to us: of claims to own it only the one that
         counts, while its lease lasts. Nothing is asked."""
-        held = self.tenure(place, own)
-        found = [claim for claim in self.seen(place, own) if claim.role != "owner"]
+        seen = self.seen(place, own)
+        held = self._settled(place, seen)
+        found = [claim for claim in seen if claim.role != "owner"]
         if held is not None and held.claim.peer == self._peer_id:
             return tuple(found if own is None or own.role != "owner" else [*found, own])
         return tuple(found if held is None or not held.lives(self._now()) else [*found, held.claim])
@@ -125,6 +126,10 @@ class ClaimCache:
 
     def tenure(self, place: Place, own: ClaimRecord | None) -> Tenure | None:
         """Who holds the stage now, or held it last."""
+        return self._settled(place, self.seen(place, own))
+
+    def _settled(self, place: Place, seen: Sequence[ClaimRecord]) -> Tenure | None:
+        """`tenure` by all claims that there are (`seen`)."""
         view = tenure.View(
             proves=self.proves,
             votes=self.votes,
@@ -133,7 +138,7 @@ class ClaimCache:
             alone=self._is_alone(place),
             chosen=self._chosen,
         )
-        known = tenure.settle(self._tenures.get(place), self.seen(place, own), view)
+        known = tenure.settle(self._tenures.get(place), seen, view)
         if known is not None:
             self._tenures[place] = known
             self._held.setdefault((place[0], known.claim.peer), set()).add(place[1])

@@ -397,7 +397,7 @@ class Leases:
 
     async def _look(self, place: Place) -> None:
         """Who holds a stage of ours; we may have lost it."""
-        await self.claims(*place)
+        self._cache.read(place, await self._directory.claims(*place))
         held, tenure = self._ours.owned.get(place), self.tenure(*place)
         if held is None or tenure is None:  # it may have been released while we looked
             return
