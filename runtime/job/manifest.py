@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Literal
 
@@ -172,6 +173,7 @@ class Manifest:
     def stages(self) -> int:
         return len(self.cuts) + 1
 
+    @cached_property
     def blobs(self) -> frozenset[Digest]:
         """Every blob that the job begins with."""
         named = [self.graph, *self.weights, *(digest for _, digest in self.files), self.tokenizer]

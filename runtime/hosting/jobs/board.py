@@ -289,7 +289,7 @@ class JobBoard:
         for record in self.to_keep():
             named |= {Digest(record.job)} | ({record.snapshot} if record.snapshot is not None else set())
             if (known := self._open.get(record.job)) is not None:
-                named |= known[1].blobs()
+                named |= known[1].blobs
         return frozenset(named)
 
     def gone(self, job: JobId) -> bool:

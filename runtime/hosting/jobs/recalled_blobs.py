@@ -21,7 +21,7 @@ def blobs_of(record: JobRecord, store: BlobStore) -> frozenset[Digest]:
         found.add(record.snapshot)
     try:
         manifest = manifests.decode(store.path(Digest(record.job)).read_bytes())
-        found |= manifest.blobs()
+        found |= manifest.blobs
         if record.snapshot is not None:
             data = store.path(record.snapshot).read_bytes()
             found |= set(snapshot.decode_index(data, record.job, manifest.stages).shards)
