@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
+from cachetools import FIFOCache
 from google.protobuf.message import DecodeError
 from hivemind.proto import p2pd_pb2
 
@@ -34,6 +35,8 @@ _ENVELOPE_BYTES = 512  # around a request: an id, a peer id, a name
 _MOST_INFO_BYTES = 1 << 12  # p2pd's own words on a call: a peer id, an address, a name
 _BACKLOG = 512
 _SOCKET = "c.sock"
+_LEFT_UNREAD = 4  # answers of one peer that gave way while it had not read them, before it is hung up on
+_REMEMBERED = 4096  # peers that left some
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,7 @@ class CallServer:
         self._bytes: Counter[PeerId] = Counter()
         self._timer: asyncio.TimerHandle | None = None
         self._hanging_up: dict[PeerId, asyncio.Task[None]] = {}
+        self._left: FIFOCache[PeerId, int] = FIFOCache(_REMEMBERED)  # answers that gave way unread
 
     @classmethod
     async def start(
@@ -113,7 +117,7 @@ class CallServer:
     def begin(self, call: _Call) -> None:
         """A call, of whose caller nothing is known yet."""
         while len(self._calls) >= self._limits.in_all:
-            next(iter(self._calls)).abort()
+            self._give_way()
         loop = asyncio.get_running_loop()
         self._calls[call] = loop.time() + self._limits.seconds
         if self._timer is None:
@@ -137,7 +141,7 @@ class CallServer:
             return False
         self._bytes[caller.peer], call.held = others + size, size
         while self._bytes.total() > self._limits.bytes_in_all:
-            next(iter(self._calls)).abort()
+            self._give_way()
         return call in self._calls
 
     def over(self, call: _Call, caller: Caller | None) -> None:
@@ -152,6 +156,17 @@ class CallServer:
                 self._of[holder] -= 1
                 if self._of[holder] <= 0:
                     del self._of[holder]
+
+    def _give_way(self) -> None:
+        """The oldest call makes room. One answer that was not read yet says nothing: others' haste may be to blame."""
+        call = next(iter(self._calls))
+        if call.unread and call.caller is not None:
+            peer = call.caller.peer
+            self._left[peer] = self._left.get(peer, 0) + 1
+            if self._left[peer] >= _LEFT_UNREAD:
+                del self._left[peer]
+                self._hang_up(peer)
+        call.abort()
 
     def _end_late(self) -> None:
         loop = asyncio.get_running_loop()

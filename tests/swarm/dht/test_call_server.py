@@ -227,19 +227,26 @@ def test_bytes_of_requests_have_a_share_each_and_a_limit(ends: Ends) -> None:
     served(ends, work, peer_bytes=2500, bytes_in_all=4500)
 
 
+async def unread_call(ground: Ground) -> asyncio.StreamWriter:
+    """A call of the first peer's for a megabyte of which it reads nothing; to be aborted."""
+    control_path = str(ground.ends.one._daemon.control_path)
+    reader, writer = await asyncio.open_unix_connection(control_path, limit=1024)
+    peer = to_bytes(ground.ends.other.peer_id)
+    opening = p2pd_pb2.StreamOpenRequest(peer=peer, proto=[ground.name], timeout=5)
+    writer.write(framed(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)))
+    response = p2pd_pb2.Response()
+    await read_pbmsg_safe(reader, response)
+    assert response.type == p2pd_pb2.Response.OK
+    reader._transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(ground.request(b""))
+    return writer
+
+
 def test_a_peer_that_does_not_read_its_answers_is_hung_up_on(ends: Ends) -> None:
     """p2pd would keep its part of each for as long as the connection lasts."""
 
     async def work(ground: Ground) -> None:
-        reader, writer = await asyncio.open_unix_connection(str(ends.one._daemon.control_path), limit=1024)
-        peer = to_bytes(ends.other.peer_id)
-        opening = p2pd_pb2.StreamOpenRequest(peer=peer, proto=[ground.name], timeout=5)
-        writer.write(framed(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)))
-        response = p2pd_pb2.Response()
-        await read_pbmsg_safe(reader, response)
-        assert response.type == p2pd_pb2.Response.OK
-        reader._transport.pause_reading()  # type: ignore[attr-defined]
-        writer.write(ground.request(b""))
+        writer = await unread_call(ground)
         while not any(call.unread for call in ground.server._calls):
             await asyncio.sleep(0.01)
         while ends.one.peer_id in await ends.other._list_connected():
@@ -248,4 +255,24 @@ def test_a_peer_that_does_not_read_its_answers_is_hung_up_on(ends: Ends) -> None
         writer.transport.abort()
 
     served(ends, work, seconds=0.5)
+    ends.runner.run(ends.one.connect(ends.other.addresses[0]))
+
+
+def test_a_peer_whose_answers_give_way_unread_is_hung_up_on(ends: Ends) -> None:
+    """Long before any of them is late."""
+
+    async def work(ground: Ground) -> None:
+        writers = []
+        for call in range(1, 7):
+            writers.append(await unread_call(ground))
+            while len(ground.callers) < call:
+                await asyncio.sleep(0.01)
+            if call < 6:  # three of them have given way
+                assert ends.one.peer_id in await ends.other._list_connected()
+        while ends.one.peer_id in await ends.other._list_connected():
+            await asyncio.sleep(0.05)
+        for writer in writers:
+            writer.transport.abort()
+
+    served(ends, work, seconds=300.0, bytes_in_all=5 << 19)
     ends.runner.run(ends.one.connect(ends.other.addresses[0]))
