@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
@@ -125,18 +125,23 @@ def _check(value: Any) -> None:
     level, depth = [value], 0
     while level:
         below = list[Any]()
+        _check_text("".join([each for each in level if type(each) is str]))
         for each in level:
-            if isinstance(each, str):
-                _check_text(each)
-            elif isinstance(each, list) and not _LOOKED_INTO.isdisjoint(map(type, each)):
-                below += (item for item in each if isinstance(item, str | list | dict))
-            elif isinstance(each, dict):
-                for key in each:
-                    _check_text(key)
-                below += (item for item in each.values() if isinstance(item, str | list | dict))
+            if type(each) is dict:
+                _check_text("".join(each))
+                below += _inside(each.values())
+            elif type(each) is list:
+                below += _inside(each)
         level, depth = below, depth + 1
         if depth == MAX_DEPTH and any(not isinstance(each, str) for each in level):
             raise ApiError(400, f"JSON: at most {MAX_DEPTH} levels", code="invalid_json")
+
+
+def _inside(values: Collection[Any]) -> list[Any]:
+    """Those in which something may be wrong."""
+    if _LOOKED_INTO.isdisjoint(map(type, values)):
+        return []
+    return [each for each in values if type(each) in _LOOKED_INTO]
 
 
 def _check_text(text: str) -> None:

@@ -39,6 +39,8 @@ def test_json_is_what_it_is(value: Any) -> None:
             b'"\xed\xa0\x80"',
         ),
         *(b'"\\ud800"', b'{"\\udfff": 1}', b'[["\\ud800"]]', b"9" * 5000),
+        # No pairs, however they are put together.
+        *(b'{"\\ud83d": 1, "\\ude00": 2}', b'{"a": ["\\ud83d", "\\ude00"]}'),
         b"[" * 100_000,
         b"[" * 500 + b"]" * 500,
         b'{"a":' * 100_000,
@@ -46,7 +48,7 @@ def test_json_is_what_it_is(value: Any) -> None:
         b"[" + b"[]," * MAX_BRACKETS + b"[]]",
         *(b'"' + bracket * (MAX_BRACKETS + 1) + b'"' for bracket in (rb"\u005b", rb"\u007B")),
     ],
-    ids=range(19),
+    ids=range(21),
 )
 def test_json_that_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError, match="JSON") as found:
