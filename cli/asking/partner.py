@@ -84,7 +84,7 @@ class Partner:
     async def answer(self, messages: Sequence[Mapping[str, str]], turn: Turn) -> None:
         """Fill `turn`, and show its text as it comes. ValueError where the template or the model does not take what is said;
         SwarmError."""
-        from fusion.runtime.serving.requests.chat_template import TemplateFailed
+        from fusion.runtime.serving.requests.chat_template import TemplateFailed, TemplatesBusy
         from fusion.runtime.serving.requests.client import another_peer, generate
         from fusion.runtime.serving.requests.request import Piece
 
@@ -93,6 +93,8 @@ class Partner:
             prompt = await self._templates.render(self._job, self._form.template, variables)
         except TemplateFailed as error:
             raise ValueError(f"the chat template of {self.name} does not take this: {error}") from None
+        except TemplatesBusy as error:
+            raise ValueError(str(error)) from None
         context, request = self._context, replace(self._request, model=self._job, prompt=prompt)
         find = another_peer(context.directory)
 

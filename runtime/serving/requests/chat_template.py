@@ -21,6 +21,10 @@ from fusion.swarm.printable import one_line
 WORKER = Path(__file__).with_name("template_worker.py")
 MEMORY_BYTES = 512 << 20  # of address space; what becomes a text of MAX_PROMPT_BYTES takes a quarter of it
 CPU_SECONDS = 2
+CPU_IS_BOUNDED = (
+    sys.platform != "win32"
+)  # by the system: a template that takes longer is not just one that waits for others
+TOO_MUCH = "it takes too long, or too much memory"
 RENDER_SECONDS = 6.0  # on a busy machine, the start of the process included
 WAIT_SECONDS = 10.0  # for a turn
 RUNNING = 2  # at once
@@ -38,7 +42,7 @@ class TextTooLong(TemplateFailed):
 
 
 class TemplatesBusy(RuntimeError):
-    """There was no turn."""
+    """There was no turn, or too little of the machine's time in it."""
 
 
 class ChatTemplates:
@@ -90,8 +94,14 @@ class ChatTemplates:
                 text = await worker.render(template, variables, most_bytes)
             rendered = True
             return text
-        except (TimeoutError, EOFError, OSError):
-            raise TemplateFailed("it takes too long, or too much memory") from None
+        except TimeoutError:  # before OSError, which it is one of
+            if not CPU_IS_BOUNDED:
+                raise TemplateFailed(TOO_MUCH) from None
+            raise TemplatesBusy(
+                f"this peer is too busy to render a chat in {RENDER_SECONDS:g} s: ask again later"
+            ) from None
+        except (EOFError, OSError):
+            raise TemplateFailed(TOO_MUCH) from None
         except TextTooLong:
             rendered = True
             raise

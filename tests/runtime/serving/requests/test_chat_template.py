@@ -15,7 +15,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from fusion.runtime.job.protocol import MAX_PROMPT_BYTES
 from fusion.runtime.serving.requests import chat_template
-from fusion.runtime.serving.requests.chat_template import WORKER, ChatTemplates, TemplateFailed, TextTooLong
+from fusion.runtime.serving.requests.chat_template import (
+    WORKER,
+    ChatTemplates,
+    TemplateFailed,
+    TemplatesBusy,
+    TextTooLong,
+)
 from fusion.swarm.directory.records import JobId
 
 pytestmark = pytest.mark.process
@@ -107,6 +113,7 @@ def test_they_render_as_transformers_renders_them() -> None:
 
 def test_what_a_template_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 60.0)  # how fast the machine is does not count here
 
     async def main() -> None:
         async with templates() as opened:
@@ -119,6 +126,17 @@ def test_what_a_template_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
             assert said["loops"] == "it takes too long, or too much memory"
             assert "unsafe" in said["a class"]
             assert await opened.render(MODEL, GOOD[0], variables())
+
+    asyncio.run(main())
+
+
+def test_a_machine_without_time_for_it_is_no_mistake_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.0)
+
+    async def main() -> None:
+        async with templates() as opened:
+            with pytest.raises(TemplatesBusy, match="too busy to render a chat in 0 s"):
+                await opened.render(MODEL, GOOD[0], variables())
 
     asyncio.run(main())
 
