@@ -6,6 +6,7 @@ are skipped. No address at all starts a new swarm.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
@@ -19,7 +20,8 @@ logger = logging.getLogger(__name__)
 MAX_CACHED = 64
 _MAX_FILE_BYTES = 1 << 20
 # Each part is read in one way alone, and none twice: strangers write these, and what can be read in two takes twice as long a part.
-_ADDRESS = re.compile(r"(?>/(?:quic|quic-v1|ws|wss|tls|p2p-circuit)(?=/|\Z)|/[A-Za-z0-9-]+/[^\s/]+)++")
+_PART = r"/(?:quic|quic-v1|ws|wss|tls|p2p-circuit)(?=/|\Z)|/([A-Za-z0-9-]+)/([^\s/]+)"
+_PARTS, _ADDRESS = re.compile(_PART), re.compile(f"(?>{_PART})++")
 _PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,64}")
 
 
@@ -39,9 +41,24 @@ def parse(text: str) -> tuple[str, ...]:
 
 
 def is_address(text: str) -> bool:
-    """Whether `text` looks like a multiaddr that ends in /p2p/<peer id>. Dialling it is the real test."""
+    """Whether `text` looks like a multiaddr that ends in /p2p/<peer id>, of hosts and ports that there are. Dialling it is the
+    real test."""
     where, _, peer = text.rpartition("/p2p/")
-    return len(text) <= 512 and bool(_ADDRESS.fullmatch(where) and _PEER_ID.fullmatch(peer))
+    if len(text) > 512 or not (_ADDRESS.fullmatch(where) and _PEER_ID.fullmatch(peer)):
+        return False
+    return all(_can_be(*part.groups()) for part in _PARTS.finditer(where))
+
+
+def _can_be(protocol: str | None, value: str | None) -> bool:
+    """Whether a part of a multiaddr may have that value, as far as it is a host's number or a port."""
+    if value is None or protocol not in ("ip4", "ip6", "tcp", "udp"):
+        return True
+    if protocol in ("tcp", "udp"):
+        return value.isascii() and value.isdecimal() and int(value) < 1 << 16
+    try:
+        return ipaddress.ip_address(value).version == int(protocol[-1])
+    except ValueError:
+        return False
 
 
 def load(path: Path) -> tuple[str, ...]:

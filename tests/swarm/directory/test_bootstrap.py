@@ -22,6 +22,8 @@ def test_a_file_has_one_address_a_line_and_comments() -> None:
     assert parse(text) == (ADDRESS, OTHERS[0], OTHERS[2])
     assert parse("") == parse("# nobody yet\n") == ()
     assert parse(OTHERS[1]) == (OTHERS[1],)
+    named_so = f"/dns4/tcp/tcp/1/p2p/{PEER}"
+    assert parse(named_so) == (named_so,)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,10 @@ def test_a_file_has_one_address_a_line_and_comments() -> None:
         f"{ADDRESS} {ADDRESS}",
         "/ip4/192.0.2.1/tcp/31330/p2p/0OIl" + "1" * 48,
         f"/ip4/{'9' * 600}/tcp/1/p2p/{PEER}",
+        pytest.param(f"/ip4/300.0.2.1/tcp/1/p2p/{PEER}", id="no host"),
+        pytest.param(f"/ip6/192.0.2.1/tcp/1/p2p/{PEER}", id="a host of the other kind"),
+        pytest.param(f"/ip4/192.0.2.1/tcp/65536/p2p/{PEER}", id="no port"),
+        pytest.param(f"/dns/tcp/tcp/x/p2p/{PEER}", id="no number"),
     ],
 )
 def test_a_bad_line_is_named(line: str) -> None:
