@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent import futures
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from typing import Any, Generic, Self, TextIO, TypeVar
 
 from fusion.cli.terminal import errors
@@ -63,6 +63,13 @@ def run_until_stopped(
 def _leave(stderr: TextIO) -> None:
     sys.stderr = stderr  # the thread that is left behind may have it elsewhere, as capturing a model does
     os._exit(errors.report(KeyboardInterrupt(), debug=False))
+
+
+def _give_up(seconds: float) -> None:
+    # Not through sys.stderr: the thread that is blocked may hold it.
+    with suppress(OSError):
+        os.write(2, f"fusion-peer: it did not close in {seconds:.1f} s, and was ended at once\n".encode())
+    os._exit(errors.FAILED)
 
 
 class LoopThread:
@@ -190,7 +197,8 @@ async def _until_stopped(
             os._exit(130)
         asked = True
         # A thread, because what blocks may be the loop itself or the wait for other threads after it.
-        deadline = threading.Timer(STOP_BUDGET_SECONDS + extra_seconds(), os._exit, (1,))
+        seconds = STOP_BUDGET_SECONDS + extra_seconds()
+        deadline = threading.Timer(seconds, _give_up, (seconds,))
         deadline.daemon = True
         deadline.start()
         if not loop.is_closed():

@@ -102,8 +102,9 @@ loop.run_until_stopped(main())
 def blocked(budget: float) -> subprocess.Popen[str]:
     """A peer whose loop has been blocked since before it was asked to stop."""
     process = subprocess.Popen(
-        [sys.executable, "-c", BLOCKED.format(budget=budget)], stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-c", BLOCKED.format(budget=budget)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     return process
@@ -114,7 +115,11 @@ def test_a_blocked_loop_is_ended_by_the_deadline(number: int) -> None:
     process = blocked(budget=0.3)
     process.send_signal(number)
     try:
-        assert process.wait(timeout=30) == 1
+        _, said = process.communicate(timeout=30)
+        assert (process.returncode, said) == (
+            1,
+            "fusion-peer: it did not close in 0.3 s, and was ended at once\n",
+        )
     finally:
         process.kill()
 
