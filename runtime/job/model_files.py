@@ -82,6 +82,35 @@ def check_fetched(path: Path) -> None:
         raise JobError(f"{path} is only git's pointer to a large file: fetch the file itself (git lfs pull)")
 
 
+def check_whole(path: Path) -> None:
+    """JobError for a safetensors file that ends before its tensors do, as one whose download was cut off. What else is wrong with
+    it is for its reader to say."""
+    check_fetched(path)
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if length > MAX_JSON_BYTES:
+                return
+            header = file.read(length)
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error.strerror}") from error
+    if size < 8 + length:
+        raise JobError(f"{path} ends in its header: it is not whole")
+    whole = 8 + length + _end_of_tensors(header)
+    if size < whole:
+        raise JobError(f"{path} has {size} of its {whole} bytes: it is not whole")
+
+
+def _end_of_tensors(header: bytes) -> int:
+    """Where the last tensor ends, behind the header; 0 where that cannot be told."""
+    try:
+        entries: dict[str, Any] = json.loads(header)
+        return max(int(e["data_offsets"][1]) for key, e in entries.items() if key != "__metadata__")
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError, OverflowError):
+        return 0
+
+
 def check_gguf(path: Path) -> None:
     """JobError in one line unless the file begins as a GGUF file that can be read, and what reads it is installed."""
     check_fetched(path)
@@ -92,8 +121,10 @@ def check_gguf(path: Path) -> None:
         raise JobError(f"{path} cannot be read: {error.strerror}") from error
     if start[:4] != GGUF_MAGIC:
         raise JobError(f"{path} is not a GGUF file; of other formats the directory is served, not one file")
+    if len(start) < 8:
+        raise JobError(f"{path} ends in its version: it is not whole")
     version = int.from_bytes(start[4:], "little")
-    if len(start) < 8 or version not in GGUF_VERSIONS:
+    if version not in GGUF_VERSIONS:
         raise JobError(f"{path} is a GGUF file of version {version}; 2 and 3 are read, little-endian")
     _need("reading a GGUF file", "transformers", "gguf")
 
@@ -114,7 +145,11 @@ def check_huggingface(directory: Path, *, weights: bool = True) -> None:
         raise JobError(f"{directory} has no {CONFIG_FILE}: it is not a Hugging Face model directory{hint}")
     json_object(directory / CONFIG_FILE)
     if weights:
-        indexed_files(directory)
+        found = indexed_files(directory)
+        one = directory / WEIGHTS_FILE
+        held = [one] if one.is_file() else directory.glob("*.safetensors")
+        for path in sorted(set(held if found is None else found.values())):
+            check_whole(path)
     _need("reading a Hugging Face model", "transformers")
 
 

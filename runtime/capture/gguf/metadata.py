@@ -20,7 +20,10 @@ class Metadata:
         kind = header.values.get("general.type", "model")
         if kind != "model":
             raise JobError(f"{header.path}: not a model but {shown(str(kind))}")
-        self.architecture = str(header.values.get("general.architecture"))
+        architecture = header.values.get("general.architecture")
+        if not isinstance(architecture, str):
+            raise JobError(f"{header.path} does not say of what kind its model is (general.architecture)")
+        self.architecture = architecture
         self._prefix = f"{self.architecture}."
         self._left = {key for key in header.values if key.startswith(self._prefix)}
 

@@ -632,7 +632,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     refused("cannot be read")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     refused(r"cannot be used: transformers [\d.]+ knows no models of the kind 'no-such-model'$")
     edited(tmp_path, auto_map={"AutoConfig": "own.Config"})
     refused("of the kind 'no-such-model', and code that comes with a model is not run$")
