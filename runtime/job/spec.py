@@ -278,7 +278,7 @@ def _model(table: Any, base: Path, sequence: int) -> GPTConfig | HuggingFaceConf
         case "gpt":
             model = build(GPTConfig, {"sequence": max(1, sequence), **rest}, "model")
             if model.sequence < LEAST_ROWS:
-                right = f"at least {LEAST_ROWS}, not {model.sequence}"
+                right = f"at least {LEAST_ROWS}, not {rest.get('sequence', sequence)}"
                 raise JobError(f"model.sequence (train.sequence, where it is left out) must be {right}")
             if model.sequence < sequence:
                 raise JobError(

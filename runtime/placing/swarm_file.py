@@ -223,7 +223,7 @@ class SwarmFile:
 
     def with_lines(self, mbps: float) -> SwarmFile:
         """The same peers, each with a line of its own of so many Mbps, up and down. JobError where that is no rate."""
-        _check_rate("line-mbps", mbps)
+        _check_rate("--line-mbps", mbps)
         return replace(self, peers=tuple(replace(p, up_mbps=mbps, down_mbps=mbps) for p in self.peers))
 
     def price(self, names: Iterable[str]) -> float | None:
@@ -366,7 +366,7 @@ def _check_name(name: str, prefix: str = "") -> None:
 
 def _check_above_zero(key: str, value: float | None) -> None:
     if value is not None and not (math.isfinite(value) and value > 0):
-        raise JobError(f"{key} must be above 0, not {value:g}")
+        raise JobError(f"{key} must be above 0 and finite, not {value:g}")
 
 
 def _check_rate(key: str, mbps: float | None) -> None:
@@ -377,4 +377,4 @@ def _check_rate(key: str, mbps: float | None) -> None:
 
 def _check_not_below_zero(key: str, value: float | None) -> None:
     if value is not None and not (math.isfinite(value) and value >= 0):
-        raise JobError(f"{key} must be 0 or more, not {value:g}")
+        raise JobError(f"{key} must be 0 or more and finite, not {value:g}")

@@ -207,7 +207,7 @@ def test_what_other_lines_and_devices_would_change(job, capsys, tmp_path):
     assert plan(job, swarm, "--line-mbps", "1") == 0
     assert "sequences/s; of peers for $1,398, " in capsys.readouterr().out
     assert plan(job, swarm, "--line-mbps", "-1") == 2
-    assert capsys.readouterr().err == "fusion-peer: line-mbps must be above 0, not -1\n"
+    assert capsys.readouterr().err == "fusion-peer: --line-mbps must be above 0 and finite, not -1\n"
 
 
 def test_json_has_no_infinity():

@@ -98,8 +98,9 @@ def test_held_out_files_by_pattern_are_not_trained_on(base: Path) -> None:
         (
             "sequence = 16",
             "sequence = 4",
-            "model.sequence (train.sequence, where it is left out) must be at least 8",
+            "model.sequence (train.sequence, where it is left out) must be at least 8, not 4",
         ),
+        ("sequence = 16", "sequence = 0", "must be at least 8, not 0"),
         ("[train]", "[compression]\nratio = 0.5\n[train]", "compression.ratio must be from 1"),
         ("[train]", "[compression]\nkind = 'some'\n[train]", "compression.kind must be one of"),
         ("[train]", "[compression]\nfamilies = ['zip']\n[train]", "compression.families must be some of"),

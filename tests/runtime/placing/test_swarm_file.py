@@ -141,8 +141,14 @@ def test_our_networks(name):
         ("speed = 3\n" + TWO, "speed is not known here .known: default, links, peers, sites."),
         (TWO + "colour = 3\n", r"peers\[1\].colour is not known here .known: count, device, down_mbps"),
         (TWO.replace("gflops = 1\n", ""), r"peers\[0\].gflops .or mflops. must be set"),
-        (TWO.replace("gflops = 1\n", "gflops = -5\n"), r"peers\[0\].gflops must be above 0, not -5"),
-        (TWO.replace("gflops = 1\n", "gflops = nan\n"), r"peers\[0\].gflops must be above 0, not nan"),
+        (
+            TWO.replace("gflops = 1\n", "gflops = -5\n"),
+            r"peers\[0\].gflops must be above 0 and finite, not -5",
+        ),
+        (
+            TWO.replace("gflops = 1\n", "gflops = nan\n"),
+            r"peers\[0\].gflops must be above 0 and finite, not nan",
+        ),
         (
             TWO.replace("gflops = 1\n", 'gflops = "fast"\n'),
             r"peers\[0\].gflops must be a number, not str 'fast'",
@@ -154,8 +160,8 @@ def test_our_networks(name):
         (TWO.replace('name = "b"\n', ""), r"peers\[1\].name is missing"),
         (TWO.replace('"b"', '""'), r"peers\[1\].name must be text of 1 to 100"),
         (TWO.replace('"b"', '"a"'), r"peers\[1\].name: 'a' is taken"),
-        (TWO + "up_mbps = 0\n", r"peers\[1\].up_mbps must be above 0, not 0"),
-        (TWO + "rtt_ms = -1\n", r"peers\[1\].rtt_ms must be 0 or more, not -1"),
+        (TWO + "up_mbps = 0\n", r"peers\[1\].up_mbps must be above 0 and finite, not 0"),
+        (TWO + "rtt_ms = -1\n", r"peers\[1\].rtt_ms must be 0 or more and finite, not -1"),
         (
             TWO + 'site = "lab"\n',
             r"peers\[1\].site: no \[\[sites\]\] is called 'lab' .sites: there are none.",
