@@ -33,7 +33,10 @@ def generate(
     features: Annotated[
         Path | None,
         typer.Option(
-            "--features", metavar="FILE.npy", help="Of sound, for a model that hears, as Whisper does."
+            "--features",
+            metavar="FILE.npy",
+            parser=options.a_path,
+            help="Of sound, for a model that hears, as Whisper does.",
         ),
     ] = None,
     max_tokens: Annotated[

@@ -124,7 +124,10 @@ app.command()(invites.revoke)
 @options.grouped
 def export(
     job: options.Job,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory for the model.")],
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", parser=options.a_path, help="A new or empty directory for the model."),
+    ],
     *,
     way: client.JoinOptions,
     json: options.Json = False,

@@ -30,10 +30,18 @@ class Scheduler(StrEnum):
 
 
 def plan(
-    job: Annotated[Path, typer.Argument(metavar="JOB.TOML", help="As for train (see examples/).")],
+    job: Annotated[
+        Path,
+        typer.Argument(metavar="JOB.TOML", parser=options.a_path, help="As for train (see examples/)."),
+    ],
     swarm: Annotated[
         Path,
-        typer.Option("--swarm", metavar="SWARM.TOML", help="Peers and links (see examples/swarm.toml)."),
+        typer.Option(
+            "--swarm",
+            metavar="SWARM.TOML",
+            parser=options.a_path,
+            help="Peers and links (see examples/swarm.toml).",
+        ),
     ],
     scheduler: Annotated[
         Scheduler, typer.Option("--scheduler", help="How to cut and place; the others are baselines.")

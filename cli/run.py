@@ -29,11 +29,20 @@ def run(
     given: Annotated[
         Path,
         typer.Option(
-            "--input", metavar="X.npz", help="Its inputs by name; the first dimension counts samples."
+            "--input",
+            metavar="X.npz",
+            parser=options.a_path,
+            help="Its inputs by name; the first dimension counts samples.",
         ),
     ],
     made: Annotated[
-        Path, typer.Option("--output", metavar="Y.npz", help="Where to write its outputs, by name.")
+        Path,
+        typer.Option(
+            "--output",
+            metavar="Y.npz",
+            parser=options.a_path,
+            help="Where to write its outputs, by name.",
+        ),
     ],
     batch: Annotated[
         int, typer.Option("--batch", min=0, help="So many samples at a time (0: all of them at once).")

@@ -108,6 +108,7 @@ def serve(
         typer.Option(
             "--draft",
             metavar="DIR|GGUF",
+            parser=options.a_path,
             help="A small model of the same tokenizer that guesses for it over slow links: the same answers, sooner.",
         ),
     ] = None,
@@ -119,7 +120,7 @@ def serve(
     """Serve a model across the swarm. It returns once a token has gone around the peers that hold it."""
     need_peer_extra("serve")
     output = Output(as_json=json)
-    path = Path(source)
+    path = options.a_path(source)
     job = source if not path.exists() and path.name == source and _may_be_job(source) else None
     if job is None:
         if once:

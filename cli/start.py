@@ -98,6 +98,7 @@ def start(
         typer.Option(
             "--http-key",
             metavar="FILE",
+            parser=options.a_path,
             help="API keys, one a line, of which each request over HTTP must show one.",
         ),
     ] = None,

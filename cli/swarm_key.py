@@ -20,7 +20,7 @@ def swarm_key() -> None:
 
 @app.command()
 def new(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", parser=options.a_path, help="Where to write it.")],
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:

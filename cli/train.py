@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 @options.grouped
 def train(
     job: Annotated[
-        Path, typer.Argument(metavar="JOB.TOML", help="What to train, on what, how (see examples/).")
+        Path,
+        typer.Argument(
+            metavar="JOB.TOML", parser=options.a_path, help="What to train, on what, how (see examples/)."
+        ),
     ],
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once the swarm holds model, weights and data itself.")

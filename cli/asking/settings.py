@@ -19,7 +19,12 @@ MOST_TOKENS = (1 << 31) - 1
 
 JsonSchema = Annotated[
     Path | None,
-    typer.Option("--json-schema", metavar="FILE", help="The answer is JSON that follows the schema in it."),
+    typer.Option(
+        "--json-schema",
+        metavar="FILE",
+        parser=options.a_path,
+        help="The answer is JSON that follows the schema in it.",
+    ),
 ]
 
 

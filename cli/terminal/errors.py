@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import traceback
 from contextlib import suppress
@@ -25,6 +26,9 @@ USAGE_ERROR: Any = typer.BadParameter.__base__
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 LINE_CHARACTERS = 500
+# typer says "'x' is not a valid int range" of what is no number at all.
+_NUMBERS = re.compile(r"is not a valid (int|float)(?:eger)?(?: range)?\.\Z")
+_NUMBER_OF = {"int": "is not a whole number.", "float": "is not a number."}
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,8 @@ def explain(error: BaseException) -> Verdict:
     if isinstance(error, KeyboardInterrupt):
         return Verdict("interrupted", INTERRUPTED)
     if isinstance(error, USAGE_ERROR):
-        return Verdict(
-            f"{one_line(error.format_message(), LINE_CHARACTERS)} (fusion-peer COMMAND --help)", BAD_INPUT
-        )
+        said = _NUMBERS.sub(lambda kind: _NUMBER_OF[kind[1]], error.format_message())
+        return Verdict(f"{one_line(said, LINE_CHARACTERS)} (fusion-peer COMMAND --help)", BAD_INPUT)
     line = one_line(str(error), LINE_CHARACTERS)
     if isinstance(error, UnicodeError):
         return Verdict(f"not a text file in UTF-8: {line}", BAD_INPUT)

@@ -33,16 +33,17 @@ class Who(StrEnum):
     granted = "granted"
 
 
-def _folder(text: str) -> Path:
+def a_path(text: str) -> Path:
+    """The parser of every option and argument that is a path. BadParameter for an empty one."""
     if not str(text):  # of a variable that is not set: it is not the working folder that was meant
-        raise typer.BadParameter("a folder, not ''")
+        raise typer.BadParameter("a path, not ''")
     return Path(text)
 
 
 Home = Annotated[
     Path,
     typer.Option(
-        "--home", metavar="DIR", parser=_folder, help="Where identity, cache and state of this machine live."
+        "--home", metavar="DIR", parser=a_path, help="Where identity, cache and state of this machine live."
     ),
 ]
 Bootstrap = Annotated[
@@ -62,6 +63,7 @@ SwarmKey = Annotated[
     typer.Option(
         "--swarm-key",
         metavar="FILE",
+        parser=a_path,
         help="The key of a closed swarm (that in the home, where there is one).",
     ),
 ]
@@ -164,8 +166,9 @@ def home_folder(home: Path) -> Path:
         path = home.expanduser().absolute()
     except RuntimeError:
         raise ValueError(f"--home: {home} is in the home of a user who has none here") from None
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"--home: {path} is not a folder")
+    near = next(each for each in (path, *path.parents) if each.exists())
+    if not near.is_dir():
+        raise ValueError(f"--home: {near} is not a folder")
     return path
 
 
@@ -204,7 +207,7 @@ def listen_addresses(given: Sequence[str]) -> tuple[str, ...]:
 def checked_rate(mbps: float, option: str) -> float:
     """ValueError for what is no rate, such as nan."""
     if not 0 < mbps < float("inf"):
-        raise ValueError(f"{option}: a rate in megabits a second, above 0, not {mbps:g}")
+        raise ValueError(f"{option}: a rate in megabits a second, above 0 and finite, not {mbps:g}")
     return mbps
 
 

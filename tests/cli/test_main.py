@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,7 +67,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["frobnicate"], "frobnicate"),
         (["start", "--frobnicate"], "--frobnicate"),
         (["start", "--threads", "0"], "--threads"),
-        (["start", "--threads", "many"], "--threads"),
+        (["start", "--threads", "many"], "'--threads': 'many' is not a whole number."),
+        (["generate", "x", "--temperature", "hot"], "'--temperature': 'hot' is not a number."),
         (["start", "--threads", "1025"], "--threads"),
         (["start", "--memory", "lots"], "--memory"),
         (["start", "--memory", "0GiB"], "--memory"),
@@ -124,6 +126,23 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert captured.out == ""
 
 
+def test_no_path_may_be_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a variable that is not set: the working folder would be taken for it."""
+    commands = [typer.main.get_command(main.program())]
+    found = 0
+    while commands:
+        command = commands.pop()
+        commands += getattr(command, "commands", {}).values()
+        for parameter in command.params:
+            kind = type(parameter.type).__name__
+            assert "Path" not in kind, f"{command.name} {parameter.name}"
+            found += kind == "FuncParamType"
+    assert found >= len(COMMANDS)
+    for words in (["train", ""], ["serve", "", "--name", "x"], ["jobs", "export", "x", ""]):
+        assert main.main(words) == 2
+        assert "a path, not ''" in one_line(capsys.readouterr().err)
+
+
 def test_a_port_of_the_api_that_is_taken_is_told_before_anything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +198,11 @@ sequence = 8
         ),
         ("serve good.toml --name x", "not a GGUF file"),
         ("serve cut.gguf --name x", "it is not whole"),
+        ("serve start.gguf --name x", "start.gguf ends in its version: it is not whole"),
+        ("serve kindless.gguf --name x", "kindless.gguf does not say of what kind its model is"),
         ("serve other.gguf --name x", "a model of the kind 'rwkv7'"),
+        ("serve cut --name x", "model.safetensors has 100 of its 5096 bytes: it is not whole"),
+        ("serve cut/within --name x", "model.safetensors ends in its header: it is not whole"),
         ("serve empty --name x --once", "--once"),
         ("serve job --name my+model!", "--name: letters, digits"),
         ("generate x --top-p 3", "top_p"),
@@ -189,9 +212,10 @@ sequence = 8
         ("chat --bootstrap nofile", "--bootstrap"),
         ("status --peer foo", "--peer"),
         ("status --home job.toml", "not a folder"),
+        ("status --home job.toml/home", "job.toml is not a folder"),
         ("status --bootstrap nofile", "--bootstrap"),
         ("start --home kept", "kept/identity is empty"),
-        ("start --home job.toml/home", "job.toml is no folder"),
+        ("start --home job.toml/home", "job.toml is not a folder"),
         ("start --listen /ip4/0.0.0.0/udp/0/quic-v1/webtransport", "--listen"),
         ("start --upload-mbps nan", "--upload-mbps"),
         ("jobs watch x --peer foo", "--peer"),
@@ -208,6 +232,8 @@ def test_bad_input_is_found_before_anything_slow_is_loaded(words: str, said: str
     (tmp_path / "swarm.toml").write_text("[[peers]]\n")
     (tmp_path / "good.peers").write_text("# nobody yet\n")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF" + bytes([3, 0, 0, 0]) + bytes([9] + [0] * 7) * 2)
+    (tmp_path / "start.gguf").write_bytes(b"GGUF\3")
+    (tmp_path / "kindless.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
     kind = b"".join(struct.pack("<Q", len(t)) + t for t in (b"general.architecture", b"rwkv7"))
     kind = kind.replace(b"architecture", b"architecture" + struct.pack("<I", 8))
     (tmp_path / "other.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + kind)
@@ -216,6 +242,13 @@ def test_bad_input_is_found_before_anything_slow_is_loaded(words: str, said: str
         if config is not None:
             (tmp_path / name / "config.json").write_text(config)
     (tmp_path / "kept" / "identity").touch(0o600)
+    within = tmp_path / "cut" / "within"
+    within.mkdir(parents=True)
+    header = b'{"w": {"dtype": "F32", "shape": [1250], "data_offsets": [0, 5000]}}'.ljust(88)
+    for folder, bytes_there in ((within, 40), (within.parent, 100)):
+        (folder / "config.json").write_text("{}")
+        whole = len(header).to_bytes(8, "little") + header + bytes(5000)
+        (folder / "model.safetensors").write_bytes(whole[:bytes_there])
     code = (
         "import socket, sys\n"
         "from fusion.cli import main\n"
