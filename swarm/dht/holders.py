@@ -21,9 +21,8 @@ class Holders:
     def __init__(self, replicas: int, seconds: float) -> None:
         self._replicas = replicas
         self._seconds = seconds
-        self._found: dict[
-            Key, tuple[float, tuple[Node, ...]]
-        ] = {}  # until when, those that end first in front
+        # Until when; those that end first in front.
+        self._found: dict[Key, tuple[float, tuple[Node, ...]]] = {}
         self._asked: dict[Key, Node] = {}  # last
 
     def found(self, nearest: Mapping[Key, Sequence[Node]], now: float) -> None:

@@ -21,9 +21,8 @@ from fusion.swarm.printable import one_line
 WORKER = Path(__file__).with_name("template_worker.py")
 MEMORY_BYTES = 512 << 20  # of address space; what becomes a text of MAX_PROMPT_BYTES takes a quarter of it
 CPU_SECONDS = 2
-CPU_IS_BOUNDED = (
-    sys.platform != "win32"
-)  # by the system: a template that takes longer is not just one that waits for others
+# By the system. Where it is not, a template that takes longer may be at fault itself, and not just wait for others.
+CPU_IS_BOUNDED = sys.platform != "win32"
 TOO_MUCH = "it takes too long, or too much memory"
 RENDER_SECONDS = 6.0  # on a busy machine, the start of the process included
 WAIT_SECONDS = 10.0  # for a turn
