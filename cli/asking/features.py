@@ -16,9 +16,8 @@ def features_of(path: Path) -> bytes:
     import numpy as np
 
     try:
-        found = np.lib.format.open_memmap(
-            path, mode="r"
-        )  # looks into nothing but the header, and takes no objects
+        # Looks into nothing but the header, and takes no objects
+        found = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError) as error:
         raise ValueError(f"--features: {path} is no .npy file of numbers: {error}") from None
     if found.dtype.kind != "f":

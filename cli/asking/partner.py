@@ -113,9 +113,8 @@ class Partner:
                         turn.tokens.append(piece.id)
                         self._show(turn, piece.text)
                     else:
-                        self._show(
-                            turn, piece.text[len(turn.text) :]
-                        )  # what was held back until it was certain
+                        # What was held back until it was certain
+                        self._show(turn, piece.text[len(turn.text) :])
                         turn.answer = piece
         except NotAdmitted:
             raise

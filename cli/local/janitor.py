@@ -50,9 +50,8 @@ def _read_processes(lines: Iterable[str]) -> list[psutil.Process]:
         pid, created = line.split()
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(int(pid))
-            if (
-                abs(process.create_time() - float(created)) < 1.0
-            ):  # else the number is another process's by now
+            # Else the number is another process's by now
+            if abs(process.create_time() - float(created)) < 1.0:
                 found.append(process)
     return found
 

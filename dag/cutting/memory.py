@@ -259,9 +259,8 @@ class _Measure:
             if blocks and shared:
                 bytes_ = FLOAT32_BYTES * elements(type_)
                 table.holders(blocks, -1, bytes_)
-                table.add(
-                    (0, blocks[0] + 1), blocks[-1] + 1, -bytes_
-                )  # a stage with all its readers shares nothing
+                # A stage with all its readers shares nothing
+                table.add((0, blocks[0] + 1), blocks[-1] + 1, -bytes_)
         return table.matrix()
 
     def _between(self, own: Row) -> Matrix:

@@ -92,9 +92,8 @@ def exact(space: Space, entries: int = ENTRIES) -> Optimum | None:
 @dataclass(frozen=True, eq=False)
 class _Tables:
     space: Space
-    by_stages: tuple[
-        tuple[Floats, Floats], ...
-    ]  # (pace, once) by device, first and last bound; stages from here on
+    # (pace, once) by device, first and last bound; stages from here on
+    by_stages: tuple[tuple[Floats, Floats], ...]
     links: tuple[Floats, Floats]  # (pace, once) by two devices and the bound between them
 
     @staticmethod
@@ -132,9 +131,8 @@ class _Tables:
             masks = np.array([m for m in range(1 << count) if m.bit_count() == used])
             for e in range(count):
                 free = masks[(masks >> e) & 1 == 0]
-                rest = combine(cost[free], link[e][None]).min(
-                    axis=1
-                )  # (masks, bound that the rest begins at)
+                # (masks, bound that the rest begins at)
+                rest = combine(cost[free], link[e][None]).min(axis=1)
                 whole = combine(rest[:, None, :], segments[used][e][None])
                 cost[free | 1 << e, e] = whole.min(axis=2)
         ends = [(float(cost[m, d, 0]), m, d) for m, d in self._ends() if np.isfinite(cost[m, d, 0])]

@@ -184,9 +184,8 @@ def _clustered(space: Space, members: Sequence[int]) -> Iterator[tuple[int, ...]
     between = np.array([[rates[np.ix_(a, b)].max() for b in groups] for a in groups])
     line = [groups[c] for c in path(between)]
     runs = [line[a:b] for a in range(len(line)) for b in range(a + 1, len(line) + 1)]
-    if (
-        len(runs) > _RUNS
-    ):  # those that matter most: the whole, the clusters that compute most, and those around them
+    # Those that matter most: the whole, the clusters that compute most, and those around them
+    if len(runs) > _RUNS:
         speed = [float(np.sort(space.flops[group])[-_FEW:].sum()) for group in line]
         best = np.argsort(speed)[::-1]
         runs = [line, *([line[int(c)]] for c in best[: _RUNS // 2])]

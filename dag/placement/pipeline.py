@@ -23,9 +23,8 @@ from fusion.dag.placement.schedule import Schedule as Schedule
 from fusion.dag.placement.segments import measure
 from fusion.dag.placement.speeds import NODES
 
-EdgeCosts = Mapping[
-    tuple[str, str], CodecCost
-]  # by (edge name, "forward" or "backward"); dense where one is missing
+# By (edge name, "forward" or "backward"); dense where one is missing
+EdgeCosts = Mapping[tuple[str, str], CodecCost]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,9 +42,8 @@ class Trace:
     step_seconds: float
     stage_busy_seconds: tuple[float, ...]  # computing, the update included
     codec_busy_seconds: Mapping[str, float]  # by peer
-    links: Mapping[
-        tuple[str, str], LinkLoad
-    ]  # by (from, to), both passes; busy at `Network.rate` of the pair
+    # By (from, to), both passes; busy at `Network.rate` of the pair
+    links: Mapping[tuple[str, str], LinkLoad]
     uplinks: Mapping[str, LinkLoad]  # by peer that sends anything
     downlinks: Mapping[str, LinkLoad]
     events: int  # that were simulated
@@ -63,9 +62,8 @@ class _Cores:
         self.limited = cores < inf
         self.play = play
         self._cores = cores
-        self._tasks: list[
-            tuple[float, int, _Worker]
-        ] = []  # first to end first: when `_had` is so much, order
+        # First to end first: when `_had` is so much, order
+        self._tasks: list[tuple[float, int, _Worker]] = []
         self._begun = 0
         self._had = 0.0  # seconds of work that a task got which has been there from the beginning
         self._since = 0.0

@@ -19,9 +19,8 @@ _RESHAPES = frozenset({
     "aten.reshape", "aten.view", "aten._unsafe_view", "aten.flatten.using_ints", "aten.unflatten.int", "aten.squeeze",
 })  # fmt: skip
 REPEATS = "aten.repeat_interleave.self_int"  # a position's rows stay together
-_SHAPES = frozenset(
-    {"size", "shape", "sizes"}
-)  # parameters that give the shape of the result and nothing else
+# Parameters that give the shape of the result and nothing else
+_SHAPES = frozenset({"size", "shape", "sizes"})
 
 
 def require_separate_positions(graph: Graph) -> None:

@@ -63,9 +63,8 @@ def stored_read(read: Read, sources: Sequence[Source], made: Callable[[Source], 
     def found(variables: Iterable[Variable]) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
         others: list[Variable] = []
-        asked: dict[
-            Source, dict[str, str]
-        ] = {}  # what each of its tensors is called, of those that are wanted
+        # What each of its tensors is called, of those that are wanted
+        asked: dict[Source, dict[str, str]] = {}
         for variable in variables:
             part = part_of(variable.name)
             name = variable.name if part is None else part.name

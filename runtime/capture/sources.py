@@ -103,9 +103,8 @@ class LanguageModel:
     source: SourceConfig | None = None  # what an encoder-decoder reads
     tokenizer: Path | bytes | None = None  # tokenizer.json, or what would stand in it
     config: tuple[Path, ...] = ()  # files that an export repeats
-    chat: Mapping[str, bytes] = field(
-        default_factory=dict
-    )  # by file name: how it is chatted with, if it says so
+    # By file name: how it is chatted with, if it says so
+    chat: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def unended(self) -> str | None:

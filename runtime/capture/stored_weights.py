@@ -211,9 +211,8 @@ class StoredWeights:
         """The values of variables, each with its name here, in the dtype of the graph. JobError, in one line, for one of
         another shape, or that cannot be read or put together."""
         found: dict[str, torch.Tensor] = {}
-        made: dict[
-            str, torch.Tensor
-        ] = {}  # all that a converter made at last: what it made beside may be asked for next
+        # All that a converter made at last: what it made beside may be asked for next
+        made: dict[str, torch.Tensor] = {}
         with self._opened() as read:
             for variable, name in wanted:
                 part, stored = part_of(variable.name), self._stored[name]

@@ -128,9 +128,8 @@ class JsonLines:
         """In single precision where it has fractions; `first`: the number of its first sample."""
         if array.dtype.kind != "f":
             return array
-        if not np.isfinite(
-            array
-        ).all():  # what JSON itself does not know: NaN, and 1e400, which Python reads as infinite
+        # What JSON itself does not know: NaN, and 1e400, which Python reads as infinite
+        if not np.isfinite(array).all():
             sample = first + int(np.argwhere(~np.isfinite(array))[0][0])
             raise JobError(
                 f"{self._path}: {field!r:.80} of sample {sample} (the first is 0) must be finite numbers"

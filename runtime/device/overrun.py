@@ -27,9 +27,8 @@ def call_seconds(stage: Stage, sizes: Mapping[str, int], flops_per_second: float
     graph's symbols, at most; rows all choose experts that are held here. Takes a while for a graph of thousands of nodes."""
     costs = stage_costs(stage, sizes, most=True)
     flops = sum(max(cost.forward_flops, cost.backward_flops) for cost in costs)
-    moved = sum(
-        2 * cost.moved_bytes for cost in costs
-    )  # a backward pass reads what the forward read and made
+    # A backward pass reads what the forward read and made
+    moved = sum(2 * cost.moved_bytes for cost in costs)
     return flops / flops_per_second + moved / BYTES_PER_SECOND + len(costs) * NODE_SECONDS
 
 

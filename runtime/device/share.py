@@ -150,9 +150,8 @@ class DeviceShare:
         self._authors = _Line(ages=True)
         self._jobs: LRUCache[PeerId, _Line] = LRUCache(REMEMBERED)
         self._habits: LRUCache[JobId, _Habits] = LRUCache(REMEMBERED)
-        self._ended: LRUCache[PeerId, tuple[float, float]] = LRUCache(
-            REMEMBERED
-        )  # when the last call did, its seconds
+        # When the last call did, its seconds
+        self._ended: LRUCache[PeerId, tuple[float, float]] = LRUCache(REMEMBERED)
         # Of an author's training, and of its answers: until when they leave the device to others.
         self._rests: LRUCache[tuple[PeerId, bool], _Rest] = LRUCache(REMEMBERED)
         self._due = 0.0  # seconds of pauses that calls of those who have had less have made up for

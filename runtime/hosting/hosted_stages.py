@@ -79,9 +79,8 @@ class HostedStages:
         # What jobs ran that no peer could run: whoever launches another one of it is not worth a claim, nor words on its end.
         self.unrunnable: FIFOCache[Workload, None] = FIFOCache(UNRUNNABLE)
         self._overtaken: CoolDown[Place] = CoolDown(OVERTAKEN_SECONDS, OVERTAKEN_SECONDS, clock)
-        self._reasons: FIFOCache[Place, str] = FIFOCache(
-            TOLD_FAILURES
-        )  # why the last one of a stage ended here
+        # Why the last one of a stage ended here
+        self._reasons: FIFOCache[Place, str] = FIFOCache(TOLD_FAILURES)
         self._claiming: list[Place] = []
         self._context = context
         context.pace.beside = self._run_beside
@@ -127,9 +126,8 @@ class HostedStages:
         """Run `work` for the job beside the stages: it ends none but the job's own."""
         assert self.tasks is not None, "nothing is hosted"
         task = self.tasks.create_task(self.faults.isolate(job, work), name=repr(work))
-        task.add_done_callback(
-            lambda _: work.close()
-        )  # it was not awaited where the task is cancelled at once
+        # It was not awaited where the task is cancelled at once
+        task.add_done_callback(lambda _: work.close())
         return task
 
     def _run_beside(self, account: PeerId) -> bool:

@@ -72,9 +72,8 @@ class Pool:
         spawn: Callable[[JobId, Coroutine[Any, Any, None]], asyncio.Task[None]],
         fitness: float = 0.0,
     ) -> None:
-        self.on_stop: Callable[[], object] = lambda: (
-            None
-        )  # we stand by for a stage no more, and what was kept for it may go
+        # We stand by for a stage no more, and what was kept for it may go
+        self.on_stop: Callable[[], object] = lambda: None
         # Whether hosting claims the stage now: what is warm is for it.
         self.claims: Callable[[Place], bool] = lambda place: False
         self._context = context

@@ -24,9 +24,8 @@ class CoolDown(Generic[K]):
         self._first_seconds = first_seconds
         self._longest_seconds = longest_seconds
         self._clock = clock
-        self._failed: FIFOCache[K, tuple[float, float]] = FIFOCache(
-            REMEMBERED
-        )  # until when, and how long that was
+        # Until when, and how long that was
+        self._failed: FIFOCache[K, tuple[float, float]] = FIFOCache(REMEMBERED)
 
     def start(self, key: K) -> None:
         """It failed just now."""

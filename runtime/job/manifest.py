@@ -120,9 +120,8 @@ class ServeConfig:
     prefill_chunk: int = 512
     hop_bytes: tuple[int, ...] = ()  # that cross each cut for one position; empty: not known
     source: SourceConfig | None = None  # of an encoder-decoder
-    outputs: tuple[
-        str, ...
-    ] = ()  # names for what a model gives that answers in one run and generates nothing
+    # Names for what a model gives that answers in one run and generates nothing
+    outputs: tuple[str, ...] = ()
     batch: int = 1  # samples that such a model takes at once, at most
 
     @property
@@ -151,9 +150,8 @@ class Manifest:
     opset: int = 1  # the op-set that the graph needs: whoever knows only older ones has no part in the job
     weights: tuple[Digest, ...]  # blob per stage: safetensors of that stage's variables, by variable name
     proposed: tuple[PeerId, ...]  # proposed owner of each stage; a hint, anyone may fill a hole
-    replicas: tuple[
-        tuple[PeerId, ...], ...
-    ] = ()  # by stage: who is proposed to serve it beside its owner; a hint
+    # By stage: who is proposed to serve it beside its owner; a hint
+    replicas: tuple[tuple[PeerId, ...], ...] = ()
     memory_bytes: tuple[int, ...] = ()  # what each stage needs on its peer, as the launcher estimates it
     train: TrainConfig | None = None
     serve: ServeConfig | None = None

@@ -37,9 +37,8 @@ SAFETENSORS_HEADER_BYTES = 1 << 20  # and as much again for each thousand tensor
 
 Config = TrainConfig | ServeConfig
 
-Stages = tuple[
-    tuple[Stage, ...], tuple[TieGroup, ...]
-]  # all stages, and the variables that several of them hold
+# All stages, and the variables that several of them hold
+Stages = tuple[tuple[Stage, ...], tuple[TieGroup, ...]]
 
 
 async def load_stages(context: Context, job: JobId, manifest: Manifest) -> Stages:

@@ -148,9 +148,8 @@ class TokenizerText:
             self._tokenizer = of_any_length(Tokenizer.from_buffer(data))
         self._steps = _decoder_steps(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
-        self._added = {
-            token: entry.content for token, entry in added.items()
-        }  # which are what they look like
+        # These are what they look like
+        self._added = {token: entry.content for token, entry in added.items()}
         self._skipped = {token for token, entry in added.items() if entry.special}
         self.literal = bool(self._steps & _SPELLED) and self._steps <= _SPELLED | _NEIGHBOURLY
         self.special = frozenset(self._added)

@@ -45,9 +45,8 @@ class ServingPlan:
     peers: int = 0
     here_bytes: int = 0  # of the weights, in the launcher's own store already
     misfit: str = ""  # one line: why it does not fit
-    needed: tuple[
-        int, ...
-    ] = ()  # bytes that the fullest peer would need, over 1, 2, ... equal ones, where it does not fit
+    # Bytes that the fullest peer would need, over 1, 2, ... equal ones, where it does not fit
+    needed: tuple[int, ...] = ()
 
     @property
     def held_bytes(self) -> int:

@@ -32,9 +32,8 @@ CONTROL_SOCKET = "control.sock"
 class Announcement:
     record: Callable[[], PeerRecord]  # as it is now
     done: asyncio.Event  # set once the swarm knows this peer
-    refused: (
-        asyncio.Event
-    )  # set once the bootstrap peers turn out to be of another swarm, and nobody else is there
+    # Set once the bootstrap peers turn out to be of another swarm, and nobody else is there
+    refused: asyncio.Event
 
 
 @asynccontextmanager

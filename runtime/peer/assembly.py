@@ -29,9 +29,8 @@ LEAVE_SECONDS = 14.0  # for all stages together; see HAND_OVER_SECONDS in `fusio
 log = logging.getLogger(__name__)
 
 
-Services = Callable[
-    [Context], AbstractAsyncContextManager[Mapping[str, Service]]
-]  # by the kind of their jobs
+# By the kind of their jobs
+Services = Callable[[Context], AbstractAsyncContextManager[Mapping[str, Service]]]
 
 
 @dataclass(frozen=True)

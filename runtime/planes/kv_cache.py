@@ -172,9 +172,8 @@ class SessionCache:
         for slot, tensors in self._memory.items():
             for mine, theirs in zip(tensors, other._memory[slot], strict=True):
                 mine[:, :, : self._end] = theirs[:, :, : self._end]
-        self._states = {
-            slot: list(states) for slot, states in other._states.items()
-        }  # no state is ever written to
+        # No state is ever written to
+        self._states = {slot: list(states) for slot, states in other._states.items()}
         self._keep_states(self._end)
         self.commit()
         return self.length

@@ -47,9 +47,8 @@ class StageLoader:
         self._builder = StageBuilder(context, plane)
         self._ahead: dict[Place, _Ahead] = {}
         self._running: set[Place] = set()
-        self._faults: FIFOCache[JobId, Faults] = FIFOCache(
-            REMEMBERED_JOBS
-        )  # as the last stage that ran here knew them
+        # As the last stage that ran here knew them
+        self._faults: FIFOCache[JobId, Faults] = FIFOCache(REMEMBERED_JOBS)
 
     def is_ahead(self, job: JobId, index: int) -> bool:
         """Whether we stand by for the stage."""

@@ -26,9 +26,8 @@ from fusion.swarm.directory.api import GLANCE_SECONDS
 from fusion.swarm.directory.records import ClaimRecord
 
 LOOK = 1 / 60  # from one look to the next
-SAY = (
-    1 / 12
-)  # from one word to the lead to the next; and for an owner to leave before others ask for its stage
+# From one word to the lead to the next; and for an owner to leave before others ask for its stage
+SAY = 1 / 12
 GOOD = 1 / 4  # for which such a word is good
 VOTE = 2.0  # for which we vote that an owner is gone
 MOST_READ = 8  # stages whose owners are read again before the lead is said to be at fault

@@ -34,9 +34,8 @@ from fusion.swarm.identity import Verify
 from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
 
-PLAUSIBLE_TERM = (
-    2**24
-)  # terms of the job's first stage that are taken from words which nobody proved end here
+# Terms of the job's first stage that are taken from words which nobody proved end here
+PLAUSIBLE_TERM = 2**24
 
 
 class Standing(IntEnum):
@@ -54,12 +53,10 @@ class Sight:
 
     law: JobLaw | None = None  # None while the manifest is not here
     owners: Mapping[int, tuple[PeerId, int]] = field(default_factory=dict)  # by stage, now; with their terms
-    held: frozenset[tuple[int, int, PeerId]] = (
-        frozenset()
-    )  # (stage, term, peer): who owned one, as far as seen
-    successors: frozenset[PeerId] = (
-        frozenset()
-    )  # who followed, by the word of those proposed or of others of these
+    # (stage, term, peer): who owned one, as far as seen
+    held: frozenset[tuple[int, int, PeerId]] = frozenset()
+    # Who followed, by the word of those proposed or of others of these
+    successors: frozenset[PeerId] = frozenset()
     us: PeerId | None = None  # our own word is not a stranger's
     reached: int = 0  # the step of the stages that we own: of several the lowest
     # Of the last step, with the shards of stages that run here, as far as looked.
@@ -186,9 +183,8 @@ def _majority(ends: Sequence[_Word], sight: Sight, stages: int) -> list[_Word]:
     """The words on an end that most of those who have a voice agree on."""
     lead = sight.owners.get(0)
     last = sight.last
-    fewest = (
-        min(stages, CARRIED) / 2
-    )  # no more words than that travel together, however many stages there are
+    # No more words than that travel together, however many stages there are
+    fewest = min(stages, CARRIED) / 2
     for state in ("done", "stopped", "failed"):
         # A job that failed may be taken up again: what was said under an earlier lead does not count against a later one.
         floor = lead[1] if lead is not None and state == "failed" else 0

@@ -55,9 +55,8 @@ class BlobStore:
         self._moving = threading.Lock()  # of a blob's files to their place, and their deletion
         self._held: dict[Digest, Held] = {}
         self._stamped: dict[Digest, float] = {}  # the use that the disk knows of
-        self._jobs: dict[
-            Digest, frozenset[str] | None
-        ] = {}  # whose members may read a blob, as far as it was asked
+        # Whose members may read a blob, as far as it was asked
+        self._jobs: dict[Digest, frozenset[str] | None] = {}
         self._resumable: dict[Digest, int] = {}  # partial blobs that nobody is fetching now, oldest first
         self._reserved = 0  # of partial blobs being fetched and files being written
         self._on_disk = 0  # of these, what the disk has already

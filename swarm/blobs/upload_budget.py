@@ -34,9 +34,8 @@ class UploadBudget:
         self._left = BURST_SECONDS * (bytes_per_second or 0.0)  # bytes that may be given now; below 0: debt
         self._out_of_turn = SMALL_SHARE * self._left  # the same, of what need not wait
         self._filled_at = clock()
-        self._waiting: dict[
-            PeerId, deque[tuple[int, asyncio.Future[None]]]
-        ] = {}  # whose turn is next comes first
+        # Whose turn is next comes first
+        self._waiting: dict[PeerId, deque[tuple[int, asyncio.Future[None]]]] = {}
         self._granting: asyncio.Task[None] | None = None
 
     @property

@@ -172,9 +172,8 @@ class ClaimCache:
             )
         place = (claim.job, claim.stage)
         if place not in self._read and place not in self._tenures:
-            raise RecordError(
-                "nothing is known of that stage yet"
-            )  # what was shown first is not believed first
+            # What was shown first is not believed first
+            raise RecordError("nothing is known of that stage yet")
         shown = self._shown.setdefault(place, {})
         before = self._open(place, claim.peer)
         if before is None or before.term <= claim.term:

@@ -26,9 +26,8 @@ def bucket_of(own: int, other: int) -> Bucket:
 class RoutingTable:
     def __init__(self, own: int) -> None:
         self._own = own
-        self._buckets: dict[
-            Bucket, dict[Node, str | None]
-        ] = {}  # with their subnets; the one seen last comes last
+        # With their subnets; the one seen last comes last
+        self._buckets: dict[Bucket, dict[Node, str | None]] = {}
 
     def __iter__(self) -> Iterator[Node]:
         for bucket in self._buckets.values():

@@ -14,9 +14,8 @@ from fusion.swarm.identity import is_peer_id
 from fusion.swarm.transport import PeerId
 
 Digest = NewType("Digest", str)  # lower-case hex SHA-256
-JobId = NewType(
-    "JobId", str
-)  # the digest of the job's manifest blob: the manifest cannot change under its id
+# The digest of the job's manifest blob: the manifest cannot change under its id
+JobId = NewType("JobId", str)
 Place = tuple[JobId, int]  # a stage of a job
 
 MAX_TERM = 2**31  # a hostile claim must not be able to use the terms up
@@ -99,9 +98,8 @@ class ClaimRecord:
     step: int  # replicated or committed step
     load: float  # sessions that run there, for routes; of a standby 0 if it owns no stage, else 1
     ready: bool = False  # the stage is loaded and takes frames
-    grants: tuple[
-        bytes, ...
-    ] = ()  # the chain that admits the peer to the job (`fusion.swarm.authority.grants`)
+    # The chain that admits the peer to the job (`fusion.swarm.authority.grants`)
+    grants: tuple[bytes, ...] = ()
     proof: tuple[bytes, ...] = ()  # why it stands above the claim of a live owner
     # Unix seconds: when it ends, of one that was read. It is no part of what is signed here, but of the seal around it.
     expires_at: float = field(default=0.0, compare=False)

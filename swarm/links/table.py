@@ -191,9 +191,8 @@ class LinkTable:
         self._listed: dict[PeerId, float] = {}
         self._answering: set[PeerId] = set()  # of the listed
         self._neighbours: dict[PeerId, Neighbour] = {}
-        self._carried: deque[tuple[float, int]] = deque(
-            maxlen=512
-        )  # when a report came, the bytes it told of
+        # When a report came, the bytes it told of
+        self._carried: deque[tuple[float, int]] = deque(maxlen=512)
 
     def meet(self, peer: PeerId, now: float, *, answers: bool = True) -> None:
         """The directory lists the peer now, which `answers` us, as far as we know."""

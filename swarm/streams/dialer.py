@@ -139,9 +139,8 @@ class Dialer:
 
     async def _list(self, asked_at: float) -> frozenset[PeerId]:
         connected = await self._ask_connected()
-        if (
-            self._asking is not None and self._asking[1] is asyncio.current_task()
-        ):  # nobody doubted it meanwhile
+        # Nobody doubted it meanwhile
+        if self._asking is not None and self._asking[1] is asyncio.current_task():
             self._connected, self._asked_at = connected, asked_at
         return connected
 

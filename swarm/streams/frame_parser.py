@@ -52,9 +52,8 @@ class FrameParser:
     """
 
     def __init__(self, limits: FrameLimits = DEFAULT_LIMITS, *, preamble: bool = False) -> None:
-        self._ready: deque[tuple[Buffer, memoryview]] = (
-            deque()
-        )  # headers and payloads of frames not yet taken
+        # Headers and payloads of frames not yet taken
+        self._ready: deque[tuple[Buffer, memoryview]] = deque()
         self.ready_bytes = 0  # of these, as on the wire
         self.has_received = False  # whether a frame has arrived
         self.ended = False  # the sender said that no more frames come

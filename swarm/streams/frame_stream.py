@@ -82,9 +82,8 @@ class FrameStream(asyncio.BufferedProtocol):
     # What the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._socket = cast(
-            asyncio.Transport, transport
-        )  # uvloop's own class does not inherit from asyncio's
+        # uvloop's own class does not inherit from asyncio's
+        self._socket = cast(asyncio.Transport, transport)
         # No buffer of our own: a send returns when the kernel has taken all of it.
         self._socket.set_write_buffer_limits(high=0)
         if self._closed:

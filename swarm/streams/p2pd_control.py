@@ -247,9 +247,8 @@ def _unix(socket: Path) -> bytes:
 def public_network(address: bytes) -> str | None:
     """The public network (`fusion.swarm.subnets`) of an address as p2pd gives it; None as well for one of a kind that hivemind does not
     know: p2pd dials more kinds."""
-    if (
-        len(address) in _PLAIN_TCP_BYTES and address[-3] == _TCP
-    ):  # who is remembered is remembered at any port
+    # Who is remembered is remembered at any port
+    if len(address) in _PLAIN_TCP_BYTES and address[-3] == _TCP:
         address = address[:-2] + bytes(2)
     return _public_network(address)
 

@@ -208,9 +208,8 @@ class QueuedStream:
                 if self._rest_seconds:
                     seconds, self._rest_seconds = self._rest_seconds, 0.0
                     await asyncio.sleep(seconds)
-        except (
-            Exception
-        ) as error:  # whatever a frame does: a stream that nobody reads any more would never end
+        except Exception as error:
+            # Whatever a frame does: a stream that nobody reads any more would never end
             if not isinstance(error, (StreamClosed, StreamBroken)):
                 self._warn(error)
             self._end_with(error)

@@ -32,9 +32,8 @@ class TrafficCounter:
         if both is None:
             if len(self._bytes) >= MAX_PEERS:
                 few = sorted(self._bytes, key=lambda known: sum(self._bytes[known]))
-                for known in few[
-                    : MAX_PEERS // 8
-                ]:  # not one by one: a thousand ids must not cost a thousand sorts
+                # Not one by one: a thousand ids must not cost a thousand sorts
+                for known in few[: MAX_PEERS // 8]:
                     del self._bytes[known]
             both = self._bytes[peer] = [0, 0]
         return both

@@ -61,9 +61,8 @@ class Connection:
                 nursery.start_soon(connection._refuse_streams)
                 await muxer.event_started.wait()
                 return connection
-        except (
-            BaseException
-        ) as error:  # py-libp2p raises whatever its parts do; or another address has answered
+        except BaseException as error:
+            # py-libp2p raises whatever its parts do; or another address has answered
             if tcp is not None:
                 await trio.aclose_forcefully(tcp)
             if not isinstance(error, Exception):

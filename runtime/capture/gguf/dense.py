@@ -170,9 +170,8 @@ def _exaone(said: Metadata) -> Values:
     head_dim = plain_heads(said)
     values = gated(said, decoder(said))
     del values["head_dim"]
-    said.any(
-        "attention.layer_norm_epsilon"
-    )  # the same as what is read, under the name that the model has for it
+    # The same as what is read, under the name that the model has for it
+    said.any("attention.layer_norm_epsilon")
     return values | {"hidden_act": "silu", "rope_parameters": stretched(said, head_dim)}
 
 

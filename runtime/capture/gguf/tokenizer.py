@@ -20,9 +20,8 @@ from fusion.runtime.job.text import MAX_TOKENIZER_BYTES
 
 PREFIX = "tokenizer.ggml."
 CHAT_TEMPLATE = "tokenizer.chat_template"
-MAX_SPLITS = (
-    1 << 28
-)  # characters that are looked at where merges are found from scores; Gemma's 256,000 tokens need 2^24
+# Characters that are looked at where merges are found from scores; Gemma's 256,000 tokens need 2^24
+MAX_SPLITS = 1 << 28
 MAX_SPECIAL = 1 << 16  # tokens that are found before a text is split; Gemma 3 has 6,400
 SPACE = "\u2581"  # as SentencePiece writes one
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # kinds of token

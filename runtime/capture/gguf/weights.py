@@ -112,9 +112,8 @@ def _decoded(rows: npt.NDArray[np.uint8], kind: str) -> torch.Tensor:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    with np.errstate(
-        invalid="ignore", over="ignore"
-    ):  # a scale may be no number; then neither are its weights
+    # A scale may be no number; then neither are its weights
+    with np.errstate(invalid="ignore", over="ignore"):
         return torch.from_numpy(dequantize(rows, GGMLQuantizationType[kind]))
 
 

@@ -24,9 +24,8 @@ def load(device: str, threads: int) -> jax.Device:
     except ImportError:
         raise ValueError(MISSING) from None
     warnings.filterwarnings("ignore", message=_NO_DEADLOCK, category=RuntimeWarning)
-    jax.config.update(
-        "jax_enable_x64", True
-    )  # token ids are int64 in graphs; what is computed has the dtypes that they say
+    # Token ids are int64 in graphs; what is computed has the dtypes that they say
+    jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_default_matmul_precision", "highest")
     kind, _, index = device.partition(":")
     try:

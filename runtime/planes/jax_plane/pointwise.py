@@ -63,9 +63,8 @@ def _log2(x: Array) -> Array:
 
 def _softplus(x: Array, beta: Any, threshold: Any) -> Array:
     scaled = x * beta
-    low = jnp.where(
-        scaled > threshold, 0.0, scaled
-    )  # an exponential beyond what floats hold has no gradient either
+    # An exponential beyond what floats hold has no gradient either
+    low = jnp.where(scaled > threshold, 0.0, scaled)
     return jnp.where(scaled > threshold, x, jnp.log1p(jnp.exp(low)) / beta)
 
 

@@ -61,9 +61,8 @@ class ByPiece:
     """The products of one run: which rows come together is said before it (`begin`)."""
 
     def __init__(self) -> None:
-        self._lengths: Sequence[
-            int
-        ] = ()  # of pieces, one after the other; those whose positions run singly are several
+        # Of pieces, one after the other; those whose positions run singly are several
+        self._lengths: Sequence[int] = ()
 
     def begin(self, lengths: Sequence[int], singly: Sequence[bool], rows: int) -> None:
         """So many positions of each piece, `rows` with the padding."""

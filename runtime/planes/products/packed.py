@@ -85,9 +85,8 @@ def filling(rows: int) -> int:
 def places(ids: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the rows `ids` (n,) of a matrix of so many rows lie: their blocks, and their lanes there. IndexError for one that it
     does not have."""
-    found = (
-        ids.tolist()
-    )  # one pass over what is a handful, where a reduction of a tensor costs more than all else here
+    # One pass over what is a handful, where a reduction of a tensor costs more than all else here
+    found = ids.tolist()
     if found and not 0 <= min(found) <= max(found) < rows:
         raise IndexError(f"a row of a table of {rows} rows that it does not have")
     return ids >> _LANE_BITS, ids & LANES - 1

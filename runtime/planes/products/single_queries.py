@@ -32,9 +32,8 @@ def runs(query: torch.Tensor, held: Sequence[torch.Tensor]) -> bool:
 
 def attend(
     query: torch.Tensor,  # (1, heads, positions, width)
-    new: Sequence[
-        torch.Tensor
-    ],  # keys and values of these positions, each (1, its heads, positions, its width)
+    # Keys and values of these positions, each (1, its heads, positions, its width)
+    new: Sequence[torch.Tensor],
     kept: Sequence[Kept],  # of each position's sequence
     at: Sequence[int],  # the positions there, ascending where several are of one sequence
     scale: float | None,

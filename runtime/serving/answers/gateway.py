@@ -92,9 +92,8 @@ class Gateway:
         self._answers = Turns(clock, self._config.max_sessions * ANSWER_BYTES, IDLE_SECONDS)
         self._arriving = Arrivals(clock, LARGE_PROMPTS)
         self._reports = OwnerReports(context.takeover, self._catalog.newer)
-        self._users: LRUCache[PeerId, int] = LRUCache(
-            KNOWN_USERS
-        )  # stages are told that one is the same, and not who
+        # Stages are told that one is the same, and not who
+        self._users: LRUCache[PeerId, int] = LRUCache(KNOWN_USERS)
         self._numbers = count(1)
 
     async def aclose(self) -> None:

@@ -45,16 +45,14 @@ class GatewaySession:
     events: asyncio.Queue[Event]
     links: dict[int, QueuedStream] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)  # stages that have not opened it yet
-    heard: dict[int, float] = field(
-        default_factory=dict
-    )  # stage -> when it last said anything about this session
+    # stage -> when it last said anything about this session
+    heard: dict[int, float] = field(default_factory=dict)
     knows: dict[int, frozenset[str]] = field(default_factory=dict)  # stage -> what it has said that it knows
     new: bool = False  # no stage can hold anything of it
     expected: int = 0  # positions that every stage should hold, as it retained them of one that has ended
     prompted: bool = False
-    ran: dict[int, int] = field(
-        default_factory=dict
-    )  # stage -> chunks of this session that it has run, as it said
+    # stage -> chunks of this session that it has run, as it said
+    ran: dict[int, int] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)  # stage -> positions that it had when it opened it
     reused: int = 0  # positions that no stage has to run, as all have them
     told: int = 0  # tokens of the prompt of which it has told log-probabilities

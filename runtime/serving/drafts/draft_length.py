@@ -74,9 +74,8 @@ def worth_drafting(acceptance: float, trip_seconds: float | None, step_seconds: 
         return FIRST_DRAFTED
     if step_seconds <= 0:
         return MOST_DRAFTED
-    least = (
-        STEPS_A_TRIP * step_seconds / max(trip_seconds, 1e-9)
-    )  # that the guesses in a row have to be right
+    # That the guesses in a row have to be right
+    least = STEPS_A_TRIP * step_seconds / max(trip_seconds, 1e-9)
     if acceptance < least:
         return 0
     if acceptance >= 1:

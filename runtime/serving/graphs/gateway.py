@@ -38,9 +38,8 @@ from fusion.swarm.turns import Turns
 
 AT_ONCE = 4  # frames of MAX_RUN_BYTES that arrive here, runs of clients, and stages for others: of each
 BUSY = "this peer has as many runs as it can: ask again later, or ask another peer"
-MAX_HELD_BYTES = (
-    4 * MAX_RUN_BYTES
-)  # between two stages of a run: a stranger's model may have thousands of stages
+# Between two stages of a run: a stranger's model may have thousands of stages
+MAX_HELD_BYTES = 4 * MAX_RUN_BYTES
 RESULT = "result/"  # what a stage calls the outputs of the model
 
 

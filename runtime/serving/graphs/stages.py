@@ -26,9 +26,8 @@ from fusion.runtime.serving.graphs.inputs import checked_inputs
 from fusion.swarm.directory.records import JobId, Place
 from fusion.swarm.printable import error_line
 
-Fetch = Callable[
-    [Place, Manifest], Awaitable[Path]
-]  # everything that a stage needs, onto this disk; where its weights are
+# Everything that a stage needs, onto this disk; where its weights are
+Fetch = Callable[[Place, Manifest], Awaitable[Path]]
 NO_OPTIMIZER = OptimizerConfig(kind="sgd")  # which keeps nothing
 
 

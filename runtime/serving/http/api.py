@@ -234,9 +234,8 @@ def _told(piece: PromptPiece | Piece) -> set[int]:
 def _left(model: ServedModel, prompt: Sequence[int]) -> int:
     """Positions for an answer; at least 1, so that a prompt that is too long is told so."""
     source = model.serve.source
-    follows = (
-        prompt if source is None else source.start
-    )  # an encoder-decoder reads the prompt, and answers from its start
+    # An encoder-decoder reads the prompt, and answers from its start
+    follows = prompt if source is None else source.start
     return max(1, model.serve.max_sequence - len(follows))
 
 

@@ -50,9 +50,8 @@ class ChatTemplates:
     def __init__(self) -> None:
         self._turns = asyncio.Semaphore(RUNNING)
         self._models: LRUCache[JobId, asyncio.Lock] = LRUCache(REMEMBERED_MODELS)
-        self._kept: dict[
-            JobId, tuple[_Worker, asyncio.TimerHandle]
-        ] = {}  # that which was used last comes last
+        # That which was used last comes last
+        self._kept: dict[JobId, tuple[_Worker, asyncio.TimerHandle]] = {}
         self._busy: set[_Worker] = set()
         self._ending: set[asyncio.Task[None]] = set()
 

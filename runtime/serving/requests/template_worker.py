@@ -94,9 +94,8 @@ def _hold_still(parent: int, memory_bytes: int) -> None:
         return
     limits = [("RLIMIT_AS", memory_bytes), ("RLIMIT_CORE", 0), ("RLIMIT_NPROC", 0)]
     for name, value in limits:
-        with contextlib.suppress(
-            ValueError, OSError, AttributeError
-        ):  # macOS knows some of them by name only
+        # macOS knows some of them by name only
+        with contextlib.suppress(ValueError, OSError, AttributeError):
             resource.setrlimit(getattr(resource, name), (value, value))
 
 
@@ -122,9 +121,8 @@ def _render(template: str, variables: dict[str, Any], most_bytes: int) -> bytes:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], cache_size=0
     )
     environment.filters["tojson"] = _tojson
-    environment.globals.update(
-        raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace
-    )  # as transformers has them
+    # As transformers has them
+    environment.globals.update(raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace)
     del environment.globals["lipsum"]  # makes a text of any length
     text = bytearray()
     for part in environment.from_string(template).generate(**variables):

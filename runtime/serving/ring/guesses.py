@@ -45,9 +45,8 @@ class RepeatDrafter:
         """`least`: tokens of a match; LEAST_MATCH or more."""
         self._least = least
         self._text: list[int] = []
-        self._ends: dict[
-            tuple[int, ...], list[int]
-        ] = {}  # LEAST_MATCH tokens -> where they ended, newest last
+        # LEAST_MATCH tokens -> where they ended, newest last
+        self._ends: dict[tuple[int, ...], list[int]] = {}
         self._distance = 0  # back to the token that is proposed; 0: none is
         for token in text[-LONGEST_TEXT:]:
             self.push(token)

@@ -34,9 +34,8 @@ PREFIX_POSITIONS = 4096  # before a chunk, with which it takes about twice as lo
 SHORT_POSITIONS = 16  # at most, of a chunk that decodes
 SHORT_SECONDS = 0.01  # less than which a turn takes that may run in the event loop's thread
 GUESSES = 64  # of all sessions, under way at once
-WAITING_POSITIONS = (
-    4 * TURN_POSITIONS
-)  # of activations that may wait here before the stage that sends them has to
+# Of activations that may wait here before the stage that sends them has to
+WAITING_POSITIONS = 4 * TURN_POSITIONS
 
 
 class Named(Protocol):

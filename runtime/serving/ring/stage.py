@@ -308,9 +308,8 @@ class RingStage:
                 session, most, feed.fed, feed.prompt_positions,
                 fed=feed.prompt_fed, round_trip_seconds=self._sessions.round_trip_seconds(session),
             )  # fmt: skip
-            if (
-                session.opening.prompt_logprobs is not None
-            ):  # the last stage has more to do with each position
+            # The last stage has more to do with each position
+            if session.opening.prompt_logprobs is not None:
                 most = min(most, SCORED_POSITIONS)
         while not session.closed and (step := feed.next(most, schedule.guesses(session))) is not None:
             chunk, ids = step

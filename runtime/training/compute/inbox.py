@@ -35,9 +35,8 @@ class StagePlan:
     stages: int
     ties: tuple[TieGroup, ...]  # those that this stage belongs to
     sizes: Mapping[str, int]  # of the symbols: batch is a microbatch's
-    memory_bytes: tuple[
-        int, ...
-    ] = ()  # what each stage of the job needs, as its launcher estimates it; or nothing
+    # What each stage of the job needs, as its launcher estimates it; or nothing
+    memory_bytes: tuple[int, ...] = ()
     whole: tuple[Stage, ...] = ()  # all stages, for the first one: who leads looks after all
 
     @property

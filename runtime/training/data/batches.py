@@ -82,9 +82,8 @@ def _row(texts: Iterable[bytes], tokenizer: Tokenizer | None, vocabulary: int) -
     for text in texts:
         row = _tokens(text, tokenizer)
         largest = max(largest, int(row.max(initial=0)))
-        rows.append(
-            row.astype(kind, copy=False)
-        )  # of all texts in 8 bytes an id there would be several times as much
+        # Of all texts in 8 bytes an id there would be several times as much
+        rows.append(row.astype(kind, copy=False))
     if largest >= vocabulary:
         raise JobError(f"model.vocabulary must be above the largest token id in the data ({largest})")
     return np.concatenate(rows)

@@ -27,9 +27,8 @@ class Loaded:
     batches: Batches
     files: StageFiles
     start: Checkpoint  # the newest snapshot; the ledger may be left out
-    residuals: Mapping[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # see `fusion.compression.error_feedback`
+    # See `fusion.compression.error_feedback`
+    residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
     faults: Faults = ()  # of the job, that this peer remembers
     remember: Callable[[Faults], None] = lambda faults: None  # those that it is to remember
     handover: HandoverState | None = None  # the owner before handed over: the state is that of its step

@@ -76,9 +76,8 @@ class StageFiles:
         state = STATE_COPIES * weights_bytes(stage) + 4 * sum(map(prod, self._residuals.values()))
         tensors = STATE_COPIES * len(stage.graph.variables) + len(self._residuals)
         self._most = file_bytes(state, tensors)  # that our weights, or a shard of ours, may take
-        self.copied = (
-            asyncio.Event()
-        )  # what an export writes beside the weights is here, as far as it is to be
+        # What an export writes beside the weights is here, as far as it is to be
+        self.copied = asyncio.Event()
         self._by_step: dict[int, set[Digest]] = {}  # blobs of snapshots that we wrote or fetched
         self._left: set[Digest] = set()  # of them what goes as soon as nobody else here needs it
         self._ours: FIFOCache[int, Digest] = FIFOCache(KEPT_SHARDS)  # our shard of each step, as far as known

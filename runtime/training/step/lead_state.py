@@ -51,15 +51,12 @@ class LeadState:
     codecs_changed: bool = False  # nobody has been told yet
     stopping: bool = False
     faults: Faults = ()  # at steps that are not committed
-    told: Mapping[int, tuple[PeerId, Faults]] = field(
-        default_factory=dict
-    )  # stage -> what its owner remembers
-    dismissed: Mapping[int, tuple[int, int]] = field(
-        default_factory=dict
-    )  # stage -> whose joins count no more
-    stood_still: tuple[
-        tuple[int, int, PeerId], ...
-    ] = ()  # (step, stage, owner) of those that had to go for it
+    # stage -> what its owner remembers
+    told: Mapping[int, tuple[PeerId, Faults]] = field(default_factory=dict)
+    # stage -> whose joins count no more
+    dismissed: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    # (step, stage, owner) of those that had to go for it
+    stood_still: tuple[tuple[int, int, PeerId], ...] = ()
     skipped: int = 0  # steps in a row that were committed without an update (float16)
     looked_at: int = -1  # the step that is run with a look at every tensor
     peers: Mapping[int, PeerId] = field(default_factory=dict)  # stage -> who holds it

@@ -117,9 +117,8 @@ class Discard:
 
     attempt: Attempt
     faults: Faults = ()  # as in `Begin`: the lead may be the next to go
-    give_up: tuple[
-        tuple[int, int, int], ...
-    ] = ()  # (stage, term, incarnation) of owners that are to leave theirs
+    # (stage, term, incarnation) of owners that are to leave theirs
+    give_up: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)

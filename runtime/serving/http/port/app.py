@@ -27,9 +27,8 @@ from fusion.runtime.serving.http.schema import ChatRequest, CompletionRequest, E
 
 GONE = 499  # nobody reads it
 MAX_PLACE = 100  # characters of where in a field something is wrong
-_TYPE = re.compile(
-    r"str|int|float|bool|[A-Z]\w*|.*[\[(].*"
-)  # one that a value may have, which pydantic names on the way
+# One that a value may have, which pydantic names on the way
+_TYPE = re.compile(r"str|int|float|bool|[A-Z]\w*|.*[\[(].*")
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "It cannot be answered; `error.param` names the field."},
     401: {"description": "No key, or one that this peer does not know."},

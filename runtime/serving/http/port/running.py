@@ -125,9 +125,8 @@ class _Connection(H11Protocol):
             return
         try:
             super().data_received(data)
-        except (
-            h11.LocalProtocolError
-        ):  # the rest of a body is no HTTP, and its request is answered: no 400 can follow
+        except h11.LocalProtocolError:
+            # The rest of a body is no HTTP, and its request is answered: no 400 can follow
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
