@@ -6,6 +6,7 @@ printable      text that others wrote, made harmless
 identity       the key on disk, the peer id made from it, signatures
 clock          where a peer reads the time from
 yielding       long loops that let others run
+cancelling     ending tasks that run beside what ends
 swarm_key      a closed swarm: whose members show each other tokens, and answer nobody else
 transport      what the rest knows of the wire: frames, streams, a transport; `call` for one question and one answer
 protocol       how a protocol is listed, with its cap; those of the swarm itself

@@ -21,6 +21,7 @@ import psutil
 from fusion.cli.local.chaos_plan import Fault
 from fusion.cli.local.chaos_timeline import Timeline
 from fusion.cli.local.fleet import Fleet, FleetError, LocalPeer, Record
+from fusion.swarm.cancelling import cancel_all
 
 REPLACE_SECONDS = 5.0  # from a kill to the start of the peer that takes the place in the swarm
 STOP_SECONDS = 1.0  # at most, for the system to stop a process
@@ -214,10 +215,7 @@ class Swarm:
 
     async def aclose(self) -> None:
         """No replacement starts any more, and nothing stays frozen."""
-        tasks = list(self._replacing)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._replacing)
         self._thaw(list(self._stopped.values()))
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from fusion.swarm.cancelling import cancel_all
+
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")
 
@@ -33,10 +35,7 @@ class SharedWork(Generic[K, R]):
         self._shared: dict[K, _Shared[K, R]] = {}
 
     async def aclose(self) -> None:
-        tasks = [shared.task for shared in self._shared.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(shared.task for shared in self._shared.values())
 
     async def get(self, key: K, work: Callable[[], Coroutine[Any, Any, R]], since: float = -math.inf) -> R:
         """What comes of `work`, or of another's for the same key that began at `since` or later."""

@@ -15,6 +15,7 @@ from fusion.runtime.hosting.idle_owners import IdleOwners
 from fusion.runtime.hosting.owner_probe import OwnerProbe
 from fusion.runtime.hosting.single_flight import SingleFlight
 from fusion.runtime.job.protocol import HOLD
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.claims.election import stands_by, winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.claims.tenure import NEVER, Holding
@@ -111,9 +112,7 @@ class VoteRequests:
                     break
             return tuple(votes[:MAX_PROOFS])
         finally:
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            await cancel_all(asking)
 
     async def vote(self, place: Place, holding: Holding, successor: PeerId) -> bytes:
         """Our vote that the holder of the stage is gone and `successor` is to follow, if ours counts and we see that; else

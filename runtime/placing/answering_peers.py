@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.protocol import STATUS
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.directory.membership import Neighbourhood
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.errors import SwarmError
@@ -41,9 +42,7 @@ async def answering_peers(
         if asking:
             await asyncio.wait(asking, timeout=ANSWERS_SECONDS)
     finally:
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await cancel_all(asking)
     named = set(wanted)
     found = (record for record in listed if record.peer in there or {record.peer, record.name} & named)
     return tuple(found) or tuple(listed)

@@ -11,6 +11,7 @@ from typing import Any
 
 from fusion.swarm.blobs.index import BlobIndex, decode_index
 from fusion.swarm.blobs.partial_blob import BadChunk, PartialBlob
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import BlobError, FrameError, NotAdmitted, QuotaExceeded, SwarmError
 from fusion.swarm.protocol import BLOB
@@ -60,9 +61,7 @@ async def ask_index(
                     trouble, refused = str(error), isinstance(error, BlobRefused)
                 logger.debug("no index of blob %.8s: %s", request["digest"], trouble)
     finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await cancel_all(waiting)
     raise BlobError(trouble)
 
 
@@ -179,9 +178,7 @@ class Fetch:
                 if not done:  # what silent holders were asked for may be asked of others
                     self._changed.set()
         finally:
-            for task in workers.values():
-                task.cancel()
-            await asyncio.gather(*workers.values(), return_exceptions=True)
+            await cancel_all(workers.values())
 
     def _silent(self, holder: PeerId) -> bool:
         """While chunks come it is not: of a slow link each holder has a part alone."""

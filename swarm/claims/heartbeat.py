@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.claims.claim_publisher import ClaimPublisher
 from fusion.swarm.directory.records import Place
 
@@ -26,10 +27,7 @@ class Heartbeat:
 
     async def aclose(self) -> None:
         """End the renewals under way."""
-        tasks = list(self._renewing.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._renewing.values())
 
     def beat(self) -> list[asyncio.Task[None]]:
         """Begin one renewal of each claim: these tasks, to be awaited or not. One whose directory nodes are slow must not hold up the

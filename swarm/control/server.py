@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import msgpack
 
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.directory import sealing
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, Record, is_digest
@@ -162,9 +163,7 @@ async def splice(one: Stream, two: Stream) -> None:
     try:
         done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for way in ways:
-            way.cancel()
-        await asyncio.gather(*ways, return_exceptions=True)
+        await cancel_all(ways)
     for way, left in zip(ways, (two, one), strict=True):
         if way in done:
             await left.aclose() if way.result() else left.abort()

@@ -22,6 +22,7 @@ from cachetools import FIFOCache
 from google.protobuf.message import DecodeError
 from hivemind.proto import p2pd_pb2
 
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.errors import FrameError, TransportError
 from fusion.swarm.streams.frame_parser import delimited, delimited_length
 from fusion.swarm.streams.p2pd import Daemon
@@ -104,9 +105,7 @@ class CallServer:
             self._timer.cancel()
         for call in list(self._calls):
             call.abort()
-        for task in self._hanging_up.values():
-            task.cancel()
-        await asyncio.gather(*self._hanging_up.values(), return_exceptions=True)
+        await cancel_all(self._hanging_up.values())
         await take_back(self._daemon, list(self.methods), self._path)
 
     # What calls ask.

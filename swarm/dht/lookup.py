@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.transport import PeerId
 from fusion.swarm.yielding import yielding
 
@@ -244,7 +245,5 @@ async def _ask_round(
                     first = loop.time() if first is None else first
         waited = 0.0 if first is None else loop.time() - first
     finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await cancel_all(waiting)
     return answers, {tasks[task].id for task in waiting}, waited

@@ -14,6 +14,7 @@ from itertools import islice
 
 import msgpack
 
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.dht.guard import Offer, check_offer
 from fusion.swarm.dht.lookup import Node
 from fusion.swarm.dht.record_store import OWN, Kept, RecordStore
@@ -94,10 +95,7 @@ class DhtService:
         self._admitting: set[asyncio.Task[None] | None] = set()
 
     async def aclose(self) -> None:
-        tasks = [task for task in self._admitting if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(task for task in self._admitting if task is not None)
 
     # What others ask.
 

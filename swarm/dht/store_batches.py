@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.dht.guard import Offer
 from fusion.swarm.dht.lookup import Node
 from fusion.swarm.dht.wire import MAX_OFFERS
@@ -32,9 +33,7 @@ class StoreBatches:
         return await taken
 
     async def aclose(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         for waiting in self._waiting.values():  # whose task had not begun
             _set_results(waiting, [])
         self._waiting.clear()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self, runtime_checkable
 
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.directory.api import GLANCE_SECONDS, HEARTBEAT_SECONDS, Directory
 from fusion.swarm.directory.bootstrap import MAX_CACHED, load_cached, save_cached
 from fusion.swarm.directory.missing_peers import MissingPeers, MissingPeersConfig
@@ -121,9 +122,7 @@ class Membership:
 
     async def aclose(self) -> None:
         """Stop. The record runs out by itself. Idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         if self._tasks:
             await self._save()
         self._tasks = []

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.coordinates import Coordinate, moved
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
@@ -115,10 +116,7 @@ class LinkMonitor:
 
     async def aclose(self) -> None:
         """Stop. What was published runs out by itself. Idempotent."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         for neighbour in self._table.every():
             neighbour.line.drop()
 

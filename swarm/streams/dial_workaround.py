@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from fusion.swarm.cancelling import cancel_all
+
 _PIECE_BYTES = 64 * 1024
 
 
@@ -43,9 +45,7 @@ async def detour(host: str, port: int) -> AsyncIterator[str]:
         yield f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
-        for task in list(running):
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel_all(running)
 
 
 async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

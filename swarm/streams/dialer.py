@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.errors import PeerUnreachable, TransportError
 from fusion.swarm.transport import PeerId
 
@@ -175,10 +176,7 @@ class Dialer:
                 raise
 
     async def aclose(self) -> None:
-        tasks = [*self._examining, *self._dialling.values(), *self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._examining, *self._dialling.values(), *self._tasks])
 
     def _known(self, peer: PeerId) -> tuple[str, ...]:
         learned_at, addresses = self._book.get(peer, (float("-inf"), ()))
@@ -245,9 +243,7 @@ class Dialer:
                 if any(task.exception() is None for task in done):
                     break
         finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*knocks.values(), return_exceptions=True)
+            await cancel_all(knocks.values())
         return knocks
 
 

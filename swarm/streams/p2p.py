@@ -21,6 +21,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.errors import (
     DaemonDied,
     PeerUnreachable,
@@ -276,9 +277,7 @@ class P2PTransport:
         return self.counter.snapshot()
 
     async def aclose(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         self._tasks = []
         await self._contacts.aclose()
         await self._handlers.aclose()

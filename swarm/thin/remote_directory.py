@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgpack
 
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.directory import sealing
 from fusion.swarm.directory.api import RECORD_TTL_SECONDS
 from fusion.swarm.directory.by_key import DirectoryByKey, R
@@ -55,9 +56,7 @@ class RemoteDirectory(DirectoryByKey):
         self._readers: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
-        for task in self._readers:
-            task.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
+        await cancel_all(self._readers)
 
     async def publish(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
         raise PeerUnreachable("a client publishes nothing")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.errors import PeerUnreachable, StreamBroken, TransportError
 from fusion.swarm.identity import Identity
 from fusion.swarm.protocol import MAX_PASSED_BYTES
@@ -185,9 +186,7 @@ class ThinTransport:
                 if not waiting and all(task.done() for task in tasks):
                     raise tasks[0].exception() or StreamBroken("nobody answers")
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
 
 
 def _machinery() -> tuple[TrioThread, type[Dialer]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from fusion.runtime.job.context import Takeover
 from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.ring.session import Hop
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.printable import error_line
@@ -27,10 +28,7 @@ class OwnerReports:
         self._reports: dict[tuple[JobId, int, Hop], asyncio.Task[Hop | None]] = {}
 
     async def aclose(self) -> None:
-        reports = list(self._reports.values())
-        for report in reports:
-            report.cancel()
-        await asyncio.gather(*reports, return_exceptions=True)
+        await cancel_all(self._reports.values())
 
     async def suspect(self, model: ServedModel, stage: int, hop: Hop) -> Hop | None:
         """Report the owner of a stage, once for all the answers that wait for it. Who owns the stage now; None where

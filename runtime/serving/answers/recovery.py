@@ -20,6 +20,7 @@ from fusion.runtime.serving.answers.failover import (
 )
 from fusion.runtime.serving.answers.session_pair import SessionPair
 from fusion.runtime.serving.ring.session import Hop
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.errors import SwarmError
 
 log = logging.getLogger(__name__)
@@ -52,10 +53,7 @@ class Recovery:
         self._trouble = FLOWING
 
     async def aclose(self) -> None:
-        reports = list(self._reports)
-        for report in reports:
-            report.cancel()
-        await asyncio.gather(*reports, return_exceptions=True)
+        await cancel_all(self._reports)
 
     async def after(self, fault: Fault, stalled_seconds: float) -> None:
         """Find out who runs the stages now; NoRoute or JobFailed where that has taken too long. The current session is

@@ -12,6 +12,7 @@ from fusion.runtime.serving.http.errors import Busy
 from fusion.runtime.serving.http.metrics import Metrics
 from fusion.runtime.serving.requests.header_fields import TOKEN_BYTES
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece, PromptPiece
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.transport import PeerId
 from fusion.swarm.turns import Turn
 
@@ -47,9 +48,7 @@ async def parts(
             left -= isinstance(part.said, Answer)
             yield part
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
         for place in places:
             gateway.leave(place, completed=not left)
 

@@ -20,6 +20,7 @@ from fusion.runtime.job.protocol import GENERATE, GENERATE_MORE
 from fusion.runtime.serving.requests.header_fields import number, whole
 from fusion.runtime.serving.requests.request import MAX_ANSWERED, Answer, GenerateRequest, Logprobs, Piece
 from fusion.runtime.serving.requests.silence import SILENT_SECONDS, listening
+from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import (
@@ -121,9 +122,7 @@ class _Asking:
 
     async def aclose(self) -> None:
         """Leave everybody."""
-        for task in self._asked:
-            task.cancel()
-        await asyncio.gather(*self._asked, return_exceptions=True)
+        await cancel_all(self._asked)
         for _, pieces in self._asked.values():
             await pieces.aclose()
         self._asked.clear()
