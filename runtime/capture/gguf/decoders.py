@@ -123,14 +123,14 @@ def rotary(
     usual: int | None = None,
     finetuned: tuple[bool, ...] = (False, True),
 ) -> Values:
-    """The rotary embedding and how it was stretched to longer contexts. `usual`: how much of a head it rotates where the file does not
-    say it; `finetuned`: what the file may say of that, where it means something else."""
+    """The rotary embedding and how it was stretched to longer contexts. `partial`: whether it may rotate a part of each head, and the
+    configuration says which; `usual`: how much of a head it rotates where the file does not say it; `finetuned`: what the file may say
+    of that, where it means something else."""
     rotated = said.size("rope.dimension_count", usual or head_dim)
     if rotated > head_dim or rotated % 2 or (rotated != head_dim and not partial):
         raise said.bad("rope.dimension_count", rotated, f"the {head_dim} of a head")
-    found: Values = {"rope_type": "default", "rope_theta": said.real("rope.freq_base", 10_000.0, least=1.0)}
-    if rotated != head_dim:
-        found["partial_rotary_factor"] = rotated / head_dim
+    found: Values = {"partial_rotary_factor": rotated / head_dim} if partial else {}
+    found |= {"rope_type": "default", "rope_theta": said.real("rope.freq_base", 10_000.0, least=1.0)}
     older = said.real("rope.scale_linear", 0.0)
     factor = said.real("rope.scaling.factor", older) or 1.0
     kind = said.text("rope.scaling.type", "linear")
@@ -191,11 +191,9 @@ def granite_scales(said: Metadata, head_dim: int) -> Values:
     }
 
 
-def permuted(said: Metadata, values: Values) -> None:
+def permuted(said: Metadata) -> None:
     """What all files of this architecture have."""
     said.must_be("tensor_data_layout", "Meta AI original pth")  # how queries and keys are permuted
-    if said.has(ROPE_FACTORS):
-        said.tensor(ROPE_FACTORS, values["head_dim"] // 2)
 
 
 def alternating(said: Metadata, values: Values, period: int) -> list[str]:

@@ -22,28 +22,34 @@ from fusion.runtime.capture.gguf.decoders import (
 from fusion.runtime.capture.gguf.metadata import Metadata
 
 
-def _llama(said: Metadata) -> Values:
-    values = gated(said, decoder(said))
-    permuted(said, values)
-    return values | {
-        "hidden_act": "silu",
-        "rope_parameters": rotary(said, values["head_dim"]),
-        "attention_bias": said.has("blk.0.attn_output.bias"),
-        "mlp_bias": said.has("blk.0.ffn_down.bias"),
-    }
-
-
-def _like_llama(said: Metadata) -> Values:
-    """A Llama whose configuration does not say how long a head is."""
-    plain_heads(said)
-    values = _llama(said)
-    del values["head_dim"]
+def _rotating(
+    said: Metadata,
+    norm: str = "ffn_norm",
+    *,
+    plain: bool = False,
+    rope: Callable[[Metadata, int], Values] = rotary,
+    **biases: str,
+) -> Values:
+    """A decoder as `gated` checks it, whose heads are rotated whole. `norm`: as of `decoder`; `plain`: its configuration does not say
+    how long a head is; `biases`: by what that calls it, the tensor of the first layer that has a bias or has none."""
+    if plain:
+        plain_heads(said)
+    values = gated(said, decoder(said, norm))
+    values |= {"hidden_act": "silu", "rope_parameters": rope(said, values["head_dim"])}
+    values |= {name: said.has(f"blk.0.{tensor}.bias") for name, tensor in biases.items()}
+    if plain:
+        del values["head_dim"]
     return values
+
+
+def _llama(said: Metadata, *, plain: bool = False) -> Values:
+    permuted(said)
+    return _rotating(said, plain=plain, rope=stretched, attention_bias="attn_output", mlp_bias="ffn_down")
 
 
 def _granite(said: Metadata) -> Values:
     said.must_be("rope.scaling.finetuned", True)  # False: positions are not rotated at all
-    return _like_llama(said) | granite_scales(said, plain_heads(said))
+    return _llama(said, plain=True) | granite_scales(said, plain_heads(said))
 
 
 def _granite_alike(said: Metadata) -> Values:
@@ -55,7 +61,7 @@ def _granite_alike(said: Metadata) -> Values:
 
 
 def _smollm3(said: Metadata) -> Values:
-    return _like_llama(said) | {
+    return _llama(said, plain=True) | {
         "no_rope_layer_interval": 4,
         "no_rope_layers": None,
         "use_sliding_window": False,
@@ -75,34 +81,21 @@ def _mistral3(said: Metadata) -> Values:
 
 
 def _ernie4_5(said: Metadata) -> Values:
-    values = gated(said, decoder(said))
-    return values | {
-        "hidden_act": "silu",
-        "rope_parameters": rotary(said, values["head_dim"]),
-        "use_bias": said.has("blk.0.attn_q.bias"),
-    }
+    return _rotating(said, use_bias="attn_q")
 
 
 def _olmo2(said: Metadata) -> Values:
-    head_dim = plain_heads(said)
-    values = gated(said, decoder(said, "post_ffw_norm"))
-    del values["head_dim"]
-    return values | {
-        "hidden_act": "silu",
-        "rope_parameters": rotary(said, head_dim),
-        "attention_bias": said.has("blk.0.attn_output.bias"),
-    }
+    return _rotating(said, "post_ffw_norm", plain=True, attention_bias="attn_output")
 
 
 def _seed_oss(said: Metadata) -> Values:
-    values = gated(said, decoder(said, "post_attention_norm"))
-    return values | {
-        "hidden_act": "silu",
-        "rope_parameters": rotary(said, values["head_dim"]),
-        "attention_bias": said.has("blk.0.attn_q.bias"),
-        "attention_out_bias": said.has("blk.0.attn_output.bias"),
-        "mlp_bias": said.has("blk.0.ffn_down.bias"),
-    }
+    return _rotating(
+        said,
+        "post_attention_norm",
+        attention_bias="attn_q",
+        attention_out_bias="attn_output",
+        mlp_bias="ffn_down",
+    )
 
 
 def _glm4(said: Metadata) -> Values:
@@ -110,7 +103,7 @@ def _glm4(said: Metadata) -> Values:
     said.tensor("blk.0.ffn_up.weight", 2 * values["intermediate_size"], values["hidden_size"])
     return values | {
         "hidden_act": "silu",
-        "rope_parameters": {"partial_rotary_factor": 1.0, **rotary(said, values["head_dim"], partial=True)},
+        "rope_parameters": rotary(said, values["head_dim"], partial=True),
         "attention_bias": said.has("blk.0.attn_q.bias"),
     }
 
@@ -156,33 +149,28 @@ def _cohere2(said: Metadata) -> Values:
 
 def _arcee(said: Metadata) -> Values:
     values = attentive(said, decoder(said))
-    permuted(said, values)
+    permuted(said)
     said.tensor("blk.0.ffn_up.weight", values["intermediate_size"], values["hidden_size"])
     return values | {
         "hidden_act": "relu2",
-        "rope_parameters": rotary(said, values["head_dim"]),
+        "rope_parameters": stretched(said, values["head_dim"]),
         "attention_bias": said.has("blk.0.attn_output.bias"),
         "mlp_bias": said.has("blk.0.ffn_down.bias"),
     }
 
 
 def _exaone(said: Metadata) -> Values:
-    head_dim = plain_heads(said)
-    values = gated(said, decoder(said))
-    del values["head_dim"]
     # The same as what is read, under the name that the model has for it
     said.any("attention.layer_norm_epsilon")
-    return values | {"hidden_act": "silu", "rope_parameters": stretched(said, head_dim)}
+    return _rotating(said, plain=True, rope=stretched)
 
 
 def _exaone4(said: Metadata) -> Values:
     """Without a window every layer rotates; with one, those that see all positions do not."""
-    values = gated(said, decoder(said, "post_ffw_norm"))
+    values = _rotating(said, "post_ffw_norm", rope=stretched)
     window = said.whole("attention.sliding_window", 0)
     types = alternating(said, values, 4) if window else ["full_attention"] * values["num_hidden_layers"]
     return values | {
-        "hidden_act": "silu",
-        "rope_parameters": stretched(said, values["head_dim"]),
         "sliding_window": window or None,
         "sliding_window_pattern": None,
         "layer_types": types,
@@ -190,12 +178,7 @@ def _exaone4(said: Metadata) -> Values:
 
 
 def _hunyuan(said: Metadata) -> Values:
-    values = gated(said, decoder(said))
-    return values | {
-        "hidden_act": "silu",
-        "rope_parameters": rotary(said, values["head_dim"]),
-        "attention_bias": said.has("blk.0.attn_q.bias"),
-    }
+    return _rotating(said, attention_bias="attn_q")
 
 
 def _of_images(of_texts: Callable[[Metadata], Values]) -> Callable[[Metadata], Values]:
@@ -209,24 +192,11 @@ def _of_images(of_texts: Callable[[Metadata], Values]) -> Callable[[Metadata], V
 
 
 def _qwen2(said: Metadata) -> Values:
-    head_dim = plain_heads(said)
-    values = gated(said, decoder(said))
-    del values["head_dim"]
-    return values | {
-        "hidden_act": "silu",
-        "rope_parameters": rotary(said, head_dim),
-        "use_sliding_window": False,
-    }
+    return _rotating(said, plain=True) | {"use_sliding_window": False}
 
 
 def _qwen3(said: Metadata) -> Values:
-    values = gated(said, decoder(said))
-    return values | {
-        "hidden_act": "silu",
-        "rope_parameters": rotary(said, values["head_dim"]),
-        "attention_bias": said.has("blk.0.attn_output.bias"),
-        "use_sliding_window": False,
-    }
+    return _rotating(said, attention_bias="attn_output") | {"use_sliding_window": False}
 
 
 def _phi3(said: Metadata) -> Values:
@@ -238,7 +208,7 @@ def _phi3(said: Metadata) -> Values:
     said.tensor("blk.0.attn_qkv.weight", rows * head_dim, hidden)
     said.tensor("blk.0.ffn_up.weight", 2 * values["intermediate_size"], hidden)
     window = said.whole("attention.sliding_window", 0)
-    rope = {"partial_rotary_factor": 1.0, **rotary(said, head_dim, partial=True)}
+    rope = rotary(said, head_dim, partial=True)
     whole = values["max_position_embeddings"]
     return values | {
         "hidden_act": "silu",

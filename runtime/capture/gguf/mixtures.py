@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from fusion.dag.ir.opset_experts import MAX_EXPERTS
 from fusion.runtime.capture.gguf.decoders import (
     Architectures,
@@ -13,6 +16,7 @@ from fusion.runtime.capture.gguf.decoders import (
     permuted,
     plain_heads,
     rotary,
+    stretched,
 )
 from fusion.runtime.capture.gguf.metadata import Metadata
 
@@ -21,12 +25,26 @@ SOFTMAX, SIGMOID, SOFTMAX_CHOSEN = 1, 2, 3
 
 
 def _mixed(
-    said: Metadata, *, normed: bool, wide: int | None = None, norm: str = "ffn_norm", gating: int = SOFTMAX
+    said: Metadata,
+    *,
+    normed: bool,
+    wide: int | None = None,
+    norm: str = "ffn_norm",
+    gating: int = SOFTMAX,
+    plain: bool = False,
+    rope: Callable[[Metadata, int], Values] = rotary,
 ) -> tuple[Values, int, int]:
     """A decoder whose every layer has gated experts, checked against their tensors; how many experts, and how wide each is: `wide`
-    where the file does not say it. `norm`: as of `decoder`; else as of `mixed`."""
+    where the file does not say it. `norm`: as of `decoder`; `plain`: its configuration does not say how long a head is; else as of
+    `mixed`."""
+    if plain:
+        plain_heads(said)
     values = attentive(said, decoder(said, norm))
-    return values, *mixed(said, values, normed=normed, wide=wide, gating=gating)
+    count, found = mixed(said, values, normed=normed, wide=wide, gating=gating)
+    values |= {"hidden_act": "silu", "rope_parameters": rope(said, values["head_dim"])}
+    if plain:
+        del values["head_dim"]
+    return values, count, found
 
 
 def mixed(
@@ -72,23 +90,14 @@ def experts(
 
 
 def _mixtral(said: Metadata) -> Values:
-    values, count, _ = _mixed(said, normed=True, wide=said.size("feed_forward_length"))
-    permuted(said, values)
-    return values | {
-        "hidden_act": "silu",
-        "rope_parameters": rotary(said, values["head_dim"]),
-        "sliding_window": None,
-        "num_local_experts": count,
-    }
+    permuted(said)
+    values, count, _ = _mixed(said, normed=True, wide=said.size("feed_forward_length"), rope=stretched)
+    return values | {"sliding_window": None, "num_local_experts": count}
 
 
 def _olmoe(said: Metadata) -> Values:
-    head_dim = plain_heads(said)
-    values, count, _ = _mixed(said, normed=False, wide=said.size("feed_forward_length"))
-    del values["head_dim"]
+    values, count, _ = _mixed(said, normed=False, wide=said.size("feed_forward_length"), plain=True)
     return values | {
-        "hidden_act": "silu",
-        "rope_parameters": rotary(said, head_dim),
         "attention_bias": False,
         "clip_qkv": None,
         "num_experts": count,
@@ -97,15 +106,10 @@ def _olmoe(said: Metadata) -> Values:
 
 
 def _qwen2_moe(said: Metadata) -> Values:
-    head_dim = plain_heads(said)
-    values, count, wide = _mixed(said, normed=False)
-    del values["head_dim"]
-    hidden = values["hidden_size"]
+    values, count, wide = _mixed(said, normed=False, plain=True)
     shared = said.size("expert_shared_feed_forward_length", values["intermediate_size"])
-    said.tensor("blk.0.ffn_up_shexp.weight", shared, hidden)
+    said.tensor("blk.0.ffn_up_shexp.weight", shared, values["hidden_size"])
     return values | {
-        "hidden_act": "silu",
-        "rope_parameters": rotary(said, head_dim),
         "qkv_bias": True,
         "use_sliding_window": False,
         "moe_intermediate_size": wide,
@@ -121,8 +125,6 @@ def _qwen3_moe(said: Metadata) -> Values:
     values, count, wide = _mixed(said, normed=True)
     said.must_be("expert_shared_feed_forward_length", 0)  # of a configuration that says it as older ones do
     return values | {
-        "hidden_act": "silu",
-        "rope_parameters": rotary(said, values["head_dim"]),
         "attention_bias": said.has("blk.0.attn_output.bias"),
         "use_sliding_window": False,
         "moe_intermediate_size": wide,
@@ -135,12 +137,10 @@ def _qwen3_moe(said: Metadata) -> Values:
 
 def _gpt_oss(said: Metadata) -> Values:
     values, count, wide = _mixed(said, normed=False, norm="post_attention_norm", gating=SOFTMAX_CHOSEN)
-    rope = rotary(said, values["head_dim"])
+    rope = values["rope_parameters"]
     if rope["rope_type"] == "yarn":
         rope["truncate"] = False  # as the models of this kind do
     return values | {
-        "hidden_act": "silu",
-        "rope_parameters": rope,
         "attention_bias": True,
         "intermediate_size": wide,
         "num_local_experts": count,
@@ -177,7 +177,7 @@ def _glm4_moe(said: Metadata) -> Values:
     said.must_be("expert_gating_func", SIGMOID, 0)
     return values | {
         "hidden_act": "silu",
-        "rope_parameters": {"partial_rotary_factor": 1.0, **rotary(said, values["head_dim"], partial=True)},
+        "rope_parameters": rotary(said, values["head_dim"], partial=True),
         "attention_bias": said.has("blk.0.attn_q.bias"),
         "use_qk_norm": said.has("blk.0.attn_q_norm.weight"),
         "n_group": 1,
@@ -186,33 +186,27 @@ def _glm4_moe(said: Metadata) -> Values:
 
 
 def _granite_moe(said: Metadata) -> Values:
-    head_dim = plain_heads(said)
-    values, count, _ = _mixed(said, normed=True, wide=said.size("feed_forward_length"))
-    permuted(said, values)
-    del values["head_dim"]
+    permuted(said)
+    values, count, _ = _mixed(
+        said, normed=True, wide=said.size("feed_forward_length"), plain=True, rope=stretched
+    )
     for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
         said.any(f"ssm.{key}")  # of layers that do not attend, where all do
     said.must_be("rope.scaling.finetuned", True)  # False: positions are not rotated at all
     shared = said.whole("expert_shared_feed_forward_length", 0)
     if shared:
         said.tensor("blk.0.ffn_gate_shexp.weight", shared, values["hidden_size"])
-    return values | granite_scales(said, head_dim) | {
+    return values | granite_scales(said, plain_heads(said)) | {
         "model_type": "granitemoeshared" if shared else "granitemoe",
-        "hidden_act": "silu",
-        "rope_parameters": rotary(said, head_dim),
         "num_local_experts": count,
         **({"shared_intermediate_size": shared} if shared else {}),
     }  # fmt: skip
 
 
 def _minimax_m2(said: Metadata) -> Values:
-    values, count, wide = _mixed(said, normed=True, gating=SIGMOID)
-    return values | {
-        "hidden_act": "silu",
-        "rope_parameters": {"partial_rotary_factor": 1.0, **rotary(said, values["head_dim"], partial=True)},
-        "intermediate_size": wide,
-        "num_local_experts": count,
-    }
+    rope = partial(rotary, partial=True)
+    values, count, wide = _mixed(said, normed=True, gating=SIGMOID, rope=rope)
+    return values | {"intermediate_size": wide, "num_local_experts": count}
 
 
 def _dots1(said: Metadata) -> Values:
@@ -235,8 +229,6 @@ def _hunyuan_moe(said: Metadata) -> Values:
     said.must_be("expert_shared_feed_forward_length", wide)
     said.must_be("expert_shared_count", 1)
     return values | {
-        "hidden_act": "silu",
-        "rope_parameters": rotary(said, values["head_dim"]),
         "attention_bias": said.has("blk.0.attn_q.bias"),
         "num_experts": count,
         "moe_topk": values.pop("num_experts_per_tok"),

@@ -53,7 +53,7 @@ def _gpt_neox(said: Metadata) -> Values:
     return values | {
         "hidden_act": "gelu",
         "layer_norm_eps": _layer_norm(said),
-        "rope_parameters": {"partial_rotary_factor": 1.0, **rotary(said, head_dim, partial=True)},
+        "rope_parameters": rotary(said, head_dim, partial=True),
         "use_parallel_residual": said.flag("use_parallel_residual", True),
         "attention_bias": said.has("blk.0.attn_qkv.bias"),
     }
@@ -101,8 +101,7 @@ def _apart(said: Metadata, norm: str, head_dim: int) -> Values:
     values = decoder(said, norm)
     separate(said, values)
     said.tensor("blk.0.ffn_up.weight", values["intermediate_size"], values["hidden_size"])
-    rope = rotary(said, head_dim, partial=True)
-    return values | {"rope_parameters": {"partial_rotary_factor": 1.0, **rope}}
+    return values | {"rope_parameters": rotary(said, head_dim, partial=True)}
 
 
 def _phi2(said: Metadata) -> Values:

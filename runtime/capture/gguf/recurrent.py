@@ -237,10 +237,9 @@ def _delta(said: Metadata, values: Values) -> Values:
     if period > 1:
         said.tensor("blk.0.ssm_conv1d.weight", 2 * keys + state.inner, state.kernel)
         said.tensor("blk.0.ssm_out.weight", hidden, state.inner)
-    rope = rotary(said, head_dim, partial=True)
     return values | {
         "hidden_act": "silu",
-        "rope_parameters": {"partial_rotary_factor": 1.0, **rope},
+        "rope_parameters": rotary(said, head_dim, partial=True),
         "attention_bias": False,
         "layer_types": [_TYPES[(layer + 1) % period == 0] for layer in range(layers)],
         "linear_conv_kernel_dim": state.kernel,
