@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -124,49 +123,7 @@ def last_position(values: torch.Tensor, axis: int, sequences: Sequences) -> torc
     return sequences.last(values, axis)
 
 
-class Attends(Protocol):
-    """One sequence, or several of a run."""
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        new: Sequence[torch.Tensor],
-        slot: int,
-        scale: float | None,
-        window: int | None,
-        scored: Scored | None = None,
-    ) -> torch.Tensor: ...
-
-    def select(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        weights: torch.Tensor,
-        slot: int,
-        scale: float,
-        most: int,
-    ) -> torch.Tensor: ...
-
-    def attend_selected(
-        self,
-        query: torch.Tensor,
-        new: Sequence[torch.Tensor],
-        selected: torch.Tensor,
-        slot: int,
-        scale: float | None,
-    ) -> torch.Tensor: ...
-
-    def attend_source(
-        self, query: torch.Tensor, slot: int, scale: float | None, scored: Scored | None = None
-    ) -> torch.Tensor: ...
-
-    def convolve(
-        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int
-    ) -> torch.Tensor: ...
-
-    def recur(
-        self, query: torch.Tensor, new: Sequence[torch.Tensor], rates: torch.Tensor | None, slot: int
-    ) -> torch.Tensor: ...
+Attends = SessionCache | Sequences  # one sequence, or several of a run
 
 
 def cached_convolution(
