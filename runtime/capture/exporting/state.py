@@ -60,11 +60,8 @@ def no_state_in_buffers(wrapped: nn.Module) -> Iterator[None]:
             )
         return None
 
-    handle = register_module_buffer_registration_hook(look)  # type: ignore[arg-type]
-    try:
+    with register_module_buffer_registration_hook(look):  # type: ignore[arg-type]
         yield
-    finally:
-        handle.remove()
 
 
 def _alike(value: Tensor, had: Tensor) -> bool:
@@ -82,11 +79,8 @@ def _buffers_written(wrapped: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             return had.copy_(value)
 
-    handle = register_module_buffer_registration_hook(write)  # type: ignore[arg-type]
-    try:
+    with register_module_buffer_registration_hook(write):  # type: ignore[arg-type]
         yield
-    finally:
-        handle.remove()
 
 
 def node_of(value: Any, tracer: Any) -> fx.Node | None:
