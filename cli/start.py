@@ -34,9 +34,8 @@ HAND_OVER_SECONDS = 15.0
 FIRST_PAUSE_SECONDS = 0.2  # before a peer whose p2pd died is opened anew, doubling while it keeps dying
 LONGEST_PAUSE_SECONDS = 60.0
 STEADY_SECONDS = 60.0  # a p2pd that ran for so long did not die at once
-MOST_THREADS = (
-    1024  # no machine computes faster with more, and libraries crash where the system has no room for theirs
-)
+# No machine computes faster with more, and libraries crash where the system has no room for theirs
+MOST_THREADS = 1024
 
 
 class Device(StrEnum):

@@ -31,9 +31,8 @@ class Tables:
     """By stage, and by the first and last bound of its segment, each out of a window of its own."""
 
     bounds: Indices  # (stages + 1, window)
-    pace: (
-        Floats  # (stages, window, window): what the busiest part of stage and links takes; inf: does not fit
-    )
+    # (stages, window, window): what the busiest part of stage and links takes; inf: does not fit
+    pace: Floats
     once: Floats  # how much the stage and the link after it add to the fill
 
 

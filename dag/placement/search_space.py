@@ -68,9 +68,8 @@ class Space:
     microbatches: int
     training: bool
     stages: int | None  # as many as asked for, or as help
-    gpipe: (
-        bool  # whether the job runs GPipe, whatever is faster: each stage then holds all microbatches at once
-    )
+    # Whether the job runs GPipe, whatever is faster: each stage then holds all microbatches at once
+    gpipe: bool
     table: Crossing  # only what crosses some bound
     costs: Floats  # (6, values): bytes, seconds to encode and to decode, there and back
 

@@ -36,17 +36,15 @@ class Speeds:
     product_flop: float
     attention_flop: float
     convolution_flop: float
-    streamed_byte: (
-        float  # of weights and activations that products, attention and convolutions read and write
-    )
+    # Of weights and activations that products, attention and convolutions read and write
+    streamed_byte: float
     touched_byte: float  # that all other operators read and write
     normed_byte: float  # that norms do
     drawn_element: float = 0.0  # of a mask of dropout
     convolution: float = 0.0  # to begin one
     node: float = 0.0  # to begin any operator
-    updated_byte: (
-        float  # of weights, gradients and optimizer state, for each time that an update reads or writes it
-    )
+    # Of weights, gradients and optimizer state, for each time that an update reads or writes it
+    updated_byte: float
 
     def __post_init__(self) -> None:
         flops = (self.product_flop, self.attention_flop, self.convolution_flop)

@@ -16,9 +16,8 @@ from fusion.runtime.job.errors import JobError
 GRAPH_FILE = "inference.graph"  # these three are in a directory that `jobs export` wrote
 ABOUT_FILE = "fusion.json"
 WEIGHTS_FILE = "model.safetensors"
-CONSTANT = (
-    "constant:"  # prefix of variables that no state_dict of the module has: they are not in WEIGHTS_FILE
-)
+# Prefix of variables that no state_dict of the module has: they are not in WEIGHTS_FILE
+CONSTANT = "constant:"
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"

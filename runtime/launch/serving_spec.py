@@ -15,9 +15,8 @@ class ServingSpec:
     name: str = ""  # what to call the model
     stages: int | None = None  # over how many peers; None: as few as pay
     admission: AdmissionSpec = AdmissionSpec()  # noqa: RUF009 - frozen
-    draft: Path | None = (
-        None  # the directory or file of a small model of the same tokenizer that guesses for it
-    )
+    # The directory or file of a small model of the same tokenizer that guesses for it
+    draft: Path | None = None
     dtype: str | None = None  # that it runs in (`open_model`); None: that of its files
     quantization: Literal["int8", "int4"] | None = None  # how its large matrices are stored
     context: int | None = None  # tokens of the longest text; None: all that it can read

@@ -20,9 +20,8 @@ class RunningPeer:
     peer_id: PeerId
     addresses: tuple[str, ...]  # full multiaddrs
     pid: int
-    control: (
-        str  # the path of its control socket (`fusion.swarm.control.server`); "" in files of older versions
-    )
+    # The path of its control socket (`fusion.swarm.control.server`); "" in files of older versions
+    control: str
     http: str = ""  # where its HTTP API is, if it has one
 
 

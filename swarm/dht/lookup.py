@@ -56,9 +56,8 @@ class LookupConfig:
     paths: int = 3  # that share no node; each has its part of the breadth
     rounds: int = 12  # a bound on what nodes that make up neighbours can cost
     known_per_key: int = 128
-    patience_seconds: float = (
-        2.0  # in all, for the rest of rounds in which one node has answered; machines may be busy
-    )
+    # In all, for the rest of rounds in which one node has answered; machines may be busy
+    patience_seconds: float = 2.0
 
     def __post_init__(self) -> None:
         for name in ("breadth", "paths", "rounds", "known_per_key", "patience_seconds"):

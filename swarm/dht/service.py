@@ -31,9 +31,8 @@ ANSWER_BYTES = 1 << 20  # of values; more only where one key alone has more
 BUSY = "busy: ask less"
 SUBNET_PEERS = 4  # a network may use as much of us as so many peers
 _NEWCOMERS = 64  # waiting to be let in
-_ADMITTED_AT_ONCE = (
-    8  # of them; one that answers slowly takes as long as it likes to be asked and offered records
-)
+# Of them; one that answers slowly takes as long as it likes to be asked and offered records
+_ADMITTED_AT_ONCE = 8
 _HANDED_OVER = 512  # records to one newcomer
 _WALKED_KEYS = 4096  # looked through for it
 _WALKED_AT_ONCE = 32

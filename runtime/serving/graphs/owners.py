@@ -25,9 +25,8 @@ from fusion.swarm.transport import PeerId
 
 PATIENCE_SECONDS = 60.0  # while no owner answers
 RETRY_SECONDS = 0.5
-GONE_SECONDS = (
-    15.0  # of that patience, at most, for an owner that was there and has gone, however long it was at work
-)
+# Of that patience, at most, for an owner that was there and has gone, however long it was at work
+GONE_SECONDS = 15.0
 LOOK_SECONDS = 1.0  # from one look at who owns a stage to the next, while its owner is at work
 
 

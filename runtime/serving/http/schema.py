@@ -240,9 +240,8 @@ class CompletionRequest(Settings):
         | Ids
         | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = (
-        None  # 0: nothing but the prompt, with `echo`
-    )
+    # 0: nothing but the prompt, with `echo`
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[
         Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None, BeforeValidator(_unless_false)

@@ -11,9 +11,8 @@ from fusion.swarm.errors import PeerUnreachable, StreamBroken, StreamClosed, Swa
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.transport import PeerId, Stream, Transport, call
 
-SILENT_SECONDS = (
-    10.0  # without a frame: an answer may wait for its turn, or for a stage that somebody else takes over
-)
+# Without a frame: an answer may wait for its turn, or for a stage that somebody else takes over
+SILENT_SECONDS = 10.0
 THERE_SECONDS = 5.0  # to say anything at all
 
 

@@ -67,9 +67,8 @@ class Openings:
         fresh = account.unearned > BURST - FIRST
         if account.unearned < 1.0:
             return False
-        account.unearned -= (
-            1.0  # also where the others have used up what there is: whoever keeps asking is served last
-        )
+        # Also where the others have used up what there is: whoever keeps asking is served last
+        account.unearned -= 1.0
         self._all, self._at = min(ALL_BURST, self._all + (now - self._at) * ALL_PER_SECOND), now
         if self._all < (1.0 if fresh else ALL_BURST / 2):
             return False

@@ -55,9 +55,8 @@ class Shards(Protocol):
     ) -> dict[str, torch.Tensor]: ...
 
 
-COPY_TIMES = (
-    2  # the memory that the manifest has for a stage, which the tensors of a copy of its shard may take
-)
+# The memory that the manifest has for a stage, which the tensors of a copy of its shard may take
+COPY_TIMES = 2
 
 
 class StageFiles:

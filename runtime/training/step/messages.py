@@ -200,9 +200,8 @@ class Suspect:
 
     join_id: JoinId
     text: str = ""
-    waits_for: int | None = (
-        None  # `fusion.runtime.training.step.stalls`; a lead of an older peer does not know it
-    )
+    # `fusion.runtime.training.step.stalls`; a lead of an older peer does not know it
+    waits_for: int | None = None
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ LEAD = -1  # who is waited for: the lead's word, not what its stage computes
 
 # Within a step a stage waits for parts of it: nothing takes as long as several whole ones usually do.
 USUAL_STEPS = 4.0
-UNKNOWN_PACE = (
-    3.0  # times as long before a step was seen from its begin to its commit: planes compile in the first one
-)
+# Times as long before a step was seen from its begin to its commit: planes compile in the first one
+UNKNOWN_PACE = 3.0
 REMEMBERED = 8  # steps that say what is usual
 SLOW_LINK_BYTES_PER_SECOND = 125e3  # for the largest tensor that a stage waits for
 SLOW_DISK_BYTES_PER_SECOND = 20e6  # for a snapshot: others wait meanwhile
