@@ -43,10 +43,8 @@ class Half:
     stay what they are.
     """
 
-    LOWEST, HIGHEST = (
-        -126,
-        113,
-    )  # both factors are normal float32, and MOST * 2**HIGHEST is about the largest there is
+    # Both factors are normal float32, and MOST * 2**HIGHEST is about the largest there is
+    LOWEST, HIGHEST = -126, 113
     MOST = 2.0**15 - 2.0**4  # the last float16 below 2**15, which times 2**HIGHEST is infinite
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:

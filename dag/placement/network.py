@@ -119,10 +119,8 @@ class Network:
     @cached_property
     def _pairs(self) -> tuple[Matrix, Matrix]:
         shape = (len(self.devices), len(self.devices))
-        alphas, rates = (
-            np.full(shape, UNKNOWN_LINK.alpha_seconds),
-            np.full(shape, UNKNOWN_LINK.bytes_per_second),
-        )
+        alphas = np.full(shape, UNKNOWN_LINK.alpha_seconds)
+        rates = np.full(shape, UNKNOWN_LINK.bytes_per_second)
         some = len(self.links) <= len(self.devices) ** 2  # else the table is of a larger network
         pairs = self.links.items() if some else self._own_pairs()
         for (a, b), link in pairs:

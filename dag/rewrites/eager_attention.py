@@ -129,11 +129,9 @@ def _pairs(graph: Graph, ref: Ref) -> bool:
     shape = graph.types[ref].shape
     if len(shape) not in (3, 4) or shape[-2] != _S or not _counts_keys(shape[-1]):
         return False
-    return (
-        heads_of(shape[0]) is not None
-        if len(shape) == 3
-        else shape[0] == _BATCH and isinstance(shape[1], int)
-    )
+    if len(shape) == 3:
+        return heads_of(shape[0]) is not None
+    return shape[0] == _BATCH and isinstance(shape[1], int)
 
 
 def _counts_keys(dim: Dim) -> bool:

@@ -368,11 +368,9 @@ class _Caching:
             lead = (1, 1, *shape[:-2])[-2:]
         target = (*lead, symbol(SEQUENCE), 1)
         ref = self.emit(node, f"bias_{len(self.nodes)}", "aten.reshape", added.bias, target)
-        return (
-            ref
-            if added.times == 1
-            else self.emit(node, f"bias_{len(self.nodes)}", "aten.mul.Tensor", ref, added.times)
-        )
+        if added.times == 1:
+            return ref
+        return self.emit(node, f"bias_{len(self.nodes)}", "aten.mul.Tensor", ref, added.times)
 
     def apart(self, node: Node, name: str, ref: Ref) -> Ref:
         """(batch * heads, sequence, width) as (batch, heads, sequence, width)."""

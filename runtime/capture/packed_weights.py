@@ -143,10 +143,8 @@ class _AWQ(_Grouped):
 class _CompressedWords(_Grouped):
     """compressed-tensors' "pack-quantized": signed numbers with half of their range added, packed along the inputs."""
 
-    suffixes, optional = (
-        (".weight_packed", ".weight_scale", ".weight_shape"),
-        (".weight_zero_point", ".weight_g_idx"),
-    )
+    suffixes = (".weight_packed", ".weight_scale", ".weight_shape")
+    optional = (".weight_zero_point", ".weight_g_idx")
 
     def grid(self, read: Read, has: Callable[[str], bool]) -> Grid:
         rows, columns = read(".weight_shape").tolist()
@@ -320,12 +318,8 @@ def _compressed(said: Mapping[str, Any], where: str) -> Packed:
         extra = said.get(key)
         if extra and not (isinstance(extra, Mapping) and extra.get("format") == "dense"):
             raise bad(f"a {key}")
-    form, bits, kind, strategy = (
-        said.get("format"),
-        weights.get("num_bits"),
-        weights.get("type"),
-        weights.get("strategy"),
-    )
+    form = said.get("format")
+    bits, kind, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
     group = weights.get("group_size") if strategy == "group" else 0
     if strategy in ("group", "channel") and kind == "int" and type(group) is int and group >= 0:
         ordered = weights.get("actorder") not in (None, "weight", "static")

@@ -293,11 +293,9 @@ class Takeovers:
 
     def _own(self, place: Place) -> SuspectReply | None:
         held, sealed = self._leases.holds(*place), self._leases.sealed(*place)
-        return (
-            SuspectReply("owner", held.term, held, sealed)
-            if held is not None and sealed is not None
-            else None
-        )
+        if held is None or sealed is None:
+            return None
+        return SuspectReply("owner", held.term, held, sealed)
 
     async def _look_at(self, peers: set[PeerId], place: Place) -> dict[PeerId, Sign]:
         others = sorted(peers - {self._leases.peer_id})

@@ -76,11 +76,9 @@ class Access:
     def chain(self, job: JobId) -> Chain:
         """What we show in the job."""
         law = self._laws.get(job)
-        return (
-            ()
-            if law is None or self.wallet is None
-            else self.wallet.chain(law, self._revoked.get(job, {}).values())
-        )
+        if law is None or self.wallet is None:
+            return ()
+        return self.wallet.chain(law, self._revoked.get(job, {}).values())
 
     # --- revocations
 

@@ -203,10 +203,8 @@ class LinkMonitor:
         for peer, found in samples.items():
             if not self._table.listed(peer):  # it had its part of our line: no more, for anybody may send
                 continue
-            neighbour, report = (
-                self._neighbour(peer),
-                ProbeReport.of(found, sharers, max(together, found.bytes_per_second)),
-            )
+            neighbour = self._neighbour(peer)
+            report = ProbeReport.of(found, sharers, max(together, found.bytes_per_second))
             neighbour.traffic.active_at = now
             firm = report.sure and sharers == 1
             into = after(

@@ -116,11 +116,8 @@ def _gemma4(said: Metadata) -> Values:
     """Layers that see all positions have longer heads; the last layers may have the keys and values of others, and wider feed-forward
     networks; each layer may get an embedding of its own."""
     values = sizes(said) | rms(said)
-    layers, hidden, heads = (
-        values["num_hidden_layers"],
-        values["hidden_size"],
-        said.size("attention.head_count"),
-    )
+    layers, hidden = values["num_hidden_layers"], values["hidden_size"]
+    heads = said.size("attention.head_count")
     types = alternating(said, values, 6)
     if types[-1] != _FULL:
         raise said.bad("attention.sliding_window_pattern", types[-1], f"{_FULL} for the last layer")

@@ -42,11 +42,8 @@ def linear(
     at_once = at_once_of(group)
     parts, sums = parts_of(flat, at_once, minimums is not None)
     made = torch.empty(count, outputs, dtype=rows.dtype, device=rows.device)
-    lines, tiles, spans = (
-        triton.cdiv(count, ROWS),
-        triton.cdiv(outputs, OUTPUTS),
-        triton.cdiv(columns, SPAN),
-    )
+    lines, tiles = triton.cdiv(count, ROWS), triton.cdiv(outputs, OUTPUTS)
+    spans = triton.cdiv(columns, SPAN)
     # Few rows of a small matrix leave most of a GPU without work, unless each span has a program of its own.
     apart = spans > 1 and lines == 1 and tiles <= _FULL
     found = torch.empty(spans, count, outputs, device=rows.device) if apart else made

@@ -36,12 +36,8 @@ class Code:
 
     def __init__(self, ir: Any, triple: str, addresses: int, numbers: int, wide: bool) -> None:
         self.ir, self.wide = ir, wide
-        self.word, self.byte, self.half, self.float = (
-            ir.IntType(64),
-            ir.IntType(8),
-            ir.HalfType(),
-            ir.FloatType(),
-        )
+        self.word, self.byte = ir.IntType(64), ir.IntType(8)
+        self.half, self.float = ir.HalfType(), ir.FloatType()
         self.floats, self.integers = (ir.VectorType(kind, LANES) for kind in (self.float, ir.IntType(32)))
         self.zero, self.zeros = ir.Constant(self.float, 0.0), ir.Constant(self.floats, [0.0] * LANES)
         self.module = ir.Module()

@@ -92,11 +92,9 @@ class SuppressedTokens:
 def suppressed_by(serve: ServeConfig) -> SuppressedTokens | None:
     """None where every token may be said."""
     source = serve.source
-    return (
-        None
-        if source is None or not (source.suppress_tokens or source.begin_suppress_tokens)
-        else SuppressedTokens(source, serve.vocabulary)
-    )
+    if source is None or not (source.suppress_tokens or source.begin_suppress_tokens):
+        return None
+    return SuppressedTokens(source, serve.vocabulary)
 
 
 class WithheldEnds:

@@ -137,10 +137,8 @@ class Gateways:
         serve, length = self._position.serve, session.opening.source
         if serve.source is None:
             return None, payload
-        source, rest = (
-            payload[: length * serve.source.unit_bytes],
-            payload[length * serve.source.unit_bytes :],
-        )
+        size = length * serve.source.unit_bytes
+        source, rest = payload[:size], payload[size:]
         if not serve.source.channels:
             tokens = unpack_tokens(source)
             if len(tokens) != length or min(tokens) < 0 or max(tokens) >= serve.vocabulary:

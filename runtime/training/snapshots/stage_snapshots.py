@@ -46,10 +46,8 @@ class StageSnapshots:
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.newest, self.before = (
-            loaded.start,
-            START,
-        )  # that the stage knows to be held, and the one before it
+        # That the stage knows to be held, and the one before it
+        self.newest, self.before = loaded.start, START
         self._stage = loaded.plan.stage.index
         self._plane = loaded.plane
         self._files = loaded.files
