@@ -24,7 +24,7 @@ from fusion.runtime.job.errors import CaptureError
 Part = Ref | float
 Emit = Callable[..., Ref]  # (op, *args) -> its result
 _Known = Callable[[Mapping[str, Any], Emit], "Complex | Ref"]
-INSTEAD = "make it of real numbers, torch.view_as_real(...), and torch.view_as_complex(...) of it in the forward"  # of a parameter or buffer
+REMEDY = "make it of real numbers, torch.view_as_real(...), and torch.view_as_complex(...) of it in the forward"  # of a parameter or buffer
 # Real numbers in the memory of complex ones.
 VIEWS = ("aten.view_as_complex", "aten.view_as_real", "aten.real", "aten.imag")
 _MOVES = ("view", "move")  # families of ops that compute nothing

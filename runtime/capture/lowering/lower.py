@@ -149,8 +149,8 @@ class _Lowering:
         try:
             type_ = self.sizes.type_of(node.meta["val"])
         except CaptureError as error:
-            instead = f": {complex_numbers.INSTEAD}" if node.meta["val"].is_complex() else ""
-            raise CaptureError(f"{'parameter' if parameter else 'buffer'} {name}: {error}{instead}") from None
+            remedy = f": {complex_numbers.REMEDY}" if node.meta["val"].is_complex() else ""
+            raise CaptureError(f"{'parameter' if parameter else 'buffer'} {name}: {error}{remedy}") from None
         if name not in variables:
             trainable = parameter and bool(exported.state_dict[target].requires_grad)
             own = {t.removeprefix("module.") for t, n in self.names.items() if n == name}

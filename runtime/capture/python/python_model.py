@@ -133,9 +133,9 @@ def _check_tensors(module: nn.Module, where: str) -> None:
             raise JobError(f'{where}: {kind} {name} has no values: it is on device "meta"')
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPE_BYTES:
-            instead = f": {complex_numbers.INSTEAD}" if tensor.is_complex() else ""
+            remedy = f": {complex_numbers.REMEDY}" if tensor.is_complex() else ""
             raise JobError(
-                f"{where}: {kind} {name} is of dtype {dtype}; a job has {', '.join(DTYPE_BYTES)}{instead}"
+                f"{where}: {kind} {name} is of dtype {dtype}; a job has {', '.join(DTYPE_BYTES)}{remedy}"
             )
 
 
