@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from fusion.runtime.job import size_text
+from fusion.runtime.job.size_text import parse_size
 
 if TYPE_CHECKING:
     from fusion.runtime.job.admission import AdmissionSpec
@@ -80,13 +80,9 @@ StopWith = Annotated[
 ]
 
 
-def parse_size(text: str, option: str) -> int:
-    """The bytes that the value of `option` means. ValueError for what is no size, or less than one byte."""
-    return size_text.parse_size(text, option)
-
-
 def parse_lent(text: str, option: str) -> int:
-    """As `parse_size`, of what a volunteer lends: ValueError for less than could be meant."""
+    """The bytes that the value of `option` means, which a volunteer lends. ValueError for what is no size, or for less than could be
+    meant."""
     size = parse_size(text, option)
     if size < LEAST_LENT_BYTES:
         raise ValueError(

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.cli.terminal import options
+from fusion.runtime.job.size_text import parse_size
 from fusion.runtime.peer.keys import IDENTITY_FILE
 from fusion.swarm.errors import TransportError
 from fusion.swarm.identity import Identity
@@ -27,19 +28,19 @@ ADDRESS = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWGrJ5S1hz7HYPzF5bxVqk3R3zQ9o2jQ4n8
     ],
 )
 def test_sizes(text: str, size: int) -> None:
-    assert options.parse_size(text, "--memory") == size
+    assert parse_size(text, "--memory") == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "4 cows", "-1", "0", "1e9", "0.1b", "4GiBiB", "٤GiB"])
 def test_not_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="--memory"):
-        options.parse_size(text, "--memory")
+        parse_size(text, "--memory")
 
 
 @given(st.text(max_size=20))
 def test_any_text_is_a_size_or_a_value_error(text: str) -> None:
     try:
-        assert options.parse_size(text, "--memory") >= 1
+        assert parse_size(text, "--memory") >= 1
     except ValueError as error:
         assert str(error).startswith("--memory")
 
