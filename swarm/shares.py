@@ -67,10 +67,6 @@ class Shares(Generic[Item]):
         """Whether nobody else holds anything."""
         return not self._items.keys() - {holder}
 
-    def idle_seconds(self, item: Item) -> float:
-        """Since the item was taken or used."""
-        return self._clock() - self._held[item].used_at
-
     def fits(self, amount: int) -> bool:
         """Whether there could be room for it, if nobody held anything."""
         return amount <= self._limit

@@ -102,10 +102,6 @@ class Timeline:
             highest = max(highest, commit.step)
         return replayed
 
-    def seconds(self) -> float:
-        """From the first commit to the last."""
-        return self.commits[-1].at - self.commits[0].at if self.commits else 0.0
-
     def rate(self, warm_up: int = 0) -> float:
         """Committed steps a second, each step counted once, after the first `warm_up` commits. 0 where unknown."""
         counted = self.commits[warm_up:]

@@ -67,7 +67,6 @@ class NodeCost:
     forward_flops: int
     backward_flops: int
     moved_bytes: int  # read and written by the forward pass: what bounds the time of nodes with few FLOPs
-    output_bytes: int  # of its results, views included
     drawn_elements: int  # of masks of dropout
     trainable: int  # elements of the variables that no earlier node reads and an optimizer updates
     trainable_tensors: int  # how many these are
@@ -155,7 +154,6 @@ def node_costs(
                 moved_bytes=0
                 if found.family == "view" or Ref(node.name) in once
                 else output + _read_bytes(found, call, results),
-                output_bytes=output,
                 drawn_elements=_drawn(found, call, results),
                 trainable=sum(elements(types[Ref(v.name)]) for v in trained),
                 trainable_tensors=len(trained),

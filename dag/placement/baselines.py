@@ -54,22 +54,22 @@ class Optimum:
     seconds: float
 
 
-def too_large(space: Space, entries: int = ENTRIES) -> str | None:
+def too_large(space: Space) -> str | None:
     """Why `exact` does not search this space, in words; None where it does."""
     count, size = space.devices, len(space.segments.bounds)
     if count > MOST_DEVICES:
         return f"it searches at most {MOST_DEVICES} peers, and there are {count}"
-    if (count << count) * size * (count + size) > entries:
+    if (count << count) * size * (count + size) > ENTRIES:
         return f"{count} peers and {size - 2} cuts are too many for its tables: it takes fewer peers"
     return None
 
 
-def exact(space: Space, entries: int = ENTRIES) -> Optimum | None:
+def exact(space: Space) -> Optimum | None:
     """Every subset and order of the devices and every set of cuts, by dynamic programming over (devices used, the
     first of them, the bound that it begins at), from the last stage to the first. The busiest part enters as a
     threshold that falls until nothing fits under it. None if nothing fits, or if it would take tables of more than
-    `entries`."""
-    if too_large(space, entries):
+    ENTRIES."""
+    if too_large(space):
         return None
     tables = _Tables.of(space)
     slowest = tables.search(np.inf, np.maximum)

@@ -34,7 +34,6 @@ class Segments:
     tensors: Row  # that an optimizer updates, of nodes before each bound
     held: MemoryTables
     forward_bytes: Row  # over each bound, one microbatch
-    backward_bytes: Row
 
     def passes(self, first: At, last: At, seconds: Rate) -> tuple[Row, Row]:
         """Seconds of forward and backward of the segments [first, last), one microbatch; arguments broadcast, the first axis of
@@ -95,7 +94,7 @@ def _measure(
     costs = node_costs(graph, sizes)
     # What an encoder-decoder makes of its source comes once a session: a token does not wait for it.
     once = source_values(graph)
-    forward, backward = crossings(graph, sizes, once)
+    forward, _ = crossings(graph, sizes, once)
     again = np.array([Ref(node.name) not in once for node in graph.nodes], dtype=np.float64)
     passes = asked(costs)
     flops = again * np.array([c.forward_flops for c in costs], dtype=np.float64)
@@ -110,7 +109,6 @@ def _measure(
         tensors=_before(np.array([c.trainable_tensors for c in costs], dtype=np.float64))[at],
         held=measure_memory(graph, bounds, sizes, training, memory),
         forward_bytes=forward[at].astype(np.float64),
-        backward_bytes=backward[at].astype(np.float64),
     )
 
 

@@ -61,7 +61,6 @@ class Worker:
         if threads < 1:
             raise ValueError(f"threads: at least 1, not {threads}")
         self.device = checked_device(device)
-        self.threads = threads
         self._whose = NOBODY
         self._queue = _Queue(f"fusion-{device}", lambda: _prepare(threads, torch.device(device)))
         self._loss = _Loss()

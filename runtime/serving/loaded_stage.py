@@ -9,7 +9,6 @@ from fusion.runtime.planes.plane import DecodingStage
 from fusion.runtime.serving.drafts.draft_model import DraftModel
 from fusion.runtime.serving.ring.frames import RingPlan
 from fusion.runtime.serving.ring.stage_session import StageRunner
-from fusion.swarm.directory.records import Digest
 
 
 @dataclass(eq=False)
@@ -19,7 +18,6 @@ class LoadedStage:
 
     plan: RingPlan
     plane: DecodingStage
-    weights: Digest
     stage_bytes: int  # of its own weights
     draft: DraftModel | None = None
 

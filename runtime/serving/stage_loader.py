@@ -133,7 +133,7 @@ class StageLoader:
         except (ValueError, KeyError) as error:
             raise JobFailed(f"the weights of stage {stage} of {manifest.name}: {error}") from None
         draft = await self._drafts.load(job, manifest) if stage == 0 else None
-        return LoadedStage(plan, plane, manifest.weights[stage], weights_bytes(part), draft)
+        return LoadedStage(plan, plane, weights_bytes(part), draft)
 
     async def _last_reader(self, job: JobId, stages: tuple[Stage, ...], manifest: Manifest) -> LastReader:
         """Raises Unrunnable for a model that cannot be served in a ring."""

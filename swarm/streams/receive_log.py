@@ -53,9 +53,6 @@ class ReceiveLog:
         """Those of whom a payload came after `since`."""
         return tuple(peer for peer, reads in self._reads.items() if reads and reads[-1].at >= since)
 
-    def under_way(self, peer: PeerId) -> bool:
-        return self._open.get(peer, 0) > 0
-
     def sample(self, peer: PeerId, since: float, rtt_seconds: float | None) -> Sample | None:
         return sample(tuple(self._reads.get(peer, ())), since, rtt_seconds)
 

@@ -120,13 +120,11 @@ def rotary(
     head_dim: int,
     *,
     partial: bool = False,
-    usual: int | None = None,
     finetuned: tuple[bool, ...] = (False, True),
 ) -> Values:
     """The rotary embedding and how it was stretched to longer contexts. `partial`: whether it may rotate a part of each head, and the
-    configuration says which; `usual`: how much of a head it rotates where the file does not say it; `finetuned`: what the file may say
-    of that, where it means something else."""
-    rotated = said.size("rope.dimension_count", usual or head_dim)
+    configuration says which; `finetuned`: what the file may say of that, where it means something else."""
+    rotated = said.size("rope.dimension_count", head_dim)
     if rotated > head_dim or rotated % 2 or (rotated != head_dim and not partial):
         raise said.bad("rope.dimension_count", rotated, f"the {head_dim} of a head")
     found: Values = {"partial_rotary_factor": rotated / head_dim} if partial else {}

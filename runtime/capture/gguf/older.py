@@ -31,14 +31,14 @@ def _gpt2(said: Metadata) -> Values:
     }
 
 
-def _fused(said: Metadata, norm: str, feed_forward: str = "ffn_up") -> Values:
+def _fused(said: Metadata, norm: str) -> Values:
     """Queries, keys and values in one matrix."""
     head_dim = plain_heads(said)
     values = decoder(said, norm)
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     rows = (heads + 2 * values["num_key_value_heads"]) * head_dim
     said.tensor("blk.0.attn_qkv.weight", rows, hidden)
-    said.tensor(f"blk.0.{feed_forward}.weight", values["intermediate_size"], hidden)
+    said.tensor("blk.0.ffn_up.weight", values["intermediate_size"], hidden)
     return values
 
 

@@ -42,11 +42,6 @@ class StageMemory:
         self._freeing: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
 
-    @property
-    def retained(self) -> int:
-        """Sequences whose sessions have ended."""
-        return len(self._prefixes)
-
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Memory is freed in `tasks`."""
         self._tasks = tasks
