@@ -53,6 +53,10 @@ class Stored:
     first: str = ""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for _, name in self.pieces)
+
+    @property
     def merges_experts(self) -> bool:
         """Whether the pieces are those of experts, one by one, of which the first dimension of the tensor is made."""
         if self.converter is None:
@@ -61,6 +65,11 @@ class Stored:
         return (
             type(first).__name__ == "MergeModulelist" and first.dim == 0 and all(map(_within_experts, rest))
         )
+
+    @property
+    def joins_rows(self) -> bool:
+        """Whether the pieces are matrices of experts, one by one, of whose rows the tensor is made: their columns stay what they are."""
+        return self.merges_experts and all(map(_of_rows, self.converter.operations[1:]))
 
     def part(self, part: Part | None) -> Stored | None:
         """What makes some of the experts alone, where the files hold these one by one; None where they do not."""
@@ -80,6 +89,11 @@ def _within_experts(operation: Any) -> bool:
     plain = type(operation).__name__ in ("Concatenate", "Chunk", "Transpose", "Interleave")
     # One that looks at the shape of the whole would take a part for the other way round.
     return plain and bool(dims) and all(d > 0 for d in dims) and not getattr(operation, "check_dims", False)
+
+
+def _of_rows(operation: Any) -> bool:
+    """Of one that is `_within_experts`, whether it leaves each row of a matrix as it is."""
+    return type(operation).__name__ != "Transpose" and operation.dim == 1
 
 
 def _absent_expert(stored: Stored, count: int) -> str:
@@ -147,25 +161,48 @@ class StoredWeights:
             return self._value(read, self._stored[name].pieces[0][1]).to(dtype)
 
     def layout(self, variable: Variable, uses: frozenset[Use]) -> Layout | None:
-        """How the files have a matrix, where our operators can read it so."""
-        packed = self._packed(variable)
-        columns = variable.type.shape[-1]
+        """How the files have a matrix, or those of experts, where our operators can read it so."""
+        name, columns = self.name_of(variable), variable.type.shape[-1]
         wanted = {"linear"} if len(variable.type.shape) == 2 else {"expert_linear"}
-        return (
-            packed.method.layout(columns) if packed and uses == wanted and isinstance(columns, int) else None
-        )
+        if name is None or uses != wanted or not isinstance(columns, int):
+            return None
+        stored = self._stored[name]
+        methods = {self.packed[each].method if each in self.packed else None for each in stored.names}
+        method = methods.pop() if len(methods) == 1 else None
+        if method is None or not (stored.converter is None or stored.joins_rows):
+            return None
+        return method.layout(columns)
 
     def read_stored(self, source: Source) -> tuple[torch.Tensor, ...]:
         """The parts of a matrix that has a `layout`, as they are in the files. JobError as of `read`."""
-        packed, part = self._packed(source.variable), part_of(source.variable.name)
-        assert packed is not None
-        with self._opened() as read:
-            return self._unpacked(packed, lambda: packed.parts(lambda piece: read(piece, part)))
-
-    def _packed(self, variable: Variable) -> PackedWeight | None:
+        variable, part = source.variable, part_of(source.variable.name)
         name = self.name_of(variable)
-        stored = None if name is None else self._stored[name]
-        return None if stored is None or stored.converter else self.packed.get(stored.pieces[0][1])
+        assert name is not None
+        stored = self._stored[name]
+        with self._opened() as read:
+            if stored.converter is None:
+                parts = self._parts(lambda piece: read(piece, part), stored.names[0])
+            else:
+                assert not source.transposed
+                parts = self._joined_parts(lambda piece: read(piece, None), stored.part(part) or stored, name)
+        path, first = self.files[stored.names[0]], stored.names[0]
+        for value, made in zip(parts, source.variables, strict=True):
+            _check_shape(tuple(value.shape), made, path, first, "" if stored.converter is None else made.name)
+        return parts
+
+    def _parts(self, read: Callable[[str], torch.Tensor], name: str) -> tuple[torch.Tensor, ...]:
+        packed = self.packed[name]
+        return self._unpacked(packed, lambda: packed.parts(read))
+
+    def _joined_parts(
+        self, read: Callable[[str], torch.Tensor], stored: Stored, name: str
+    ) -> tuple[torch.Tensor, ...]:
+        """Of experts whose rows are joined: numbers, scales and minimums, each as the weights themselves would be."""
+        pieces = {piece: self._parts(read, piece) for piece in stored.names}
+        count = min(map(len, pieces.values()))
+        return tuple(
+            self._converted(stored, name, lambda piece, at=at: pieces[piece][at])[name] for at in range(count)
+        )
 
     def _unpacked(self, packed: PackedWeight, made: Callable[[], Made]) -> Made:
         try:
@@ -250,6 +287,8 @@ class StoredWeights:
             for piece in (*(p for q in quantised for p in q.pieces.values()), *(p for _, p in stored.pieces)):
                 if piece not in self.packed:
                     shape_of(piece)
+            if stored.merges_experts:
+                self._check_experts(stored, name)
             if quantised:
                 continue  # what shape they make is known when they are read
             where = stored.pieces[0][1]
@@ -265,16 +304,19 @@ class StoredWeights:
         self, stored: Stored, name: str, shape_of: Callable[[str], tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]]:
         """The shapes of what the pieces make, of experts that files hold one by one; of others, nothing is known before they are read.
-        JobError where they make nothing, or an expert is missing."""
+        JobError where they make nothing."""
         if not stored.merges_experts:
             return {}
+        made = self._converted(stored, name, lambda piece: torch.empty(shape_of(piece), device="meta"))
+        return {key: tuple(value.shape) for key, value in made.items()}
+
+    def _check_experts(self, stored: Stored, name: str) -> None:
+        """JobError where the files lack an expert's piece of this tensor."""
         count = self._module.state_dict()[name].shape[0]
         if absent := _absent_expert(stored, count):
             raise JobError(
                 f"{self.files[stored.pieces[0][1]].parent}: no safetensors file has the weight {absent}"
             )
-        made = self._converted(stored, name, lambda piece: torch.empty(shape_of(piece), device="meta"))
-        return {key: tuple(value.shape) for key, value in made.items()}
 
     def _converted(self, stored: Stored, name: str, read: Any) -> dict[str, torch.Tensor]:
         """What transformers makes of the pieces, by the names of the module."""

@@ -16,6 +16,7 @@ from support.families import EXPERTS, GROUPED, POSITIONS, build, greedy
 from support.packed_models import awq, compressed, gptq, numbers_of, save_packed, save_with
 
 from fusion.dag.cutting.cuts import split
+from fusion.dag.rewrites.expert_groups import group_experts, part_of
 from fusion.dag.rewrites.quantise import LEAST_ELEMENTS
 from fusion.runtime.capture import huggingface, sources
 from fusion.runtime.capture.quantised_weights import stored_model
@@ -149,21 +150,20 @@ def test_a_directory_answers_as_the_model_that_it_stands_for(case: str, tmp_path
             assert torch.equal(served.read([variable])[name], held.get_parameter(name))
 
 
-def test_experts_that_are_quantised_one_by_one_are_joined(tmp_path: Path) -> None:
+def save_experts(directory: Path, config: dict[str, Any], packed: Parts) -> Any:
+    """Of a Qwen3-MoE all of whose matrices are quantised, those of experts one by one; the model with what they stand for."""
     moe = transformers.Qwen3MoeConfig(
         **EXPERTS, head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2
     )
     torch.manual_seed(0)
-    model = build(moe)
 
     def dense(name: str) -> bool:
         return name.endswith("_proj.weight") and ".experts." not in name
 
-    held = save_packed(model, tmp_path, GPTQ, in_groups(gptq, 4, 32), dense)
-    experts = [name for name, _ in held.named_parameters() if ".experts." in name]
-    tensors = load_file(tmp_path / "model.safetensors")
+    held = save_packed(build(moe), directory, config, packed, dense)
+    tensors = load_file(directory / "model.safetensors")
     for name in [name for name in tensors if ".experts." in name]:
-        parts, value = in_groups(gptq, 4, 32)(tensors.pop(name))
+        parts, value = packed(tensors.pop(name))
         tensors |= {name.removesuffix("weight") + part: each for part, each in parts.items()}
         layer, number, which = name.split(".")[2], int(name.split(".")[5]), name.split(".")[6]
         own = held.model.layers[int(layer)].mlp.experts
@@ -172,14 +172,47 @@ def test_experts_that_are_quantised_one_by_one_are_joined(tmp_path: Path) -> Non
                 own.down_proj[number] = value
             else:
                 own.gate_up_proj[number].chunk(2)[which == "up_proj"].copy_(value)
-    save_with(tensors, tmp_path, GPTQ)
-    assert experts
+    save_with(tensors, directory, config)
+    return held
+
+
+JOINED: dict[str, tuple[dict[str, Any], Parts, str]] = {
+    "gptq": (GPTQ, in_groups(gptq, 4, 32), "int4"),
+    "awq": (AWQ, in_groups(awq, 4, 32), "int4"),
+    "compressed": (group_of(32, bits=8, symmetric=False), in_groups(compressed, 8, 32), "int8"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["gptq", *(pytest.param(c, marks=pytest.mark.slow) for c in ("awq", "compressed"))]
+)
+def test_experts_that_are_quantised_one_by_one_are_joined_as_they_are(case: str, tmp_path: Path) -> None:
+    """All of them, and in groups that may run on several peers."""
+    config, packed, kind = JOINED[case]
+    held = save_experts(tmp_path, config, packed)
     served = sources.in_files(tmp_path)
     graph = serving_graph(served.inference, maximum_sequence=POSITIONS)
     served.check(graph.variables)
     prompt = torch.randint(0, 256, (9,)).tolist()
     assert served.blocks is not None
-    assert answer(*stored_model(graph, served.read, served.blocks), prompt) == greedy(held, prompt, NEW)[0]
+    stored, read = stored_model(graph, served.read, served.blocks)
+    ops = [node.op for node in stored.nodes]
+    assert ops.count(f"fusion.expert_linear_{kind}") == 2 * 3 and "fusion.expert_linear" not in ops
+    wanted = greedy(held, prompt, NEW)[0]
+    for each in (stored, group_experts(stored, 2)):
+        assert answer(each, read, prompt) == wanted
+    assert any(part_of(variable.name) for variable in group_experts(stored, 2).variables)
+
+
+def test_an_expert_that_the_files_lack_is_named(tmp_path: Path) -> None:
+    save_experts(tmp_path, GPTQ, in_groups(gptq, 4, 32))
+    tensors = load_file(tmp_path / "model.safetensors")
+    missing = "model.layers.1.mlp.experts.2.up_proj"
+    kept = {name: value for name, value in tensors.items() if not name.startswith(missing)}
+    save_with(kept, tmp_path, GPTQ)
+    served = sources.in_files(tmp_path)
+    with pytest.raises(JobError, match=rf"no safetensors file has the weight {missing}"):
+        served.check(served.inference.variables)
 
 
 def test_experts_in_floats_of_four_bits_are_served_as_they_are(tmp_path: Path) -> None:
