@@ -13,6 +13,7 @@ from fusion.dag.ir.graph import DTYPE_BYTES
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import check_fetched
 from fusion.runtime.planes.weights_file import STORED_DTYPES
+from fusion.swarm.printable import one_line
 
 FLOAT32 = "float32"
 MODEL_DTYPES = (FLOAT32, "bfloat16", "float16")
@@ -68,6 +69,8 @@ def _headers(path: Path) -> dict[str, tuple[str, list[int]]]:
             parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
             return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
     except SafetensorError as error:
-        raise JobError(f"{path} is not a safetensors file, or not all of one: {error}") from error
+        raise JobError(
+            f"{path} is not a safetensors file, or not all of one: {one_line(str(error))}"
+        ) from error
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error}") from error

@@ -18,6 +18,7 @@ import torch
 from fusion.dag.rewrites.quantise import Kind, Layout
 from fusion.runtime.capture.gguf.blocks import TWICE_MXFP4
 from fusion.runtime.job.errors import JobError
+from fusion.swarm.printable import one_line
 
 Tensor = torch.Tensor
 Read = Callable[[str], Tensor]  # a tensor of the files, by its name there
@@ -293,7 +294,7 @@ def _method(said: Mapping[str, Any], where: str) -> Packed:
             return _compressed(said, where)
     # Read as plain numbers, they would make a model that answers, and answers nonsense.
     raise JobError(
-        f"{where} holds weights that are quantised already ({name or 'no method named'!s:.40}), which are not "
+        f"{where} holds weights that are quantised already ({one_line(str(name or 'no method named'), 40)}), which are not "
         "read; serve the model in full precision, with --quantization int8 or int4"
     )
 
@@ -333,7 +334,11 @@ def _compressed(said: Mapping[str, Any], where: str) -> Packed:
             return _Floats(".weight_scale", block)
         if strategy in ("tensor", "channel"):
             return _Floats(".weight_scale", None)
-    raise bad(f"format {form!r:.40}, {kind!s:.20} of {bits!s:.20} bits by {strategy!s:.20}")
+    raise bad(f"format {form!r:.40}, {_short(kind)} of {_short(bits)} bits by {_short(strategy)}")
+
+
+def _short(said: Any) -> str:
+    return one_line(str(said), 20)
 
 
 def _group(said: Any, bad: Callable[[str, str], JobError]) -> int:

@@ -26,6 +26,7 @@ from fusion.runtime.capture.packed_weights import PackedWeight, packed_weights
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.model_files import INDEX_FILE, WEIGHTS_FILE, indexed_files
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
+from fusion.swarm.printable import one_line
 
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})  # as the format spells dtypes
 Made = TypeVar("Made")
@@ -239,7 +240,7 @@ class StoredWeights:
                         else stored.get_slice(name)[part.start : part.stop]
                     )
                 except (SafetensorError, OSError) as error:
-                    raise JobError(f"{path} cannot be read: {error}") from error
+                    raise JobError(f"{path} cannot be read: {one_line(str(error))}") from error
                 return value
 
             yield read

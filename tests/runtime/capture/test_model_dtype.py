@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from fusion.runtime.capture.model_dtype import model_dtype, stored_dtypes
+from fusion.runtime.capture.model_dtype import model_dtype, stored_dtypes, stored_shapes
 from fusion.runtime.job.errors import JobError
 
 
@@ -46,3 +48,12 @@ def test_headers_tell_what_the_files_hold(tmp_path: Path) -> None:
     second.write_bytes(b"nonsense")
     with pytest.raises(JobError, match=r"b\.safetensors is not a safetensors file"):
         stored_dtypes([first, second])
+
+
+def test_what_a_damaged_header_says_is_told_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    header = json.dumps({"w": {"dtype": "a\n\x1b[1m" * 99, "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    with pytest.raises(JobError, match=r"not all of one: .*unknown variant") as refused:
+        stored_shapes(path)
+    assert str(refused.value).isprintable() and len(str(refused.value)) < 400 + len(str(path))
