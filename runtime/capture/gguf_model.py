@@ -1,4 +1,4 @@
-"""A causal language model in a GGUF file, as llama.cpp has them: the module that transformers builds from what the file says,
+"""A language model in a GGUF file, as llama.cpp has them, causal or one that makes a vector of a text: the module that transformers builds from what the file says,
 with the file's tensors.
 
 As with a directory, only the machine that launches a job reads one. The module is built without memory for its parameters;
@@ -17,16 +17,17 @@ from torch import nn
 from fusion.dag.ir.graph import Graph, Variable
 from fusion.dag.rewrites.expert_groups import part_of
 from fusion.dag.rewrites.quantise import Layout, Source, Use
-from fusion.runtime.capture.capture import capture_language_model, variables_from_module
-from fusion.runtime.capture.gguf.config import model_config
+from fusion.runtime.capture.capture import capture_language_model, capture_text_encoder, variables_from_module
+from fusion.runtime.capture.gguf.config import ModelConfig, model_config
 from fusion.runtime.capture.gguf.header import GGUFHeader, read_header
 from fusion.runtime.capture.gguf.stored import Stored
-from fusion.runtime.capture.gguf.tensors import stored_parameters, stretch
+from fusion.runtime.capture.gguf.tensors import set_constants, stored_parameters, stretch
 from fusion.runtime.capture.gguf.tokenizer import GGUFTokenizer, read_tokenizer
 from fusion.runtime.capture.gguf.weights import layout, opened_files, read_blocks, read_tensor
 from fusion.runtime.capture.huggingface import config_for, hollow_module
 from fusion.runtime.capture.model_dtype import FLOAT32
 from fusion.runtime.capture.rope import fixed_length
+from fusion.runtime.capture.text_encoder import Pooling
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
 
@@ -38,6 +39,7 @@ class GGUFModel:
     max_sequence: int
     tokenizer: GGUFTokenizer
     stored: Mapping[str, Stored]  # parameter of the module -> as the file has it
+    pooling: Pooling | None = None  # of a model that makes a vector of a text
 
     @property
     def quantised(self) -> bool:
@@ -45,7 +47,9 @@ class GGUFModel:
         return any(layout(stored) is not None for stored in self.stored.values())
 
     def capture(self) -> Graph:
-        """See `capture_language_model`; to serve it."""
+        """See `capture_language_model` and `capture_text_encoder`; to serve it."""
+        if self.pooling is not None:
+            return capture_text_encoder(self.module, self.pooling, maximum_sequence=self.max_sequence)
         return capture_language_model(self.module, training=False, maximum_sequence=self.max_sequence)
 
     def read(self, variables: Iterable[Variable]) -> dict[str, torch.Tensor]:
@@ -101,9 +105,10 @@ def open_gguf(path: Path, dtype: str = FLOAT32) -> GGUFModel:
     header = read_header(path)
     config = model_config(header)
     tokenizer = read_tokenizer(header, config.architecture)
-    module = hollow_module(config_for(config.model_type, config.values, path), path, dtype)
+    module = _module(config, path, dtype)
     stored = stored_parameters(header, config, module)
     stretch(header, module)
+    set_constants(config, module)
     return GGUFModel(
         header=header,
         module=module,
@@ -111,4 +116,17 @@ def open_gguf(path: Path, dtype: str = FLOAT32) -> GGUFModel:
         max_sequence=min(config.max_sequence, fixed_length(module.config) or config.max_sequence),
         tokenizer=tokenizer,
         stored=stored,
+        # Vectors have a length of 1, as llama.cpp's server gives them; files do not say it.
+        pooling=None if config.pooling is None else Pooling(config.pooling, normalized=True),
     )
+
+
+def _module(config: ModelConfig, path: Path, dtype: str) -> nn.Module:
+    """Without what an encoder would make of its first token, which files do not have and vectors of texts are made without."""
+    values = config_for(config.model_type, config.values, path)
+    if config.pooling is None:
+        return hollow_module(values, path, dtype)
+    module = hollow_module(values, path, dtype, "AutoModel")
+    if getattr(module, "pooler", None) is not None:
+        module.register_module("pooler", None)
+    return module

@@ -223,10 +223,11 @@ def _configured_dtype(config: Any) -> str | None:
     return None if said is None else str(said).removeprefix("torch.")
 
 
-def hollow_module(config: Any, directory: Path, dtype: str = FLOAT32) -> nn.Module:
-    """The model without memory for its parameters. `directory`: where it comes from, for what is said of it."""
+def hollow_module(config: Any, directory: Path, dtype: str = FLOAT32, kind: str | None = None) -> nn.Module:
+    """The model without memory for its parameters. `directory`: where it comes from, for what is said of it; `kind`: as of `model_class`,
+    where that is not for its files to say."""
     with parameters_on_meta():
-        return _module(config, directory, dtype)
+        return _module(config, directory, dtype, kind)
 
 
 def _stored_module(
@@ -256,8 +257,8 @@ def _random_module(config: Any, directory: Path, dtype: str, seed: int) -> nn.Mo
         return _module(config, directory, dtype)
 
 
-def _module(config: Any, directory: Path, dtype: str) -> nn.Module:
-    kind = model_class(config, directory, _transformers())
+def _module(config: Any, directory: Path, dtype: str, kind: str | None = None) -> nn.Module:
+    kind = kind or model_class(config, directory, _transformers())
     try:
         module: nn.Module = getattr(_transformers(), kind).from_config(
             config, dtype=TORCH_DTYPES[dtype], trust_remote_code=False

@@ -211,6 +211,7 @@ def gguf(path: Path, dtype: str = FLOAT32) -> LanguageModel:
             max_sequence=model.max_sequence,
             byte_level=False,
             end_tokens=model.tokenizer.end_tokens,
+            outputs=() if model.pooling is None else (EMBEDDING,),
         ),
         inference=model.capture(),
         read=model.read,

@@ -22,7 +22,7 @@ from gguf.constants import (
 from gguf.quants import dequantize
 from gguf.tensor_mapping import get_tensor_name_map
 from safetensors.torch import load_file
-from support.gguf_files import add, quantize_as
+from support.gguf_files import add, llama3_factors, quantize_as
 
 Tensors = dict[str, torch.Tensor]
 Modified = Iterable[tuple[str, torch.Tensor]]
@@ -45,7 +45,8 @@ def write(
     writer = GGUFWriter(str(path), architecture, split_max_tensors=parts_of)
     _common(writer, config)
     values(writer, config)
-    for key, value in (more or {}).items():
+    more = {**(xielu(model) if config.model_type == "apertus" else {}), **(more or {})}
+    for key, value in more.items():
         writer.kv_data[-1].pop(key, None)
         if value is not None:
             add(writer, key, value)
@@ -431,6 +432,50 @@ def _falcon_h1(name: str, value: torch.Tensor, config: Any) -> Modified:
     yield name, value
 
 
+# --- llama4.py, apertus.py
+
+
+def _llama4_values(writer: GGUFWriter, config: Any) -> None:
+    writer.kv_data[-1].pop("llama4.feed_forward_length")
+    writer.add_feed_forward_length(config.intermediate_size_mlp)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+
+
+def _llama4(name: str, value: torch.Tensor, config: Any) -> Modified:
+    if name.endswith("gate_up_proj"):
+        for part, half in zip(
+            ("gate_proj", "up_proj"), value.transpose(-1, -2).chunk(2, dim=-2), strict=True
+        ):
+            yield name.replace("gate_up_proj", f"{part}.weight"), half
+    elif name.endswith("down_proj"):
+        yield f"{name}.weight", value.transpose(-1, -2)
+    else:
+        yield name, value
+
+
+def _apertus_values(writer: GGUFWriter, config: Any) -> None:
+    length = config.hidden_size // config.num_attention_heads
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_dimension_count(length)
+    writer.add_tensor("rope_freqs.weight", llama3_factors(config.rope_parameters, length))
+
+
+def _apertus(name: str, value: torch.Tensor, config: Any) -> Modified:
+    """Whose activation's numbers are values (`xielu`)."""
+    if ".act_fn." not in name:
+        yield name, value
+
+
+def xielu(model: Any) -> dict[str, list[float]]:
+    return {
+        f"xielu.{name}": [getattr(layer.mlp.act_fn, name).item() for layer in model.model.layers]
+        for name in ("alpha_p", "alpha_n", "beta", "eps")
+    }
+
+
 # --- gpt_neox.py, bloom.py, falcon.py, phi.py, stablelm.py, nemotron.py
 
 
@@ -595,6 +640,9 @@ def _gemma4_values(writer: GGUFWriter, config: Any) -> None:
     )
     writer.add_rope_dimension_count(full.head_dim)
     writer.add_rope_dimension_count_swa(config.to_dict()["head_dim"])
+    if config.enable_moe_block:
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     rotated = int(full.head_dim * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
     factors = [1.0] * rotated + [1e30] * (full.head_dim // 2 - rotated)
     writer.add_tensor("rope_freqs.weight", torch.tensor(factors).numpy())
@@ -619,7 +667,13 @@ def _gemma3n(name: str, value: torch.Tensor, config: Any) -> Modified:
 
 
 def _gemma4(name: str, value: torch.Tensor, config: Any) -> Modified:
-    yield name + ".weight" if name.endswith("layer_scalar") else name, value
+    block = name.split(".layers.")[1].split(".")[0] if ".layers." in name else ""
+    if name.endswith("router.scale"):
+        yield f"blk.{block}.ffn_gate_inp.scale", value
+    elif name.endswith("per_expert_scale"):
+        yield f"blk.{block}.ffn_down_exps.scale", value
+    else:
+        yield name + ".weight" if name.endswith("layer_scalar") or ".experts." in name else name, value
 
 
 # --- minimax.py, dots1.py, ernie.py
@@ -661,6 +715,47 @@ def _ernie_values(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_shared_feed_forward_length(config.intermediate_size // config.num_key_value_heads)
 
 
+# --- bert.py, and the encoders that are decoders
+
+
+def _encoder_values(writer: GGUFWriter, config: Any) -> None:
+    writer.add_causal_attention(False)
+    writer.add_token_type_count(config.type_vocab_size)
+    for extra in ("attention.key_length", "attention.value_length"):
+        writer.kv_data[-1].pop(f"{FAMILIES[config.model_type][0]}.{extra}", None)
+
+
+def _bert(name: str, value: torch.Tensor, config: Any) -> Modified:
+    if not name.startswith("pooler."):
+        yield name, value
+
+
+def _nomic_bert() -> Modify:
+    waiting: dict[str, torch.Tensor] = {}
+
+    def modify(name: str, value: torch.Tensor, config: Any) -> Modified:
+        found = re.fullmatch(
+            r"layers\.(\d+)\.(self_attn\.[qkv]_proj|\w+layernorm|[\w.]+)\.(weight|bias)", name
+        )
+        owner = found[2] if found else ""
+        if found and owner.startswith("self_attn.") and "o_proj" not in owner:
+            waiting[owner] = value
+            if len(waiting) == 3:
+                parts = [waiting.pop(f"self_attn.{part}_proj") for part in "qkv"]
+                yield f"blk.{found[1]}.attn_qkv.{found[3]}", torch.cat(parts)
+        elif found and owner in ("post_attention_layernorm", "post_mlp_layernorm"):
+            norm = "attn_output_norm" if "attention" in owner else "layer_output_norm"
+            yield f"blk.{found[1]}.{norm}.{found[3]}", value
+        else:
+            yield f"model.{name}" if found else name, value
+
+    return modify
+
+
+def headless(name: str, value: torch.Tensor, config: Any) -> Modified:
+    yield f"model.{name}", value
+
+
 FAMILIES: Mapping[str, tuple[str, Values, Modify]] = {
     "gemma3n_text": ("gemma3n", _gemma3n_values, _gemma3n),
     "gemma4_text": ("gemma4", _gemma4_values, _gemma4),
@@ -670,7 +765,11 @@ FAMILIES: Mapping[str, tuple[str, Values, Modify]] = {
     "phi": ("phi2", _phi2_values, as_is),
     "stablelm": ("stablelm", _stablelm_values, as_is),
     "nemotron": ("nemotron", _nemotron_values, _nemotron),
+    "bert": ("bert", _encoder_values, _bert),
+    "nomic_bert": ("nomic-bert", _encoder_values, _nomic_bert()),
     "llama": ("internlm2", _llama_values, _llama),
+    "llama4_text": ("llama4", _llama4_values, _llama4),
+    "apertus": ("apertus", _apertus_values, _apertus),
     "arcee": ("arcee", _llama_values, _llama),
     "exaone": ("exaone", _exaone_values, as_is),
     "exaone4": ("exaone4", _exaone4_values, as_is),

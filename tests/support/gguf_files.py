@@ -175,7 +175,7 @@ def _values(writer: GGUFWriter, config: Any) -> None:
         if rope["rope_type"] == "yarn":
             writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
     if rope["rope_type"] == "llama3":
-        writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, head_dim))
+        writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
     if rope["rope_type"] == "longrope":
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
         scale = config.max_position_embeddings / config.original_max_position_embeddings
@@ -202,7 +202,7 @@ def _values(writer: GGUFWriter, config: Any) -> None:
         writer.add_sliding_window(config.sliding_window or 0)
 
 
-def _llama3_factors(rope: Mapping[str, Any], head_dim: int) -> Array:
+def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> Array:
     """By which each frequency is divided (llama.cpp's conversion, `generate_extra_tensors`)."""
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
     before = rope["original_max_position_embeddings"]

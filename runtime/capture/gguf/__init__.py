@@ -9,6 +9,7 @@ older        those of before Llama, and what is like them
 mixtures     those with experts
 latent       those whose keys and values come of a short vector
 recurrent    those that keep a state
+encoders     those that make a vector of a text
 config       the configuration of a file's model
 blocks       its quantised blocks, as our operators read them
 stored       a parameter, as the file has it

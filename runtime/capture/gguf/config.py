@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion.runtime.capture.gguf.dense import DENSE
-from fusion.runtime.capture.gguf.gemma import GEMMAS
+from fusion.runtime.capture.gguf.encoders import ENCODERS, Pooled, pooling_of
+from fusion.runtime.capture.gguf.gemma import GEMMA_MIXTURES, GEMMAS
 from fusion.runtime.capture.gguf.header import GGUFHeader, shown
 from fusion.runtime.capture.gguf.latent import deepseek2
 from fusion.runtime.capture.gguf.metadata import Metadata
@@ -21,8 +22,8 @@ from fusion.runtime.capture.gguf.older import OLDER
 from fusion.runtime.capture.gguf.recurrent import RECURRENT, RECURRENT_MIXTURES
 from fusion.runtime.job.errors import JobError
 
-_DENSE = {**DENSE, **GEMMAS, **OLDER, **RECURRENT}
-_MIXTURES = {**MIXTURES, **RECURRENT_MIXTURES, "deepseek2": ("deepseek_v2", deepseek2)}
+_DENSE = {**DENSE, **GEMMAS, **OLDER, **RECURRENT, **ENCODERS}
+_MIXTURES = {**MIXTURES, **GEMMA_MIXTURES, **RECURRENT_MIXTURES, "deepseek2": ("deepseek_v2", deepseek2)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,8 @@ class ModelConfig:
     values: Mapping[str, Any]  # of the configuration
     layers: int  # without those that predict further tokens
     ahead: int  # layers behind these that do, which are not read
+    constants: Mapping[str, float]  # of parameters of the module that the file has among its values
+    pooling: Pooled | None  # of a model that makes a vector of a text
     vocabulary: int
     max_sequence: int
 
@@ -56,8 +59,10 @@ def model_config(header: GGUFHeader) -> ModelConfig:
     config = ModelConfig(
         architecture=architecture,
         model_type=made.pop("model_type", model_type),
+        constants=made.pop("constants", {}),
         values=made,
         layers=said.size("block_count") - ahead,
+        pooling=pooling_of(said, encoder=architecture in ENCODERS),
         ahead=ahead,
         vocabulary=header.tensors["token_embd.weight"].shape[0],
         max_sequence=said.size("context_length"),

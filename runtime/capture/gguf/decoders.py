@@ -23,15 +23,15 @@ Values = dict[str, Any]  # keyword arguments of a configuration
 Architectures = Mapping[str, tuple[str, Callable[[Metadata], Values]]]
 
 
-def sizes(said: Metadata, norm: str = "ffn_norm", *, ahead: bool = False) -> Values:
+def sizes(said: Metadata, norm: str = "ffn_norm", *, ahead: bool = False, causal: bool = True) -> Values:
     """What all decoders have, under the names of most configurations. `norm`: a tensor that each layer has. `ahead`: whether files of this
-    architecture may have layers behind these that predict further tokens, which are not read."""
+    architecture may have layers behind these that predict further tokens, which are not read. `causal`: whether a token sees those before it alone."""
     hidden, blocks = said.size("embedding_length"), said.size("block_count")
     beyond = said.whole("nextn_predict_layers", 0) if ahead else 0
     if beyond >= blocks:
         raise said.bad("nextn_predict_layers", beyond, f"at most {blocks - 1}")
     layers = blocks - beyond
-    said.must_be("attention.causal", True)
+    said.must_be("attention.causal", causal)
     context = said.size("context_length")
     if context > MAX_CONTEXT:
         raise said.bad("context_length", context, f"at most {MAX_CONTEXT}")
@@ -67,6 +67,7 @@ def decoder(
     ahead: bool = False,
     kv_heads: int | None = None,
     feed_forward: bool = True,
+    causal: bool = True,
 ) -> Values:
     """`sizes`, and what one of attention and a feed-forward network has. `kv_heads`: where layers differ in whether they have any;
     `feed_forward`: whether files say how wide that is."""
@@ -76,7 +77,7 @@ def decoder(
     kv_heads = kv_heads or said.size("attention.head_count_kv", heads)
     if heads % kv_heads:
         raise said.bad("attention.head_count_kv", kv_heads, f"a divisor of {heads}")
-    return sizes(said, norm, ahead=ahead) | {
+    return sizes(said, norm, ahead=ahead, causal=causal) | {
         **({"intermediate_size": said.size("feed_forward_length")} if feed_forward else {}),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,

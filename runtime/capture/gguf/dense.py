@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from fusion.runtime.capture.gguf.decoders import (
@@ -159,6 +160,31 @@ def _arcee(said: Metadata) -> Values:
     }
 
 
+def _apertus(said: Metadata) -> Values:
+    """The numbers of its activation, a few for each layer, are among the file's values."""
+    head_dim = plain_heads(said)
+    values = attentive(said, decoder(said))
+    said.tensor("blk.0.ffn_up.weight", values["intermediate_size"], values["hidden_size"])
+    del values["head_dim"]
+    return values | {
+        "constants": {
+            f"model.layers.{layer}.mlp.act_fn.{name}": number
+            for name in ("alpha_p", "alpha_n", "beta", "eps")
+            for layer, number in enumerate(_xielu(said, name, values["num_hidden_layers"]))
+        },
+        "hidden_act": "xielu",
+        "rope_parameters": stretched(said, head_dim),
+        "attention_bias": said.has("blk.0.attn_q.bias"),
+    }
+
+
+def _xielu(said: Metadata, name: str, layers: int) -> list[float]:
+    found = said.reals(f"xielu.{name}", layers, shared=True)
+    if not all(map(math.isfinite, found)):
+        raise said.bad(f"xielu.{name}", tuple(found), "numbers")
+    return found
+
+
 def _exaone(said: Metadata) -> Values:
     # The same as what is read, under the name that the model has for it
     said.any("attention.layer_norm_epsilon")
@@ -226,6 +252,7 @@ DENSE: Architectures = {
     "qwen3vl": ("qwen3", _of_images(_qwen3)),
     "internlm2": ("llama", _llama),
     "arcee": ("arcee", _arcee),
+    "apertus": ("apertus", _apertus),
     "exaone": ("exaone", _exaone),
     "exaone4": ("exaone4", _exaone4),
     "hunyuan-dense": ("hunyuan_v1_dense", _hunyuan),

@@ -16,6 +16,7 @@ from fusion.runtime.capture.gguf.decoders import (
     sizes,
 )
 from fusion.runtime.capture.gguf.metadata import LEAST, Metadata
+from fusion.runtime.capture.gguf.mixtures import mixed
 
 LEAST_SCALE = 1e-3  # of queries: 1 by the root of a head's length, which then has a million numbers
 _FULL, _NEAR = "full_attention", "sliding_attention"
@@ -184,6 +185,19 @@ def _gemma4(said: Metadata) -> Values:
     }
 
 
+def _gemma4_mixture(said: Metadata) -> Values:
+    """Experts beside the feed-forward network of each layer."""
+    values = _gemma4(said)
+    count, wide = mixed(said, values, normed=True)
+    return values | {
+        "enable_moe_block": True,
+        "num_experts": count,
+        "top_k_experts": values.pop("num_experts_per_tok"),
+        "moe_intermediate_size": wide,
+    }
+
+
+GEMMA_MIXTURES: Architectures = {"gemma4": ("gemma4_text", _gemma4_mixture)}
 GEMMAS: Architectures = {
     "gemma": ("gemma", _gemma),
     "gemma2": ("gemma2", _gemma2),

@@ -70,9 +70,9 @@ class Metadata:
             raise self.bad(key, found, f"a whole number for each of {layers} layers")
         return [int(n) for n in numbers]
 
-    def reals(self, key: str, layers: int) -> list[float]:
-        """A number for each layer, which may be none that is finite."""
-        found = self.header.values.get(self._prefix + key)
+    def reals(self, key: str, layers: int, *, shared: bool = False) -> list[float]:
+        """A number for each layer, which may be none that is finite. `shared`: under a name that all architectures have it by."""
+        found = self.header.values.get(key if shared else self._prefix + key)
         self._left.discard(self._prefix + key)
         numbers = [n for n in found if isinstance(n, float)] if isinstance(found, tuple) else []
         if len(numbers) != layers or not isinstance(found, tuple) or len(found) != layers:

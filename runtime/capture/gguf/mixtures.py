@@ -60,10 +60,16 @@ def mixed(
 
 
 def experts(
-    said: Metadata, values: Values, wide: int | None = None, dense: int = 0, *, in_groups: bool = False
+    said: Metadata,
+    values: Values,
+    wide: int | None = None,
+    dense: int = 0,
+    *,
+    every: int = 1,
+    in_groups: bool = False,
 ) -> tuple[int, int]:
     """How many experts a layer has, and how wide each is, checked against their tensors; how many of them a position goes to is put into
-    `values`. `dense`: layers at the beginning that have none. `in_groups`: whether the architecture may choose groups of them first."""
+    `values`. `dense`: layers at the beginning that have none; `every`: as many layers lie from one with experts to the next. `in_groups`: whether the architecture may choose groups of them first."""
     count, used = said.size("expert_count"), said.size("expert_used_count")
     if count > MAX_EXPERTS:
         raise said.bad("expert_count", count, f"at most {MAX_EXPERTS}")
@@ -74,7 +80,7 @@ def experts(
     )
     if wide not in (None, found):
         raise said.bad("expert_feed_forward_length", found, f"{wide}")
-    for layer in range(dense, values["num_hidden_layers"]):
+    for layer in range(dense, values["num_hidden_layers"], every):
         said.tensor(f"blk.{layer}.ffn_down_exps.weight", count, values["hidden_size"], found)
     groups, chosen = (said.whole(f"expert_group_{key}", 0) or 1 for key in ("count", "used_count"))
     if not in_groups and groups > 1:
@@ -264,6 +270,43 @@ def _ernie4_5_moe(said: Metadata) -> Values:
     }
 
 
+def _llama4(said: Metadata) -> Values:
+    """As it reads texts. Three layers of four see chunks of positions; the fourth rotates nothing, and its queries grow with their
+    position. Files do not say any of that: llama.cpp takes it to be so (`src/models/llama4.cpp`), also which norm those with 128 experts
+    do without."""
+    values = attentive(said, decoder(said))
+    every, layers, dense = (
+        said.size("interleave_moe_layer_step"),
+        values["num_hidden_layers"],
+        values["intermediate_size"],
+    )
+    if every > layers:
+        raise said.bad("interleave_moe_layer_step", every, f"at most {layers}")
+    said.must_be("leading_dense_block_count", 0)
+    said.must_be("expert_weights_scale", 1.0, 0.0)
+    said.must_be("expert_gating_func", SIGMOID, 0)
+    said.must_be("attention.sliding_window_pattern", 4)
+    said.must_be("attention.sliding_window", 8192)
+    count, wide = experts(said, values, dense=every - 1, every=every)
+    if every > 1:
+        said.tensor("blk.0.ffn_gate.weight", dense, values["hidden_size"])
+    return values | {
+        "hidden_act": "silu",
+        "rope_parameters": stretched(said, values["head_dim"]),
+        "attention_bias": said.has("blk.0.attn_q.bias"),
+        "intermediate_size": wide,
+        "intermediate_size_mlp": dense,
+        "num_local_experts": count,
+        "interleave_moe_layer_step": every,
+        "use_qk_norm": count != 128,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    }
+
+
 def _qwen3_vl_moe(said: Metadata) -> Values:
     """As it reads texts; what sees images is in another file."""
     said.any("n_deepstack_layers")
@@ -272,6 +315,7 @@ def _qwen3_vl_moe(said: Metadata) -> Values:
 
 MIXTURES: Architectures = {
     "llama": ("mixtral", _mixtral),
+    "llama4": ("llama4_text", _llama4),
     "qwen2moe": ("qwen2_moe", _qwen2_moe),
     "qwen3moe": ("qwen3_moe", _qwen3_moe),
     "qwen3vlmoe": ("qwen3_moe", _qwen3_vl_moe),

@@ -30,7 +30,7 @@ Undone = Mapping[str, Any]  # what is said of a `Stored`
 _PERMUTED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "mistral3", "internlm2", "arcee")
 _NO_PARAMETERS = {  # but factors of the rotary embedding
     **{name: {ROPE_FACTORS} for name in _PERMUTED},
-    **{name: {ROPE_FACTORS} for name in ("exaone", "exaone4", "gemma4")},
+    **{name: {ROPE_FACTORS} for name in ("apertus", "exaone", "exaone4", "gemma4", "llama4")},
     "phi3": {NEAR_FACTORS, FAR_FACTORS},
 }
 
@@ -43,6 +43,8 @@ _NAMES: Sequence[tuple[str, Sequence[str]]] = (
     (r"experts\.down_proj_bias", ("ffn_down_exps.bias",)),
     (r"e_score_correction_bias", ("exp_probs_b.bias",)),  # that a router adds as it chooses, not as it weighs
     (r"expert_bias", ("exp_probs_b.bias",)),
+    (r"router\.scale", ("ffn_gate_inp.scale",)),
+    (r"router\.per_expert_scale", ("ffn_down_exps.scale",)),
     (r"dt_bias", ("ssm_dt.bias",)),
     (r"in_proj_qkvz\.weight", ("ssm_in.weight", "attn_qkv.weight attn_gate.weight")),
     (r"block_sparse_moe\.router\.weight", ("ffn_gate_inp.weight",)),
@@ -54,16 +56,24 @@ _NAMES: Sequence[tuple[str, Sequence[str]]] = (
     (r"kv_b_proj\.weight", ("attn_kv_b.weight", "attn_k_b.weight attn_v_b.weight")),
 )
 
+# The same of Nomic's encoder, whose queries, keys and values are one tensor in the file, and which norms what its layers give.
+_NOMIC = "nomic-bert"
+_NORMED_BEHIND: Sequence[tuple[str, str]] = (
+    (r"post_attention_layernorm\.(weight|bias)", "attn_output_norm"),
+    (r"post_mlp_layernorm\.(weight|bias)", "layer_output_norm"),
+)
+_ONE_OF_THREE = re.compile(r"(?:.*\.)?(\d+)\.self_attn\.([qkv])_proj\.(weight|bias)")
 # Matrices that are one tensor in the file.
 _STACKED = re.compile(r"altup_(unembed_)?projections\.(\d+)\.weight$")
 
 
 def stored_parameters(header: GGUFHeader, config: ModelConfig, module: nn.Module) -> dict[str, Stored]:
-    """How the file has each parameter of the module, under its first name, and each buffer that is stored with them. JobError where
-    it lacks one, has one in another shape, or has tensors that the module does not."""
+    """How the file has each parameter of the module, under its first name, and each buffer that is stored with them, but for those among
+    its values. JobError where it lacks one, has one in another shape, or has tensors that the module does not."""
     names = _Names(header, config)
     found: dict[str, Stored] = {}
-    for parameter, value in _kept(module).items():
+    tensors = {name: value for name, value in _kept(module).items() if name not in config.constants}
+    for parameter, value in tensors.items():
         places = [header.tensors[name] for name in names.of(parameter)]
         stored = _stored(places, parameter, tuple(value.shape), config)
         if _shape(stored) != _without_ones(value.shape):
@@ -82,6 +92,17 @@ def stored_parameters(header: GGUFHeader, config: ModelConfig, module: nn.Module
                 f"{header.path} has a tensor {shown(name)}, which no {config.model_type} model has"
             )
     return found
+
+
+def set_constants(config: ModelConfig, module: nn.Module) -> None:
+    """Put the parameters and buffers that a file has among its values into the module."""
+    for name, number in config.constants.items():
+        owner, _, own = name.rpartition(".")
+        place = module.get_submodule(owner)
+        old = getattr(place, own)
+        value = torch.full(old.shape, number, dtype=old.dtype)
+        parameter = nn.Parameter(value, requires_grad=False)
+        setattr(place, own, parameter if isinstance(old, nn.Parameter) else value)
 
 
 def _kept(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -146,15 +167,21 @@ class _Names:
 
         architecture = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == config.architecture)
         self._table = get_tensor_name_map(architecture, config.layers)
-        self._header = header
+        self._header, self._architecture = header, config.architecture
 
     def of(self, parameter: str) -> list[str]:
         """The tensors that it is made of. JobError where the file has them not."""
-        ways = self._ways(parameter)
+        ways = (
+            self._ways(parameter)
+            if self._architecture != _NOMIC
+            else [*self._ways(parameter), self._of_nomic(parameter)]
+        )
         for way in ways:
             if way and all(name in self._header.tensors for name in way):
                 return way
-        missing = [name for name in (ways[-1] if ways else ()) if name not in self._header.tensors]
+        missing = [
+            name for name in next(filter(None, reversed(ways)), ()) if name not in self._header.tensors
+        ]
         raise JobError(f"{self._header.path}: no tensor {' and '.join(missing) or 'for'} ({parameter})")
 
     def _ways(self, parameter: str) -> list[list[str]]:
@@ -164,13 +191,21 @@ class _Names:
                 return [[f"blk.{found[1]}.{name}" for name in way.split()] for way in ways]
         if (stacked := _STACKED.search(parameter)) is not None:
             return [["altup_unembd_proj.weight" if stacked[1] else "altup_proj.weight"]]
-        for spelled in (parameter, parameter.removeprefix("transformer.")):
+        # A model without a head has no name for itself.
+        for spelled in (parameter, parameter.removeprefix("transformer."), f"model.{parameter}"):
             owner, _, kind = spelled.rpartition(".")
             if (known := self._table.get_name(owner)) is not None:
                 return [[f"{known}.{kind}"]]
             if (known := self._table.get_name(spelled)) is not None:  # a parameter beside modules
                 return [[known], [f"{known}.weight"]]
         return []
+
+    def _of_nomic(self, parameter: str) -> list[str]:
+        for pattern, owner in _NORMED_BEHIND:
+            if found := re.fullmatch(rf"layers\.(\d+)\.{pattern}", parameter):
+                return [f"blk.{found[1]}.{owner}.{found[2]}"]
+        one = _ONE_OF_THREE.fullmatch(parameter)
+        return [] if one is None else [f"blk.{one[1]}.attn_qkv.{one[3]}"]
 
 
 def _stored(
@@ -182,10 +217,13 @@ def _stored(
     for pattern, undo in (*_UNDONE_EVERYWHERE, *_UNDONE.get(config.architecture, ())):
         if re.fullmatch(pattern, part):
             undone.update(undo(config.values))
+    if (one := _ONE_OF_THREE.fullmatch(parameter)) is not None and part.startswith("attn_qkv."):
+        undone["made"] = partial(_third, "qkv".index(one[2]))
     if (stacked := _STACKED.search(parameter)) is not None:
         undone["made"] = partial(_one_of, int(stacked[2]))
-    if part.partition(".")[0].endswith("_exps"):
-        if part.endswith(".bias"):
+    owner, _, what = part.partition(".")
+    if owner.endswith("_exps") and what != "scale":
+        if what == "bias":
             places = [replace(place, shape=(*place.shape, 1)) for place in places]
         undone["experts"] = places[0].shape[0]
     return Stored(tuple(places), shape, **undone)
@@ -201,6 +239,10 @@ def _as_is(**undone: Any) -> Callable[[Values], Undone]:
 
 def _one_of(number: int, value: torch.Tensor) -> torch.Tensor:
     return value[number]
+
+
+def _third(number: int, value: torch.Tensor) -> torch.Tensor:
+    return value.chunk(3)[number]
 
 
 def _minus_one(value: torch.Tensor) -> torch.Tensor:
@@ -277,6 +319,7 @@ _UNDONE: Mapping[str, Sequence[tuple[str, Callable[[Values], Undone]]]] = {
     **dict.fromkeys(("bloom", "gptneox"), ((r"attn_qkv\..*", _fused_heads),)),
     "falcon": ((r"attn_qkv\.weight", _falcon),),
     "gpt2": ((r"(attn_qkv|attn_output|ffn_up|ffn_down)\.weight", _as_is(transposed=True)),),
+    "llama4": ((r"ffn_.*_exps\.weight", _as_is(transposed=True)),),
     "gpt-oss": (
         (
             r"ffn_gate_exps\..*",

@@ -168,9 +168,9 @@ def read_tokenizer(header: GGUFHeader, architecture: str) -> GGUFTokenizer:
     kind = said.text("model", "none")
     if kind in ("none", "no_vocab"):
         return GGUFTokenizer(None)
-    build = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece}.get(kind)
+    build = _BUILDERS.get(kind)
     if build is None:
-        raise said.bad("model", kind, "gpt2, llama and gemma4 are read")
+        raise said.bad("model", kind, "gpt2, llama, gemma4 and bert are read")
     said.check()
     vocabulary = _Vocabulary.of(said)
     defaults = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0} if kind == "llama" else {}
@@ -336,6 +336,39 @@ def _sentencepiece(
     return tokenizer
 
 
+def _wordpiece(said: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids, architecture: str) -> Tokenizer:
+    """BERT's: words without capitals and accents, each the longest pieces that begin it, and so on. The file marks pieces that begin a
+    word; the library, those that do not."""
+    tokens = []
+    for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True):
+        if kind == _CONTROL:
+            tokens.append(token)
+        elif token != token.lower():
+            raise JobError(
+                f"{said.header.path}: its tokenizer has {shown(token)}, and files do not say how capitals are read"
+            )
+        else:
+            tokens.append(token[1:] if token.startswith(SPACE) else f"##{token}")
+    if len(set(tokens)) < len(tokens):
+        raise JobError(f"{said.header.path} has the same token twice in its tokenizer")
+    unknown = ids["unknown_token_id"]
+    if unknown is None:
+        raise said.bad("unknown_token_id", None, "a token")
+    vocab = {token: n for n, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token=tokens[unknown]))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    begins = _first_of(ids, "cls_token_id", "bos_token_id")
+    ends = _first_of(ids, "seperator_token_id", "eos_token_id")
+    _add_ends(tokenizer, said, {"bos_token_id": begins, "eos_token_id": ends}, True, ends=True)
+    return tokenizer
+
+
+def _first_of(ids: _Ids, *names: str) -> int | None:
+    return next((found for name in names if (found := ids[name]) is not None), None)
+
+
 def _visible_spaces(tokens: Sequence[str]) -> list[str]:
     """Tokens of spaces alone are written with real ones; SentencePiece finds them among its own."""
     found, taken = [], set(tokens)
@@ -371,13 +404,18 @@ def _implied_merges(
     return [(token[:at], token[at:]) for _, at, _, token in found]
 
 
-def _add_ends(tokenizer: Tokenizer, said: _TokenizerMetadata, ids: _Ids, begins: bool) -> None:
+_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece, "bert": _wordpiece}
+
+
+def _add_ends(
+    tokenizer: Tokenizer, said: _TokenizerMetadata, ids: _Ids, begins: bool, *, ends: bool = False
+) -> None:
     """Have a prompt begin with the first token and end with the last, as far as the file wants it."""
     pieces: list[str] = ["$A"]
     special = []
     for flag, key, default in (
         ("add_bos_token", "bos_token_id", begins),
-        ("add_eos_token", "eos_token_id", False),
+        ("add_eos_token", "eos_token_id", ends),
     ):
         wanted, token = said.flag(flag, default), ids[key]
         if not wanted:

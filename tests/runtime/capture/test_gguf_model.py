@@ -287,7 +287,7 @@ def small(path: Path, **more: Any) -> None:
         ({"llama.vocab_size": 7}, "llama.vocab_size = 7: 256"),
         ({"general.type": "adapter"}, "not a model but 'adapter'"),
         ({"general.architecture": "rwkv7"}, "kind 'rwkv7'; llama, qwen2"),
-        ({"tokenizer.ggml.model": "plamo2"}, "gpt2, llama and gemma4 are read"),
+        ({"tokenizer.ggml.model": "plamo2"}, "gpt2, llama, gemma4 and bert are read"),
         ({"split.count": 3}, "is one of '3' parts"),
         ({"split.count": "a\n" * 99}, "is one of 'a"),
         ({"general.alignment": "a\n\x1b[1m"}, "a power of two"),
@@ -348,7 +348,7 @@ def test_experts_in_other_shapes_are_refused_in_one_line(
 def test_a_mixture_of_a_kind_that_is_not_read_says_which_are(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     gguf_files.write(path, build(config("qwen3")), "F16", more={"qwen3.expert_count": 8})
-    with pytest.raises(JobError, match="a mixture of experts of the kind 'qwen3'; llama, qwen2moe, qwen3moe"):
+    with pytest.raises(JobError, match="a mixture of experts of the kind 'qwen3'; llama, llama4, qwen2moe"):
         open_gguf(path)
 
 

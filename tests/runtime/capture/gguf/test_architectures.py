@@ -122,6 +122,25 @@ CONFIGS: dict[str, Any] = {
     "gemma4, keys as values": lambda: library.Gemma4TextConfig(
         **{**GEMMA4, "hidden_size_per_layer_input": 0}, attention_k_eq_v=True, num_global_key_value_heads=1
     ),
+    "gemma4, with experts": lambda: library.Gemma4TextConfig(
+        **{**GEMMA4, "hidden_size_per_layer_input": 0},
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=64,
+    ),
+    "llama4": lambda: library.Llama4TextConfig(
+        **{**GROUPED, "intermediate_size": 64},
+        head_dim=16,
+        intermediate_size_mlp=128,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        interleave_moe_layer_step=2,
+    ),
+    "apertus": lambda: library.ApertusConfig(
+        **GROUPED,
+        rope_parameters={**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ),
     "granite moe": lambda: library.GraniteMoeConfig(**GROUPED, **SCALES, num_local_experts=6),
     "granite moe, shared": lambda: library.GraniteMoeSharedConfig(
         **GROUPED, **SCALES, num_local_experts=6, shared_intermediate_size=32
@@ -220,6 +239,9 @@ def test_keys_and_values_of_one_matrix_are_read_too(tmp_path: Path) -> None:
         ("gemma4", {"attention.key_length_swa": 1 << 31}, "attention.value_length_swa = 16: 2147483648"),
         ("gemma4", {"feed_forward_length": [128] * 5 + [64]}, "feed_forward_length = 64: 128, or twice that"),
         ("phi2", {"rope.dimension_count": 64}, "rope.dimension_count = 64: the 16 of a head"),
+        ("gemma4, with experts", {"expert_used_count": 9}, "expert_used_count = 9: at most 8"),
+        ("llama4", {"interleave_moe_layer_step": 4}, "interleave_moe_layer_step = 4: at most 3"),
+        ("llama4", {"attention.sliding_window": 0}, "attention.sliding_window = 0: 8192"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused_in_one_line(
@@ -231,6 +253,16 @@ def test_what_is_not_understood_is_refused_in_one_line(
     with pytest.raises(JobError) as error:
         open_gguf(tmp_path / "model.gguf")
     assert message in str(error.value) and str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"), [("alpha_p", [0.5]), ("eps", [0.0, float("inf"), 0.0]), ("beta", None)]
+)
+def test_numbers_of_an_activation_are_one_for_each_layer(name: str, numbers: Any, tmp_path: Path) -> None:
+    more = {f"xielu.{name}": numbers}
+    gguf_conversion.write(tmp_path / "model.gguf", model("apertus"), "F32", more=more)
+    with pytest.raises(JobError, match=rf"xielu\.{name}.*: (a number for each of 3 layers|numbers)$"):
+        open_gguf(tmp_path / "model.gguf")
 
 
 def reopened(path: Path) -> Any:
@@ -269,7 +301,7 @@ def test_a_file_makes_the_model_that_was_converted(name: str, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_file_makes_the_model_that_was_converted(name: str, tmp_path: Path) -> None:
-    for kind in ("F32", *(["F16"] if name not in COMPUTED else [])):
+    for kind in ("F32", *(["F16", "BF16", "Q4_0"] if name not in COMPUTED else [])):
         same(name, kind, tmp_path / "model.gguf")
 
 

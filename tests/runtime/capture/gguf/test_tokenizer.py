@@ -424,7 +424,7 @@ def test_what_is_not_understood_is_refused_in_one_line(
 ) -> None:
     path = tmp_path / "model.gguf"
     tokens = list(trained()[0])
-    refused(path, "says tokenizer.ggml.model = 'bert': gpt2, llama and gemma4 are read", model="bert")
+    refused(path, "says tokenizer.ggml.model = 't5': gpt2, llama, gemma4 and bert are read", model="t5")
     refused(path, "does not say tokenizer.ggml.pre", pre=None)
     refused(path, "a way to split text that is not known", pre="superbpe")
     refused(
