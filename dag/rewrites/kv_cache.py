@@ -1,8 +1,8 @@
 """Give attention a memory, so that a sequence may be run in pieces: it becomes `fusion.cached_attention`, which reads the
 keys and values of earlier positions from a cache, `fusion.cached_attention_scored` where its scores are not plain ones, or
-`fusion.cached_attention_selected` where an indexer selects the keys.
+`fusion.cached_attention_selected` where an indexer selects the keys, or a sequence is in chunks that see nothing of each other.
 
-Only for attention, fused or eager, that is recognised as causal, over all positions or a window of them, with no
+Only for attention, fused or eager, that is recognised as causal, over all positions, a window or a chunk of them, with no
 bias but one by position; whatever else the model does must treat positions one by one. Anything not recognised is refused:
 a model is never served almost right.
 """
@@ -38,7 +38,16 @@ from fusion.dag.rewrites.eager_attention import (
     read_attention,
     swaps_last_two,
 )
-from fusion.dag.rewrites.masks import Bias, Evaluate, affine_bias, shows_all, visible_window
+from fusion.dag.rewrites.masks import (
+    MAX_CHUNK,
+    POSITIONS,
+    Bias,
+    Evaluate,
+    Reach,
+    affine_bias,
+    shows_all,
+    visible_reach,
+)
 from fusion.dag.rewrites.own_positions import given_positions
 from fusion.dag.rewrites.positions import SEQUENCE, require_separate_positions
 from fusion.dag.rewrites.relative_bias import RelativeBias, relative_bias
@@ -102,11 +111,12 @@ class _Caching:
         self.types = dict(graph.types)
         self.nodes: list[Node] = []
         self.slots = 0
-        self.windows: dict[Hides, int | None] = {}
+        self.reaches: dict[Hides, Reach] = {}
         self.biases: dict[Ref, Bias] = {}
         self.relatives: dict[Ref, RelativeBias | None] = {}
         self.shown: dict[Hides, bool] = {}
         self.selections: dict[Ref, Ref] = {}  # by what tells one from another: what selects
+        self.chunks: dict[int, Ref] = {}  # by size: the places of each position's chunk
 
     def run(self) -> Graph:
         graph = self.graph
@@ -187,6 +197,9 @@ class _Caching:
         if seen.selection is not None:
             self.selected(node, (query, *keys), scale, seen)
             return
+        if (size := self.chunk(node, seen)) is not None:
+            self.in_chunks(node, (query, *keys), scale, seen, size)
+            return
         if not seen.biases and seen.slopes is None and seen.relative is None:
             self.plain(node, query, *keys, scale, self.window(seen))
             return
@@ -234,12 +247,44 @@ class _Caching:
 
     def selected(self, node: Node, values: tuple[Ref, Ref, Ref], scale: float | None, seen: _Seen) -> None:
         """Attention to the keys that an indexer selects."""
-        more = seen.biases or (seen.slopes, seen.relative, self.window(seen)) != (None,) * 3
-        if more:
+        if not self.reaches_alone(seen) or seen.chunks:
             raise _refusal(node, "selects keys beside a window or a bias")
         assert seen.selection is not None
         chosen = self.selection(node, seen.selection)
         self.attention(node, "fusion.cached_attention_selected", *values, chosen, self.slot(), scale)
+
+    def reaches_alone(self, seen: _Seen) -> bool:
+        """Whether there is no window, and nothing that is added to scores."""
+        return not seen.biases and (seen.slopes, seen.relative, self.window(seen)) == (None,) * 3
+
+    def in_chunks(
+        self, node: Node, values: tuple[Ref, Ref, Ref], scale: float | None, seen: _Seen, size: int
+    ) -> None:
+        """Attention within chunks of a sequence: to the places of the query's own."""
+        if not self.reaches_alone(seen):
+            raise _refusal(node, "sees a chunk beside a window or a bias")
+        places = self.places_of_chunk(node, size)
+        self.attention(node, "fusion.cached_attention_selected", *values, places, self.slot(), scale)
+
+    def places_of_chunk(self, node: Node, size: int) -> Ref:
+        """(batch, 1, sequence, size), once for all attentions: later ones than the query, too, which it does not see."""
+        if size not in self.chunks:
+            if size > MAX_CHUNK or POSITIONS not in self.graph.input_names:
+                raise _refusal(node, f"sees chunks of {size} positions")
+            number = self.emit(node, "chunk", "fusion.div_floor", Ref(POSITIONS), size)
+            first = self.emit(node, "chunk_first", "aten.mul.Tensor", number, size)
+            target = (symbol("batch"), 1, symbol(SEQUENCE), 1)
+            row = self.emit(node, "chunk_row", "aten.reshape", first, target)
+            within = self.emit(node, "chunk_within", "aten.arange", size, None)
+            self.chunks[size] = self.emit(node, "chunk_places", "aten.add.Tensor", row, within, 1)
+        return self.chunks[size]
+
+    def chunk(self, node: Node, seen: _Seen) -> int | None:
+        """The size of the chunks, where a sequence can have several."""
+        sizes = {size for size in seen.chunks if self.longest is None or size < self.longest}
+        if len(sizes) > 1:
+            raise _refusal(node, "sees chunks of several sizes")
+        return next(iter(sizes), None)
 
     def selection(self, node: Node, found: Selection) -> Ref:
         """What selects, once for all attentions that it is made for."""
@@ -264,12 +309,12 @@ class _Caching:
         window = seen.window
         return None if window is not None and self.longest is not None and window >= self.longest else window
 
-    def seen_by(self, hides: Hides) -> int | None:
-        if hides not in self.windows:
-            self.windows[hides] = visible_window(
+    def seen_by(self, hides: Hides) -> Reach:
+        if hides not in self.reaches:
+            self.reaches[hides] = visible_reach(
                 self.graph, hides.mask, self.evaluate, self.longest, hides=hides.inverts
             )
-        return self.windows[hides]
+        return self.reaches[hides]
 
     def look(self, node: Node, seen: _Seen, added: Added) -> None:
         """What a mask or a bias that is added to the scores lets a position see, and adds to it."""
@@ -284,7 +329,7 @@ class _Caching:
             raise _refusal(node, f"adds what depends on {added.bias}, {type_}, to its scores")
         if len(type_.shape) > 1 and type_.shape[-2] == symbol(SEQUENCE):
             try:
-                window = self.seen_by(Hides(added.bias))
+                reach = self.seen_by(Hides(added.bias))
             except UnsupportedModel as why:
                 parts = hidden_parts(self.graph, added)
                 if parts is None:
@@ -296,7 +341,7 @@ class _Caching:
                 for part in parts[1]:
                     self.look(node, seen, part)
                 return
-            seen.add(window)
+            seen.add(reach)
         elif added.bias.name in self.positional and self.separate(added.bias):
             seen.biases.append(self.for_each_key(node, added))
         else:
@@ -344,7 +389,7 @@ class _Caching:
         if bias.masks:
             if added.times != 1:
                 raise _refusal(node, "scales its mask")
-            seen.add(bias.window)
+            seen.add(Reach(bias.window))
         own = bias.slopes * heads if len(bias.slopes) == 1 else bias.slopes
         before = seen.slopes or (0.0,) * len(own)
         seen.slopes = tuple(a + added.times * b for a, b in zip(before, own, strict=True))
@@ -406,8 +451,8 @@ class _Caching:
 
     def scored(self, found: EagerAttention, values: tuple[Ref, Ref, Ref], seen: _Seen) -> None:
         query, key, value = values
-        if seen.selection is not None:
-            raise _refusal(found.end, "selects keys beside scores that are not plain")
+        if seen.selection is not None or self.chunk(found.end, seen) is not None:
+            raise _refusal(found.end, "selects keys, or sees a chunk, beside scores that are not plain")
         if seen.relative is not None:
             more = seen.biases or (seen.slopes, found.softcap, found.sinks, self.window(seen)) != (None,) * 4
             if more:
@@ -463,15 +508,18 @@ class _Seen:
 
     causal: bool = False
     window: int | None = None
+    chunks: set[int] = field(default_factory=set)
     biases: list[Ref] = field(default_factory=list)  # for each key
     slopes: tuple[float, ...] | None = None
     relative: RelativeBias | None = None
     constant: bool = False  # whether a number for all keys was left out
     selection: Selection | None = None
 
-    def add(self, window: int | None) -> None:
+    def add(self, reach: Reach) -> None:
         self.causal = True
-        self.window = min((w for w in (self.window, window) if w is not None), default=None)
+        self.window = min((w for w in (self.window, reach.window) if w is not None), default=None)
+        if reach.chunk is not None:
+            self.chunks.add(reach.chunk)
 
 
 def _refuse_shapes(node: Node, types: list[TensorType], grouped: bool) -> None:

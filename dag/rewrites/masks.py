@@ -28,6 +28,7 @@ Evaluate = Callable[[Graph, Mapping[str, Array], Mapping[str, int]], Sequence[Ar
 POSITIONS = "position_ids"
 HIDDEN = -1e9  # an additive mask hides a position with this or less
 FAMILIES = frozenset({"pointwise", "reduction", "move", "view", "make"})
+MAX_CHUNK = 1 << 16  # of positions that see each other; models have 8192
 _LENGTHS = (1, 2, 3, 4, 5, 7, 8, 11, 17, 33, 40)
 _SOME = 5  # of one size while another is tried
 _DIRECT = 2048  # thresholds up to here are tried as they are: a mask then has at most about 4 million entries
@@ -44,6 +45,8 @@ _UNSCALED = frozenset({
     "roll", "constant_pad_nd", "scalar_tensor",
 })  # fmt: skip
 _EXACT = frozenset({"bool", "int32", "int64", "float32", "float64"})  # hold every position
+_WHOLE = frozenset({"bool", "int32", "int64"})
+_WHOLE_PARTS = frozenset({"aten.floor_divide", "fusion.div_floor"})
 _NEAR = 8  # numbers this near to a large threshold are taken to be the same one, shifted
 
 
@@ -78,6 +81,68 @@ def visible_window(
     if len(beyond) > 1:
         raise _refusal(mask, f"is neither causal nor a window of about {large[0]}")
     return large[0] + (beyond.pop() or 0)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far back a position sees, itself included: the last `window` positions, those of its own chunk where a sequence is in chunks
+    of `chunk` positions, or all."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def visible_reach(
+    graph: Graph, mask: Ref, evaluate: Evaluate, longest: int | None = None, *, hides: bool = False
+) -> Reach:
+    """As `visible_window`, for masks that are cut into chunks as well."""
+    try:
+        return Reach(window=visible_window(graph, mask, evaluate, longest, hides=hides))
+    except UnsupportedModel:
+        chunk = _visible_chunk(graph, mask, evaluate, longest, hides)
+        if chunk is None:
+            raise
+        return Reach(chunk=chunk)
+
+
+def _visible_chunk(
+    graph: Graph, mask: Ref, evaluate: Evaluate, longest: int | None, hides: bool
+) -> int | None:
+    """C if `mask` lets each position see itself and those before it whose place, divided by C, has the same whole part; None if
+    it is of another kind."""
+    part = mask_graph(graph, mask)
+    if hides:
+        part = _negated(part)
+    divided = {n for node in part.nodes if node.op in _WHOLE_PARTS for n in _magnitudes(node.args[1])}
+    if len(divided) != 1 or (size := divided.pop()) < 2:
+        return None
+    if 2 * _product(part) <= _DIRECT:
+        return size if _in_chunks(part, size, evaluate, mask, longest) else None
+    if max(_numbers(part)) > size or not _whole(part):
+        return None
+    small = (_in_chunks(_stand_ins(part, size, s), s, evaluate, mask, longest) for s in _SMALL)
+    return size if all(small) else None
+
+
+def _whole(part: Graph) -> bool:
+    """Whether positions are scaled as whole numbers alone, which no size of them rounds."""
+    scaled = (t for node in part.nodes if _scales(part, node) for t in node.results)
+    return all(t.dtype in _WHOLE for t in scaled)
+
+
+def _in_chunks(part: Graph, size: int, evaluate: Evaluate, mask: Ref, longest: int | None) -> bool:
+    furthest = _product(part)  # that a threshold lies
+    if 2 * furthest > _DIRECT:
+        return False
+    near = {n + d for n in (*_numbers(part), furthest) for d in (-1, 0, 1, 2)}
+    lengths = {*_LENGTHS, *near, 2 * furthest + 1}
+    for batch, length in ((2, 6), *((1, n) for n in sorted(lengths) if 0 < n <= (longest or n))):
+        chunks = np.arange(length) // size
+        wanted = _expected(length, None) & (chunks[:, None] == chunks[None, :])
+        visible = _visible(part, batch, length, evaluate, mask)
+        if not np.array_equal(visible, np.broadcast_to(wanted, visible.shape)):
+            return False
+    return True
 
 
 def shows_all(

@@ -161,6 +161,28 @@ def chunked(b, size):
     return b("aten.__and__.Tensor", b("aten.le.Tensor", keys, queries), together)
 
 
+def chunks_unless(b, size, early):
+    sinks = b("aten.lt.Scalar", columns_and_rows(b)[0], early)
+    return b("aten.__and__.Tensor", causal_mask(b), b("aten.__or__.Tensor", chunked(b, size), sinks))
+
+
+@pytest.mark.parametrize("make", [lambda mask: mask, additive], ids=["boolean", "added"])
+@pytest.mark.parametrize("size", [6, 1000, 8192])
+def test_a_position_sees_its_own_chunk(make, size, build, execute, evaluate):
+    def attend(b, q, k, v):
+        mask = make(partial(chunked, size=size))(b)
+        return sdpa(b, sdpa(b, q, k, v, mask), k, v, mask)
+
+    b = build(**SHAPES)
+    graph = b.graph(model(b, attend))
+    cached = cache_attention(graph, evaluate)
+    validate(cached)
+    assert [n.op for n in cached.nodes if "cached" in n.op] == ["fusion.cached_attention_selected"] * 2
+    assert [n.args[0] for n in cached.nodes if n.op == "aten.arange" and n.args[0] != S] == [size]
+    same_in_pieces(graph, cached, execute)
+    assert len(cached_nodes(cache_attention(graph, evaluate, size))) == 2  # of texts of one chunk
+
+
 def with_sinks(b, window, sinks):
     keys, queries = columns_and_rows(b)
     near = b("aten.gt.Tensor", keys, b("aten.sub.Tensor", queries, window, 1))
@@ -204,9 +226,11 @@ REFUSED = {
     "ALiBi": (masked(alibi), "adds to the scores"),
     "a mild mask": (masked(additive(causal_mask, hidden=-20.0)), "adds to the scores"),
     "a shifted mask": (masked(additive(causal_mask, shown=1.0)), "adds to the scores"),
-    "chunks": (masked(partial(chunked, size=6)), "neither causal"),
-    "long chunks": (masked(partial(chunked, size=1000)), "scales positions"),
-    "chunks too long to try": (masked(partial(chunked, size=8192)), "scales positions"),
+    "chunks and a window": (masked(lambda b: b("aten.__and__.Tensor", chunked(b, 6), windowed_mask(b, 4))), "neither causal"),
+    "chunks and sinks": (masked(lambda b: chunks_unless(b, 6, 2)), "neither causal"),
+    "chunks of several sizes": (masked(lambda b: b("aten.__and__.Tensor", chunked(b, 6), chunked(b, 4))), "neither causal"),
+    "long chunks up to a place": (masked(lambda b: chunks_unless(b, 8192, 100000)), "scales positions"),
+    "chunks too large to keep": (masked(partial(chunked, size=100000)), "sees chunks of"),
     "sinks": (masked(partial(with_sinks, window=6, sinks=2)), "neither causal"),
     "sinks and a long window": (masked(partial(with_sinks, window=4096, sinks=4)), "neither causal"),
     "blocks": (masked(partial(window_of_blocks, size=8, blocks=3)), "neither causal"),
