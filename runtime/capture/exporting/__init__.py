@@ -15,6 +15,7 @@ torch_calls       what torch's own functions do otherwise meanwhile
 decompositions/   operators that torch takes apart otherwise than the op-set can say
 highest           masks of the highest few along a size that is free
 expert_loops      experts that a model runs in a loop, as products
+dense_experts     every position to every expert, as products with those that are chosen
 sorted_experts    experts whose rows a model sorts, as products
 recurrences       linear attention and state spaces as one operator
 

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from fusion.runtime.capture.exporting import (
     chosen,
     ctc,
+    dense_experts,
     drawn,
     expert_loops,
     fourier,
@@ -45,6 +46,7 @@ def as_exported(module: nn.Module) -> Iterator[None]:
     with ExitStack() as changed:
         changed.enter_context(highest.sizes_at_most(module))
         changed.enter_context(expert_loops.without_loops(module))
+        changed.enter_context(dense_experts.with_chosen_alone(module))
         changed.enter_context(sorted_experts.without_sorting(module))
         for where, name, other in [
             *_ASKING,
