@@ -87,11 +87,13 @@ def setitem(plain: Callable[..., None]) -> Callable[..., None]:
 
     def run(self: Tensor, key: Any, value: Any) -> None:
         if not isinstance(value, Chosen):
-            return plain(self, key, value)
+            if not _is_row(self, key, value):
+                return plain(self, key, value)
+            self.copy_(torch.where(_before(key, self), value.to(self.dtype), self))
+            return None
         if not _is_mask(self, key) or not _same(key.flatten(), value.mask) or value.rows.shape[1:] != self.shape[key.dim() :]:  # fmt: skip
             raise CaptureError(f"{OF_DATA}{line_of_caller()}")
-        there = key.reshape(*key.shape, *(1 for _ in self.shape[key.dim() :]))
-        self.copy_(torch.where(there, value.rows.reshape(self.shape).to(self.dtype), self))
+        self.copy_(torch.where(_before(key, self), value.rows.reshape(self.shape).to(self.dtype), self))
         return None
 
     return run
@@ -112,6 +114,18 @@ def masked_select(_: Any) -> Callable[..., Chosen]:
 
 def _is_mask(of: Tensor, key: Any) -> bool:
     return isinstance(key, Tensor) and key.dtype == torch.bool and 0 < key.dim() <= of.dim()
+
+
+def _is_row(of: Tensor, key: Any, value: Any) -> bool:
+    """Whether the same row is written wherever a mask says."""
+    if not isinstance(value, Tensor) or not _is_mask(of, key):
+        return False
+    return 0 < value.dim() <= of.dim() - key.dim() and value.device == of.device
+
+
+def _before(mask: Tensor, of: Tensor) -> Tensor:
+    """A mask of the first dimensions, beside the others."""
+    return mask.reshape(*mask.shape, *(1 for _ in of.shape[mask.dim() :]))
 
 
 def _chosen(of: Tensor, mask: Tensor) -> Chosen:

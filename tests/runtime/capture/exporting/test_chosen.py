@@ -81,8 +81,15 @@ def of_each(_: Any, z: Tensor, y: Tensor) -> Tensor:
     )
 
 
+def one_row(m: Any, z: Tensor, y: Tensor) -> Tensor:
+    """The same row wherever the mask says."""
+    made = z * 2
+    made[y == 2] = m.experts[0].bias
+    return (made.exp() * z).mean()
+
+
 @pytest.mark.parametrize(
-    "function", [by_token, by_class, selected, out_of_domain, distilled, routed, of_each]
+    "function", [by_token, by_class, selected, out_of_domain, distilled, routed, of_each, one_row]
 )
 @pytest.mark.parametrize("rows", [ROWS, ROWS + 3])
 def test_values_and_gradients_are_torch_s(function: Callable[..., Tensor], rows: int) -> None:
