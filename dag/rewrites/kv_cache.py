@@ -20,7 +20,7 @@ from fusion.dag.cutting.source import (
     misread,
     source_values,
 )
-from fusion.dag.ir.dims import Dim, symbol
+from fusion.dag.ir.dims import Dim, symbol, symbols_of
 from fusion.dag.ir.errors import GraphError, UnsupportedModel
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import infer
@@ -181,6 +181,8 @@ class _Caching:
     def fused(self, node: Node) -> None:
         query, key, value = (a for a in node.args[:3] if isinstance(a, Ref))
         mask, dropout, is_causal, scale, grouped = node.args[3:]
+        if SOURCE in symbols_of(self.types[key].shape[-2]):
+            raise _refusal(node, "sees the source and the sequence at once")
         if dropout != 0:
             raise _refusal(node, "drops out weights: capture the model in evaluation mode")
         if is_causal is True and mask is not None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fusion.runtime.capture.encoder_decoder import architectures, auto_class, reads_source
+from fusion.runtime.capture.encoder_decoder import SPEECH, architectures, auto_class, reads_source
 from fusion.runtime.capture.text_encoder import Pooling, pooling_of
 from fusion.runtime.job.errors import JobError
 
@@ -28,7 +28,7 @@ def model_class(config: Any, directory: Path, library: Any) -> str:
     if model_pooling(config, directory, library) is not None:
         return "AutoModel"
     if reads_source(config):
-        return auto_class(config)
+        return _reading(config, directory, library)
     named = architectures(config)
     if config.model_type not in _OF_IMAGES and type(config) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
         return "AutoModelForCausalLM"
@@ -43,6 +43,21 @@ def model_class(config: Any, directory: Path, library: Any) -> str:
             f"{config.model_type} is not among them"
         )
     return "AutoModelForImageTextToText"
+
+
+def _reading(config: Any, directory: Path, library: Any) -> str:
+    kind = auto_class(config)
+    known = (
+        library.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+        if kind == SPEECH
+        else library.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    )
+    if type(config) not in known:
+        raise JobError(
+            f"{directory} holds an encoder-decoder of the kind {config.model_type}: served are those that read a text, and those that read "
+            "sound as Whisper does, a spectrogram of num_mel_bins channels"
+        )
+    return kind
 
 
 def model_pooling(config: Any, directory: Path, library: Any) -> Pooling | None:

@@ -1031,6 +1031,12 @@ def test_a_model_of_images_and_texts_that_reads_prompts_from_both_sides_is_refus
         open_model(tmp_path, weights=False)
 
 
+def test_one_that_reads_sound_in_another_way_than_whisper_is_refused(tmp_path: Path) -> None:
+    transformers.MoonshineConfig().save_pretrained(tmp_path)
+    with pytest.raises(JobError, match=r"of the kind moonshine: served are .* num_mel_bins channels$"):
+        open_model(tmp_path, weights=False)
+
+
 def test_a_model_that_writes_no_text_is_refused(tmp_path: Path) -> None:
     transformers.ViTConfig(**IMAGE).save_pretrained(tmp_path)
     with pytest.raises(
