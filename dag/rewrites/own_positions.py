@@ -1,6 +1,6 @@
 """Positions that a model counts itself, taken from the input `position_ids` instead.
 
-A model that takes no positions makes them from sizes: `arange(length)`, or a running sum of an attention mask of ones.
+A model that takes no positions makes them from sizes: `arange(length)`, the beginning of a longer row that counts, or a running sum of an attention mask of ones.
 Given a piece of a sequence it would count from 0 again. Such a value is recognised by what it is made of, which is sizes and
 numbers alone, and by its values at several lengths: position k has `step * k + start` at every one of them.
 
@@ -28,7 +28,7 @@ from fusion.dag.rewrites.positions import SEQUENCE, sequence_axis
 _POLYNOMIAL = frozenset({
     "aten.arange", "aten.arange.start", "aten.ones", "aten.zeros", "aten.full", "aten.cumsum", "aten.add.Tensor",
     "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar", "aten.mul.Tensor", "aten.mul.Scalar", "aten.to.dtype",
-    "aten.reshape", "aten.unsqueeze", "aten.expand", "aten.alias", "aten.contiguous", "aten.clone",
+    "aten.reshape", "aten.unsqueeze", "aten.expand", "aten.alias", "aten.contiguous", "aten.clone", "aten.slice.Tensor",
 })  # fmt: skip
 _COUNTS = ("aten.arange", "aten.cumsum")
 _CASTS = ("aten.to.dtype", "aten.type_as")
@@ -128,7 +128,10 @@ def _line(graph: Graph, ref: Ref, evaluate: Evaluate) -> tuple[int, int] | None:
         return None
     found: set[tuple[int, int]] = set()
     for length in _LENGTHS:
-        (values,) = evaluate(part, {}, {"batch": 2, SEQUENCE: length})
+        try:
+            (values,) = evaluate(part, {}, {"batch": 2, SEQUENCE: length})
+        except (RuntimeError, ValueError, IndexError):  # a slice of a shorter row
+            return None
         rows = np.moveaxis(values, axis, -1).reshape(-1, length)
         start = int(rows[0, 0])
         step = int(rows[0, 1]) - start if length > 1 else None

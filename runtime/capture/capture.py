@@ -50,7 +50,7 @@ from fusion.runtime.capture.lowering.aten_names import (
 )
 from fusion.runtime.capture.lowering.decompose import decomposed, taken_apart
 from fusion.runtime.capture.lowering.lower import lower
-from fusion.runtime.capture.lowering.triangles import triangle_window
+from fusion.runtime.capture.lowering.triangles import counts, triangle_window
 from fusion.runtime.capture.rope import fix_frequencies
 from fusion.runtime.capture.text_encoder import Embedding, Pooling
 from fusion.runtime.job.errors import CaptureError
@@ -289,12 +289,12 @@ def _exportable(module: nn.Module) -> nn.Module:
     return module
 
 
-def _triangles(module: nn.Module) -> dict[str, torch.Tensor]:
-    """By export name: the tables of which position sees which, among what no file says otherwise."""
+def _tables(module: nn.Module) -> dict[str, torch.Tensor]:
+    """By export name: the tables of which position sees which, and of positions, among what no file says otherwise."""
     return {
         f"module.{name}": tensor
         for name, tensor in unsaved_tensors(module)
-        if triangle_window(tensor) is not None
+        if triangle_window(tensor) is not None or counts(tensor)
     }
 
 
@@ -312,7 +312,7 @@ def _capture(
     if training:
         require_plain_gradients(module)
     wrapped.train(training)
-    tables = _triangles(module)
+    tables = _tables(module)
     exported = export(wrapped, tuple(example.values()), dims)
     if uses_vmap(exported):
         exported = taken_apart(exported, {})

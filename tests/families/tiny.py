@@ -47,6 +47,10 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"num_nextn_predict_layers|num_mtp_layers", 0),
     (r"(hidden_size|n_embd|d_model|dim|dim_model|embedding_size|emb_dim|word_embed_proj_dim|hidden_dim|lru_width|embedding_dim|model_dim|.*_hidden_size|n_embed|attention_hidden_size)", 64),
 )  # fmt: skip
+_BERT = {
+    "model_type": "bert", "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "max_position_embeddings": POSITIONS, "initializer_range": 0.2,
+}  # fmt: skip
 # Numbers that have to fit each other, where names do not say so.
 TIED: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass_text": {
@@ -64,6 +68,10 @@ TIED: Mapping[str, Mapping[str, Any]] = {
         "vq_config": {"base_channels": 32, "hidden_size": 64, "codebook_size": 64},
     },
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "encoder-decoder": {
+        "encoder": _BERT,
+        "decoder": {**_BERT, "is_decoder": True, "add_cross_attention": True},
+    },
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8},
     "longt5": {"local_radius": 15, "global_block_size": 8},

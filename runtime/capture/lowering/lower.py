@@ -39,7 +39,7 @@ from fusion.runtime.capture.lowering.aten_names import (
 from fusion.runtime.capture.lowering.complex_numbers import Complex, in_real_numbers, is_complex
 from fusion.runtime.capture.lowering.kept import keep_values
 from fusion.runtime.capture.lowering.sizes import Sizes, dtype_name
-from fusion.runtime.capture.lowering.triangles import triangle_window
+from fusion.runtime.capture.lowering.triangles import counts, triangle_window
 from fusion.runtime.job.errors import CaptureError
 
 Value = Ref | Complex | tuple[Ref | Complex, ...]
@@ -164,7 +164,7 @@ class _Lowering:
 
     def constant(self, name: str, value: torch.Tensor) -> Ref:
         """A small tensor as nodes: one filled tensor where it is uniform, else one of each element, joined; and a table
-        of which position sees which, of any size."""
+        of which position sees which, or a row that counts, of any size."""
         dtype = DType(dtype_name(value.dtype))
         shape = tuple(value.shape)
         window = triangle_window(value)
@@ -173,6 +173,10 @@ class _Lowering:
             (ones,) = self.emit(name, "aten.ones", (shape, dtype), table)
             (past,) = self.emit(name, "aten.tril", (ones, 0), table)
             return self.emit(name, "aten.triu", (past, 1 - window), table)[0] if window < shape[-1] else past
+        if counts(value):
+            row = (TensorType((value.numel(),), dtype.name),)
+            [counted] = self.emit(name, "aten.arange", (value.numel(), dtype), row)
+            return self.emit(name, "aten.reshape", (counted, shape), (TensorType(shape, dtype.name),))[0]
         numbers = value.flatten().tolist()
         if any(number != number for number in numbers):
             raise CaptureError(f"a constant of the model's code is {NOT_A_NUMBER}")

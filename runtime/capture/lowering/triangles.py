@@ -1,8 +1,15 @@
-"""Causal masks that a module keeps as buffers, tables of booleans: a few nodes make the same."""
+"""Tables that a module keeps as buffers and a few nodes make as well: causal masks, and positions that are counted."""
 
 from __future__ import annotations
 
 import torch
+
+
+def counts(table: torch.Tensor) -> bool:
+    """Whether a row of whole numbers counts 0, 1, 2, ..., whatever dimensions of 1 it has besides."""
+    if table.dtype != torch.int64 or table.is_meta or table.numel() < 2 or table.numel() != max(table.shape):
+        return False
+    return torch.equal(table.flatten(), torch.arange(table.numel()))
 
 
 def triangle_window(table: torch.Tensor) -> int | None:

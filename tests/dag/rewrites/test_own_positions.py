@@ -21,6 +21,16 @@ def counted(b):
     return b("aten.arange", S, None)
 
 
+def beginning(b):
+    """As BERT does: of a longer row that the model keeps."""
+    return b("aten.slice.Tensor", b("aten.arange", 256, None), 0, 0, S, 1)
+
+
+def beginning_later(b):
+    """Where it begins depends on the length."""
+    return b("aten.slice.Tensor", b("aten.arange", 256, None), 0, S, S + S, 1)
+
+
 def counted_from_two(b):
     return b("aten.add.Tensor", counted(b), 2, 1)
 
@@ -59,7 +69,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [counted, counted_from_two, summed, doubled, capped])
+@pytest.mark.parametrize("count", [counted, beginning, counted_from_two, summed, doubled, capped])
 def test_a_sequence_in_pieces_is_as_the_whole(build, execute, evaluate, count):
     graph = built(build, count)
     cached = cache_attention(graph, evaluate)
@@ -73,7 +83,7 @@ def test_a_sequence_in_pieces_is_as_the_whole(build, execute, evaluate, count):
     np.testing.assert_allclose(np.concatenate(pieces, 1), whole, atol=1e-9)
 
 
-@pytest.mark.parametrize("count", [squared, backwards])
+@pytest.mark.parametrize("count", [squared, backwards, beginning_later])
 def test_what_is_no_count_of_positions_stays_and_is_refused(build, evaluate, count):
     graph = built(build, count)
     assert given_positions(graph, evaluate) == graph

@@ -1,10 +1,10 @@
-"""Tables of which position sees which are known by their values."""
+"""Tables of which position sees which, and rows that count, are known by their values."""
 
 from __future__ import annotations
 
 import torch
 
-from fusion.runtime.capture.lowering.triangles import triangle_window
+from fusion.runtime.capture.lowering.triangles import counts, triangle_window
 
 
 def test_causal_tables_and_windows_are_known() -> None:
@@ -19,3 +19,10 @@ def test_whatever_else_is_not() -> None:
     almost[5, 0] = False
     for table in (almost, causal.t(), causal.float(), causal[:8], causal.expand(2, 9, 9), causal.to("meta")):
         assert triangle_window(table) is None
+
+
+def test_rows_that_count_are_known() -> None:
+    row = torch.arange(9)
+    assert counts(row) and counts(row.view(1, 9)) and counts(row.view(9, 1))
+    for other in (row + 1, row * 2, row.float(), row.view(3, 3), row.expand(2, 9), row[:1], row.to("meta")):
+        assert not counts(other)
