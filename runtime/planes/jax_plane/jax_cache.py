@@ -126,6 +126,11 @@ class Attending:
             held = self._written(slot, (key, value))
             scores = plain_scores(query, grouped(held[0], query.shape[1]), scale)
             return self._seen(scores, held[1], window)
+        if node.op == "fusion.cached_attention_selected":
+            query, key, value, selected, slot, scale = args
+            held = self._written(slot, (key, value))
+            scores = plain_scores(query, grouped(held[0], query.shape[1]), scale)
+            return self._seen(scores, held[1], None, places=selected[0, 0])
         query, key, value, bias, sinks, slot, scale, window, softcap, slopes = args
         held = self._written(slot, (key, value) if bias is None else (key, value, bias))
         # (1, heads, rows, room), and each step in the dtype of the scores, as models write it out.
@@ -157,11 +162,20 @@ class Attending:
         """Of the rows."""
         return self._start + jnp.arange(scores.shape[-2])
 
-    def _seen(self, scores: Array, values: Array, window: int | None, sinks: Array | None = None) -> Array:
+    def _seen(
+        self,
+        scores: Array,
+        values: Array,
+        window: int | None,
+        sinks: Array | None = None,
+        places: Array | None = None,
+    ) -> Array:
         at, keys = self._positions(scores)[:, None], jnp.arange(scores.shape[-1])[None]
         visible = keys <= at
         if window is not None:
             visible &= keys > at - window
+        if places is not None:
+            visible = _selected(visible, places)
         scores = jnp.where(visible, scores, -jnp.inf)
         length = scores.shape[-1]
         if sinks is not None:
@@ -169,3 +183,12 @@ class Attending:
             scores = jnp.concatenate([scores, more.astype(scores.dtype)], -1)
         weights = attention_weights(scores)[..., :length].astype(values.dtype)
         return weights @ grouped(values, scores.shape[1])
+
+
+def _selected(visible: Array, places: Array) -> Array:
+    """Of the keys that are visible (rows, room), those among the places (rows, count) of the row; other numbers are no place. Rows
+    that only fill up may have none: they see all then, as what is not a number would reach others through what is kept of them."""
+    rows, room = jnp.arange(places.shape[0])[:, None], visible.shape[1]
+    shown = jnp.zeros_like(visible).at[rows, jnp.where(places < 0, room, places)].set(True, mode="drop")
+    shown &= visible
+    return jnp.where(shown.any(1, keepdims=True), shown, visible)

@@ -11,7 +11,6 @@ LACKING = frozenset({
     "fusion.expert_linear_int8", "fusion.expert_linear_int4",
     # What a session keeps beside keys and values: of a source, of an indexer, of a convolution, of a recurrence.
     "fusion.source_attention", "fusion.source_attention_scored", "fusion.cached_attention_relative",
-    "fusion.cached_selection", "fusion.cached_attention_selected",
-    "fusion.cached_convolution", "fusion.cached_recurrence",
+    "fusion.cached_selection", "fusion.cached_convolution", "fusion.cached_recurrence",
 })  # fmt: skip
 assert OPSET.keys() >= LACKING

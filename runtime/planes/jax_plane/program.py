@@ -46,6 +46,7 @@ class RunState(Protocol):
 
 STATEFUL = frozenset({
     "fusion.dropout", "fusion.dropout_attention", "fusion.cached_attention", "fusion.cached_attention_scored",
+    "fusion.cached_attention_selected",
 })  # fmt: skip
 
 

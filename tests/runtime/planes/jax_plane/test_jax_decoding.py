@@ -22,6 +22,7 @@ pytest.importorskip("jax", reason="the extra jax is not installed")
 from fusion.runtime.planes.jax_plane.jax_cache import room_for, rows_of
 
 POSITIONS = 96
+B, S = symbol("batch"), symbol("sequence")
 PROMPT = [(7 * i * i + 3) % 256 for i in range(21)]
 
 
@@ -123,6 +124,29 @@ def test_a_session_goes_on_from_what_was_kept_copied_or_run_again(both: tuple[Pl
     assert stage.used_bytes() == 0
     assert stage.copy("moved", "gone", 3) == 0
     assert not stage.together
+
+
+@pytest.mark.heavy
+def test_selected_keys_are_those_of_torch(both: tuple[Plane, Plane]) -> None:
+    """Also numbers that are no place, and places of later positions."""
+    wide = {name: TensorType((B, heads, S, 8), "float32") for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+    types = {**wide, "at": TensorType((B, 1, S, 5), "int64")}
+    args = (*map(Ref, types), 0, None)
+    node = Node("seen", "fusion.cached_attention_selected", args, (types["q"],))
+    inputs = tuple(Input(name, type_) for name, type_ in types.items())
+    (stage,) = split(Graph(inputs, (), (node,), (Ref("seen"),), ("batch", "sequence")), [])
+    draw = torch.Generator().manual_seed(1)
+    given = {n: torch.randn(1, t.shape[1], 9, 8, generator=draw) for n, t in wide.items()}
+    places = torch.randint(-3, 30, (1, 1, 9, 5), generator=draw)
+    places[..., 0] = torch.arange(9)  # itself
+    given["at"] = places
+    found = []
+    for plane in both:
+        decoding = plane.decoding(stage, {})
+        decoding.open("a", POSITIONS)
+        pieces = [Piece("a", a, {n: v[:, :, a:b] for n, v in given.items()}) for a, b in ((0, 5), (5, 6))]
+        found.append(torch.cat([decoding.run([piece])[0]["result/0"] for piece in pieces], 2))
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_few_sizes_are_compiled() -> None:

@@ -33,7 +33,7 @@ from fusion.runtime.planes.jax_plane.program import STATEFUL, TABLE, Program  # 
 KEY = RngKey(7, 3, 1)
 # Of the time of a sample, compiling is nearly all.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-CACHED = {"fusion.cached_attention", "fusion.cached_attention_scored"}  # test_jax_decoding
+CACHED = {f"fusion.cached_attention{kind}" for kind in ("", "_scored", "_selected")}  # test_jax_decoding
 # Which of several values that go to one place stays is nobody's promise: here every place gets one.
 INTO_PLACES = {"aten.scatter.src", "aten.index_put"}
 # Statistics, and the target of a loss, have no gradient in torch.
