@@ -7,6 +7,7 @@ that were computed before would be wrong. So a model is captured for the lengths
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 _LONGER = "longrope"
 _SU = "su"
 _DYNAMIC = "dynamic"
+_SHORT_SCALE = "short_mscale"  # of Phi-3.5-MoE
 # What configurations call the most positions; the last, Whisper, whose decoder may be saved alone.
 _MAXIMA = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 
@@ -74,6 +76,22 @@ def fix_frequencies(module: nn.Module, maximum_sequence: int) -> None:
             # transformers asks the module, each time it runs, whether its kind is one that changes.
             unchanging = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
             setattr(part, "rope_type", unchanging)  # noqa: B010 - a module's type says that it has tensors and modules alone
+            setattr(part, "config", _of_short_texts(config))  # noqa: B010
+
+
+def _of_short_texts(config: Any) -> Any:
+    """The configuration, which others share, as a rotary embedding is to read it that would ask for the length to know which of two
+    numbers scales attention."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, dict) or _SHORT_SCALE not in parameters:
+        return config
+    found = copy.copy(config)
+    found.rope_parameters = {
+        **parameters,
+        "rope_type": "default",
+        "attention_factor": parameters[_SHORT_SCALE],
+    }
+    return found
 
 
 def _kinds(parameters: Any) -> list[tuple[str, Any]]:

@@ -42,6 +42,18 @@ def test_scaled_positions_are_exact_with_a_cache(tmp_path: Path, scaling: Any, l
     assert error < 1e-4 and not differs and tokens >= 5
 
 
+@pytest.mark.slow
+def test_two_scales_of_attention_are_exact_with_a_cache(tmp_path: Path) -> None:
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 128, **FACTORS}
+    more = {"rope_theta": 10000.0, "short_mscale": 1.2, "long_mscale": 1.3}
+    model = build(transformers.PhimoeConfig(**LONG, num_local_experts=4, rope_parameters={**scaling, **more}))
+    model.save_pretrained(tmp_path)
+    opened = sources.huggingface(HuggingFaceConfig(path=tmp_path), training=False)
+    graph = serving_graph(opened.inference, cache="kv", maximum_sequence=opened.about.max_sequence)
+    error, tokens, differs, _ = compared(model, opened, graph, "cached")
+    assert error < 1e-4 and not differs and tokens >= 5
+
+
 def test_a_longer_text_would_have_other_frequencies() -> None:
     """What the limit is for: beyond it the model computes something else for positions that it has seen before."""
     parameters = {
