@@ -3,6 +3,7 @@
 stage        a stage and its edges: the frozen values
 cuts         splitting a graph at any indices
 references   what arguments refer to: replacing, finding
+mode         what is computed in training, and what in evaluation
 source       the two graphs of an encoder-decoder, and what each has of a stage
 positional   which nodes are repeated in every stage instead of being sent
 crossing     what any cut would send, as a table

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fusion.dag.cutting.mode import read_in_training
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.cutting.strides import PARTS, Gaps, view_gaps
 from fusion.dag.ir.dims import bind, bind_most
@@ -94,7 +95,7 @@ def differentiable(graph: Graph, given: Iterable[Ref] = ()) -> frozenset[Ref]:
     start = (v for v in graph.variables if v.trainable and v.kind == "parameter" and "float" in v.type.dtype)
     found = {*given, *(Ref(v.name) for v in start)}
     for node in graph.nodes:
-        if spec(node.op).differentiable and any(ref in found for ref in node.refs()):
+        if spec(node.op).differentiable and any(ref in found for ref in read_in_training(node)):
             found.update(Ref(node.name, i) for i, t in enumerate(node.results) if "float" in t.dtype)
     return frozenset(found)
 
@@ -106,7 +107,7 @@ def with_gradient(graph: Graph) -> frozenset[Ref]:
     found = {ref for ref in graph.outputs if ref in able}
     for node in reversed(graph.nodes):
         if spec(node.op).differentiable and any(Ref(node.name, i) in found for i in range(len(node.results))):
-            found.update(ref for ref in node.refs() if ref in able)
+            found.update(ref for ref in read_in_training(node) if ref in able)
     return frozenset(found)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from fusion.dag.ir.dims import Poly, symbols_of
@@ -38,15 +38,17 @@ def argument_symbols(args: Iterable[Arg]) -> set[str]:
     return {s for c in constants(args) if isinstance(c, Poly) for s in symbols_of(c)}
 
 
-def needed(graph: Graph, outputs: Iterable[Ref]) -> tuple[Node, ...]:
-    """The nodes that `outputs` depend on, in order."""
+def needed(
+    graph: Graph, outputs: Iterable[Ref], read: Callable[[Node], Iterator[Ref]] = Node.refs
+) -> tuple[Node, ...]:
+    """The nodes that `outputs` depend on, in order. `read`: what counts of what a node reads."""
     found: set[int] = set()
     todo = list(outputs)
     while todo:
         at = graph.node_index.get(todo.pop().name)
         if at is not None and at not in found:
             found.add(at)
-            todo.extend(graph.nodes[at].refs())
+            todo.extend(read(graph.nodes[at]))
     return tuple(graph.nodes[i] for i in sorted(found))
 
 

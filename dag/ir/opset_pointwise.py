@@ -7,6 +7,7 @@ from fusion.dag.ir.opset_shapes import broadcast, floating, is_float, promote
 from fusion.dag.ir.opset_spec import Call, Infer, OpSpec, Types, flops_per_result, op
 
 KEEP = "fusion.keep"  # gives its value, which the next run finds in a buffer
+BY_MODE = "fusion.by_mode"  # gives its first argument in training, its second in evaluation
 SELF = "self: tensor"
 BOTH = "self: tensor, other: tensor"
 OPERAND = "self: tensor, other: operand"
@@ -119,6 +120,14 @@ def kept_value(call: Call) -> Types:
     if buffer != value:
         raise call.fail(f"{value} does not fit the buffer {buffer}")
     return (value,)
+
+
+def chosen_by_mode(call: Call) -> Types:
+    """The one value in training, the other in evaluation."""
+    training, evaluated = call["training"], call["evaluated"]
+    if training != evaluated:
+        raise call.fail(f"{training} in training is {evaluated} in evaluation")
+    return (training,)
 
 
 def evaluation_dropout(call: Call) -> Types:
@@ -256,4 +265,5 @@ SPECS: list[OpSpec] = [
     _p("aten.dropout", "input: tensor, p: float, train: bool", evaluation_dropout, flops=0),
     _p("fusion.dropout", "self: tensor, p: float", our_dropout, "copy", 2),
     _p(KEEP, "buffer: tensor, value: tensor", kept_value, flops=0, since=3),
+    _p(BY_MODE, "training: tensor, evaluated: tensor", chosen_by_mode, flops=0, since=3),
 ]

@@ -2,6 +2,7 @@
 
 clean                drop what changes no value; write views one way
 experts              one op for a product with the matrices that rows have chosen
+by_mode              one graph of training and of evaluation
 expert_groups        experts in groups that a cut may lie between (expert parallelism)
 positions            whether each position is treated by itself
 masks                what an attention mask lets a position see, by evaluating it

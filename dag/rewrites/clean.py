@@ -12,7 +12,7 @@ from fusion.dag.cutting.references import substitute, without_dead_nodes
 from fusion.dag.ir.dims import Dim, Poly
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import infer
-from fusion.dag.ir.opset_pointwise import KEEP
+from fusion.dag.ir.opset_pointwise import BY_MODE, KEEP
 
 Types = Mapping[Ref, TensorType]
 
@@ -53,7 +53,7 @@ def clean(graph: Graph) -> Graph:
         if ref is not None:
             same[Ref(node.name)] = ref
             continue
-        key = (node.op, _key(node.args))
+        key = (node.op, argument_key(node.args))
         twin = seen.get(key)
         if twin is not None:
             same.update({Ref(node.name, i): Ref(twin.name, i) for i in range(len(node.results))})
@@ -189,6 +189,8 @@ def _neutral(node: Node) -> bool:
         return args[2] is False
     if op == "fusion.dropout":
         return args[1] == 0
+    if op == BY_MODE:
+        return args[0] == args[1]
     if op in ("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar"):
         return _is_number(args[1], 1)
     if op in ("aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar"):
@@ -201,10 +203,10 @@ def _is_number(arg: Arg, value: int) -> bool:
     return type(arg) in (int, float) and arg == value
 
 
-def _key(arg: Arg) -> object:
+def argument_key(arg: Arg) -> object:
     """Equal for arguments that are the same constant: 1, 1.0 and True are not, nor are 0.0 and -0.0."""
     if isinstance(arg, tuple):
-        return tuple(map(_key, arg))
+        return tuple(map(argument_key, arg))
     if isinstance(arg, float):
         return float, repr(arg)
     return (bool, arg) if isinstance(arg, bool) else arg

@@ -88,7 +88,8 @@ def _python_job(spec: JobSpec, store: BlobStore, report: ReportLine, note: Repor
     report(f"running {spec.model.path.name}")
     model, data = python_job(spec, tokenizer, report)
     report("capturing the model")
-    graphs = model.capture({name: torch.from_numpy(array) for name, array in data.example().items()})
+    example = {name: torch.from_numpy(array) for name, array in data.example().items()}
+    graphs = model.capture(example, evaluated=bool(spec.data.held_out))
     graph = trained_graph(graphs.training, spec.train.precision)
     check_numbered(graph, data)
     check_normalised(graph, spec.train.sizes)

@@ -30,7 +30,8 @@ def training_graph(spec: JobSpec) -> Graph:
     if isinstance(spec.model, PythonConfig):
         python, data = python_job(spec, read_tokenizer(spec.data.tokenizer), lambda line: None)
         example = {name: torch.from_numpy(array) for name, array in data.example().items()}
-        graph = trained_graph(python.capture(example).training, spec.train.precision)
+        graphs = python.capture(example, evaluated=bool(spec.data.held_out))
+        graph = trained_graph(graphs.training, spec.train.precision)
         check_numbered(graph, data)
         check_normalised(graph, spec.train.sizes)
         return graph

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fusion.dag.cutting.mode import computed, in_mode
 from fusion.dag.ir.dims import Poly
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref
@@ -27,7 +28,7 @@ from fusion.runtime.planes.kernels.in_range import in_range
 from fusion.runtime.planes.preemption import preemption_point
 from fusion.runtime.planes.products.fused_rows import Fused
 from fusion.runtime.planes.sequences import last_position
-from fusion.runtime.planes.torch_ops import STATEFUL, evaluation, gives_several, spell
+from fusion.runtime.planes.torch_ops import STATEFUL, gives_several, spell
 
 # From one place where a run may rest to the next, where there are no gradients: each costs half a microsecond. On CUDA a run is
 # queued in a moment, and may be captured as a graph: there it has none.
@@ -128,16 +129,16 @@ class _Writer:
                 if dim not in self.dimensions:
                     self.dimensions[dim] = self.placeholder()
         state = self.placeholder()
+        wanted = computed(graph, training=self.training) - self.replaced
         for number, node in enumerate(graph.nodes, 1):
-            if node.name in self.replaced:
+            if node.name not in wanted:
                 continue
             fused = self.fused.get(node.name)
-            op, args = node.op, tuple(self.value(a) for a in (fused or node).args)
+            op, given = in_mode(node, training=self.training)
+            args = tuple(self.value(a) for a in (given if fused is None else fused.args))
             if fused is not None:
                 made = self.call(fused.function, args, {})
             else:
-                if not self.training:
-                    op, args = evaluation(op, args)
                 made = self.computed(node.name, op, args, state)
             self.results(node, op, made)
             if self.rests_after and number % self.rests_after == 0:

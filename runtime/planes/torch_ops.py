@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from fusion.dag.ir.opset import OPSET
-from fusion.dag.ir.opset_pointwise import KEEP
+from fusion.dag.ir.opset_pointwise import BY_MODE, KEEP
 from fusion.dag.ir.opset_spec import OpSpec
 from fusion.runtime.planes.dropout import dropout, dropout_attention
 from fusion.runtime.planes.products.experts import expert_linear
@@ -74,20 +74,6 @@ def gives_several(op: str) -> bool:
         return False
     returns = found.target._schema.returns
     return len(returns) != 1 or str(returns[0].type) != "Tensor"
-
-
-def evaluation(op: str, args: Args) -> tuple[str, Args]:
-    """The operator that stands for `op` when the model is evaluated: no dropout, the running statistics in use,
-    and buffers as they are."""
-    if op == "fusion.dropout":
-        return "aten.dropout", (*args, False)
-    if op == "fusion.dropout_attention":
-        return "aten.scaled_dot_product_attention", (*args[:4], 0.0, *args[5:])
-    if op == "aten.batch_norm" and args[3] is not None:
-        return op, (*args[:5], False, *args[6:])
-    if op == KEEP:
-        return "aten.alias", args[:1]
-    return op, args
 
 
 def _plain(function: Callable[..., Any]) -> Spelling:
@@ -158,6 +144,7 @@ _SPELLINGS: dict[str, Spelling] = {
     "aten.scatter.src": _scattering(torch.scatter),
     "aten.scatter_add": _scattering(torch.scatter_add),
     KEEP: lambda args: (torch.ops.aten.alias.default, args[1:], {}),
+    BY_MODE: lambda args: (torch.ops.aten.alias.default, args[:1], {}),
     "aten.copy": _plain(_copied),
     "aten.linear": _plain(torch._C._nn.linear),
     "aten.embedding": lambda args: (torch.embedding, (*args[:3], args[3], False), {}),

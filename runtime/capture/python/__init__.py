@@ -2,6 +2,5 @@
 and tensors.
 
 python_file    a file of the user's, and what goes wrong in it in one line
-kept_values    what it writes to its buffers, and whether it is evaluated by what it has written
 python_model   the module and the loss that it makes, as graphs
 """

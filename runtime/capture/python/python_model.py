@@ -13,12 +13,12 @@ from torch import nn
 from fusion.dag.cutting.costs import differentiable
 from fusion.dag.ir.dims import Poly
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph
+from fusion.dag.rewrites.by_mode import by_mode
 from fusion.runtime.capture.capture import capture_module, variables_from_module
 from fusion.runtime.capture.lowering import complex_numbers
-from fusion.runtime.capture.python.kept_values import keeps_values, require_same_evaluated
 from fusion.runtime.capture.python.python_file import PythonFile
 from fusion.runtime.capture.sources import Read
-from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.errors import CaptureError, JobError
 from fusion.runtime.job.spec import PythonConfig
 
 OUTPUT = "output"  # what the only output of a model is called
@@ -60,8 +60,9 @@ class PythonModel:
             raise JobError(f"{config.path}: {name} takes none of the data ({', '.join(sorted(arrays))})")
         self._config = config
 
-    def capture(self, example: Mapping[str, torch.Tensor]) -> PythonGraphs:
-        """`example`: two samples or more of each of `inputs`. Raises CaptureError, JobError."""
+    def capture(self, example: Mapping[str, torch.Tensor], *, evaluated: bool = True) -> PythonGraphs:
+        """`example`: two samples or more of each of `inputs`. `evaluated`: whether samples are held out, for which the graph that is
+        trained gives the loss of the model in evaluation. Raises CaptureError, JobError."""
         file, loss, names = self._file, self._loss, list[str]()
         total = _TotalLoss(loss, self._loss_inputs)
 
@@ -71,26 +72,10 @@ class PythonModel:
             return tuple(named.values())
 
         with file.running():
-            training = capture_module(
-                self.module,
-                {name: example[name] for name in self.inputs},
-                total,
-                module_inputs=self._module_inputs,
-                loss_inputs=self._loss_inputs,
-            )
+            training = self._with_loss(total, example, training=True)
             self._check_loss(training)
-            if keeps_values(training):
-                evaluated = capture_module(
-                    self.module,
-                    {name: example[name] for name in self.inputs},
-                    total,
-                    training=False,
-                    module_inputs=self._module_inputs,
-                    loss_inputs=self._loss_inputs,
-                )
-                require_same_evaluated(
-                    training, evaluated, variables_from_module(self.module, total), example
-                )
+            if evaluated:
+                training = by_mode(training, self._evaluated(total, example, training))
             inference = None
             if loss is not None:
                 inference = capture_module(
@@ -107,6 +92,30 @@ class PythonModel:
             outputs=tuple(names),
             read=lambda variables: {v.name: values[v.name] for v in variables},
         )
+
+    def _with_loss(self, total: _TotalLoss, example: Mapping[str, torch.Tensor], *, training: bool) -> Graph:
+        return capture_module(
+            self.module,
+            {name: example[name] for name in self.inputs},
+            total,
+            training=training,
+            module_inputs=self._module_inputs,
+            loss_inputs=self._loss_inputs,
+        )
+
+    def _evaluated(self, total: _TotalLoss, example: Mapping[str, torch.Tensor], training: Graph) -> Graph:
+        """The graph of the loss in evaluation. CaptureError says that it is that which cannot be captured."""
+        try:
+            with self._file.running():
+                graph = self._with_loss(total, example, training=False)
+        except JobError as error:
+            raise CaptureError(f"in evaluation, for the samples that are held out: {error}") from error
+        ours, theirs = (each.types[each.outputs[0]] for each in (training, graph))
+        if ours != theirs:
+            raise CaptureError(
+                f"the loss is {theirs} in evaluation, for the samples that are held out, and not {ours}"
+            )
+        return graph
 
     def _check_loss(self, graph: Graph) -> None:
         (loss,) = (graph.types[ref] for ref in graph.outputs)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.scipy import special
 
-from fusion.dag.ir.opset_pointwise import KEEP
+from fusion.dag.ir.opset_pointwise import BY_MODE, KEEP
 
 Function = Callable[..., Any]
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
@@ -228,6 +228,7 @@ POINTWISE: Mapping[str, Function] = {
     "aten.to.dtype": lambda x, _: x,
     "aten.type_as": lambda x, _: x,
     KEEP: lambda buffer, value: value,
+    BY_MODE: lambda training, evaluated: training,
     "aten.copy": lambda x, source: jnp.broadcast_to(source, x.shape),
     "aten.fill.Scalar": lambda x, value: jnp.full(x.shape, value),
     "aten.fill.Tensor": lambda x, value: jnp.broadcast_to(value, x.shape),

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax import Array, lax
 
+from fusion.dag.cutting.mode import computed, in_mode
 from fusion.dag.cutting.positional import written_buffers
 from fusion.dag.ir.dims import Dim, Poly
 from fusion.dag.ir.errors import GraphError
@@ -28,7 +29,6 @@ from fusion.runtime.planes.jax_plane.moving import MOVING
 from fusion.runtime.planes.jax_plane.pointwise import POINTWISE
 from fusion.runtime.planes.jax_plane.reducing import REDUCING
 from fusion.runtime.planes.jax_plane.windows import WINDOWS, require_few_places
-from fusion.runtime.planes.torch_ops import evaluation
 
 TABLE = {**POINTWISE, **MOVING, **REDUCING, **CONTRACTING, **WINDOWS}
 Arguments = tuple[Any, ...]
@@ -73,6 +73,7 @@ class Program:
         self.sizes = InputSizes(graph, self._dimensions)
         self.written = tuple(sorted(ref.name for ref in written_buffers(graph))) if training else ()
         self._training = training
+        self._computed = computed(graph, training=training)
         self._last = last
 
     def dtype(self, ref: Ref) -> np.dtype:
@@ -98,21 +99,24 @@ class Program:
         values = {Ref(name): value for name, value in zip(self.inputs, inputs, strict=True)}
         values.update((Ref(name), value) for name, value in variables.items())
         for node in self.graph.nodes:
-            args = tuple(_value(arg, values, sizes) for arg in node.args)
-            made = self._call(node, args, values, state)
+            if node.name not in self._computed:
+                continue
+            op, given = in_mode(node, training=self._training)
+            args = tuple(_value(arg, values, sizes) for arg in given)
+            made = self._call(node, op, args, values, state)
             for i, type_ in enumerate(node.results):
                 value = made[i] if isinstance(made, (tuple, list)) else made
-                value = in_range(node.op, args, value.astype(JAX_DTYPES[type_.dtype]))
+                value = in_range(op, args, value.astype(JAX_DTYPES[type_.dtype]))
                 values[Ref(node.name, i)] = value
         outputs = [values[ref] for ref in self.graph.outputs]
         kept = {node.args[0]: Ref(node.name) for node in self.graph.nodes if node.op == KEEP}
         return outputs, {name: values[kept.get(Ref(name), Ref(name))] for name in self.written}
 
-    def _call(self, node: Node, args: Arguments, values: dict[Ref, Array], state: RunState | None) -> Any:
-        op = node.op
-        if not self._training:
-            op, args = evaluation(op, args)
-        elif not spec(op).differentiable:
+    def _call(
+        self, node: Node, op: str, args: Arguments, values: dict[Ref, Array], state: RunState | None
+    ) -> Any:
+        """Of a node whose operator is `op` in this mode."""
+        if self._training and not spec(op).differentiable:
             args = jax.tree.map(lambda arg: lax.stop_gradient(arg) if isinstance(arg, Array) else arg, args)
         if node.name in self._last:
             assert state is not None

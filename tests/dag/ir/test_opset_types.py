@@ -73,7 +73,7 @@ SAMPLES: list[tuple[Any, ...]] = [  # (op, argument, ...): trailing arguments wi
     *[(f"aten.{n}", i(B, S)) for n in ["exp", "sqrt", "neg", "sigmoid", "sum", "prod", "bitwise_not", "relu", "abs", "any", "all", "argmax", "floor", "cos", "log", "isnan"]],
     *[(f"aten.{n}", b(B, S)) for n in ["exp", "sum", "prod", "bitwise_not", "logical_not", "any", "all"]],
     ("aten.any", T((B, S), "uint8")), ("aten.sum", T((B,), "float16")), ("aten.mean", T((B,), "bfloat16")), ("aten.sum", X, D("float64")),
-    ("fusion.gelu_tanh", X), ("fusion.dropout", X, 0.25), ("fusion.keep", f(8), f(8)), ("fusion.keep", i(), i()), ("aten.dropout", X, 0.5, False),
+    ("fusion.gelu_tanh", X), ("fusion.dropout", X, 0.25), ("fusion.keep", f(8), f(8)), ("fusion.keep", i(), i()), ("fusion.by_mode", X, X), ("fusion.by_mode", i(B), i(B)), ("aten.dropout", X, 0.5, False),
     *[(f"aten.{n}.Tensor", X, f(B, 1, 8)) for n in ["add", "sub", "rsub", "mul", "div", "remainder", "fmod", "eq", "ne", "lt", "le", "gt", "ge"]],
     *[(f"aten.{n}.Tensor", i(B, S), i(1, S)) for n in ["add", "sub", "mul", "div", "eq", "bitwise_and", "bitwise_or", "bitwise_xor", "__and__", "__or__"]],
     *[(f"aten.{n}.Tensor", i(B, S), f()) for n in ["add", "mul", "div", "eq"]],
@@ -201,6 +201,7 @@ OURS = {
     "fusion.div_trunc": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
     "fusion.dropout": lambda x, p: x * (1 - p),
     "fusion.keep": lambda buffer, value: value.clone(),
+    "fusion.by_mode": lambda training, evaluated: training.clone(),
     "fusion.dropout_attention": lambda q, k, v, m, p, c, s, g: F.scaled_dot_product_attention(
         q, k, v, m, 0.0, c, scale=s, enable_gqa=g
     ),
