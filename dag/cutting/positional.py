@@ -50,12 +50,15 @@ def made_of_weights(graph: Graph) -> frozenset[str]:
 
 def written_buffers(graph: Graph) -> frozenset[Ref]:
     """The buffers that a node writes to, as batch normalisation does in training, or that a model's own code keeps a value in."""
-    found: set[Ref] = set()
-    for node in graph.nodes:
-        places, flag = _WRITES.get(node.op, ((), None))
-        if places and (flag is None or node.args[flag] is True):
-            found.update(a for a in (node.args[p] for p in places) if isinstance(a, Ref))
-    return frozenset(found)
+    return frozenset(ref for node in graph.nodes for ref in writes(node))
+
+
+def writes(node: Node) -> tuple[Ref, ...]:
+    """The buffers that the node writes to in training."""
+    places, flag = _WRITES.get(node.op, ((), None))
+    if flag is not None and node.args[flag] is not True:
+        return ()
+    return tuple(a for a in (node.args[p] for p in places) if isinstance(a, Ref))
 
 
 def counted_batches(graph: Graph) -> Counter[str]:

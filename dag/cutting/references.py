@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from fusion.dag.cutting.positional import writes
 from fusion.dag.ir.dims import Poly, symbols_of
 from fusion.dag.ir.graph import Arg, Graph, Node, Ref
-from fusion.dag.ir.opset_pointwise import KEEP
 
 
 def substitute(args: tuple[Arg, ...], renamed: Mapping[Ref, Ref]) -> tuple[Arg, ...]:
@@ -53,8 +53,8 @@ def needed(
 
 
 def roots(graph: Graph) -> tuple[Ref, ...]:
-    """What a run is for: its outputs, and what it keeps for the next one."""
-    return (*graph.outputs, *(Ref(node.name) for node in graph.nodes if node.op == KEEP))
+    """What a run is for: its outputs, and what it keeps for the next one, running statistics among it."""
+    return (*graph.outputs, *(Ref(node.name) for node in graph.nodes if writes(node)))
 
 
 def without_dead_nodes(graph: Graph) -> Graph:

@@ -184,3 +184,11 @@ def test_other_products_stay_what_they_are(b, args):
     b("aten.transpose.int", X, 1, 2, name="columns")
     y = b("aten.matmul", *args, name="y")
     assert kept(b.graph(y)).nodes[-1].op == "aten.matmul"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_statistics_of_what_nothing_reads_are_kept(build, training):
+    b = build(table=(9, WIDTH), mean=(WIDTH,), var=(WIDTH,))
+    h = b("aten.mean.dim", b("aten.embedding", TABLE, IDS, -1, False), (1,), False, None)
+    norm = b("aten.batch_norm", h, None, None, Ref("mean"), Ref("var"), training, 0.1, 1e-5)
+    assert (norm.name in clean(b.graph(h)).node_index) == training
