@@ -26,7 +26,7 @@ from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture.exporting.export import export
 from fusion.runtime.capture.exporting.model_code import line_of_node
-from fusion.runtime.capture.exporting.state import require_same_runs
+from fusion.runtime.capture.exporting.state import Calls, require_same_runs
 from fusion.runtime.capture.exporting.tensors import (
     hollow_copy,
     names_of_loss,
@@ -39,6 +39,7 @@ from fusion.runtime.capture.exporting.tensors import (
 from fusion.runtime.capture.exporting.torch_calls import (
     SourceLength,
     as_exported,
+    no_size_texts,
     require_plain_gradients,
     whole,
 )
@@ -158,17 +159,19 @@ def capture_module(
     batch = Dim("batch", max=MAX_BATCH)
     own = [name for name in example if name not in asked] if module_inputs is None else module_inputs
 
-    def hollow() -> nn.Module:
+    def hollow() -> _AnyModule:
         shown = hollow_copy(loss) if isinstance(loss, nn.Module) else loss
         return _AnyModule(hollow_copy(module), tuple(example), shown, tuple(own), tuple(asked))
 
     loss_names = names_of_loss(module, loss)
     dims = tuple({0: batch} for _ in example)
-    graph = _capture(module, hollow(), example, dims, mode, loss_names, keeps=mode)
-    again = hollow().train(mode)
+    exported, again = hollow(), hollow().train(mode)
+    exported.calls = Calls()
+    with no_size_texts():
+        graph = _capture(module, exported, example, dims, mode, loss_names, keeps=mode)
     with warnings.catch_warnings(), as_exported(again):
         warnings.simplefilter("ignore")
-        require_same_runs(again, tuple(example.values()))
+        require_same_runs(again, tuple(example.values()), exported.calls)
     return graph if mode else _by_batches(graph)
 
 
@@ -266,8 +269,16 @@ class _AnyModule(nn.Module):
         self.names = names
         self.loss = loss
         self.module_inputs, self.loss_inputs = module_inputs, loss_inputs
+        self.calls: Calls | None = None  # of the last run, where they are asked for
 
     def forward(self, *values: torch.Tensor) -> Any:
+        if self.calls is None:
+            return self._run(values)
+        self.calls.forget()
+        with self.calls:
+            return self._run(values)
+
+    def _run(self, values: Sequence[torch.Tensor]) -> Any:
         inputs = dict(zip(self.names, values, strict=True))
         made = self.module(**{name: inputs[name] for name in self.module_inputs})
         return whole(

@@ -8,7 +8,8 @@ blocks            a source that is padded to whole blocks
 chosen            the rows that a mask chooses
 ctc               the loss of connectionist temporal classification, step by step
 state             what a model would remember from run to run
-one_sample        what a model would do otherwise with one sample
+one_sample        what a model would do otherwise with one sample, or while it is exported
+size_texts        texts that a model makes of sizes that are free
 fourier           Fourier transforms as products
 layers            layers made of operators that the op-set has
 torch_calls       what torch's own functions do otherwise meanwhile

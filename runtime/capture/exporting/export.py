@@ -74,6 +74,14 @@ def _exported(
                     "the model reads a tensor that an earlier run has made and that is kept outside of it (functools.lru_cache, a global "
                     "variable): make it anew each time, or register it as a buffer"
                 ) from error
+            if "non-nested SymInt" in str(error):
+                raise CaptureError(
+                    f"the model looks something up by a size that is free{line_of_error(error)}, and a graph is the same for all sizes"
+                ) from error
+            if re.search("function sym_(max|min)", str(error)):
+                raise CaptureError(
+                    f"the model takes the larger or the smaller of sizes, of which one is free{fixed.line}: a size is a sum of products of others"
+                ) from error
             held = re.match(r"Constraints violated \((\w+)|Cannot create Dim with inconsistent", str(error))
             if held:
                 what = f"the size of {held[1]}" if held[1] else "a size"

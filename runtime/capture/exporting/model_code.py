@@ -21,6 +21,10 @@ from torch import fx
 
 # Code that runs a model, or between it and torch, and that nobody would have to change.
 _TORCH = str(Path(torch.__file__).parent)
+_OF_SHAPES = tuple(
+    str(Path(_TORCH, name)) for name in ("_decomp", "_refs", "_prims", "_subclasses", "_meta_registrations")
+)
+_LAYERS = str(Path(_TORCH, "nn", "modules"))
 _OURS = str(Path(__file__).parents[1])
 _STANDARD = str(Path(logging.__file__).parents[1])
 _TRACED = re.compile(r'File "([^"]+)", line (\d+)')
@@ -51,6 +55,19 @@ def line_of_error(error: BaseException) -> str:
 def line_of_caller() -> str:
     """ ", at FILE:LINE", of the model's code that runs now: for a function of ours in the place of one of torch's."""
     return _last(_running())
+
+
+def is_called_by_model() -> bool | None:
+    """Whether the model's code itself, and no layer of torch's, calls the function of torch that runs in the caller's frame. None for
+    a function of ours, and for what torch calls to find out the shape of a result."""
+    frame = sys._getframe(1).f_back
+    while frame is not None and _is_of_python(file := frame.f_code.co_filename):
+        if file.startswith(_LAYERS):
+            return False
+        if file.startswith(_OF_SHAPES):
+            return None
+        frame = frame.f_back
+    return None if frame is None or frame.f_code.co_filename.startswith(_OURS) else True
 
 
 def line_of_frame(frame: FrameType) -> str:

@@ -1,5 +1,5 @@
-"""Whether a model's code does the same with one sample as with several, and where no gradient is taken: torch.export takes a size that is free for two or more, and would
-leave the branch for one out of the graph, which is run with one all the same.
+"""Whether a model's code does the same with one sample as with several, where no gradient is taken, and while it is exported: torch.export takes a size that is free for two
+or more, and would leave the branch for one out of the graph, which is run with one all the same; and some code asks what it is given (`isinstance(x.shape[0], int)`), or who runs it.
 
 Which functions of torch the code calls, and with which numbers, is what tells: two numbers of samples are compared, so that what follows from
 their number is not taken for a difference.
@@ -15,21 +15,25 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
-from fusion.runtime.capture.exporting.model_code import line_of_caller
+from fusion.runtime.capture.exporting.model_code import is_called_by_model, line_of_caller
 from fusion.runtime.capture.exporting.tensors import fake_mode
 from fusion.runtime.job.errors import CaptureError
 
 _SEVERAL = (2, 64)
 
 
-def require_same_of_one(wrapped: nn.Module, example: Sequence[Tensor]) -> None:
+def require_same_of_one(wrapped: nn.Module, example: Sequence[Tensor], exported: Calls | None = None) -> None:
     """CaptureError where the module, of whose tensors only the shapes are known, calls other functions with a single sample than with
-    several. What cannot be run with so many says nothing."""
-    few, many, one, plain = _Calls(), _Calls(), _Calls(), _Calls()
+    several, or than when it was `exported`. What cannot be run with so many says nothing."""
+    few, many, one, plain = Calls(), Calls(), Calls(), Calls()
     try:
         with fake_mode(wrapped):
             for calls, rows in zip((few, many), _SEVERAL, strict=True):
                 _run(wrapped, example, calls, rows)
+            if exported is not None and (line := exported.first_left_out(few)) is not None:
+                raise CaptureError(
+                    f"the model does otherwise while it is captured than when it runs{line}: ask no size for its type, and not who runs the code"
+                )
             plain.expected = few.calls
             with torch.no_grad():
                 _run(wrapped, example, plain, _SEVERAL[0])
@@ -55,19 +59,20 @@ def require_same_of_one(wrapped: nn.Module, example: Sequence[Tensor]) -> None:
         )
 
 
-def _run(wrapped: nn.Module, example: Sequence[Tensor], calls: _Calls, rows: int) -> None:
+def _run(wrapped: nn.Module, example: Sequence[Tensor], calls: Calls, rows: int) -> None:
     given = [torch.empty(rows, *each.shape[1:], dtype=each.dtype) for each in example]
     with calls:
         wrapped(*given)
 
 
-class _Calls(TorchFunctionMode):
+class Calls(TorchFunctionMode):
     """The functions of torch that make tensors, as they are called, with their numbers. `expected`: those of the runs before."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[str, list[Any]]] = []
         self.lines: list[str] = []
+        self.own: list[tuple[str, str]] = []  # each line of the model's, and what it calls itself
         self.expected: Sequence[tuple[str, list[Any]]] | None = None
         self.found: str | None = None  # the line that calls something else
 
@@ -78,11 +83,29 @@ class _Calls(TorchFunctionMode):
             numbers = [each for each in leaves if isinstance(each, (bool, int, float))]
             self.calls.append((resolve_name(func) or str(func), numbers))
             self.lines.append(line_of_caller())
+            ours = str(getattr(func, "__module__", "")).startswith(
+                "fusion."
+            )  # in the place of one of torch's
+            by_model = None if ours else is_called_by_model()
+            called = self.lines[-1], self.calls[-1][0] if by_model else ""
+            if by_model is not None and self.own[-1:] != [called]:
+                self.own.append(called)
             if self.expected is not None and not self._as_expected(self.expected):
                 self.found = self.lines[-1]
         return made
 
-    def first_unlike(self, before: _Calls) -> str | None:
+    def forget(self) -> None:
+        """What an earlier run has called."""
+        for each in (self.calls, self.lines, self.own):
+            each.clear()
+
+    def first_left_out(self, other: Calls) -> str | None:
+        """The first line of the run `other` that calls what this one does not call there. What this one alone calls may be made once,
+        for all later runs."""
+        known = set(self.own)
+        return next((line for line, name in other.own if (line, name) not in known), None)
+
+    def first_unlike(self, before: Calls) -> str | None:
         """The line that calls something else than the run `before`, or that calls nothing more there."""
         if self.found is None and len(self.calls) < len(before.calls):
             return before.lines[len(self.calls)]

@@ -21,9 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fusion.runtime.capture.exporting.model_code import line_of_caller, line_of_frame
-from fusion.runtime.capture.exporting.one_sample import require_same_of_one
+from fusion.runtime.capture.exporting.one_sample import Calls, require_same_of_one
 from fusion.runtime.capture.exporting.tensors import fake_mode, tensors_of
 from fusion.runtime.job.errors import CaptureError
+
+__all__ = ["Calls", "no_state_in_buffers", "node_of", "require_same_runs"]
 
 # What gives the value of its first argument.
 _SAME = ("to", "_to_copy", "alias", "detach", "clone", "contiguous")
@@ -104,10 +106,11 @@ def _sources(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def require_same_runs(wrapped: nn.Module, example: Sequence[Tensor]) -> None:
-    """CaptureError where a run of the module is unlike another one: for what the module remembers, or for a batch of a single sample."""
+def require_same_runs(wrapped: nn.Module, example: Sequence[Tensor], exported: Calls | None = None) -> None:
+    """CaptureError where a run of the module is unlike another one: for what the module remembers, for a batch of a single sample, or
+    unlike that in which it was `exported`."""
     _require_no_memory(wrapped, example)
-    require_same_of_one(wrapped, example)
+    require_same_of_one(wrapped, example, exported)
 
 
 def _require_no_memory(wrapped: nn.Module, example: Sequence[Tensor]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.backends import opt_einsum
 from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -32,9 +33,10 @@ from fusion.runtime.capture.exporting import (
 from fusion.runtime.capture.exporting.blocks import SourceLength
 from fusion.runtime.capture.exporting.chosen import whole
 from fusion.runtime.capture.exporting.model_code import line_of_caller
+from fusion.runtime.capture.exporting.size_texts import no_size_texts
 from fusion.runtime.job.errors import CaptureError
 
-__all__ = ["SourceLength", "as_exported", "require_plain_gradients", "whole"]
+__all__ = ["SourceLength", "as_exported", "no_size_texts", "require_plain_gradients", "whole"]
 
 _Change = tuple[Any, str, Callable[[Any], Any]]  # what has it, its name, what stands in its place
 
@@ -173,6 +175,21 @@ def _as_detached(plain: Any) -> property:
     return property(lambda tensor: tensor.detach(), put)
 
 
+def _not_seeded(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What is drawn follows from the job's seed, the step and the microbatch."""
+
+    def seed(*args: Any, **named: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if not _within_torch(caller) and not caller.startswith("fusion."):
+            raise CaptureError(
+                f"the model seeds torch's random numbers while it runs{line_of_caller()}: leave it out, a job's seed decides what is drawn; "
+                "numbers that are always the same are a buffer"
+            )
+        return plain(*args, **named)
+
+    return seed
+
+
 def _as_no_grad(_: Any) -> Callable[[Any], None]:
     """inference_mode is another way to say no_grad, of which an export would see nothing."""
 
@@ -222,6 +239,38 @@ def _not_switched_by_method(plain: Callable[..., torch.Tensor]) -> Callable[...,
     return put
 
 
+def _packed(plain: Callable[[Any], None]) -> Callable[[Any], None]:
+    """What a backward pass reads is what the forward pass had; hooks of torch's own, as for saving it on the CPU, change nothing."""
+
+    def enter(self: saved_tensors_hooks) -> None:
+        if not type(self).__module__.startswith("torch.") or type(self) is saved_tensors_hooks:
+            raise CaptureError(f"{_HOOK_OF_SAVED}{line_of_caller()}: leave it out")
+        plain(self)
+
+    return enter
+
+
+class _GradientNode:
+    """What made a tensor, whose hooks an export would leave out."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("register"):
+            raise CaptureError(_HOOK + line_of_caller())
+        return getattr(self._node, name)
+
+
+def _without_hooks(plain: Any) -> property:
+    def get(tensor: torch.Tensor) -> Any:
+        made = plain.__get__(tensor)
+        within = _within_torch(sys._getframe(1).f_globals.get("__name__", ""))
+        return made if made is None or within else _GradientNode(made)
+
+    return property(get)
+
+
 def _within_torch(caller: str) -> bool:
     """Whether what calls is torch's own business, and not a method of a module that a model calls."""
     return caller.startswith("torch.") and not caller.startswith("torch.nn.modules")
@@ -248,6 +297,7 @@ def _as_its_module(parallel: nn.DataParallel[Any], *given: Any, **named: Any) ->
 _UNPACKED = ": give the layer the padded ones, and look the last state of each up with gather, or mask what is behind it"
 _ASKING: tuple[_Change, ...] = (
     (torch.Tensor, "data", _as_detached),
+    *((where, n, _not_seeded) for where in (torch, torch.random) for n in ("manual_seed", "seed", "set_rng_state")),
     (torch.Tensor, "__len__", _counted),
     (torch.Tensor, "__getitem__", chosen.getitem),
     (torch.Tensor, "__setitem__", chosen.setitem),
@@ -302,11 +352,14 @@ _DRAWING: tuple[_Change, ...] = (
 )  # fmt: skip
 _INNER = "the model takes a gradient while it runs, which a graph has no place for"
 _HOOK = "the model changes a gradient with a hook, which no peer runs"
+_HOOK_OF_SAVED = "the model changes what its backward pass reads with torch.autograd.graph.saved_tensors_hooks, which no peer runs"
 _OF_GRADIENTS: tuple[_Change, ...] = (
     (CheckpointFunction, "apply", _recomputed),
     (torch.autograd, "grad", _refused(_INNER)),
     (torch.autograd, "backward", _refused(_INNER)),
     (torch.Tensor, "register_hook", _refused(_HOOK)),
+    (torch.Tensor, "grad_fn", _without_hooks),
+    (saved_tensors_hooks, "__enter__", _packed),
     (torch.Tensor, "requires_grad", _not_switched),
     (torch.Tensor, "requires_grad_", _not_switched_by_method),
 )
