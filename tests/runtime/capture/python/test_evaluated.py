@@ -127,7 +127,10 @@ def require_exact(folder: Path, forward: str, plane: Plane, most: int) -> None:
             mine = {e.name: arrived[e.name] for e in stage.stage.sends if e.needs_gradient}  # type: ignore[attr-defined]
             for name, gradient in stage.backward(0, mine, 1.0).items():
                 arrived[name] = arrived[name] + gradient if name in arrived else gradient
-        held = {n: g for stage in stages for n, g in stage.gradients().items()}
+        held: dict[str, torch.Tensor] = {}
+        for stage in stages:  # a weight that two read is in both
+            for name, gradient in stage.gradients().items():
+                held[name] = held[name] + gradient if name in held else gradient
         assert (
             held.keys() == gradients.keys()
         )  # of what is read in evaluation alone an optimizer would decay the weights
