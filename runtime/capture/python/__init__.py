@@ -3,4 +3,5 @@ and tensors.
 
 python_file    a file of the user's, and what goes wrong in it in one line
 python_model   the module and the loss that it makes, as graphs
+eager_run      whether a graph gives what the module itself gives
 """

@@ -16,6 +16,7 @@ from fusion.dag.ir.graph import DTYPE_BYTES, Graph
 from fusion.dag.rewrites.by_mode import by_mode
 from fusion.runtime.capture.capture import capture_module, variables_from_module
 from fusion.runtime.capture.lowering import complex_numbers
+from fusion.runtime.capture.python.eager_run import as_before, draws, require_same_values
 from fusion.runtime.capture.python.python_file import PythonFile
 from fusion.runtime.capture.sources import Read
 from fusion.runtime.job.errors import CaptureError, JobError
@@ -74,8 +75,9 @@ class PythonModel:
         with file.running():
             training = self._with_loss(total, example, training=True)
             self._check_loss(training)
-            if evaluated:
-                training = by_mode(training, self._evaluated(total, example, training))
+            in_evaluation = self._evaluated(total, example, training) if evaluated else None
+            if in_evaluation is not None:
+                training = by_mode(training, in_evaluation)
             inference = None
             if loss is not None:
                 inference = capture_module(
@@ -86,6 +88,7 @@ class PythonModel:
                     loss_inputs=(),
                 )
         values = variables_from_module(self.module, total)
+        self._require_same_values(training, in_evaluation, inference, total, values, example)
         return PythonGraphs(
             training=training,
             inference=inference,
@@ -116,6 +119,36 @@ class PythonModel:
                 f"the loss is {theirs} in evaluation, for the samples that are held out, and not {ours}"
             )
         return graph
+
+    def _require_same_values(
+        self,
+        training: Graph,
+        in_evaluation: Graph | None,
+        inference: Graph | None,
+        total: _TotalLoss,
+        values: Mapping[str, torch.Tensor],
+        example: Mapping[str, torch.Tensor],
+    ) -> None:
+        """CaptureError where a graph does not give what the file's code gives with these samples."""
+
+        def made() -> Any:
+            return self.module(**{name: example[name] for name in self._module_inputs})
+
+        def loss() -> Sequence[torch.Tensor]:
+            return (total(made(), *(example[name] for name in self._loss_inputs)),)
+
+        def outputs() -> Sequence[torch.Tensor]:
+            return tuple(_named(made()).values())
+
+        both = nn.ModuleList([self.module, total])
+        for graph, captured, run, mode in (
+            (training, training, loss, True),
+            (training, in_evaluation, loss, False),
+            (inference, inference, outputs, False),
+        ):
+            if graph is not None and captured is not None and not draws(captured):
+                with self._file.running(), as_before(both, mode):
+                    require_same_values(graph, values, example, run, training=mode)
 
     def _check_loss(self, graph: Graph) -> None:
         (loss,) = (graph.types[ref] for ref in graph.outputs)
