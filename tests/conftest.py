@@ -34,7 +34,7 @@ PROCESSES = (
 )  # folders whose tests start peers, or worlds in a process of their own
 # Tests that need no process and yet take seconds each, most to export a model or to simulate a machine: from the gate on.
 HEAVY = (
-    *("cli/test_plan.py", "dag/rewrites/test_families.py", "runtime/capture/test_exports.py"),
+    *("cli/test_plan.py", "dag/rewrites/caches/test_families.py", "runtime/capture/test_exports.py"),
     *("runtime/capture/test_families.py", "runtime/capture/test_huggingface.py", "runtime/launch/"),
     *("runtime/capture/test_gguf_model.py", "runtime/capture/gguf/test_tokenizer.py"),
     *("runtime/placing/test_offline_plan.py", "bench/", "cli/test_start.py"),

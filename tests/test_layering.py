@@ -34,7 +34,7 @@ MAY_IMPORT = {
 }
 # The rooms of each layer, from the ground up: a room knows those before it and no other.
 ROOMS = {
-    "dag": ("ir", "cutting", "rewrites", "placement"),
+    "dag": ("ir", "cutting", "rewrites", "rewrites/caches", "placement"),
     "swarm": (
         "",
         "streams",

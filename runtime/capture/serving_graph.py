@@ -13,10 +13,10 @@ from fusion.dag.cutting.source import SOURCE
 from fusion.dag.ir.dims import Poly, bind
 from fusion.dag.ir.errors import GraphError, UnsupportedModel
 from fusion.dag.ir.graph import Graph, Input, Node, TensorType
+from fusion.dag.rewrites.caches.kv_cache import cache_attention
 from fusion.dag.rewrites.clean import clean, without_detach
 from fusion.dag.rewrites.experts import name_experts, require_named_experts
 from fusion.dag.rewrites.fuse import fuse
-from fusion.dag.rewrites.kv_cache import cache_attention
 from fusion.dag.rewrites.last_position import last_position
 from fusion.runtime.planes.codegen import compile_graph
 

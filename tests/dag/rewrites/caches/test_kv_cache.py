@@ -31,7 +31,7 @@ from support.attention_graphs import (
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import Ref
 from fusion.dag.ir.serialise import validate
-from fusion.dag.rewrites.kv_cache import cache_attention
+from fusion.dag.rewrites.caches.kv_cache import cache_attention
 from fusion.dag.rewrites.last_position import last_position
 
 

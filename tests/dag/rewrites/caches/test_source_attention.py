@@ -14,7 +14,7 @@ from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import Input, Ref, TensorType
 from fusion.dag.ir.serialise import validate
-from fusion.dag.rewrites.kv_cache import cache_attention
+from fusion.dag.rewrites.caches.kv_cache import cache_attention
 
 N = symbol("source")
 LEAST = -3.4028234663852886e38

@@ -20,7 +20,7 @@ from fusion.dag.cutting.source import SOURCE
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import infer
-from fusion.dag.rewrites.masks import POSITIONS, Evaluate
+from fusion.dag.rewrites.caches.masks import POSITIONS, Evaluate
 from fusion.dag.rewrites.positions import SEQUENCE, sequence_axis
 
 # Sums and products of whole numbers, moved about: what they count is a polynomial of the position, so that lengths which

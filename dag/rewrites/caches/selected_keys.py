@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref
 from fusion.dag.ir.opset import infer
-from fusion.dag.rewrites.eager_attention import Added, Hides, filled_at, maker, scaled_by, swaps_last_two
+from fusion.dag.rewrites.caches.eager_attention import (
+    Added,
+    Hides,
+    filled_at,
+    maker,
+    scaled_by,
+    swaps_last_two,
+)
 from fusion.dag.rewrites.positions import SEQUENCE
 
 _S = symbol(SEQUENCE)

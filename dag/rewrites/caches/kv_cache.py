@@ -23,9 +23,8 @@ from fusion.dag.ir.dims import Dim, symbol, symbols_of
 from fusion.dag.ir.errors import GraphError, UnsupportedModel
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import infer
-from fusion.dag.rewrites.cached_recurrence import cache_states
-from fusion.dag.rewrites.clean import clean
-from fusion.dag.rewrites.eager_attention import (
+from fusion.dag.rewrites.caches.cached_recurrence import cache_states
+from fusion.dag.rewrites.caches.eager_attention import (
     SOFTMAX,
     Added,
     EagerAttention,
@@ -36,12 +35,13 @@ from fusion.dag.rewrites.eager_attention import (
     read_attention,
     swaps_last_two,
 )
-from fusion.dag.rewrites.masks import MAX_CHUNK, POSITIONS, Evaluate
-from fusion.dag.rewrites.own_positions import given_positions
+from fusion.dag.rewrites.caches.masks import MAX_CHUNK, POSITIONS, Evaluate
+from fusion.dag.rewrites.caches.own_positions import given_positions
+from fusion.dag.rewrites.caches.repeated_heads import before_repeat
+from fusion.dag.rewrites.caches.selected_keys import Selection, all_selected, taken_places
+from fusion.dag.rewrites.caches.visible_keys import MaskReader, Seen, refusal
+from fusion.dag.rewrites.clean import clean
 from fusion.dag.rewrites.positions import SEQUENCE, require_separate_positions
-from fusion.dag.rewrites.repeated_heads import before_repeat
-from fusion.dag.rewrites.selected_keys import Selection, all_selected, taken_places
-from fusion.dag.rewrites.visible_keys import MaskReader, Seen, refusal
 
 FUSED = "aten.scaled_dot_product_attention"
 

@@ -21,7 +21,7 @@ from support.attention_graphs import (
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import DType, Ref
 from fusion.dag.ir.serialise import validate
-from fusion.dag.rewrites.kv_cache import cache_attention
+from fusion.dag.rewrites.caches.kv_cache import cache_attention
 
 COUNT = 5
 SELECTION, SELECTED = "fusion.cached_selection", "fusion.cached_attention_selected"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusion.dag.ir.graph import Graph, Ref
-from fusion.dag.rewrites.eager_attention import maker
+from fusion.dag.rewrites.caches.eager_attention import maker
 
 
 def before_repeat(graph: Graph, ref: Ref) -> Ref | None:

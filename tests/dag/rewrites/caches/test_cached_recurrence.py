@@ -10,7 +10,7 @@ from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import Ref, TensorType
 from fusion.dag.ir.opset import infer, kept, needed_version
 from fusion.dag.ir.serialise import validate
-from fusion.dag.rewrites.kv_cache import cache_attention
+from fusion.dag.rewrites.caches.kv_cache import cache_attention
 
 
 def recurrent(b, x, *, beta=False, rates=False, shared=4):

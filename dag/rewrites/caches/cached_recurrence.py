@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fusion.dag.ir.graph import Graph, Node
 from fusion.dag.ir.opset import next_slot
-from fusion.dag.rewrites.cached_convolution import cache_convolutions
+from fusion.dag.rewrites.caches.cached_convolution import cache_convolutions
 
 _WHOLE = "fusion.recurrence"
 

@@ -13,10 +13,10 @@ from fusion.dag.cutting.cuts import legal_cuts, split  # noqa: E402
 from fusion.dag.ir.errors import UnsupportedModel  # noqa: E402
 from fusion.dag.ir.opset import spec  # noqa: E402
 from fusion.dag.ir.serialise import validate  # noqa: E402
+from fusion.dag.rewrites.caches.kv_cache import cache_attention  # noqa: E402
 from fusion.dag.rewrites.clean import clean  # noqa: E402
 from fusion.dag.rewrites.end_to_end import end_to_end  # noqa: E402
 from fusion.dag.rewrites.fuse import fuse  # noqa: E402
-from fusion.dag.rewrites.kv_cache import cache_attention  # noqa: E402
 from fusion.dag.rewrites.last_position import last_position  # noqa: E402
 from fusion.runtime.capture.serving_graph import evaluate  # noqa: E402
 

@@ -12,7 +12,7 @@ from fusion.dag.ir.graph import Ref, TensorType
 from fusion.dag.ir.opset import infer, kept
 from fusion.dag.ir.opset_convolution import MAX_WINDOW
 from fusion.dag.ir.serialise import validate
-from fusion.dag.rewrites.kv_cache import cache_attention
+from fusion.dag.rewrites.caches.kv_cache import cache_attention
 
 S = symbol("sequence")
 WINDOW = 3

@@ -8,7 +8,7 @@ from support.attention_graphs import SHAPES, S, causal_mask, model, sdpa
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import Ref
 from fusion.dag.ir.serialise import validate
-from fusion.dag.rewrites.kv_cache import cache_attention
+from fusion.dag.rewrites.caches.kv_cache import cache_attention
 
 LONGEST = 40
 ROWS = 8

@@ -2,7 +2,7 @@
 
 Read backwards from the softmax to the product of queries and keys, and forwards to the product with the values. Each value
 on the way must be read once, by the next step; what is not exactly a step that is known here ends the search. What masks and
-biases say is told by their values (`fusion.dag.rewrites.masks`), not here.
+biases say is told by their values (`fusion.dag.rewrites.caches.masks`), not here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fusion.dag.cutting.source import SOURCE
 from fusion.dag.ir.dims import Dim, Poly, symbol, symbols_of
 from fusion.dag.ir.graph import Arg, Graph, Node, Ref
 from fusion.dag.ir.opset import spec
-from fusion.dag.rewrites.masks import FAMILIES, HIDDEN, POSITIONS
+from fusion.dag.rewrites.caches.masks import FAMILIES, HIDDEN, POSITIONS
 from fusion.dag.rewrites.positions import SEQUENCE
 
 SOFTMAX = "aten.softmax.int"

@@ -15,7 +15,7 @@ from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import Graph, Input, Node, Ref
 from fusion.dag.ir.opset import spec
 from fusion.dag.ir.opset_spec import MAX_LIST
-from fusion.dag.rewrites.masks import Evaluate, mask_graph
+from fusion.dag.rewrites.caches.masks import Evaluate, mask_graph
 from fusion.dag.rewrites.positions import SEQUENCE
 
 MOST_POSITIONS = 2048  # of a sequence: what is evaluated has a number for each pair of them

@@ -11,11 +11,11 @@ from fusion.dag.cutting.source import SOURCE
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import Graph, Node, Ref
-from fusion.dag.rewrites.eager_attention import Added, Hides, heads_of, hidden_parts
-from fusion.dag.rewrites.masks import Bias, Evaluate, Reach, affine_bias, shows_all, visible_reach
+from fusion.dag.rewrites.caches.eager_attention import Added, Hides, heads_of, hidden_parts
+from fusion.dag.rewrites.caches.masks import Bias, Evaluate, Reach, affine_bias, shows_all, visible_reach
+from fusion.dag.rewrites.caches.relative_bias import RelativeBias, relative_bias
+from fusion.dag.rewrites.caches.selected_keys import Selection, parts_of, read_selection
 from fusion.dag.rewrites.positions import SEQUENCE, require_separate_positions
-from fusion.dag.rewrites.relative_bias import RelativeBias, relative_bias
-from fusion.dag.rewrites.selected_keys import Selection, parts_of, read_selection
 
 
 @dataclass

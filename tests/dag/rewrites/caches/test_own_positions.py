@@ -10,8 +10,8 @@ from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import DType, Graph, Input, Node, Ref, TensorType
 from fusion.dag.ir.serialise import validate
-from fusion.dag.rewrites.kv_cache import cache_attention
-from fusion.dag.rewrites.own_positions import given_positions
+from fusion.dag.rewrites.caches.kv_cache import cache_attention
+from fusion.dag.rewrites.caches.own_positions import given_positions
 from fusion.runtime.capture.serving_graph import evaluate as computed
 
 B, S = symbol("batch"), symbol("sequence")

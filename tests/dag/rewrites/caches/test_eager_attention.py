@@ -28,7 +28,7 @@ from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import DType, Ref
 from fusion.dag.ir.opset import spec
 from fusion.dag.ir.serialise import validate
-from fusion.dag.rewrites.kv_cache import cache_attention
+from fusion.dag.rewrites.caches.kv_cache import cache_attention
 
 LEAST = -3.4028234663852886e38
 LONGEST = 64
