@@ -128,17 +128,15 @@ def _require_no_memory(wrapped: nn.Module, example: Sequence[Tensor]) -> None:
             with first:
                 wrapped(*given)
             second.before, numbers = first, _numbers(wrapped)
-            with second, _watched(drawn) as where:
+            with second, _watched(drawn) as found:
                 wrapped(*given)
     except CaptureError:
         raise
     except Exception:  # whatever it is, an export meets it as well, and says where
         return
-    finally:
-        _put_back(before)
-    if drawn:
+    for name, line in found.items():
         raise CaptureError(
-            f"the model draws from {drawn}{where[0]}, which is run once, while it is captured: draw with torch (torch.rand, torch.randint)"
+            f"the model draws from {name}{line}, which is run once, while it is captured: draw with torch (torch.rand, torch.randint)"
         )
     if second.found:
         raise CaptureError(second.found)
@@ -214,35 +212,36 @@ def _generators() -> Mapping[str, Any]:
     return {_PYTHON: random.getstate(), **({} if numpy is None else {_NUMPY: numpy.get_state()})}
 
 
-def _put_back(states: Mapping[str, Any]) -> None:
-    random.setstate(states[_PYTHON])
-    if _NUMPY in states:
-        sys.modules["numpy.random"].set_state(states[_NUMPY])
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    return next((name for name in before if repr(before[name]) != repr(after[name])), "")
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(name for name in before if repr(before[name]) != repr(after[name]))
 
 
 @contextmanager
-def _watched(drawn: str) -> Iterator[list[str]]:
-    """Where the model draws random numbers that are not torch's, if it does: ", at FILE:LINE"."""
-    where, last, had = [""], "", _generators()
+def _watched(drawn: frozenset[str]) -> Iterator[Mapping[str, str]]:
+    """Where the model draws random numbers that are not torch's, by whose they are: ", at FILE:LINE". `drawn`: those that somebody has
+    drawn. From Python's other threads draw as well, as the loop of a peer beside it: what counts is what this one calls."""
+    found: dict[str, str] = {}
+    last, had, generator = "", _generators(), random.getrandbits.__self__  # type: ignore[attr-defined]
+
+    def called(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and getattr(function, "__self__", None) is generator:
+            found.setdefault(_PYTHON, line_of_caller())
 
     def line(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal last
-        if where[0] or not (here := line_of_frame(frame)):
-            return None if where[0] else line
-        if last and _changed(had, _generators()):
-            where[0] = last
-        last = here
+        if here := line_of_frame(frame):
+            if last and _NUMPY not in found and _NUMPY in _changed(had, _generators()):
+                found[_NUMPY] = last
+            last = here
         return line
 
-    before = sys.gettrace()
-    if drawn:
+    tracing, profiling = sys.gettrace(), sys.getprofile()
+    if _PYTHON in drawn:
+        sys.setprofile(called)
+    if _NUMPY in drawn:  # its functions are none that a profile is told of
         sys.settrace(lambda frame, event, arg: line if line_of_frame(frame) else None)
     try:
-        yield where
+        yield found
     finally:
-        if drawn:
-            sys.settrace(before)
+        sys.setprofile(profiling)
+        sys.settrace(tracing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -187,6 +188,26 @@ def test_what_no_later_run_reads_is_not_state() -> None:
     graph = capture_module(nn.Sequential(Part(cached)), {"input": torch.zeros(2, 6)}, training=True)
     assert len(graph.nodes) > 2
     assert random.random() == first
+
+
+def test_what_another_thread_draws_is_not_the_models() -> None:
+    ended = threading.Event()
+
+    def draw() -> None:  # as the loop of a peer does beside the launch of a job
+        while not ended.wait(0.0005):
+            random.random()
+
+    other = threading.Thread(target=draw)
+    other.start()
+    try:
+        capture_module(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), {"input": torch.zeros(2, 6)}, training=True)
+        with pytest.raises(CaptureError, match=DRAWS.format("Python")):
+            capture_module(
+                Part(lambda m, x: x if random.random() < 2 else -x), {"x": torch.zeros(2, 6)}, training=True
+            )
+    finally:
+        ended.set()
+        other.join()
 
 
 def without_gradients(m: Any, x: torch.Tensor) -> torch.Tensor:
