@@ -94,7 +94,7 @@ def accuracy(module: nn.Module, state: Tensors, held_out: Tensors) -> float:
     return float(right.float().mean())
 
 
-@pytest.mark.parametrize(("width", "steps"), [(8, 100)])
+@pytest.mark.parametrize(("width", "steps"), [(8, 150)])
 def test_resnet_101_learns_digits_over_three_peers_as_in_one_process(
     peers: Any, tmp_path: Path, width: int, steps: int
 ) -> None:
