@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fusion.runtime.capture.exporting.expert_loops import replaced_forward
 
 _PARTS = {"experts", "router", "shared_expert"}
 _HELD = {"gate_up_proj", "down_proj"}
@@ -22,22 +23,9 @@ _WIDTH, _INNER, _POSITIONS = 3, 2, 16  # of what is tried
 _NEAR = 1e-5  # of the largest number
 
 
-@contextmanager
-def with_chosen_alone(module: nn.Module) -> Iterator[None]:
+def with_chosen_alone(module: nn.Module) -> AbstractContextManager[None]:
     """While open, such layers of the module run with the experts that are chosen."""
-    kinds: dict[type, list[nn.Module]] = {}
-    for part in module.modules():
-        if _looks_like_it(part):
-            kinds.setdefault(type(part), []).append(part)
-    found: list[Any] = [kind for kind, parts in kinds.items() if all(map(_agrees, parts))]
-    plain = [kind.forward for kind in found]
-    for kind in found:
-        kind.forward = _products
-    try:
-        yield
-    finally:
-        for kind, forward in zip(found, plain, strict=True):
-            kind.forward = forward
+    return replaced_forward(module, _looks_like_it, _agrees, _products)
 
 
 def _looks_like_it(part: nn.Module) -> bool:

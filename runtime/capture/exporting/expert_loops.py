@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -24,22 +24,32 @@ _WIDTH, _INNER = 3, 2  # of the matrices that are tried
 _NEAR = 1e-5  # of the largest number
 
 
-@contextmanager
-def without_loops(module: nn.Module) -> Iterator[None]:
+def without_loops(module: nn.Module) -> AbstractContextManager[None]:
     """While open, such layers of the module run as products."""
+    return replaced_forward(module, _looks_like_it, _agrees, _products)
+
+
+@contextmanager
+def replaced_forward(
+    module: nn.Module,
+    is_candidate: Callable[[nn.Module], bool],
+    agrees: Callable[[nn.Module], bool],
+    forward: Callable[..., Any],
+) -> Iterator[None]:
+    """While open, candidates in the module run `forward`, those of a class of which all agree with it."""
     kinds: dict[type, list[nn.Module]] = {}
     for part in module.modules():
-        if _looks_like_it(part):
+        if is_candidate(part):
             kinds.setdefault(type(part), []).append(part)
-    found: list[Any] = [kind for kind, parts in kinds.items() if all(map(_agrees, parts))]
+    found: list[Any] = [kind for kind, parts in kinds.items() if all(map(agrees, parts))]
     plain = [kind.forward for kind in found]
     for kind in found:
-        kind.forward = _products
+        kind.forward = forward
     try:
         yield
     finally:
-        for kind, forward in zip(found, plain, strict=True):
-            kind.forward = forward
+        for kind, own in zip(found, plain, strict=True):
+            kind.forward = own
 
 
 def _looks_like_it(part: nn.Module) -> bool:
