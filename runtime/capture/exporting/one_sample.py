@@ -83,9 +83,8 @@ class Calls(TorchFunctionMode):
             numbers = [each for each in leaves if isinstance(each, (bool, int, float))]
             self.calls.append((resolve_name(func) or str(func), numbers))
             self.lines.append(line_of_caller())
-            ours = str(getattr(func, "__module__", "")).startswith(
-                "fusion."
-            )  # in the place of one of torch's
+            # In the place of one of torch's
+            ours = str(getattr(func, "__module__", "")).startswith("fusion.")
             by_model = None if ours else is_called_by_model()
             called = self.lines[-1], self.calls[-1][0] if by_model else ""
             if by_model is not None and self.own[-1:] != [called]:
