@@ -15,5 +15,6 @@ blocks       its quantised blocks, as our operators read them
 stored       a parameter, as the file has it
 tensors      which tensors are which parameters, and what the conversion did to them
 weights      its tensors, read as a module's parameters
+splitting    how text is cut before bytes are merged, by the names of llama.cpp
 tokenizer    its tokenizer as a tokenizer.json; its chat template
 """
