@@ -9,7 +9,6 @@ a model is never served almost right.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from fusion.dag.cutting.source import (
@@ -31,7 +30,6 @@ from fusion.dag.rewrites.caches.eager_attention import (
     Hides,
     heads_of,
     maker,
-    positional_names,
     read_attention,
     swaps_last_two,
 )
@@ -64,8 +62,9 @@ def cache_attention(
     """
     graph = clean(all_selected(graph))
     taken = taken_places(graph)
-    walk = _Caching(given_positions(graph, evaluate), evaluate, maximum_sequence, maximum_source, taken)
-    cached = clean(cache_states(clean(walk.run())))
+    graph = given_positions(graph, evaluate)
+    masks = MaskReader(graph, evaluate, maximum_sequence, maximum_source, taken)
+    cached = clean(cache_states(clean(_Caching(graph, masks).run())))
     require_separate_positions(cached)
     if (node := misread(cached)) is not None:
         raise UnsupportedModel(
@@ -82,18 +81,10 @@ def cache_attention(
 class _Caching:
     """One walk over the nodes, in which each attention becomes one with a cache."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        evaluate: Evaluate,
-        longest: int | None,
-        longest_source: int | None,
-        taken: Mapping[str, tuple[Ref, int]],
-    ) -> None:
+    def __init__(self, graph: Graph, masks: MaskReader) -> None:
         self.graph = graph
         self.of_source = source_values(graph)
-        self.positional = positional_names(graph)
-        self.masks = MaskReader(graph, evaluate, longest, longest_source, taken, self.positional)
+        self.masks = masks
         self.types = dict(graph.types)
         self.nodes: list[Node] = []
         self.slots = 0
@@ -105,7 +96,8 @@ class _Caching:
         written = {
             found.end.name: found
             for node in graph.nodes
-            if node.op == SOFTMAX and (found := read_attention(graph, node, self.positional)) is not None
+            if node.op == SOFTMAX
+            and (found := read_attention(graph, node, self.masks.positional)) is not None
         }
         for node in graph.nodes:
             try:

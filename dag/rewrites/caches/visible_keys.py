@@ -11,7 +11,7 @@ from fusion.dag.cutting.source import SOURCE
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import Graph, Node, Ref
-from fusion.dag.rewrites.caches.eager_attention import Added, Hides, heads_of, hidden_parts
+from fusion.dag.rewrites.caches.eager_attention import Added, Hides, heads_of, hidden_parts, positional_names
 from fusion.dag.rewrites.caches.masks import Bias, Evaluate, Reach, affine_bias, shows_all, visible_reach
 from fusion.dag.rewrites.caches.relative_bias import RelativeBias, relative_bias
 from fusion.dag.rewrites.caches.selected_keys import Selection, parts_of, read_selection
@@ -48,7 +48,6 @@ class MaskReader:
         longest: int | None,
         longest_source: int | None,
         taken: Mapping[str, tuple[Ref, int]],
-        positional: frozenset[str],
     ) -> None:
         """`taken`: see `taken_places`."""
         self._graph = graph
@@ -56,7 +55,7 @@ class MaskReader:
         self._longest = longest
         self._longest_source = longest_source
         self._taken = taken
-        self._positional = positional
+        self.positional = positional_names(graph)
         self._reaches: dict[Hides, Reach] = {}
         self._biases: dict[Ref, Bias] = {}
         self._relatives: dict[Ref, RelativeBias | None] = {}
@@ -107,7 +106,7 @@ class MaskReader:
         if type_.dtype == "bool":
             self._hide(node, seen, Hides(added.bias))
             return
-        if symbol(SEQUENCE) not in type_.shape and added.bias.name in self._positional:
+        if symbol(SEQUENCE) not in type_.shape and added.bias.name in self.positional:
             seen.constant = True  # the same for all keys, which a softmax does not see
             return
         if type_.shape[-1:] != (symbol(SEQUENCE),):
@@ -127,15 +126,15 @@ class MaskReader:
                     self._look(node, seen, part)
                 return
             self._add(node, seen, reach)
-        elif added.bias.name in self._positional and self._separate(added.bias):
+        elif added.bias.name in self.positional and self._separate(added.bias):
             seen.biases.append(added)
         else:
             self._slope(node, seen, added, f"the bias {added.bias} depends on more than positions")
 
     def _hide(self, node: Node, seen: Seen, hides: Hides) -> None:
         """What a mask lets a position see, which may be keys that the model selects."""
-        for part in parts_of(self._graph, hides, self._positional):
-            found = read_selection(self._graph, part, self._positional, self._taken)
+        for part in parts_of(self._graph, hides, self.positional):
+            found = read_selection(self._graph, part, self.positional, self._taken)
             if found is None:
                 self._add(node, seen, self._reach(part))
             elif self._longest is None or found.count < self._longest:
@@ -168,7 +167,7 @@ class MaskReader:
 
     def _slope(self, node: Node, seen: Seen, added: Added, why: str) -> None:
         """A bias that falls with distance, and perhaps a mask in it. UnsupportedModel (`why`) where it depends on more than positions."""
-        if added.bias.name not in self._positional:
+        if added.bias.name not in self.positional:
             raise UnsupportedModel(why)
         if added.bias not in self._biases:
             self._biases[added.bias] = affine_bias(self._graph, added.bias, self._evaluate, self._longest)
