@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any, Literal, get_args
 
 from fusion.runtime.job.size_text import needs
+from fusion.runtime.serving.grammar.matcher import TOO_MUCH
 from fusion.runtime.serving.ring.session import FailedReason
 
 FaultKind = Literal[
@@ -24,11 +25,12 @@ FaultKind = Literal[
     "absent",  # nobody holds the stage
     "full",  # no memory or no room for one more session
     "broken",  # running the stage failed
+    "grammar",  # the stage could not follow the request's schema: it takes too much time or memory, as a rule
     "stuck",  # every stage is there, and yet nothing comes
     "refused",  # the request itself cannot work
 ]
 _REASONS: frozenset[str] = frozenset(get_args(FailedReason))
-_LASTING = frozenset({"broken", "stuck"})  # waiting does not mend these: only a few more tries
+_LASTING = frozenset({"broken", "grammar", "stuck"})  # waiting does not mend these: only a few more tries
 
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 0.5
@@ -182,6 +184,8 @@ class Pulse:
 
 def explain(fault: Fault, name: str, memory_bytes: tuple[int, ...], waited_seconds: float) -> str:
     """The line for the user when an answer is given up. `memory_bytes`: what each stage needs, or nothing."""
+    if fault.kind == "grammar":
+        return TOO_MUCH
     if fault.kind not in ("vanished", "silent", "moved", "absent") or waited_seconds < 1.0:
         return fault.message
     stage = fault.stages[0] if fault.stages else None

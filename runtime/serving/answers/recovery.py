@@ -19,6 +19,7 @@ from fusion.runtime.serving.answers.failover import (
     respond,
 )
 from fusion.runtime.serving.answers.session_pair import SessionPair
+from fusion.runtime.serving.grammar.matcher import GrammarTooCostly
 from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.errors import SwarmError
@@ -32,7 +33,11 @@ WAKING_SECONDS = 0.05  # how often we look whether a silent stage has woken up w
 Suspect = Callable[[ServedModel, int, Hop], Awaitable[Hop | None]]
 
 
-_GIVEN_UP: dict[FaultKind, type[JobFailed] | type[NoRoute]] = {"absent": NoRoute, "full": StagesFull}
+_GIVEN_UP: dict[FaultKind, type[JobFailed] | type[NoRoute]] = {
+    "absent": NoRoute,
+    "full": StagesFull,
+    "grammar": GrammarTooCostly,
+}
 
 
 class Recovery:

@@ -26,6 +26,7 @@ from fusion.runtime.serving.grammar.matcher import (
     GrammarRefused,
     GrammarsBusy,
     GrammarSession,
+    GrammarTooCostly,
 )
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.printable import one_line
@@ -140,7 +141,7 @@ class Grammars:
                 try:
                     socket.send_fds(grammar.control, [MASKS if masks else STATES], [theirs.fileno()])
                 except OSError:
-                    raise JobFailed(TOO_MUCH) from None
+                    raise GrammarTooCostly(TOO_MUCH) from None
             if not await session.push_soon(tokens):
                 raise GrammarRefused("answered: not the beginning of an answer that the schema allows")
         except BaseException as error:

@@ -66,7 +66,7 @@ class GrammarSession:
                 self._connection.sendall(_tokens((token,)))
                 state = self._connection.recv(1)
         except OSError:
-            raise JobFailed(TOO_MUCH) from None
+            raise GrammarTooCostly(TOO_MUCH) from None
         if not self._moved(state):
             raise JobFailed(f"response_format: token {token} was not allowed")
 
@@ -81,10 +81,10 @@ class GrammarSession:
                 while view:
                     count = self._connection.recv_into(view)
                     if not count:
-                        raise JobFailed(TOO_MUCH)
+                        raise GrammarTooCostly(TOO_MUCH)
                     view = view[count:]
         except OSError:
-            raise JobFailed(TOO_MUCH) from None
+            raise GrammarTooCostly(TOO_MUCH) from None
         return found
 
     async def push_soon(self, tokens: Sequence[int]) -> bool:
@@ -96,17 +96,21 @@ class GrammarSession:
                 await loop.sock_sendall(self._connection, _tokens(tokens))
                 state = await loop.sock_recv(self._connection, 1)
         except (OSError, TimeoutError):
-            raise JobFailed(TOO_MUCH) from None
+            raise GrammarTooCostly(TOO_MUCH) from None
         return self._moved(state)
 
     def _moved(self, state: bytes) -> bool:
         if state == DENIED:
             return False
         if state not in (GOES_ON, ACCEPTS, COMPLETE):
-            raise JobFailed(TOO_MUCH)
+            raise GrammarTooCostly(TOO_MUCH)
         self._state = state
         self._used()
         return True
+
+
+class GrammarTooCostly(JobFailed):
+    """Its process has ended: what the schema asks for takes too much time or memory, as a rule."""
 
 
 class GrammarsBusy(JobFailed):

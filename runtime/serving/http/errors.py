@@ -9,7 +9,7 @@ from typing import Any
 
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute, StagesFull
 from fusion.runtime.serving.answers.gateway import BUSY
-from fusion.runtime.serving.grammar.matcher import GrammarsBusy
+from fusion.runtime.serving.grammar.matcher import GrammarsBusy, GrammarTooCostly
 from fusion.swarm.errors import NotAdmitted, RecordError, SwarmError
 from fusion.swarm.printable import one_line
 
@@ -96,7 +96,7 @@ def api_error(error: BaseException) -> ApiError:
             return error
         case NotAdmitted():
             return ApiError(403, str(error), param="model", code="not_admitted")
-        case JobError():
+        case JobError() | GrammarTooCostly():
             return invalid(str(error))
         case GrammarsBusy():
             return Busy(str(error))

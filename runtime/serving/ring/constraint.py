@@ -11,7 +11,7 @@ import torch
 
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest import ServeConfig, SourceConfig
-from fusion.runtime.serving.grammar.matcher import GrammarsBusy, GrammarSession
+from fusion.runtime.serving.grammar.matcher import GrammarsBusy, GrammarSession, GrammarTooCostly
 from fusion.runtime.serving.requests.request import split_schema
 from fusion.runtime.serving.ring.penalties import TokenCounts, prompt_of
 from fusion.runtime.serving.ring.sampling import PromptScores
@@ -33,9 +33,19 @@ class NotConstrained(Exception):
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error_line(error))
-        self.reason: FailedReason = "refused" if isinstance(error, JobError) else "broken"
-        if isinstance(error, GrammarsBusy):
-            self.reason = "full"
+        self.reason = reason_of(error)
+
+
+def reason_of(error: Exception) -> FailedReason:
+    """What a stage tells of a session that ended by this error."""
+    match error:
+        case GrammarsBusy() | MemoryError():
+            return "full"
+        case GrammarTooCostly():
+            return "grammar"
+        case JobError():
+            return "refused"
+    return "broken"
 
 
 @dataclass(frozen=True)

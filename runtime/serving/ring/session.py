@@ -27,7 +27,7 @@ SessionId = NewType("SessionId", str)
 
 
 # What a stage may report of a session that has failed; the gateway's words for it: `fusion.runtime.serving.answers.failover`.
-FailedReason = Literal["vanished", "moved", "full", "broken", "refused"]
+FailedReason = Literal["vanished", "moved", "full", "broken", "grammar", "refused"]
 
 
 @dataclass(frozen=True)

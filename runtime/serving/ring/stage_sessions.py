@@ -16,6 +16,7 @@ from fusion.runtime.serving.ring.constraint import (
     NotConstrained,
     OpeningPayload,
     constraint_of,
+    reason_of,
     suppressed_by,
     unconstrained,
     withheld_by,
@@ -319,8 +320,7 @@ class StageSessions:
     def broke(self, session: StageSession, error: Exception) -> None:
         """It could not be run here."""
         log.warning("session %s: %s", session.id, error_line(error))
-        reason: FailedReason = "full" if isinstance(error, MemoryError) else "broken"
-        self.fail(session, f"{self.here}: {error_line(error)}", reason)
+        self.fail(session, f"{self.here}: {error_line(error)}", reason_of(error))
 
     def wait(
         self, name: SessionId, sender: PeerId, frame: Frame, ready: Callable[[StageSession, Frame], None]

@@ -184,6 +184,23 @@ def test_what_cannot_be_is_one_line_before_a_session_is_opened(tmp_path: Path) -
     asyncio.run(main())
 
 
+def test_a_schema_that_takes_too_much_after_its_first_token_is_said_to(tmp_path: Path) -> None:
+    many = checked_schema(
+        json.dumps({"type": "object", "properties": {f"k{i:04d}": {} for i in range(1500)}})
+    )
+
+    async def main() -> None:
+        async with swarm_of(3, tmp_path, failover=PATIENT, seconds=300) as swarm:
+            await swarm.serve("llama", 2, byte_level=True)
+            with pytest.raises(
+                RemoteError, match=r"^response_format: the schema takes too much time or memory"
+            ):
+                await answer_while(swarm, Sampling(), schema=many)
+            await swarm.freed()
+
+    asyncio.run(main())
+
+
 def test_a_last_stage_that_knows_no_schemas_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

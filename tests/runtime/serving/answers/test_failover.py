@@ -56,7 +56,7 @@ def test_missing_peers_are_waited_for_until_the_patience_ends(kind: FaultKind) -
     assert after(kind, 1, stalled_seconds=30.0) is None
 
 
-@pytest.mark.parametrize("kind", ["broken", "stuck"])
+@pytest.mark.parametrize("kind", ["broken", "grammar", "stuck"])
 def test_what_waiting_does_not_mend_is_tried_a_few_times(kind: FaultKind) -> None:
     assert after(kind, 2, stalled_seconds=1000.0) is not None
     assert after(kind, 3) is None
