@@ -1,4 +1,4 @@
-"""One stage of a training job on this peer: its parts, put together, and its life from the start to the end of the job.
+"""One stage of a training job on this peer: assembles its parts and runs it from its start to the end of the job.
 
 walk of a microbatch:  data -> rad -> (plane) -> partner -> the next stage's inbox -> ... -> loss -> back
 walk of a step:        rad completes -> ready -> lead -> commit -> apply -> the next step
@@ -29,8 +29,8 @@ from fusion.swarm.directory.records import JobId
 
 
 class TrainingHost:
-    """`run` returns when the job has ended, raises JobFailed when it failed, and the stage's own error when this peer
-    cannot go on with it. `changed` is called when `progress` did."""
+    """`run` returns when the job has ended, raises JobFailed when it failed, and the stage's own error when this peer cannot go on
+    with it. `changed` is called whenever `progress` changes."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class TrainingHost:
                 send=outbox.send, spawn=self._spawn, put=self._work.snapshots.store_index, changed=changed,
             )  # fmt: skip
             outbox.lead = self._leading.lead
-        self.lead = outbox.lead  # of the job, where our stage is the first
+        self.lead = outbox.lead  # of the job, if our stage is the first
 
     @property
     def progress(self) -> Progress:
-        """The lead's figures; on another stage, what it knows itself until the lead tells it how the job went."""
+        """The lead's progress; on another stage what it knows itself, until `finish` reports how the job ended."""
         if self.lead is not None:
             return self.lead.progress
         newest, end = self._work.snapshots.newest, self._loop.finished
@@ -113,7 +113,7 @@ class TrainingHost:
         finally:
             self._group = None
             self._loaded.remember(self._loop.faults)
-            self.partners.close()  # it may have welcomed some before it ran
+            self.partners.close()  # it may have accepted streams before it ran
             self.handover.fail("the job has ended")
 
     def _link_changed(self, linked: bool) -> None:
@@ -128,7 +128,7 @@ class TrainingHost:
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What went wrong first; JobFailed, if it is among them, says it best."""
+    """The first error of the group, or JobFailed if it is among them."""
     leaves: list[BaseException] = []
     for error in errors.exceptions:
         leaves += [_first(error)] if isinstance(error, BaseExceptionGroup) else [error]

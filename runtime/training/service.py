@@ -1,4 +1,4 @@
-"""Training jobs on one peer: it loads stages, runs them (`fusion.runtime.training.host`) and answers for their progress."""
+"""Training jobs on one peer: loads stages, runs them (`fusion.runtime.training.host`) and reports their progress."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from fusion.swarm.transport import PeerId, Stream
 
 log = logging.getLogger(__name__)
 
-LOADING_SECONDS = 5.0  # that a neighbour's hello waits for a stage which is being loaded here
-CLAIMING_SECONDS = 1.0  # and for one that we stand by for
-HANDOVER_PEER = "peer"  # in a handover's header: who has its blob
+LOADING_SECONDS = 5.0  # that a partner's hello waits for a stage that is being loaded here
+CLAIMING_SECONDS = 1.0  # and for one that this peer is a standby of
+HANDOVER_PEER = "peer"  # in a handover's header: the peer that holds its blob
 
 
 class TrainingService:
@@ -37,11 +37,13 @@ class TrainingService:
         self._loader = loader
         self._hosts: dict[Place, TrainingHost] = {}
         self._loading: set[Place] = set()
-        self._came = asyncio.Event()  # set, and replaced, whenever a stage has been loaded or cannot be
+        self._load_ended = (
+            asyncio.Event()
+        )  # set, and replaced, whenever loading a stage has succeeded or failed
         self._changes: dict[JobId, asyncio.Event] = {}
 
     async def start(self) -> None:
-        """Answer stages of other peers from now on."""
+        """Accept streams from the stages of other peers."""
         await asyncio.to_thread(sweep, self._context)
         await self._context.transport.serve(STAGE.name, self._serve)
 
@@ -56,9 +58,9 @@ class TrainingService:
         left: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         """Run one stage under our claim's `term` until its job ends (returns), we are cancelled, or it fails: raises
-        JobFailed for the whole job; JobError, SwarmError, MemoryError or RuntimeError where only we cannot go on.
-        `handover`: what the owner before gave us when it left (`pass_on`); `left` is told how the job stood when our
-        stage had come to its end, however it did."""
+        JobFailed for the whole job; JobError, SwarmError, MemoryError or RuntimeError where only this peer cannot go on.
+        `handover`: from the previous owner, which left (`pass_on`); `left` is called with the last progress when our stage has
+        ended, however it did."""
         try:
             host = await self._load(job, manifest, stage, term, handover)
             try:
@@ -90,40 +92,40 @@ class TrainingService:
             return host
         finally:
             self._loading.discard((job, stage))
-            self._came.set()
-            self._came = asyncio.Event()
+            self._load_ended.set()
+            self._load_ended = asyncio.Event()
 
     async def prepare(self, job: JobId, manifest: Manifest, stage: int, record: JobRecord) -> int:
-        """Stand by for a stage: its newest snapshot, data and code here, in memory where there is room. Idempotent;
-        called again for each new snapshot. The step that is here then. Raises SwarmError, JobError, JobFailed."""
+        """Become, or stay, a standby of a stage: fetch its newest snapshot, data and graph, into memory where there is room.
+        Idempotent; called again for each new snapshot. Returns that snapshot's step. Raises SwarmError, JobError, JobFailed."""
         return await self._loader.prepare(job, manifest, stage, record)
 
     def forget(self, job: JobId, stage: int) -> None:
-        """No longer stand by for the stage."""
+        """Stop being a standby of the stage."""
         self._loader.forget(job, stage)
 
     async def pass_on(self, job: JobId, stage: int) -> Mapping[str, Any]:
-        """Stop a stage that runs here at a step boundary, for a successor: the handover that its `host` wants. JobError
-        where it cannot."""
+        """Stop a stage that runs here at a step boundary. Returns the handover for the successor's `host`. JobError where it cannot
+        be stopped."""
         host = self._hosts.get((job, stage))
         if host is None:
             raise JobError(f"stage {stage} of job {job[:12]} does not run here")
         return {**(await host.handover.pass_on()).to_header(), HANDOVER_PEER: self._context.peer_id}
 
     def stay(self, job: JobId, stage: int) -> None:
-        """Nobody took the stage that `pass_on` stopped: it goes on here."""
+        """No peer took the stage that `pass_on` stopped: it goes on here."""
         host = self._hosts.get((job, stage))
         if host is not None:
             host.handover.stay()
 
     def progress(self, job: JobId) -> Progress | None:
-        """How a job stands: everything where we lead it, the step and the newest snapshot where we run another of its
-        stages, None for a job that does not run here."""
+        """The job's progress: in full where this peer leads it, the step and the newest snapshot where it runs another of its
+        stages, None where it runs none."""
         host = self._host_for(job)
         return None if host is None else host.progress
 
     def _host_for(self, job: JobId) -> TrainingHost | None:
-        """The stage of a job that knows most of it."""
+        """The host of the job's stage that knows most about it: the first one's, if it is here."""
         return self._hosts.get((job, 0)) or next((h for (j, _), h in self._hosts.items() if j == job), None)
 
     async def watch(self, job: JobId) -> AsyncIterator[Progress]:
@@ -131,43 +133,43 @@ class TrainingService:
         last: Progress | None = None
         host = self._host_for(job)
         while host is not None:
-            if host.progress != last:  # the last word of a host that is no more is one, too
+            if host.progress != last:  # the last progress of an ended host counts, too
                 last = host.progress
                 yield last
             elif last.finished:
                 return
             elif self._host_for(job) is host:
-                # Made only to be waited for: of a job that has gone, nobody would take it away again.
+                # Created only to be waited for: for a job that has gone it would never be removed.
                 await self._changes.setdefault(job, asyncio.Event()).wait()
             else:
                 host = self._host_for(job)
 
     def stop(self, job: JobId) -> bool:
-        """End the job after the step that is under way, with a snapshot. False if we do not lead it, or no step is under way: then
-        everybody would go back to the newest snapshot first."""
+        """End the job after the running step, with a snapshot. False if this peer does not lead it, or no step is running: then all
+        stages would first restore the newest snapshot."""
         host = self._hosts.get((job, 0))
         return host is not None and host.lead is not None and host.lead.stop()
 
     # --- streams
 
     async def _serve(self, stream: Stream) -> None:
-        said = build(m.Hello, await hello(stream), "hello", known_only=True)
-        place = (said.job, said.target)
+        greeting = build(m.Hello, await hello(stream), "hello", known_only=True)
+        place = (greeting.job, greeting.target)
         host = await self._host_of(place)
         if host is None:
-            await stream.send("later", {"message": f"stage {said.target} is not loaded here"})
+            await stream.send("later", {"message": f"stage {greeting.target} is not loaded here"})
             await stream.aclose()
             return
-        await host.partners.accept(stream, said)
+        await host.partners.accept(stream, greeting)
 
     async def _host_of(self, place: Place) -> TrainingHost | None:
-        """Who runs the stage here, now or soon: in a takeover its neighbours may be quicker than the device, or even
-        know of our claim before we have won it."""
+        """The host of the stage here, now or soon: in a takeover its partners may be faster than the device, or see our claim before
+        we have won it."""
         patience = LOADING_SECONDS if place in self._loading else CLAIMING_SECONDS
         with suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 while place not in self._hosts and (place in self._loading or self._loader.is_ahead(*place)):
-                    await self._came.wait()
+                    await self._load_ended.wait()
         return self._hosts.get(place)
 
     def _signal(self, job: JobId) -> None:
@@ -177,13 +179,13 @@ class TrainingService:
 
 
 def _read(handover: Mapping[str, Any] | None) -> tuple[HandoverState | None, PeerId | None]:
-    """What a leaving owner said, and who it is; nothing where it makes no sense: a snapshot will do."""
+    """A leaving owner's handover, and its peer; None where malformed, as a snapshot will do."""
     if handover is None:
         return None, None
-    words = dict(handover)
-    peer = words.pop(HANDOVER_PEER, None)
+    header = dict(handover)
+    peer = header.pop(HANDOVER_PEER, None)
     try:
-        return HandoverState.read(words), PeerId(peer) if is_peer_id(peer) else None
+        return HandoverState.read(header), PeerId(peer) if is_peer_id(peer) else None
     except JobError as error:
-        log.warning("the last owner's words are ignored: %s", error)
+        log.warning("the last owner's handover is ignored: %s", error)
         return None, None

@@ -1,4 +1,4 @@
-"""From the parts of a training stage and a state to the stage in memory."""
+"""Builds a training stage in memory from its parts and a state."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
 
-HANDOVER_SECONDS = 5.0  # for the state that an owner hands over; a snapshot is as good, some steps ago
-HANDOVER_BYTES_PER_SECOND = 125e3  # and more, for what takes longer at the rate of a slow uplink
+HANDOVER_SECONDS = 5.0  # to fetch the state of a handover; the fallback is a snapshot, some steps older
+HANDOVER_BYTES_PER_SECOND = 125e3  # in addition: the rate of a slow uplink
 
 
 class StageBuilder:
-    """Stages of `plane`, which computes in the context's worker thread."""
+    """`plane` computes on the context's worker thread."""
 
     def __init__(self, context: Context, plane: Plane) -> None:
         self._context = context
         self._plane = plane
 
     async def build(self, parts: StageParts, checkpoint: Checkpoint) -> Loaded:
-        """In the state of the snapshot `checkpoint`, or as the job begins where it names none. Raises BlobError, JobError."""
+        """The stage in the state of the snapshot `checkpoint`, or the initial one where it names none. Raises BlobError, JobError."""
         state = await parts.files.load(checkpoint, parts.near)
         compute = self._context.compute.of(parts.whose)
         plane: TrainingStage = await compute.run(
@@ -54,8 +54,8 @@ class StageBuilder:
         )
 
     async def resume(self, parts: StageParts, checkpoint: Checkpoint) -> Loaded:
-        """As `build`; as the job begins where the snapshot cannot be had. QuotaExceeded where this disk does not take it: others
-        may have the room."""
+        """As `build`, but in the initial state where the snapshot is unavailable. Raises QuotaExceeded where this disk has no room for it:
+        other peers may."""
         try:
             return await self.build(parts, checkpoint)
         except QuotaExceeded:
@@ -63,20 +63,20 @@ class StageBuilder:
         except (SwarmError, JobError) as error:
             if checkpoint.digest is None:
                 raise
-            # The lead takes everybody back to one that can be had, this one again or the one before.
+            # The lead will have all stages restore one that is available, this one again or an older one.
             log.warning(
                 "stage %d begins anew, without step %d: %s", parts.plan.stage.index, checkpoint.step, error
             )
             return await self.build(parts, Checkpoint())
 
     async def advance(self, loaded: Loaded, checkpoint: Checkpoint, near: Mapping[int, PeerId]) -> Loaded:
-        """The stage at another snapshot, in the same memory. Raises BlobError, JobError."""
+        """Load another snapshot into the same stage. Raises BlobError, JobError."""
         state = await loaded.files.load(checkpoint, near)
         await self._context.compute.run(loaded.plane.load_state, state)
         return replace(loaded, start=checkpoint, residuals=snapshot.residuals(state))
 
     async def take_over(self, loaded: Loaded, handover: HandoverState, peer: PeerId | None) -> Loaded:
-        """The stage in the state of `handover`, whose blob `peer` has; as it is where that cannot be had in time."""
+        """Load the state of `handover`, whose blob `peer` has; unchanged where that is unavailable in time."""
         try:
             size = state_bytes(loaded.plan.stage)
             async with asyncio.timeout(HANDOVER_SECONDS + size / HANDOVER_BYTES_PER_SECOND):

@@ -1,4 +1,4 @@
-"""A hosted stage on its way to its next owner: stop at a step boundary, store the state, say what the next one needs."""
+"""Hands a hosted stage to its next owner: stop at a step boundary, store the state, describe it to the next owner."""
 
 from __future__ import annotations
 
@@ -23,39 +23,38 @@ class StageHandover:
         self._passing: asyncio.Future[HandoverState] | None = None  # while we leave
 
     async def pass_on(self) -> HandoverState:
-        """Hand the stage over: what the next owner needs, once the state of a step boundary is stored. From then on this
-        peer does nothing for the stage but send what it has stored. JobError where that cannot be; how long it may take
-        is for the caller to say."""
+        """Hand the stage over. Returns what the next owner needs, once the state of a step boundary is stored; from then on this peer
+        only serves the stored state. Raises JobError where that fails; the caller bounds the time."""
         if self._passing is None:
             self._passing = asyncio.get_running_loop().create_future()
             self._mailbox.put(Leave())
         return await asyncio.shield(self._passing)
 
     def stay(self) -> None:
-        """Nobody took the stage that `pass_on` stopped, or was to stop: it goes on here."""
+        """No peer took the stage that `pass_on` stopped, or was to stop: it goes on here."""
         self.fail("the stage stays")
         self._passing = None
         self._mailbox.put(Stay())
 
     def fail(self, text: str) -> None:
-        """The stage is not handed over; whoever waits in `pass_on` is told so."""
+        """The stage is not handed over: waiting calls of `pass_on` raise JobError."""
         if self._passing is not None and not self._passing.done():
             self._passing.set_exception(JobError(text))
-            self._passing.exception()  # nobody may be waiting any more: that is no error of its own
+            self._passing.exception()  # retrieved, in case no call waits any more
             self._passing = None
 
     async def store(self, version: Version, statistics: Callable[[], RunStatistics]) -> None:
-        """At the boundary, where the state is that of `version`. `statistics`: those that the stage knows."""
+        """At the step boundary of `version`: store the state. `statistics`: as the stage knows them."""
         try:
             shard = await self._snapshots.store(version)
         except JobError as error:
             self.fail(str(error))
             self._mailbox.put(Stay())
             return
-        await self._outbox.partners.flush()  # what the others still need of the step that was committed
+        await self._outbox.partners.flush()  # what other stages still need of the committed step
         lead = self._outbox.lead
-        ledger, known = (UNTRAINED, statistics()) if lead is None else lead.books
-        if self._passing is None:  # nobody waits for it any more
+        ledger, known = (UNTRAINED, statistics()) if lead is None else lead.totals
+        if self._passing is None:  # no call waits for it any more
             self._mailbox.put(Stay())
         elif not self._passing.done():
             handover = HandoverState(

@@ -1,5 +1,5 @@
-"""Training stages on their way into this peer's memory: for a stage that it has to run, now, and ahead of time for one
-that it stands by for, so that taking it over costs no more than connecting to its neighbours.
+"""Loads training stages into this peer's memory: a stage that it runs, now, and one that it is a standby of, ahead of time, so
+that a takeover costs no more than connecting to the partners.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ REMEMBERED_JOBS = 1024
 
 @dataclass
 class _Ahead:
-    """A stage that we stand by for: on disk, and in memory where there is room."""
+    """A stage that this peer is a standby of: on disk, and in memory where there is room."""
 
     files: StageFiles
     memory_bytes: int
     checkpoint: Checkpoint | None = None  # what is on disk
     loaded: Loaded | None = None
-    taken: bool = False  # hosted or forgotten: nobody else touches it any more
+    taken: bool = False  # hosted or forgotten: no longer ours to change
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the worker writes into the plane
 
 
@@ -47,18 +47,18 @@ class StageLoader:
         self._builder = StageBuilder(context, plane)
         self._ahead: dict[Place, _Ahead] = {}
         self._running: set[Place] = set()
-        # As the last stage that ran here knew them
+        # As the last stage of the job that ran here knew them
         self._faults: FIFOCache[JobId, Faults] = FIFOCache(REMEMBERED_JOBS)
 
     def is_ahead(self, job: JobId, index: int) -> bool:
-        """Whether we stand by for the stage."""
+        """Whether this peer is a standby of the stage."""
         return (job, index) in self._ahead
 
     # --- ahead of time
 
     async def prepare(self, job: JobId, manifest: Manifest, index: int, record: JobRecord) -> int:
-        """Bring the stage's newest snapshot here, and into memory if there is room; the step that is here then.
-        Idempotent. Raises SwarmError, JobError, JobFailed."""
+        """Fetch the stage's newest snapshot, into memory if there is room. Returns its step. Idempotent. Raises SwarmError, JobError,
+        JobFailed."""
         place = (job, index)
         if place in self._running:
             raise JobError(f"stage {index} of {manifest.name} runs here")
@@ -80,7 +80,7 @@ class StageLoader:
         return checkpoint.step
 
     def _keep(self, place: Place, ahead: _Ahead) -> bool:
-        """Set memory aside for it if there is room. Whatever runs here may take it away at any moment."""
+        """Reserve memory for it if there is room. A running stage may take it away at any moment."""
 
         def give_up() -> None:
             ahead.loaded = None
@@ -88,7 +88,7 @@ class StageLoader:
         return self._context.memory.keep(place, ahead.memory_bytes, give_up)
 
     async def _warm(self, place: Place, ahead: _Ahead, parts: StageParts, checkpoint: Checkpoint) -> None:
-        before, ahead.loaded = ahead.loaded, None  # nobody may have it half written
+        before, ahead.loaded = ahead.loaded, None  # never seen half written
         if before is None and not self._keep(place, ahead):
             return
         try:
@@ -105,7 +105,7 @@ class StageLoader:
                 self._context.memory.forget(place)
 
     def forget(self, job: JobId, index: int) -> None:
-        """No longer stand by for the stage. Its blobs stay until the store needs the room."""
+        """Stop being a standby of the stage. Its blobs stay until the store needs the room."""
         ahead = self._ahead.pop((job, index), None)
         if ahead is not None:
             ahead.taken, ahead.loaded = True, None
@@ -121,8 +121,8 @@ class StageLoader:
         handover: HandoverState | None = None,
         peer: PeerId | None = None,
     ) -> Loaded:
-        """The stage in memory: in the state of `handover`, whose blob `peer` has, or else of the newest snapshot that we
-        know of (the lead says if there is a newer one). `release` it in the end. Raises SwarmError, JobError, JobFailed,
+        """Load the stage: in the state of `handover`, whose blob `peer` has, or else of the newest snapshot that is known here (the
+        lead has it restored if there is a newer one). `release` it in the end. Raises SwarmError, JobError, JobFailed,
         MemoryError."""
         trained(manifest, index)  # or it cannot be loaded at all
         place = (job, index)
@@ -134,9 +134,9 @@ class StageLoader:
             try:
                 async with ahead.lock:
                     loaded = ahead.loaded
-            finally:  # we may be cancelled while it is being made ready, and nobody else knows of it now
+            finally:  # we may be cancelled while it is loading, and no longer have it in `_ahead`
                 ahead.taken, ahead.loaded = True, None
-                self._context.memory.forget(place)  # what was kept ready is what runs
+                self._context.memory.forget(place)  # the reservation becomes that of the running stage
         near = self._source.owners(job, manifest)
         if loaded is None:
             plan, record = await asyncio.gather(
@@ -152,7 +152,7 @@ class StageLoader:
         return loaded if handover is None else await self._builder.take_over(loaded, handover, peer)
 
     def release(self, job: JobId, index: int) -> None:
-        """The stage runs here no more."""
+        """The stage no longer runs here."""
         self._running.discard((job, index))
         self._context.memory.release((job, index))
 

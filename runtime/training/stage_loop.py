@@ -1,4 +1,4 @@
-"""The loop of one hosted stage: message by message, to its part in the steps or to the lead."""
+"""The event loop of one hosted stage: dispatches each message to the stage's part in the steps or to the lead."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ log = logging.getLogger(__name__)
 
 
 class StageLoop:
-    """Of a job of so many `steps`."""
+    """`steps`: of the job."""
 
     def __init__(self, context: Context, job: JobId, outbox: Outbox, work: StageWork, steps: int) -> None:
         self.finished: m.Finish | None = None  # how the job has ended
         self._context = context
         self._job = job
-        self._led: PeerId | None = None  # who led the last step that was committed
-        self._given_up: PeerId | None = None  # who said last that the job has failed, and was not believed
+        self._led: PeerId | None = None  # the lead of the last committed step
+        self._given_up: PeerId | None = (
+            None  # the last lead that reported the job as failed, and was not believed
+        )
         self._outbox = outbox
         self._work = work
         self._steps = steps
@@ -33,22 +35,22 @@ class StageLoop:
 
     @property
     def faults(self) -> Faults:
-        """What failed so far at the steps that are not committed, as the lead says."""
+        """At the steps that are not committed, as the lead reports them."""
         lead = self._outbox.lead
         return self._work.state.faults if lead is None else lead.faults
 
     async def watch(self) -> None:
-        """Beside `run`, for as long as it does: see whether our step stands still."""
+        """Beside `run`: detect stalled steps. Never returns."""
         await self._stalls.run()
 
     async def run(self) -> None:
-        """Until the job has ended. Raises JobFailed."""
+        """Run until the job has ended. Raises JobFailed."""
         while True:
             source, event = await self._outbox.mailbox.get()
             match event:
                 case m.Finish() if not self._is_over(event):
-                    # Whoever came to a vacant first stage may say so. If it is true, we hear it of the author, or of others.
-                    log.warning("the lead says that the job is %s: that is its word alone", event.state)
+                    # Any peer that claimed a vacant first stage can send this. If true, the author or other leads will confirm it.
+                    log.warning("the lead reports the job as %s: not confirmed yet", event.state)
                 case m.Finish():
                     await self._work.stop()
                     self.finished = event
@@ -61,7 +63,7 @@ class StageLoop:
                     assert self._outbox.lead is not None
                     self._outbox.lead.receive(source, event)
                 case _:
-                    self._stalls.hear(event)
+                    self._stalls.receive(event)
                     step = self._work.state.step
                     await self._work.follow(event)
                     if isinstance(event, m.Commit):
@@ -70,8 +72,8 @@ class StageLoop:
                         self._led = self._context.leases.known_holder(self._job, 0)
 
     def _is_over(self, end: m.Finish) -> bool:
-        """Whether to go by the lead's word. That the job was stopped its author says, in the job's record; that it has failed
-        we believe of a lead that the author chose or that has led a step, or of two of them."""
+        """Whether to believe the lead that the job has ended. "stopped" is believed only of the author, in the job's record; "failed" of
+        a lead that the author chose or that has led a step, or of two leads in a row."""
         if self._outbox.lead is not None:
             return True
         if end.state == "done":

@@ -1,4 +1,4 @@
-"""The way of control messages at one hosted stage: what comes waits in the mailbox, what it says goes out by the outbox."""
+"""Control messages of one hosted stage: received ones queue in the mailbox, sent ones leave by the outbox."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from fusion.runtime.training.step.events import StageEvent
 from fusion.runtime.training.streams.partners import Partners
 from fusion.swarm.errors import StaleTerm
 
-# Of one stage, while ours is at something else: a restore takes seconds, and a step has a handful of messages.
-MOST_WAITING = 1024
+MOST_WAITING = 1024  # of one stage: a restore here takes seconds, and a step has a handful of messages
 
 
 class Mailbox:
-    """What the stage has to deal with, in the order in which it came: (stage that it is from, message or event)."""
+    """A queue of (sending stage, message or event), in order of arrival."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
         self._events: asyncio.Queue[tuple[int, m.Message | StageEvent]] = asyncio.Queue()
-        self._waiting: Counter[int] = Counter()  # of those, by stage
+        self._waiting: Counter[int] = Counter()  # by sending stage
 
     def receive(self, source: int, message: m.Message) -> None:
-        """From a partner. StaleTerm for what only a lead may say, or is for a lead to hear, and for more than can be dealt with."""
+        """From a partner. Raises StaleTerm for a message that only a lead sends or receives where neither is one, and above
+        MOST_WAITING."""
         if isinstance(message, m.FromLead) != (source == 0) or (self._stage != 0 and source != 0):
             raise StaleTerm(f"stage {source} may not send {m.kind_of(message)} to stage {self._stage}")
         if self._waiting[source] >= MOST_WAITING:
@@ -32,7 +32,7 @@ class Mailbox:
         self._put(source, message)
 
     def put(self, event: m.Message | StageEvent) -> None:
-        """Of our own peer."""
+        """From our own peer."""
         self._put(self._stage, event)
 
     async def get(self) -> tuple[int, m.Message | StageEvent]:
@@ -46,7 +46,7 @@ class Mailbox:
 
 
 class Outbox:
-    """`lead` is that of the job, where it is here."""
+    """`lead`: of the job, if it is on this peer."""
 
     def __init__(self, stage: int, mailbox: Mailbox, partners: Partners) -> None:
         self.lead: Lead | None = None
@@ -55,13 +55,13 @@ class Outbox:
         self._stage = stage
 
     def send(self, target: int, message: m.Message) -> None:
-        """To any stage, our own too; returns at once."""
+        """To any stage, our own too. Returns at once."""
         if target != self._stage:
             self.partners.send(target, message)
         elif isinstance(message, m.FromLead):
             self.mailbox.put(message)
         else:
-            # Our lead hears of our own links before it hears of anything that came over them since: what it tells a
-            # stage that we have lost is told to nobody.
+            # Not queued: our lead must learn of our lost links before it handles any message that came over them since, or it
+            # would answer a stage that cannot be reached.
             assert self.lead is not None
             self.lead.receive(target, message)

@@ -1,4 +1,4 @@
-"""What a training stage is made of, from the swarm: its part of the graph, its data, its blobs."""
+"""Fetches the parts of a training stage from the swarm: its part of the graph, its data, its blobs."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ MakeBatches = Callable[[TrainConfig, Sequence[str], Path | None, Path | None], B
 
 @dataclass(frozen=True, kw_only=True)
 class StageParts:
-    """Everything but the state."""
+    """Of a stage: everything but its state."""
 
     config: TrainConfig
     plan: StagePlan
     files: StageFiles
     batches: Batches
-    near: Mapping[int, PeerId]  # who held each stage when we last looked, but for us
-    whose: Whose  # what is computed for it
+    near: Mapping[int, PeerId]  # stage -> its last known owner, other than this peer
+    whose: Whose  # whose share of the device it is computed on
 
 
 class StageSource:
-    """`batches` reads the data blobs, `shards` reads and writes those of states."""
+    """`batches` reads data blobs; `shards` is the format of states in blobs."""
 
     def __init__(
         self, context: Context, graphs: StageGraphs, batches: MakeBatches = Batches, shards: Shards = snapshot
@@ -67,7 +67,7 @@ class StageSource:
     async def parts(
         self, job: JobId, manifest: Manifest, plan: StagePlan, files: StageFiles, near: Mapping[int, PeerId]
     ) -> StageParts:
-        """With the data on this disk. Raises BlobError, JobError; Refused as `fetch_data`."""
+        """The parts, with the data on this disk. Raises BlobError, JobError; Refused as `fetch_data`."""
         config = trained(manifest, plan.stage.index)
         received = {edge.name for edge in plan.stage.receives}
         inputs = [i.name for i in plan.stage.graph.inputs if i.name not in received]
@@ -86,14 +86,16 @@ class StageSource:
         )
 
     def owners(self, job: JobId, manifest: Manifest) -> dict[int, PeerId]:
-        """Who held each stage when we last looked, but for us."""
-        found = {stage: winner(self._context.leases.recent(job, stage)) for stage in range(manifest.stages)}
-        us = self._context.peer_id
-        return {stage: owner.peer for stage, owner in found.items() if owner is not None and owner.peer != us}
+        """Stage -> its last known owner, other than this peer."""
+        claims = {stage: winner(self._context.leases.recent(job, stage)) for stage in range(manifest.stages)}
+        own = self._context.peer_id
+        return {
+            stage: claim.peer for stage, claim in claims.items() if claim is not None and claim.peer != own
+        }
 
 
 def trained(manifest: Manifest, index: int) -> TrainConfig:
-    """How the job is trained; JobError where `index` is no stage of a training job."""
+    """The training configuration. Raises JobError where `index` is no stage of a training job."""
     if manifest.train is None or not 0 <= index < manifest.stages:
         raise JobError(f"stage {index} of {manifest.name} is no stage of a training job")
     return manifest.train

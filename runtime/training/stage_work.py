@@ -1,4 +1,4 @@
-"""A hosted stage's part in the steps: what follows from an event by `fusion.runtime.training.step.stage`, carried out."""
+"""Carries out a hosted stage's part in the steps: the actions that `fusion.runtime.training.step.stage` decides."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAILURES = (RuntimeError, ValueError, IndexError, KeyError, TypeError, MemoryErr
 
 
 class StageWork:
-    """`spawn` starts a task that ends with the host; `changed` is called when what the stage knows of its job did."""
+    """`spawn` starts a task that ends with the host; `changed` is called when the stage learns something new of its job."""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class StageWork:
         self.handover = StageHandover(outbox, self.snapshots)
         self._copied = loaded.files.copied
         self._ends = False  # no further step begins
-        self._latest: e.Run | None = None  # that we had a part in
+        self._latest: e.Run | None = None  # the last one started
         self._running: asyncio.Task[None] | None = None
         self._applying: asyncio.Task[None] | None = None
         self._restoring: asyncio.Task[None] | None = None
 
     @property
     def mark(self) -> Hashable:
-        """What changes whenever our step goes on."""
+        """Changes whenever our step makes progress."""
         return self.state.phase, self.state.attempt, self.state.step, self.state.linked, self._rad.mark
 
     @property
@@ -85,11 +85,11 @@ class StageWork:
 
     @property
     def largest_bytes(self) -> int:
-        """Of the tensors that we wait for."""
+        """The largest tensor that the stage waits for."""
         return self._rad.inbox.largest_bytes
 
     def learn(self, version: Version) -> None:
-        """Which state was loaded; before anything is followed."""
+        """The version of the loaded state. Called before any event."""
         self.state = replace(self.state, step=version.step, history=version.history)
 
     async def follow(self, event: e.StageEvent) -> None:
@@ -115,7 +115,7 @@ class StageWork:
             case e.Apply(rate, clip):
                 state = self.state
                 self._context.watch.commits(state.stage, state.attempt, state.step - 1)
-                # Queued on the device before anything of the next step is; nobody waits for it here.
+                # Queued on the device before anything of the next step; not awaited here.
                 self._applying = self._spawn(self._rad.apply(rate, clip))
                 self._context.leases.update(self.here.job, self.here.stage, step=self.state.step)
             case e.Drop():
@@ -124,20 +124,20 @@ class StageWork:
                 await self._codecs.discard()
                 await self._context.compute.run(self._plane.discard)
             case e.Load():
-                self.snapshots.go_back(action.checkpoint)
+                self.snapshots.announce_restore(action.checkpoint)
                 before, self._restoring = self._restoring, None
                 self._restoring = self._spawn(self._restore(action, before))
             case e.GiveUp(text):
-                await self._partners.flush()  # the lead's word to the others, where we lead
+                await self._partners.flush()  # the lead's messages to other stages, where we lead
                 raise StageFailed(text)
             case e.HandOver():
                 self._spawn(self._hand_over(self.state.version))
 
     def aside(self, message: m.Replicate | m.Move | m.Saved) -> None:
-        """What the lead asks for beside the steps."""
+        """Requests of the lead beside the steps."""
         match message:
             case m.Replicate(step, index, away):
-                # Where the job ends its launcher leaves, who alone may have what else we are to hold.
+                # When the job ends its launcher leaves, which may hold the only copy of the files we are still to copy.
                 self.snapshots.hold(step, index, away, after=self._copied if self._ends else None)
             case m.Move(peer):
                 if self._context.takeover is not None:
@@ -147,17 +147,16 @@ class StageWork:
                 self._changed()
 
     async def stop(self) -> None:
-        """The step under way goes no further; what was committed is applied."""
+        """Cancel the running step. A committed one is applied first."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait([self._running])
             self._running = None
-        if self._applying is not None:  # committed: it must not be lost
+        if self._applying is not None:  # a committed step must not be lost
             await self._applying
             self._applying = None
 
     def _send_to_lead(self, message: m.Message) -> None:
-        """The lead."""
         self._outbox.send(0, message)
 
     async def _run(self, run: e.Run, version: Version) -> None:
@@ -184,13 +183,13 @@ class StageWork:
         self._mailbox.put(e.Completed(ready))
 
     async def _fail(self, run: e.Run, error: Exception) -> None:
-        """Our arithmetic failed: this peer gives the stage up, for another may have more luck (memory, say)."""
+        """Our arithmetic failed: this peer gives the stage up, since another may succeed (with more memory, say)."""
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         self._send_to_lead(m.Failed(run.attempt, text))
         await self._partners.flush()
 
     async def _restore(self, load: e.Load, before: asyncio.Task[None] | None) -> None:
-        if before is not None:  # its checkpoint is not the one to go back to any more
+        if before is not None:  # an earlier restore is obsolete
             before.cancel()
             await asyncio.wait([before])
         version = load.checkpoint.version

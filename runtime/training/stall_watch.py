@@ -1,11 +1,11 @@
-"""One stage's eye on its step: whether it stands still, and what is done about the owner that it stands still with.
+"""Detects at one stage that its step has stalled, and has the owner at fault replaced.
 
-Every stage tells the lead for whom it waits, once that takes long. The lead tells the owner that holds all up to leave
-(`fusion.runtime.training.step.stalls` decides), if a standby is ready. Whoever sees for itself that its own step stands still, and
-was told so, votes from then on that this owner is gone, though it answers, and where it has not left soon asks the
-standbys to take over. A lead that does nothing tells nothing: each stage sees so for itself.
+A stage that has waited long reports to the lead which stage it waits for. The lead tells the owner at fault to give its stage
+up (`fusion.runtime.training.step.stalls` decides), if a standby is ready. A stage that receives this while its own step is
+stalled votes from then on that the owner is gone, though it answers, and if it has not left soon asks the standbys to take
+over. An idle lead reports nothing: each stage detects that by itself.
 
-All times are parts or multiples of the context's `stall_seconds`.
+All times are fractions or multiples of the context's `stall_seconds`.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from fusion.runtime.training.stage_messages import Outbox
 from fusion.runtime.training.stage_work import StageWork
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.events import StageEvent
-from fusion.runtime.training.step.stalls import LEAD, LEAD_STALLS, NOT_ALL_SAY_SO, StallClock
+from fusion.runtime.training.step.stalls import LEAD, LEAD_STALLS, UNANIMOUS, StallClock
 from fusion.swarm.claims.election import stands_by, winner
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.api import GLANCE_SECONDS
 from fusion.swarm.directory.records import ClaimRecord
 
-LOOK = 1 / 60  # from one look to the next
-# From one word to the lead to the next; and for an owner to leave before others ask for its stage
-SAY = 1 / 12
-GOOD = 1 / 4  # for which such a word is good
-VOTE = 2.0  # for which we vote that an owner is gone
-MOST_READ = 8  # stages whose owners are read again before the lead is said to be at fault
-MOST_SEEN = 64  # of the stages of which one has to go: jobs may have thousands
+CHECK_PERIOD = 1 / 60
+# From one report to the lead to the next; and for an owner to leave before its standbys are asked to take over
+REPORT_PERIOD = 1 / 12
+REPORT_TTL = 1 / 4
+VOTE_TTL = 2.0  # of our vote that an owner is gone
+MOST_READ = 8  # stages whose claims are read again before the lead is suspected
+MOST_SUSPECTS = 64  # considered at once: jobs may have thousands of stages
 
 
 class StallWatch:
-    """Of the stage of `work`."""
+    """For the stage of `work`."""
 
     def __init__(self, context: Context, work: StageWork, outbox: Outbox) -> None:
         self._context = context
         self._work = work
         self._outbox = outbox
         self._clock: StallClock | None = None
-        self._said = 0.0  # when we last said that our step stands still
-        self._idle: dict[int, tuple[Holding, float]] = {}  # stage -> an owner that does nothing, seen when
-        self._voted = False  # against any, since the last commit
+        self._reported_at = 0.0  # when we last reported that our step has stalled
+        self._idle: dict[int, tuple[Holding, float]] = {}  # stage -> its idle owner, and since when we know
+        self._voted = False  # against any owner, since the last commit
 
     async def run(self) -> None:
         here, least = self._work.here, self._context.stall_seconds
@@ -54,23 +54,23 @@ class StallWatch:
         )  # fmt: skip
         async with asyncio.TaskGroup() as group:
             while True:
-                await asyncio.sleep(LOOK * least)
-                await self._look(self._clock, _now())
+                await asyncio.sleep(CHECK_PERIOD * least)
+                await self._check(self._clock, _now())
                 self._ask_standbys(_now(), group)
 
-    def hear(self, event: m.Message | StageEvent) -> None:
-        """What the stage is about to follow."""
+    def receive(self, event: m.Message | StageEvent) -> None:
+        """An event, before the stage handles it."""
         match event:
             case m.Begin() if self._clock is not None:
                 self._clock = self._clock.begin()
-            case m.Discard(give_up=told) if self._outbox.lead is None and self._stands_still(1.0):
-                for stage, term, _ in told:
+            case m.Discard(give_up=owners) if self._outbox.lead is None and self._stands_still(1.0):
+                for stage, term, _ in owners:
                     held = self._context.leases.tenure(self._work.here.job, stage)
                     if held is not None and held.claim.term == term:
                         self._vote_against(held.claim)
 
     def committed(self) -> None:
-        """A step is, here: whoever has a stage works for it."""
+        """A step was committed here, so every owner works."""
         if self._clock is not None:
             self._clock = self._clock.commit(_now())
         if self._voted and self._context.takeover is not None:
@@ -78,13 +78,13 @@ class StallWatch:
             self._idle.clear()
             self._context.takeover.withdraw_votes(self._work.here.job)
 
-    async def _look(self, clock: StallClock, now: float) -> None:
+    async def _check(self, clock: StallClock, now: float) -> None:
         lead, waits_for = self._outbox.lead, self._waits_for
         mark = self._work.mark if lead is None else (self._work.mark, lead.mark)
         self._clock = clock.see(now, mark, busy=waits_for is None)
-        pause = SAY * self._context.stall_seconds
-        if waits_for is not None and self._stands_still(1.0) and now - self._said >= pause:
-            self._said = now
+        pause = REPORT_PERIOD * self._context.stall_seconds
+        if waits_for is not None and self._stands_still(1.0) and now - self._reported_at >= pause:
+            self._reported_at = now
             if lead is not None:
                 await self._replace_one(now, waits_for)
             else:
@@ -94,7 +94,7 @@ class StallWatch:
 
     @property
     def _waits_for(self) -> int | None:
-        """The stage that we wait for, LEAD for its word; None while we have something to do ourselves."""
+        """The stage that we wait for, or LEAD for a message of the lead; None while we have something to compute."""
         match self._work.state.phase:
             case "running":
                 return self._work.waits_for
@@ -110,12 +110,12 @@ class StallWatch:
         return self._clock is not None and self._clock.stands_still(_now(), running=running, times=times)
 
     async def _replace_one(self, now: float, waits_for: int) -> None:
-        """As the lead: have one of those leave with whom the step stands still, if another is ready to take its stage."""
+        """As the lead: replace one of the owners at fault, if it has a ready standby."""
         lead, clock = self._outbox.lead, self._clock
         assert lead is not None and clock is not None
-        since = max(clock.since, now - GOOD * self._context.stall_seconds)
-        every, mark = not self._stands_still(NOT_ALL_SAY_SO), lead.mark
-        for stage in lead.culprits(waits_for, since, all_say_so=every)[:MOST_SEEN]:
+        since = max(clock.since, now - REPORT_TTL * self._context.stall_seconds)
+        unanimous, mark = not self._stands_still(UNANIMOUS), lead.mark
+        for stage in lead.culprits(waits_for, since, unanimous=unanimous)[:MOST_SUSPECTS]:
             if not _is_covered(self._context.leases.recent(self._work.here.job, stage)):
                 continue
             claims = await self._claims(stage)
@@ -129,8 +129,8 @@ class StallWatch:
                 return
 
     async def _doubt_lead(self, *, ask: bool) -> None:
-        """The lead does nothing about it, unless it waits for a stage that nobody has. `ask`: its standbys, too: we wait for the lead
-        itself, where others wait for those who do."""
+        """The lead does nothing about the stalled step: vote against it, unless it waits for a stage without an owner. `ask`: ask its
+        standbys to take over, too: we wait for the lead itself, others only for stages that do."""
         law = self._context.access.law(self._work.here.job)
         if law is None:
             return
@@ -139,8 +139,8 @@ class StallWatch:
         unknown = [stage for stage, each in enumerate(known) if each is None or not each.lives(unix)]
         if len(unknown) > MOST_READ:
             return
-        found = await asyncio.gather(*(self._claims(stage) for stage in {0, *unknown}))
-        owners = [winner(claims) for claims in found]
+        reads = await asyncio.gather(*(self._claims(stage) for stage in {0, *unknown}))
+        owners = [winner(claims) for claims in reads]
         owner = winner(self._context.leases.recent(law.job, 0))
         if owner is not None and all(owners) and self._stands_still(LEAD_STALLS):
             self._vote_against(owner, ask=ask)
@@ -156,22 +156,22 @@ class StallWatch:
         before = self._idle.get(owner.stage)
         if ask and (before is None or before[0].peer != owner.peer):
             self._idle[owner.stage] = Holding(owner.peer, owner.term), _now()
-        seconds = VOTE * self._context.stall_seconds
+        seconds = VOTE_TTL * self._context.stall_seconds
         takeover.vote_against(here.job, owner.stage, owner.peer, owner.term, seconds)
 
     def _ask_standbys(self, now: float, group: asyncio.TaskGroup) -> None:
-        """For the stages of those that were to leave and have not."""
+        """To take over from the owners that were told to leave and have not."""
         for stage, (holding, since) in list(self._idle.items()):
-            held, seen = self._context.leases.tenure(self._work.here.job, stage), now - since
+            held, waited = self._context.leases.tenure(self._work.here.job, stage), now - since
             left = held is None or held.claim.peer != holding.peer
-            if left or seen >= VOTE * self._context.stall_seconds:
+            if left or waited >= VOTE_TTL * self._context.stall_seconds:
                 del self._idle[stage]
-            elif held is not None and seen >= SAY * self._context.stall_seconds:
+            elif held is not None and waited >= REPORT_PERIOD * self._context.stall_seconds:
                 self._outbox.partners.replace(held.claim, group)
 
 
 def _is_covered(claims: Sequence[ClaimRecord]) -> bool:
-    """Whether somebody beside its owner has the stage in memory, to take it over at once."""
+    """Whether a standby has the stage in memory and can take it over at once."""
     owner = winner(claims)
     return owner is not None and any(
         stands_by(claim) and claim.ready and claim.peer != owner.peer for claim in claims

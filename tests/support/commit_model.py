@@ -21,7 +21,7 @@ from fusion.runtime.training.step.checkpoint import START, Checkpoint
 from fusion.runtime.training.step.history import INITIAL, Version, contents, extend
 from fusion.runtime.training.step.lead import LeadState, expected, lead
 from fusion.runtime.training.step.run_statistics import Attempt, Interruptions, RunStatistics
-from fusion.runtime.training.step.snapshot_books import SnapshotBooks
+from fusion.runtime.training.step.snapshot_state import SnapshotState
 from fusion.runtime.training.step.stage import StageState, stage
 from fusion.swarm.directory.records import Digest
 
@@ -175,7 +175,7 @@ class Model:
             old = None if handover is None else handover[3]
             self.lead = LeadState(
                 config=self.config, stages=self.stages, term=term, samples=SAMPLES,
-                snapshots=SnapshotBooks(newest=self.owners[0].newest),
+                snapshots=SnapshotState(newest=self.owners[0].newest),
                 ledger=self.record.ledger if old is None else old.ledger,
                 history=self.record.version.history if old is None else old.history,
                 interruptions=Interruptions(

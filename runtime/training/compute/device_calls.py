@@ -1,4 +1,4 @@
-"""The calls of one stage on its device: in the device's thread, timed, and held to what the stage's graph promises."""
+"""The calls of one stage on its device: run on the device's thread, timed, and bounded by the graph's estimate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Spent:
-    """Until some moment, all in seconds."""
+    """Readings of the clocks, in seconds."""
 
     at: float
     busy: float  # of the device's thread
@@ -26,8 +26,8 @@ class Spent:
 
 
 class DeviceCalls:
-    """`clock` gives seconds that only rise, on any thread; `flops_per_second`: that the device was measured to have, or 0: calls are
-    held to nothing; `pace` is told how long the calls of a step took."""
+    """`clock` returns monotonic seconds, on any thread. `flops_per_second`: measured speed of the device; 0: calls are not bounded.
+    `pace` records how long the calls of a step took."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class DeviceCalls:
         self._clock = clock
         self._flops_per_second = flops_per_second
         self._pace = pace
-        self._under_way = 0  # calls that run, or wait for the device
-        # By the worker thread only; the last two are made with the first call, as that takes a while.
+        self._under_way = 0  # calls that run or wait for the device
+        # Used by the worker thread only. The last two are created in the first call, as that takes a while.
         self._busy = self._computed = 0.0
         self._overrun: Overrun | None = None
         self._asks: Asks | None = None  # of a microbatch
@@ -55,7 +55,7 @@ class DeviceCalls:
         return self._under_way > 0
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Raises what the function does, and RuntimeError once calls overrun what the graph promises."""
+        """Raises what the function raises, and RuntimeError once calls overrun the graph's estimate."""
 
         def timed() -> T:
             began, computed = self._clock(), self._pace.clock() if self._pace else 0.0
@@ -79,15 +79,15 @@ class DeviceCalls:
             self.ended += 1
 
     def spent(self) -> Spent:
-        """Until now."""
+        """The readings now."""
         return Spent(self._clock(), self._busy, self._computed)
 
     def busy_share(self, since: Spent) -> float:
-        """Of the time since then, that the device computed for this stage."""
+        """The share of the time since `since` that the device computed for this stage."""
         return min(1.0, (self._busy - since.busy) / max(1e-9, self._clock() - since.at))
 
     def report_pace(self, since: Spent, microbatches: int) -> None:
-        """So many microbatches were computed since then."""
+        """Record that `microbatches` were computed since `since`."""
         if self._pace is not None and self._asks is not None:
             self._pace.saw(microbatches * self._asks, self._computed - since.computed)
 

@@ -1,4 +1,4 @@
-"""Which tensors of a step had a number that is not finite, where the step is run with a look at all of them."""
+"""Checks the tensors of a step for numbers that are not finite, in steps where that is asked for."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from fusion.runtime.training.step.faults import RECEIVED, SENT
 
 
 class FiniteCheck:
-    """Looks at nothing unless it was told to; `see` is called by the device's thread only."""
+    """`see` is called by the device's thread only."""
 
     def __init__(self) -> None:
         self.looks = False
         self._found: set[str] = set()
 
     def begin(self, *, look: bool) -> None:
-        """A step begins."""
+        """A step begins. `look`: check its tensors."""
         self.looks, self._found = look, set()
 
     def see(self, what: str, tensors: Iterable[torch.Tensor]) -> None:
-        """`what`: a word of `fusion.runtime.training.step.faults`. An activation may be infinite (a mask), but not NaN."""
+        """Check `tensors`, if this step is checked. `what`: a constant of `fusion.runtime.training.step.faults`. An activation may be
+        infinite (a mask), but not NaN."""
         if not self.looks or what in self._found:
             return
         bad = torch.isnan if what in (RECEIVED, SENT) else lambda tensor: ~torch.isfinite(tensor)
@@ -30,5 +31,5 @@ class FiniteCheck:
 
     @property
     def not_finite(self) -> tuple[str, ...]:
-        """What was seen in this step."""
+        """The kinds of tensors in which this step had such numbers."""
         return tuple(sorted(self._found))

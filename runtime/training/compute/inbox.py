@@ -1,8 +1,8 @@
-"""Tensors that a stage waits for, checked against its plan as they arrive.
+"""Received tensors of a stage, checked against its plan as they arrive.
 
-What may arrive is known beforehand: each edge, microbatch and direction once a step. Everything else is refused, so
-that memory is bounded by the plan: at most this step and the next of the current attempt, and one attempt ahead of it from
-each partner (which may hear the lead's `begin` or `commit` before we do).
+The plan says what may arrive: each edge, microbatch and direction once per step. Everything else is refused, so memory is
+bounded by the plan: this step and the next of the current attempt, and one attempt ahead of it from each partner (which may
+receive the lead's `begin` or `commit` before we do).
 """
 
 from __future__ import annotations
@@ -29,27 +29,26 @@ from fusion.swarm.transport import Frame
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What one stage needs to know of the whole to run its part of a step."""
+    """What one stage needs to know of the job to run its part of a step."""
 
     stage: Stage
     stages: int
-    ties: tuple[TieGroup, ...]  # those that this stage belongs to
-    sizes: Mapping[str, int]  # of the symbols: batch is a microbatch's
-    # What each stage of the job needs, as its launcher estimates it; or nothing
+    ties: tuple[TieGroup, ...]  # with this stage among their members
+    sizes: Mapping[str, int]  # of the symbolic dimensions; batch is a microbatch's
+    # Of each stage of the job, as estimated by its launcher; may be empty
     memory_bytes: tuple[int, ...] = ()
-    whole: tuple[Stage, ...] = ()  # all stages, for the first one: who leads looks after all
+    whole: tuple[Stage, ...] = ()  # all stages, on the first stage: its owner leads the job
 
     @property
     def partners(self) -> frozenset[int]:
-        """The stages that this one exchanges frames with: neighbours on edges, tie-groups, the lead (and, for the
-        lead, everybody)."""
+        """The stages that this one exchanges frames with: neighbours on edges, tie-groups, the lead (for the lead: all)."""
         stage = self.stage
-        found = {0, *(edge.producer for edge in stage.receives)}
-        found.update(c for edge in stage.sends for c in edge.consumers)
-        found.update(s for group in self.ties for s in group.stages)
+        partners = {0, *(edge.producer for edge in stage.receives)}
+        partners.update(c for edge in stage.sends for c in edge.consumers)
+        partners.update(s for group in self.ties for s in group.stages)
         if stage.index == 0:
-            found.update(range(self.stages))
-        return frozenset(found - {stage.index})
+            partners.update(range(self.stages))
+        return frozenset(partners - {stage.index})
 
     def shape(self, kind: TensorType) -> tuple[int, ...]:
         return tuple(bind(dim, self.sizes) for dim in kind.shape)
@@ -57,7 +56,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Key:
-    """What names one tensor within an attempt: `source` is the stage that sent it."""
+    """Identifies a tensor within an attempt. `source`: the stage that sent it."""
 
     kind: str
     step: int
@@ -68,7 +67,7 @@ class Key:
 
 
 class Inbox:
-    """`codecs` are those that the stage sends with, too."""
+    """`codecs`: also used for sending."""
 
     def __init__(self, plan: StagePlan, config: TrainConfig, codecs: StageCodecs | None = None) -> None:
         self._config = config
@@ -76,40 +75,40 @@ class Inbox:
         self._expected = _expected(plan)
         self._attempt: Attempt = NO_ATTEMPT
         self._step = 0
-        # The attempt that a partner has begun before us, and with which step: by its stage.
+        # Partner stage -> the attempt, and its first step, that it has begun before us.
         self._ahead: dict[int, tuple[Attempt, int]] = {}
         self._held: dict[Attempt, dict[Key, torch.Tensor]] = {}
-        self.taken = 0  # tensors, so far
+        self.taken = 0  # number of tensors
         self._waiting: dict[Key, asyncio.Future[torch.Tensor]] = {}
 
     @property
     def largest_bytes(self) -> int:
-        """Of the tensors that may arrive; no codec makes one larger."""
+        """The largest tensor that may arrive. No codec makes one larger."""
         return max((math.prod(s) * DTYPE_BYTES[dtype] for s, dtype in self._expected.values()), default=0)
 
     @property
     def waits_for(self) -> int | None:
-        """The stage whose tensor somebody waits for, if there is one."""
+        """The stage whose tensor a `take` waits for; None if none does."""
         return next((key.source for key in self._waiting), None)
 
     def advance(self, attempt: Attempt, step: int) -> None:
-        """From now on this stage works on `step` in `attempt`; what belongs to earlier ones is dropped."""
+        """Begin `step` in `attempt`. Tensors of earlier ones are dropped."""
         self._attempt, self._step = attempt, step
         self._held = {a: held for a, held in self._held.items() if a >= attempt}
         held = self._held.get(attempt, {})
         self._held[attempt] = {key: tensor for key, tensor in held.items() if key.step >= step}
 
     def drop(self) -> None:
-        """Forget what the current attempt has brought and who waited for more."""
+        """Drop the tensors of the current attempt and cancel all `take`s."""
         self._held.pop(self._attempt, None)
         for future in self._waiting.values():
             future.cancel()
         self._waiting.clear()
 
     def offer(self, source: int, frame: Frame) -> Awaitable[None] | None:
-        """A tensor frame from stage `source`. FrameError for one that the plan does not have; one of an attempt that
-        is over, or a second copy, is dropped without a word. One that has to be decoded takes its time: what is
-        returned then is to be awaited before the next frame of `source` is offered, and raises the same."""
+        """A tensor frame from stage `source`. Raises FrameError for one that the plan does not have. A tensor of an earlier attempt,
+        or a duplicate, is dropped silently. Where it has to be decoded, the result must be awaited before the next frame of
+        `source` is offered, and raises the same."""
         header = _header(frame)
         shape, dtype = self._check(source, frame.kind, header)
         if not self._wanted(source, header):
@@ -133,7 +132,7 @@ class Inbox:
         except ValueError as error:
             raise FrameError(f"{frame.kind} {header.edge[:80]!r}: {error}") from None
         if header.attempt == self._attempt:
-            if header.step >= self._step:  # still
+            if header.step >= self._step:  # still wanted
                 self._put(source, frame.kind, header, tensor)
         elif self._ahead.get(source) == (header.attempt, header.step):
             self._put(source, frame.kind, header, tensor)
@@ -157,16 +156,16 @@ class Inbox:
             return False
         ahead, step = self._ahead.get(source, (NO_ATTEMPT, 0))
         if header.attempt != ahead:
-            # Not the highest but the last: an owner that is gone may have named any.
+            # The last one, not the highest: an earlier owner may have sent any.
             if ahead > self._attempt:
                 self._forget(source, ahead)
             self._ahead[source] = (header.attempt, header.step)
-        elif header.step != step:  # its first one cannot be committed before we have begun it
+        elif header.step != step:  # its first step cannot be committed before we have begun it
             raise FrameError(f"a tensor of step {header.step} in an attempt that began with {step}")
         return True
 
     def _forget(self, source: int, attempt: Attempt) -> None:
-        """What a partner has sent of an attempt ahead of ours."""
+        """Drop what a partner has sent of an attempt ahead of ours."""
         held = self._held.pop(attempt, {})
         left = {key: tensor for key, tensor in held.items() if key.source != source}
         if left:
@@ -174,7 +173,7 @@ class Inbox:
         self.codecs.forget(attempt, {edge for _, edge, sender in self._expected if sender == source})
 
     async def take(self, key: Key) -> torch.Tensor:
-        """The tensor of that name of the current attempt, once it is there; each can be taken once."""
+        """Wait for a tensor of the current attempt. Each can be taken once."""
         held = self._held.get(self._attempt, {}).pop(key, None)
         if held is not None:
             self.taken += 1

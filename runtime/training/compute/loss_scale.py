@@ -1,9 +1,9 @@
 """Dynamic loss scaling for training in float16 (Micikevicius et al., arXiv 1710.03740, section 3.2; PyTorch's GradScaler).
 
-Float16 has few exponents: small gradients would vanish. So the loss's gradient is multiplied by a power of two, the scale, and the
-update divides by it. Where a gradient overflows the step is committed all the same, with a clip factor of 0, and changes nothing
-but the scale, which is halved; after a while without, it is doubled. The scale is a function of the commits that were applied, so
-all stages have the same one without a word about it, and it is in the state that snapshots and handovers carry.
+Float16 has few exponents: small gradients would underflow. So the loss's gradient is multiplied by a power of two, the scale, and
+the update divides by it. A step whose gradients overflow is committed with a clip factor of 0: it changes nothing but the scale,
+which is halved. After GROWTH_STEPS without overflow it is doubled. The scale is a function of the applied commits, so all stages
+have the same one without communication, and it is part of the state in snapshots and handovers.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.planes.learning_rate import MOST_SKIPPED, SKIPPED
 from fusion.runtime.planes.plane import RngKey, Tensors, TrainingStage
 
-LOSS_SCALE = "loss_scale"  # in a stage's state: the scale, and the steps since it was changed; float64
+LOSS_SCALE = "loss_scale"  # in a stage's state: the scale, and the steps since it changed; float64
 FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**MOST_SKIPPED
 GROWTH_STEPS = 1000  # without overflow, until a larger one is tried
 
 
 def scale_state(scale: float = FIRST, good: int = 0) -> torch.Tensor:
-    """A scale as a state has it: that with which training begins, or that after so many steps without a change of it."""
+    """A scale as in a stage's state. `good`: steps since it changed."""
     return torch.tensor([scale, float(good)], dtype=torch.float64)
 
 
 def scale_of(stage: TrainingStage) -> float:
-    """By what the gradients of the stage are multiplied now."""
+    """The current factor of the stage's gradients."""
     return stage.scale if isinstance(stage, LossScaled) else 1.0
 
 
 def skips(stage: TrainingStage, clip_factor: float) -> bool:
-    """Whether `apply` with that factor changes no weight of the stage, for its gradients, or those of another, have
-    overflowed."""
+    """Whether `apply` with that factor changes no weight, since gradients of some stage have overflowed."""
     return isinstance(stage, LossScaled) and clip_factor == SKIPPED
 
 
 class LossScaled:
-    """A training stage of any plane, with scaled gradients inside: what it takes and gives is as without, but for the gradients
-    between stages and those of tied variables. The scale is a power of two, so scaling itself rounds nothing."""
+    """Wraps a training stage of any plane and scales its gradients. Only gradients between stages and those of tied variables are
+    visible scaled. The scale is a power of two, so scaling itself does not round."""
 
     def __init__(self, inner: TrainingStage) -> None:
         self._inner = inner
@@ -68,10 +67,10 @@ class LossScaled:
         self._inner.set_gradients(gradients)
 
     def squared_norm(self, skip: frozenset[str] = frozenset()) -> float:
-        """Of the gradients unscaled. Infinite where they overflowed and a smaller scale may help, NaN where there is none."""
-        found = self._inner.squared_norm(skip) / self._scale**2
-        if math.isfinite(found):
-            return found
+        """Of the unscaled gradients. Infinite where they overflowed and a smaller scale may help, NaN where none is left."""
+        norm = self._inner.squared_norm(skip) / self._scale**2
+        if math.isfinite(norm):
+            return norm
         return math.inf if self._scale > LEAST else math.nan
 
     def apply(self, learning_rate: float, clip_factor: float) -> None:
@@ -91,11 +90,11 @@ class LossScaled:
         return {**self._inner.state(), LOSS_SCALE: scale_state(self._scale, self._good)}
 
     def load_state(self, state: Tensors) -> None:
-        """JobError for a state without a scale, or with one that cannot be."""
-        found = state.get(LOSS_SCALE)
-        if found is None or found.shape != (2,):
+        """Raises JobError for a state without a scale, or with an impossible one."""
+        stored = state.get(LOSS_SCALE)
+        if stored is None or stored.shape != (2,):
             raise JobError("a state of training in float16 has a loss scale, and this one has none")
-        scale, good = (float(number) for number in found)
+        scale, good = (float(number) for number in stored)
         whole = LEAST <= scale <= MOST and math.frexp(scale)[0] == 0.5  # NaN is in no range
         if not (whole and 0 <= good < GROWTH_STEPS and good == int(good)):
             raise JobError(f"a loss scale of {scale:g} after {good:g} steps cannot be")

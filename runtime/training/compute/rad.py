@@ -3,9 +3,8 @@
     FP   wait for the stage's remote inputs, run, send each output once to every consumer, keep the stash
     BP   sum the remote gradients of each output in stage order, run backward, send each input's gradient back
 
-The order of FP and BP is a schedule of `fusion.dag.placement.schedule`. The device's thread has the next action waiting while it
-runs one, so it never waits for the loop, for data or for a send: what is sent is encoded and goes out beside the
-computation that follows.
+The order of FP and BP is a schedule of `fusion.dag.placement.schedule`. The device's thread always has the next action queued, so it
+never waits for the loop, for data or for a send: tensors are encoded and sent while the next action computes.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from fusion.runtime.training.step.messages import Ready
 from fusion.runtime.training.step.run_statistics import Attempt
 from fusion.swarm.transport import Buffer
 
-# An action that runs and one that is ready to: more would only make a discarded step take longer to stop.
+# One action running and one queued: more would only delay the end of a discarded step.
 AHEAD = 2
 
 Send = Callable[[int, str, Mapping[str, Any], Sequence[Buffer]], None]
@@ -50,7 +49,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Of an attempt at a step, or of the held-out data after so many steps."""
+    """A microbatch of an attempt at `step`, or, with `evaluate`, of the held-out data at `step`."""
 
     attempt: Attempt
     step: int
@@ -60,7 +59,7 @@ class Microbatch:
 
 class Rad:
     """Runs the microbatches of one stage. `send(stage, kind, header, payload)` queues a tensor (`Partners.post`) and
-    returns at once; `room` waits until little of what was sent waits to go out (`Partners.room`)."""
+    returns at once; `room` is backpressure (`Partners.room`)."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class Rad:
         room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.inbox = inbox
-        self._codecs = inbox.codecs  # what comes in says which elements go back
+        self._codecs = inbox.codecs  # shared: masks of received activations apply to sent gradients
         self._plan = plan
         self._config = config
         self._plane = plane
@@ -84,16 +83,16 @@ class Rad:
         self._room = room
         self._losses: dict[int, float] = {}
         self._check = FiniteCheck()
-        self._fed: dict[int, list[int]] = {}  # microbatch -> the samples that went into its forward
+        self._fed: dict[int, list[int]] = {}  # microbatch -> the samples of its forward
         self._actions = actions(
             config.schedule, plan.stage.index, plan.stages, config.microbatches, config.depth
         )
-        # A tied variable is held several times; its gradient counts once in the norm, at the lowest stage.
+        # A tied variable is held by several stages; its gradient counts in the norm of the lowest one only.
         self._uncounted = frozenset(t.variable for t in plan.ties if t.stages[0] != plan.stage.index)
 
     async def step(self, attempt: Attempt, step: int, *, look: bool = False) -> Ready:
-        """Forward and backward of every microbatch of `step`, gradients summed over tie-groups; `look`: and say
-        which tensors were not finite. Cancelling it leaves gradients and stashes behind, for `TrainingStage.discard`."""
+        """Forward and backward of every microbatch of `step`, gradients summed over tie-groups. `look`: also check which tensors
+        are not finite. If cancelled, gradients and stashes stay behind for `TrainingStage.discard`."""
         self.inbox.advance(attempt, step)
         self._codecs.advance(attempt, step)
         self._losses.clear()
@@ -108,7 +107,7 @@ class Rad:
                 group.create_task(work()).add_done_callback(lambda _: gate.release())
         self._calls.report_pace(before, self._config.microbatches)
         if look:
-            await self._calls.run(self._look_at_gradients)
+            await self._calls.run(self._check_gradients)
         await self._sum_ties(attempt, step)
         squared_norm = await self._calls.run(self._plane.squared_norm, self._uncounted)
         return Ready(
@@ -124,11 +123,11 @@ class Rad:
         )
 
     def apply(self, learning_rate: float, clip_factor: float) -> Coroutine[Any, Any, None]:
-        """The step is committed: what codecs have left out of it is state at once, and the result updates the weights."""
+        """The step is committed: its residuals become state at once, and the returned coroutine updates the weights."""
         return self._calls.worker.run(self._codecs.apply(self._plane, learning_rate, clip_factor))
 
     async def evaluate(self, attempt: Attempt, step: int) -> float | None:
-        """Mean loss over the held-out microbatches for the state of `step`; None at a stage that does not make it."""
+        """Mean loss over the held-out microbatches at `step`; None at a stage that does not compute it."""
         self.inbox.advance(attempt, step)
         self._losses.clear()
         gate = asyncio.Semaphore(AHEAD)
@@ -143,24 +142,24 @@ class Rad:
         return self._mean_loss()
 
     def _mean_loss(self) -> float | None:
-        """Over the microbatches, in their order; None at a stage that does not make it."""
+        """Over the microbatches, in order; None at a stage that does not compute it."""
         losses = [self._losses[m] for m in sorted(self._losses)]
         return sum(losses) / len(losses) if losses else None
 
     def answers_for(self, error: Exception) -> bool:
-        """Whether a step that raised it failed here. An index beyond its table may be another stage's doing, where we receive
-        whole numbers: its owner could have one owner of ours after another say so, and two of them end the job."""
+        """Whether this stage is at fault for `error`. Where it receives integers, an index out of range may be another stage's fault,
+        whose owner could otherwise make two owners of this stage fail in turn, and so end the job."""
         received = any("int" in edge.type.dtype for edge in self._plan.stage.receives)
         return not (received and isinstance(error, IndexError))
 
     @property
     def mark(self) -> tuple[int, int]:
-        """What changes whenever a step goes on here."""
+        """Changes whenever a step makes progress here."""
         return self.inbox.taken, self._calls.ended
 
     @property
     def waits_for(self) -> int | None:
-        """The stage whose tensor is waited for, while there is nothing to compute."""
+        """The stage whose tensor is awaited while there is nothing to compute; else None."""
         return None if self._calls.waiting else self.inbox.waits_for
 
     # --- waiting
@@ -168,7 +167,7 @@ class Rad:
     async def _prepare(
         self, kind: Literal["forward", "backward"], at: Microbatch
     ) -> Callable[[], Coroutine[Any, Any, None]]:
-        """Wait for what the pass reads; the result runs it."""
+        """Wait for the inputs of the pass. The result runs it."""
         if kind == "forward":
             indices, inputs = await asyncio.to_thread(self._draw, at)
             inputs.update(await self._receive(at))
@@ -181,7 +180,7 @@ class Rad:
         return partial(self._backward, at, gradients)
 
     def _draw(self, at: Microbatch) -> tuple[list[int], Tensors]:
-        """In a thread: a large microbatch takes many hashes, and the disk may be slow."""
+        """Runs in a thread: a large microbatch takes many hashes, and the disk may be slow."""
         indices = self._batches.indices(at.step, at.number)
         return indices, self._batches.read(indices)
 
@@ -222,49 +221,51 @@ class Rad:
         if loss is not None:
             self._losses[at.number] = loss
         await self._send_forward(at, sends)
-        if self._room is not None:  # nothing comes back that it waits for: all batches would wait in memory
+        if (
+            self._room is not None
+        ):  # evaluation has no backward pass to wait for: all batches would queue in memory
             await self._room()
 
     async def _backward(self, at: Microbatch, gradients: list[tuple[str, list[torch.Tensor]]]) -> None:
         def run() -> Tensors:
             summed = {name: _sum(parts) for name, parts in gradients}
             self._check.see(GRADIENTS_RECEIVED, summed.values())
-            made = self._plane.backward(at.number, summed, 1.0 / self._config.microbatches)
-            self._check.see(GRADIENTS_SENT, made.values())
-            return {name: tensor.to("cpu").contiguous() for name, tensor in made.items()}
+            computed = self._plane.backward(at.number, summed, 1.0 / self._config.microbatches)
+            self._check.see(GRADIENTS_SENT, computed.values())
+            return {name: tensor.to("cpu").contiguous() for name, tensor in computed.items()}
 
-        made = await self._calls.run(run)
+        computed = await self._calls.run(run)
         for edge in self._plan.stage.receives:
             if edge.needs_gradient:
-                tensor = made[edge.name]
+                tensor = computed[edge.name]
                 sent = await self._codecs.gradient(at.attempt, at.step, at.number, edge.name, tensor)
                 self._post(edge.producer, "gradient", at, edge.name, tensor, sent)
 
-    def _look_at_gradients(self) -> None:
-        """Our own, before those of tied variables come from others."""
+    def _check_gradients(self) -> None:
+        """Our own, before those of tied variables are added."""
         self._check.see(GRADIENTS, (torch.tensor(self._plane.squared_norm()),))
 
     async def _sum_ties(self, attempt: Attempt, step: int) -> None:
-        """Every member of a tie-group ends with the same sum: added up in stage order, wherever it is added."""
+        """Every member of a tie-group computes the same sum, in stage order."""
         for group in self._plan.ties:
             own = await self._calls.run(self._own_gradient, group.variable)
             here = self._plan.stage.index
             others = [member for member in group.stages if member != here]
-            sent, read = await self._codecs.tie(group.variable, own)
+            sent, decoded = await self._codecs.tie(group.variable, own)
             for member in others:
                 self._post(member, "tie", Microbatch(attempt, step, 0), group.variable, own, sent)
-            parts = {here: read}
+            parts = {here: decoded}
             for member in others:
                 parts[member] = await self.inbox.take(Key("tie", step, 0, group.variable, member))
             ordered = [parts[member] for member in group.stages]
-            await self._calls.run(self._set_gradient, group.variable, ordered, read)
+            await self._calls.run(self._set_gradient, group.variable, ordered, decoded)
 
     def _own_gradient(self, variable: str) -> torch.Tensor:
-        """Where it lies: a vocabulary's is the largest tensor that there is."""
+        """Not copied where it is on the host already: a vocabulary's gradient may be the largest tensor of all."""
         return self._plane.gradients([variable])[variable].to("cpu").contiguous()
 
     def _set_gradient(self, variable: str, parts: Sequence[torch.Tensor], own: torch.Tensor) -> None:
-        """The sum of the parts in their order, in the memory of one that was received: `own` may be on its way still."""
+        """Sum the parts in order, in the memory of a received one: `own` may still be queued for sending."""
         total = parts[0]
         for part in parts[1:]:
             total = part.add_(total) if total is own else total.add_(part)  # a + b is b + a, to the bit
@@ -298,7 +299,7 @@ class Rad:
 
 @asynccontextmanager
 async def _group() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group that raises what went wrong first, not a group of it: one action fails, the step is over."""
+    """A task group that raises its first error, not a group: once one action fails, the step is over."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -306,10 +307,10 @@ async def _group() -> AsyncIterator[asyncio.TaskGroup]:
         raise errors.exceptions[0] from None
 
 
-def _finish(made: Tensors) -> tuple[Tensors, float | None]:
-    """In the worker thread: bring what is sent to the host, and the loss to a number."""
-    loss = float(made["result/0"]) if "result/0" in made else None
-    return {name: tensor.to("cpu").contiguous() for name, tensor in made.items()}, loss
+def _finish(outputs: Tensors) -> tuple[Tensors, float | None]:
+    """On the worker thread: the outputs on the host, and the loss as a number."""
+    loss = float(outputs["result/0"]) if "result/0" in outputs else None
+    return {name: tensor.to("cpu").contiguous() for name, tensor in outputs.items()}, loss
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:

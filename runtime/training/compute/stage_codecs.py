@@ -1,15 +1,15 @@
-"""What one stage's tensors look like on the wire: which codec each goes with, and what is remembered of it.
+"""How one stage's tensors are encoded on the wire, with the masks and residuals that this needs.
 
     activation   the edge's forward codec; encoded once for all its consumers
-    gradient     the edge's backward codec. Where the forward one was sparse, only the elements that the consumer had seen
+    gradient     the edge's backward codec. Where the forward one was sparse, only the elements that the consumer received
                  have a gradient: their values go back in the same order, without their positions (`masked`)
-    tie          the variable's forward codec; whoever sends it adds up what the others will read of it, so that every
+    tie          the variable's forward codec; the sender adds up its own gradient as the others decode it, so that every
                  member of the tie-group ends with the same sum
-    evaluation   never sparse: it is to say how good the weights are, and they are served whole
+    evaluation   never sparse: it measures the weights as they are served
 
-The job's table (`TrainConfig.codecs`, `After.codecs`) says what is sent; what is received says itself what it is, and has
-to be of a kind that the job allows. Encoding and decoding run in a thread of their own, beside the arithmetic, in the
-order in which they were asked for, so that error feedback depends on the schedule alone.
+The job's table (`TrainConfig.codecs`, `After.codecs`) chooses the codecs of sent tensors; a received tensor names its own,
+which must be of a family that the job allows. Encoding and decoding run in a separate thread beside the arithmetic, in the
+order in which they were requested, so that error feedback depends on the schedule alone.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 DENSE = "none"
-EVALUATED = "int8"  # in the place of what leaves elements out
+EVALUATED = "int8"  # in place of a sparse codec
 
 _TensorId = tuple[Attempt, int, int, str]  # attempt, step, microbatch, edge
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A tensor as it goes out."""
+    """An encoded tensor."""
 
     spec: str
     masked: bool
@@ -51,24 +51,24 @@ class Sent:
 
 
 class StageCodecs:
-    """`worker`: the thread that encodes and decodes; None computes where it is called, for what has no thread."""
+    """`worker`: the thread that encodes and decodes; None: in the calling thread."""
 
     def __init__(self, config: TrainConfig, worker: Worker | None = None) -> None:
         self._config = config
         self._worker = worker
         self._table: dict[str, tuple[str, str]] = {}
         self._feedback = ErrorFeedback()
-        # Of each sparse activation of the steps under way: its codec, and the elements that it had.
+        # Of each sparse activation of the running steps: its codec, and the indices of its elements.
         self._masks: dict[_TensorId, tuple[str, torch.Tensor]] = {}
         self._attempt: Attempt = NO_ATTEMPT
         self.use(config.codecs)
 
     def use(self, codecs: EdgeCodecs) -> None:
-        """From now on tensors are sent by this table."""
+        """Send tensors with the codecs of this table from now on."""
         self._table = {edge: (forward, backward) for edge, forward, backward in codecs}
 
     def check(self, spec: str) -> None:
-        """ValueError for a codec that this job does not have."""
+        """Raises ValueError for a codec that this job does not allow."""
         parsed = parse(spec)
         if str(parsed) != spec:
             raise ValueError(f"codec {spec[:40]!r} is spelt {str(parsed)!r}")
@@ -105,7 +105,7 @@ class StageCodecs:
         return await self._encoded(edge, self._spec(edge, 1, tensor), tensor)
 
     async def tie(self, variable: str, tensor: torch.Tensor) -> tuple[Sent, torch.Tensor]:
-        """As it goes out, and as the others will read it."""
+        """The encoded gradient, and how the others will decode it."""
         corrected = self._feedback.has(variable)
         sent = await self._encoded(variable, self._spec(variable, 0, tensor), tensor)
         if sent.spec == DENSE and not corrected:
@@ -115,7 +115,7 @@ class StageCodecs:
         return sent, await self._run(codec(sent.spec).decode, payload, tuple(tensor.shape), dtype)
 
     async def _encoded(self, name: str, spec: str, tensor: torch.Tensor) -> Sent:
-        # A tensor that goes whole pays what another codec has left out before it.
+        # A dense tensor, too, carries the residual that an earlier codec has left.
         if spec == DENSE and not self._feedback.has(name):
             return _dense(tensor)
         if self._config.compression.error_feedback:
@@ -141,35 +141,35 @@ class StageCodecs:
         *,
         evaluate: bool = False,
     ) -> torch.Tensor:
-        """ValueError for bytes that are not a tensor of that shape, or values for elements that we never sent."""
-        (payload,), made = sent.buffers, codec(sent.spec)
+        """Raises ValueError for bytes that are not a tensor of that shape, and for values of elements that we did not send."""
+        (payload,), used = sent.buffers, codec(sent.spec)
         if sent.masked:
             spec, indices = self._masks.get(tensor_id, (DENSE, None))
-            if kind != "gradient" or spec != sent.spec or not isinstance(made, Sparse):
+            if kind != "gradient" or spec != sent.spec or not isinstance(used, Sparse):
                 raise ValueError("values for elements that were not sent")
-            return await self._run(made.decode_at, payload, shape, dtype, indices)
-        if kind == "activation" and isinstance(made, Sparse) and not evaluate:
-            decoded = await self._run(made.decode_sparse, payload, shape, dtype)
+            return await self._run(used.decode_at, payload, shape, dtype, indices)
+        if kind == "activation" and isinstance(used, Sparse) and not evaluate:
+            decoded = await self._run(used.decode_sparse, payload, shape, dtype)
             if decoded.indices is not None:
                 self._masks[tensor_id] = (sent.spec, decoded.indices)
             return decoded.tensor
-        return await self._run(made.decode, payload, shape, dtype)
+        return await self._run(used.decode, payload, shape, dtype)
 
-    # --- a step, and the stage's state
+    # --- steps, and the stage's state
 
     def advance(self, attempt: Attempt, step: int) -> None:
-        """What belongs to earlier steps and attempts is forgotten."""
+        """Drop the masks of earlier steps and attempts."""
         self._attempt = attempt
         self._masks = {of: mask for of, mask in self._masks.items() if of[:2] >= (attempt, step)}
 
     def forget(self, attempt: Attempt, edges: Collection[str]) -> None:
-        """Of these edges what came in an attempt that we have not begun."""
+        """Drop the masks of these edges in an attempt that we have not begun."""
         self._masks = {of: mask for of, mask in self._masks.items() if of[0] != attempt or of[3] not in edges}
 
     def apply(self, stage: TrainingStage, learning_rate: float, clip_factor: float) -> Callable[[], None]:
-        """The step of `stage` is committed: what it has left out is state now. The result, called in the device's thread, updates the
-        weights. In float16 a step whose gradients have overflowed changes neither, and with the loss scale what was left
-        out before is scaled: so will be the gradients that it is added to."""
+        """The step of `stage` is committed, and with it the residuals. The result, called on the device's thread, updates the weights.
+        In float16 a step whose gradients have overflowed changes neither, and residuals are rescaled with the loss scale, like
+        the gradients that they will be added to."""
         if skips(stage, clip_factor):
             self._feedback.discard()
         else:
@@ -185,16 +185,16 @@ class StageCodecs:
         return update
 
     def commit(self) -> None:
-        """What the step has left out is state now."""
+        """The residuals of the step become state."""
         self._feedback.commit()
 
     async def discard(self) -> None:
-        """Forget the step that is under way; what a partner has sent of an attempt that it began before us is of use yet."""
+        """Drop the running step. What a partner has sent of an attempt that it began before us is kept."""
         self._masks = {of: mask for of, mask in self._masks.items() if of[0] > self._attempt}
         await self._run(self._feedback.discard)  # behind whatever is being encoded
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What has been left out so far, by edge or variable: part of the stage's state."""
+        """The residuals, by edge or variable: part of the stage's state."""
         return self._feedback.state()
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -207,7 +207,7 @@ class StageCodecs:
 
 
 def allowed(config: TrainConfig) -> frozenset[str]:
-    """The families of codecs that a stage of this job may receive."""
+    """The codec families that a stage of this job accepts."""
     compression = config.compression
     if compression.kind == "none":
         return frozenset({DENSE})
@@ -218,7 +218,7 @@ def allowed(config: TrainConfig) -> frozenset[str]:
 
 
 def residual_shapes(stage: Stage, config: TrainConfig) -> dict[str, tuple[int, ...]]:
-    """What error feedback may keep at a stage, by edge or variable: float32 tensors of these shapes."""
+    """The shapes of a stage's residuals, float32 tensors, by edge or variable."""
     if not config.compression.error_feedback:
         return {}
     sizes = config.sizes

@@ -36,8 +36,7 @@ def pack_text(
 ) -> Tokens:
     """The files' text as one row of token ids, little-endian unsigned of the smallest width that `vocabulary` needs.
 
-    Bytes where `tokenizer` is None; `not_utf8` hears of a file that a tokenizer is given with U+FFFD for what is no
-    UTF-8. Stops at `limit_bytes` of text. JobError for a file that cannot be read or a token
+    Bytes where `tokenizer` is None. `not_utf8` is called with each file whose invalid UTF-8 a tokenizer gets as U+FFFD. Stops at `limit_bytes` of text. JobError for a file that cannot be read or a token
     id that the model does not have.
     """
     return _row(_texts_of(files, limit_bytes, None if tokenizer is None else not_utf8), tokenizer, vocabulary)
@@ -51,7 +50,7 @@ def _texts_of(
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                # No more of it: a corpus may be larger than the memory, and so may the limit, which would be set aside.
+                # Bounded by the size: the limit may be larger than the memory, and a read of it would allocate that.
                 data = file.read(min(left, size or left))
         except OSError as error:
             raise JobError(f"data.files: {path}: {error.strerror or error}") from None
@@ -72,7 +71,7 @@ def _is_utf8(data: bytes, *, cut: bool) -> bool:
 
 
 def pack_texts(texts: Iterable[str], tokenizer: Tokenizer | None, vocabulary: int) -> Tokens:
-    """The same, of texts."""
+    """`pack_text`, of strings."""
     return _row((text.encode() for text in texts), tokenizer, vocabulary)
 
 
@@ -82,7 +81,7 @@ def _row(texts: Iterable[bytes], tokenizer: Tokenizer | None, vocabulary: int) -
     for text in texts:
         row = _tokens(text, tokenizer)
         largest = max(largest, int(row.max(initial=0)))
-        # Of all texts in 8 bytes an id there would be several times as much
+        # Narrowed at once: 8 bytes an id would take several times the memory
         rows.append(row.astype(kind, copy=False))
     if largest >= vocabulary:
         raise JobError(f"model.vocabulary must be above the largest token id in the data ({largest})")
@@ -105,9 +104,9 @@ def token_bytes(vocabulary: int) -> int:
 
 
 class Batches:
-    """The model inputs that one stage reads, of training and held-out microbatches, from blobs on disk.
+    """Reads the model inputs of one stage, for training and held-out microbatches, from blobs on disk.
 
-    `inputs`: the names of those inputs. JobError for blobs that do not hold them. A stage that reads only `position_ids` opens no blob.
+    `inputs`: their names. Raises JobError for blobs that do not hold them. A stage that reads only `position_ids` opens no blob.
     """
 
     def __init__(
@@ -136,13 +135,13 @@ class Batches:
         return self.read(self.indices(step, microbatch))
 
     def indices(self, step: int, microbatch: int) -> list[int]:
-        """The numbers of the samples of a microbatch; none where the stage reads none."""
+        """The indices of a microbatch's samples; empty where the stage reads none."""
         if self._train is None:
             return []
         return sample_indices(self._config.seed, step, microbatch, self._config, self._train.samples)
 
     def read(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The inputs made of these samples of the training data, as `train` gives them."""
+        """As `train`, for these samples."""
         return self._positions() if self._train is None else self._train.read(indices, self._inputs)
 
     def held_out(self, batch: int) -> dict[str, torch.Tensor]:
@@ -185,12 +184,12 @@ class _Windows:
         windows = np.stack([self._row[i * length : i * length + length + 1] for i in indices]).astype(
             np.int64
         )
-        made = {
+        readers = {
             "input_ids": lambda: torch.from_numpy(windows[:, :-1].copy()),
             "targets": lambda: torch.from_numpy(windows[:, 1:].copy()),
             "position_ids": lambda: _positions(self._config),
         }
-        return {name: made[name]() for name in inputs}
+        return {name: readers[name]() for name in inputs}
 
 
 class _Arrays:

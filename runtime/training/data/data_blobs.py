@@ -1,4 +1,4 @@
-"""The blobs of a job's data, onto this disk."""
+"""Fetches the blobs of a job's data."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fusion.swarm.transport import PeerId
 async def fetch_data(
     context: Context, job: JobId, name: str, data: DataConfig, hints: Sequence[PeerId]
 ) -> tuple[Path, Path | None]:
-    """What the job is trained on, and what is held out of it. Raises BlobError; Refused where they are too much for the disk that
-    this peer lends."""
+    """The training data and the held-out data, if any. Raises BlobError; Refused where they are too large for the disk that this
+    peer lends."""
     blobs, most = context.blobs.of(job), context.blobs.store.largest_bytes
     try:
         train = await blobs.fetch(data.train, hints, max_bytes=most)

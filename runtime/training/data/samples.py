@@ -1,5 +1,5 @@
 """Which samples a microbatch holds: a pure function of (seed, step, microbatch), so that the stages which read data (the
-first for `input_ids`, the last for `targets`) agree without a word, and a step that is run again sees the same samples.
+first for `input_ids`, the last for `targets`) agree without communication, and a repeated step sees the same samples.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Indices = npt.NDArray[np.int64]
 
 
 def sample_indices(seed: int, step: int, microbatch: int, config: TrainConfig, samples: int) -> list[int]:
-    """The samples of one microbatch: every sample once an epoch, in an order that (seed, epoch) shuffles."""
+    """The sample indices of one microbatch: every sample once per epoch, in an order shuffled by (seed, epoch)."""
     first = (step * config.microbatches + microbatch) * config.microbatch_size
-    found: list[int] = _window(seed, first, config.microbatch_size, samples).tolist()
-    return found
+    indices: list[int] = _window(seed, first, config.microbatch_size, samples).tolist()
+    return indices
 
 
 @cached(  # the lead asks again, to check what was fed
@@ -41,7 +41,7 @@ def _window(seed: int, first: int, count: int, samples: int) -> Indices:
 
 
 def held_out_indices(batch: int, config: TrainConfig, samples: int) -> list[int]:
-    """The samples of one microbatch of evaluation, spread evenly over the held-out data, the same every time."""
+    """The sample indices of one microbatch of evaluation, spread evenly over the held-out data, the same every time."""
     wanted = config.evaluate_batches * config.microbatch_size
     first = batch * config.microbatch_size
     return [((first + i) * samples // wanted) % samples for i in range(config.microbatch_size)]

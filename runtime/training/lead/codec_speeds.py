@@ -1,4 +1,4 @@
-"""How fast this machine encodes what a job may use."""
+"""The speed of this machine at the codecs that a job may use."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def needed_families(compression: CompressionConfig) -> tuple[str, ...]:
 
 @lru_cache(maxsize=16)
 def measured(families: tuple[str, ...]) -> Mapping[str, CodecSpeed]:
-    """Once in a process: this machine stands for all of the job's."""
+    """Measured once per process; this machine stands for all of the job's."""
     return measure_families(families)

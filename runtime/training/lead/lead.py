@@ -1,7 +1,7 @@
 """The lead of a job: the owner of stage 0, which holds the data placeholder. Elected like any other stage owner.
 
-The rules of a step are `fusion.runtime.training.step.lead`, pure; here they meet messages and the figures that people watch. How fast the job is
-is known to `StepTimes`, the snapshot under way to `SnapshotCoordinator`.
+The rules of a step are `fusion.runtime.training.step.lead`, pure; this is their shell: messages in and out, and the job's
+progress. `StepTimes` measures its speed, `SnapshotCoordinator` has the snapshot under way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fusion.runtime.job.progress import Progress
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.lead.snapshot_coordinator import SnapshotCoordinator
 from fusion.runtime.training.lead.step_times import Pace, StepTimes
-from fusion.runtime.training.lead.tuning import in_words
+from fusion.runtime.training.lead.tuning import codec_summary
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import Checkpoint
@@ -29,18 +29,18 @@ from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
 
-MAX_HANDOVER_CODECS = 8192  # characters of a table that is handed on; the next lead can choose anew
-MOST_BYTES = 1 << 50  # that one stage may say it has sent
+MAX_HANDOVER_CODECS = 8192  # characters of a table that is handed over; the next lead can choose again
+MOST_BYTES = 1 << 50  # that one stage may report as sent
 
 
 class Lead:
-    """`send(stage, message)` reaches every stage, the lead's own too, and returns at once; `spawn` runs a coroutine
-    beside the loop; `put` stores a blob; `changed` is called when the progress did; `clock` counts seconds. `owners` are
-    those of the stages now, `spare`: who could take a stage; `faults`: that this peer remembers of the job;
-    `state_bytes`: of the largest of its stages.
+    """`send(stage, message)` reaches every stage, the lead's own too, and returns at once; `spawn` starts a task; `put` stores a
+    blob; `changed` is called whenever the progress changes; `clock` returns seconds. `owners` returns the current owners by
+    stage, `spare` the peers that could take a stage; `faults`: of the job, as this peer remembers them; `state_bytes`: of the
+    largest stage.
 
-    `newest` is the snapshot that our stage was loaded from, or knows of beside the `handover` that it took over with;
-    `samples`: in the training data, None where our stage reads none of it; `edges`: names of those of the job."""
+    `newest` is the snapshot that our stage was loaded from, or knows beside the `handover` that it took over with;
+    `samples`: in the training data, None where our stage reads none of it; `edges`: the names of the job's edges."""
 
     def __init__(
         self,
@@ -83,31 +83,32 @@ class Lead:
             clock=clock,
         )
         self._times = StepTimes(config, clock)
-        self._watched = clock()  # until when the statistics counts the seconds
-        self._waits: dict[int, tuple[int, float]] = {}  # stage -> whom it said that it waits for, and when
+        self._counted_until = clock()  # the time up to which the statistics count `seconds`
+        self._waits: dict[
+            int, tuple[int, float]
+        ] = {}  # stage -> the stage that it reported to wait for, and when
         self._finishing = False
         self._edges = edges
         self.progress = Progress(
             job=job, state="running", steps=config.steps, stages=stages,
             snapshot=newest.digest, snapshot_step=newest.step,
             step=newest.step if handover is None else handover.step,
-            codecs=self._codecs_in_words(),
+            codecs=self._codec_summary(),
         )  # fmt: skip
-        self._report_books()
+        self._report_totals()
 
     def learn(self, checkpoint: Checkpoint) -> None:
-        """The snapshot that our stage was loaded from, now with its ledger; before anything is received."""
+        """The snapshot that our stage was loaded from, now with its ledger. Called before any message is received."""
         self._state = replace(self._state, snapshots=self._state.snapshots.begin(checkpoint))
         if self._handed_over is None:
             self._state = replace(self._state, ledger=checkpoint.ledger, history=checkpoint.version.history)
         self._snapshots.restart()
-        self._watched = self._clock()
-        self._report_books()
+        self._counted_until = self._clock()
+        self._report_totals()
 
     @property
     def waiting_for(self) -> str:
-        """One line for people: why no step is under way or, where the last one was, no snapshot becomes durable; empty where
-        neither is so."""
+        """Why no step is running or, once the last one has run, its snapshot is not durable, in one line; empty otherwise."""
         if self._state.missing:
             return f"waiting for stage {', '.join(map(str, self._state.missing))}"
         if self._state.phase == "gathering":
@@ -115,71 +116,70 @@ class Lead:
         return self._snapshots.trouble
 
     @property
-    def books(self) -> tuple[Ledger, RunStatistics]:
-        """What the next lead needs, if we hand over."""
+    def totals(self) -> tuple[Ledger, RunStatistics]:
+        """The ledger and statistics, which a handover passes to the next lead."""
         return self._state.ledger, self._state.statistics
 
     @property
     def pace(self) -> Pace | None:
-        """None while no step is under way, before a few were committed, and once the job is to end."""
+        """None while no step is running, before a few were committed, and once the job is to end."""
         state = self._state
         return self._times.pace(state.step) if state.phase == "running" and not state.stopping else None
 
     @property
     def codecs(self) -> EdgeCodecs:
-        """What tensors are sent as, from the next step on at the latest."""
+        """The codecs of the edges, from the next step on at the latest."""
         return self._config.codecs if self._state.codecs is None else self._state.codecs
 
     @property
     def chosen(self) -> EdgeCodecs | None:
-        """The table that the next lead would not know of, if it is no longer than a handover can carry."""
+        """The codecs chosen since the job began, for a handover; None if none were, or they are too long for one."""
         codecs = self._state.codecs
-        length = sum(len(word) for way in codecs or () for word in way)
+        length = sum(len(text) for edge in codecs or () for text in edge)
         return codecs if length <= MAX_HANDOVER_CODECS else None
 
     def change_codecs(self, codecs: EdgeCodecs) -> None:
-        """Send tensors by that table from the next step on."""
+        """Use `codecs` from the next step on."""
         self._event(e.ChangeCodecs(codecs))
-        self.update_progress(codecs=self._codecs_in_words())
-        log.info("step %d: codecs are %s", self._state.step, self._codecs_in_words())
+        self.update_progress(codecs=self._codec_summary())
+        log.info("step %d: codecs are %s", self._state.step, self._codec_summary())
 
     def move(self, stage: int, peer: PeerId) -> None:
-        """Have the owner of a stage hand it to that peer at a step boundary."""
+        """Ask the owner of a stage to hand it to `peer` at a step boundary."""
         self._send(stage, m.Move(peer))
 
     def stop(self) -> bool:
-        """End the job after the step that is under way, with a snapshot. Whether there is one."""
+        """End the job after the running step, with a snapshot. Whether one is running."""
         self._event(e.Stop())
         return self._state.phase == "running"
 
     def update_progress(self, **fields: object) -> None:
-        """Change what the progress says."""
         progress = self.progress.with_fields(**fields)
         if progress != self.progress:
             self.progress = progress
             self._changed()
 
     def receive(self, stage: int, message: m.Message) -> None:
-        """A control message from a stage. ValueError for one that only the lead may send."""
+        """A control message from a stage. Raises ValueError for one that only a lead sends."""
         match message:
             case m.Join():
-                self._watch()
-                self._look_around()
+                self._count_seconds()
+                self._update_owners()
                 self._event(message, stage)
-                self._report_books()
+                self._report_totals()
             case m.Suspect(waits_for=int(other)):
                 self._waits[stage] = other, self._clock()
             case m.Suspect():
                 log.info("stage %d: %s", stage, message.text)
                 self._event(message, stage)
-                self._report_books()
+                self._report_totals()
             case m.Ready():
-                self._look_at_the_clock()
+                self._check_snapshot_times()
                 if len(self._state.ready) == self._stages - 1:
-                    self._look_around()
+                    self._update_owners()
                 self._event(message, stage)
             case m.Evaluated(step, loss):
-                if step == self._state.step:  # watchers wait for a later one than they have seen
+                if step == self._state.step:  # watchers ignore an earlier step than they have seen
                     self.update_progress(validation_loss=loss, validation_step=step)
             case m.Shard():
                 self._snapshots.saved(stage, message)
@@ -188,7 +188,7 @@ class Lead:
                     self._saved(saved)
             case m.Failed():
                 log.warning("stage %d failed: %s", stage, message.text)
-                self._look_around()
+                self._update_owners()
                 self._event(message, stage)
             case m.Leaving():
                 log.info("the owner of stage %d is leaving", stage)
@@ -201,31 +201,30 @@ class Lead:
 
     @property
     def mark(self) -> Hashable:
-        """What changes whenever a stage has brought the job on."""
+        """Changes whenever a stage makes progress."""
         state = self._state
         return state.phase, state.attempt, state.step, len(state.ready), tuple(state.here.join_ids.items())
 
-    def culprits(self, waits_for: int | None, since: float, *, all_say_so: bool) -> tuple[int, ...]:
-        """The stages of which one has to go, where the step stands still; `waits_for`: for whom our own stage waits. What was said
-        before `since` is over."""
+    def culprits(self, waits_for: int | None, since: float, *, unanimous: bool) -> tuple[int, ...]:
+        """The stages of which one owner is to be replaced, as the step has stalled. `waits_for`: the stage that our own waits for.
+        Reports from before `since` are ignored."""
         waits = {stage: other for stage, (other, at) in self._waits.items() if at >= since}
         if waits_for is not None and waits_for >= 0:
             waits[0] = waits_for
-        return self._state.culprits(waits, all_say_so=all_say_so)
+        return self._state.culprits(waits, unanimous=unanimous)
 
     def replace_idle(self, stage: int, peer: PeerId, term: int) -> None:
-        """The step stands still with the owner of that stage: have it leave."""
-        self._look_around()
+        """The step has stalled at that owner of `stage`: tell it to give the stage up."""
+        self._update_owners()
         self._event(e.StandsStill(stage, peer, term))
 
     @property
     def faults(self) -> Faults:
-        """What failed so far at the steps that are not committed."""
+        """At the steps that are not committed."""
         return self._state.faults
 
-    def _look_around(self) -> None:
-        """Who holds the stages."""
-        # One that has just left is still whose word comes: without its name it would count as another peer each time.
+    def _update_owners(self) -> None:
+        # Owners that have left stay: their last messages may still arrive, and must be attributed to the same peer.
         peers = {**self._state.peers, **self._owners()}
         self._state = replace(self._state, peers=peers)
 
@@ -243,7 +242,7 @@ class Lead:
                 self._snapshots.begun(statistics)
                 self._snapshot(after)
                 self._everyone(action)
-                self.update_progress(step=step, attempts=self._state.count, message="", **self._books())
+                self.update_progress(step=step, attempts=self._state.count, message="", **self._totals())
             case m.Commit():
                 self._snapshot(action.after)
                 self._everyone(action)
@@ -258,7 +257,7 @@ class Lead:
                 log.info("not everybody has the state of one step: back to step %d", checkpoint.step)
                 self._snapshots.restored()
                 self._everyone(action)
-                self._report_books()
+                self._report_totals()
             case e.Committed():
                 self._committed(action)
             case e.FellBack(lost):
@@ -268,20 +267,20 @@ class Lead:
             case e.Fail(text):
                 self.finish("failed", text)
 
-    def _look_at_the_clock(self) -> None:
+    def _check_snapshot_times(self) -> None:
         if self._snapshots.give_up_overdue():
             self._event(e.SnapshotLost())
         if self._config.snapshot_every == 0 and self._snapshots.due:
             self._event(e.SnapshotDue())
 
-    def _watch(self) -> None:
-        """Count the time that this job was watched."""
+    def _count_seconds(self) -> None:
+        """Add the time since the last call to the statistics."""
         now, statistics = self._clock(), self._state.statistics
-        statistics = replace(statistics, seconds=statistics.seconds + now - self._watched)
-        self._state, self._watched = self._state.count_on(statistics), now
+        statistics = replace(statistics, seconds=statistics.seconds + now - self._counted_until)
+        self._state, self._counted_until = self._state.with_statistics(statistics), now
 
-    def _books(self) -> dict[str, object]:
-        (ledger, statistics), held = self.books, self._state.snapshots.held
+    def _totals(self) -> dict[str, object]:
+        (ledger, statistics), held = self.totals, self._state.snapshots.held
         recent = tuple(pair for pair in statistics.recent if pair[0] < ledger.steps)
         return {
             "samples": ledger.samples, "ledger": ledger.head, "discarded": statistics.discarded,
@@ -290,11 +289,11 @@ class Lead:
             "snapshot": held.digest, "snapshot_step": held.step,
         }  # fmt: skip
 
-    def _report_books(self) -> None:
-        self.update_progress(**self._books())
+    def _report_totals(self) -> None:
+        self.update_progress(**self._totals())
 
     def _everyone(self, message: m.Message) -> None:
-        # The others first: our own stage starts to compute at once, theirs have a link to cross.
+        # Other stages first: their messages have a link to cross, while our own stage starts at once.
         for stage in (*range(1, self._stages), 0):
             self._send(stage, message)
 
@@ -307,18 +306,18 @@ class Lead:
             busy=tuple(round(report.busy, 4) for report in reports),
             sent_bytes=sum(_payload(report.sent_bytes) for report in reports),
             received_bytes=sum(_payload(report.received_bytes) for report in reports),
-            **self._books(),
+            **self._totals(),
         )
 
-    def _codecs_in_words(self) -> str:
-        return "" if self._config.compression.kind == "none" else in_words(self.codecs, self._edges)
+    def _codec_summary(self) -> str:
+        return "" if self._config.compression.kind == "none" else codec_summary(self.codecs, self._edges)
 
     # --- snapshots
 
     def _snapshot(self, after: m.After) -> None:
-        """Whether everybody is told to save the state of the step that the ledger is of."""
+        """Note the snapshot that all stages are about to be asked for, if any."""
         if after.snapshot:
-            self._snapshots.ask(self._state.ledger, self._state.history)
+            self._snapshots.request(self._state.ledger, self._state.history)
 
     def _saved(self, saved: m.Saved) -> None:
         step = saved.checkpoint.step

@@ -1,4 +1,4 @@
-"""What the peer of stage 0 does for the whole job: the lead, its eye on the links, and what people are told meanwhile."""
+"""What the peer of stage 0 runs for the whole job: the lead, the tuner, and reports of what the job waits for."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fusion.swarm.directory.records import Digest, PeerRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId
 
-WAIT_SECONDS = 1.0  # how often what the job waits for is put in words
-PEERS_SECONDS = 4.0  # how often it is looked who works in the swarm
+WAIT_SECONDS = 1.0  # from one report of what the job waits for to the next
+PEERS_SECONDS = 4.0  # from one read of the swarm's peers to the next
 
 
 class Leading:
-    """`send`, `spawn`, `put` and `changed` as `Lead` has them."""
+    """`send`, `spawn`, `put` and `changed` are as in `Lead`."""
 
     def __init__(
         self,
@@ -58,32 +58,32 @@ class Leading:
         )
 
     def start(self, group: asyncio.TaskGroup) -> None:
-        group.create_task(self._explain_waiting())
+        group.create_task(self._report_waiting())
         group.create_task(self._tuner.run())
-        group.create_task(self._look_for_peers())
+        group.create_task(self._read_peers())
 
     def report_owners(self) -> None:
-        """Who holds which stage has changed."""
+        """Update the owners in the progress."""
         if not self.lead.progress.finished:
             owners = self._partners.holders()
             self.lead.update_progress(owners=tuple(owners.get(stage) for stage in range(self._stages)))
 
     def _spare(self, stage: int) -> frozenset[PeerId]:
-        """Who could take the stage, as the directory said when it was last asked: its standbys, and any peer with memory
-        for it, which claims a stage that nobody has."""
+        """Peers that could take the stage, as last read from the directory: its standbys, and peers with free memory for it, which
+        claim vacant stages."""
         claims = self._context.leases.recent(self._job, stage)
         standbys = {claim.peer for claim in claims if claim.role == "standby"}
         needed = self._memory_bytes[stage]
         return frozenset(standbys | {peer.peer for peer in self._peers if peer.free_memory_bytes >= needed})
 
-    async def _look_for_peers(self) -> None:
+    async def _read_peers(self) -> None:
         while True:
             with suppress(SwarmError):
-                found = await self._context.directory.peers(max_age_seconds=PEERS_SECONDS)
-                self._peers = tuple(peer for peer in found if peer.role == "peer")
+                records = await self._context.directory.peers(max_age_seconds=PEERS_SECONDS)
+                self._peers = tuple(peer for peer in records if peer.role == "peer")
             await asyncio.sleep(PEERS_SECONDS)
 
-    async def _explain_waiting(self) -> None:
+    async def _report_waiting(self) -> None:
         while True:
             await asyncio.sleep(WAIT_SECONDS)
             if not self.lead.progress.finished:

@@ -1,9 +1,9 @@
-"""Whether a stage of a running job should go to an idle peer: pure, over the model that placements are compared by.
+"""Whether a stage of a running job should move to an idle peer. Pure, over the step model that compares placements.
 
-A move stops the whole job while the stage's state crosses a link, so it has to save twice that in the steps that are
-left, and a fifth of each. What a peer announces of its speed was measured in an idle moment: unless it is BELIEVED times
-as much, the peer counts as no faster than the one that has been seen at work. The way back never pays then, as long as
-nothing else changes: both of its ends are judged by the same figures.
+A move stops the whole job while the stage's state crosses a link, so it must save twice that time over the remaining steps,
+and a fifth of each step. A peer's announced speed was measured while idle: unless it is BELIEVED times as high, the peer
+counts as no faster than the current owner, which was measured at work. So moving back never pays unless something else
+changes: both directions are judged by the same figures.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from fusion.dag.placement.pipeline import Pipeline, StageLoad
 from fusion.dag.placement.step_model import step_seconds
 
-EXPLAINED = 0.5  # of what a step takes by the clock: less, and the links are not yet known as they are
+EXPLAINED = (
+    0.5  # of the measured step time; if the model predicts less, its figures of the links are out of date
+)
 LEAST_GAIN = 0.2  # of a step
 WORTH = 2.0  # times the cost
 PAUSE_SECONDS = 3.0  # of a move, beside sending the state: to stop, to claim, to link, to begin
-BELIEVED = 3.0  # how much faster a peer has to be by its own account
+BELIEVED = 3.0  # times as fast an announced speed must be to count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +46,12 @@ def best_move(
     seconds: float,
     known: Callable[[str, str], bool] = lambda a, b: True,
 ) -> Move | None:
-    """The move that shortens a step most, of those that pay; None where none does.
+    """The move that shortens a step most, among those that pay; None where none does.
 
-    `idle` are peers of the network that run no stage, whose `memory_bytes` are free; `state_bytes` by stage. `seconds`:
-    what a step takes by the clock. The model may expect worse, and is not believed; where it expects far better, the
-    figures of the links are still on their way, and which stage they will tell of is not known: no move. `known` tells
-    which ordered pairs of peers the network does not guess: a stage goes nowhere on a guess."""
+    `idle`: peers of the network that run no stage, whose `memory_bytes` are free. `state_bytes`: by stage. `seconds`: measured
+    step time. It replaces a longer prediction; if the prediction is far shorter, new figures of the links are still to come,
+    and it is unknown for which stage: no move. `known`: whether the rate of an ordered pair of peers is measured and not
+    guessed; no stage moves on a guess."""
     modelled = step_seconds(pipe).seconds
     if modelled < EXPLAINED * seconds:
         return None
@@ -98,7 +100,7 @@ def _slower(load: StageLoad, times: float) -> StageLoad:
 
 
 def _reaches(pipe: Pipeline, stage: int, peer: str, known: Callable[[str, str], bool]) -> bool:
-    """Whether something is known of every link that the stage would use there."""
+    """Whether every link that the stage would use there is known."""
     ends = {
         pipe.owners[flow.consumer if flow.producer == stage else flow.producer]
         for flow in pipe.flows

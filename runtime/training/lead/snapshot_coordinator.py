@@ -1,6 +1,6 @@
-"""The lead's part in a snapshot: it asks every stage for its shard, writes the index once it has all, and asks that each shard be held
-twice; then the snapshot is durable. One at a time; the rules are those of `fusion.runtime.training.snapshots.snapshot.Collector` and
-`fusion.runtime.training.snapshots.snapshot_period`, both pure.
+"""The lead's part in a snapshot: it requests every stage's shard, writes the index once it has all digests, and has each shard
+replicated; then the snapshot is durable. One at a time. The rules, both pure, are
+`fusion.runtime.training.snapshots.snapshot.Collector` and `fusion.runtime.training.snapshots.snapshot_period`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 class SnapshotCoordinator:
-    """`everyone` sends a message to each stage; `spawn`, `put`, `owners` and `clock` as `Lead` has them; `state_bytes`: of the
-    largest stage."""
+    """`everyone` sends a message to each stage; `spawn`, `put`, `owners` and `clock` are as in `Lead`; `state_bytes`: of the largest
+    stage."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class SnapshotCoordinator:
         self._clock = clock
         self._collector = Collector(stages=stages)
         self._index: Digest | None = None  # of the snapshot under way, once it is written
-        self._troubles: dict[int, str] = {}  # stage -> what keeps it from its part of the snapshot under way
-        # How far the copies are of the newest snapshot, and of the one under way.
-        self._away = self._asked_away = m.NEXT_STAGE
+        self._troubles: dict[int, str] = {}  # stage -> why it cannot do its part of the snapshot under way
+        # `away` of the copies of the newest snapshot, and of the one under way.
+        self._away = self._next_away = m.NEXT_STAGE
         self.restart()
 
     def restart(self) -> None:
@@ -58,34 +58,34 @@ class SnapshotCoordinator:
 
     @property
     def trouble(self) -> str:
-        """What keeps the first stage of those that have any; empty where nothing does."""
+        """Why the first stage with a trouble cannot do its part; empty if none has."""
         return next((f"stage {stage} {text}" for stage, text in sorted(self._troubles.items())), "")
 
     @property
     def due(self) -> bool:
-        """Whether the next step should be preceded by a snapshot, by the cost of one and the losses so far."""
+        """Whether to take a snapshot before the next step, by its cost and the losses so far."""
         return self._period.due(self._clock())
 
     def begun(self, statistics: RunStatistics) -> None:
-        """An attempt begins: whoever was saving may be gone, and the next owner does not know of it."""
+        """An attempt begins: an owner that was saving may have been replaced, and its successor does not know of the request."""
         self._period = self._period.seen(self._clock(), statistics.seconds, statistics.losses).give_up()
         self._begin(Collector(stages=self._stages))
 
-    def ask(self, ledger: Ledger, history: str) -> None:
-        """Everybody is told to save the state that these are of."""
+    def request(self, ledger: Ledger, history: str) -> None:
+        """All stages are told to save the state of that ledger and history."""
         self._begin(Collector(stages=self._stages, ledger=ledger, history=history))
-        self._period = self._period.ask(self._clock())
+        self._period = self._period.request(self._clock())
 
     def _begin(self, collector: Collector) -> None:
         self._collector, self._index = collector, None
         self._troubles.clear()
 
     def stepped(self, seconds: float) -> None:
-        """A step took so long, from one commit to the next."""
+        """A step took `seconds`, from one commit to the next."""
         self._period = self._period.stepped(seconds)
 
     def restored(self) -> None:
-        """Everybody goes back to the newest snapshot, whose copies everybody makes anew (`StageSnapshots.hold_again`)."""
+        """All stages restore the newest snapshot, and replicate it again (`StageSnapshots.hold_again`)."""
         self._period = self._period.restored(self._clock())
         self._away = m.NEXT_STAGE
 
@@ -111,11 +111,11 @@ class SnapshotCoordinator:
         if self._collector.shards == collector.shards and self._collector.version == collector.version:
             self._index = index
             owners = self._owners()
-            self._asked_away = copies_away(self._away, self._collector.furthest, owners, self._stages)
-            self._everyone(m.Replicate(collector.step, index, self._asked_away))
+            self._next_away = copies_away(self._away, self._collector.furthest, owners, self._stages)
+            self._everyone(m.Replicate(collector.step, index, self._next_away))
 
     def held(self, stage: int, held: m.Held) -> m.Saved | None:
-        """A stage holds what it was asked for, or says what keeps it; the snapshot, where that makes it durable."""
+        """A stage holds its copies, or reports why it cannot. Returns the snapshot, if this makes it durable."""
         self._note(stage, held.step, held.trouble)
         if held.index != self._index or self._collector.durable:
             return None
@@ -123,15 +123,14 @@ class SnapshotCoordinator:
         if not self._collector.durable:
             return None
         self._troubles.clear()
-        self._away = self._asked_away
+        self._away = self._next_away
         self._period = self._period.durable(self._clock(), self._collector.seconds)
         return m.Saved(self._collector.index(self._job).checkpoint(held.index))
 
     def _note(self, stage: int, step: int, trouble: str) -> None:
-        """A stage cannot do its part, or can again."""
         if step == self._collector.step and not self._collector.durable:
             self._troubles.pop(stage, None)
             if trouble:
                 self._troubles[stage] = trouble[: m.MAX_TROUBLE]
-                if stage > 0:  # ours has said so itself
+                if stage > 0:  # our own stage has logged it itself
                     log.warning("stage %d %s", stage, self._troubles[stage])

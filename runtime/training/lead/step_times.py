@@ -1,4 +1,4 @@
-"""How fast a job trains, as the lead sees it by the last committed steps."""
+"""The speed of a job, by the times of the last committed steps."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from statistics import median
 
 from fusion.runtime.job.manifest import TrainConfig
 
-SPEED_STEPS = 8  # the speed shown is that of so many steps
-PACE_STEPS = 2  # committed in a row, before it is known how fast the job is
+SPEED_STEPS = 8  # over which the speed is averaged
+PACE_STEPS = 2  # committed in a row before the pace is known
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How fast a job trains."""
+    """The current speed of a job."""
 
-    step_seconds: float  # of the last step, or of the one under way where that takes longer already
-    compute_seconds: tuple[float, ...]  # of each stage for one microbatch, as the last steps showed it
+    step_seconds: float  # of the last step, or of the running one once that takes longer
+    compute_seconds: tuple[float, ...]  # of each stage for one microbatch, median of the last steps
     steps_left: int
 
 
 class StepTimes:
-    """`clock` counts seconds."""
+    """`clock` returns seconds."""
 
     def __init__(self, config: TrainConfig, clock: Callable[[], float]) -> None:
         self._config = config
@@ -32,13 +32,13 @@ class StepTimes:
         self._computed: deque[tuple[float, ...]] = deque(maxlen=SPEED_STEPS)  # as `Pace.compute_seconds`
 
     def begin(self) -> None:
-        """A step begins anew: those before it took other times."""
+        """An attempt begins: earlier times no longer apply."""
         self._times.clear()
         self._times.append(self._clock())
         self._computed.clear()
 
     def committed(self, busy: Sequence[float]) -> float:
-        """A step is committed; the seconds that it took. `busy`: the share of them that each stage computed, as it says."""
+        """A step was committed. Returns its seconds. `busy`: the share of them that each stage computed, as reported."""
         self._times.append(self._clock())
         took = self._times[-1] - self._times[-2]
         self._computed.append(tuple(_share(b) * took / self._config.microbatches for b in busy))
@@ -51,7 +51,7 @@ class StepTimes:
         return tokens * (len(self._times) - 1) / seconds if seconds > 0 else 0.0
 
     def pace(self, step: int) -> Pace | None:
-        """With `step` committed steps; None before a few were committed in a row."""
+        """After `step` committed steps; None before PACE_STEPS were committed in a row."""
         if len(self._computed) < PACE_STEPS:
             return None
         return Pace(
@@ -61,6 +61,6 @@ class StepTimes:
         )
 
 
-def _share(said: float) -> float:
-    """What another peer said of itself, as a number from 0 to 1."""
-    return said if 0 <= said <= 1 else 0.0
+def _share(reported: float) -> float:
+    """A share reported by another peer; 0 where it is none."""
+    return reported if 0 <= reported <= 1 else 0.0

@@ -1,6 +1,6 @@
-"""The lead's eye on the links of its job: every few seconds it looks at what was measured, and asks the pure rules whether
-tensors should be sent otherwise (`fusion.runtime.training.lead.tuning`) or a stage run elsewhere (`.moves`). One thing at a time:
-codecs first, they cost nothing to change.
+"""Adapts a running job to its links: every few seconds the lead passes the measurements to the pure rules, which may change
+codecs (`fusion.runtime.training.lead.tuning`) or move a stage (`.moves`). One change at a time, codecs first: they cost
+nothing to change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusion.runtime.training.lead.lead import Lead
 from fusion.runtime.training.lead.moves import Move, best_move
 from fusion.runtime.training.lead.promises import Promises
 from fusion.runtime.training.lead.step_times import Pace
-from fusion.runtime.training.lead.tuning import Job, Sight, better_codecs, running
+from fusion.runtime.training.lead.tuning import Job, Measurements, better_codecs, running
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.links.monitor import LinkMonitor
 from fusion.swarm.links.view import LinkView
@@ -29,14 +29,14 @@ from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
 
-LIVE_SECONDS = 2.0  # from one look to the next where the codecs follow the links, or steps became slow
-CALM_SECONDS = 5.0  # elsewhere
-SLOWED = 1.5  # times what steps took by the last looks
-SMALL_SWARM = 100  # peers; where there are more their records are read as much more rarely
+LIVE_SECONDS = 2.0  # from one check to the next where the codecs follow the links, or steps became slow
+CALM_SECONDS = 5.0  # otherwise
+SLOWED = 1.5  # times the step time of the last checks
+SMALL_SWARM = 100  # peers; in a larger swarm their records are read proportionally less often
 MOVE_SECONDS = 60.0  # from one move to the next that saves little; the more it saves the sooner
-WITNESSES = 2  # looks
-ASKED_SECONDS = 20.0  # a move that was asked for may take so long to be seen
-CANDIDATES = 16  # idle peers that are looked at, those of which most is known
+WITNESSES = 2  # checks in a row that agree on a move
+REQUESTED_SECONDS = 20.0  # from the request of a move until it has happened
+CANDIDATES = 16  # idle peers that are considered: those with the most measured links
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class _Advice:
 
 
 class Tuner:
-    """`owners` gives the peer of each stage as far as one is linked; `moved`: this lead took its stage over by a move, or
-    may have, so that the next one waits. `run` never fails: without its advice the job goes on as it is. It ends at once
-    where nothing is measured, and for a job that is to stay as it was launched."""
+    """`owners` returns the linked owners by stage; `moved`: this lead took its stage over by a move, or may have, so the next move
+    waits. `run` never fails: without advice the job goes on as it is. It returns at once where nothing is measured, and for a
+    job whose placement is fixed."""
 
     def __init__(
         self,
@@ -65,16 +65,16 @@ class Tuner:
         self._lead = lead
         self._owners = owners
         self._clock = clock
-        self._known: Sight | None = None  # that the table in use was chosen with
+        self._known: Measurements | None = None  # the figures by which the current codecs were chosen
         self._moved_at = clock() if moved else -math.inf
-        self._looked_at = -math.inf
-        self._step_seconds = math.inf  # as of the last looks
+        self._checked_at = -math.inf
+        self._step_seconds = math.inf  # as of the last checks
         self._promises = Promises()
-        self._wanted: tuple[int, ...] = ()  # the stages that the last looks would have moved
+        self._wanted: tuple[int, ...] = ()  # the stages that the last checks would have moved
 
     @property
     def follows(self) -> bool:
-        """Whether the codecs follow the links, and not only the stages."""
+        """Whether codecs follow the links, and not only the placement."""
         return self._job.config.compression.kind == "adaptive"
 
     async def run(self) -> None:
@@ -85,29 +85,29 @@ class Tuner:
             if not self._due(CALM_SECONDS * scale):
                 continue
             try:
-                await self._look(links)
+                await self._check(links)
             except Exception as error:
-                # Made of what many strangers say of themselves: whatever is wrong with it, the steps go on.
+                # The figures come from many strangers: whatever is wrong with them, the steps go on.
                 log.warning("the links of job %.8s: %s", self._lead.progress.job, error_line(error))
                 log.debug("where it happened", exc_info=error)
 
     def _due(self, calm_seconds: float) -> bool:
-        """Whether to look now: a step that takes much longer than the last ones is a reason."""
+        """Whether to check now. A step that takes much longer than the last ones is a reason."""
         pace, now = self._lead.pace, self._clock()
         slowed = pace is not None and pace.step_seconds > SLOWED * self._step_seconds
-        if not (self.follows or slowed or self._wanted or now - self._looked_at >= calm_seconds):
+        if not (self.follows or slowed or self._wanted or now - self._checked_at >= calm_seconds):
             return False
-        self._looked_at = now
+        self._checked_at = now
         if pace is not None:
             self._step_seconds = (min(self._step_seconds, pace.step_seconds) + pace.step_seconds) / 2
         return True
 
-    async def _look(self, links: LinkMonitor) -> None:
+    async def _check(self, links: LinkMonitor) -> None:
         pace, owners = self._lead.pace, self._owners()
         if pace is None or any(stage not in owners for stage in range(len(self._job.memory_bytes))):
             return
         held = tuple(owners[stage] for stage in range(len(self._job.memory_bytes)))
-        self._promises = self._promises.looked(held, pace.step_seconds, self._clock())
+        self._promises = self._promises.observed(held, pace.step_seconds, self._clock())
         view = await links.refresh(LIVE_SECONDS)
         peers = {peer.peer: peer for peer in links.peers}
         if any(peer not in peers for peer in held):
@@ -138,23 +138,25 @@ class Tuner:
         speeds: Mapping[str, CodecSpeed],
     ) -> _Advice:
         known = known_network([peers[peer] for peer in dict.fromkeys((*owners, *idle))], view)
-        sight = Sight(
+        measurements = Measurements(
             owners=owners, network=known.network, compute_seconds=pace.compute_seconds, speeds=speeds
         )
         if self.follows:
-            codecs = better_codecs(self._job, self._lead.codecs, sight, self._known)
+            codecs = better_codecs(self._job, self._lead.codecs, measurements, self._known)
             if codecs is not None:
-                self._known = sight
+                self._known = measurements
                 return _Advice(codecs=codecs)
-        return _Advice(move=self._move(pace, sight, known, idle))
+        return _Advice(move=self._move(pace, measurements, known, idle))
 
-    def _move(self, pace: Pace, sight: Sight, known: KnownNetwork, idle: Sequence[PeerId]) -> Move | None:
-        """Of the stage that WITNESSES looks in a row would move: while links are being measured anew their figures are on
-        their way, and the worst of them is not always of the one that became slow."""
+    def _move(
+        self, pace: Pace, measurements: Measurements, known: KnownNetwork, idle: Sequence[PeerId]
+    ) -> Move | None:
+        """The move that WITNESSES checks in a row agree on: while links are being measured again, the worst figure is not always that
+        of the link that became slow."""
         if not idle:
             return None
         move = best_move(
-            running(self._job, sight, self._lead.codecs),
+            running(self._job, measurements, self._lead.codecs),
             idle,
             state_bytes=self._job.state_bytes,
             steps_left=pace.steps_left,
@@ -162,7 +164,7 @@ class Tuner:
             known=known.known,
         )
         if move is not None:
-            pause = max(ASKED_SECONDS, MOVE_SECONDS * (1.0 - move.gain))
+            pause = max(REQUESTED_SECONDS, MOVE_SECONDS * (1.0 - move.gain))
             move = move if self._clock() - self._moved_at >= pause else None
         self._wanted = () if move is None else (*self._wanted, move.stage)[-WITNESSES:]
         return move if len(self._wanted) == WITNESSES and len(set(self._wanted)) == 1 else None
@@ -170,7 +172,7 @@ class Tuner:
     def _idle(
         self, peers: Iterable[PeerRecord], owners: Sequence[PeerId], view: LinkView
     ) -> tuple[PeerId, ...]:
-        """Peers without work, those first of whose links with the owners most is known."""
+        """Idle peers, those with the most measured links to the owners first."""
         least = min(self._job.memory_bytes, default=0)
         found = [
             peer.peer

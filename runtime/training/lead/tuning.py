@@ -1,9 +1,9 @@
-"""Whether the codecs of a running job should change, from what is known of its links by now: pure.
+"""Whether the codecs of a running job should change, given what is known of its links. Pure.
 
-What was measured is never the same twice, and a job should not change its mind with every figure. So a new table is only
-looked for once a rate, or what the busiest stage computes, is more than CHANGED times what the table in use was chosen
-with; noise of 15 % either way stays below that. And it is taken only where it pays: a step takes less than the GAINth
-part, or nothing takes longer and less is taken away.
+Measurements are noisy, and a job should not change with every figure. A new table is considered only once a rate, or the
+compute time of the busiest stage, differs by more than CHANGED times from the figures by which the current table was chosen;
+noise of 15 % either way stays below that. It is adopted only if it pays: steps become GAIN times as fast, or no slower with
+less compression.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from fusion.runtime.placing.codec_choice import (
 
 CHANGED = 1.4
 GAIN = 1.25
-SAME = 1.02  # what is no further apart counts as equal
-BACKWARD = 2 / 3  # of a microbatch's computing: the usual two to one
+SAME = 1.02  # ratios up to this count as equal
+BACKWARD = 2 / 3  # share of a microbatch's compute time: the usual two to one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What stays as it is while a job trains. By stage: what it needs on its peer, and what a hand-over sends."""
+    """What is constant while a job trains. `memory_bytes`: needed on a stage's peer; `state_bytes`: sent by a handover; by stage."""
 
     config: TrainConfig
     edges: tuple[Edge, ...]
     ties: tuple[Tie, ...]
     memory_bytes: tuple[int, ...]
     state_bytes: tuple[int, ...]
-    opset: int = 1  # that its peers have to know
-    ops: frozenset[str] = frozenset()  # that they have to run
+    opset: int = 1  # version that its peers must support
+    ops: frozenset[str] = frozenset()  # operators that they must run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
-    """What is known of it at one moment. `compute_seconds` of each stage for one microbatch, both passes."""
+class Measurements:
+    """Of the job at one moment. `compute_seconds`: of each stage for one microbatch, both passes."""
 
     owners: tuple[str, ...]
     network: Network
@@ -65,7 +65,7 @@ class Sight:
 
 
 def job_of(config: TrainConfig, stages: Sequence[Stage], memory_bytes: Sequence[int]) -> Job:
-    """`stages` are all those of the job, `memory_bytes` what each needs."""
+    """`stages`: all those of the job; `memory_bytes`: needed by each."""
     return Job(
         config=config,
         edges=edges_of(stages),
@@ -78,14 +78,16 @@ def job_of(config: TrainConfig, stages: Sequence[Stage], memory_bytes: Sequence[
 
 
 def state_bytes(stage: Stage) -> int:
-    """Of its variables, and what an optimizer keeps of those that it trains."""
+    """Of a stage's variables, with two optimizer slots for each trainable one."""
     return sum(type_bytes(v.type) * (3 if v.trainable else 1) for v in stage.graph.variables)
 
 
-def running(job: Job, sight: Sight, codecs: EdgeCodecs) -> Pipeline:
-    """The job as it runs now, with that table; ties are a part of each microbatch's traffic."""
+def running(job: Job, measurements: Measurements, codecs: EdgeCodecs) -> Pipeline:
+    """The job as it runs now, with the table `codecs`; ties are counted as part of each microbatch's traffic."""
     config = job.config
-    costs = codec_costs(codecs, job.edges, job.config.sizes, sight.speeds, config.compression.reuse_mask)
+    costs = codec_costs(
+        codecs, job.edges, job.config.sizes, measurements.speeds, config.compression.reuse_mask
+    )
     flows = []
     for edge in job.edges:
         dense, elements = DENSE[edge.type.dtype], elements_of(edge.type, job.config.sizes)
@@ -122,11 +124,11 @@ def running(job: Job, sight: Sight, codecs: EdgeCodecs) -> Pipeline:
                 update_seconds=0.0,
                 memory_bytes=memory,
             )
-            for seconds, memory in zip(sight.compute_seconds, job.memory_bytes, strict=True)
+            for seconds, memory in zip(measurements.compute_seconds, job.memory_bytes, strict=True)
         ),
         flows=tuple(flows),
-        owners=sight.owners,
-        network=sight.network,
+        owners=measurements.owners,
+        network=measurements.network,
         microbatches=config.microbatches,
         training=True,
         schedule=config.schedule,
@@ -134,12 +136,13 @@ def running(job: Job, sight: Sight, codecs: EdgeCodecs) -> Pipeline:
     )
 
 
-def better_codecs(job: Job, codecs: EdgeCodecs, now: Sight, known: Sight | None = None) -> EdgeCodecs | None:
-    """The table to go on with instead of `codecs`, or None where that one does. `known`: what it was chosen with; None
-    where that is not known."""
+def better_codecs(
+    job: Job, codecs: EdgeCodecs, now: Measurements, known: Measurements | None = None
+) -> EdgeCodecs | None:
+    """A table to replace `codecs`, or None. `known`: the measurements by which `codecs` were chosen; None where unknown."""
     if known is not None and not changed(job, known, now):
         return None
-    found = fastest_codecs(
+    best = fastest_codecs(
         StageTraffic(
             edges=job.edges, ties=job.ties, sizes=job.config.sizes, owners=now.owners, network=now.network
         ),
@@ -148,13 +151,13 @@ def better_codecs(job: Job, codecs: EdgeCodecs, now: Sight, known: Sight | None 
         max(now.compute_seconds, default=0.0),
         lambda codecs: step_seconds(running(job, now, codecs)).seconds,
     )
-    if found == codecs or not pays(running(job, now, codecs), running(job, now, found)):
+    if best == codecs or not pays(running(job, now, codecs), running(job, now, best)):
         return None
-    return found
+    return best
 
 
-def changed(job: Job, known: Sight, now: Sight) -> bool:
-    """Whether what decides over the codecs is clearly other than it was."""
+def changed(job: Job, known: Measurements, now: Measurements) -> bool:
+    """Whether the figures that decide the codecs have clearly changed."""
     if known.owners != now.owners:
         return True
     stages = {(edge.producer, consumer) for edge in job.edges for consumer in edge.consumers}
@@ -167,12 +170,12 @@ def changed(job: Job, known: Sight, now: Sight) -> bool:
         figures.append((before.up_bytes_per_second, after.up_bytes_per_second))
         figures.append((before.down_bytes_per_second, after.down_bytes_per_second))
     figures.append((max(known.compute_seconds), max(now.compute_seconds)))
-    # A line that was not seen to limit anything, or no longer, has no figure: that alone is no news.
+    # A line that does not limit transfers, or no longer does, has no figure: that alone is no change.
     return any(inf > max(pair) > CHANGED * min(pair) for pair in figures)
 
 
 def pays(old: Pipeline, new: Pipeline) -> bool:
-    """Whether a table is worth changing for another: two predictions of the same job that differ in nothing else."""
+    """Whether to change to another table: `old` and `new` predict the same job and differ in the codecs alone."""
     before, after = step_seconds(old).seconds, step_seconds(new).seconds
     if GAIN * after < before:
         return True
@@ -180,7 +183,7 @@ def pays(old: Pipeline, new: Pipeline) -> bool:
 
 
 def _kinder(new: Iterable[Flow], old: Iterable[Flow]) -> bool:
-    """Whether less is taken away, from something, and from nothing more."""
+    """Whether some flow is compressed less, and none more."""
     sizes = [
         pair
         for one, other in zip(new, old, strict=True)
@@ -189,8 +192,8 @@ def _kinder(new: Iterable[Flow], old: Iterable[Flow]) -> bool:
     return all(a >= b for a, b in sizes) and any(a > SAME * b for a, b in sizes)
 
 
-def in_words(codecs: EdgeCodecs, edges: Sequence[str]) -> str:
-    """One line for people: `int8 on 3, topk:0.05 on 1 of 5 edges`; nothing where there are no edges."""
+def codec_summary(codecs: EdgeCodecs, edges: Sequence[str]) -> str:
+    """`int8 on 3, topk:0.05 on 1 of 5 edges`; empty where there are no edges."""
     if not edges:
         return ""
     names = frozenset(edges)

@@ -1,11 +1,11 @@
-"""The state of a job at a step. When one is taken, the lead decides.
+"""Snapshots: the state of a job at a step. The lead decides when one is taken.
 
 snapshot          shards and the index that names them
-snapshot_period   how often it pays: Young's rule; pure
-stage_snapshots   one stage's part: taken, saved, held for a neighbour, gone back to
+snapshot_period   how often one pays: Young's rule; pure
+stage_snapshots   one stage's part: taken, saved, replicated, restored
 stage_files       the blobs of one stage
-loaded_stage      what a loader hands to a host
-shards_here       of which stages the newest snapshot is on this peer
+loaded_stage      a stage in memory, as a loader returns it
+shards_here       which shards of the newest snapshots are on this peer
 
-Words: a shard is one stage's part; a snapshot counts once every shard lies on two peers.
+Terms: a shard is one stage's part; a snapshot is durable once every shard is on two peers.
 """

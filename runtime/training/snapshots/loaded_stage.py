@@ -1,4 +1,4 @@
-"""A stage in memory: what a loader hands to a host."""
+"""A stage in memory, as a loader returns it to a host."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from fusion.runtime.training.step.run_statistics import CLEAN, RunStatistics
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """Its part of the plan, its arithmetic, its data, its blobs, and what state it is in."""
+    """Its part of the plan, its plane, data and blobs, and the version of its state."""
 
     plan: StagePlan
     plane: TrainingStage
     batches: Batches
     files: StageFiles
-    start: Checkpoint  # the newest snapshot; the ledger may be left out
+    start: Checkpoint  # the newest snapshot, perhaps without its ledger
     # See `fusion.compression.error_feedback`
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    faults: Faults = ()  # of the job, that this peer remembers
-    remember: Callable[[Faults], None] = lambda faults: None  # those that it is to remember
-    handover: HandoverState | None = None  # the owner before handed over: the state is that of its step
+    faults: Faults = ()  # of the job, as this peer remembers them
+    remember: Callable[[Faults], None] = lambda faults: None  # stores faults for the next start
+    handover: HandoverState | None = None  # from the previous owner: the state is that of its step
 
     @property
     def statistics(self) -> RunStatistics:
-        """Of the job, as far as they came with the state."""
+        """Of the job, as handed over with the state."""
         return CLEAN if self.handover is None else self.handover.statistics
 
     @property
@@ -45,5 +45,5 @@ class Loaded:
 
     @property
     def step(self) -> int:
-        """That the state is of."""
+        """Of the state."""
         return self.version.step

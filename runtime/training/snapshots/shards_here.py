@@ -1,4 +1,4 @@
-"""Of which stages the state of a job's newest snapshot is on this peer."""
+"""Which shards of the jobs' newest snapshots are on this peer."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class _Snapshot:
 class ShardsHere:
     def __init__(self, context: Context) -> None:
         self._blobs = context.blobs
-        self._newest: dict[JobId, _Snapshot] = {}  # of those whose index is here
+        self._newest: dict[JobId, _Snapshot] = {}  # of jobs whose index is here
 
     def step(self, place: Place) -> int:
-        """The step of the job's newest snapshot, as far as the last `look` knows; -1 where the stage's shard is not here."""
+        """The step of the job's newest snapshot, as of the last `look`; -1 where the stage's shard is not on this peer."""
         job, stage = place
         known = self._newest.get(job)
         here = known is not None and stage < len(known.shards) and self._blobs.has(known.shards[stage])
         return known.step if known is not None and here else -1
 
     async def look(self, jobs: Mapping[JobId, tuple[JobRecord, Manifest]]) -> None:
-        """Read from our own disk which shards the newest snapshots of these jobs consist of."""
+        """Read from the local store which shards the newest snapshots of these jobs consist of."""
         self._newest = {job: known for job, known in self._newest.items() if job in jobs}
         for job, (record, manifest) in jobs.items():
             digest, known = record.snapshot, self._newest.get(job)

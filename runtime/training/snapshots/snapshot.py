@@ -1,9 +1,9 @@
 """The state of a job at a step, as blobs: one safetensors shard per stage and an index that names them.
 
-A shard holds `variable/<name>` and `optimizer/<name>/<slot>` (`TrainingStage.state`) and, with error feedback, what the
-codecs have left out, `codec/<edge or variable>`, in float16 the `loss_scale`: all the state there is, as what is drawn at random is a function of
-(seed, step, microbatch, node). The index is msgpack, and has the ledger of the step beside the shards. A snapshot counts only once every shard lies on two peers, where there are two: `Collector` keeps the lead's books of that, and
-`copies_away` says which the second one is.
+A shard holds `variable/<name>` and `optimizer/<name>/<slot>` (`TrainingStage.state`), with error feedback the codecs' residuals
+`codec/<edge or variable>`, and in float16 the `loss_scale`. That is all state: random numbers are a function of (seed, step,
+microbatch, node). The index is msgpack: the shards' digests and the ledger of the step. A snapshot is durable once every
+shard is on two peers, where there are two: `Collector` tracks that for the lead, and `copies_away` chooses the second one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fusion.swarm.transport import PeerId
 INDEX_VERSION = 2  # 1 had no ledger
 MAX_INDEX_BYTES = 1 << 20
 CODEC = "codec/"
-STATE = "state"  # in the metadata of a shard: which one it is of
+STATE = "state"  # in the metadata of a shard: the version of the state
 assert set(STORED_DTYPES.values()) == set(DTYPES)  # a snapshot keeps whatever a graph can name
 NO_RESIDUALS: Mapping[str, tuple[int, ...]] = {}
 
@@ -47,11 +47,11 @@ class Index:
     step: int
     shards: tuple[Digest, ...]  # by stage
     ledger: Ledger  # of `step`
-    history: str = UNKNOWN  # of the state that the shards are of, all of them
+    history: str = UNKNOWN  # of the state of all shards
     version: int = INDEX_VERSION
 
     def checkpoint(self, digest: Digest) -> Checkpoint:
-        """What the index, whose blob has this digest, says that everybody can go back to."""
+        """The checkpoint of this index, whose blob has the digest `digest`."""
         return Checkpoint(step=self.step, digest=digest, ledger=self.ledger, history=self.history)
 
 
@@ -61,7 +61,7 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(data: bytes, job: JobId, stages: int) -> Index:
-    """The index of a snapshot of `job`, which has so many stages. Raises JobError for anything else."""
+    """The index of a snapshot of `job`, a job of `stages` stages. Raises JobError for anything else."""
     try:
         value: Any = msgpack.unpackb(
             data[: MAX_INDEX_BYTES + 1], strict_map_key=True, max_str_len=128, max_array_len=stages, max_map_len=8,
@@ -96,8 +96,7 @@ def _check_ledger(index: Index) -> None:
 
 
 def save(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write tensors as safetensors, one after the other: its library would hold all of their bytes at once, beside the state
-    that was copied. Raises OSError."""
+    """Write tensors as safetensors, one at a time: the library would hold a second copy of all of them. Raises OSError."""
     with path.open("wb") as file:
         for piece in tensors_bytes_of(tensors, metadata).pieces:
             file.write(piece)
@@ -106,19 +105,19 @@ def save(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, st
 def bytes_of(
     tensors: Mapping[str, torch.Tensor], version: Version
 ) -> tuple[int, Iterator[bytes | memoryview]]:
-    """The shard of that state: its size, and its bytes, made while they are asked for, one tensor after the other."""
-    made = tensors_bytes_of(tensors, marked(version))
-    return made.size_bytes, made.pieces
+    """The shard of that state: its size, and its bytes, produced lazily, one tensor at a time."""
+    shard = tensors_bytes_of(tensors, marked(version))
+    return shard.size_bytes, shard.pieces
 
 
 def marked(version: Version) -> dict[str, str]:
-    """The metadata of a shard of that state: one entry, for safetensors writes several in any order."""
+    """The metadata of a shard of that state. A single entry, since safetensors writes several in any order."""
     return {STATE: f"{version.step} {version.history}"}
 
 
 def load_weights(path: Path, stage: Stage) -> dict[str, torch.Tensor]:
-    """The initial weights of a stage. JobError for a blob that lacks a variable, has another one, or has one of
-    another shape or dtype; all from its header, before any data is read."""
+    """The initial weights of a stage. Raises JobError where a variable is missing, unknown, or of another shape or dtype; all
+    from the header, before any data is read."""
     wanted = {variable.name: variable.type for variable in stage.graph.variables}
     return _load(path, wanted, {})
 
@@ -130,28 +129,26 @@ def load_state(
     version: Version | None = None,
 ) -> dict[str, torch.Tensor]:
     """The shard of a stage, checked as by `load_weights`; optimizer slots are scalars or as large as their variable.
-    `residuals`: what codecs may have left out, by edge or variable, and the shape of it. JobError, too, where the shard
-    says that it is of another state than `version`."""
+    `residuals`: edge or variable -> shape of its codec's residual. Raises JobError, too, where the shard declares another
+    state than `version`."""
     types = {variable.name: variable.type for variable in stage.graph.variables}
     wanted = {VARIABLE + name: kind for name, kind in types.items()}
     return _load(path, wanted, types, residuals, version)
 
 
 def variables(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of a shard's tensors, the variables by name."""
+    """The variables of a shard, by name."""
     return state_parts(state)[0]
 
 
 def untrained(weights: Mapping[str, torch.Tensor], *, scaled: bool = False) -> dict[str, torch.Tensor]:
-    """What a stage begins with: its variables, and nothing that an optimizer keeps; `scaled`: with the first loss scale, as
-    training in float16 has it."""
-    found = state_of(weights, {})
-    return {**found, LOSS_SCALE: scale_state()} if scaled else found
+    """The initial state of a stage: its variables without optimizer slots; `scaled`: with the initial loss scale, for float16."""
+    state = state_of(weights, {})
+    return {**state, LOSS_SCALE: scale_state()} if scaled else state
 
 
 def count_batches(exported: dict[str, torch.Tensor], stages: Iterable[Stage], runs: int) -> None:
-    """What batch normalisations would have counted in so many microbatches: whoever goes on with the module finds it as if it
-    had been trained in one process."""
+    """Add `runs` microbatches to the batch counters of batch normalisation, as training in one process would have."""
     for stage in stages:
         for name, count in counted_batches(stage.graph).items():
             if name in exported:
@@ -159,7 +156,7 @@ def count_batches(exported: dict[str, torch.Tensor], stages: Iterable[Stage], ru
 
 
 def residuals(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of a shard's tensors, what codecs have left out, by edge or variable."""
+    """The codecs' residuals in a shard, by edge or variable."""
     return {key.removeprefix(CODEC): value for key, value in state.items() if key.startswith(CODEC)}
 
 
@@ -186,12 +183,14 @@ def _load(
         raise JobError(f"a weights blob is not safetensors: {error}") from None
 
 
-def _check_version(said: str | None, version: Version) -> None:
-    if said is None:  # of a peer that does not say it
+def _check_version(declared: str | None, version: Version) -> None:
+    if declared is None:  # from an older peer
         return
-    step, _, history = said.partition(" ")
+    step, _, history = declared.partition(" ")
     if step != str(version.step) or not version.matches(replace(version, history=history)):
-        raise JobError(f"a shard of state {said[:24]} in a snapshot of state {marked(version)[STATE][:24]}")
+        raise JobError(
+            f"a shard of state {declared[:24]} in a snapshot of state {marked(version)[STATE][:24]}"
+        )
 
 
 def _check(
@@ -243,16 +242,16 @@ def copies_away(last: int, able: int, owners: Mapping[int, PeerId], stages: int)
 
 @dataclass(frozen=True, kw_only=True)
 class Collector:
-    """Pure: the lead's books of the snapshot that is being made. A new one gives up the one before."""
+    """What the lead knows of the snapshot that is being taken. A new one replaces it. Pure."""
 
     stages: int
-    ledger: Ledger = UNASKED  # of the step that was asked for
-    history: str = UNKNOWN  # of its state: a save of that step in another history is no part of it
+    ledger: Ledger = UNASKED  # of the requested step
+    history: str = UNKNOWN  # of its state: shards of another history are ignored
     shards: Mapping[int, Digest] = field(default_factory=dict)
     holders: frozenset[int] = frozenset()
-    saved_anew: int = 0  # times that a stage has named another shard than before
-    seconds: float = 0.0  # the longest that it kept a stage's device
-    furthest: int = FURTHEST  # stages away, that every stage can be asked to hold a shard from
+    saved_anew: int = 0  # times that a stage has replaced its shard by another
+    seconds: float = 0.0  # the longest that saving held up a stage's device
+    furthest: int = FURTHEST  # the largest `away` of `replicate` that every stage supports
 
     @property
     def step(self) -> int:
@@ -265,7 +264,7 @@ class Collector:
     def shard(
         self, stage: int, saved: Version, digest: Digest, seconds: float = 0.0, furthest: int = FURTHEST
     ) -> Collector:
-        """`stage` has saved its shard of that state."""
+        """`stage` has saved its shard, of the state `saved`."""
         another = self.shards.get(stage, digest) != digest
         if not saved.matches(self.version) or (another and self.saved_anew >= SAVED_ANEW):
             return self
@@ -288,7 +287,7 @@ class Collector:
         return Index(job=job, step=self.step, shards=shards, ledger=self.ledger, history=self.history)
 
     def held(self, stage: int, step: int) -> Collector:
-        """`stage` holds the index, its own shard and the one that it was asked for."""
+        """`stage` holds the index, its own shard and the copies that `replicate` asked for."""
         if step != self.step or not self.complete:
             return self
         return replace(self, holders=self.holders | {stage})

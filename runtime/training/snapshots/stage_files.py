@@ -1,4 +1,4 @@
-"""The blobs of one hosted stage: its weights and snapshots, and a second copy of its neighbour's."""
+"""The blobs of one hosted stage: its weights and snapshots, and second copies of its neighbour's."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 
 SCRATCH_PREFIX = "shard-"
 STATE_COPIES = 9  # of a variable in a shard: itself, and slots of up to float64 for float16 (4 times as wide)
-KEPT_SHARDS = 8  # of our own, whose digests are kept in mind
-KEPT = 2  # snapshots that stay on disk: somebody may be fetching the one before the newest
+KEPT_SHARDS = 8  # of our own, whose digests are remembered
+KEPT = 2  # snapshots that stay on disk: peers may still be fetching the one before the newest
 
 
 class Shards(Protocol):
-    """How the state of a stage lies in a blob: `snapshot` says what each does, and does it."""
+    """The format of a stage's state in a blob; implemented by `snapshot`."""
 
     def bytes_of(
         self, tensors: Mapping[str, torch.Tensor], version: Version
@@ -55,12 +55,12 @@ class Shards(Protocol):
     ) -> dict[str, torch.Tensor]: ...
 
 
-# The memory that the manifest has for a stage, which the tensors of a copy of its shard may take
+# Times a stage's memory in the manifest: the largest shard of it that is fetched as a copy
 COPY_TIMES = 2
 
 
 class StageFiles:
-    """`shards` reads and writes the blobs of states."""
+    """`shards`: the format of states in blobs."""
 
     def __init__(
         self, context: Context, job: JobId, manifest: Manifest, stage: Stage, shards: Shards = snapshot
@@ -74,12 +74,12 @@ class StageFiles:
         self._residuals = {} if manifest.train is None else residual_shapes(stage, manifest.train)
         state = STATE_COPIES * weights_bytes(stage) + 4 * sum(map(prod, self._residuals.values()))
         tensors = STATE_COPIES * len(stage.graph.variables) + len(self._residuals)
-        self._most = file_bytes(state, tensors)  # that our weights, or a shard of ours, may take
-        # What an export writes beside the weights is here, as far as it is to be
+        self._most = file_bytes(state, tensors)  # bytes of our weights, or of a shard of ours
+        # Set once the files that an export writes beside the weights are here
         self.copied = asyncio.Event()
         self._by_step: dict[int, set[Digest]] = {}  # blobs of snapshots that we wrote or fetched
-        self._left: set[Digest] = set()  # of them what goes as soon as nobody else here needs it
-        self._ours: FIFOCache[int, Digest] = FIFOCache(KEPT_SHARDS)  # our shard of each step, as far as known
+        self._left: set[Digest] = set()  # of these, to be deleted once nothing else on this peer needs them
+        self._own: FIFOCache[int, Digest] = FIFOCache(KEPT_SHARDS)  # our shard of each step, as far as known
 
     async def put(self, data: bytes) -> Digest:
         return await self._blobs.put(data)
@@ -102,22 +102,22 @@ class StageFiles:
         near = self._near(stage.index, owners, snapshot.FURTHEST)
         path = await blobs.fetch(digest, near, max_bytes=self._most)
         state = await asyncio.to_thread(self._shards.load_state, path, stage, self._residuals, version)
-        self._ours[version.step] = digest
+        self._own[version.step] = digest
         self._context.seen.take_part(self._job, stage.index, checkpoint.digest, version.step)
         return state
 
     async def load_shard(
         self, digest: Digest, version: Version, near: Sequence[PeerId]
     ) -> dict[str, torch.Tensor]:
-        """That state of our stage from one shard, which the peers of `near` hold. Raises BlobError, JobError."""
+        """The state `version` of our stage from its shard, which the peers of `near` hold. Raises BlobError, JobError."""
         path = await self._blobs.fetch(digest, near, max_bytes=self._most)
         self._keep(version.step, digest)
         state = await asyncio.to_thread(self._shards.load_state, path, self._stage, self._residuals, version)
-        self._ours[version.step] = digest
+        self._own[version.step] = digest
         return state
 
     async def fetch(self, checkpoint: Checkpoint, owners: Mapping[int, PeerId]) -> None:
-        """Bring here what `load` would read. Raises BlobError, JobError."""
+        """Fetch the blobs that `load` would read. Raises BlobError, JobError."""
         if checkpoint.digest is None:
             proposed = [peer for peer in self._manifest.proposed if peer]
             weights = self._manifest.weights[self._stage.index]
@@ -128,20 +128,20 @@ class StageFiles:
         await self._blobs.fetch(digest, near, max_bytes=self._most)
 
     async def save(self, version: Version, state: Mapping[str, torch.Tensor]) -> Digest:
-        """Store that state of our stage as a blob. Raises QuotaExceeded where there is no room for it, before anything is
-        written, and BlobError where it cannot be written."""
-        size, made = self._shards.bytes_of(state, version)
+        """Store the state `version` of our stage as a blob. Raises QuotaExceeded where there is no room, before anything is written,
+        and BlobError where it cannot be written."""
+        size_bytes, parts = self._shards.bytes_of(state, version)
         begun, abandoned = threading.Event(), threading.Event()  # we are cancelled, but a thread cannot be
 
         def pieces() -> Iterator[bytes | memoryview]:
             begun.set()
-            for piece in made:
+            for piece in parts:
                 if abandoned.is_set():
                     return  # too few bytes: the store keeps none of them
                 yield piece
 
         try:
-            digest = await self._blobs.put_pieces(size, pieces())
+            digest = await self._blobs.put_pieces(size_bytes, pieces())
         except QuotaExceeded as error:
             if begun.is_set():
                 raise BlobError(str(error)) from error
@@ -149,7 +149,7 @@ class StageFiles:
         finally:
             abandoned.set()
         self._keep(version.step, digest)
-        self._ours[version.step] = digest
+        self._own[version.step] = digest
         return digest
 
     async def replicate(
@@ -160,13 +160,12 @@ class StageFiles:
         *,
         look: bool = False,
     ) -> None:
-        """Hold the index of a snapshot and, beside our own shard, that of the stage which is `away` before us, so that no
-        single departure takes a shard along. The stages form a ring; of the next one more, where its owner has several. Who owns
-        stages that are not among `owners` is what was seen last, or, with `look`, what the directory says. Raises
-        BlobError, JobError."""
+        """Hold the index of a snapshot and, beside our own shard, that of the stage `away` places before ours on the ring of stages, so
+        that no single departure loses a shard; more of them where one peer owns several in a row (`copies_at`). Owners that
+        are not in `owners` are read from recent claims, or, with `look`, from the directory. Raises BlobError, JobError."""
         index = await self._index(index_digest, owners)
-        ours = self._ours.get(index.step)
-        if ours not in (None, index.shards[self._stage.index]):
+        own = self._own.get(index.step)
+        if own not in (None, index.shards[self._stage.index]):
             raise JobError(f"the snapshot {index_digest[:12]} has another shard than ours")
         stages = self._manifest.stages
         copies = [(self._stage.index - away) % stages]
@@ -176,29 +175,29 @@ class StageFiles:
                 owners = {**owners, before: await self._owner_of(before, look=look)}
                 copies = copies_at(self._stage.index, stages, owners)
         for stage in copies:
-            # Whoever wrote the index may be a stranger. A shard is no larger than what its stage has in memory, but for its
-            # header, which is most of the shard of a very small stage.
+            # The author of the index may be a stranger. A shard is no larger than its stage's memory, apart from its header, which
+            # is most of the shard of a very small stage.
             needs = self._manifest.memory_bytes
             most = file_bytes(COPY_TIMES * needs[stage], 0) if needs else None
             await self._blobs.fetch(index.shards[stage], self._near(stage, owners), max_bytes=most)
             self._keep(index.step, index_digest, index.shards[stage])
-        if ours is not None:
+        if own is not None:
             self._context.seen.take_part(self._job, self._stage.index, index_digest, index.step)
 
     def has_part(self, index_digest: Digest | None, step: int) -> bool:
-        """Whether the newest snapshot that has our shard, as far as we looked, is that one, of that step."""
+        """Whether it, of `step`, is the newest snapshot known to have our shard."""
         return self._context.seen.takes_part(self._job, self._stage.index, index_digest, step)
 
     async def _owner_of(self, stage: int, *, look: bool) -> PeerId:
-        """As `replicate` has it; an empty name for nobody."""
+        """The owner, as in `replicate`; an empty id for none."""
         leases, place = self._context.leases, (self._job, stage)
         claims = await leases.claims_or_recent(*place, GLANCE_SECONDS) if look else leases.recent(*place)
         owner = winner(claims)
         return PeerId("") if owner is None else owner.peer
 
     async def forget_before(self, checkpoint: Checkpoint, before: Checkpoint | None = None) -> None:
-        """Delete what belongs to snapshots older than the newest few: than `checkpoint` and the one `before` it where that is
-        known, and with it what was saved between the two and never became a snapshot, or is one no more."""
+        """Delete blobs of all steps up to `checkpoint` but the newest KEPT; where the snapshot `before` it is known, but these two, and
+        so also what was saved between them and never became a snapshot."""
         steps = sorted((step for step in self._by_step if step <= checkpoint.step), reverse=True)
         kept = steps[:KEPT]
         if before is not None and before.step in self._by_step:
@@ -206,8 +205,7 @@ class StageFiles:
         await self._forget(set(steps).difference(kept))
 
     async def forget_given_up(self, newest: Checkpoint, kept: Collection[int]) -> None:
-        """Delete what was saved and held after the `newest` snapshot, but for the steps of `kept`: no lead makes any of it a
-        snapshot any more."""
+        """Delete what was saved and held after the `newest` snapshot, except for the steps in `kept`: no lead will complete it."""
         await self._forget({step for step in self._by_step if step > newest.step}.difference(kept))
 
     async def _forget(self, steps: set[int]) -> None:
@@ -219,8 +217,8 @@ class StageFiles:
                 self._left.discard(digest)
 
     async def hold_copies(self) -> None:
-        """What somebody other than the launcher has to hold: on the first and the last stage what an export writes beside the
-        weights, and the initial weights of the stage before us, for the time before the first snapshot."""
+        """Hold copies beside the launcher's: on the first and the last stage the files that an export writes beside the weights, and
+        the initial weights of the stage before ours, until the first snapshot."""
         manifest, stage = self._manifest, self._stage.index
         if stage in (0, manifest.stages - 1):
             await self._fetched([digest for _, digest in manifest.files])
@@ -238,23 +236,23 @@ class StageFiles:
                 log.warning("stage %d of %s holds no copy of a file: %s", stage, manifest.name, error)
 
     async def _shard_of(self, checkpoint: Checkpoint, owners: Mapping[int, PeerId]) -> tuple[Digest, Version]:
-        """Our own shard of a snapshot, which is kept from now on, and the state that it is to be of."""
+        """Our shard of a snapshot, which is kept from now on, and the version of its state."""
         assert checkpoint.digest is not None, "the initial weights are no snapshot"
         index = await self._index(checkpoint.digest, owners)
-        found = index.checkpoint(checkpoint.digest)
-        if not found.version.matches(checkpoint.version) or (
-            checkpoint.sound and checkpoint.ledger != found.ledger
+        indexed = index.checkpoint(checkpoint.digest)
+        if not indexed.version.matches(checkpoint.version) or (
+            checkpoint.sound and checkpoint.ledger != indexed.ledger
         ):
             raise JobError(f"the snapshot {checkpoint.digest[:12]} is not of the state that it is said to be")
         self._keep(index.step, checkpoint.digest, index.shards[self._stage.index])
-        return index.shards[self._stage.index], found.version
+        return index.shards[self._stage.index], indexed.version
 
     async def _index(self, digest: Digest, owners: Mapping[int, PeerId]) -> snapshot.Index:
         data = await self._blobs.read(digest, snapshot.MAX_INDEX_BYTES, self._near(0, owners))
         return snapshot.decode_index(data, self._job, self._manifest.stages)
 
     def _near(self, stage: int, owners: Mapping[int, PeerId], furthest: int = NEXT_STAGE) -> list[PeerId]:
-        """Who probably holds the shard of a stage: its owner, and those after it."""
+        """Peers that probably hold the shard of a stage: its owner, and those of the stages after it."""
         likely = (owners.get((stage + away) % self._manifest.stages) for away in range(furthest + 1))
         return list(dict.fromkeys(peer for peer in likely if peer))
 
@@ -267,24 +265,24 @@ class StageFiles:
 
 
 def copies_at(stage: int, stages: int, owners: Mapping[int, PeerId]) -> list[int]:
-    """The stages of whose shards the owner of `stage` holds the second copy: the one before it and, where another peer
-    owns that one and more before it, those too, for their copies at each other lie on one disk."""
-    found = [(stage - 1) % stages]
-    while len(found) < stages - 1:
-        last, before = found[-1], (found[-1] - 1) % stages
+    """The stages whose shards' second copies the owner of `stage` holds: the one before it and, where one other peer owns that
+    and more stages before it, those too, since their copies at each other would be on one disk."""
+    copies = [(stage - 1) % stages]
+    while len(copies) < stages - 1:
+        last, before = copies[-1], (copies[-1] - 1) % stages
         owner = owners.get(last)
         if owner is None or owner == owners.get(stage) or owners.get(before) != owner:
             break
-        found.append(before)
-    return found
+        copies.append(before)
+    return copies
 
 
 def scratch_folder(context: Context) -> Path:
-    """Where former versions wrote shards on their way into the store."""
+    """Where older versions wrote shards before they moved them into the store."""
     return context.home / "scratch"
 
 
 def sweep(context: Context) -> None:
-    """Delete what a process of a former version that was killed left in the scratch folder."""
+    """Delete what a killed process of an older version left in the scratch folder."""
     for path in scratch_folder(context).glob(f"{SCRATCH_PREFIX}*"):
         path.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
-"""One stage's part in the snapshots of its job: its state is taken between two steps, saved as a blob, held for a
-neighbour, and gone back to. When, and what it is good for, the host and the lead decide.
+"""One stage's part in the snapshots of its job: its state is copied between two steps, saved as a blob, replicated, and
+restored. The host and the lead decide when.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 1.0  # before a snapshot that could not be saved or held is tried again
-MOST_RESTS = 60  # so long, after a shard that could not be written: each try may have written most of it
+RETRY_SECONDS = 1.0  # before saving or replicating a snapshot is tried again
+MOST_RESTS = 60  # times that, after a failed write: each try may have written most of the shard
 HOLD_ATTEMPTS = 3  # at copies that the job does not wait for
 
 
 class StageSnapshots:
-    """`tell` sends to the lead, `spawn` starts a task that ends with the host, `owners` are those of all stages now,
-    `clock` gives seconds that only rise, on any thread."""
+    """`send` sends to the lead, `spawn` starts a task that ends with the host, `owners` returns the current owners by stage, and
+    `clock` monotonic seconds, on any thread."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class StageSnapshots:
         codecs: StageCodecs,
         compute: Worker,
         owners: Callable[[], dict[int, PeerId]],
-        tell: Callable[[m.Message], None],
+        send: Callable[[m.Message], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # That the stage knows to be held, and the one before it
+        # The newest snapshot that the stage knows to be durable, and the one before it
         self.newest, self.before = loaded.start, START
         self._stage = loaded.plan.stage.index
         self._plane = loaded.plane
@@ -54,32 +54,34 @@ class StageSnapshots:
         self._codecs = codecs
         self._compute = compute
         self._owners = owners
-        self._tell = tell
+        self._send = send
         self._spawn = spawn
         self._clock = clock
         self._saving: asyncio.Task[None] | None = None
-        self._asked: Version | None = None  # the newest state that we were asked to save
+        self._requested: Version | None = None  # the newest state that we were asked to save
         self._replica: Digest | None = None  # the newest index that we were asked to hold
         self._replicating: asyncio.Task[None] | None = None
         self._holding_again: asyncio.Task[None] | None = None
-        self._held: int | None = None  # step of the last snapshot that we said to hold since work began anew
-        # Steps of those before it did, or from which we went back: the word that they are durable may not have come here.
+        self._held: int | None = (
+            None  # step of the last snapshot that we reported to hold since the last `begin`
+        )
+        # Steps of earlier ones, or of those before a restore: they may be durable without our knowing.
         self._doubtful: tuple[int, ...] = ()
 
     async def take(self, version: Version) -> None:
-        """Copy the state, which is that of `version`. It is saved, and the lead told of it, beside the steps that follow;
-        a save before it that does not succeed is given up."""
+        """Copy the state, which is that of `version`. It is saved, and reported to the lead, beside the steps that follow; an
+        earlier save that has not succeeded is given up."""
         state, seconds = await self._compute.run(self._timed_state)
-        self._asked = None  # also a save of the very same state: a full disk must not hold up the steps
+        self._requested = None  # also a save of the same state: a full disk must not hold up the steps
         await self._saved()
-        self._asked = version
+        self._requested = version
         self._saving = self._spawn(self._save(version, state, seconds))
 
     async def store(self, version: Version) -> Digest:
-        """The blob of the state, which is that of `version`, once it is saved. JobError where it cannot be."""
+        """Save the state, which is that of `version`, and return its blob. Raises JobError where it cannot be saved."""
         state = await self._compute.run(self._state_now)
-        if self._saving is not None:  # the others may be waiting for it
-            self._asked = version
+        if self._saving is not None:  # other stages may wait for it
+            self._requested = version
             await self._saved()
         try:
             return await self._files.save(version, state)
@@ -87,7 +89,7 @@ class StageSnapshots:
             raise JobError(f"stage {self._stage} could not store its state: {error}") from None
 
     async def store_index(self, data: bytes) -> Digest:
-        """The blob of a snapshot's index, once this disk takes it: without that of the last one the job could not end."""
+        """Store a snapshot's index and return its blob. Retries until the disk takes it: without the last one the job could not end."""
         while True:
             try:
                 return await self._files.put(data)
@@ -98,8 +100,8 @@ class StageSnapshots:
     def hold(
         self, step: int, index: Digest, away: int = m.NEXT_STAGE, *, after: asyncio.Event | None = None
     ) -> None:
-        """`replicate`, beside everything else, `after` that. What was asked for before is of no use any more, and a lead may ask for
-        as many as it likes."""
+        """`replicate` in the background, once `after` is set. An earlier request is obsolete and cancelled, so a lead may send any
+        number."""
         if self._replicating is not None:
             self._replicating.cancel()
         self._replicating = self._spawn(self._replicate_after(after, step, index, away))
@@ -112,44 +114,45 @@ class StageSnapshots:
         await self.replicate(step, index, away)
 
     async def replicate(self, step: int, index: Digest, away: int = m.NEXT_STAGE) -> None:
-        """Until it is done, or a newer snapshot is asked for: without the last one the job could not end."""
+        """Retries until it succeeds or a newer snapshot is requested: without the last one the job could not end."""
         self._replica = index
-        said = ""
+        reported = ""
         while self._replica == index:
             try:
                 await self._files.replicate(index, self._owners(), away)
             except (SwarmError, JobError) as error:
-                said = self._say(f"could not hold the snapshot of step {step}: {error}", step, said)
+                reported = self._report(
+                    f"could not hold the snapshot of step {step}: {error}", step, reported
+                )
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             self._held = step
-            self._tell(m.Held(step, index))
+            self._send(m.Held(step, index))
             return
 
-    def _say(self, text: str, step: int, said: str) -> str:
-        """What keeps the snapshot of a step from being durable, where that is not what was `said` last: the job may wait for it, and
-        this peer's log is not where its author looks."""
+    def _report(self, text: str, step: int, last: str) -> str:
+        """Report to the lead why the snapshot of `step` is not durable, unless that was the `last` report: the job may wait for it,
+        and its author does not see this peer's log."""
         text = text[: m.MAX_TROUBLE]
-        if text != said:
+        if text != last:
             log.warning("stage %d %s", self._stage, text)
-            self._tell(m.Held(step, m.NOTHING, text))
+            self._send(m.Held(step, m.NOTHING, text))
         return text
 
     def begin(self) -> None:
-        """A lead has told everybody to go on from one step. Until it does so again, what it asked for is durable only if it says so
-        before it asks for the next."""
+        """A lead has begun an attempt. Snapshots that were held before may have become durable without our knowing."""
         if self._held is not None:
             self._doubt(self._held)
             self._held = None
         self.hold_again()
 
     def _doubt(self, step: int) -> None:
-        """A snapshot that others may go back to, though we do not know that it is durable."""
+        """The snapshot of `step` may be durable: keep it on disk."""
         self._doubtful = (*(other for other in self._doubtful if other != step), step)[-KEPT:]
 
     def hold_again(self) -> None:
-        """The owners have changed. The one that followed holds a shard of which nobody else may have a copy now, and the next
-        snapshot may be far away: hold what is ours to hold of the newest one. Nobody waits for it."""
+        """The owners have changed, so some shard may have lost its second copy, and the next snapshot may be far away: replicate the
+        newest one again, in the background."""
         if self._holding_again is not None:
             self._holding_again.cancel()
         if self.newest.digest is not None:
@@ -167,35 +170,35 @@ class StageSnapshots:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def complete(self) -> bool:
-        """A job record has no room for the ledger of its snapshot: the snapshot itself has. Whether that was missing;
-        raises BlobError, JobError."""
+        """Read the ledger of the newest snapshot from its index, where it is missing: job records do not carry it. Whether it was.
+        Raises BlobError, JobError."""
         if self.newest.digest is None or self.newest.sound:
             return False
         self.newest = await self._files.checkpoint(self.newest.digest)
         return True
 
     def has_part(self, index: Digest | None, step: int) -> bool:
-        """Whether the newest snapshot that our stage has its shard in is that one, of that step."""
+        """Whether `index`, of `step`, is the newest snapshot with our stage's shard."""
         return self._files.has_part(index, step)
 
     def saved(self, checkpoint: Checkpoint) -> None:
-        """All stages hold that snapshot."""
+        """`checkpoint` is durable."""
         if checkpoint.rank > self.newest.rank:
             self.newest, self.before = checkpoint, self.newest
         before = self.before if checkpoint == self.newest else None
         self._spawn(self._files.forget_before(checkpoint, before))
 
-    def go_back(self, checkpoint: Checkpoint) -> None:
-        """Everybody is about to `restore` it."""
+    def announce_restore(self, checkpoint: Checkpoint) -> None:
+        """All stages are about to `restore` it."""
         if checkpoint.rank < self.newest.rank:
             log.warning(
                 "stage %d goes back beyond the newest snapshot, to step %d", self._stage, checkpoint.step
             )
-        self._asked = None  # what is not saved by now is of a history that may not go on
+        self._requested = None  # a state that is not saved yet is of a history that may have ended
 
     async def restore(self, checkpoint: Checkpoint) -> None:
-        """Go back to `checkpoint`. JobError where nobody has it; StageFailed where our own disk does not take it, for which the
-        job must not lose a snapshot that others have."""
+        """Load the state of `checkpoint`. Raises JobError where no peer has it; StageFailed where our own disk does not take it, since
+        the job must not give up a snapshot that other peers have."""
         try:
             state = await self._files.load(checkpoint, self._owners())
         except (QuotaExceeded, OSError) as error:
@@ -210,29 +213,31 @@ class StageSnapshots:
             self._doubt(self.newest.step)
         if checkpoint.rank > self.newest.rank:
             self.before = self.newest
-        self.newest = checkpoint  # and not before: who told the lead of it may have made it up
+        self.newest = checkpoint  # not earlier: the stage that reported it to the lead may have lied
         self.hold_again()
 
     async def _save(self, version: Version, state: Mapping[str, torch.Tensor], seconds: float) -> None:
-        step, said, rests = version.step, "", 1
-        while self._asked == version:
+        step, reported, rests = version.step, "", 1
+        while self._requested == version:
             try:
-                # The lead counts nothing that it asked for before; and without it there may be room for this one.
+                # The lead ignores shards of earlier requests; deleting them may make room for this one.
                 await self._files.forget_given_up(self.newest, {step, *self._doubtful})
                 digest = await self._files.save(version, state)
             except (SwarmError, OSError) as error:
-                said = self._say(f"could not save the snapshot of step {step}: {error}", step, said)
+                reported = self._report(
+                    f"could not save the snapshot of step {step}: {error}", step, reported
+                )
                 rests = 1 if isinstance(error, QuotaExceeded) else min(2 * rests, MOST_RESTS)
-                for _ in range(rests):  # nobody waits until it is over who has a newer one
-                    if self._asked == version:
+                for _ in range(rests):  # in slices: a newer request ends the wait
+                    if self._requested == version:
                         await asyncio.sleep(RETRY_SECONDS)
                 continue
-            self._tell(m.Shard(step, digest, seconds, version.history, snapshot.FURTHEST))
+            self._send(m.Shard(step, digest, seconds, version.history, snapshot.FURTHEST))
             return
 
     async def _saved(self) -> None:
-        """Until no save is under way. Whoever waits may be cancelled, with the step that it is about to run: a save that ended
-        with it would be the end of each later one that waits for it."""
+        """Wait until no save is under way. A caller that is cancelled, with the step that it is about to run, must not cancel the
+        save: later ones would wait for it in vain."""
         if self._saving is not None:
             await asyncio.wait([self._saving])
 
@@ -242,6 +247,6 @@ class StageSnapshots:
         return state, self._clock() - began
 
     def _state_now(self) -> dict[str, torch.Tensor]:
-        """In the device's thread, between two steps."""
+        """Runs on the device's thread, between two steps."""
         left_out = {snapshot.CODEC + name: tensor for name, tensor in self._codecs.state().items()}
         return {**self._plane.state(), **left_out}

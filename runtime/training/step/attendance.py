@@ -1,4 +1,4 @@
-"""Who is here: the stages that have joined, those that want to leave, and whom each of them is linked to. Pure."""
+"""Attendance: which stages have joined or want to leave, and which owners each is linked to. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fusion.runtime.training.step.messages import Join, JoinId, Links
 
 
 def supersedes(join_id: JoinId, known: JoinId) -> bool:
-    """Whether a join is newer than another of the same stage. Of two hosts under one term the one that speaks last is
-    the newer: the streams of the other have ended with its process."""
+    """Whether a join is newer than another of the same stage. Of two hosts under one term the last to join is the newer: the
+    streams of the other have ended with its process."""
     if join_id[0] != known[0]:
         return join_id[0] > known[0]
     return join_id[1] != known[1] or join_id[2] > known[2]
@@ -19,16 +19,16 @@ def supersedes(join_id: JoinId, known: JoinId) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Attendance:
-    joined: Mapping[int, Version] = field(default_factory=dict)  # stage -> the state that it has
+    joined: Mapping[int, Version] = field(default_factory=dict)  # stage -> the version of its state
     join_ids: Mapping[int, JoinId] = field(default_factory=dict)  # stage -> its newest join
-    links: Mapping[int, Links] = field(default_factory=dict)  # stage -> whom it was linked to then
-    leaving: frozenset[int] = frozenset()  # want to be handed over
-    held: frozenset[int] = frozenset()  # handed over: their next owner is no loss
+    links: Mapping[int, Links] = field(default_factory=dict)  # stage -> its links when it joined
+    leaving: frozenset[int] = frozenset()  # to be handed over
+    held: frozenset[int] = frozenset()  # handed over: a new owner does not count as a loss
 
     @property
     def agree(self) -> bool:
-        """Whether every stage is linked to the owners that have joined: one that still has a link to the owner before
-        will lose it, and with it whatever had begun. A link to a stage that the job has not holds nobody up."""
+        """Whether every stage is linked to the owners that have joined: a link to a previous owner will break, and with it any step
+        that had begun. A link to a stage that the job does not have is ignored."""
         return all(
             self.join_ids[partner][0] == term
             for links in self.links.values()
@@ -37,7 +37,7 @@ class Attendance:
         )
 
     def replaced(self, stage: int, join_id: JoinId) -> bool:
-        """Whether another owner joins than did before, and nobody handed over to it."""
+        """Whether another owner joins than before, without a handover."""
         known = self.join_ids.get(stage)
         return known is not None and join_id[:2] != known[:2] and stage not in self.held
 
@@ -54,15 +54,15 @@ class Attendance:
         return replace(self, joined={s: state for s, state in self.joined.items() if s != stage})
 
     def leave(self, stage: int) -> Attendance:
-        """It wants to be handed over."""
+        """`stage` is to be handed over."""
         return replace(self, leaving=self.leaving | {stage})
 
     def stay(self, stage: int) -> Attendance:
-        """It does not, or not any more."""
+        """`stage` is not to be handed over, or no longer."""
         return replace(self, leaving=self.leaving - {stage})
 
     def part(self) -> Attendance:
-        """The stages that leave have not joined any more. Those beside them have; but their links lead to the owner that
-        leaves, so that nothing begins until they have joined again (`agree`), each at a time of its own."""
+        """The leaving stages are handed over and no longer joined. Their partners still are, but with links to the leaving owners,
+        so no step begins until these have joined again (`agree`)."""
         joined = {s: state for s, state in self.joined.items() if s not in self.leaving}
         return replace(self, joined=joined, held=self.held | self.leaving, leaving=frozenset())

@@ -1,4 +1,4 @@
-"""A state of the whole job that survives the departure of any one peer: what everybody can go back to."""
+"""A state of the whole job that all stages can restore, also after the loss of any one peer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusion.swarm.directory.records import MAX_STEP, Digest, is_digest
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A snapshot that all stages hold: the blob of its index; step 0 without one is the initial weights."""
+    """A snapshot that all stages hold, by the digest of its index; step 0 without one: the initial weights."""
 
     step: int = 0
     digest: Digest | None = None
@@ -19,7 +19,7 @@ class Checkpoint:
     history: str = UNKNOWN  # of the state, where it is known
 
     def __post_init__(self) -> None:
-        # A partner may tell of one, and what a job record cannot carry would keep us from speaking of the job.
+        # A partner may send any, and one that does not fit into a job record would keep us from publishing ours.
         if not 0 <= self.step <= MAX_STEP or not (self.digest is None or is_digest(self.digest)):
             raise ValueError("a step of at least 0, and the digest of a blob")
 

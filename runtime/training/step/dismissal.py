@@ -16,27 +16,29 @@ from fusion.runtime.training.step.faults import (
     add,
     at,
     culprit,
-    in_words,
+    failure_line,
     judge,
 )
 from fusion.runtime.training.step.gathering import gather, lose, restore
 from fusion.runtime.training.step.lead_state import LeadState, Result
 
-NEVER_JOINED = -1  # in place of the incarnation of an owner: nobody has it
-PATIENCE_WITH_NUMBERS = 2  # as PATIENCE, where one peer has the whole job: the same numbers come out again
+NEVER_JOINED = -1  # in place of an incarnation: none is negative
+PATIENCE_WITH_NUMBERS = (
+    2  # as PATIENCE, where one peer runs the whole job: it computes the same numbers again
+)
 
 
 def refuse(state: LeadState, stage: int) -> Result:
-    """Everybody is here and ready, but that stage fed other samples."""
+    """All stages are ready, but `stage` read other samples than the plan's."""
     state, verdict = fault(state, stage, "fed other samples than the plan has", least=PATIENCE)
     return _follow(state, stage, verdict, gather)
 
 
 def not_finite(state: LeadState, reports: Sequence[m.Ready]) -> Result:
-    """The step is run again with a look at every tensor, to see where it comes from; then that stage has failed."""
+    """Run the step again with every tensor checked, to find the stage at fault; if it was, that stage has failed."""
     step = state.step
-    if not state.looks_at(step):
-        return _run_again(replace(state, looked_at=step), gather)
+    if not state.checks(step):
+        return _run_again(replace(state, checked_step=step), gather)
     contradicted = {
         fault.stage
         for fault in state.faults
@@ -46,7 +48,7 @@ def not_finite(state: LeadState, reports: Sequence[m.Ready]) -> Result:
     }
     stage, what = culprit(reports, contradicted)
     text = f"{what} not finite, a lower optimizer.learning_rate may help"
-    # In the first seconds of a job nobody stands by: the owner leaves the stage all the same, so that another may come.
+    # In the first seconds of a job there is no standby: the owner gives the stage up all the same, for another to claim.
     elsewhere = {state.owner(other) for other in range(state.stages)} - {state.owner(stage)}
     patience = PATIENCE if elsewhere else PATIENCE_WITH_NUMBERS
     state, verdict = fault(state, stage, text, patience=patience)
@@ -58,13 +60,13 @@ def not_finite(state: LeadState, reports: Sequence[m.Ready]) -> Result:
 def fault(
     state: LeadState, stage: int, text: str, *, patience: int = PATIENCE, least: int = 1
 ) -> tuple[LeadState, Verdict]:
-    """The owner of the stage has failed; it counts from the `least`-th time on."""
+    """The owner of the stage has failed. The fault counts from its `least`-th time on."""
     peer = state.owner(stage)
     state = replace(state, faults=add(state.faults, stage, state.step, peer, text))
     here = tuple(fault for fault in at(state.faults, stage, state.step) if fault.times >= least)
     if not any(fault.peer == peer for fault in here):
         return state, "again"
-    # Of a job of one stage nobody would remember what failed where.
+    # In a job of one stage no other owner would remember the fault.
     others = state.spare(stage) if state.stages > 1 else frozenset()
     return state, judge(here, peer, others, patience)
 
@@ -80,18 +82,18 @@ def _follow(state: LeadState, stage: int, verdict: Verdict, again: Callable[[Lea
 
 
 def fail(state: LeadState, stage: int) -> Result:
-    text = in_words(at(state.faults, stage, state.step), state.step)
+    text = failure_line(at(state.faults, stage, state.step), state.step)
     return replace(state, phase="ended"), (e.Fail(text),)
 
 
 def dismiss(state: LeadState, stage: int) -> Result:
-    """Have the owner leave its stage to another peer."""
+    """Tell the owner to give its stage up to another peer."""
     term, incarnation, _ = state.here.join_ids[stage]
     return _give_up(state, stage, term, incarnation)
 
 
 def stand_still(state: LeadState, event: e.StandsStill) -> Result:
-    """As `dismiss`, also one that never joined. It is no fault of the job, however many owners go so."""
+    """As `dismiss`, for the owner of a stalled stage, which may never have joined. It never fails the job."""
     stage, term = event.stage, event.term
     joined = state.here.join_ids.get(stage)
     incarnation = joined[1] if joined is not None and joined[0] == term else NEVER_JOINED
@@ -105,14 +107,14 @@ def _give_up(state: LeadState, stage: int, term: int, incarnation: int) -> Resul
     if not any(isinstance(action, m.Discard) for action in actions):  # no step is under way
         actions = (m.Discard(state.attempt, state.faults), *actions)
     give_up = ((stage, term, incarnation),)
-    told = (
+    actions = tuple(
         replace(action, give_up=give_up) if isinstance(action, m.Discard) else action for action in actions
     )
-    return state, tuple(told)
+    return state, actions
 
 
 def _run_again(state: LeadState, gather: Callable[[LeadState], Result]) -> Result:
-    """Everybody is here and ready, but the step cannot be committed."""
+    """All stages are ready, but the step cannot be committed."""
     discard = m.Discard(state.attempt, state.faults)
     interruptions = replace(state.interruptions.discard(state.attempt), broken=True)
     state, actions = gather(replace(state, phase="gathering", ready={}, interruptions=interruptions))

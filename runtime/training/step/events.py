@@ -1,8 +1,5 @@
-"""What happens to the two machines of this folder beside the messages, and what they decide beside them: frozen values.
-
-What a machine takes in or gives out is a message (`fusion.runtime.training.step.messages`) where another stage says or
-hears it, and one of these where its own peer does.
-"""
+"""Inputs and outputs of the two state machines of this folder that stay within one peer; those that other stages send or
+receive are messages (`fusion.runtime.training.step.messages`). Frozen values."""
 
 from __future__ import annotations
 
@@ -16,29 +13,29 @@ from fusion.runtime.training.step.history import UNKNOWN
 from fusion.runtime.training.step.run_statistics import Attempt
 from fusion.swarm.transport import PeerId
 
-# --- the lead hears from its own peer
+# --- to the lead, from its own peer
 
 
 @dataclass(frozen=True)
 class SnapshotDue:
-    """The time has come for a snapshot."""
+    """A snapshot is due."""
 
 
 @dataclass(frozen=True)
 class SnapshotLost:
-    """The snapshot that was asked for takes so long that it is given up."""
+    """The requested snapshot takes so long that it is given up."""
 
 
 @dataclass(frozen=True)
 class ChangeCodecs:
-    """Tensors are to be sent otherwise from the next step on."""
+    """Use other codecs from the next step on."""
 
     codecs: EdgeCodecs
 
 
 @dataclass(frozen=True)
 class StandsStill:
-    """The step does, with the owner of a stage, for which a standby is ready."""
+    """The step has stalled at the owner of a stage for which a standby is ready."""
 
     stage: int
     peer: PeerId
@@ -47,10 +44,10 @@ class StandsStill:
 
 @dataclass(frozen=True)
 class Stop:
-    """End the job after the step that is under way."""
+    """End the job after the running step."""
 
 
-# --- for the lead's own books
+# --- from the lead, to its own peer
 
 
 @dataclass(frozen=True)
@@ -112,20 +109,20 @@ class LoadFailed:
 
 @dataclass(frozen=True)
 class Leave:
-    """Our peer is leaving: hand the stage over at the next step boundary."""
+    """Our peer leaves: hand the stage over at the next step boundary."""
 
 
 @dataclass(frozen=True)
 class Stay:
-    """The state could not be handed over: go on."""
+    """The state could not be handed over: keep the stage."""
 
 
-# --- every stage does
+# --- from a stage, to its own peer
 
 
 @dataclass(frozen=True)
 class Run:
-    """First what `after` asks for, then, unless it says finish, the microbatches of `step`."""
+    """Do what `after` asks for, then, unless it finishes the job, run the microbatches of `step`."""
 
     attempt: Attempt
     step: int

@@ -1,17 +1,16 @@
-"""What failed at which owner, and what follows: pure.
+"""Fault attribution: which owner failed at which step, and whether its stage moves, is retried, or fails the job. Pure.
 
-A step whose numbers are not finite, arithmetic that raised (no memory, say), samples that are not the plan's: it is the
-owner of one stage that has to do with it, and the stage goes to another peer before anybody takes it for the job's own
-fault. A job fails when two peers, one after the other, have failed at one step of one stage; or one, several times, where
-there is nobody else.
+A fault is a step with numbers that are not finite, arithmetic that raised (out of memory, say), or samples that are not the
+plan's. It is blamed on the owner of one stage first, and the stage moves to another peer. The job fails only when two peers
+in turn have failed at the same step of the same stage, or one peer PATIENCE times where no other can take the stage.
 
-Which owner it was is found from what all report of a step that is run again with a look at every tensor (`After.check`):
-the first in the order of the data that received only finite numbers and made others. Where two contradict each other,
-the one that sent goes first; if its successor is contradicted as well, the one that received. So who reports falsely
-moves its own stage, or once that of a neighbour.
+Where numbers are not finite, the step is run again with every tensor checked (`After.check`), and the culprit is the first
+owner in data order that received only finite numbers and produced others. Where sender and receiver contradict each other,
+the sender's stage moves first; if its successor is contradicted as well, the receiver's. So a false report moves the
+reporter's own stage, or once that of a neighbour.
 
-The lead tells its faults to everybody, as it may be the next one to go; the next lead believes those which a majority of
-the other owners remember, for a word of one of them could end the job.
+The lead replicates its faults to all owners, since it may be replaced itself. A new lead accepts those that a majority of the
+other owners remember: a single report could otherwise end the job.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from fusion.swarm.transport import PeerId
 
 REMEMBERED = 16  # the newest
 MAX_TEXT = 120
-# Failures of one owner at one step before its word is taken where nobody else can take the stage.
+# Failures of one owner at one step before the job fails, where no other peer can take the stage.
 PATIENCE = 3
-STANDS_STILL = "the step stands still with it"  # why an owner had to go: it counts for no fault
+STANDS_STILL = "the step stands still with it"  # why an owner was replaced; no fault is counted
 
-# What a stage saw in a step, in the order of the data.
+# Where a stage found numbers that are not finite, in data order.
 RECEIVED, SENT, LOSS = "activations received", "activations sent", "loss"
 GRADIENTS_RECEIVED, GRADIENTS_SENT, GRADIENTS = "gradients received", "gradients sent", "gradients"
 FORWARD = (SENT, LOSS)
@@ -39,7 +38,7 @@ BACKWARD = (GRADIENTS_SENT, GRADIENTS)
 
 @dataclass(frozen=True)
 class Fault:
-    """A stage failed at a step, so many times while that peer held it."""
+    """`peer` failed `times` times at `step` while it owned `stage`."""
 
     stage: int
     step: int
@@ -53,7 +52,7 @@ Verdict = Literal["move", "again", "fail"]
 
 
 class Report(Protocol):
-    """What a stage says of a step that it has run."""
+    """A stage's report of a step that it has run."""
 
     @property
     def squared_norm(self) -> float: ...
@@ -63,7 +62,7 @@ class Report(Protocol):
 
     @property
     def not_finite(self) -> tuple[str, ...]:
-        """Of the words above; empty in a step that was run without a look."""
+        """Some of the constants above; empty in a step whose tensors were not checked."""
 
 
 def add(faults: Faults, stage: int, step: int, peer: PeerId, text: str) -> Faults:
@@ -74,7 +73,7 @@ def add(faults: Faults, stage: int, step: int, peer: PeerId, text: str) -> Fault
 
 
 def overcome(faults: Faults, step: int) -> Faults:
-    """Without those of the steps up to that one, which is committed."""
+    """Without the faults of steps up to `step`, which is committed."""
     return tuple(fault for fault in faults if fault.step > step)
 
 
@@ -83,8 +82,8 @@ def at(faults: Faults, stage: int, step: int) -> Faults:
 
 
 def judge(here: Faults, peer: PeerId, others: Collection[PeerId], patience: int = PATIENCE) -> Verdict:
-    """What follows once `peer` has failed. `here`: all faults of the stage at the step, its own among them; `others`
-    could take the stage."""
+    """What to do once `peer` has failed. `here`: all faults of the stage at the step, the peer's own among them; `others`: peers
+    that could take the stage."""
     owners = {fault.peer for fault in here}
     if len(owners) > 1:
         return "fail"
@@ -94,7 +93,7 @@ def judge(here: Faults, peer: PeerId, others: Collection[PeerId], patience: int 
     return "fail" if times >= patience else "again"
 
 
-def in_words(here: Faults, step: int) -> str:
+def failure_line(here: Faults, step: int) -> str:
     """Why the job fails, in one line."""
     last = here[-1]
     if len(here) > 1:
@@ -103,19 +102,19 @@ def in_words(here: Faults, step: int) -> str:
     return f"step {step} at stage {last.stage}: {last.text} ({times} at {last.peer}; no other peer can take the stage)"
 
 
-def believed(told: Mapping[PeerId, Faults]) -> Faults:
-    """What more than half of the peers tell alike."""
-    keys = Counter(key for faults in told.values() for key in {(f.stage, f.step, f.peer) for f in faults})
+def majority(reported: Mapping[PeerId, Faults]) -> Faults:
+    """The faults that more than half of the peers report."""
+    keys = Counter(key for faults in reported.values() for key in {(f.stage, f.step, f.peer) for f in faults})
     found = []
-    for (stage, step, peer), voices in sorted(keys.items()):
-        if 2 * voices > len(told):
-            same = [f for faults in told.values() for f in at(faults, stage, step) if f.peer == peer]
+    for (stage, step, peer), votes in sorted(keys.items()):
+        if 2 * votes > len(reported):
+            same = [f for faults in reported.values() for f in at(faults, stage, step) if f.peer == peer]
             found.append(replace(min(same, key=lambda f: f.times), text=same[0].text[:MAX_TEXT]))
     return tuple(found)[-REMEMBERED:]
 
 
 def merged(faults: Faults, others: Faults) -> Faults:
-    """With those of `others` that are not among them."""
+    """`faults`, and those of `others` that are not among them."""
     known = {(fault.stage, fault.step, fault.peer) for fault in faults}
     more = [fault for fault in others if (fault.stage, fault.step, fault.peer) not in known]
     return (*more, *faults)[-REMEMBERED:]
@@ -125,7 +124,7 @@ def merged(faults: Faults, others: Faults) -> Faults:
 
 
 def is_finite(reports: Sequence[Report]) -> bool:
-    """Whether a step may be committed. A squared norm below zero is no more a number than NaN is: it has no root."""
+    """Whether a step may be committed. A squared norm below zero is refused like NaN: it has no root."""
     return all(
         0.0 <= report.squared_norm < math.inf and (report.loss is None or math.isfinite(report.loss))
         for report in reports
@@ -139,29 +138,31 @@ def overflowed(reports: Sequence[Report]) -> bool:
 
 
 def culprit(reports: Sequence[Report], contradicted: Collection[int] = ()) -> tuple[int, str]:
-    """The stage that made the first number that is not finite, and what it was. `reports` in stage order; `contradicted`:
-    stages of which another owner was said to have sent what it denies."""
-    words = [frozenset(report.not_finite) for report in reports]
+    """The stage that produced the first number that is not finite, and where. `reports` in stage order; `contradicted`: stages
+    one of whose earlier owners was reported to have sent what it denies."""
+    seen = [frozenset(report.not_finite) for report in reports]
     last = len(reports) - 1
-    for stage, said in enumerate(words):
-        if said.intersection(FORWARD) and RECEIVED not in said:
-            return stage, _first(said, FORWARD)
-    for stage, said in enumerate(words):
-        if RECEIVED in said and not any(SENT in sender for sender in words[:stage]):
+    for stage, places in enumerate(seen):
+        if places.intersection(FORWARD) and RECEIVED not in places:
+            return stage, _first(places, FORWARD)
+    for stage, places in enumerate(seen):
+        if RECEIVED in places and not any(SENT in sender for sender in seen[:stage]):
             return _contradiction(max(0, stage - 1), stage, contradicted), RECEIVED
     for stage in range(last, -1, -1):
-        said = words[stage]
-        if said.intersection(BACKWARD) and GRADIENTS_RECEIVED not in said:
-            return stage, _first(said, BACKWARD)
+        places = seen[stage]
+        if places.intersection(BACKWARD) and GRADIENTS_RECEIVED not in places:
+            return stage, _first(places, BACKWARD)
     for stage in range(last, -1, -1):
-        if GRADIENTS_RECEIVED in words[stage] and not any(GRADIENTS_SENT in s for s in words[stage + 1 :]):
+        if GRADIENTS_RECEIVED in seen[stage] and not any(
+            GRADIENTS_SENT in sender for sender in seen[stage + 1 :]
+        ):
             return _contradiction(min(last, stage + 1), stage, contradicted), GRADIENTS_RECEIVED
     found = (stage for stage, report in enumerate(reports) if not is_finite([report]))
     return next(found, 0), GRADIENTS
 
 
-def _first(said: frozenset[str], order: Sequence[str]) -> str:
-    return next(word for word in order if word in said)
+def _first(places: frozenset[str], order: Sequence[str]) -> str:
+    return next(place for place in order if place in places)
 
 
 def _contradiction(sender: int, receiver: int, contradicted: Collection[int]) -> int:

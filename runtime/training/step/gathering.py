@@ -1,4 +1,4 @@
-"""Who is here, and what is done when everybody is: the lead's side of joins, losses, restores and handovers. Pure."""
+"""The lead's side of joins, losses, restores and handovers: a step begins once every stage has joined. Pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.attendance import supersedes
-from fusion.runtime.training.step.faults import believed, merged
+from fusion.runtime.training.step.faults import majority, merged
 from fusion.runtime.training.step.history import Version
 from fusion.runtime.training.step.lead_state import LeadState, Result
-from fusion.runtime.training.step.run_statistics import (
-    Attempt,
-)
+from fusion.runtime.training.step.run_statistics import Attempt
 
 
 def after(config: TrainConfig, step: int, *, stopping: bool = False, due: bool = False) -> m.After:
-    """What follows the commit that makes the state that of `step`; `due`: a snapshot is."""
+    """What stages do after the commit that leads to `step`. `due`: take a snapshot."""
     finish = stopping or step >= config.steps
     held_out = config.data.held_out is not None
     return m.After(
@@ -35,17 +33,17 @@ def join(state: LeadState, stage: int, join: m.Join) -> Result:
     known = state.here.join_ids.get(stage)
     if known is not None and not supersedes(join.join_id, known):
         return state, ()
-    if state.dismissed.get(stage) == join.join_id[:2]:  # it was told to leave the stage to another
+    if state.dismissed.get(stage) == join.join_id[:2]:  # its owner was told to give the stage up
         return state, ()
-    # A stage that joins again has been away: what it had of the running step is lost.
+    # A stage that joins again was away: its part of the running step is lost.
     state, actions = lose(replace(state, here=state.here.stay(stage)), stage)
-    # Losses of steps that we are not at yet come with these steps; made up, they would crowd out all others.
+    # Losses of later steps cannot be true yet, and would displace all others.
     interruptions = state.interruptions.merge(join.statistics.before(state.step))
     if state.here.replaced(stage, join.join_id):
         interruptions = interruptions.lose()
     if 0 < join.attempt[0] < state.term:
         interruptions = interruptions.lose_lead()
-    if join.abandoned:  # nobody told it so: the lead of that attempt is no more
+    if join.abandoned:  # by itself: the lead of that attempt has gone
         interruptions = interruptions.discard(join.attempt)
     state = replace(
         state,
@@ -54,7 +52,7 @@ def join(state: LeadState, stage: int, join: m.Join) -> Result:
         interruptions=interruptions,
         dismissed={s: owner for s, owner in state.dismissed.items() if s != stage},
     )
-    state = replace(state, told={**state.told, stage: (state.owner(stage), join.faults)})
+    state = replace(state, remembered={**state.remembered, stage: (state.owner(stage), join.faults)})
     state, more = gather(state)
     state, held = hold(state)
     return state, (*actions, *more, *held)
@@ -72,37 +70,37 @@ def lose(state: LeadState, stage: int) -> Result:
 
 
 def gather(state: LeadState) -> Result:
-    """Begin when everybody is here, or go back to where everybody can be."""
+    """Once every stage has joined: begin a step, or restore a snapshot where their states differ."""
     if state.missing or state.phase != "gathering" or not state.here.agree:
         return state, ()
     if not Version.agree((state.version, *state.here.joined.values())):
         return restore(state)
     step, config, snapshots = state.step, state.config, state.snapshots
-    # What was asked for at this step and is not whole yet will not be: the others have begun anew.
-    due = snapshots.newest.step != step and (snapshots.due or snapshots.asked == step)
+    # A snapshot that was requested at this step and is incomplete will stay so: its stages have joined again.
+    due = snapshots.newest.step != step and (snapshots.due or snapshots.requested == step)
     following = after(config, step, stopping=state.stopping, due=due)
     if snapshots.newest.step == step and not following.finish:
-        following = replace(following, snapshot=False)  # we have just come back to it
-    # A new owner knows only what the job began with, and others may have heard of a choice of the lead before us.
+        following = replace(following, snapshot=False)  # it was just restored
+    # A new owner knows only the codecs that the job began with, and others may have received those of an earlier lead.
     codecs = config.codecs if state.codecs is None else state.codecs
-    state = _remember(state)
-    following = replace(following, codecs=codecs, look=state.looks_at(step))
+    state = _recall(state)
+    following = replace(following, codecs=codecs, look=state.checks(step))
     state = replace(
         state,
         phase="running",
         count=state.count + 1,
         codecs_changed=False,
-        snapshots=replace(snapshots.arrive(), saving=False),
+        snapshots=replace(snapshots.resume(), saving=False),
         interruptions=state.interruptions.recover(),
     )
-    state = asked(state, following)
+    state = requested(state, following)
     return state, (m.Begin(state.attempt, step, following, state.statistics, state.history, state.faults),)
 
 
-def _remember(state: LeadState) -> LeadState:
-    """With what the others remember of the leads before."""
-    told = {peer: faults for stage, (peer, faults) in state.told.items() if stage > 0}
-    before = tuple(fault for fault in believed(told) if fault.step >= state.step)
+def _recall(state: LeadState) -> LeadState:
+    """Add the faults of earlier leads that a majority of the other owners remember."""
+    remembered = {peer: faults for stage, (peer, faults) in state.remembered.items() if stage > 0}
+    before = tuple(fault for fault in majority(remembered) if fault.step >= state.step)
     return replace(state, faults=merged(state.faults, before))
 
 
@@ -112,7 +110,7 @@ def restore(state: LeadState) -> Result:
         state,
         here=replace(state.here, joined={}),
         count=state.count + 1,
-        snapshots=state.snapshots.go_back(),
+        snapshots=state.snapshots.restore(),
         ledger=checkpoint.ledger,
         history=checkpoint.version.history,
         interruptions=replace(state.interruptions, broken=True),
@@ -121,7 +119,7 @@ def restore(state: LeadState) -> Result:
 
 
 def lack(state: LeadState, stage: int, attempt: Attempt) -> Result:
-    # One that has joined since has another owner now.
+    # A stage that has joined since has another owner.
     if state.phase != "gathering" or attempt != state.restoring or stage in state.here.joined:
         return state, ()
     lost = state.snapshots.newest
@@ -130,17 +128,18 @@ def lack(state: LeadState, stage: int, attempt: Attempt) -> Result:
     return state, (e.FellBack(lost), *actions) if fell_back else actions
 
 
-def asked(state: LeadState, following: m.After) -> LeadState:
+def requested(state: LeadState, following: m.After) -> LeadState:
+    """With the snapshot that `following` asks for, if any, noted as requested."""
     if not following.snapshot:
         return state
-    return replace(state, snapshots=state.snapshots.ask(state.step))
+    return replace(state, snapshots=state.snapshots.request(state.step))
 
 
 # --- handing over
 
 
 def hold(state: LeadState) -> Result:
-    """Nothing is under way: those who want to leave may go, once our own stage is linked to them and can say so."""
+    """While no step runs: release the stages that want to leave, once our own stage is linked to them."""
     here = state.here
     if state.phase != "gathering" or not here.leaving or 0 not in here.joined:
         return state, ()

@@ -1,4 +1,4 @@
-"""What the owner of a stage that leaves hands to the next one, so that nothing is lost and nobody goes back.
+"""What the leaving owner of a stage hands to the next one, so that no step is lost and no stage restores.
 
 The leaving owner stops at a step boundary (`after.hold` of a commit, or `hold`), stores its state as a blob and names
 it here; the others keep their state of that step and wait. The successor loads the blob and joins at that step.
@@ -22,13 +22,13 @@ from fusion.swarm.directory.records import MAX_STEP, Digest, is_digest
 
 @dataclass(frozen=True, kw_only=True)
 class HandoverState:
-    step: int  # that the state is of
+    step: int  # of the state
     shard: Digest  # blob: the stage's state at `step`, as in a snapshot; the leaving peer holds it
     checkpoint: Checkpoint  # the newest snapshot that all stages hold
     ledger: Ledger = UNTRAINED  # of `step`; from the lead only
     statistics: RunStatistics = CLEAN
     history: str = UNKNOWN  # of the state
-    codecs: EdgeCodecs | None = None  # that the lead has chosen since the job began; from the lead only
+    codecs: EdgeCodecs | None = None  # chosen since the job began; from the lead only
 
     @property
     def version(self) -> Version:

@@ -1,14 +1,14 @@
-"""Which state a stage has: how many steps were applied to the initial one, and which.
+"""The version of a stage's state: how many steps were applied to the initial one, and a hash chain over them.
 
-Two states of one step need not be the same: a job that was cut in two goes on in both halves, on other peers, with
-other codecs. So every stage keeps a hash chain over what it applied,
+Two states of one step may differ: after a partition a job goes on in both parts, on other peers, with other codecs. So
+every stage keeps a hash chain over what it applied,
 
     history(s + 1) = SHA-256(history(s), s, learning rate, clip factor, contents(s))
 
-where the lead tells the contents of a step with its commit: a digest of the samples, of every stage's squared norm of
-the gradients and of the loss, all bits of them. It is of what was computed, not of who committed it when: a step that
-is run again to the same bits keeps its history, so nobody goes back for that, and two runs of one plan that end with
-the same history have computed the same. What is not known (of a peer that does not say it) is taken for equal.
+where the lead sends contents(s) with its commit: a digest over the samples, every stage's squared norm of the gradients
+and the loss, bit for bit. It covers what was computed, not who committed it when: a step that is run again to the same bits
+keeps its history, so no stage has to restore, and two runs of one plan that end with the same history have computed the
+same. An unknown history (of a peer that sends none) counts as equal.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ UNKNOWN = ""
 
 @dataclass(frozen=True)
 class Version:
-    """A state of a job, or of a stage of it."""
+    """Of the state of a job or a stage."""
 
-    step: int  # committed steps; -1: no state at all
+    step: int  # committed steps; -1: no state
     history: str = UNKNOWN  # hex
 
     @staticmethod
     def agree(states: Iterable[Version]) -> bool:
-        """Whether all are of one step, and none of another history than the others."""
-        found = set(states)
-        return len({state.step for state in found}) == 1 and len({s.history for s in found} - {UNKNOWN}) <= 1
+        """Whether all are of one step and of one history, as far as histories are known."""
+        unlike = set(states)
+        return (
+            len({state.step for state in unlike}) == 1 and len({s.history for s in unlike} - {UNKNOWN}) <= 1
+        )
 
     def matches(self, other: Version) -> bool:
-        """Whether both are of one step, and of one history as far as that is known."""
+        """`agree`, of two."""
         return Version.agree((self, other))
 
 
 def contents(fed: str, squared_norms: Sequence[float], losses: Sequence[float]) -> str:
-    """The digest of what a step was made of: of the samples `fed`, and what the stages report, in stage order."""
+    """The digest, in hex, of a step's contents: the samples' digest `fed`, and the norms and losses in stage order."""
     digest = hashlib.sha256(fed.encode())
     for numbers in (squared_norms, losses):
         digest.update(struct.pack(f"<q{len(numbers)}d", len(numbers), *numbers))
@@ -49,7 +51,7 @@ def contents(fed: str, squared_norms: Sequence[float], losses: Sequence[float]) 
 
 
 def extend(history: str, step: int, learning_rate: float, clip_factor: float, made_of: str) -> str:
-    """The history once `step`, of those contents, is applied as the commit says; unknown where either is."""
+    """The history after `step` with the contents `made_of`; unknown where either is."""
     if UNKNOWN in (history, made_of):
         return UNKNOWN
     link = struct.pack("<qdd", step, learning_rate, clip_factor)

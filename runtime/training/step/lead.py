@@ -12,12 +12,8 @@ from fusion.runtime.training.data.samples import sample_indices
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.dismissal import dismiss, fail, fault, not_finite, refuse, stand_still
-from fusion.runtime.training.step.faults import (
-    is_finite,
-    overcome,
-    overflowed,
-)
-from fusion.runtime.training.step.gathering import after, asked, hold, join, lack, lose
+from fusion.runtime.training.step.faults import is_finite, overcome, overflowed
+from fusion.runtime.training.step.gathering import after, hold, join, lack, lose, requested
 from fusion.runtime.training.step.history import contents, extend
 from fusion.runtime.training.step.lead_state import LeadState, Result, first_state
 
@@ -25,7 +21,7 @@ __all__ = ["LeadState", "after", "expected", "first_state", "lead"]
 
 
 def lead(state: LeadState, event: e.LeadEvent, stage: int = 0) -> Result:
-    """`stage`: that a message is from."""
+    """`stage`: the sender of a message."""
     if state.phase == "ended":
         return state, ()
     match event:
@@ -46,7 +42,7 @@ def lead(state: LeadState, event: e.LeadEvent, stage: int = 0) -> Result:
             state, verdict = fault(state, stage, text)
             return fail(state, stage) if verdict == "fail" else dismiss(state, stage)
         case m.Leaving(join_id):
-            # It asks again whenever it joins.
+            # It is sent again with every join.
             if stage in state.here.held or join_id != state.here.join_ids.get(stage):
                 return state, ()
             return hold(replace(state, here=state.here.leave(stage)))
@@ -77,7 +73,7 @@ def _commit(state: LeadState) -> Result:
     squared_norm = sum(report.squared_norm for report in ordered)
     overflow = False
     if not (is_finite(ordered) and math.isfinite(squared_norm)):
-        # A scale is 1 by then: who says so still, has another fault.
+        # By then the loss scale is 1: an overflow that is still reported has another cause.
         overflow = config.precision == "fp16" and overflowed(ordered) and state.skipped < MOST_SKIPPED
         if not overflow:
             return not_finite(state, ordered)
@@ -95,28 +91,28 @@ def _commit(state: LeadState) -> Result:
         ledger=ledger,
         history=extend(state.history, step, rate, clip, made_of),
         faults=overcome(state.faults, step),
-        told={s: (peer, overcome(told, step)) for s, (peer, told) in state.told.items()},
+        remembered={s: (peer, overcome(known, step)) for s, (peer, known) in state.remembered.items()},
         ready={},
         skipped=state.skipped + 1 if overflow else 0,
     )
     joined = dict.fromkeys(range(state.stages), state.version)
     state = replace(state, here=replace(state.here, joined=joined))
-    state = state.count_on(state.statistics.commit(step, loss))
+    state = state.with_statistics(state.statistics.commit(step, loss))
     following = after(config, step + 1, stopping=state.stopping, due=state.snapshots.due)
     if following.snapshot and state.snapshots.saving and not following.finish:
-        # One after the other: a job whose steps are quicker than its disks would never get one whole.
+        # One at a time: a job whose steps are faster than its disks would never complete one.
         following = replace(following, snapshot=False)
         state = replace(state, snapshots=replace(state.snapshots, due=True))
     if state.here.leaving and not following.finish:
-        # What is due now is due when the next attempt begins.
+        # Whatever is due now is due when the next attempt begins.
         following = m.After(hold=tuple(sorted(state.here.leaving)))
         state = replace(state, here=state.here.part(), phase="gathering")
     else:
-        following = replace(following, look=state.looks_at(step + 1) and not following.finish)
+        following = replace(following, look=state.checks(step + 1) and not following.finish)
         if state.codecs_changed:
             following = replace(following, codecs=state.codecs)
             state = replace(state, codecs_changed=False)
-    state = asked(state, following)
+    state = requested(state, following)
     commit = m.Commit(state.attempt, step, rate, clip, following, made_of)
     if overflow:
         finite = {s: replace(r, loss=loss) for s, r in reports.items() if r.loss is not None}
@@ -125,7 +121,7 @@ def _commit(state: LeadState) -> Result:
 
 
 def _fed(state: LeadState) -> tuple[str, tuple[int, ...]]:
-    """The digest of the samples of the step, and the stages that fed others."""
+    """The digest of the step's samples, and the stages that read others."""
     reported = {s: state.ready[s].fed for s in range(state.stages)}
     if state.samples is None:
         right = next((fed for fed in reported.values() if fed is not None), "")
@@ -135,7 +131,7 @@ def _fed(state: LeadState) -> tuple[str, tuple[int, ...]]:
 
 
 def expected(config: TrainConfig, step: int, samples: int) -> str:
-    """The digest of the samples that the plan has for a step, out of so many."""
+    """The digest of the samples that the plan has for a step, out of `samples`."""
     return fed_digest(
         sample_indices(config.seed, step, m, config, samples) for m in range(config.microbatches)
     )

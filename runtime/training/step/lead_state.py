@@ -1,4 +1,4 @@
-"""What the lead knows: frozen."""
+"""The state of the lead. Frozen."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.attendance import Attendance
 from fusion.runtime.training.step.checkpoint import Checkpoint
-from fusion.runtime.training.step.faults import (
-    Faults,
-)
+from fusion.runtime.training.step.faults import Faults
 from fusion.runtime.training.step.handover_state import HandoverState
 from fusion.runtime.training.step.history import UNKNOWN, Version
 from fusion.runtime.training.step.run_statistics import (
@@ -23,13 +21,12 @@ from fusion.runtime.training.step.run_statistics import (
     Interruptions,
     RunStatistics,
 )
-from fusion.runtime.training.step.snapshot_books import SnapshotBooks
+from fusion.runtime.training.step.snapshot_state import SnapshotState
 from fusion.runtime.training.step.stalls import culprits
 from fusion.swarm.transport import PeerId
 
 
-def nobody(stage: int) -> frozenset[PeerId]:
-    """Could take the stage."""
+def no_spares(stage: int) -> frozenset[PeerId]:
     return frozenset()
 
 
@@ -41,27 +38,29 @@ class LeadState:
     samples: int | None = None  # in the training data; None: the lead's stage reads none
     count: int = 0  # attempts made by this lead
     phase: Literal["gathering", "running", "ended"] = "gathering"
-    ledger: Ledger = UNTRAINED  # of the state that our own stage has: the next step is ledger.steps
+    ledger: Ledger = UNTRAINED  # of the state of our own stage: the next step is ledger.steps
     history: str = UNKNOWN  # of that state
     here: Attendance = field(default_factory=Attendance)
     ready: Mapping[int, m.Ready] = field(default_factory=dict)
-    snapshots: SnapshotBooks = field(default_factory=SnapshotBooks)
+    snapshots: SnapshotState = field(default_factory=SnapshotState)
     interruptions: Interruptions = field(default_factory=Interruptions)
-    codecs: EdgeCodecs | None = None  # chosen since the job began; None: those that it began with
-    codecs_changed: bool = False  # nobody has been told yet
+    codecs: EdgeCodecs | None = None  # chosen since the job began; None: the initial ones
+    codecs_changed: bool = False  # not yet sent to the stages
     stopping: bool = False
     faults: Faults = ()  # at steps that are not committed
-    # stage -> what its owner remembers
-    told: Mapping[int, tuple[PeerId, Faults]] = field(default_factory=dict)
-    # stage -> whose joins count no more
+    # stage -> its owner and the faults of earlier leads that it remembers
+    remembered: Mapping[int, tuple[PeerId, Faults]] = field(default_factory=dict)
+    # stage -> (term, incarnation) of the owner that was told to give it up: its joins are ignored
     dismissed: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    # (step, stage, owner) of those that had to go for it
+    # (step, stage, owner) of those that were replaced because the step stalled
     stood_still: tuple[tuple[int, int, PeerId], ...] = ()
     skipped: int = 0  # steps in a row that were committed without an update (float16)
-    looked_at: int = -1  # the step that is run with a look at every tensor
-    peers: Mapping[int, PeerId] = field(default_factory=dict)  # stage -> who holds it
-    spare: Callable[[int], frozenset[PeerId]] = nobody  # who could take a stage: asked only where one fails
-    restoring: Attempt = NO_ATTEMPT  # the restore that was asked for last: others may hand over meanwhile
+    checked_step: int = -1  # the step that is run with every tensor checked
+    peers: Mapping[int, PeerId] = field(default_factory=dict)  # stage -> its owner
+    spare: Callable[[int], frozenset[PeerId]] = (
+        no_spares  # peers that could take a stage; called only when one fails
+    )
+    restoring: Attempt = NO_ATTEMPT  # the last restore that was requested; handovers may follow it
 
     @property
     def step(self) -> int:
@@ -80,15 +79,14 @@ class LeadState:
     def statistics(self) -> RunStatistics:
         return self.interruptions.statistics
 
-    def count_on(self, statistics: RunStatistics) -> LeadState:
-        """With those statistics of the job so far."""
+    def with_statistics(self, statistics: RunStatistics) -> LeadState:
         return replace(self, interruptions=replace(self.interruptions, statistics=statistics))
 
     def owner(self, stage: int) -> PeerId:
         return self.peers.get(stage) or PeerId(f"an owner of term {self.here.join_ids[stage][0]}")
 
-    def culprits(self, waits: Mapping[int, int], *, all_say_so: bool) -> tuple[int, ...]:
-        """The stages of which one has to go, as `fusion.runtime.training.step.stalls` has it."""
+    def culprits(self, waits: Mapping[int, int], *, unanimous: bool) -> tuple[int, ...]:
+        """The stages of which one owner is to be replaced (`fusion.runtime.training.step.stalls`)."""
         here = self.here.joined if self.phase == "gathering" else self.ready
         needed = tuple(stage for stage in range(self.stages) if stage not in here)
         moved = {
@@ -96,14 +94,15 @@ class LeadState:
             for step, stage, peer in self.stood_still
             if step == self.step and peer != self.peers.get(stage)
         }
-        return culprits(self.stages, waits, needed, moved, all_say_so=all_say_so)
+        return culprits(self.stages, waits, needed, moved, unanimous=unanimous)
 
-    def looks_at(self, step: int) -> bool:
-        return step == self.looked_at or any(fault.step == step for fault in self.faults)
+    def checks(self, step: int) -> bool:
+        """Whether every tensor of the step is checked for numbers that are not finite."""
+        return step == self.checked_step or any(fault.step == step for fault in self.faults)
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The stages that the job waits for."""
+        """The stages that have not joined."""
         return tuple(s for s in range(self.stages) if s not in self.here.joined)
 
 
@@ -120,7 +119,7 @@ def first_state(
     samples: int | None,
     faults: Faults = (),
 ) -> LeadState:
-    """Of a lead that begins with the snapshot `newest`, or took over with `handover`."""
+    """The state of a lead that starts from the snapshot `newest`, or with `handover`."""
     begun = LeadState(
         config=config,
         stages=stages,
@@ -129,7 +128,7 @@ def first_state(
         faults=faults,
         ledger=newest.ledger,
         history=newest.version.history,
-        snapshots=SnapshotBooks.begin(newest),
+        snapshots=SnapshotState.begin(newest),
     )
     if handover is None:
         return begun

@@ -1,7 +1,7 @@
-"""What the stages of a training job say to each other on `/fusion/stage/3`, one frame each.
+"""The messages between the stages of a training job on `/fusion/stage/3`, one frame each.
 
 A stream carries one direction between two stages of one job: the sending stage opens it with `hello`, the receiver
-answers `welcome`, then only the opener speaks. Every frame carries the term that its sender holds its stage under.
+answers `welcome`, then only the opener sends. Every frame carries the term under which its sender holds its stage.
 
     activation, gradient, tie        tensors, see `TensorHeader`
     begin commit discard hold        the lead to the others
@@ -9,8 +9,8 @@ answers `welcome`, then only the opener speaks. Every frame carries the term tha
     join suspect ready evaluated     the others to the lead
     shard held failed leaving lack
 
-A message is what the two machines of this folder take in and give out: its kind is the name of its class, and the
-fields of its header are its own.
+Messages are inputs and outputs of the two state machines of this folder. A frame's kind is the name of the message's class,
+its header the message's fields.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from fusion.swarm.transport import Frame, PeerId
 
 TENSOR_KINDS = ("activation", "gradient", "tie")
 NOTHING = Digest("")
-MAX_TROUBLE = 300  # characters of what keeps a stage from its part of a snapshot
+MAX_TROUBLE = 300  # characters of the reason why a stage cannot save or hold its part of a snapshot
 NO_JOIN = (0, 0, 0)
-NEXT_STAGE = 1  # whose owner holds the second copy of a shard, before anybody could be asked for more
+NEXT_STAGE = 1  # its owner holds the second copy of a shard
 
-# (term of the stage's owner, the incarnation that its host drew when it was loaded, how often it has joined since). A
-# peer that starts anew may find its claim still its own: then another host follows under the same term.
+# (term of the stage's owner, incarnation of its host, number of joins since it was loaded). A peer that restarts may still
+# hold its claim: then another host follows under the same term.
 JoinId = tuple[int, int, int]
 Links = tuple[tuple[int, int], ...]  # (stage, term of its owner) at the other end of each link of a stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """First frame of a stream: stage `source` under its owner's `term` will speak to stage `target`."""
+    """First frame of a stream from stage `source`, held under `term`, to stage `target`."""
 
     job: JobId
     source: int
     target: int
     term: int
     target_term: int  # the term under which the opener believes the receiver to hold its stage
-    incarnation: int = 0  # drawn when the opener began its stage: not twice, even where it used a term twice
-    # Of the opener, sealed (`Leases.sealed`): the receiver need not look for it in the directory.
+    incarnation: int = 0  # drawn at random when the opener started its stage, new even under the same term
+    # The opener's, sealed (`Leases.sealed`): saves the receiver a lookup in the directory.
     claim: bytes = b""
 
 
@@ -68,20 +68,20 @@ class TensorHeader:
     dtype: str
     shape: tuple[int, ...]
     codec: str
-    masked: bool = False  # a gradient at the elements of the activation that had any, in their order
-    evaluate: bool = False  # of the held-out data, forward only
+    masked: bool = False  # only the elements that the activation was sent with, in their order
+    evaluate: bool = False  # held-out data, forward only
 
 
 @dataclass(frozen=True, kw_only=True)
 class After:
-    """What every stage does once its state is that of a step, before it begins the step."""
+    """What every stage does between a commit and the next step."""
 
     evaluate: bool = False
     snapshot: bool = False
     finish: bool = False  # no further step begins
-    hold: tuple[int, ...] = ()  # stages that are handed over now: nothing begins until they have joined anew
-    codecs: EdgeCodecs | None = None  # what tensors are sent as from now on; None: as before
-    look: bool = False  # at every tensor of the step: a number in it was not finite
+    hold: tuple[int, ...] = ()  # stages that are handed over now: no step begins until they have joined again
+    codecs: EdgeCodecs | None = None  # of the edges, from now on; None: unchanged
+    look: bool = False  # check every tensor of the step: it had a number that is not finite
 
 
 # --- the lead to the others
@@ -89,19 +89,19 @@ class After:
 
 @dataclass(frozen=True)
 class Begin:
-    """Do what `after` says, then run the microbatches of `step`."""
+    """Do what `after` asks for, then run the microbatches of `step`."""
 
     attempt: Attempt
     step: int
     after: After
     statistics: RunStatistics = CLEAN
     history: str = UNKNOWN  # of the state that the step is run on
-    faults: Faults = ()  # what failed so far at the steps that are not committed
+    faults: Faults = ()  # at steps that are not committed
 
 
 @dataclass(frozen=True)
 class Commit:
-    """Apply the gradients of `step`; `after` says what precedes the next step, which begins at once."""
+    """Apply the gradients of `step`, do what `after` asks for, and begin the next step."""
 
     attempt: Attempt
     step: int
@@ -116,23 +116,23 @@ class Discard:
     """Drop gradients; the state is still that of the step before."""
 
     attempt: Attempt
-    faults: Faults = ()  # as in `Begin`: the lead may be the next to go
-    # (stage, term, incarnation) of owners that are to leave theirs
+    faults: Faults = ()  # as in `Begin`: the lead may be replaced itself
+    # (stage, term, incarnation) of owners that are to give their stage up
     give_up: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Hold:
-    """To a stage that leaves while no step is under way: hand over the state as it is."""
+    """To a stage that leaves while no step is running: hand over the state as it is."""
 
     attempt: Attempt
     stage: int
-    join_id: JoinId  # its join that this answers: one that has joined again since asks again
+    join_id: JoinId  # the join that this answers: a stage that has joined since asks again
 
 
 @dataclass(frozen=True)
 class Restore:
-    """Everybody back to `checkpoint`."""
+    """To all stages: load `checkpoint`."""
 
     attempt: Attempt
     checkpoint: Checkpoint
@@ -140,7 +140,7 @@ class Restore:
 
 @dataclass(frozen=True)
 class Replicate:
-    """All shards are saved: hold the index and, beside your own shard, that of the stage which is `away` before you."""
+    """All shards are saved: hold the index and, beside your own shard, that of the stage `away` places before yours."""
 
     step: int
     index: Digest
@@ -149,21 +149,21 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Saved:
-    """Every shard of this snapshot lies on two peers (where there are two): it is the newest to go back to."""
+    """Every shard of this snapshot is on two peers (where there are two): it is the newest that can be restored."""
 
     checkpoint: Checkpoint
 
 
 @dataclass(frozen=True)
 class Move:
-    """Hand your stage to that idle peer at the next step boundary, if it takes it."""
+    """Hand your stage to the idle peer `peer` at the next step boundary, if it accepts."""
 
     peer: PeerId
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The job has ended, and how it went: from now on any stage can tell whoever asks."""
+    """The job has ended: from now on every stage can report how."""
 
     state: Literal["done", "stopped", "failed"]
     text: str = ""
@@ -175,18 +175,18 @@ class Finish:
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """A stage is linked to its partners and has the state of `step`."""
+    """A stage is linked to its partners and holds the state of `step`."""
 
-    step: int  # -1: it has none
+    step: int  # -1: none
     join_id: JoinId
     history: str = UNKNOWN  # of the state: a digest of the commits that were applied
-    links: Links = ()  # the term under which each stage that it works with is held, as it knows
-    attempt: Attempt = NO_ATTEMPT  # the newest that it has heard of
-    abandoned: bool = False  # it dropped a step of that attempt before the lead said so
+    links: Links = ()  # of the stage: the term of each partner, as it knows
+    attempt: Attempt = NO_ATTEMPT  # the newest that it has received
+    abandoned: bool = False  # it dropped a step of that attempt before the lead discarded it
     newest: Checkpoint = START  # the newest snapshot that the stage knows to be held
     before: Checkpoint = START  # the one before it
     statistics: RunStatistics = CLEAN
-    faults: Faults = ()  # of which a lead has told it
+    faults: Faults = ()  # as the last lead sent them
 
     @property
     def version(self) -> Version:
@@ -195,12 +195,12 @@ class Join:
 
 @dataclass(frozen=True)
 class Suspect:
-    """The stage, or a link that it needs, is gone after its join: discard what is under way. Or, with `waits_for` and a join
-    that nobody has, which every lead passes over: our step stands still, and we wait for that stage."""
+    """The stage or one of its links was lost after its join: discard the running step. Or, with `waits_for` and NO_JOIN, which
+    every lead ignores otherwise: our step has stalled, and we wait for that stage."""
 
     join_id: JoinId
     text: str = ""
-    # `fusion.runtime.training.step.stalls`; a lead of an older peer does not know it
+    # `fusion.runtime.training.step.stalls`; unknown to older leads
     waits_for: int | None = None
 
 
@@ -211,10 +211,12 @@ class Ready:
     attempt: Attempt
     step: int
     squared_norm: float = 0.0
-    loss: float | None = None  # mean over the microbatches, from the stage that makes it
+    loss: float | None = None  # mean over the microbatches, from the stage that computes it
     # `fusion.runtime.training.data.ledger.fed_digest` of the samples it read; None where it reads none
     fed: str | None = None
-    not_finite: tuple[str, ...] = ()  # words of `fusion.runtime.training.step.faults`, where it looked
+    not_finite: tuple[
+        str, ...
+    ] = ()  # where, in the terms of `fusion.runtime.training.step.faults`; empty if not checked
     busy: float = 0.0  # share of the step's time that the stage computed
     sent_bytes: int = 0  # payload since the stage was loaded
     received_bytes: int = 0
@@ -230,13 +232,13 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Shard:
-    """Our part of the snapshot is saved."""
+    """The stage's shard of the snapshot is saved."""
 
     step: int
     digest: Digest
-    seconds: float = 0.0  # that saving kept the device from the steps
-    history: str = UNKNOWN  # of the state that was saved
-    furthest: int = NEXT_STAGE  # `away` that we can be asked for
+    seconds: float = 0.0  # that saving held up the device
+    history: str = UNKNOWN  # of the saved state
+    furthest: int = NEXT_STAGE  # the largest `away` of `replicate` that the stage supports
 
     @property
     def version(self) -> Version:
@@ -245,17 +247,17 @@ class Shard:
 
 @dataclass(frozen=True)
 class Held:
-    """We hold what `replicate` asked for; or, with the index NOTHING, which every lead passes over, what keeps us from saving or
-    holding our part of that step's snapshot."""
+    """The stage holds what `replicate` asked for; or, with the index NOTHING, which every lead ignores otherwise, `trouble` says
+    why it cannot save or hold its part of that step's snapshot."""
 
     step: int
     index: Digest
-    trouble: str = ""  # one line for people; a lead of an older peer does not know it
+    trouble: str = ""  # one line; unknown to older leads
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Our arithmetic failed in this attempt; we give the stage up."""
+    """The stage's arithmetic failed in this attempt; its owner gives it up."""
 
     attempt: Attempt
     text: str
@@ -263,14 +265,14 @@ class Failed:
 
 @dataclass(frozen=True)
 class Leaving:
-    """Our peer leaves: hand the stage over at the next step boundary."""
+    """The stage's peer leaves: hand the stage over at the next step boundary."""
 
     join_id: JoinId
 
 
 @dataclass(frozen=True)
 class Lack:
-    """Nobody holds our shard of what the restore `attempt` asked for."""
+    """No peer holds the stage's shard of the snapshot that the restore `attempt` asked for."""
 
     attempt: Attempt
     text: str
@@ -279,7 +281,7 @@ class Lack:
 FromLead = Begin | Commit | Discard | Hold | Restore | Replicate | Saved | Move | Finish
 ToLead = Join | Suspect | Ready | Evaluated | Shard | Held | Failed | Leaving | Lack
 Message = FromLead | ToLead
-KINDS: dict[str, type[Any]] = {made.__name__.lower(): made for made in get_args(Message)}
+KINDS: dict[str, type[Any]] = {each.__name__.lower(): each for each in get_args(Message)}
 
 
 def kind_of(message: Message) -> str:
@@ -290,7 +292,7 @@ def encode(message: Message, term: int) -> tuple[str, dict[str, Any]]:
     """Kind and header of the frame that carries a message."""
     header = {"term": term, **plain(message)}
     if isinstance(message, Held) and not message.trouble:
-        del header["trouble"]  # as peers know it that have no word for it
+        del header["trouble"]  # older peers refuse fields that they do not know
     if isinstance(message, Suspect) and message.waits_for is None:
         del header["waits_for"]
     return kind_of(message), header
@@ -298,9 +300,9 @@ def encode(message: Message, term: int) -> tuple[str, dict[str, Any]]:
 
 def decode(frame: Frame) -> Message:
     """The message of a frame. ValueError names what is wrong with it."""
-    made = KINDS.get(frame.kind)
-    if made is None:
+    message_class = KINDS.get(frame.kind)
+    if message_class is None:
         raise ValueError(f"{STAGE.name} knows no {frame.kind[:40]!r}")
     header = {key: value for key, value in frame.header.items() if key != "term"}
-    message: Message = build(made, header, frame.kind, known_only=True)
+    message: Message = build(message_class, header, frame.kind, known_only=True)
     return message

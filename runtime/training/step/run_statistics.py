@@ -1,7 +1,7 @@
-"""What a job went through so far: owners lost, recoveries, steps discarded and replayed, and the loss of the last steps.
+"""Statistics of a job so far: owners lost, recoveries, steps discarded and replayed, and the losses of the last steps.
 
-The lead counts and tells everyone with each `begin`; every stage counts the commits and discards that it hears of on
-its own copy, and brings it along when it joins. So the counts outlive any lead: the next one takes the highest.
+The lead counts, and sends its counts with each `begin`. Every stage counts the commits and discards that it receives on its
+own copy, and sends that when it joins. So the counts outlive any lead: the next one takes the maximum.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from fusion.runtime.job.progress import RECENT
 
 Attempt = tuple[int, int]  # (term of the lead, how many it had begun)
 NO_ATTEMPT: Attempt = (0, 0)
-# Of what is counted. No job gets there, and whoever counts on from what another peer says stays within the 64 bits of a message.
+# Of each count. No job gets there, and counting on from another peer's number stays within the 64 bits of a message.
 MOST = 1 << 53
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatistics:
-    """Every number only grows; a step that is committed again comes out as it did before."""
+    """All counts only grow. A step that is committed again has the same loss as before."""
 
-    high: int = 0  # the most steps that were ever committed
+    high: int = 0  # the most steps ever committed
     discarded: int = 0  # steps that were begun and not committed
-    replayed: int = 0  # steps committed again, after going back to a snapshot
+    replayed: int = 0  # steps committed again after a restore
     losses: int = 0  # stages whose owner vanished
-    recoveries: int = 0  # times that work went on after it had been interrupted
-    last_discard: Attempt = NO_ATTEMPT  # the newest attempt that is among `discarded`
-    seconds: float = 0.0  # that the leads so far have watched the job
+    recoveries: int = 0  # times that steps resumed after an interruption
+    last_discard: Attempt = NO_ATTEMPT  # the newest attempt counted in `discarded`
+    seconds: float = 0.0  # that leads have run the job for
     recent: tuple[tuple[int, float], ...] = ()  # (step, loss) of the last committed steps, oldest first
 
     def commit(self, step: int, loss: float | None = None) -> RunStatistics:
-        """`loss`: of that step, where we know it; those of later steps are of a time before the job went back, and would leave
-        it no room."""
+        """`step` was committed, with `loss` where it is known. Losses of later steps, from before a restore, are dropped: they
+        would leave it no room."""
         known = self.before(step).recent
-        made = self if loss is None else replace(self, recent=_last({**dict(known), step: loss}))
+        updated = self if loss is None else replace(self, recent=_last({**dict(known), step: loss}))
         if step < self.high:
-            return replace(made, replayed=self.replayed + 1)
-        return replace(made, high=step + 1)
+            return replace(updated, replayed=self.replayed + 1)
+        return replace(updated, high=step + 1)
 
     def before(self, step: int) -> RunStatistics:
-        """With the losses of the steps before that one alone."""
+        """Without the losses of `step` and later ones."""
         return replace(self, recent=tuple(pair for pair in self.recent if pair[0] < step))
 
     def discard(self, attempt: Attempt) -> RunStatistics:
-        """An attempt has at most one step that is begun and not committed; telling it twice counts once."""
+        """`attempt` was discarded, and with it the one step that it had begun and not committed. A duplicate counts once."""
         if attempt <= self.last_discard:
             return self
         return replace(self, discarded=self.discarded + 1, last_discard=attempt)
@@ -56,7 +56,7 @@ class RunStatistics:
         return replace(self, recoveries=self.recoveries + 1)
 
     def merge(self, other: RunStatistics) -> RunStatistics:
-        """The highest of both, field by field, and MOST at most."""
+        """The maximum of both, field by field, and MOST at most."""
         return RunStatistics(
             high=min(MOST, max(self.high, other.high)),
             discarded=min(MOST, max(self.discarded, other.discarded)),
@@ -78,11 +78,11 @@ CLEAN = RunStatistics()
 
 @dataclass(frozen=True, kw_only=True)
 class Interruptions:
-    """The lead's count of them."""
+    """The lead's count of losses and recoveries."""
 
     statistics: RunStatistics = CLEAN
-    broken: bool = False  # work was interrupted and has not gone on yet
-    counted: bool = False  # whether the loss of the lead before us needs no counting (any more)
+    broken: bool = False  # interrupted, and not resumed yet
+    counted: bool = False  # the loss of the previous lead is counted, or there was none
 
     def lose(self) -> Interruptions:
         """The owner of a stage vanished."""
@@ -98,6 +98,6 @@ class Interruptions:
         return replace(self, statistics=self.statistics.merge(other))
 
     def recover(self) -> Interruptions:
-        """Work goes on: whoever led before is of no more account."""
+        """Steps have resumed: the loss of the previous lead is settled."""
         statistics = self.statistics.recover() if self.broken else self.statistics
         return Interruptions(statistics=statistics, counted=True)

@@ -1,4 +1,4 @@
-"""Every stage's side of the commit protocol (`fusion.runtime.training.step`), pure."""
+"""The side of a stage, the lead's own included, of the commit protocol (`fusion.runtime.training.step`). Pure."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attem
 
 @dataclass(frozen=True, kw_only=True)
 class StageState:
-    step: int  # the step that the parameters are of; -1: of none
-    history: str = UNKNOWN  # of the commits that made them
+    step: int  # of the parameters; -1: none
+    history: str = UNKNOWN  # of the parameters
     stage: int = 0
-    term: int = 1  # that we hold the stage under
-    incarnation: int = 0  # drawn at random, tells us from another host under the same term
+    term: int = 1  # of our claim on the stage
+    incarnation: int = 0  # drawn at random; distinguishes hosts under the same term
     joins: int = 0
-    attempt: Attempt = NO_ATTEMPT  # the newest that we have heard of
-    loading: Attempt = NO_ATTEMPT  # the restore that we carry out while restoring
-    relinked: bool = False  # since then: the lead may be another, which never asked for it
+    attempt: Attempt = NO_ATTEMPT  # the newest that we have received
+    loading: Attempt = NO_ATTEMPT  # the restore under way, in phase "restoring"
+    relinked: bool = False  # since that restore: another lead, which never asked for it, may have followed
     linked: bool = False
-    links: m.Links = ()  # to whom, while linked
+    links: m.Links = ()  # to our partners, while linked
     phase: Literal["idle", "running", "ready", "restoring", "handing over"] = "idle"
     leaving: bool = False
-    loss: float | None = None  # of the step that we are ready with, where we make it
-    abandoned: bool = False  # we dropped a step of `attempt` before the lead said so
+    loss: float | None = None  # of the step that is ready, where we compute it
+    abandoned: bool = False  # we dropped a step of `attempt` before the lead discarded it
     statistics: RunStatistics = CLEAN
-    faults: Faults = ()  # that a lead has told us of
+    faults: Faults = ()  # as the last lead sent them
 
     @property
     def join_id(self) -> m.JoinId:
@@ -68,15 +68,15 @@ def stage(state: StageState, event: e.StageEvent) -> tuple[StageState, tuple[e.S
             state = replace(state, attempt=attempt, abandoned=False, statistics=statistics, faults=faults)
             if (state.stage, state.term, state.incarnation) not in give_up:
                 return state, actions
-            ours = (fault.text for fault in reversed(faults) if fault.stage == state.stage)
-            text = next(ours, STANDS_STILL)
+            own = (fault.text for fault in reversed(faults) if fault.stage == state.stage)
+            text = next(own, STANDS_STILL)
             return state, (*actions, e.GiveUp(text))
         case m.Hold(attempt, target, join_id):
             due = (target, join_id) == (state.stage, state.join_id)
             if attempt <= state.attempt or not due or state.phase != "idle":
                 return state, ()
             state = replace(state, attempt=attempt)
-            if not state.leaving:  # it stays after all: to the lead it is away until it joins again
+            if not state.leaving:  # it stays after all; for the lead it is away until it joins again
                 return _join(state) if state.linked else (state, ())
             return replace(state, phase="handing over"), (e.HandOver(state.step),)
         case m.Restore(attempt, checkpoint):
@@ -95,7 +95,7 @@ def stage(state: StageState, event: e.StageEvent) -> tuple[StageState, tuple[e.S
         case e.LoadFailed(attempt, text):
             if state.phase != "restoring" or attempt != state.loading:
                 return state, ()
-            # What was loaded of it in part is no state at all.
+            # A partly loaded state is no state.
             state = replace(state, step=-1, history=UNKNOWN, phase="idle")
             if not state.linked:
                 return state, ()
@@ -131,7 +131,7 @@ def _begin(state: StageState, event: m.Begin) -> tuple[StageState, tuple[e.Stage
     if attempt <= state.attempt or state.phase == "handing over":
         return state, ()
     state, actions = _idle(state)
-    # Heard of, whether we can follow or not: a copy of it that comes late must not begin what is over by then.
+    # Noted whether we can follow or not: a late duplicate must not begin a step that is over by then.
     state = replace(
         state,
         attempt=attempt,
@@ -142,7 +142,7 @@ def _begin(state: StageState, event: m.Begin) -> tuple[StageState, tuple[e.Stage
     if not state.linked or state.phase == "restoring":
         return state, ()
     if not state.version.matches(Version(step, event.history)):
-        # The lead has mistaken us for the owner before: tell it where we are.
+        # The lead took us for the previous owner: join again with our own state.
         state, more = _join(state)
         return state, (*actions, *more)
     return replace(state, phase="running"), (*actions, e.Run(attempt, step, event.after))

@@ -1,13 +1,12 @@
-"""A step that stands still: when a stage says so, and which owner has to leave. Pure.
+"""Stalled steps: when a stage reports one, and which owner is replaced. Pure.
 
-A stage that has nothing to compute knows which other one it waits for. Once it has got nothing for as long as its clock
-asks, it tells the lead; so the owner of a stage that others wait for, and that waits for nobody, holds the step up. Where
-all say that they wait, two contradict each other: one goes first, and where the step stands still again, the other. So
-who reports falsely moves its own stage, or once that of a neighbour.
+A stage with nothing to compute knows which other stage it waits for, and reports that to the lead once its `StallClock`
+runs out. The owner of a stage that others wait for, and that itself waits for none, holds the step up. Where all report that
+they wait, two reports contradict each other: one of the two owners is replaced first, and if the step stalls again, the
+other. So a false report moves the reporter's own stage, or once that of a neighbour.
 
-A machine that sleeps, a call that is compiled and a slow link all look the same from outside: what is asked for is far
-more than an honest peer usually takes (`StallClock.patience`), and the lead has nobody leave a stage for which no
-standby is ready.
+A suspended machine, a compiling call and a slow link look the same from outside, so the clock allows far more than an
+honest peer usually takes (`StallClock.patience`), and the lead replaces no owner without a ready standby.
 """
 
 from __future__ import annotations
@@ -16,42 +15,42 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
-LEAD = -1  # who is waited for: the lead's word, not what its stage computes
+LEAD = -1  # in place of a stage that is waited for: a message of the lead, not a tensor of its stage
 
-# Within a step a stage waits for parts of it: nothing takes as long as several whole ones usually do.
+# Within a step a stage waits for parts of it, which never take as long as several whole steps.
 USUAL_STEPS = 4.0
-# Times as long before a step was seen from its begin to its commit: planes compile in the first one
+# Times `least_seconds` before any step was timed: planes compile in the first one
 UNKNOWN_PACE = 3.0
-REMEMBERED = 8  # steps that say what is usual
+REMEMBERED = 8  # steps of which the median is taken
 SLOW_LINK_BYTES_PER_SECOND = 125e3  # for the largest tensor that a stage waits for
 SLOW_DISK_BYTES_PER_SECOND = 20e6  # for a snapshot: others wait meanwhile
 RESTORING_BYTES_PER_SECOND = 1e6  # for the state of a stage, from several peers, before a step can begin
 
-# Times its patience. The lead waits for everybody else to say that they wait, and no longer than this: two may be silent.
-NOT_ALL_SAY_SO = 2.0
-LEAD_STALLS = 3.0  # before a lead that does nothing is at fault: it waits for others, who may only be slow
+# Times its patience: until then the lead acts only if every other stage reports that it waits. Two may be silent.
+UNANIMOUS = 2.0
+LEAD_STALLS = 3.0  # times its patience before the lead itself is suspected: it may be waiting for slow stages
 
 
 @dataclass(frozen=True, kw_only=True)
 class StallClock:
-    """How long the step of one stage has stood still. Times are seconds of one clock."""
+    """How long the step has made no progress at one stage. Times are seconds of one clock."""
 
     least_seconds: float
-    since: float  # it last went on
-    tensor_bytes: int = 0  # the largest that it may wait for
-    state_bytes: int = 0  # of the stage that has most
-    mark: Hashable = None  # what changes whenever it goes on
-    began: float | None = None  # when the step under way did, with the commit of the one before
-    steps: tuple[float, ...] = ()  # seconds that the last ones took
+    since: float  # last progress
+    tensor_bytes: int = 0  # the largest tensor that the stage may wait for
+    state_bytes: int = 0  # the largest state of any stage
+    mark: Hashable = None  # changes with every progress
+    began: float | None = None  # the commit before the running step
+    steps: tuple[float, ...] = ()  # durations of the last steps, in seconds
 
     def see(self, now: float, mark: Hashable, *, busy: bool) -> StallClock:
-        """`busy`: the stage has something to do itself."""
+        """Note progress: `mark` has changed, or the stage is `busy` computing."""
         if mark == self.mark and not busy:
             return self
         return replace(self, mark=mark, since=now)
 
     def begin(self) -> StallClock:
-        """What came before the next commit was no whole step."""
+        """A step starts without a commit before it: its duration is not counted."""
         return replace(self, began=None)
 
     def commit(self, now: float) -> StallClock:
@@ -59,7 +58,7 @@ class StallClock:
         return replace(self, began=now, steps=steps)
 
     def patience(self, *, running: bool) -> float:
-        """Seconds. `running`: while a step is; a state may have to be fetched before one is."""
+        """Seconds without progress before the step counts as stalled. `running`: a step is; else a state may have to be fetched."""
         least = self.least_seconds
         usual = USUAL_STEPS * median(self.steps) if self.steps else UNKNOWN_PACE * least
         link = self.tensor_bytes / SLOW_LINK_BYTES_PER_SECOND
@@ -76,31 +75,31 @@ def culprits(
     needed: Collection[int],
     moved: Collection[int] = (),
     *,
-    all_say_so: bool = True,
+    unanimous: bool = True,
 ) -> tuple[int, ...]:
-    """The stages of which one has to go, the first one that another peer can take; none while somebody may be at work.
+    """Stages of which one owner is to be replaced, in order of suspicion; empty while some stage may still be computing.
 
-    `waits`: for whom each stage says that it waits; 0 among them where the lead's own does. `needed`: from whom the lead needs
-    something. `moved`: those that had to go at this step already. `all_say_so`: only if every other stage says that it
+    `waits`: stage -> the stage that it reports to wait for, the lead's own stage 0 included. `needed`: stages that the lead waits
+    for. `moved`: stages whose owner was replaced at this step already. `unanimous`: only if every other stage reports that it
     waits.
     """
-    # Who waits for the lead has nothing left to do: not one from whom the lead still needs something.
-    said = {
+    # A report of waiting for the lead is void where the lead still waits for that stage.
+    waiting = {
         stage: other
         for stage, other in waits.items()
         if other != stage and (other != LEAD or stage not in needed)
     }
-    named = {other for other in said.values() if other > 0} | {stage for stage in needed if stage > 0}
-    silent = [stage for stage in range(1, stages) if stage not in said]
+    named = {other for other in waiting.values() if other > 0} | {stage for stage in needed if stage > 0}
+    silent = [stage for stage in range(1, stages) if stage not in waiting]
     guilty = [stage for stage in silent if stage in named]
     if guilty:
-        return () if all_say_so and len(silent) > 1 else tuple(guilty)
-    way: list[int] = []
-    at = min((stage for stage, other in said.items() if other != LEAD), default=LEAD)
-    while at in said and at not in way:
-        way.append(at)
-        at = said[at]
-    # They wait for each other in a circle; or the last one says that it has done all, and the one before that it has not.
-    contrary = way[way.index(at) :] if at in way else way[-2:]
-    order = sorted(contrary, key=lambda stage: (stage in moved, -way.index(stage)))
+        return () if unanimous and len(silent) > 1 else tuple(guilty)
+    path: list[int] = []
+    at = min((stage for stage, other in waiting.items() if other != LEAD), default=LEAD)
+    while at in waiting and at not in path:
+        path.append(at)
+        at = waiting[at]
+    # They wait for each other in a cycle; or the last one reports that it has sent everything, and the one before denies it.
+    contrary = path[path.index(at) :] if at in path else path[-2:]
+    order = sorted(contrary, key=lambda stage: (stage in moved, -path.index(stage)))
     return tuple(order) if len(order) > 1 else ()

@@ -1,7 +1,7 @@
-"""Who may speak to this stage, and the streams to those it works with. Knows nothing of what frames mean.
+"""The streams between a hosted stage and its partner stages. Knows nothing of what frames mean.
 
-fence          who may speak for each partner, and who no longer may
-suspicion      an owner that does not answer: have others look at it
-partner        one partner: the stream to it, the stream from it, its owner as we know it
-partners       all of them: dialled, welcomed, replaced when an owner is
+fence          which peer may send for each partner, by term
+suspicion      an owner that does not answer: its standbys probe it
+partner        one partner: the streams to and from it, its owner as far as we know
+partners       all of them: dialled, accepted, replaced
 """

@@ -1,11 +1,10 @@
-"""Who may speak for a partner of a stage, and who no longer may.
+"""Fencing: which peer may send for a partner stage, by the term of its claim.
 
-A `hello` is welcomed only from the owner of the stage it speaks for, as its sealed claim or the directory shows by the
-rule of `fusion.swarm.claims.tenure`, at the term it names. Of several who come under one term the first is the owner to us: another peer's hello at that
-term, or that of the same peer's stage after it began anew (a restart may forget which terms were used), is refused as
-is every lower term, with `stale` {term}; a higher term ends the streams of the owner before it. An owner that knew no
-better, because it joined after the claims of the one before had run out, gives the stage up and claims it anew above
-that term.
+A `hello` is accepted only from the owner of the sending stage at the term that it names, as its sealed claim or the
+directory shows (`fusion.swarm.claims.tenure`). Of several peers under one term the first accepted is the owner: another
+peer's hello at that term, or a later start of the same peer (a restart may forget which terms were used), is refused like a
+lower term, with `stale` {term}. A higher term ends the streams of the previous owner. An owner that did not know of that
+term, because it joined after the previous claims had expired, gives the stage up and claims it again above it.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
 
-NEAR_SECONDS = 0.5  # for which it does who holds a stage near the partner's, where strangers say hello and show words of its owner
+NEAR_SECONDS = 0.5  # for which a read of the claims next to the partner's stage serves all hellos
 
 
 class Overtaken(StaleTerm):
-    """The stage was held under a term that ours does not exceed, as its neighbours remember. `holder`: whose that was, where it
-    is the very term."""
+    """The stage was held under a term that ours does not exceed, as its partners remember. `holder`: the peer that held it, where
+    the terms are equal."""
 
     def __init__(self, stage: int, ours: int, term: int, holder: str = "somebody before us") -> None:
         what = f"term {term} by {holder}" if term == ours else f"term {term}, not {ours}"
@@ -40,8 +39,8 @@ class Overtaken(StaleTerm):
 
 
 class Later(SwarmError):
-    """The other end is not welcome yet; it should try again. `holder`: whom we go by meanwhile, where that is another
-    peer whose lease lasts."""
+    """The other end is not accepted yet and should retry. `holder`: the owner that we follow meanwhile, where it is another peer
+    with a live lease."""
 
     def __init__(self, message: str, holder: Holding | None = None) -> None:
         super().__init__(message)
@@ -50,55 +49,55 @@ class Later(SwarmError):
 
 @dataclass(frozen=True)
 class _Holder:
-    """Who spoke for a partner under the highest term that we welcomed."""
+    """The sender for a partner under the highest term that was accepted."""
 
     term: int
     peer: PeerId
-    incarnation: int  # of the several times that the peer may have begun the stage
+    incarnation: int  # of the peer's starts of the stage
 
 
 class Fence:
-    """Of the stage `partner`, at stage `stage`, which is held here under `term`."""
+    """For streams from stage `partner` to stage `stage`, which is held here under `term`."""
 
     def __init__(self, leases: Leases, job: JobId, stage: int, term: int, partner: int) -> None:
         self._leases = leases
         self._job, self._stage, self._term = job, stage, term
         self._partner = partner
-        # Strangers say hello as often as they like: one read at a time, for all that came before it began.
+        # Strangers may send any number of hellos: one read of the directory at a time serves all that arrived before it began.
         self._reads: SharedWork[int, ClaimRecord | None] = SharedWork(_now, 0.0)
         self._near: SharedWork[int, tuple[ClaimRecord, ...]] = SharedWork(_now, NEAR_SECONDS)
         self._holder: _Holder | None = None
 
     @property
     def highest(self) -> int:
-        """The highest term that the partner has spoken to us under; 0 for none."""
+        """The highest term accepted from the partner; 0 for none."""
         return 0 if self._holder is None else self._holder.term
 
     def is_over(self, claim: ClaimRecord) -> bool:
-        """Whether somebody else has spoken to us for the partner, under the claim's term or a higher one."""
+        """Whether another peer was accepted for the partner under the claim's term, or any under a higher one."""
         holder = self._holder
         return holder is not None and (
             claim.term < holder.term or (claim.term == holder.term and claim.peer != holder.peer)
         )
 
     def follows(self, claim: ClaimRecord, before: ClaimRecord) -> bool:
-        """Whether the owner of `claim` is to be linked to in place of the one of `before`."""
+        """Whether the owner of `claim` replaces that of `before` as our partner."""
         return claim.term > before.term or (
             claim.term == before.term and self.is_over(before) and not self.is_over(claim)
         )
 
     def check(self, peer: PeerId, hello: Hello) -> None:
-        """Raises Overtaken where another has spoken for the partner since, or under the same term."""
+        """Raises Overtaken where another sender was accepted for the partner under a higher term, or the same one."""
         holder = self._holder
         if holder is None or hello.term > holder.term:
             return
         if _Holder(hello.term, peer, hello.incarnation) != holder:
-            who = f"another start of {peer}" if peer == holder.peer else holder.peer
-            raise Overtaken(self._partner, hello.term, holder.term, who)
+            other = f"another start of {peer}" if peer == holder.peer else holder.peer
+            raise Overtaken(self._partner, hello.term, holder.term, other)
         self._check_grant(peer)
 
     def _check_grant(self, peer: PeerId) -> None:
-        """Raises StaleTerm where the grant in its claim has expired since, or was revoked."""
+        """Raises StaleTerm where the grant in the peer's claim has expired or was revoked."""
         law = self._leases.access.law(self._job)
         if law is None or law.admission.kind != "granted":
             return
@@ -109,13 +108,12 @@ class Fence:
                 raise StaleTerm(f"stage {self._partner} is not {peer}'s any more: {refused}")
 
     def admit(self, peer: PeerId, hello: Hello) -> None:
-        """From now on nobody speaks for the partner but this peer, until a higher term comes. Raises Overtaken."""
+        """Accept only this peer for the partner, until a higher term. Raises Overtaken."""
         self.check(peer, hello)
         self._holder = _Holder(hello.term, peer, hello.incarnation)
 
     async def claim_of(self, peer: PeerId, hello: Hello) -> ClaimRecord:
-        """The claim under which the other end speaks. Later where it is not welcome yet; StaleTerm where it never will
-        be."""
+        """The claim under which the other end sends. Raises Later where it is not accepted yet, StaleTerm where it never will be."""
         if hello.target_term < self._term:
             raise StaleTerm(f"stage {self._stage} is under term {self._term}, not {hello.target_term}")
         if hello.target_term > self._term:
@@ -125,9 +123,9 @@ class Fence:
         if proof is not None:
             return proof
         owner = await self._reads.get(self._partner, self._owner, _now())
-        self.check(peer, hello)  # somebody may have said hello under a higher term while we looked
+        self.check(peer, hello)  # a hello under a higher term may have been accepted meanwhile
         held = self._leases.tenure(self._job, self._partner)
-        # A peer may have been killed, and have forgotten its own term: then nobody else would tell it.
+        # A peer that was killed may have forgotten its own term, and learns it only here.
         lowest = 0 if held is None else held.claim.term + (held.claim.peer != peer)
         if held is not None and hello.term < lowest:
             raise Overtaken(self._partner, hello.term, held.claim.term, held.claim.peer)
@@ -152,7 +150,9 @@ class Fence:
             return None
         try:
             claim = self._leases.credit(hello.claim)
-        except RecordError as error:  # of a clock that is not ours, for one: the directory may still know it
+        except (
+            RecordError
+        ) as error:  # of a clock too far from ours, for example: the directory may still know it
             log.debug("stage %d: the claim of stage %d: %s", self._stage, self._partner, error)
             return None
         wanted = (self._job, self._partner, peer, hello.term, "owner")

@@ -1,10 +1,10 @@
-"""The streams of one hosted stage: one to and one from each stage that it works with.
+"""The streams of one hosted stage: one to and one from each of its partner stages.
 
 Every stage dials all its partners and is dialled by them, for as long as it is hosted. The stage is *linked* while all
-of them are up. A stream that is merely silent is left alone, and so is a peer that answers, whatever went wrong on our
-side: it takes the owner's own silence towards a standby to replace it.
+streams are open. A silent stream is left alone, and so is a peer that answers, whatever failed on our side: an owner is
+replaced only if it does not answer its standbys.
 
-How one partner is dialled is `fusion.runtime.training.streams.partner`; who is welcome here, and who no longer is, `fence`.
+`fusion.runtime.training.streams.partner` dials one partner; `fence` decides whose streams are accepted.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ Receive = Callable[[int, Message], None]
 
 
 class Partners:
-    """Of frames whose term is right, `tensor(stage, frame)` gets those that carry one (`Inbox.offer`); what it returns, if
-    anything, is awaited before the next frame of that stream is read. `receive(stage, message)` gets all others. A
-    ValueError or SwarmError from them ends that stream. `changed(linked)` is called, in the loop, whenever the stage
-    becomes linked or unlinked. `largest_bytes`: of the payloads that a partner may send."""
+    """Frames of the current term go to `tensor(stage, frame)` if they carry one (`Inbox.offer`), whose result, if any, is
+    awaited before the next frame of that stream is read, else to `receive(stage, message)`. A ValueError or SwarmError from
+    either ends the stream. `changed(linked)` is called in the loop whenever the stage becomes linked or unlinked.
+    `largest_bytes`: the largest payload that a partner may send."""
 
     def __init__(
         self,
@@ -76,18 +76,18 @@ class Partners:
 
     @property
     def owners(self) -> dict[int, PeerId]:
-        """The peer at the other end, of each partner that we are linked to."""
+        """Partner stage -> its owner, of the partners that we are linked to."""
         owners = {stage: partner.owner for stage, partner in self._partners.items()}
         return {stage: owner.peer for stage, owner in owners.items() if owner is not None}
 
     def holders(self) -> dict[int, PeerId]:
-        """As `owners`, and ourselves."""
+        """`owners`, and this peer."""
         return {**self.owners, self.stage: self._context.peer_id}
 
     @property
     def linked_terms(self) -> dict[int, int]:
-        """The term of the owner at the other end, of each partner that we are linked to; the lower one where a stream
-        of the owner before has not ended yet."""
+        """Partner stage -> its owner's term, of the partners that we are linked to; the lower one while a stream of the previous
+        owner is still open."""
         owners = {stage: partner.owner for stage, partner in self._partners.items()}
         return {s: min(o.term, self._partners[s].fence.highest) for s, o in owners.items() if o is not None}
 
@@ -98,13 +98,13 @@ class Partners:
 
     @property
     def waiting_for(self) -> str:
-        """One line for people: what is missing; empty while linked."""
+        """Why the stage is not linked, in one line; empty while it is."""
         missing = [partner for partner in self._partners.values() if not partner.linked]
         return "; ".join(partner.waiting_for for partner in missing[:4])
 
     def post(self, target: int, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
-        """Queue a tensor for a partner, under our term, and return at once. While the link is down it is dropped:
-        whatever was under way is void then, and both sides start anew when the link is back."""
+        """Queue a tensor for a partner, under our term, and return at once. While the link is down it is dropped: the step is
+        discarded then, and both sides begin again once the link is back."""
         link = self._partners[target].outgoing
         if link is not None:
             link.post(kind, {**header, "term": self.term}, payload)
@@ -116,13 +116,13 @@ class Partners:
             link.post(*encode(message, self.term))
 
     def replace(self, claim: ClaimRecord, group: asyncio.TaskGroup) -> None:
-        """Ask in `group` those who stand by for the stage of `claim` to follow its owner, who is there and does nothing."""
+        """Ask, in `group`, the standbys of the stage of `claim` to replace its owner, which is alive but idle."""
         partner = self._partners.get(claim.stage)
         if partner is not None:
             partner.suspect(claim, group)
 
     async def room(self) -> None:
-        """Wait until few frames wait to be sent to any partner, for whoever makes tensors faster than links carry them."""
+        """Backpressure: wait until few frames are queued for any partner."""
         for partner in self._partners.values():
             link = partner.outgoing
             if link is not None:
@@ -137,7 +137,7 @@ class Partners:
                         await partner.outgoing.flush()
 
     async def finish(self) -> None:
-        """Send what was posted, then end our streams cleanly, so that the last frames arrive; no link comes back."""
+        """Send what was posted, then close our streams so that the last frames arrive. No link is opened again."""
         for partner in self._partners.values():
             partner.closed = True
         await self.flush()
@@ -146,7 +146,7 @@ class Partners:
                 await partner.outgoing.aclose()
 
     async def run(self) -> None:
-        """Keep every stream up until cancelled. Raises Overtaken."""
+        """Keep every stream open until cancelled. Raises Overtaken."""
         self._update()
         try:
             async with asyncio.TaskGroup() as group:
@@ -156,15 +156,15 @@ class Partners:
             self.close()
 
     def close(self) -> None:
-        """The stage is not hosted here any more: nobody is to believe it linked, nor to be welcomed from now on."""
+        """The stage is not hosted here any more: end incoming streams and accept no others."""
         for partner in self._partners.values():
             partner.closed = True
             if partner.incoming is not None:
                 partner.incoming.abort()
 
     async def accept(self, stream: Stream, hello: Hello) -> None:
-        """Serve an incoming stream whose first frame was `hello`, until it ends. Raises StaleTerm, FrameError and
-        what `tensor` and `receive` raise: the transport tells the other end."""
+        """Serve an incoming stream whose first frame was `hello`, until it ends. Raises StaleTerm, FrameError and what `tensor`
+        and `receive` raise; the transport reports them to the other end."""
         partner = self._partners.get(hello.source)
         if partner is None:
             raise FrameError(f"stage {hello.source} has nothing to say to stage {self.stage}")
@@ -184,7 +184,7 @@ class Partners:
         stream.allow(self._largest_bytes)
         await stream.send("welcome", {"term": self.term})
         self._check_open(partner)
-        partner.fence.admit(stream.remote, hello)  # another may have said hello while our welcome went out
+        partner.fence.admit(stream.remote, hello)  # another hello may have been accepted meanwhile
         partner.admit(claim, stream)
         try:
             while True:
@@ -206,16 +206,16 @@ class Partners:
             isinstance(message, Begin | Commit | Discard | Hold | Restore)
             and message.attempt[0] != hello.term
         ):
-            # A higher one would be heard of here, and the attempts of the leads that follow would count for nothing.
+            # Were a higher term accepted, the attempts of later leads would be ignored.
             raise StaleTerm(f"an attempt of term {message.attempt[0]} on a stream of term {hello.term}")
         if isinstance(message, Join) and message.join_id[0] != hello.term:
-            # After a higher one the joins of the owners that follow would count for nothing.
+            # Were a higher term accepted, the joins of later owners would be ignored.
             raise StaleTerm(f"a join of term {message.join_id[0]} on a stream of term {hello.term}")
         self._receive(hello.source, message)
         return None
 
     def _check_open(self, partner: Partner) -> None:
-        """Raises Later once the stage is not hosted here any more, or about not to be."""
+        """Raises Later once the stage is leaving this peer, or has left."""
         if partner.closed:
             raise Later(f"stage {self.stage} is over here")
 

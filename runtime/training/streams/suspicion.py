@@ -1,5 +1,4 @@
-"""An owner that does not answer us: whoever may replace it is asked to look at it, once at a time and not with every
-try."""
+"""Asks the standbys of an owner that does not answer us to probe it: one request at a time, not one per dial."""
 
 from __future__ import annotations
 
@@ -14,12 +13,13 @@ from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 6.0  # for the answer of those who may replace it
-AGAIN_SECONDS = 2.0
+ANSWER_SECONDS = 6.0  # for the standbys to answer
+AGAIN_SECONDS = 2.0  # from one request about an owner to the next
 
 
 class Suspicion:
-    """Of the owner of stage `partner`, at stage `stage`. `heard` gets the claim of the successor, if there is one."""
+    """Of the owner of stage `partner`, by stage `stage`. `succeeded` is called with the claim of a successor, if there is one,
+    and the term of the owner that it replaced."""
 
     def __init__(
         self,
@@ -27,30 +27,30 @@ class Suspicion:
         job: JobId,
         stage: int,
         partner: int,
-        heard: Callable[[ClaimRecord, int], None],
+        succeeded: Callable[[ClaimRecord, int], None],
     ) -> None:
         self._context = context
         self._job, self._stage, self._partner = job, stage, partner
-        self._heard = heard
+        self._succeeded = succeeded
         self._asking: asyncio.Task[None] | None = None
-        self._last: tuple[PeerId, int] | None = None  # who was suspected last, under which term
+        self._last: tuple[PeerId, int] | None = None  # (peer, term) of the owner that was suspected last
         self._began = 0.0
 
     def begin(self, claim: ClaimRecord, group: asyncio.TaskGroup) -> None:
-        """Have others look at the owner of `claim`, which does not answer us, unless that is under way."""
+        """Ask about the owner of `claim`, unless a request about it is under way or recent."""
         if self._context.takeover is None:
             return
         now = asyncio.get_running_loop().time()
-        who = (claim.peer, claim.term)
-        if who == self._last and (self._asking is not None or now - self._began < AGAIN_SECONDS):
+        owner = (claim.peer, claim.term)
+        if owner == self._last and (self._asking is not None or now - self._began < AGAIN_SECONDS):
             return
         self.end()
-        self._last, self._began = who, now
+        self._last, self._began = owner, now
         self._asking = group.create_task(self._ask(claim), name=f"suspecting stage {self._partner}")
-        self._asking.add_done_callback(self._asked)
+        self._asking.add_done_callback(self._answered)
 
     def end(self) -> None:
-        """The owner answers after all, or is not the one that we thought of."""
+        """The owner answers after all, or another one is suspected."""
         task, self._asking = self._asking, None
         if task is not None:
             task.cancel()
@@ -67,8 +67,8 @@ class Suspicion:
             )
             return
         if successor is not None:
-            self._heard(successor, claim.term)
+            self._succeeded(successor, claim.term)
 
-    def _asked(self, task: asyncio.Task[None]) -> None:
+    def _answered(self, task: asyncio.Task[None]) -> None:
         if self._asking is task:
             self._asking = None

@@ -160,7 +160,7 @@ def test_a_move_that_saves_much_waits_less_for_the_one_before(
     monkeypatch: pytest.MonkeyPatch, mbps: float, moves: list[tuple[int, str]]
 ) -> None:
     monkeypatch.setattr(tuner, "MOVE_SECONDS", 4.0)
-    monkeypatch.setattr(tuner, "ASKED_SECONDS", 1.0)
+    monkeypatch.setattr(tuner, "REQUESTED_SECONDS", 1.0)
     lead = FakeLead()
     looks(FakeLinks(*OWNERS.values(), IDLE, slow=OWNERS[1], mbps=mbps), lead, job("none"), 1.5, moved=True)
     assert lead.moves == moves

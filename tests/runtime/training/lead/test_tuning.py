@@ -20,10 +20,10 @@ from fusion.runtime.training.lead.tuning import (
     CHANGED,
     GAIN,
     Job,
-    Sight,
+    Measurements,
     better_codecs,
     changed,
-    in_words,
+    codec_summary,
     pays,
     running,
 )
@@ -52,9 +52,9 @@ def job(stages: int = 3, **compression: object) -> Job:
     )  # fmt: skip
 
 
-def sight(
+def measurements(
     mbps: dict[tuple[int, int], float], stages: int = 3, compute: float = 0.005, up: float = 1e4
-) -> Sight:
+) -> Measurements:
     owners = tuple(f"p{s}" for s in range(stages))
     pairs = {(a, b): mbps.get((a, b), 100.0) for a in range(stages) for b in range(stages) if a != b}
     network = Network(
@@ -70,10 +70,10 @@ def sight(
             for (a, b), rate in pairs.items()
         },
     )  # fmt: skip
-    return Sight(owners=owners, network=network, compute_seconds=(compute,) * stages, speeds=REFERENCE)
+    return Measurements(owners=owners, network=network, compute_seconds=(compute,) * stages, speeds=REFERENCE)
 
 
-def noisy(true: Sight, draw: random.Random) -> Sight:
+def noisy(true: Measurements, draw: random.Random) -> Measurements:
     """The same, measured once more."""
 
     def about(value: float) -> float:
@@ -95,7 +95,7 @@ def noisy(true: Sight, draw: random.Random) -> Sight:
     )
 
 
-def chosen(work: Job, now: Sight) -> tuple[tuple[str, str, str], ...]:
+def chosen(work: Job, now: Measurements) -> tuple[tuple[str, str, str], ...]:
     traffic = StageTraffic(
         edges=work.edges, ties=work.ties, sizes=work.config.sizes, owners=now.owners, network=now.network
     )
@@ -103,26 +103,26 @@ def chosen(work: Job, now: Sight) -> tuple[tuple[str, str, str], ...]:
 
 
 def test_a_link_cut_to_a_tenth_is_compressed_and_one_that_is_well_again_is_not() -> None:
-    work, well = job(), sight({})
-    slow = sight({(0, 1): 10.0, (1, 0): 10.0})
+    work, well = job(), measurements({})
+    slow = measurements({(0, 1): 10.0, (1, 0): 10.0})
     before = chosen(work, well)
     after = better_codecs(work, before, slow, well)
     assert after is not None and {edge: there for edge, there, _ in after}["x0/0"] != "none"
     busy = [step_seconds(running(work, slow, codecs)).bound_seconds for codecs in (before, after)]
     assert GAIN * busy[1] < busy[0]
-    fast = sight({(a, b): 1e4 for a in range(3) for b in range(3)}, compute=0.02)
+    fast = measurements({(a, b): 1e4 for a in range(3) for b in range(3)}, compute=0.02)
     assert better_codecs(work, after, fast, slow) == ()  # nothing takes longer, and nothing is taken away
 
 
 def test_what_does_not_pay_is_left_alone() -> None:
     work = job()
-    slow = sight({(0, 1): 10.0, (1, 0): 10.0}, compute=10.0)
+    slow = measurements({(0, 1): 10.0, (1, 0): 10.0}, compute=10.0)
     assert better_codecs(work, (), slow) is None  # computing takes longer than any link
-    assert better_codecs(work, (), sight({}), sight({})) is None
+    assert better_codecs(work, (), measurements({}), measurements({})) is None
 
 
 def test_a_table_is_as_good_as_itself() -> None:
-    work, now = job(), sight({(0, 1): 10.0})
+    work, now = job(), measurements({(0, 1): 10.0})
     pipe = running(work, now, chosen(work, now))
     assert not pays(pipe, pipe)
 
@@ -135,8 +135,8 @@ def test_noise_alone_never_changes_a_table_twice(families: tuple[str, ...]) -> N
     for seed in range(60):
         draw = random.Random(seed)
         rates = {(a, b): 10 ** draw.uniform(0.5, 3.5) for a in range(3) for b in range(3) if a != b}
-        true = sight(rates, compute=10 ** draw.uniform(-4, -1), up=10 ** draw.uniform(1, 4))
-        codecs, known, changes = chosen(work, sight({})), None, 0
+        true = measurements(rates, compute=10 ** draw.uniform(-4, -1), up=10 ** draw.uniform(1, 4))
+        codecs, known, changes = chosen(work, measurements({})), None, 0
         for _ in range(25):
             now = noisy(true, draw)
             found = better_codecs(work, codecs, now, known)
@@ -149,21 +149,21 @@ def test_noise_alone_never_changes_a_table_twice(families: tuple[str, ...]) -> N
 
 def test_more_than_noise_counts_as_a_change() -> None:
     work, draw = job(), random.Random(1)
-    true = sight({(0, 1): 30.0})
+    true = measurements({(0, 1): 30.0})
     for _ in range(100):
         assert not changed(work, noisy(true, draw), noisy(true, draw))
     assert (1 + NOISE) / (1 - NOISE) < CHANGED
-    assert changed(work, true, sight({(0, 1): 3.0}))
-    assert changed(work, true, sight({(0, 1): 30.0}, compute=0.05))
-    assert changed(work, true, sight({(0, 1): 30.0}, up=20.0))
-    unlimited = sight({(0, 1): 30.0}, up=inf)
+    assert changed(work, true, measurements({(0, 1): 3.0}))
+    assert changed(work, true, measurements({(0, 1): 30.0}, compute=0.05))
+    assert changed(work, true, measurements({(0, 1): 30.0}, up=20.0))
+    unlimited = measurements({(0, 1): 30.0}, up=inf)
     assert not changed(work, true, unlimited) and not changed(work, unlimited, true)
     assert changed(work, true, replace(true, owners=("p1", "p0", "p2")))
 
 
-def test_codecs_in_words() -> None:
+def test_codecs_codec_summary() -> None:
     edges = ("a", "b", "c")
-    assert in_words((), ()) == ""
-    assert in_words((), edges) == "none on 3 of 3 edges"
+    assert codec_summary((), ()) == ""
+    assert codec_summary((), edges) == "none on 3 of 3 edges"
     codecs = (("a", "int8", "int8"), ("b", "int8", "int8"), ("c", "topk:0.05", "int8"), ("w", "int8", "none"))
-    assert in_words(codecs, edges) == "int8 on 2, topk:0.05/int8 on 1 of 3 edges"
+    assert codec_summary(codecs, edges) == "int8 on 2, topk:0.05/int8 on 1 of 3 edges"

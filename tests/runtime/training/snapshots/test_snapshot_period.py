@@ -60,12 +60,12 @@ def test_quiet_hours_make_snapshots_rarer() -> None:
 def test_no_word_of_a_stage_makes_snapshots_much_rarer(seconds: float) -> None:
     quiet = NEW.seen(100.0, seconds, 0)
     assert quiet.period(100.0) == period_seconds(FIRST_COST_SECONDS, LONGEST_SECONDS)
-    slow = NEW.ask(200.0).durable(203.0, seconds)
+    slow = NEW.request(200.0).durable(203.0, seconds)
     assert slow.cost_seconds == pytest.approx((FIRST_COST_SECONDS + 3.0) / 2)
 
 
 def test_none_is_begun_while_one_is_under_way_until_it_is_given_up() -> None:
-    under_way = NEW.ask(200.0)
+    under_way = NEW.request(200.0)
     assert not under_way.due(1e6) and not NEW.overdue(1e6)
     assert not under_way.overdue(200.0 + 0.9 * GIVE_UP * USUAL_SECONDS)
     assert under_way.overdue(200.0 + 1.1 * GIVE_UP * USUAL_SECONDS)
@@ -77,11 +77,11 @@ def test_one_that_was_given_up_leaves_the_next_twice_the_time_up_to_a_day() -> N
     period = NEW
     for doubled in range(40):  # a stage that never answers
         limit = min(GIVE_UP * USUAL_SECONDS * 2**doubled, GIVE_UP_SECONDS)
-        under_way = period.ask(200.0)
+        under_way = period.request(200.0)
         assert not under_way.overdue(200.0 + 0.9 * limit) and under_way.overdue(200.0 + 1.1 * limit)
         period = under_way.give_up_overdue()
         assert period.due(1e6)
-    quick = period.ask(200.0).durable(201.0, 0.1).ask(300.0)
+    quick = period.request(200.0).durable(201.0, 0.1).request(300.0)
     assert quick.overdue(300.0 + GIVE_UP * USUAL_SECONDS)
 
 
@@ -89,15 +89,15 @@ def test_one_that_was_given_up_leaves_the_next_twice_the_time_up_to_a_day() -> N
 def test_however_long_a_copy_takes_one_becomes_durable_and_those_that_take_as_long_do(
     took: float, usual: float
 ) -> None:
-    period = replace(NEW, usual_seconds=usual).ask(0.0)
+    period = replace(NEW, usual_seconds=usual).request(0.0)
     while period.overdue(took):
-        period = period.give_up_overdue().ask(0.0)
-    assert not period.durable(took, 0.1).ask(0.0).overdue(took)
+        period = period.give_up_overdue().request(0.0)
+    assert not period.durable(took, 0.1).request(0.0).overdue(took)
 
 
 def test_the_period_counts_from_when_the_state_was_taken() -> None:
-    done = NEW.ask(200.0).durable(203.0, 0.1)
-    assert done.taken == 200.0 and done.asked is None
+    done = NEW.request(200.0).durable(203.0, 0.1)
+    assert done.taken == 200.0 and done.requested is None
     assert done.usual_seconds == pytest.approx((USUAL_SECONDS + 3.0) / 2)
     assert done.durable(204.0, 9.0) == done  # told twice
 
@@ -106,12 +106,12 @@ def test_the_cost_is_what_stages_computed_or_what_steps_were_late_by() -> None:
     period = NEW
     for _ in range(50):
         period = period.stepped(0.5)
-    late = period.ask(200.0).stepped(0.9).stepped(0.7)
+    late = period.request(200.0).stepped(0.9).stepped(0.7)
     assert late.durable(203.0, 0.1).cost_seconds == pytest.approx((FIRST_COST_SECONDS + 0.6) / 2)
     # A recovery in the middle is no cost of the snapshot.
-    stalled = period.ask(200.0).stepped(60.0)
+    stalled = period.request(200.0).stepped(60.0)
     assert stalled.durable(200.4, 0.1).cost_seconds == pytest.approx((FIRST_COST_SECONDS + 0.4) / 2)
-    quick = period.ask(200.0).stepped(0.4).stepped(0.4)
+    quick = period.request(200.0).stepped(0.4).stepped(0.4)
     assert quick.durable(201.0, 0.3).cost_seconds == pytest.approx((FIRST_COST_SECONDS + 0.3) / 2)
     assert quick.step_seconds == pytest.approx(0.5)
 
@@ -121,7 +121,7 @@ def test_the_step_that_it_became_durable_in_is_late_as_well() -> None:
     period = NEW
     for _ in range(50):
         period = period.stepped(2.5)
-    held = period.ask(200.0).durable(203.0, 0.3)
+    held = period.request(200.0).durable(203.0, 0.3)
     assert held.cost_seconds == pytest.approx((FIRST_COST_SECONDS + 0.3) / 2), "until that step has ended"
     late = held.stepped(5.0)
     assert late.cost_seconds == pytest.approx((FIRST_COST_SECONDS + 2.5) / 2)
@@ -130,7 +130,7 @@ def test_the_step_that_it_became_durable_in_is_late_as_well() -> None:
         "a stall is none of it"
     )
     assert held.restored(204.0).stepped(60.0).cost_seconds == held.cost_seconds
-    assert held.ask(204.0).stepped(60.0).cost_seconds == held.cost_seconds
+    assert held.request(204.0).stepped(60.0).cost_seconds == held.cost_seconds
 
 
 def test_a_large_state_is_believed_to_be_dear_before_it_was_saved_once() -> None:

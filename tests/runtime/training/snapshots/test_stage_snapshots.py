@@ -174,7 +174,7 @@ def test_a_save_of_one_history_is_given_up_for_that_of_the_same_step_in_another(
                 stand.files.lost = {1}
                 await stand.snapshots.take(Version(1, "a"))
                 await stand.files.tried.wait()
-                stand.snapshots.go_back(START)
+                stand.snapshots.announce_restore(START)
                 stand.files.lost = set()
                 stand.plane.value = 2.0
                 await stand.snapshots.take(Version(1, "b"))
@@ -192,7 +192,7 @@ def test_a_step_that_is_dropped_behind_a_save_takes_no_later_snapshot_along() ->
             await stand.snapshots.take(Version(1, "a"))
             await stand.files.tried.wait()
             dropped = group.create_task(stand.snapshots.take(Version(2, "a")))
-            while stand.snapshots._asked == Version(1, "a"):  # until it waits for the save of step 1
+            while stand.snapshots._requested == Version(1, "a"):  # until it waits for the save of step 1
                 await asyncio.sleep(0)
             dropped.cancel()
             await asyncio.wait([dropped])
@@ -282,7 +282,7 @@ def test_a_stage_knows_the_snapshot_that_it_has_gone_back_to_and_the_one_before(
             stand = Stand(compute, group)
             known, told = Checkpoint(step=4, digest=D[4]), Checkpoint(step=9, digest=D[9])
             stand.snapshots.newest = known
-            stand.snapshots.go_back(told)
+            stand.snapshots.announce_restore(told)
             assert stand.snapshots.newest == known  # nobody has seen that one yet
             await stand.snapshots.restore(told)
             assert (stand.snapshots.newest, stand.snapshots.before) == (told, known)

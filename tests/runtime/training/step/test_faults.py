@@ -77,7 +77,7 @@ class Job:
 
     @property
     def looks(self) -> bool:
-        return self.state.looks_at(self.state.step)
+        return self.state.checks(self.state.step)
 
 
 def dismissed(actions: tuple[e.LeadAction, ...]) -> list[int]:
@@ -157,7 +157,7 @@ def test_the_next_lead_believes_what_a_majority_of_the_others_remember() -> None
             state, actions = lead(state, m.Join(step=0, join_id=(2, 0, 1), faults=faults), i)
         (begin,) = actions
         assert isinstance(begin, m.Begin) and begin.faults == state.faults == known
-    assert f.believed({B: heard.faults}) == heard.faults and f.believed({}) == ()
+    assert f.majority({B: heard.faults}) == heard.faults and f.majority({}) == ()
 
 
 # --- samples

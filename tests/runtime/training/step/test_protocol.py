@@ -17,7 +17,7 @@ from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.history import INITIAL, Version
 from fusion.runtime.training.step.lead import LeadState, after, expected, lead
 from fusion.runtime.training.step.run_statistics import RunStatistics
-from fusion.runtime.training.step.snapshot_books import LACKS, SnapshotBooks
+from fusion.runtime.training.step.snapshot_state import MAX_LACKS, SnapshotState
 from fusion.runtime.training.step.stage import StageState, stage
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.transport import PeerId
@@ -219,13 +219,13 @@ def test_stages_at_unlike_steps_all_go_back_to_the_newest_snapshot_that_any_of_t
     state, _ = lead(state, join(3, newest=snapshot(2), before=snapshot(1)), 0)
     state, actions = lead(state, join(2), 1)
     assert actions == (m.Restore((7, 1), snapshot(2)),) and state.missing == (0, 1)
-    assert state.ledger.steps == 2 and state.snapshots.told[0] == (snapshot(2), snapshot(1))
+    assert state.ledger.steps == 2 and state.snapshots.reported[0] == (snapshot(2), snapshot(1))
 
 
 def test_stages_of_one_step_and_two_histories_go_back_to_one_snapshot() -> None:
     state = LeadState(
         config=CONFIG, stages=3, term=7, ledger=Ledger(steps=3), history="a" * 64,
-        snapshots=SnapshotBooks(newest=replace(snapshot(2), history="c" * 64)),
+        snapshots=SnapshotState(newest=replace(snapshot(2), history="c" * 64)),
     )  # fmt: skip
     for i, history in ((0, "a" * 64), (1, "b" * 64)):
         state, actions = lead(state, join(3, history=history), i)
@@ -251,7 +251,7 @@ def test_lead_and_stages_find_the_same_history() -> None:
 
 def test_alike_steps_that_the_ledger_is_not_of_go_back_too() -> None:
     state = LeadState(
-        config=CONFIG, stages=2, term=7, snapshots=SnapshotBooks(newest=snapshot(2)), ledger=Ledger(steps=2)
+        config=CONFIG, stages=2, term=7, snapshots=SnapshotState(newest=snapshot(2)), ledger=Ledger(steps=2)
     )
     state, _ = lead(state, join(3), 0)
     _, actions = lead(state, join(3), 1)
@@ -259,10 +259,10 @@ def test_alike_steps_that_the_ledger_is_not_of_go_back_too() -> None:
 
 
 def test_a_snapshot_that_nobody_holds_is_given_up_for_the_one_before_and_stays_given_up() -> None:
-    books = SnapshotBooks.begin(snapshot(2)).learn(snapshot(4, "b"))
+    books = SnapshotState.begin(snapshot(2)).learn(snapshot(4, "b"))
     state = LeadState(config=CONFIG, stages=1, term=7, snapshots=books)
     state, (restore,) = lead(state, join(-1), 0)
-    for _ in range(LACKS - 1):
+    for _ in range(MAX_LACKS - 1):
         assert isinstance(restore, m.Restore) and restore.checkpoint == snapshot(4, "b")
         state, (restore,) = lead(state, m.Lack(restore.attempt, ""), 0)
     state, (fell, restore) = lead(state, m.Lack(restore.attempt, ""), 0)
@@ -279,19 +279,19 @@ def test_snapshots_that_one_stage_makes_up_crowd_out_none_that_others_know() -> 
     state, actions = lead(state, join(4), 2)
     told = []
     assert state.snapshots.held.step == 0  # nor is the swarm told of what nobody has gone back to
-    for _ in range(2 * LACKS + 1):
+    for _ in range(2 * MAX_LACKS + 1):
         restore = actions[-1]
         assert isinstance(restore, m.Restore)
         told.append(restore.checkpoint.step)
         state, actions = lead(state, m.Lack(restore.attempt, ""), 2)
-    assert told == [90] * LACKS + [80] * LACKS + [4] and restore.checkpoint == snapshot(4)
+    assert told == [90] * MAX_LACKS + [80] * MAX_LACKS + [4] and restore.checkpoint == snapshot(4)
     for i in range(3):
         state, actions = lead(state, join(4, (1, 0, 2)), i)
     assert isinstance(actions[-1], m.Begin) and state.snapshots.held == snapshot(4)
 
 
 def test_a_stage_that_lacks_its_shard_is_asked_again_though_another_was_handed_over_meanwhile() -> None:
-    state = LeadState(config=CONFIG, stages=3, term=7, snapshots=SnapshotBooks(newest=snapshot(4)))
+    state = LeadState(config=CONFIG, stages=3, term=7, snapshots=SnapshotState(newest=snapshot(4)))
     for i in range(2):
         state, _ = lead(state, join(4), i)
     state, (restore,) = lead(state, join(0), 2)
@@ -317,7 +317,7 @@ def test_who_leaves_before_our_own_stage_is_linked_is_told_to_go_once_it_is() ->
 
 def test_a_job_whose_stages_are_all_at_the_end_only_finishes() -> None:
     state = LeadState(
-        config=CONFIG, stages=1, term=7, snapshots=SnapshotBooks(newest=snapshot(5)), ledger=Ledger(steps=5)
+        config=CONFIG, stages=1, term=7, snapshots=SnapshotState(newest=snapshot(5)), ledger=Ledger(steps=5)
     )
     _, (begin,) = lead(state, join(5), 0)
     assert isinstance(begin, m.Begin)

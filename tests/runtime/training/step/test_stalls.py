@@ -93,7 +93,7 @@ def test_the_stage_that_others_wait_for_and_that_waits_for_nobody(
 
 def test_after_longer_one_of_several_that_say_nothing_has_to_go() -> None:
     assert culprits(4, {0: 1, 3: 2}, (0, 1, 2, 3)) == ()
-    assert culprits(4, {0: 1, 3: 2}, (0, 1, 2, 3), all_say_so=False) == (1, 2)
+    assert culprits(4, {0: 1, 3: 2}, (0, 1, 2, 3), unanimous=False) == (1, 2)
 
 
 def test_of_two_that_contradict_each_other_the_other_goes_next() -> None:
@@ -170,10 +170,10 @@ def test_owners_that_stand_still_one_after_the_other_never_fail_the_job() -> Non
 def test_whoever_was_moved_at_this_step_is_believed_next_time() -> None:
     state = gathered(A, B, C)
     waits = {0: 1, 1: 2, 2: 1}
-    assert state.culprits(waits, all_say_so=True) == (2, 1)
+    assert state.culprits(waits, unanimous=True) == (2, 1)
     state, _ = lead(state, e.StandsStill(2, C, 1))
     state, _ = lead(replace(state, peers={**state.peers, 2: D}), m.Join(step=0, join_id=(2, 0, 1)), 2)
-    assert state.culprits(waits, all_say_so=True) == (1, 2)
+    assert state.culprits(waits, unanimous=True) == (1, 2)
 
 
 def test_an_owner_that_is_told_so_gives_its_stage_up() -> None:
