@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fusion.swarm.transport import Transport
 
 RETRY_SECONDS = 0.5
-# As other zones of time make a clock; the word of a single peer is to make no grant last for years.
+# A day covers clocks in the wrong time zone; a single peer must not be able to shift the validity of grants by years.
 MOST_WRONG_SECONDS = 86_400.0
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 async def follow(context: Context, job: JobId, output: Output) -> Progress:
-    """Show the job until it has ended; its last word. JobFailed if it failed."""
+    """Show the job until it has ended. Returns its last progress. Raises JobFailed if it failed."""
     from fusion.runtime.job.errors import JobFailed
 
     shown = Shown()
@@ -27,21 +27,21 @@ async def follow(context: Context, job: JobId, output: Output) -> Progress:
             output.note(validated)
         output.status(progress_line(progress))
     output.end_status()
-    assert last is not None  # `watch` ends with a word or raises
+    assert last is not None  # `watch` yields at least once or raises
     if last.state == "failed":
         raise JobFailed(f"the job failed: {last.error or last.message or 'no reason given'}")
     return last
 
 
 class Shown:
-    """What a watcher has seen already, so that each loss and each validation is told once."""
+    """Tracks what has been shown, so that each loss and each validation is shown once."""
 
     def __init__(self) -> None:
         self._next = 0  # steps count from 0
         self._validated = 0
 
     def record(self, progress: Progress) -> dict[str, Any]:
-        """The JSON object: the progress, with the losses of the steps not told before as `losses`."""
+        """The JSON object: the progress, with the losses of the steps not shown before as `losses`."""
         record = progress.to_header()
         record["losses"] = [pair for pair in record.pop("recent") if pair[0] >= self._next]
         self._next = max([self._next, *(step + 1 for step, _ in progress.recent)])

@@ -24,7 +24,7 @@ REVOKED_FOLDER = "revoked"  # in a home
 
 
 def grants_from(context: Context) -> GrantsFor:
-    """What this user can show of why it may prompt the model of a job."""
+    """The grants by which this user may prompt the model of a job."""
 
     async def show(job: JobId) -> tuple[bytes, ...]:
         from fusion.runtime.belief.reading import manifest_of
@@ -39,7 +39,7 @@ def grants_from(context: Context) -> GrantsFor:
 
 
 async def law_of(context: Context, wanted: str) -> JobLaw:
-    """Of the job that is meant, which is not for everybody; what has been revoked in it is known then. ValueError."""
+    """Of the job `wanted`, whose admission is granted; its revocations are known afterwards. Raises ValueError."""
     known = await job_client.find_known(context, wanted)
     if known.manifest is None:
         raise ValueError(f"nobody gives us the manifest of {known.record.name}; try again in a moment")
@@ -51,7 +51,7 @@ async def law_of(context: Context, wanted: str) -> JobLaw:
 
 
 def issuer_in(home: Path, law: JobLaw) -> Identity:
-    """The key of this home that gives grants in the job. ValueError where it has none."""
+    """The key of this home that may issue grants in the job. Raises ValueError where it has none."""
     from fusion.runtime.peer.keys import keys_of
 
     roots = {law.author, *law.admission.roots}
@@ -64,8 +64,7 @@ def issuer_in(home: Path, law: JobLaw) -> Identity:
 
 
 def last_list(home: Path, job: JobId, issuer: Identity) -> Revocation | None:
-    """Of the grants that `issuer` has taken back in the job the list that it signed last with this home; None where it signed
-    none."""
+    """The last revocation list that `issuer` signed for the job with this home; None if there is none."""
     from fusion.swarm.authority.revocation import open_revocation
     from fusion.swarm.errors import RecordError
 
@@ -77,14 +76,14 @@ def last_list(home: Path, job: JobId, issuer: Identity) -> Revocation | None:
 
 
 def keep_list(home: Path, job: JobId, issuer: Identity, data: bytes) -> None:
-    """For `last_list`. Raises OSError."""
+    """Store a revocation list for `last_list`. Raises OSError."""
     path = _list_path(home, job, issuer)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".new")
     with scratch.open("wb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())  # a power cut would make members again of those who were revoked
+        os.fsync(file.fileno())  # losing the list in a power cut would restore revoked grants
     scratch.replace(path)
 
 
@@ -93,7 +92,7 @@ def _list_path(home: Path, job: JobId, issuer: Identity) -> Path:
 
 
 def keep(text: str, folder: Path) -> Grant:
-    """Keep an invite in a home. ValueError where it is none, or somebody else's."""
+    """Store an invite in a home. Raises ValueError where it is malformed or for another peer."""
     from fusion.runtime.peer.keys import IDENTITY_FILE
     from fusion.swarm.authority import invites
     from fusion.swarm.authority.wallet import INVITES_FOLDER, Wallet

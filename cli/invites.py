@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fusion.swarm.transport import PeerId
 
 LONGEST_HOURS = 24.0 * 365 * 10
-TELL_SECONDS = 10.0  # for an owner to take what it is told
+SEND_SECONDS = 10.0  # for an owner to accept a revocation
 
 Who = Annotated[str, typer.Argument(metavar="PEER", help="A peer id, as `fusion-peer start` prints it.")]
 
@@ -129,7 +129,7 @@ async def _revoke(job: str, who: str, way: client.JoinOptions, output: Output) -
     async with client.connect(way) as context:
         law = await grants.law_of(context, job)
         issuer = grants.issuer_in(way.home, law)
-        # The newest list alone counts, and of the last one the job's records may not tell while its lead is away.
+        # Only the newest list counts, and the job's records may lack the last one while its lead is away.
         known = (
             context.access.revoked_by(law.job, issuer.peer_id),
             grants.last_list(way.home, law.job, issuer),
@@ -140,29 +140,29 @@ async def _revoke(job: str, who: str, way: client.JoinOptions, output: Output) -
         data = seal_revocation(law.job, marks, at, issuer)
         try:
             grants.keep_list(way.home, law.job, issuer, data)
-        except OSError as error:  # who is revoked is to go, whatever our disk takes
+        except OSError as error:  # revoke all the same
             output.note(f"this home does not remember whom it revoked: {error.strerror or error}")
         owners = await asyncio.gather(*(context.leases.owner(law.job, stage) for stage in range(law.stages)))
-        heard = await send_revocation(
+        received = await send_revocation(
             context, {owner.peer for owner in owners if owner is not None}, law.job, data
         )
-    if not heard:
+    if not received:
         raise SwarmError(f"no owner of a stage of {law.name} could be told; try again in a moment")
-    output.emit({"job": law.job, "name": law.name, "revoked": who, "told": heard})
+    output.emit({"job": law.job, "name": law.name, "revoked": who, "told": received})
     output.print_line(
-        f"{who} takes no part in {law.name} any more: {heard} peers have heard, and tell the others"
+        f"{who} takes no part in {law.name} any more: {received} peers have heard, and tell the others"
     )
 
 
 async def send_revocation(context: Context, owners: Iterable[PeerId], job: JobId, revocation: bytes) -> int:
-    """How many of them have heard of it. All are told at once: whoever is revoked may be one of them, and say nothing."""
+    """Send it to all owners at once, since the revoked peer may be one of them and not pass it on. How many have received it."""
     from fusion.runtime.job.protocol import JOB
     from fusion.swarm.errors import SwarmError
     from fusion.swarm.transport import call
 
     async def has_received(owner: PeerId) -> bool:
         with suppress(SwarmError, TimeoutError):
-            async with asyncio.timeout(TELL_SECONDS):
+            async with asyncio.timeout(SEND_SECONDS):
                 await call(
                     context.transport, owner, JOB.name, "revoke", {"job": job, "revocation": revocation}
                 )
@@ -173,7 +173,7 @@ async def send_revocation(context: Context, owners: Iterable[PeerId], job: JobId
 
 
 def checked_roles(roles: list[str] | tuple[str, ...]) -> tuple[Role, ...]:
-    """ValueError names what is no role."""
+    """Raises ValueError for an unknown role."""
     from fusion.swarm.authority.grants import ROLES
 
     for role in roles:
@@ -183,7 +183,7 @@ def checked_roles(roles: list[str] | tuple[str, ...]) -> tuple[Role, ...]:
 
 
 def checked_stages(text: str) -> tuple[int, int]:
-    """E.g. "2-5", or "3". ValueError."""
+    """E.g. "2-5" or "3". Raises ValueError."""
     from fusion.swarm.directory.records import MAX_STAGES
 
     first, _, last = text.partition("-")

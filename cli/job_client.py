@@ -1,4 +1,4 @@
-"""The questions that commands ask about jobs: which one is meant, how does it stand, please stop."""
+"""What commands ask about jobs: find one by name, follow its progress, stop it."""
 
 from __future__ import annotations
 
@@ -29,24 +29,26 @@ if TYPE_CHECKING:
 SILENCE_SECONDS = 30.0
 STOP_SECONDS = 10.0
 LEAD_SECONDS = 10.0  # for a job that has no lead to have one
-ANSWER_SECONDS = 3.0  # for a lead that is there to say how its job stands
-QUIET_SECONDS = 30.0  # without news of a job it is looked anew who leads it: a step may take longer, or the lead be frozen
-ASKED_STAGES = 16  # whose owners are asked how a job ended whose lead is gone
+ANSWER_SECONDS = 3.0  # for a live lead to report progress
+QUIET_SECONDS = (
+    30.0  # without progress before the lead is looked up again: a step may take longer, or the lead be frozen
+)
+ASKED_STAGES = 16  # whose owners are asked how a job ended that has no lead any more
 
 
 async def find_job(context: Context, wanted: str) -> JobRecord:
-    """As `find_known`: what to believe of the job."""
+    """The record that `find_known` believes."""
     return (await find_known(context, wanted)).record
 
 
 async def find_led(context: Context, wanted: str) -> JobRecord:
-    """As `find_job`, for whoever has something to say to the lead: a job that was just launched, or whose peers have just come back, has
+    """As `find_job`, but waits up to LEAD_SECONDS for a lead: a job that was just launched, or whose peers have just returned, has
     none for a moment."""
     clock = asyncio.get_running_loop().time
     record, until = await find_job(context, wanted), clock() + LEAD_SECONDS
     while record.lead is None and record.state not in ENDED and clock() < until:
         await asyncio.sleep(RETRY_SECONDS)
-        with suppress(ValueError):  # nobody speaks of it now
+        with suppress(ValueError):  # no record of it right now
             record = await find_job(context, wanted)
     return record
 
@@ -66,33 +68,34 @@ async def find_known(context: Context, wanted: str) -> Known:
 
 
 async def find_current(context: Context, wanted: str) -> Known:
-    """As `find_known`, for whoever needs the newest snapshot. What we see of a job may be the claim and the record of a lead that has
-    died, which hide those of its successors: of one that has not ended and whose lead does not answer it is looked
-    again until they have expired."""
+    """As `find_known`, for callers that need the newest snapshot. The claim and record of a dead lead may hide those of its
+    successor, so a job that has not ended and whose lead does not answer is looked up again until they expire."""
     clock = asyncio.get_running_loop().time
     found, until = await find_known(context, wanted), clock() + JOB_TTL_SECONDS
-    while not found.belief.over and clock() < until and not await _answers(context, found.record):
+    while not found.belief.over and clock() < until and not await _lead_answers(context, found.record):
         await asyncio.sleep(RETRY_SECONDS)
-        with suppress(ValueError):  # nobody speaks of it now
+        with suppress(ValueError):  # no record of it right now
             found = await find_known(context, wanted)
     return found
 
 
-async def _answers(context: Context, record: JobRecord) -> bool:
-    """Whether the lead of the job says how it stands."""
+async def _lead_answers(context: Context, record: JobRecord) -> bool:
     if record.lead is None:
         return False
     with suppress(SwarmError, TimeoutError):
-        async with asyncio.timeout(ANSWER_SECONDS), aclosing(_ask(context, record.lead, record.job)) as told:
-            async for _ in told:
+        async with (
+            asyncio.timeout(ANSWER_SECONDS),
+            aclosing(_progress(context, record.lead, record.job)) as reports,
+        ):
+            async for _ in reports:
                 return True
     return False
 
 
-def pick(found: Sequence[Known], words: Sequence[JobRecord], wanted: str) -> Known:
-    """The only one. ValueError, naming jobs of `words`, where there is none or more than one."""
+def pick(found: Sequence[Known], records: Sequence[JobRecord], wanted: str) -> Known:
+    """The only job in `found`. ValueError, which lists some jobs of `records`, where there is none or more than one."""
     if not found:
-        known = ", ".join(sorted({job.name for job in words})[:10]) or "there are none"
+        known = ", ".join(sorted({job.name for job in records})[:10]) or "there are none"
         raise ValueError(f"no job is called {wanted!r} (jobs: {known})")
     if len(found) > 1:
         ids = ", ".join(each.record.job[:12] for each in found[:5])
@@ -101,7 +104,7 @@ def pick(found: Sequence[Known], words: Sequence[JobRecord], wanted: str) -> Kno
 
 
 def own_authors(context: Context) -> frozenset[PeerId]:
-    """Whose names mean our own jobs: the key that this user launches jobs with, if there is one."""
+    """The authors whose job names need no `@author`: the key with which this user launches jobs, if there is one."""
     from fusion.runtime.peer.keys import TRAINER_FILE
     from fusion.swarm.identity import Identity
 
@@ -110,7 +113,7 @@ def own_authors(context: Context) -> frozenset[PeerId]:
 
 
 def unproven(known: Known) -> str | None:
-    """What a user should know of a job that nobody who owns, or owned, a part of it speaks for."""
+    """A warning about a job that no current or former owner of a stage vouches for; None where one does."""
     if known.belief.vouched:
         return None
     return (
@@ -119,8 +122,8 @@ def unproven(known: Known) -> str | None:
 
 
 async def find_model(context: Context, name: str, option: str = "--model") -> None:
-    """ValueError, naming what is served, where `name` is not; "" is fine where one model is served. `option`: what gave the
-    name."""
+    """ValueError, which lists the served models, where `name` is not served; "" is allowed where exactly one is. `option`: the
+    command-line option that gave the name."""
     for last in (False, True):  # a client that has just joined may know too little yet
         served = [
             job for job in await context.directory.words() if job.kind == "serve" and job.state not in ENDED
@@ -144,27 +147,29 @@ async def find_served(context: Context, name: str, option: str) -> tuple[JobId, 
     await find_model(context, name, option)
     words = await context.directory.words()
     serving = {job.job for job in words if job.kind == "serve" and job.state not in ENDED}
-    told = [job for job in words if job.job in serving]
-    names = {job.name for job in told}
+    served = [job for job in words if job.job in serving]
+    names = {job.name for job in served}
     if not name and len(serving) > 1 and len(names) == 1:
         (name,) = names  # a newer model in the place of another, say
-    seen = await find(context, name, own_authors(context), told) if name else await candidates(context, told)
-    going = [each for each in seen if not each.belief.over]
-    if not going or (not name and len(going) > 1):
+    seen = (
+        await find(context, name, own_authors(context), served) if name else await candidates(context, served)
+    )
+    live = [each for each in seen if not each.belief.over]
+    if not live or (not name and len(live) > 1):
         raise ValueError(f"{option}: say which model, by its name and author or by its id")
-    manifest = going[0].manifest
+    manifest = live[0].manifest
     if manifest is None:
-        raise SwarmError(f"nobody gives us the manifest of {going[0].record.name}; try again in a moment")
-    return going[0].record.job, manifest
+        raise SwarmError(f"nobody gives us the manifest of {live[0].record.name}; try again in a moment")
+    return live[0].record.job, manifest
 
 
 async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
-    """How the job stands, each time it changes, from whichever peer leads it, or can tell how it ended. SwarmError when
-    nobody speaks for it any more."""
+    """The job's progress, whenever it changes, from its lead, or from a peer that knows how it ended. SwarmError once no peer has
+    reported it for SILENCE_SECONDS."""
     from fusion.runtime.belief.reading import manifest_of, weigh
     from fusion.runtime.job.progress import Progress
 
-    heard = time.monotonic()
+    last_seen = time.monotonic()
     last = Progress(job=job, state="launching")
     manifest: Manifest | None = None
     while True:
@@ -173,9 +178,9 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
             manifest = await manifest_of(context, job, words)
         belief = await weigh(context, job, words, manifest)
         record = None if belief is None else belief.record
-        if record is not None:  # one that nobody renews runs out
-            async with aclosing(_news(context, record)) as news:
-                async for progress in news:
+        if record is not None:  # one that is not renewed expires
+            async with aclosing(_reports(context, record)) as reports:
+                async for progress in reports:
                     if progress != last:
                         yield progress
                     last = progress
@@ -184,25 +189,25 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
             if record.state in ENDED:
                 yield replace(last, state=record.state, step=record.step, message=record.message)
                 return
-            # Waiting for news of one that has none takes its time, and is no silence.
-            heard = time.monotonic()
-        elif time.monotonic() - heard > SILENCE_SECONDS:
+            # Time spent waiting for a report does not count as silence.
+            last_seen = time.monotonic()
+        elif time.monotonic() - last_seen > SILENCE_SECONDS:
             raise SwarmError(f"nobody speaks for the job {job[:12]} any more")
         await asyncio.sleep(RETRY_SECONDS)
 
 
-async def _news(context: Context, record: JobRecord) -> AsyncGenerator[Progress, None]:
-    """What those say of the job who can tell, one after the other."""
+async def _reports(context: Context, record: JobRecord) -> AsyncGenerator[Progress, None]:
+    """Progress of the job from each peer that can report it, one peer after the other."""
     async for peer in _peers_to_ask(context, record):
-        with suppress(TransportError):  # it is gone, or the lead has moved: another will tell
-            async with aclosing(_ask(context, peer, record.job)) as told:
-                async for progress in told:
+        with suppress(TransportError):  # it is gone, or the lead has moved: another peer will report
+            async with aclosing(_progress(context, peer, record.job)) as reports:
+                async for progress in reports:
                     yield progress
 
 
 async def _peers_to_ask(context: Context, record: JobRecord) -> AsyncIterator[PeerId]:
-    """Who can say how a job stands, best first: whoever leads it, and of one that has ended also those who ran its
-    other stages to the end."""
+    """Peers that can report the job's progress, best first: its lead and, once it has ended, the peers that owned its other
+    stages."""
     if record.lead is not None:
         yield record.lead
     if record.state in ENDED:
@@ -213,8 +218,8 @@ async def _peers_to_ask(context: Context, record: JobRecord) -> AsyncIterator[Pe
             yield peer
 
 
-async def _ask(context: Context, peer: PeerId, job: JobId) -> AsyncGenerator[Progress, None]:
-    """What the peer says of the job, until it has nothing more to say, or says nothing. SwarmError for nonsense."""
+async def _progress(context: Context, peer: PeerId, job: JobId) -> AsyncGenerator[Progress, None]:
+    """The job's progress as the peer reports it, until the peer ends the stream or is silent. FrameError for malformed reports."""
     from fusion.runtime.job.progress import Progress
     from fusion.runtime.job.protocol import JOB
     from fusion.swarm.transport import checked
@@ -244,7 +249,7 @@ async def _ask(context: Context, peer: PeerId, job: JobId) -> AsyncGenerator[Pro
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a job has ended that was to stop: after which step, and of which one its last snapshot is (-1: it has none)."""
+    """How a job that was asked to stop has ended: its last step, and the step of its last snapshot (-1: it has none)."""
 
     state: Literal["done", "stopped"]
     step: int
@@ -252,8 +257,8 @@ class Ending:
 
 
 async def stop(context: Context, record: JobRecord, author: Identity, *, save: bool = False) -> Ending:
-    """Ask the lead to end the job, signed with the key that launched it; `save`: with a snapshot of where it is, which may take
-    SAVE_SECONDS once the lead has said that it takes one. SwarmError if it refuses or is gone."""
+    """Ask the lead to end the job, signed with the key that launched it. `save`: take a snapshot first, which may take SAVE_SECONDS
+    once the lead has announced it. SwarmError if the lead refuses or is gone."""
     from fusion.runtime.job.protocol import JOB, SAVE_SECONDS
     from fusion.swarm.authority.statements import seal_statement, stop_statement
     from fusion.swarm.transport import checked
@@ -262,9 +267,9 @@ async def stop(context: Context, record: JobRecord, author: Identity, *, save: b
         raise SwarmError(f"the job {record.name} is {record.state} already")
     if record.lead is None:
         raise SwarmError(f"the job {record.name} has no lead yet; try again in a moment")
-    said = stop_statement(record.job, author.peer_id, time.time())
+    statement = stop_statement(record.job, author.peer_id, time.time())
     save = save and record.kind == "train"
-    header = {"job": record.job, "statement": seal_statement(said, author.sign), "save": save}
+    header = {"job": record.job, "statement": seal_statement(statement, author.sign), "save": save}
     seconds = STOP_SECONDS
     try:
         async with asyncio.timeout(seconds) as patience:
@@ -290,7 +295,7 @@ async def stop(context: Context, record: JobRecord, author: Identity, *, save: b
 
 
 def trainer_identity(home: Path) -> Identity:
-    """The key that signs what this user launches: only it may stop those jobs."""
+    """The key that signs the jobs of this user, and alone may stop them."""
     from fusion.runtime.peer.keys import TRAINER_FILE
     from fusion.swarm.identity import Identity
 

@@ -32,9 +32,9 @@ def jobs(
 ) -> None:
     if context.invoked_subcommand is None:
         run(_list(way, Output(as_json=json)), debug=debug)
-    else:  # what is said before the command counts for it, unless it is said again behind it
-        said = {name: value for name, value in context.params.items() if value}
-        context.default_map = {context.invoked_subcommand: said}
+    else:  # options before the subcommand are its defaults
+        options_before = {name: value for name, value in context.params.items() if value}
+        context.default_map = {context.invoked_subcommand: options_before}
 
 
 @app.command("list")

@@ -76,7 +76,7 @@ async def until_held(context: Context, prepared: Prepared, output: Output) -> No
 
     def show(held: Held) -> None:
         seen[:] = [held]
-        # How far a stage is its owner says: whoever moves to and fro, or by a byte at a time, does not move.
+        # Owners report their own progress: going back and forth, or byte by byte, does not extend the deadline.
         if (mark := held.mark) not in known:
             known.add(mark)
             deadline.reschedule(loop.time() + STALL_SECONDS)

@@ -80,8 +80,8 @@ def command_named(name: str) -> Callable[..., Any] | typer.Typer:
             raise AssertionError(name)
 
 
-def program(words: Sequence[str] = ()) -> typer.Typer:
-    """The command line, with the command that these words begin with; with all of them where they begin with none."""
+def program(arguments: Sequence[str] = ()) -> typer.Typer:
+    """The command line: with the one command that `arguments` begin with, or with all where they begin with none."""
     app = typer.Typer(
         name=PROGRAM,
         add_completion=False,
@@ -91,7 +91,7 @@ def program(words: Sequence[str] = ()) -> typer.Typer:
         epilog="Exit codes: 0 done, 1 it did not work, 2 bad input, 130 interrupted.",
     )
     app.callback(invoke_without_command=True)(fusion_peer)
-    for name in COMMANDS if not set(words[:1]) & set(COMMANDS) else words[:1]:
+    for name in COMMANDS if not set(arguments[:1]) & set(COMMANDS) else arguments[:1]:
         found = command_named(name)
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name)
@@ -117,12 +117,12 @@ def fusion_peer(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code (see `fusion.cli.terminal.errors`). Nothing a user does ends in a traceback."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = options.debug_asked(words)
-    return _written(_run(words, debug), debug)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = options.debug_asked(given)
+    return _written(_run(given, debug), debug)
 
 
-def _run(words: list[str], debug: bool) -> int:
+def _run(arguments: list[str], debug: bool) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="replace")  # a character that its encoding has not is a question mark
     # SIGTERM ends a command as Ctrl-C does: whatever it opened is closed in order.
@@ -131,15 +131,15 @@ def _run(words: list[str], debug: bool) -> int:
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _hang_up)
     try:
-        code = typer.main.get_command(program(words)).main(
-            args=words, prog_name=PROGRAM, standalone_mode=False
+        code = typer.main.get_command(program(arguments)).main(
+            args=arguments, prog_name=PROGRAM, standalone_mode=False
         )
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else errors.FAILED
     except (typer.Abort, KeyboardInterrupt):
         return errors.report(KeyboardInterrupt(), debug=debug)
     except (Exception, BaseExceptionGroup) as error:  # the process boundary: one line, never a traceback
-        if isinstance(errors.first(error), BrokenPipeError):  # whoever read our output has had enough
+        if isinstance(errors.first(error), BrokenPipeError):  # the reader of our output has closed it
             sys.stderr.close()
             return errors.FAILED
         return errors.report(error, debug=debug)

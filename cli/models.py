@@ -30,7 +30,7 @@ def models(
 
 @dataclass(frozen=True)
 class Model:
-    """A model that is served. `held`: how many of its stages somebody runs now."""
+    """A served model. `held`: how many of its stages have an owner now."""
 
     name: str
     job: str
@@ -50,7 +50,7 @@ class Model:
 async def _models(way: client.JoinOptions, output: Output) -> None:
     async with client.connect(way) as context:
         found = await served(context)
-        if not found:  # whoever has just joined may know too little yet
+        if not found:  # a client that has just joined may know too little yet
             await asyncio.sleep(RETRY_SECONDS)
             found = await served(context)
     output.emit({"models": [model.record() for model in found]})

@@ -1,4 +1,4 @@
-"""`fusion-peer run NAME --input x.npz --output y.npz`: what a model makes of named arrays, through any peer."""
+"""`fusion-peer run NAME --input x.npz --output y.npz`: run a model on named arrays, through any peer."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def _run(
 
     async with client.connect(way) as context:
         gateway = await client.gateway(context, way.peer)
-        others = another_peer(context.directory)  # where the gateway vanishes, one of them goes on
+        others = another_peer(context.directory)  # one of them takes over if the gateway vanishes
         asking = Asking(context.transport, gateway, others, grants.grants_from(context))
         for part in _parts(arrays, batch):
             last = await _ask(context, asking, model, part)
@@ -86,9 +86,9 @@ async def _run(
     _write(path, whole)
     shapes = {name: list(value.shape) for name, value in whole.items()}
     output.emit({"event": "made", "outputs": shapes, "route": list(last.route), "seconds": last.seconds})
-    said = ", ".join(f"{name} {value.dtype}{list(value.shape)}" for name, value in whole.items())
+    outputs = ", ".join(f"{name} {value.dtype}{list(value.shape)}" for name, value in whole.items())
     through = ", ".join(map(friendly_name, last.route))
-    output.print_line(f"{path}: {said}; the last of it in {seconds_text(last.seconds)} through {through}")
+    output.print_line(f"{path}: {outputs}; the last of it in {seconds_text(last.seconds)} through {through}")
 
 
 async def _ask(context: Any, asking: Asking, model: str, part: Mapping[str, Any]) -> Made:
@@ -113,7 +113,7 @@ def _parts(arrays: Mapping[str, Any], batch: int) -> Iterator[Mapping[str, Any]]
 
 
 def _joined(name: str, parts: Sequence[Any]) -> Any:
-    """What came of an output for one batch after the other. FrameError where the parts do not go together."""
+    """One output, joined over the batches. Raises FrameError where their shapes or dtypes differ."""
     import numpy as np
 
     if len(parts) == 1:
@@ -124,7 +124,7 @@ def _joined(name: str, parts: Sequence[Any]) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The file's arrays, float64 as float32. ValueError, in one line, for any other file."""
+    """The file's arrays, float64 as float32. Raises ValueError for any other file."""
     from fusion.runtime.datasets.npz import Npz
     from fusion.runtime.job.protocol import MAX_RUN_BYTES
 
@@ -133,12 +133,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, arrays: Mapping[str, Any]) -> None:
-    """As `np.savez`, whatever the arrays are called: it has arguments of its own. Where the disk is full what was there stays."""
+    """As `np.savez`, but for arrays of any name (it has arguments of its own). An existing file is replaced only once all is written."""
     import zipfile
 
     import numpy as np
 
-    scratch = path  # into a pipe or a device there is no other way than at once
+    scratch = path  # a pipe or a device is written directly
     if path.is_file() or not path.exists():
         path = path.resolve()  # a link stays one
         scratch = path.with_name(f".{path.name}.{os.getpid()}")
@@ -158,7 +158,7 @@ def _write(path: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def _target(file: BinaryIO) -> Any:
-    """For an archive: into what is no file it goes from the first byte to the last. /dev/null says that it can be gone back in."""
+    """The file as `ZipFile` takes it: anything but a regular file without `seek`, which /dev/null wrongly claims to support."""
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     return SimpleNamespace(write=file.write, flush=file.flush)
@@ -167,7 +167,7 @@ def _target(file: BinaryIO) -> Any:
 def _numbers(array: Any) -> Any:
     import numpy as np
 
-    if array.dtype == "bfloat16":  # which numpy does not have: the upper half of a float32
+    if array.dtype == "bfloat16":  # unknown to numpy: the upper half of a float32
         wide = np.frombuffer(array.data, "<u2").astype("<u4") << 16
         return wide.view("<f4").reshape(array.shape)
     return np.frombuffer(array.data, np.dtype(array.dtype).newbyteorder("<")).reshape(array.shape)

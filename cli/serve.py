@@ -159,11 +159,11 @@ def serve(
     elif job is None:
         run(_serve(spec, way, output), debug=debug)
     else:
-        run(_follow(job, spec, way, output, once=once, said=admission is not None), debug=debug)
+        run(_follow(job, spec, way, output, once=once, has_admission=admission is not None), debug=debug)
 
 
 def _may_be_job(source: str) -> bool:
-    """Whether it may be a job's name, or how its id starts, where no file is called so."""
+    """Whether it may be a job's name, or a prefix of its id, where no such file exists."""
     from fusion.runtime.job.manifest_wire import is_name
 
     return is_name(source) and not source.lower().endswith((".gguf", ".safetensors"))
@@ -178,7 +178,9 @@ async def _plan(spec: ServingSpec, way: client.JoinOptions, output: Output) -> N
 
 async def _serve(spec: ServingSpec, way: client.JoinOptions, output: Output) -> None:
     async with client.join(way) as context:
-        author = job_client.trainer_identity(way.home)  # only now: who cannot join leaves nothing
+        author = job_client.trainer_identity(
+            way.home
+        )  # only now: a command that cannot join leaves nothing behind
         context.access.hold(author)
         await _hand_over(context, spec, author, output)
 
@@ -186,7 +188,7 @@ async def _serve(spec: ServingSpec, way: client.JoinOptions, output: Output) -> 
 async def _hand_over(
     context: Context, spec: ServingSpec, author: Identity, output: Output, step: int | None = None
 ) -> Prepared:
-    """What serves the model of this directory or file, once the peers hold it. `step`: of the snapshot that it is."""
+    """Launch the serving job of this model and wait until the peers hold it. `step`: of the snapshot that the model is."""
     from fusion.runtime.launch.launch import prepare_serving
 
     peers = await takers(context)
@@ -229,17 +231,23 @@ async def _hand_over(
 
 
 async def _follow(
-    wanted: str, spec: ServingSpec, way: client.JoinOptions, output: Output, *, once: bool, said: bool
+    wanted: str,
+    spec: ServingSpec,
+    way: client.JoinOptions,
+    output: Output,
+    *,
+    once: bool,
+    has_admission: bool,
 ) -> None:
-    """Serve the job's newest snapshot, and each newer one in its place until the job is over. `said`: whether it was said who
-    may ask."""
+    """Serve the job's newest snapshot, and each newer one in its place until the job is over. `has_admission`: --admission was
+    given."""
     async with client.join(way) as context:
         author = job_client.trainer_identity(way.home)
         context.access.hold(author)
         from fusion.runtime.launch.served_snapshots import Callbacks, serve_snapshots
 
         known = await job_client.find_current(context, wanted)
-        _check_job(known, said)
+        _check_job(known, has_admission)
         callbacks = Callbacks(
             hand_over=lambda folder, step: _hand_over(
                 context, replace(spec, path=folder), author, output, step
@@ -252,14 +260,14 @@ async def _follow(
         await serve_snapshots(context, known, callbacks, once=once)
 
 
-def _check_job(known: Known, said: bool) -> None:
-    """ValueError where this is no job whose snapshots can be served, or it has to be said to whom."""
+def _check_job(known: Known, has_admission: bool) -> None:
+    """Raises ValueError where the job's snapshots cannot be served, or not without --admission."""
     name, manifest = known.record.name, known.manifest
     if manifest is None:
         raise ValueError(f"nobody gives us the manifest of {name}; try again in a moment")
     if manifest.kind != "train":
         raise ValueError(f"{name} serves a model already; ask it with: fusion-peer generate --model {name}")
-    if manifest.admission.kind != "open" and not said:
+    if manifest.admission.kind != "open" and not has_admission:
         raise ValueError(
             f"--admission: {name} is not for everybody; say who may ask its model (open, listed or granted)"
         )

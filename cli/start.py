@@ -34,7 +34,7 @@ HAND_OVER_SECONDS = 15.0
 FIRST_PAUSE_SECONDS = 0.2  # before a peer whose p2pd died is opened anew, doubling while it keeps dying
 LONGEST_PAUSE_SECONDS = 60.0
 STEADY_SECONDS = 60.0  # a p2pd that ran for so long did not die at once
-# No machine computes faster with more, and libraries crash where the system has no room for theirs
+# More threads do not speed any machine up, and libraries crash where the system has no room for theirs
 MOST_THREADS = 1024
 
 
@@ -129,7 +129,7 @@ def start(
         chosen["memory_bytes"] = options.parse_lent(memory, "--memory")
     if http != "off":
         api = options.http_config(http, http_key)
-        api.listen().close()  # a port that is taken is told now, and not seconds later
+        api.listen().close()  # report a taken port now, and not seconds later
         chosen["http"] = api
     elif http_key is not None:
         raise ValueError("--http-key: there is no HTTP API with --http off")

@@ -1,5 +1,4 @@
-"""`fusion-peer status`: who is there, what they can do, which stages they own or stand by for, and what flows between
-them."""
+"""`fusion-peer status`: peers and their resources, the stages that they own or are standbys of, and the traffic between them."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ if TYPE_CHECKING:
     from fusion.swarm.links.view import LinkView
     from fusion.swarm.transport import PeerId
 
-# For all peers together to tell of their links; whoever joined for this question has to dial them first.
+# For all peers together to answer; a client that has just joined has to dial them first.
 ASK_SECONDS, DIAL_SECONDS = 1.0, 3.0
-ASKED_AT_ONCE = 32  # peers: half of the connections that the running one takes from commands
+ASKED_AT_ONCE = 32  # peers: half of the connections that a running peer accepts from commands
 
-MOST_ESTIMATED = 16  # peers, up to which the table shows what nobody has measured too
+MOST_ESTIMATED = 16  # peers, up to which the table shows estimated links, too
 
 Links = Annotated[bool, typer.Option("--links", help="Show round trips and rates between the peers instead.")]
 
@@ -58,11 +57,11 @@ async def _status(way: client.JoinOptions, output: Output) -> None:
         if not each.belief.over
         for number, claims in each.claims.items()
     ]
-    said = {peer: answer for peer, answer in answers.items() if answer is not None}
-    links = [link for peer, answer in said.items() for link in links_of(peer, answer)]
-    loading = [entry for peer, answer in said.items() for entry in loading_of(peer, answer, jobs)]
-    failed = [entry for peer, answer in said.items() for entry in failures_of(peer, answer, jobs)]
-    holdings = [held for peer, answer in said.items() for held in holdings_of(peer, answer, jobs)]
+    answered = {peer: answer for peer, answer in answers.items() if answer is not None}
+    links = [link for peer, answer in answered.items() for link in links_of(peer, answer)]
+    loading = [entry for peer, answer in answered.items() for entry in loading_of(peer, answer, jobs)]
+    failed = [entry for peer, answer in answered.items() for entry in failures_of(peer, answer, jobs)]
+    holdings = [held for peer, answer in answered.items() for held in holdings_of(peer, answer, jobs)]
     output.emit(
         {
             "peers": [asdict(each) for each in peers],
@@ -93,7 +92,7 @@ async def _status(way: client.JoinOptions, output: Output) -> None:
 
 
 def claim_fields(claim: ClaimRecord) -> dict[str, Any]:
-    """What `--json` says of a claim: not what it is believed for."""
+    """A claim for `--json`, without its proofs."""
     return {
         name: value for name, value in asdict(claim).items() if name not in ("grants", "proof", "expires_at")
     }
@@ -101,21 +100,21 @@ def claim_fields(claim: ClaimRecord) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One stage of a job that has not ended, and everybody who holds it or could."""
+    """One stage of a live job, with its owner, replicas and standbys."""
 
     job: JobRecord
     number: int
     owner: ClaimRecord | None
-    replicas: tuple[ClaimRecord, ...]  # who runs it beside its owner
-    standbys: tuple[ClaimRecord, ...]  # the one that would take over first comes first
+    replicas: tuple[ClaimRecord, ...]  # run it beside its owner
+    standbys: tuple[ClaimRecord, ...]  # the one that would take over first, first
 
     def behind(self, standby: ClaimRecord) -> int:
-        """How many committed steps the state is old that a standby has ready."""
+        """How many committed steps a standby's state is behind."""
         return max(0, self.job.step - standby.step) if self.job.kind == "train" else 0
 
 
 def stage_of(job: JobRecord, number: int, claims: Sequence[ClaimRecord]) -> Stage:
-    """What the live claims of a stage say, one of which at most is an owner's."""
+    """From the live claims of a stage."""
     from fusion.swarm.claims.election import winner
 
     owner = winner(claims)
@@ -131,7 +130,7 @@ def stage_of(job: JobRecord, number: int, claims: Sequence[ClaimRecord]) -> Stag
 
 
 async def _answers(context: Context, peers: Sequence[PeerRecord]) -> dict[PeerId, Mapping[str, Any] | None]:
-    """What each peer says of itself beyond its record; None for one that does not answer in time."""
+    """Each peer's answer to `status`; None for one that does not answer in time."""
     turns = asyncio.Semaphore(ASKED_AT_ONCE)
 
     async def in_turn(peer: PeerId) -> Mapping[str, Any] | None:
@@ -143,7 +142,7 @@ async def _answers(context: Context, peers: Sequence[PeerRecord]) -> dict[PeerId
     if tasks:
         await asyncio.wait(tasks.values(), timeout=seconds)
     for task in tasks.values():
-        task.cancel()  # nothing to those that are done
+        task.cancel()
     answers = await asyncio.gather(*tasks.values(), return_exceptions=True)
     for error in answers:
         if isinstance(error, Exception):
@@ -165,7 +164,7 @@ async def _ask_status(context: Context, peer: PeerId) -> Mapping[str, Any] | Non
 
 
 def links_of(peer: str, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The links in a peer's answer, which is checked because anybody may have written it."""
+    """The links in a peer's answer, which is checked: any peer may have written it."""
     traffic = answer.get("traffic")
     found = []
     for other, counts in traffic.items() if isinstance(traffic, dict) else ():
@@ -176,7 +175,7 @@ def links_of(peer: str, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def holdings_of(peer: str, answer: Mapping[str, Any], jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
-    """What a peer says it has set aside, and for whom: by job, those with most memory first. Checked as `links_of`."""
+    """The memory that a peer reports as reserved, by job, the largest first. Checked as `links_of`."""
     holds = answer.get("holds")
     known = {str(job.job): job for job in jobs}
     found: dict[str, dict[str, Any]] = {}
@@ -200,7 +199,7 @@ def holdings_of(peer: str, answer: Mapping[str, Any], jobs: Sequence[JobRecord])
 
 
 def loading_of(peer: str, answer: Mapping[str, Any], jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
-    """The stages that are on their way into a peer's memory, as it says; checked as `links_of`."""
+    """The stages that a peer reports as loading. Checked as `links_of`."""
     from fusion.runtime.job.progress import stages_loading
 
     names = {job.job: job.name for job in jobs}
@@ -211,7 +210,7 @@ def loading_of(peer: str, answer: Mapping[str, Any], jobs: Sequence[JobRecord]) 
 
 
 def failures_of(peer: str, answer: Mapping[str, Any], jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
-    """The stages that did not work out at a peer, as it says; checked as `links_of`."""
+    """The stages that a peer reports as failed. Checked as `links_of`."""
     from fusion.runtime.job.progress import stages_failed
 
     names = {job.job: job.name for job in jobs}
@@ -227,12 +226,12 @@ def _show_stages(
     peers: Sequence[PeerRecord],
     title: str,
     what: str,
-    said: Sequence[tuple[dict[str, Any], str]],
+    reported: Sequence[tuple[dict[str, Any], str]],
 ) -> None:
-    """Stages of which peers said something, with what they said; nothing where there are none."""
+    """A table of stages and what peers reported of them; nothing where there are none."""
     names: dict[str, str] = {each.peer: each.name for each in peers}
-    if said:
-        rows = [(each["name"], str(each["stage"]), names[each["peer"]], text) for each, text in said]
+    if reported:
+        rows = [(each["name"], str(each["stage"]), names[each["peer"]], text) for each, text in reported]
         output.table(title, ("job", "stage", "peer", what), rows)
 
 

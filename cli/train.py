@@ -80,7 +80,7 @@ async def _train(spec: JobSpec, detach: bool, way: client.JoinOptions, output: O
 
 
 async def _watch(context: Context, prepared: Prepared, output: Output) -> Progress:
-    """Hand the job over and show it until it has ended; its last word."""
+    """Hand the job over and show it until it has ended. Returns its last progress."""
     job, held = prepared.job, False
 
     async def hand_over() -> None:

@@ -1,4 +1,4 @@
-"""How fast an answer came, as whoever asked saw it, and through whom."""
+"""Timing of an answer, as the client saw it, and its route."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was said so far, as chat templates want it, and what a line of the user means. Pure."""
+"""The messages of a chat, as chat templates take them, and what an input line means. Pure."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def with_question(self, text: str) -> list[Mapping[str, str]]:
-        """What the template is given to get an answer to `text`."""
+        """The messages for the template, with `text` as the last one."""
         return [*self.messages, {"role": "user", "content": text}]
 
     def add(self, question: str, answer: str) -> None:
-        """Remember a turn. A question to which nothing was answered is forgotten."""
+        """Remember a turn, unless the answer is empty."""
         if answer:
             self.messages += [
                 {"role": "user", "content": question},

@@ -1,4 +1,4 @@
-"""The model that is talked with: what was said becomes a prompt, the prompt an answer.
+"""The model of a chat: renders the messages to a prompt and streams the answer.
 
 A chat is written with the model's own template, in a process that can do nothing else
 (`fusion.runtime.serving.requests.chat_template`), and goes to the gateway as one prompt.
@@ -82,8 +82,8 @@ class Partner:
         self.name, self._job, self._form = manifest.name, job, form
 
     async def answer(self, messages: Sequence[Mapping[str, str]], turn: Turn) -> None:
-        """Fill `turn`, and show its text as it comes. ValueError where the template or the model does not take what is said;
-        SwarmError."""
+        """Fill `turn`, and show its text as it comes. Raises ValueError where the template or the model refuses the
+        messages; SwarmError."""
         from fusion.runtime.serving.requests.chat_template import TemplateFailed, TemplatesBusy
         from fusion.runtime.serving.requests.client import another_peer, generate
         from fusion.runtime.serving.requests.request import Piece

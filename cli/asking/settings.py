@@ -96,10 +96,10 @@ ASKED = frozenset(
 
 def of_question(error: RemoteError) -> Exception:
     """The error; a ValueError where what we asked for is at fault."""
-    field, colon, said = str(error).partition(":")
+    field, colon, reason = str(error).partition(":")
     if field not in ASKED:
         return error
-    return ValueError(f"{'json_schema' if field == 'response_format' else field}{colon}{said}")
+    return ValueError(f"{'json_schema' if field == 'response_format' else field}{colon}{reason}")
 
 
 def schema(path: Path | None) -> str:

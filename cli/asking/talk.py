@@ -27,7 +27,7 @@ class Talk:
         self._last: Turn | None = None
 
     def run(self) -> None:
-        """To the end of the lines. What goes wrong ends it where nobody sits at a terminal to say something else."""
+        """Until the input ends. An error ends it, too, unless the input is interactive."""
         if self._lines.interactive:
             self._output.note(f"{self._partner.name}: /help lists commands, Ctrl-D ends")
         while True:
@@ -44,11 +44,11 @@ class Talk:
                     raise
                 self._output.note(errors.explain(error).message)
 
-    def _take(self, said: Command | str | None) -> bool:
-        """Do what a line says; whether it goes on."""
-        match said:
+    def _take(self, line: Command | str | None) -> bool:
+        """Act on an input line. Whether the chat goes on."""
+        match line:
             case str():
-                self._reply(said)
+                self._reply(line)
             case Command("/exit"):
                 return False
             case Command("/model", name):

@@ -7,6 +7,6 @@ chaos_plan       which faults, and when; pure
 chaos_job        the job of a chaos run
 chaos_swarm      its peers: killed, frozen, cut off, replaced
 chaos_trace      what its peers print of each step
-chaos_timeline   what the leads said, as a history; pure
+chaos_timeline   the reports of the leads as a history; pure
 chaos_report     what it found
 """

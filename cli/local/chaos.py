@@ -96,7 +96,7 @@ async def _chaos(config: ChaosConfig, output: Output) -> ChaosReport:
             report.error = str(error) or "timed out"
         finally:
             if not report.exact:
-                report.words = last_lines(swarm)
+                report.last_lines = last_lines(swarm)
             await swarm.aclose()
     report.seconds = time.monotonic() - began
     show(report, output)
@@ -206,11 +206,11 @@ async def _faults(swarm: Swarm, timeline: Timeline, report: ChaosReport, steps: 
 
 
 def last_lines(swarm: Swarm) -> dict[str, str]:
-    """Of every peer that there ever was: what it said on stderr, and, of those that live, what they hold."""
+    """The stderr of every peer that ever ran, and what the live ones hold."""
     fleet = swarm.fleet
     names = sorted((log.stem for log in fleet.root.glob("peer-*.log")), key=lambda name: int(name[5:]))
     found = {name: fleet.last_lines(name, WORDS) for name in names}
     for peer in swarm.peers:
         stages = ", ".join(f"stage {stage} of {job[:8]}" for job, stage in swarm.holds.get(peer.name, ()))
         found[peer.name] = f"{found.get(peer.name, '')}\n(lives, holds {stages or 'nothing'})".strip()
-    return {name: words for name, words in found.items() if words}
+    return {name: lines for name, lines in found.items() if lines}

@@ -53,10 +53,10 @@ class ChaosConfig:
     @property
     def command(self) -> str:
         """The command line that repeats the run."""
-        words = [f"--peers {self.peers}", f"--standbys {self.standby_count}",
+        arguments = [f"--peers {self.peers}", f"--standbys {self.standby_count}",
                  f"--kill-every {self.kill_every_seconds:g}s", f"--minutes {self.minutes:g}"]  # fmt: skip
-        words += [f"--{name}" for name in ("stop", "partition") if getattr(self, name)]
-        return " ".join(["fusion-peer chaos", *words, f"--seed {self.seed}"])
+        arguments += [f"--{name}" for name in ("stop", "partition") if getattr(self, name)]
+        return " ".join(["fusion-peer chaos", *arguments, f"--seed {self.seed}"])
 
 
 @dataclass(frozen=True, kw_only=True)

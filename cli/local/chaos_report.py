@@ -38,12 +38,12 @@ class ChaosReport:
     faulted: Run | None = None
     injected: list[Injected] = field(default_factory=list)
     error: str = ""  # one line: why the run ended before its time
-    words: dict[str, str] = field(default_factory=dict)  # of each peer, the last ones
+    last_lines: dict[str, str] = field(default_factory=dict)  # of each peer's stderr
     seconds: float = 0.0
 
     @property
     def differences(self) -> list[str]:
-        """What is not as in the quiet run, in words; empty for an exact run."""
+        """The differences from the quiet run, as lines; empty for an exact run."""
         quiet, faulted = self.quiet, self.faulted
         if quiet is None or faulted is None or quiet.shards is None or faulted.shards is None:
             return [self.error or "there is no final snapshot to compare"]
@@ -105,7 +105,7 @@ class ChaosReport:
             "command": self.config.command,
             "faults": hits,
             "plan": [fault.record() for fault in self.plan],
-            "last_words": self.words,
+            "last_words": self.last_lines,
             "seconds": round(self.seconds, 1),
         }
 
@@ -174,8 +174,8 @@ def show(report: ChaosReport, output: Output) -> None:
         return
     output.print_line("exact      NO: " + "; ".join(record["differences"]))
     output.print_line("last words of the peers:")
-    for name, words in record["last_words"].items():
-        for line in words.splitlines():
+    for name, lines in record["last_words"].items():
+        for line in lines.splitlines():
             output.print_line(f"   {name}: {line}")
     output.print_line("the faults were:")
     for fault in report.plan:

@@ -25,7 +25,7 @@ from fusion.swarm.cancelling import cancel_all
 
 REPLACE_SECONDS = 5.0  # from a kill to the start of the peer that takes the place in the swarm
 STOP_SECONDS = 1.0  # at most, for the system to stop a process
-BOOTSTRAPS = 3  # addresses that a new peer is told
+BOOTSTRAPS = 3  # addresses that a new peer joins through
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Injected:
     peers: tuple[str, ...]  # names in the fleet
     stage: int | None  # what the first of them owned
     lead: bool
-    words: str = ""  # the last ones of a peer that was killed
+    last_lines: str = ""  # of the stderr of a peer that was killed
 
     def record(self) -> dict[str, Any]:
         return {**self.fault.record(), "peers": list(self.peers), "stage": self.stage, "lead": self.lead}
@@ -74,7 +74,7 @@ class Swarm:
                          and home.is_dir()]  # fmt: skip
 
     async def start(self, count: int) -> None:
-        """Start so many peers more. FleetError with the last words of one that does not come up."""
+        """Start `count` more peers. Raises FleetError, with its last lines, for one that does not come up."""
         first = [] if self.peers else [await self.start_one()]
         async with asyncio.TaskGroup() as tasks:
             for _ in range(count - len(first)):
@@ -133,7 +133,7 @@ class Swarm:
         return [peer for peer in self.peers if peer.peer_id not in timeline.owners]
 
     def target(self, timeline: Timeline, role: str) -> LocalPeer | None:
-        """The peer in a role of `Fault`; where nobody plays it now, somebody else, and None if nobody lives."""
+        """The peer in a role of `Fault`; another peer if none has the role now, None if none is alive."""
         kind, _, number = role.partition(" ")
         owner = self.owner(timeline, int(number)) if kind == "stage" else None
         if owner is not None:
@@ -158,7 +158,7 @@ class Swarm:
         )  # fmt: skip
         if fault.kind == "kill":
             await self.kill(peer)
-            done.words = self.fleet.last_lines(peer.name)
+            done.last_lines = self.fleet.last_lines(peer.name)
         elif fault.kind == "stop":
             await self.freeze(processes(peer), fault.seconds)
         else:

@@ -1,7 +1,7 @@
-"""What the leads of a job said while it ran, as a history: attempts, commits, recoveries, stalls. Pure.
+"""The history of a job from the reports of its leads: attempts, commits, recoveries, stalls. Pure.
 
 A lead tells its progress at each change (`fusion.cli.local.chaos_trace`), and every owner how the job ended. An attempt begins with a step that is not yet
-committed, so its first word is no commit; each further word with a higher step is one.
+committed, so its first report is no commit; each further one with a higher step is.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class Timeline:
     attempts: list[Attempt] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
     snapshots: dict[int, str] = field(default_factory=dict)  # step -> index
-    said: list[tuple[float, str, str]] = field(default_factory=list)  # when, which lead, what it waits for
+    messages: list[tuple[float, str, str]] = field(default_factory=list)  # (time, lead, what it waits for)
     last: dict[str, Any] = field(default_factory=dict)  # the newest progress
     ended_at: float | None = None
     _open: dict[str, tuple[Attempt, int]] = field(default_factory=dict)  # lead -> its attempt, and how far
 
     def see(self, lead: str, record: Record) -> bool:
-        """Take an object that a peer printed; whether it was a word on this job."""
+        """Take an object that a peer printed. Whether it was about this job."""
         if record.get("event") != "step" or record.get("job") != self.job:
             return False
         at, step, count = float(record["at"]), int(record["step"]), int(record["attempts"])
         ended = record.get("state") in ("done", "stopped", "failed")
         if ended and lead not in self._open:
-            pass  # it has only heard of the end
+            pass  # it has only learned of the end
         elif count > 0:
             attempt, reached = self._open.get(lead, (None, 0))
             if attempt is None or attempt.count != count:
@@ -63,13 +63,13 @@ class Timeline:
         if record.get("snapshot"):
             self.snapshots[int(record["snapshot_step"])] = str(record["snapshot"])
         message = str(record.get("message") or "")
-        if message and (not self.said or self.said[-1][1:] != (lead, message)):
-            self.said.append((at, lead, message))
-        if self.ended_at is None:  # what is said after the end is no news
+        if message and (not self.messages or self.messages[-1][1:] != (lead, message)):
+            self.messages.append((at, lead, message))
+        if self.ended_at is None:  # reports after the end repeat it
             self.last = dict(record)
             if ended:
                 self.ended_at = at
-                self.said.append(
+                self.messages.append(
                     (at, lead, f"{record['state']} at step {step}: {record.get('error') or '-'}")
                 )
         return True
@@ -128,5 +128,7 @@ class Timeline:
         return max(gaps, default=0.0)
 
     def waits(self, at: float, until: float) -> list[str]:
-        """What the leads said that they waited for in this time."""
-        return [f"{when - at:+.1f} s {lead}: {text}" for when, lead, text in self.said if at <= when <= until]
+        """What the leads reported to wait for in this time."""
+        return [
+            f"{when - at:+.1f} s {lead}: {text}" for when, lead, text in self.messages if at <= when <= until
+        ]

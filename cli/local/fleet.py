@@ -47,7 +47,7 @@ class FleetError(RuntimeError):
 class LocalPeer:
     """A running `fusion-peer start`. `ready` is the object it printed when it was up."""
 
-    name: str  # ours, of its folder: "bootstrap", "peer-1"
+    name: str  # of its folder: "bootstrap", "peer-1"
     home: Path
     process: asyncio.subprocess.Process
     ready: Record
@@ -82,12 +82,12 @@ class Fleet:
         command: Sequence[str] | None = None,
         on_record: OnRecord = _ignore,
     ) -> LocalPeer:
-        """Start a peer and wait until it is up. FleetError with its last words if it is not.
+        """Start a peer and wait until it is up. Raises FleetError, with its last lines, if it is not.
 
         `prefix` stands before the command (`ip netns exec NAME`), `command` in the place of `fusion-peer`;
         `on_record` gets every object that the peer prints, for as long as it lives."""
         home = self.root / name
-        joins = [word for address in bootstrap or (os.devnull,) for word in ("--bootstrap", address)]
+        joins = [part for address in bootstrap or (os.devnull,) for part in ("--bootstrap", address)]
         process = await self._spawn(
             name,
             *("start", "--home", str(home), "--listen", listen, "--threads", "1", "--json"),
@@ -111,7 +111,7 @@ class Fleet:
     async def run(
         self, name: str, *arguments: str, prefix: Sequence[str] = (), on_record: OnRecord = _ignore
     ) -> list[Record]:
-        """Run `fusion-peer ARGUMENTS --json` to its end; every object it printed. FleetError with its last words if
+        """Run `fusion-peer ARGUMENTS --json` to its end; every object it printed. Raises FleetError, with its last lines, if
         it fails."""
         process = await self._spawn(name, *arguments, "--json", prefix=prefix)
         assert process.stdout is not None
@@ -147,8 +147,8 @@ class Fleet:
     def last_lines(self, name: str, lines: int = 1) -> str:
         """The last lines that a process of the fleet wrote to stderr, empty ones left out."""
         log = self.root / f"{name}.log"
-        said = log.read_text("utf-8", "replace").split("\n") if log.exists() else []
-        return "\n".join([line.strip() for line in said if line.strip()][-lines:])
+        written = log.read_text("utf-8", "replace").split("\n") if log.exists() else []
+        return "\n".join([line.strip() for line in written if line.strip()][-lines:])
 
     async def aclose(self) -> None:
         """Stop every process in order: ask, wait, kill."""

@@ -35,11 +35,11 @@ def main(directory: str) -> int:
 
 
 def _commands(directory: str) -> list[psutil.Process]:
-    """Those of ours that work in the directory."""
+    """Our processes that work in the directory."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []  # none where it is somebody else's
-        if MODULE in words and any(word.startswith(directory) for word in words):
+        arguments = process.info["cmdline"] or []  # None for another user's process
+        if MODULE in arguments and any(each.startswith(directory) for each in arguments):
             found.append(process)
     return found
 
@@ -71,7 +71,7 @@ def end(processes: list[psutil.Process]) -> None:
 
 
 def _thaw(process: psutil.Process) -> None:
-    """What somebody has stopped cannot clear up, nor can those under it: let them go on."""
+    """Continue stopped processes: they, and their children, cannot clean up while stopped."""
     with contextlib.suppress(psutil.Error):
         for each in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.Error):

@@ -33,7 +33,7 @@ def show(found: ServingPlan, output: Output, names: Mapping[str, str]) -> None:
 
 
 def summary(found: ServingPlan) -> list[str]:
-    """In words."""
+    """As text."""
     if found.one_run:
         how = "it answers in one run"
     elif found.cache == "kv":

@@ -56,7 +56,7 @@ def show(found: Plan, output: Output, names: Mapping[str, str] | None = None) ->
 
 
 def summary(found: Plan, names: Mapping[str, str]) -> list[str]:
-    """What the tables come to, in words."""
+    """A summary of the tables, as text."""
     bottleneck = found.bottleneck
     for peer, name in names.items():
         bottleneck = bottleneck.replace(peer, name)

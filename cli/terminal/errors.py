@@ -1,4 +1,4 @@
-"""From an exception to what a user sees: one line on stderr and an exit code. Nobody meets a traceback.
+"""Maps exceptions to what a user sees: one line on stderr and an exit code, never a traceback.
 
 0    done
 1    it was asked correctly and did not work: no peer answers, a job failed, or a mistake of ours
@@ -38,35 +38,34 @@ class Verdict:
 
 
 def first(error: BaseException) -> BaseException:
-    """The first of those in a group, however deep; else the error itself."""
+    """The first leaf of an exception group; else the error itself."""
     return first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 def explain(error: BaseException) -> Verdict:
-    """What to tell the user about `error`. Our own trees (`SwarmError`, `JobFailed`, `NoRoute`: known by their
-    module, so that nothing heavy is imported here) and the operating system speak for themselves; anything else
-    is a mistake of ours and says how to see more of it."""
+    """The line and exit code for `error`. Errors of our own (known by their module, so that nothing heavy is imported here) and of
+    the operating system are shown as they are; anything else is a bug, and the line says how to see its details."""
     error = first(error)
     if isinstance(error, KeyboardInterrupt):
         return Verdict("interrupted", INTERRUPTED)
     if isinstance(error, USAGE_ERROR):
-        said = _NUMBERS.sub(lambda kind: _NUMBER_OF[kind[1]], error.format_message())
-        return Verdict(f"{one_line(said, LINE_CHARACTERS)} (fusion-peer COMMAND --help)", BAD_INPUT)
+        text = _NUMBERS.sub(lambda kind: _NUMBER_OF[kind[1]], error.format_message())
+        return Verdict(f"{one_line(text, LINE_CHARACTERS)} (fusion-peer COMMAND --help)", BAD_INPUT)
     line = one_line(str(error), LINE_CHARACTERS)
     if isinstance(error, UnicodeError):
         return Verdict(f"not a text file in UTF-8: {line}", BAD_INPUT)
     if isinstance(error, OSError) and error.strerror:
-        said = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-        line = one_line(said, LINE_CHARACTERS)
+        text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        line = one_line(text, LINE_CHARACTERS)
         if not error.filename and error.errno == errno.ENOENT and _folder_is_gone():
             line = f"the working folder is gone: {line}"
         kinds = FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError
         if isinstance(error, kinds) or error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
             return Verdict(line, BAD_INPUT)
-    ours = type(error).__module__.startswith("fusion.")
-    if isinstance(error, ValueError) and (ours or type(error) is ValueError) and line:
+    own = type(error).__module__.startswith("fusion.")
+    if isinstance(error, ValueError) and (own or type(error) is ValueError) and line:
         return Verdict(line, BAD_INPUT)
-    if (ours or isinstance(error, OSError | TimeoutError | MemoryError)) and line:
+    if (own or isinstance(error, OSError | TimeoutError | MemoryError)) and line:
         return Verdict(line, FAILED)
     kind = type(error).__name__
     detail = f"{kind}: {line}" if line else kind
@@ -74,7 +73,7 @@ def explain(error: BaseException) -> Verdict:
 
 
 def _folder_is_gone() -> bool:
-    """Whether the folder that the process runs in has been removed: what asks for its name says so without naming anything."""
+    """Whether the working folder has been removed: errors by it name no file."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -85,7 +84,7 @@ def _folder_is_gone() -> bool:
 def report(error: BaseException, *, debug: bool) -> int:
     """Print the line (and, with --debug, the traceback before it) to stderr; returns the exit code."""
     verdict = explain(error)
-    with suppress(OSError):  # nobody can be told
+    with suppress(OSError):  # stderr is closed
         if debug and not isinstance(error, KeyboardInterrupt):
             traceback.print_exception(error, file=sys.stderr)
         print(f"fusion-peer: {verdict.message}", file=sys.stderr, flush=True)

@@ -225,9 +225,9 @@ def admitted(who: Who | None, peers: Sequence[str]) -> AdmissionSpec:
         raise ValueError(f"--admission, --admit: {error}") from None
 
 
-def debug_asked(words: Sequence[str]) -> bool:
+def debug_asked(arguments: Sequence[str]) -> bool:
     """Whether --debug is on a command line that has not been parsed yet, or cannot be."""
-    return "--debug" in (words[: words.index("--")] if "--" in words else words)
+    return "--debug" in (arguments[: arguments.index("--")] if "--" in arguments else arguments)
 
 
 def check_model_files(path: Path) -> None:

@@ -1,8 +1,8 @@
-"""What commands print: text for people or JSON for programs, and one status line that changes as work goes on.
+"""Output of commands: text for people or JSON for programs, and one status line that is rewritten as work goes on.
 
 Text goes to stdout; so does JSON, one object a line. The status line goes to stderr and is rewritten in place on a
-terminal that can do that; elsewhere each line is a log line, and equal or too frequent ones are left out. What other peers wrote passes
-through here as well: characters that could paint over the terminal are replaced (`fusion.swarm.printable`).
+terminal that can do that; elsewhere each line is a log line, and equal or too frequent ones are left out. Text from other peers is
+printed here, too: control characters are replaced (`fusion.swarm.printable`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fusion.swarm.printable import printable
 QUIET_SECONDS = 5.0  # between two status lines where they cannot be rewritten in place
 PIPE_COLUMNS = 200  # a pipe has no width: breaking cells at 80 there would lose what a script looks for
 MOST_WHOLE = 64  # characters of a cell that is not broken: peer ids and names have fewer
-MOST_WORD = 20  # of a word among others that is not
-LEAST_TEXT = 16  # of a line of words
-MOST_PARTS = 3  # of a table, after which its rows are easier to read below each other
+MOST_WORD = 20  # of a word in a longer cell that is not broken
+LEAST_TEXT = 16  # of a cell of several words
+MOST_PARTS = 3  # of a table; above, rows are easier to read below each other
 
 
 @dataclass
@@ -46,13 +46,13 @@ class Output:
             print(printable(text, "\n"), file=self.stdout, flush=True)
 
     def note(self, text: str) -> None:
-        """A lasting line about the work, beside the result: stderr, for people only."""
+        """A lasting line on stderr, for people only."""
         if not self.as_json:
             self._clear()
             print(printable(text, "\n"), file=self.stderr, flush=True)
 
     def emit(self, record: dict[str, Any]) -> None:
-        """One JSON object on a line of its own; nothing where text was asked for. What is no number is null, as JSON has no NaN."""
+        """One JSON object per line; nothing in text mode. NaN and infinities become null, which JSON lacks."""
         if self.as_json:
             record = _with_numbers(record)
             line = json.dumps(record, ensure_ascii=False, default=str)
@@ -61,8 +61,7 @@ class Output:
             print(line, file=self.stdout, flush=True)
 
     def write(self, text: str) -> None:
-        """A piece of text as it comes, with no line break of ours: a generated token. Harmless on a terminal, as it is
-        in a pipe or a file."""
+        """A piece of text without a line break, such as a generated token. Control characters are replaced on a terminal only."""
         if not self.as_json:
             self._clear()
             self._within_line = not text.endswith("\n") if text else self._within_line
@@ -70,12 +69,12 @@ class Output:
             self.stdout.flush()
 
     def end_line(self) -> None:
-        """Whatever follows stands on a line of its own."""
+        """End the line that `write` has begun, if any."""
         if self._within_line:
             self.write("\n")
 
     def status(self, text: str, *, important: bool = False) -> None:
-        """What is going on now. `important` lines are printed even where others would be too frequent."""
+        """Show the current status. `important`: also where status lines would be too frequent."""
         text = printable(text)
         if self.as_json or text == self._shown:
             return
@@ -91,7 +90,7 @@ class Output:
         self._shown = text
 
     def end_status(self) -> None:
-        """Keep the last status line on the screen and go on below it."""
+        """Keep the last status line on the screen and continue below it."""
         if self._shown and not self.as_json and self._rewrites:
             self.stderr.write("\n")
             self.stderr.flush()
@@ -142,7 +141,7 @@ class Output:
 
     @property
     def _rewrites(self) -> bool:
-        """Whether the status line can be written over: an editor's shell shows what is to do that as letters."""
+        """Whether the status line can be rewritten in place: an editor's shell would show the control characters."""
         return self.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
     def _clear(self) -> None:

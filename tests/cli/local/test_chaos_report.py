@@ -81,7 +81,7 @@ def test_any_difference_is_named_with_the_way_to_repeat_it(change: dict[str, obj
     assert not found.exact
     assert any(word in line for line in found.record()["differences"])
     text = io.StringIO()
-    found.words = {"peer-1": "one line\nanother"}
+    found.last_lines = {"peer-1": "one line\nanother"}
     show(found, Output(stdout=text, stderr=io.StringIO()))
     said = text.getvalue()
     assert word in said and found.config.command in said and str(found.plan[0]) in said
