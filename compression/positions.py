@@ -1,6 +1,6 @@
 """Which of n elements are there: a strictly ascending run of positions to bytes and back. NumPy only.
 
-The length on the wire is a function of (elements, count) alone, so nothing has to be said about it and nothing about
+The length on the wire is a function of (elements, count) alone, so it is not transmitted, and nothing about
 it can be forged. Of two forms the shorter is used, the same on both sides:
 
     Elias-Fano  of each position the low b bits as they are, b = floor(log2(elements / count)), one plane of `count`

@@ -1,4 +1,4 @@
-"""How a codec is spelt and what its payloads weigh: arithmetic for whoever plans, without torch.
+"""Names of codecs and sizes of their payloads: arithmetic for planning, without torch.
 
     none | fp16 | bf16 | int8 | int4 | topk:<density>[:fp16|int8]        topk:0.01 is topk:0.01:fp16
 

@@ -5,5 +5,5 @@ cutting/     stages, what crosses between them, what they cost
 rewrites/    Graph -> Graph: KV cache, fused kernels, dead nodes
 placement/   who runs what: the model of a step, OP-Fence, schedules, the simulator
 
-Words: an operator or node is a vertex of the graph; a stage, nodes that are run together; an edge, a value that crosses.
+Terms: an operator or node is a vertex of the graph; a stage, nodes that are run together; an edge, a value that crosses.
 """

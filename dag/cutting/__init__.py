@@ -11,5 +11,5 @@ strides      where the elements of views lie: which reshapes have to copy
 costs        FLOPs and bytes of nodes and stages, by formula
 memory       what a stage needs in memory: the one formula
 
-Words: a cut is the index of the node at which a stage starts; a tie-group, the stages that hold one variable.
+Terms: a cut is the index of the node at which a stage starts; a tie-group, the stages that hold one variable.
 """

@@ -264,7 +264,7 @@ class _Measure:
         return table.matrix()
 
     def _between(self, own: Row) -> Matrix:
-        """Sums over the nodes of each run of what is theirs alone."""
+        """Sums over the nodes of each run of what only they use."""
         before = np.concatenate([[0.0], np.cumsum(own)])[self._bounds]
         found: Matrix = before[None, :] - before[:, None]
         return found

@@ -1,4 +1,4 @@
-"""A model as data. Whatever graph gets past here is safe to plan with, whoever sent it.
+"""A model as data. A graph that passes the checks here is safe to plan with, whoever sent it.
 
 graph               inputs, variables, nodes, outputs; Ref names a value
 dims                dimensions: numbers, or polynomials over symbols
@@ -20,5 +20,5 @@ opset_make          tensors made from numbers
 validation          the rules of a graph
 serialise           a graph as canonical bytes, and back from a stranger's
 
-Words: a variable is a parameter or a buffer; mixing, what an op does to a dimension whose positions it does not keep apart.
+Terms: a variable is a parameter or a buffer; mixing, what an op does to a dimension whose positions it does not keep apart.
 """

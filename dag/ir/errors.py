@@ -1,4 +1,4 @@
-"""What can be wrong with a graph. ValueError, because the graph is always somebody's input."""
+"""What can be wrong with a graph. A ValueError, because a graph is always input from a user or a peer."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ op_fence       clusters of fast links, cheap cuts between them
 local_moves    small changes while the step gets shorter
 baselines      what OP-Fence may not lose to
 shortlist      the devices of a very large swarm that are worth a look
-misfit         a model for which there is not enough memory, in words
+misfit         the message for a model that does not fit
 replicas       which spare devices serve a stage beside its owner
 place          the facade
 
-Words: fill, the first microbatch alone; period, what the busiest stage, link, line or codec needs for one.
+Terms: fill, the first microbatch alone; period, what the busiest stage, link, line or codec needs for one.
 """

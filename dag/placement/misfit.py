@@ -1,4 +1,4 @@
-"""A model for which there is not enough memory, in words for people."""
+"""The message for a model that does not fit into the peers' memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Where to cut for devices in a given order: min-max dynamic programming over the pace of stages and links, then, for
 some tolerances, the cuts that keep that pace and fill the pipeline soonest.
 
-Values that skip stages are counted as if every stage between passed them on: the model has the last word.
+Values that skip stages are counted as if every stage between passed them on: the model decides in the end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a search for placements moves about in: devices by number, bounds by number, and the model's word on each choice."""
+"""The space of a search for placements: devices by number, bounds by number, and the model's prediction for each choice."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """What the model says of a choice with the best schedule that its memory allows."""
+    """The prediction for a choice, with the best schedule that its memory allows."""
 
     seconds: float  # inf: not allowed
     schedule: Schedule = "1f1b"

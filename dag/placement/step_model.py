@@ -2,8 +2,8 @@
 
     seconds = fill + (microbatches - 1) * period
 
-`fill` is the first microbatch alone, from commit to commit: the lead's word to commit, each stage's update, every stage
-and link once, both passes, and each stage's word to the lead that it is ready, along the longest path. `period` is what
+`fill` is the first microbatch alone, from commit to commit: the lead's `commit`, each stage's update, every stage
+and link once, both passes, and each stage's `ready` to the lead, along the longest path. `period` is what
 the busiest of these needs for one microbatch: a stage's compute; a link; a peer's uplink or downlink, shared by all its
 flows in both passes (FusionLLM, arXiv 2410.12707); its codec thread; its share of the cores of its machine, which compute,
 code and carry messages (an even share: stages that left it to others would keep these waiting). Latency adds a term where a
@@ -75,7 +75,7 @@ class Work:
     ready: Floats  # from the end of its last pass until the lead knows; in serving, until the first stage has the answer
     owner: Indices  # equal numbers, equal peers
     machine: Indices  # equal numbers, equal cores
-    cores: Floats  # of the machine of the stage's owner; inf: nobody shares them
+    cores: Floats  # of the machine of the stage's owner; inf: not shared
     up: Floats  # bytes a second of the stage's owner
     down: Floats
     producer: Indices  # by hop, ascending
@@ -388,7 +388,7 @@ def _beside(work: Work) -> Floats:
 
 
 def _even_shares(work: Work) -> Floats:
-    """Cores for each stage; inf where nobody shares them."""
+    """Cores for each stage; inf where they are not shared."""
     cores = np.full(int(work.machine.max()) + 1, inf)
     np.minimum.at(cores, work.machine, work.cores)  # peers with more threads count fewer of the same machine
     found: Floats = cores[work.machine] / _beside(work)

@@ -107,7 +107,7 @@ class _Merged:
 
 
 def _with_refs(args: tuple[Arg, ...], refs: Iterator[Ref]) -> tuple[Arg, ...]:
-    """The arguments with these references, in order, in the place of theirs."""
+    """The arguments with their references replaced by these, in order."""
     return tuple(
         next(refs) if isinstance(a, Ref) else _with_refs(a, refs) if isinstance(a, tuple) else a for a in args
     )
@@ -128,9 +128,9 @@ def _passed_on(graph: Graph) -> dict[Ref, Ref]:
 def _partners(training: Graph, evaluated: Graph) -> dict[str, Node]:
     """By the name of a node of `training` the one of `evaluated` that is like it: in the same order in both."""
     passed = [(graph, _passed_on(graph)) for graph in (training, evaluated)]
-    ours, theirs = ([n for n in graph.nodes if Ref(n.name) not in same] for graph, same in passed)
-    places = _aligned([_sign(training, n) for n in ours], [_sign(evaluated, n) for n in theirs])
-    return {ours[i].name: theirs[j] for i, j in places}
+    left, right = ([n for n in graph.nodes if Ref(n.name) not in same] for graph, same in passed)
+    places = _aligned([_sign(training, n) for n in left], [_sign(evaluated, n) for n in right])
+    return {left[i].name: right[j] for i, j in places}
 
 
 def _sign(graph: Graph, node: Node) -> object:
@@ -151,17 +151,17 @@ def _without_names(graph: Graph, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
     )
 
 
-def _aligned(ours: Sequence[object], theirs: Sequence[object]) -> Iterator[tuple[int, int]]:
+def _aligned(left: Sequence[object], right: Sequence[object]) -> Iterator[tuple[int, int]]:
     """Places of equal elements, ascending in both: around those that each has once, as layers with weights of their own are
     (Cohen's patience diff), so that long graphs take little time."""
-    once = Counter(ours), Counter(theirs)
-    place = {each: j for j, each in enumerate(theirs)}
-    unique = [(i, place[e]) for i, e in enumerate(ours) if once[0][e] == 1 and once[1][e] == 1]
-    ends = (-1, -1), (len(ours), len(theirs))
+    once = Counter(left), Counter(right)
+    place = {each: j for j, each in enumerate(right)}
+    unique = [(i, place[e]) for i, e in enumerate(left) if once[0][e] == 1 and once[1][e] == 1]
+    ends = (-1, -1), (len(left), len(right))
     for (i, j), (i_end, j_end) in pairwise([ends[0], *_ascending(unique), ends[1]]):
         if i >= 0:
             yield i, j
-        between = SequenceMatcher(None, ours[i + 1 : i_end], theirs[j + 1 : j_end], autojunk=False)
+        between = SequenceMatcher(None, left[i + 1 : i_end], right[j + 1 : j_end], autojunk=False)
         for block in between.get_matching_blocks():
             yield from ((i + 1 + block.a + k, j + 1 + block.b + k) for k in range(block.size))
 

@@ -1,7 +1,7 @@
 """What runs stages. A plane knows no peers, no protocol and no codecs.
 
 plane             what a plane promises: forward, backward, apply, state; decoding
-input_sizes       what the shapes of a stage's inputs tell
+input_sizes       the sizes of symbols, from the shapes of inputs
 codegen           a graph as one Python function, with nothing of its text in it
 preemption        where a long run of a graph may be preempted
 torch_ops         how that function calls each operator

@@ -43,7 +43,7 @@ def even(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def evenly(*args: Any, **named: Any) -> torch.Tensor:
         tensors: tuple[torch.Tensor, ...] = tuple(arg for arg in args if isinstance(arg, torch.Tensor))
         if len(tensors) > 1:  # broadcast_shapes loads SymPy, and takes longer
-            dtype = torch.result_type(*tensors)  # told while one without dimensions still has none
+            dtype = torch.result_type(*tensors)  # before a 0-dimensional one gets dimensions
             tensors = torch.broadcast_tensors(*(t.to(dtype) for t in tensors))  # type: ignore[no-untyped-call]
         shape, count = tensors[0].shape, tensors[0].numel()
         each = _AT_ONCE * (torch.get_num_threads() if count >= _THREADED else 1)

@@ -50,7 +50,7 @@ class Program:
         stateful: Sequence[str],
         kept: Sequence[str],
         source: str,
-        told: Collection[str],
+        passed: Collection[str],
     ) -> None:
         self.graph = graph
         self.inputs = tuple(i.name for i in graph.inputs)
@@ -59,18 +59,18 @@ class Program:
         self.kept = tuple(kept)
         self.source = source
         self._function = function
-        self.sizes = InputSizes(graph, dimensions, told)
+        self.sizes = InputSizes(graph, dimensions, passed)
 
     def run(
         self,
         inputs: Sequence[torch.Tensor],
         variables: Sequence[torch.Tensor],
         state: object,
-        told: Mapping[str, int] = MappingProxyType({}),
+        passed: Mapping[str, int] = MappingProxyType({}),
     ) -> Tensors:
-        """The outputs in order, then what is kept. `told`: the sizes that it was compiled to be told. ValueError for an input whose
-        shape or dtype is not what the graph says."""
-        return self._function(*inputs, *variables, *self.sizes.dimensions(inputs, told), state)
+        """The outputs in order, then what is kept. `passed`: the sizes of the symbols that it was compiled with as `passed`. Raises ValueError
+        for an input whose shape or dtype differs from the graph's."""
+        return self._function(*inputs, *variables, *self.sizes.dimensions(inputs, passed), state)
 
 
 def compile_graph(
@@ -81,17 +81,17 @@ def compile_graph(
     products: Mapping[str, Callable[..., torch.Tensor]] | None = None,
     last: frozenset[str] = frozenset(),
     fused: Mapping[str, Fused] | None = None,
-    told: Collection[str] = (),
+    passed: Collection[str] = (),
 ) -> Program:
     """Generate the code of `graph` for `device`; without `training`, dropout is off and running statistics are used.
     `products`: what computes these nodes in place of their operators; `last`: nodes that keep the last position of each
     sequence of a run (`fusion.runtime.planes.sequences`); `fused`: what computes others, and nodes before them, in one call;
-    `told`: symbols whose sizes each run is told, as not all inputs may tell them.
+    `passed`: symbols whose sizes are passed to each run, as the inputs may not determine them.
 
     GraphError names what cannot become code. The graph is assumed to have passed `fusion.dag.ir.serialise.validate`; one
     that has not may fail later, but still cannot place text in the source.
     """
-    return _Writer(graph, device, training, products or {}, last, fused or {}).write(told)
+    return _Writer(graph, device, training, products or {}, last, fused or {}).write(passed)
 
 
 class _Writer:
@@ -120,7 +120,7 @@ class _Writer:
         self.dimensions: dict[Poly, fx.Node] = {}
         self.stateful: list[str] = []
 
-    def write(self, told: Collection[str]) -> Program:
+    def write(self, passed: Collection[str]) -> Program:
         graph = self.graph
         for name in (*(i.name for i in graph.inputs), *(v.name for v in graph.variables)):
             self.values[Ref(name)] = self.placeholder()
@@ -149,7 +149,9 @@ class _Writer:
         module = fx.GraphModule(nn.Module(), self.code)
         _forget_source(module)
         kept = [next(node.refs()).name for node in keeping]
-        return Program(graph, module.forward, tuple(self.dimensions), self.stateful, kept, module.code, told)
+        return Program(
+            graph, module.forward, tuple(self.dimensions), self.stateful, kept, module.code, passed
+        )
 
     def computed(self, name: str, op: str, args: tuple[Any, ...], state: fx.Node) -> fx.Node:
         """The call for the node `name`."""

@@ -1,4 +1,4 @@
-"""What the shapes of a stage's inputs tell: the sizes of its graph's symbols, and whether the inputs are what the graph says."""
+"""Derives the sizes of a graph's symbols from the shapes of its inputs, and checks the inputs against the graph."""
 
 from __future__ import annotations
 
@@ -18,35 +18,37 @@ _MAX_SIZES = 256  # combinations of symbol sizes whose dimensions are remembered
 
 
 class InputSizes:
-    """Of the graph's inputs, in order. `dimensions`: what its nodes need to know; `told`: symbols that whoever runs it tells. GraphError
-    where no input tells one of the others."""
+    """Of the graph's inputs, in order. `dimensions`: those whose sizes its nodes need; `passed`: symbols whose sizes each run passes.
+    Raises GraphError where no input determines one of the others."""
 
-    def __init__(self, graph: Graph, dimensions: Sequence[Poly], told: Collection[str] = ()) -> None:
+    def __init__(self, graph: Graph, dimensions: Sequence[Poly], passed: Collection[str] = ()) -> None:
         self._names = tuple(i.name for i in graph.inputs)
         self._dimensions = tuple(dimensions)
         self._types = tuple(i.type for i in graph.inputs)
         self._dtypes = tuple(TORCH_DTYPES[t.dtype] for t in self._types)
         self._places = _places(graph)
         for dimension in dimensions:
-            known = self._places.keys() | map(symbol, told)
+            known = self._places.keys() | map(symbol, passed)
             if dimension not in self._places and not _symbols(dimension) <= known:
                 raise GraphError(f"no input of the stage tells the size {dimension}, which its nodes need")
         self._bound: dict[tuple[int, ...], tuple[tuple[torch.Size, ...], tuple[int, ...]]] = {}
 
-    def dimensions(self, inputs: Sequence[torch.Tensor], told: Mapping[str, int] = _NONE) -> tuple[int, ...]:
-        """The sizes of the dimensions in these inputs. ValueError for an input whose shape or dtype is not what the graph says."""
+    def dimensions(
+        self, inputs: Sequence[torch.Tensor], passed: Mapping[str, int] = _NONE
+    ) -> tuple[int, ...]:
+        """The sizes of the dimensions in these inputs. Raises ValueError for an input whose shape or dtype differs from the graph's."""
         try:
-            key = (*[inputs[i].shape[d] for i, d in self._places.values()], *told.values())
+            key = (*[inputs[i].shape[d] for i, d in self._places.values()], *passed.values())
         except IndexError:
             raise self._misfit(inputs, [torch.Size((-1,))] * len(inputs)) from None
-        shapes, dimensions = self._bound.get(key) or self._bind(key, told)
+        shapes, dimensions = self._bound.get(key) or self._bind(key, passed)
         for value, shape, dtype in zip(inputs, shapes, self._dtypes, strict=True):
             if value.shape != shape or value.dtype != dtype:
                 raise self._misfit(inputs, shapes)
         return dimensions
 
     def require(self, symbol_name: str) -> None:
-        """GraphError unless `size` can tell this symbol."""
+        """Raises GraphError unless `size` determines this symbol."""
         if symbol(symbol_name) not in self._places:
             raise GraphError(f"no input of the stage has a dimension {symbol_name}")
 
@@ -60,11 +62,11 @@ class InputSizes:
         return int(inputs[at].shape[dim])
 
     def _bind(
-        self, key: tuple[int, ...], told: Mapping[str, int]
+        self, key: tuple[int, ...], passed: Mapping[str, int]
     ) -> tuple[tuple[torch.Size, ...], tuple[int, ...]]:
         known = dict(zip(self._places, key, strict=False))
         sizes = {next(iter(symbols_of(p))): n for p, n in known.items() if _symbols(p) == {p}}
-        sizes.update(told)
+        sizes.update(passed)
         shapes = tuple(torch.Size([_bound(d, known, sizes) for d in t.shape]) for t in self._types)
         found = shapes, tuple(_bound(d, known, sizes) for d in self._dimensions)
         if len(self._bound) >= _MAX_SIZES:

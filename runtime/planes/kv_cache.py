@@ -170,8 +170,8 @@ class SessionCache:
         """Hold the first so many positions of `other`, which has the same slots, as far as it holds them; how many."""
         self.begin(0, min(positions, other.length))
         for slot, tensors in self._memory.items():
-            for mine, theirs in zip(tensors, other._memory[slot], strict=True):
-                mine[:, :, : self._end] = theirs[:, :, : self._end]
+            for own, copied in zip(tensors, other._memory[slot], strict=True):
+                own[:, :, : self._end] = copied[:, :, : self._end]
         # No state is ever written to
         self._states = {slot: list(states) for slot, states in other._states.items()}
         self._keep_states(self._end)

@@ -213,7 +213,9 @@ class _Encoder:
         self._types = [stage.graph.types[ref] for ref in both.handed]
         self._keys = output_keys(stage)
         products = matrices.products(together=False)
-        self._program = compile_graph(stage.graph, device, training=False, products=products, told=(SOURCE,))
+        self._program = compile_graph(
+            stage.graph, device, training=False, products=products, passed=(SOURCE,)
+        )
         self._variables = tuple(matrices.laid_out[v.name] for v in stage.graph.variables)
 
     def kept(self, length: int) -> KeptSource:

@@ -225,17 +225,17 @@ def _dispatched(spec: OpSpec) -> _Dispatched | None:
     if namespace != "aten":
         return None
     target = getattr(getattr(torch.ops.aten, packet), *overload or ("default",))
-    ours = [p.name for p in spec.parameters]
+    own = [p.name for p in spec.parameters]
     schema = target._schema.arguments
-    required = {a.name for a in schema if not a.has_default_value()} - set(ours)
+    required = {a.name for a in schema if not a.has_default_value()} - set(own)
     assert required <= _REQUIRED.keys(), f"{spec.name} needs {required}"
     positional = []
-    for name, argument in zip(ours, schema, strict=False):
+    for name, argument in zip(own, schema, strict=False):
         if argument.kwarg_only or argument.name != name:
             break
         positional.append(name)
     given = {name: _REQUIRED[name] for name in required}
-    return _Dispatched(target, tuple(positional), tuple(ours[len(positional) :]), given)
+    return _Dispatched(target, tuple(positional), tuple(own[len(positional) :]), given)
 
 
 # Looked up by the op-set's own names, which are constants of this program: no name from a graph comes this way.

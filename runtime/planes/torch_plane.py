@@ -1,4 +1,4 @@
-"""The torch execution plane: stages as generated code on CPU or CUDA (`fusion.runtime.planes.plane` says what it promises).
+"""The torch execution plane: stages as generated code on CPU or CUDA (its contract: `fusion.runtime.planes.plane`).
 
 A training stage keeps one autograd graph for each microbatch in flight: the values it receives are the leaves, and
 `backward` runs from the values it sent (RAD, FusionLLM section 3.2). It knows no peers and no protocol. Decoding:
@@ -175,7 +175,7 @@ class TorchTrainingStage:
         return found
 
     def _leave_shown(self) -> None:
-        """Before the state changes: where somebody still holds what `state` gave, that memory is theirs, and we go on in a copy."""
+        """Before the state changes: where a caller still holds tensors that `state` returned, continue in a copy."""
         if any(each() is not None for each in self._shown):
             for value in self._values.values():
                 value.data = value.detach().clone()

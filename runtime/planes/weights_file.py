@@ -82,8 +82,8 @@ def weights_bytes_of(
 
 
 class WeightsFile(Mapping[str, torch.Tensor]):
-    """A file that somebody else wrote, of at most so many tensors. Each is read anew, into memory of its own, whenever it is asked for.
-    JobError, in one line, for a file that is none; nothing that it says is believed beyond its own length."""
+    """An untrusted file, of at most so many tensors. Each tensor is read into new memory with every request. Raises JobError for
+    a malformed file; no length that it declares is believed beyond the file's own."""
 
     def __init__(self, path: Path, tensors: int) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""The JAX execution plane (`fusion.runtime.planes.plane` says what it promises)."""
+"""The JAX execution plane (its contract: `fusion.runtime.planes.plane`)."""
 
 from __future__ import annotations
 

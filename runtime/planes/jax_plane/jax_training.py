@@ -1,4 +1,4 @@
-"""A stage that is trained, in JAX (`fusion.runtime.planes.plane` says what it promises).
+"""A stage that is trained, in JAX (its contract: `fusion.runtime.planes.plane`).
 
 The forward pass of a microbatch and the function of its backward pass are what `jax.vjp` makes of the stage's program, both
 compiled once for each combination of shapes. What backward needs is kept from one to the other.

@@ -34,49 +34,49 @@ def attend(
     """Store each row's key and value at its position, and let it see all positions up to its own, or the last `window`:
     (1, heads, rows, value width). Rows of one sequence come in the order of their positions. Scores are float32."""
     _, heads, rows, width = query.shape
-    held, broad = key.shape[1], value.shape[3]
+    key_heads, value_width = key.shape[1], value.shape[3]
     query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))
     sizes = {
         "WIDTH": width,
-        "BROAD": broad,
-        "WIDTHS": triton.next_power_of_2(width),
-        "BROADS": triton.next_power_of_2(broad),
+        "VALUE_WIDTH": value_width,
+        "PADDED_WIDTH": triton.next_power_of_2(width),
+        "PADDED_VALUE_WIDTH": triton.next_power_of_2(value_width),
     }
-    _store[rows, held](
+    _append[rows, key_heads](
         *(key, value, table, positions),
         *(key.stride(1), key.stride(2), value.stride(1), value.stride(2)),
         ENTRY=ENTRY,
         **sizes,
     )
-    made = torch.empty(rows, heads, broad, dtype=query.dtype, device=query.device)
-    seen = torch.empty(rows, heads, chunks, broad, dtype=torch.float32, device=query.device)
-    weights = torch.empty(rows, heads, chunks, 2, dtype=torch.float32, device=query.device)
-    _see[rows, heads, chunks](
-        *(query, key, value, table, positions, seen, weights),
+    out = torch.empty(rows, heads, value_width, dtype=query.dtype, device=query.device)
+    partial_sums = torch.empty(rows, heads, chunks, value_width, dtype=torch.float32, device=query.device)
+    partial_stats = torch.empty(rows, heads, chunks, 2, dtype=torch.float32, device=query.device)
+    _attend_chunk[rows, heads, chunks](
+        *(query, key, value, table, positions, partial_sums, partial_stats),
         *(query.stride(1), query.stride(2), width**-0.5 if scale is None else scale),
         *(softcap or 0.0, slopes),
         CAPPED=softcap is not None,
-        GROUP=heads // held,
+        GROUP=heads // key_heads,
         CHUNK=CHUNK,
-        BLOCK=_BLOCK if max(width, broad) <= _WIDEST else _BLOCK // 2,
+        BLOCK=_BLOCK if max(width, value_width) <= _WIDEST else _BLOCK // 2,
         WINDOW=0 if window is None else window,
         ENTRY=ENTRY,
         **sizes,
     )
-    _sum_up[rows, heads](
-        *(positions, seen, weights, sinks, made, chunks),
+    _reduce_chunks[rows, heads](
+        *(positions, partial_sums, partial_stats, sinks, out, chunks),
         CHUNK=CHUNK,
         WINDOW=0 if window is None else window,
-        BROAD=broad,
-        BROADS=sizes["BROADS"],
+        VALUE_WIDTH=value_width,
+        PADDED_VALUE_WIDTH=sizes["PADDED_VALUE_WIDTH"],
     )
-    return made.transpose(0, 1)[None]
+    return out.transpose(0, 1)[None]
 
 
 @triton.jit
-def _store(
+def _append(
     key, value, table, positions, key_head, key_row, value_head, value_row,
-    WIDTH: tl.constexpr, BROAD: tl.constexpr, WIDTHS: tl.constexpr, BROADS: tl.constexpr, ENTRY: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, PADDED_VALUE_WIDTH: tl.constexpr, ENTRY: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     at = tl.load(positions + row)
@@ -84,18 +84,20 @@ def _store(
         keys = tl.load(table + row * ENTRY).to(key.dtype)
         values = tl.load(table + row * ENTRY + 1).to(value.dtype)
         place = head * tl.load(table + row * ENTRY + 2) + at
-        wide, broad = tl.arange(0, WIDTHS), tl.arange(0, BROADS)
-        new = tl.load(key + head * key_head + row * key_row + wide, mask=wide < WIDTH)
-        tl.store(keys + place * WIDTH + wide, new, mask=wide < WIDTH)
-        new = tl.load(value + head * value_head + row * value_row + broad, mask=broad < BROAD)
-        tl.store(values + place * BROAD + broad, new, mask=broad < BROAD)
+        columns, value_columns = tl.arange(0, PADDED_WIDTH), tl.arange(0, PADDED_VALUE_WIDTH)
+        new = tl.load(key + head * key_head + row * key_row + columns, mask=columns < WIDTH)
+        tl.store(keys + place * WIDTH + columns, new, mask=columns < WIDTH)
+        new = tl.load(
+            value + head * value_head + row * value_row + value_columns, mask=value_columns < VALUE_WIDTH
+        )
+        tl.store(values + place * VALUE_WIDTH + value_columns, new, mask=value_columns < VALUE_WIDTH)
 
 
 @triton.jit
-def _see(
-    query, key, value, table, positions, seen, weights, query_head, query_row, scale, softcap, slopes,
+def _attend_chunk(
+    query, key, value, table, positions, partial_sums, partial_stats, query_head, query_row, scale, softcap, slopes,
     CAPPED: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, ENTRY: tl.constexpr,
-    WIDTH: tl.constexpr, BROAD: tl.constexpr, WIDTHS: tl.constexpr, BROADS: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, PADDED_VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     row, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at = tl.load(positions + row).to(tl.int32)
@@ -109,72 +111,82 @@ def _see(
         keys = tl.load(table + row * ENTRY).to(key.dtype)
         values = tl.load(table + row * ENTRY + 1).to(value.dtype)
         begin = (head // GROUP) * tl.load(table + row * ENTRY + 2)
-        wide, broad = tl.arange(0, WIDTHS), tl.arange(0, BROADS)
-        asked = tl.load(query + head * query_head + row * query_row + wide, mask=wide < WIDTH, other=0.0)
-        asked = asked.to(tl.float32)
-        top = float("-inf")
-        total = 0.0
-        found = tl.zeros([BROADS], dtype=tl.float32)
+        columns, value_columns = tl.arange(0, PADDED_WIDTH), tl.arange(0, PADDED_VALUE_WIDTH)
+        q = tl.load(query + head * query_head + row * query_row + columns, mask=columns < WIDTH, other=0.0)
+        q = q.to(tl.float32)
+        running_max = float("-inf")
+        running_sum = 0.0
+        acc = tl.zeros([PADDED_VALUE_WIDTH], dtype=tl.float32)
         for start in range(low, high, BLOCK):
-            places = start + tl.arange(0, BLOCK)
-            looks = (places < high) & (places >= first)
-            lines = (begin + places)[:, None]
-            known = tl.load(
-                keys + lines * WIDTH + wide[None, :], mask=looks[:, None] & (wide < WIDTH)[None, :], other=0.0
+            key_positions = start + tl.arange(0, BLOCK)
+            visible = (key_positions < high) & (key_positions >= first)
+            offsets = (begin + key_positions)[:, None]
+            k_block = tl.load(
+                keys + offsets * WIDTH + columns[None, :],
+                mask=visible[:, None] & (columns < WIDTH)[None, :],
+                other=0.0,
             )
-            scores = tl.sum(asked[None, :] * known.to(tl.float32), 1) * scale
+            scores = tl.sum(q[None, :] * k_block.to(tl.float32), 1) * scale
             if CAPPED:
                 ratio = scores / softcap  # tanh of it, from what Triton has everywhere
                 scores = softcap * (2 / (1 + tl.exp(-2 * ratio)) - 1)
             if slopes is not None:
-                scores += tl.load(slopes + head) * (places - at).to(tl.float32)
-            scores = tl.where(looks, scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 0))
-            shares = tl.exp(scores - higher)
-            kept = tl.exp(top - higher)
-            told = tl.load(
-                values + lines * BROAD + broad[None, :],
-                mask=looks[:, None] & (broad < BROAD)[None, :],
+                scores += tl.load(slopes + head) * (key_positions - at).to(tl.float32)
+            scores = tl.where(visible, scores, float("-inf"))
+            new_max = tl.maximum(running_max, tl.max(scores, 0))
+            p = tl.exp(scores - new_max)
+            rescale = tl.exp(running_max - new_max)
+            v_block = tl.load(
+                values + offsets * VALUE_WIDTH + value_columns[None, :],
+                mask=visible[:, None] & (value_columns < VALUE_WIDTH)[None, :],
                 other=0.0,
             )
-            found = found * kept + tl.sum(shares[:, None] * told.to(tl.float32), 0)
-            total = total * kept + tl.sum(shares, 0)
-            top = higher
+            acc = acc * rescale + tl.sum(p[:, None] * v_block.to(tl.float32), 0)
+            running_sum = running_sum * rescale + tl.sum(p, 0)
+            running_max = new_max
         place = (row * tl.num_programs(1) + head) * tl.num_programs(2) + chunk
-        tl.store(seen + place * BROAD + broad, found, mask=broad < BROAD)
-        tl.store(weights + place * 2, top)
-        tl.store(weights + place * 2 + 1, total)
+        tl.store(partial_sums + place * VALUE_WIDTH + value_columns, acc, mask=value_columns < VALUE_WIDTH)
+        tl.store(partial_stats + place * 2, running_max)
+        tl.store(partial_stats + place * 2 + 1, running_sum)
 
 
 @triton.jit
-def _sum_up(
-    positions, seen, weights, sinks, made, chunks,
-    CHUNK: tl.constexpr, WINDOW: tl.constexpr, BROAD: tl.constexpr, BROADS: tl.constexpr,
+def _reduce_chunks(
+    positions, partial_sums, partial_stats, sinks, out, chunks,
+    CHUNK: tl.constexpr, WINDOW: tl.constexpr, VALUE_WIDTH: tl.constexpr, PADDED_VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     at = tl.load(positions + row).to(tl.int32)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(at + 1 - WINDOW, 0)
-    broad = tl.arange(0, BROADS)
+    value_columns = tl.arange(0, PADDED_VALUE_WIDTH)
     line = row * tl.num_programs(1) + head
-    found = tl.zeros([BROADS], dtype=tl.float32)
-    total = 1.0  # of a row that is padding
+    acc = tl.zeros([PADDED_VALUE_WIDTH], dtype=tl.float32)
+    running_sum = 1.0  # of a row that is padding
     if at >= 0:
-        top = float("-inf")
-        total = 0.0
+        running_max = float("-inf")
+        running_sum = 0.0
         for chunk in range(first // CHUNK, at // CHUNK + 1):
             place = line * chunks + chunk
-            peak = tl.load(weights + place * 2)
-            higher = tl.maximum(top, peak)
-            kept, share = tl.exp(top - higher), tl.exp(peak - higher)
-            part = tl.load(seen + place * BROAD + broad, mask=broad < BROAD, other=0.0)
-            found = found * kept + part * share
-            total = total * kept + tl.load(weights + place * 2 + 1) * share
-            top = higher
+            chunk_max = tl.load(partial_stats + place * 2)
+            new_max = tl.maximum(running_max, chunk_max)
+            rescale, chunk_rescale = tl.exp(running_max - new_max), tl.exp(chunk_max - new_max)
+            chunk_sum = tl.load(
+                partial_sums + place * VALUE_WIDTH + value_columns,
+                mask=value_columns < VALUE_WIDTH,
+                other=0.0,
+            )
+            acc = acc * rescale + chunk_sum * chunk_rescale
+            running_sum = running_sum * rescale + tl.load(partial_stats + place * 2 + 1) * chunk_rescale
+            running_max = new_max
         if sinks is not None:
             sink = tl.load(sinks + head).to(tl.float32)
-            higher = tl.maximum(top, sink)
-            found = found * tl.exp(top - higher)
-            total = total * tl.exp(top - higher) + tl.exp(sink - higher)
-    tl.store(made + line * BROAD + broad, (found / total).to(made.dtype.element_ty), mask=broad < BROAD)
+            new_max = tl.maximum(running_max, sink)
+            acc = acc * tl.exp(running_max - new_max)
+            running_sum = running_sum * tl.exp(running_max - new_max) + tl.exp(sink - new_max)
+    tl.store(
+        out + line * VALUE_WIDTH + value_columns,
+        (acc / running_sum).to(out.dtype.element_ty),
+        mask=value_columns < VALUE_WIDTH,
+    )

@@ -102,7 +102,7 @@ def multiplied(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """rows (..., columns), float32, with the matrix of so many `outputs` and `blocks` at the addresses `stored`: (..., outputs).
-    `sizes`: what `code` is told of it. Whoever calls has made sure that the rows are as wide as the matrix: the code would read
+    `sizes`: as `code` takes them. The caller has checked that the rows are as wide as the matrix: the code would read
     beyond them."""
     *outer, columns = rows.shape
     given = rows.contiguous()
