@@ -1,8 +1,8 @@
-"""What a GGUF file says of its model, as the configuration of the same model in transformers.
+"""Converts the metadata of a GGUF file to the configuration of the same model in transformers.
 
-A value that is passed over, or taken for another, makes a model that answers, and answers nonsense. So every value under the
-architecture's name has to be understood here, and the sizes have to be those of the tensors; the file is refused otherwise.
-What files leave unsaid is what llama.cpp, whose format it is, takes for it (its `src/models`).
+A value that is ignored or misread gives a model that answers nonsense. So every value under the architecture's name has to be
+understood here, and the sizes have to match the tensors; otherwise the file is refused. Defaults are those of llama.cpp, whose
+format it is (its `src/models`).
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ class ModelConfig:
     architecture: str  # as the file names it
     model_type: str  # as transformers does
     values: Mapping[str, Any]  # of the configuration
-    layers: int  # without those that predict further tokens
-    ahead: int  # layers behind these that do, which are not read
-    constants: Mapping[str, float]  # of parameters of the module that the file has among its values
-    pooling: Pooled | None  # of a model that makes a vector of a text
+    layers: int  # without those of multi-token prediction
+    ahead: int  # layers of multi-token prediction behind these, which are not read
+    constants: Mapping[str, float]  # parameters of the module that the file has as metadata
+    pooling: Pooled | None  # of an embedding model
     vocabulary: int
     max_sequence: int
 
 
 def model_config(header: GGUFHeader) -> ModelConfig:
-    """JobError for an architecture that is not read, a value that is missing or not understood, or one that does not fit
-    the tensors."""
-    said = Metadata(header)
-    architecture = said.architecture
-    mixture = said.whole("expert_count", 0) > 0
+    """Raises JobError for an unsupported architecture, and a value that is missing, not understood, or does not fit the tensors."""
+    metadata = Metadata(header)
+    architecture = metadata.architecture
+    mixture = metadata.whole("expert_count", 0) > 0
     if not mixture:
-        said.must_be("expert_used_count", 0)
+        metadata.must_be("expert_used_count", 0)
     table = _MIXTURES if mixture else _DENSE
     found = table.get(architecture)
     if found is None:
@@ -54,18 +53,18 @@ def model_config(header: GGUFHeader) -> ModelConfig:
         known = ", ".join(table)
         raise JobError(f"{header.path}: {kind} of the kind {shown(architecture)}; {known} are read from GGUF")
     model_type, values = found
-    made = values(said)
+    made = values(metadata)
     ahead = made.get("num_nextn_predict_layers", 0)
     config = ModelConfig(
         architecture=architecture,
         model_type=made.pop("model_type", model_type),
         constants=made.pop("constants", {}),
         values=made,
-        layers=said.size("block_count") - ahead,
-        pooling=pooling_of(said, encoder=architecture in ENCODERS),
+        layers=metadata.size("block_count") - ahead,
+        pooling=pooling_of(metadata, encoder=architecture in ENCODERS),
         ahead=ahead,
         vocabulary=header.tensors["token_embd.weight"].shape[0],
-        max_sequence=said.size("context_length"),
+        max_sequence=metadata.size("context_length"),
     )
-    said.all_taken()
+    metadata.all_taken()
     return config

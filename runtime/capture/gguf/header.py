@@ -106,10 +106,10 @@ def _joined(first: GGUFHeader, size: int, parts: Sequence[Path]) -> GGUFHeader:
         tensors |= header.tensors
         if len(tensors) > MAX_TENSORS:
             raise JobError(f"{first.path} has more than {MAX_TENSORS} tensors in its parts")
-    said = first.values.get(_TENSORS, len(tensors))
-    if said != len(tensors):
+    declared = first.values.get(_TENSORS, len(tensors))
+    if declared != len(tensors):
         raise JobError(
-            f"{first.path} says {_TENSORS} = {shown(str(said))}, and its parts have {len(tensors)}"
+            f"{first.path} says {_TENSORS} = {shown(str(declared))}, and its parts have {len(tensors)}"
         )
     return GGUFHeader(first.path, first.values, tensors)
 

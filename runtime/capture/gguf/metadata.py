@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, key by key: whoever understands a value takes it, and what nobody took refuses the file."""
+"""The metadata of a GGUF file. Every key has to be read by code that understands it; an unread key refuses the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEAST = 1e-3  # of a number that others are divided by
 
 
 class Metadata:
-    """The file's values, each to be taken by whoever understands it."""
+    """The values under the architecture's name. Getters mark a key as read; they raise JobError for a value of another type."""
 
     def __init__(self, header: GGUFHeader) -> None:
         self.header = header
@@ -28,102 +28,103 @@ class Metadata:
         self._left = {key for key in header.values if key.startswith(self._prefix)}
 
     def whole(self, key: str, default: int | None = None) -> int:
-        found = self._same(key, default)
-        if type(found) is not int or not 0 <= found < 1 << 32:
-            raise self.bad(key, found, "a whole number")
-        return found
+        value = self._same(key, default)
+        if type(value) is not int or not 0 <= value < 1 << 32:
+            raise self.bad(key, value, "a whole number")
+        return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        found = self.whole(key, default)
-        if not found:
-            raise self.bad(key, found, "at least 1")
-        return found
+        value = self.whole(key, default)
+        if not value:
+            raise self.bad(key, value, "at least 1")
+        return value
 
     def real(self, key: str, default: float | None = None, *, least: float = 0.0) -> float:
-        found = self._same(key, default)
-        if type(found) not in (int, float) or not math.isfinite(found):
-            raise self.bad(key, found, "a number")
-        if found < least:
-            raise self.bad(key, found, f"at least {least:g}")
-        return float(found)
+        value = self._same(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self.bad(key, value, "a number")
+        if value < least:
+            raise self.bad(key, value, f"at least {least:g}")
+        return float(value)
 
     def text(self, key: str, default: str | None = None) -> str:
-        found = self._same(key, default)
-        if not isinstance(found, str):
-            raise self.bad(key, found, "a text")
-        return found
+        value = self._same(key, default)
+        if not isinstance(value, str):
+            raise self.bad(key, value, "a text")
+        return value
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        found = self._same(key, default)
-        if not isinstance(found, bool):
-            raise self.bad(key, found, "true or false")
-        return found
+        value = self._same(key, default)
+        if not isinstance(value, bool):
+            raise self.bad(key, value, "true or false")
+        return value
 
     def each(self, key: str, layers: int) -> list[int]:
-        """A whole number for each layer: a list, or the one that all have."""
-        found = self.header.values.get(self._prefix + key)
-        if not isinstance(found, tuple):
+        """An integer for each layer: a list, or one value for all."""
+        value = self.header.values.get(self._prefix + key)
+        if not isinstance(value, tuple):
             return [self.whole(key)] * layers
         self._left.discard(self._prefix + key)
-        numbers = [n for n in found if isinstance(n, int) and 0 <= n < 1 << 32]
-        if not len(numbers) == len(found) == layers:
-            raise self.bad(key, found, f"a whole number for each of {layers} layers")
+        numbers = [n for n in value if isinstance(n, int) and 0 <= n < 1 << 32]
+        if not len(numbers) == len(value) == layers:
+            raise self.bad(key, value, f"a whole number for each of {layers} layers")
         return [int(n) for n in numbers]
 
     def reals(self, key: str, layers: int, *, shared: bool = False) -> list[float]:
-        """A number for each layer, which may be none that is finite. `shared`: under a name that all architectures have it by."""
-        found = self.header.values.get(key if shared else self._prefix + key)
+        """A number for each layer, perhaps not finite. `shared`: `key` is not under the architecture's name."""
+        value = self.header.values.get(key if shared else self._prefix + key)
         self._left.discard(self._prefix + key)
-        numbers = [n for n in found if isinstance(n, float)] if isinstance(found, tuple) else []
-        if len(numbers) != layers or not isinstance(found, tuple) or len(found) != layers:
-            raise self.bad(key, found, f"a number for each of {layers} layers")
+        numbers = [n for n in value if isinstance(n, float)] if isinstance(value, tuple) else []
+        if len(numbers) != layers or not isinstance(value, tuple) or len(value) != layers:
+            raise self.bad(key, value, f"a number for each of {layers} layers")
         return numbers
 
     def any(self, key: str) -> None:
-        """For a value that changes nothing of what is computed."""
+        """Mark a key as read whose value does not change what is computed."""
         self._left.discard(self._prefix + key)
 
     def must_be(self, key: str, *wanted: Value) -> None:
-        """For a value that is only known as one of these, if it is there at all."""
-        found = self._same(key, wanted[0])
-        if found not in wanted:
-            raise self.bad(key, found, " or ".join(map(str, wanted)))
+        """Mark a key as read that must be one of these values, if present."""
+        value = self._same(key, wanted[0])
+        if value not in wanted:
+            raise self.bad(key, value, " or ".join(map(str, wanted)))
 
     def tensor(self, name: str, *shape: int) -> None:
-        """JobError unless the file has this tensor, in this shape."""
-        found = self.header.tensors.get(name)
-        if found is None:
+        """Raises JobError unless the file has this tensor, in this shape."""
+        value = self.header.tensors.get(name)
+        if value is None:
             raise JobError(f"{self.header.path}: no tensor {name}")
-        if found.shape != shape:
+        if value.shape != shape:
             raise JobError(
-                f"{self.header.path}: {name} has the shape {found.shape}, and its values say {shape}"
+                f"{self.header.path}: {name} has the shape {value.shape}, and its values say {shape}"
             )
 
     def has(self, name: str) -> bool:
         return name in self.header.tensors
 
     def all_taken(self) -> None:
+        """Raises JobError for the first key that was not read."""
         for key in sorted(self._left):
             raise JobError(
                 f"{self.header.path} says {shown(key)} = {_brief(self.header.values[key])}, which is not understood"
             )
 
-    def bad(self, key: str, found: object, wanted: str) -> JobError:
-        what = "does not say" if found is None else "says"
-        value = "" if found is None else f" = {_brief(found)}"
-        return JobError(f"{self.header.path} {what} {self._prefix}{key}{value}: {wanted}")
+    def bad(self, key: str, value: object, wanted: str) -> JobError:
+        what = "does not say" if value is None else "says"
+        shown_value = "" if value is None else f" = {_brief(value)}"
+        return JobError(f"{self.header.path} {what} {self._prefix}{key}{shown_value}: {wanted}")
 
     def _same(self, key: str, default: Any) -> Any:
-        """A value, or the one that a list repeats for each layer."""
+        """A value, or the value that a list repeats for each layer."""
         self._left.discard(self._prefix + key)
-        found = self.header.values.get(self._prefix + key, default)
-        if not isinstance(found, tuple):
-            return found
-        if not found or any(each != found[0] for each in found):
+        value = self.header.values.get(self._prefix + key, default)
+        if not isinstance(value, tuple):
+            return value
+        if not value or any(each != value[0] for each in value):
             raise JobError(
                 f"{self.header.path} says another {self._prefix}{key} for each layer, which is not supported"
             )
-        return found[0]
+        return value[0]
 
 
 def _brief(value: object) -> str:

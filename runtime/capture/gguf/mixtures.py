@@ -25,7 +25,7 @@ SOFTMAX, SIGMOID, SOFTMAX_CHOSEN = 1, 2, 3
 
 
 def _mixed(
-    said: Metadata,
+    metadata: Metadata,
     *,
     normed: bool,
     wide: int | None = None,
@@ -38,29 +38,29 @@ def _mixed(
     where the file does not say it. `norm`: as of `decoder`; `plain`: its configuration does not say how long a head is; else as of
     `mixed`."""
     if plain:
-        plain_heads(said)
-    values = attentive(said, decoder(said, norm))
-    count, found = mixed(said, values, normed=normed, wide=wide, gating=gating)
-    values |= {"hidden_act": "silu", "rope_parameters": rope(said, values["head_dim"])}
+        plain_heads(metadata)
+    values = attentive(metadata, decoder(metadata, norm))
+    count, found = mixed(metadata, values, normed=normed, wide=wide, gating=gating)
+    values |= {"hidden_act": "silu", "rope_parameters": rope(metadata, values["head_dim"])}
     if plain:
         del values["head_dim"]
     return values, count, found
 
 
 def mixed(
-    said: Metadata, values: Values, *, normed: bool, wide: int | None = None, gating: int = SOFTMAX
+    metadata: Metadata, values: Values, *, normed: bool, wide: int | None = None, gating: int = SOFTMAX
 ) -> tuple[int, int]:
     """As `experts`, in every layer. `normed`: whether this architecture divides the weights of those that are chosen by their sum
     (`norm_topk_prob`); `gating`: how weights are made of a router's logits."""
-    found = experts(said, values, wide)
-    said.must_be("expert_weights_norm", normed)
-    said.must_be("expert_weights_scale", 1.0, 0.0)  # none
-    said.must_be("expert_gating_func", gating, 0)  # 0: that of the architecture
+    found = experts(metadata, values, wide)
+    metadata.must_be("expert_weights_norm", normed)
+    metadata.must_be("expert_weights_scale", 1.0, 0.0)  # none
+    metadata.must_be("expert_gating_func", gating, 0)  # 0: that of the architecture
     return found
 
 
 def experts(
-    said: Metadata,
+    metadata: Metadata,
     values: Values,
     wide: int | None = None,
     dense: int = 0,
@@ -70,39 +70,41 @@ def experts(
 ) -> tuple[int, int]:
     """How many experts a layer has, and how wide each is, checked against their tensors; how many of them a position goes to is put into
     `values`. `dense`: layers at the beginning that have none; `every`: as many layers lie from one with experts to the next. `in_groups`: whether the architecture may choose groups of them first."""
-    count, used = said.size("expert_count"), said.size("expert_used_count")
+    count, used = metadata.size("expert_count"), metadata.size("expert_used_count")
     if count > MAX_EXPERTS:
-        raise said.bad("expert_count", count, f"at most {MAX_EXPERTS}")
+        raise metadata.bad("expert_count", count, f"at most {MAX_EXPERTS}")
     if used > count:
-        raise said.bad("expert_used_count", used, f"at most {count}")
-    found = said.size(
+        raise metadata.bad("expert_used_count", used, f"at most {count}")
+    found = metadata.size(
         "expert_feed_forward_length", wide or max(1, values.get("intermediate_size", 0) // used)
     )
     if wide not in (None, found):
-        raise said.bad("expert_feed_forward_length", found, f"{wide}")
+        raise metadata.bad("expert_feed_forward_length", found, f"{wide}")
     for layer in range(dense, values["num_hidden_layers"], every):
-        said.tensor(f"blk.{layer}.ffn_down_exps.weight", count, values["hidden_size"], found)
-    groups, chosen = (said.whole(f"expert_group_{key}", 0) or 1 for key in ("count", "used_count"))
+        metadata.tensor(f"blk.{layer}.ffn_down_exps.weight", count, values["hidden_size"], found)
+    groups, chosen = (metadata.whole(f"expert_group_{key}", 0) or 1 for key in ("count", "used_count"))
     if not in_groups and groups > 1:
-        raise said.bad("expert_group_count", groups, "0 or 1")
+        raise metadata.bad("expert_group_count", groups, "0 or 1")
     if count % groups or (groups > 1 and count // groups < 2):
-        raise said.bad("expert_group_count", groups, f"a divisor of {count}")
+        raise metadata.bad("expert_group_count", groups, f"a divisor of {count}")
     if chosen > groups or used > count // groups * chosen:
-        raise said.bad("expert_group_used_count", chosen, f"at most {groups}, with {used} experts")
+        raise metadata.bad("expert_group_used_count", chosen, f"at most {groups}, with {used} experts")
     if in_groups:
         values |= {"n_group": groups, "topk_group": chosen}
     values["num_experts_per_tok"] = used
     return count, found
 
 
-def _mixtral(said: Metadata) -> Values:
-    permuted(said)
-    values, count, _ = _mixed(said, normed=True, wide=said.size("feed_forward_length"), rope=stretched)
+def _mixtral(metadata: Metadata) -> Values:
+    permuted(metadata)
+    values, count, _ = _mixed(
+        metadata, normed=True, wide=metadata.size("feed_forward_length"), rope=stretched
+    )
     return values | {"sliding_window": None, "num_local_experts": count}
 
 
-def _olmoe(said: Metadata) -> Values:
-    values, count, _ = _mixed(said, normed=False, wide=said.size("feed_forward_length"), plain=True)
+def _olmoe(metadata: Metadata) -> Values:
+    values, count, _ = _mixed(metadata, normed=False, wide=metadata.size("feed_forward_length"), plain=True)
     return values | {
         "attention_bias": False,
         "clip_qkv": None,
@@ -111,10 +113,10 @@ def _olmoe(said: Metadata) -> Values:
     }
 
 
-def _qwen2_moe(said: Metadata) -> Values:
-    values, count, wide = _mixed(said, normed=False, plain=True)
-    shared = said.size("expert_shared_feed_forward_length", values["intermediate_size"])
-    said.tensor("blk.0.ffn_up_shexp.weight", shared, values["hidden_size"])
+def _qwen2_moe(metadata: Metadata) -> Values:
+    values, count, wide = _mixed(metadata, normed=False, plain=True)
+    shared = metadata.size("expert_shared_feed_forward_length", values["intermediate_size"])
+    metadata.tensor("blk.0.ffn_up_shexp.weight", shared, values["hidden_size"])
     return values | {
         "qkv_bias": True,
         "use_sliding_window": False,
@@ -127,11 +129,13 @@ def _qwen2_moe(said: Metadata) -> Values:
     }
 
 
-def _qwen3_moe(said: Metadata) -> Values:
-    values, count, wide = _mixed(said, normed=True)
-    said.must_be("expert_shared_feed_forward_length", 0)  # of a configuration that says it as older ones do
+def _qwen3_moe(metadata: Metadata) -> Values:
+    values, count, wide = _mixed(metadata, normed=True)
+    metadata.must_be(
+        "expert_shared_feed_forward_length", 0
+    )  # of a configuration that says it as older ones do
     return values | {
-        "attention_bias": said.has("blk.0.attn_output.bias"),
+        "attention_bias": metadata.has("blk.0.attn_output.bias"),
         "use_sliding_window": False,
         "moe_intermediate_size": wide,
         "num_experts": count,
@@ -141,8 +145,8 @@ def _qwen3_moe(said: Metadata) -> Values:
     }
 
 
-def _gpt_oss(said: Metadata) -> Values:
-    values, count, wide = _mixed(said, normed=False, norm="post_attention_norm", gating=SOFTMAX_CHOSEN)
+def _gpt_oss(metadata: Metadata) -> Values:
+    values, count, wide = _mixed(metadata, normed=False, norm="post_attention_norm", gating=SOFTMAX_CHOSEN)
     rope = values["rope_parameters"]
     if rope["rope_type"] == "yarn":
         rope["truncate"] = False  # as the models of this kind do
@@ -150,78 +154,78 @@ def _gpt_oss(said: Metadata) -> Values:
         "attention_bias": True,
         "intermediate_size": wide,
         "num_local_experts": count,
-        "sliding_window": said.size("attention.sliding_window"),
-        "layer_types": alternating(said, values, 2),
+        "sliding_window": metadata.size("attention.sliding_window"),
+        "layer_types": alternating(metadata, values, 2),
     }
 
 
-def routed(said: Metadata, values: Values, *, in_groups: bool = False) -> Values:
+def routed(metadata: Metadata, values: Values, *, in_groups: bool = False) -> Values:
     """Experts beside one that every position goes to, in all layers but some at the beginning, as those have them whose routers give
     each a number of its own (GLM-4.5, DeepSeek-V3, dots.llm1)."""
     layers, hidden = values["num_hidden_layers"], values["hidden_size"]
-    dense, shared = said.whole("leading_dense_block_count", 0), said.whole("expert_shared_count")
+    dense, shared = metadata.whole("leading_dense_block_count", 0), metadata.whole("expert_shared_count")
     if dense > layers:
-        raise said.bad("leading_dense_block_count", dense, f"at most {layers}")
-    count, wide = experts(said, values, dense=dense, in_groups=in_groups)
+        raise metadata.bad("leading_dense_block_count", dense, f"at most {layers}")
+    count, wide = experts(metadata, values, dense=dense, in_groups=in_groups)
     for layer in range(dense):
-        said.tensor(f"blk.{layer}.ffn_gate.weight", values["intermediate_size"], hidden)
+        metadata.tensor(f"blk.{layer}.ffn_gate.weight", values["intermediate_size"], hidden)
     if dense < layers:
-        said.tensor(f"blk.{dense}.ffn_up_shexp.weight", shared * wide, hidden)
-    said.must_be("expert_shared_feed_forward_length", shared * wide)
+        metadata.tensor(f"blk.{dense}.ffn_up_shexp.weight", shared * wide, hidden)
+    metadata.must_be("expert_shared_feed_forward_length", shared * wide)
     return values | {
         "first_k_dense_replace": dense,
         "moe_intermediate_size": wide,
         "n_routed_experts": count,
         "n_shared_experts": shared,
-        "norm_topk_prob": said.flag("expert_weights_norm", False),
-        "routed_scaling_factor": said.real("expert_weights_scale", 0.0) or 1.0,
+        "norm_topk_prob": metadata.flag("expert_weights_norm", False),
+        "routed_scaling_factor": metadata.real("expert_weights_scale", 0.0) or 1.0,
     }
 
 
-def _glm4_moe(said: Metadata) -> Values:
-    values = routed(said, attentive(said, decoder(said, "post_attention_norm", ahead=True)))
-    said.must_be("expert_gating_func", SIGMOID, 0)
+def _glm4_moe(metadata: Metadata) -> Values:
+    values = routed(metadata, attentive(metadata, decoder(metadata, "post_attention_norm", ahead=True)))
+    metadata.must_be("expert_gating_func", SIGMOID, 0)
     return values | {
         "hidden_act": "silu",
-        "rope_parameters": rotary(said, values["head_dim"], partial=True),
-        "attention_bias": said.has("blk.0.attn_q.bias"),
-        "use_qk_norm": said.has("blk.0.attn_q_norm.weight"),
+        "rope_parameters": rotary(metadata, values["head_dim"], partial=True),
+        "attention_bias": metadata.has("blk.0.attn_q.bias"),
+        "use_qk_norm": metadata.has("blk.0.attn_q_norm.weight"),
         "n_group": 1,
         "topk_group": 1,
     }
 
 
-def _granite_moe(said: Metadata) -> Values:
-    permuted(said)
+def _granite_moe(metadata: Metadata) -> Values:
+    permuted(metadata)
     values, count, _ = _mixed(
-        said, normed=True, wide=said.size("feed_forward_length"), plain=True, rope=stretched
+        metadata, normed=True, wide=metadata.size("feed_forward_length"), plain=True, rope=stretched
     )
     for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
-        said.any(f"ssm.{key}")  # of layers that do not attend, where all do
-    said.must_be("rope.scaling.finetuned", True)  # False: positions are not rotated at all
-    shared = said.whole("expert_shared_feed_forward_length", 0)
+        metadata.any(f"ssm.{key}")  # of layers that do not attend, where all do
+    metadata.must_be("rope.scaling.finetuned", True)  # False: positions are not rotated at all
+    shared = metadata.whole("expert_shared_feed_forward_length", 0)
     if shared:
-        said.tensor("blk.0.ffn_gate_shexp.weight", shared, values["hidden_size"])
-    return values | granite_scales(said, plain_heads(said)) | {
+        metadata.tensor("blk.0.ffn_gate_shexp.weight", shared, values["hidden_size"])
+    return values | granite_scales(metadata, plain_heads(metadata)) | {
         "model_type": "granitemoeshared" if shared else "granitemoe",
         "num_local_experts": count,
         **({"shared_intermediate_size": shared} if shared else {}),
     }  # fmt: skip
 
 
-def _minimax_m2(said: Metadata) -> Values:
+def _minimax_m2(metadata: Metadata) -> Values:
     rope = partial(rotary, partial=True)
-    values, count, wide = _mixed(said, normed=True, gating=SIGMOID, rope=rope)
+    values, count, wide = _mixed(metadata, normed=True, gating=SIGMOID, rope=rope)
     return values | {"intermediate_size": wide, "num_local_experts": count}
 
 
-def _dots1(said: Metadata) -> Values:
-    values = routed(said, attentive(said, decoder(said)))
-    said.must_be("expert_gating_func", SIGMOID)
+def _dots1(metadata: Metadata) -> Values:
+    values = routed(metadata, attentive(metadata, decoder(metadata)))
+    metadata.must_be("expert_gating_func", SIGMOID)
     return values | {
         "hidden_act": "silu",
-        "rope_parameters": rotary(said, values["head_dim"]),
-        "attention_bias": said.has("blk.0.attn_q.bias"),
+        "rope_parameters": rotary(metadata, values["head_dim"]),
+        "attention_bias": metadata.has("blk.0.attn_q.bias"),
         "n_group": 1,
         "topk_group": 1,
         "sliding_window": None,
@@ -229,37 +233,37 @@ def _dots1(said: Metadata) -> Values:
     }
 
 
-def _hunyuan_moe(said: Metadata) -> Values:
-    wide = said.size("feed_forward_length")
-    values, count, _ = _mixed(said, normed=True, wide=wide)
-    said.must_be("expert_shared_feed_forward_length", wide)
-    said.must_be("expert_shared_count", 1)
+def _hunyuan_moe(metadata: Metadata) -> Values:
+    wide = metadata.size("feed_forward_length")
+    values, count, _ = _mixed(metadata, normed=True, wide=wide)
+    metadata.must_be("expert_shared_feed_forward_length", wide)
+    metadata.must_be("expert_shared_count", 1)
     return values | {
-        "attention_bias": said.has("blk.0.attn_q.bias"),
+        "attention_bias": metadata.has("blk.0.attn_q.bias"),
         "num_experts": count,
         "moe_topk": values.pop("num_experts_per_tok"),
     }
 
 
-def _ernie4_5_moe(said: Metadata) -> Values:
+def _ernie4_5_moe(metadata: Metadata) -> Values:
     """Its shared experts are as wide as one for each head of keys, by what conversions write, and in the model as many experts."""
-    values = attentive(said, decoder(said))
+    values = attentive(metadata, decoder(metadata))
     head_dim, hidden = values["head_dim"], values["hidden_size"]
-    dense, shared = said.whole("leading_dense_block_count", 0), said.whole("expert_shared_count", 0)
-    said.must_be("interleave_moe_layer_step", 1)
-    said.must_be("expert_gating_func", SOFTMAX, 0)
-    said.any("expert_shared_feed_forward_length")
+    dense, shared = metadata.whole("leading_dense_block_count", 0), metadata.whole("expert_shared_count", 0)
+    metadata.must_be("interleave_moe_layer_step", 1)
+    metadata.must_be("expert_gating_func", SOFTMAX, 0)
+    metadata.any("expert_shared_feed_forward_length")
     if not dense < values["num_hidden_layers"]:
-        raise said.bad("leading_dense_block_count", dense, f"at most {values['num_hidden_layers'] - 1}")
-    count, wide = experts(said, values, dense=dense)
+        raise metadata.bad("leading_dense_block_count", dense, f"at most {values['num_hidden_layers'] - 1}")
+    count, wide = experts(metadata, values, dense=dense)
     for layer in range(dense):
-        said.tensor(f"blk.{layer}.ffn_gate.weight", values["intermediate_size"], hidden)
+        metadata.tensor(f"blk.{layer}.ffn_gate.weight", values["intermediate_size"], hidden)
     if shared:
-        said.tensor(f"blk.{dense}.ffn_up_shexp.weight", shared * wide, hidden)
+        metadata.tensor(f"blk.{dense}.ffn_up_shexp.weight", shared * wide, hidden)
     return values | {
         "hidden_act": "silu",
-        "rope_parameters": rotary(said, head_dim),
-        "use_bias": said.has("blk.0.attn_q.bias"),
+        "rope_parameters": rotary(metadata, head_dim),
+        "use_bias": metadata.has("blk.0.attn_q.bias"),
         "moe_k": values.pop("num_experts_per_tok"),
         "moe_num_experts": count,
         "moe_num_shared_experts": shared,
@@ -270,30 +274,30 @@ def _ernie4_5_moe(said: Metadata) -> Values:
     }
 
 
-def _llama4(said: Metadata) -> Values:
+def _llama4(metadata: Metadata) -> Values:
     """As it reads texts. Three layers of four see chunks of positions; the fourth rotates nothing, and its queries grow with their
     position. Files do not say any of that: llama.cpp takes it to be so (`src/models/llama4.cpp`), also which norm those with 128 experts
     do without."""
-    values = attentive(said, decoder(said))
+    values = attentive(metadata, decoder(metadata))
     every, layers, dense = (
-        said.size("interleave_moe_layer_step"),
+        metadata.size("interleave_moe_layer_step"),
         values["num_hidden_layers"],
         values["intermediate_size"],
     )
     if every > layers:
-        raise said.bad("interleave_moe_layer_step", every, f"at most {layers}")
-    said.must_be("leading_dense_block_count", 0)
-    said.must_be("expert_weights_scale", 1.0, 0.0)
-    said.must_be("expert_gating_func", SIGMOID, 0)
-    said.must_be("attention.sliding_window_pattern", 4)
-    said.must_be("attention.sliding_window", 8192)
-    count, wide = experts(said, values, dense=every - 1, every=every)
+        raise metadata.bad("interleave_moe_layer_step", every, f"at most {layers}")
+    metadata.must_be("leading_dense_block_count", 0)
+    metadata.must_be("expert_weights_scale", 1.0, 0.0)
+    metadata.must_be("expert_gating_func", SIGMOID, 0)
+    metadata.must_be("attention.sliding_window_pattern", 4)
+    metadata.must_be("attention.sliding_window", 8192)
+    count, wide = experts(metadata, values, dense=every - 1, every=every)
     if every > 1:
-        said.tensor("blk.0.ffn_gate.weight", dense, values["hidden_size"])
+        metadata.tensor("blk.0.ffn_gate.weight", dense, values["hidden_size"])
     return values | {
         "hidden_act": "silu",
-        "rope_parameters": stretched(said, values["head_dim"]),
-        "attention_bias": said.has("blk.0.attn_q.bias"),
+        "rope_parameters": stretched(metadata, values["head_dim"]),
+        "attention_bias": metadata.has("blk.0.attn_q.bias"),
         "intermediate_size": wide,
         "intermediate_size_mlp": dense,
         "num_local_experts": count,
@@ -307,10 +311,10 @@ def _llama4(said: Metadata) -> Values:
     }
 
 
-def _qwen3_vl_moe(said: Metadata) -> Values:
+def _qwen3_vl_moe(metadata: Metadata) -> Values:
     """As it reads texts; what sees images is in another file."""
-    said.any("n_deepstack_layers")
-    return _qwen3_moe(said)
+    metadata.any("n_deepstack_layers")
+    return _qwen3_moe(metadata)
 
 
 MIXTURES: Architectures = {

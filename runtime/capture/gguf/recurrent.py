@@ -34,55 +34,55 @@ class _State(NamedTuple):
     groups: int
 
 
-def _state(said: Metadata, groups: int | None = None) -> _State:
+def _state(metadata: Metadata, groups: int | None = None) -> _State:
     found = _State(
-        kernel=said.size("ssm.conv_kernel"),
-        inner=said.size("ssm.inner_size"),
-        size=said.size("ssm.state_size"),
-        heads=said.size("ssm.time_step_rank"),
-        groups=groups or said.size("ssm.group_count"),
+        kernel=metadata.size("ssm.conv_kernel"),
+        inner=metadata.size("ssm.inner_size"),
+        size=metadata.size("ssm.state_size"),
+        heads=metadata.size("ssm.time_step_rank"),
+        groups=groups or metadata.size("ssm.group_count"),
     )
     if found.inner % found.heads or found.heads % found.groups:
-        raise said.bad(
+        raise metadata.bad(
             "ssm.time_step_rank", found.heads, f"a divisor of {found.inner}, by {found.groups} groups"
         )
     return found
 
 
-def _mamba2_layer(said: Metadata, hidden: int, layer: int) -> _State:
+def _mamba2_layer(metadata: Metadata, hidden: int, layer: int) -> _State:
     """Checked against the tensors of this layer."""
-    state = _state(said)
+    state = _state(metadata)
     channels = state.inner + 2 * state.groups * state.size
-    said.tensor(f"blk.{layer}.ssm_in.weight", state.inner + channels + state.heads, hidden)
-    said.tensor(f"blk.{layer}.ssm_conv1d.weight", channels, state.kernel)
-    said.tensor(f"blk.{layer}.ssm_out.weight", hidden, state.inner)
+    metadata.tensor(f"blk.{layer}.ssm_in.weight", state.inner + channels + state.heads, hidden)
+    metadata.tensor(f"blk.{layer}.ssm_conv1d.weight", channels, state.kernel)
+    metadata.tensor(f"blk.{layer}.ssm_out.weight", hidden, state.inner)
     return state
 
 
-def _mamba(said: Metadata) -> Values:
-    values = _no_attention(said)
-    state = _state(said, groups=1)
+def _mamba(metadata: Metadata) -> Values:
+    values = _no_attention(metadata)
+    state = _state(metadata, groups=1)
     hidden = values["hidden_size"]
-    said.tensor("blk.0.ssm_a", state.inner, state.size)
-    said.tensor("blk.0.ssm_conv1d.weight", state.inner, state.kernel)
-    said.tensor("blk.0.ssm_dt.weight", state.inner, state.heads)
-    said.must_be("ssm.inner_size", 2 * hidden)
-    said.must_be("ssm.dt_b_c_rms", False)
+    metadata.tensor("blk.0.ssm_a", state.inner, state.size)
+    metadata.tensor("blk.0.ssm_conv1d.weight", state.inner, state.kernel)
+    metadata.tensor("blk.0.ssm_dt.weight", state.inner, state.heads)
+    metadata.must_be("ssm.inner_size", 2 * hidden)
+    metadata.must_be("ssm.dt_b_c_rms", False)
     return values | {
         "state_size": state.size,
         "expand": 2,
         "conv_kernel": state.kernel,
         "time_step_rank": state.heads,
-        "use_bias": said.has("blk.0.ssm_in.bias"),
-        "use_conv_bias": said.has("blk.0.ssm_conv1d.bias"),
+        "use_bias": metadata.has("blk.0.ssm_in.bias"),
+        "use_conv_bias": metadata.has("blk.0.ssm_conv1d.bias"),
     }
 
 
-def _mamba2(said: Metadata) -> Values:
-    values = _no_attention(said)
+def _mamba2(metadata: Metadata) -> Values:
+    values = _no_attention(metadata)
     hidden = values["hidden_size"]
-    state = _mamba2_layer(said, hidden, 0)
-    said.must_be("ssm.inner_size", 2 * hidden)
+    state = _mamba2_layer(metadata, hidden, 0)
+    metadata.must_be("ssm.inner_size", 2 * hidden)
     return values | {
         "state_size": state.size,
         "expand": 2,
@@ -90,28 +90,28 @@ def _mamba2(said: Metadata) -> Values:
         "num_heads": state.heads,
         "head_dim": state.inner // state.heads,
         "n_groups": state.groups,
-        "use_bias": said.has("blk.0.ssm_in.bias"),
-        "use_conv_bias": said.has("blk.0.ssm_conv1d.bias"),
+        "use_bias": metadata.has("blk.0.ssm_in.bias"),
+        "use_conv_bias": metadata.has("blk.0.ssm_conv1d.bias"),
     }
 
 
-def _no_attention(said: Metadata) -> Values:
-    said.must_be("attention.head_count", 0)
-    said.must_be("feed_forward_length", 0)
-    eps = said.real("attention.layer_norm_rms_epsilon")
-    return sizes(said, "attn_norm") | {"hidden_act": "silu", "layer_norm_epsilon": eps}
+def _no_attention(metadata: Metadata) -> Values:
+    metadata.must_be("attention.head_count", 0)
+    metadata.must_be("feed_forward_length", 0)
+    eps = metadata.real("attention.layer_norm_rms_epsilon")
+    return sizes(metadata, "attn_norm") | {"hidden_act": "silu", "layer_norm_epsilon": eps}
 
 
-def _some_attend(said: Metadata) -> tuple[list[bool], int]:
+def _some_attend(metadata: Metadata) -> tuple[list[bool], int]:
     """Which layers attend, and the keys and values of those: files say that the others have none."""
     counts = (
-        said.each("attention.head_count_kv", said.size("block_count"))
-        if said.has("blk.0.attn_norm.weight")
+        metadata.each("attention.head_count_kv", metadata.size("block_count"))
+        if metadata.has("blk.0.attn_norm.weight")
         else []
     )
     found = {count for count in counts if count}
     if len(found) != 1:
-        raise said.bad(
+        raise metadata.bad(
             "attention.head_count_kv",
             tuple(counts)[:8],
             "one number for all layers that attend, 0 for the others",
@@ -119,39 +119,39 @@ def _some_attend(said: Metadata) -> tuple[list[bool], int]:
     return [count > 0 for count in counts], found.pop()
 
 
-def _mamba_parts(said: Metadata, state: _State, layer: int) -> Values:
+def _mamba_parts(metadata: Metadata, state: _State, layer: int) -> Values:
     return {
         "mamba_n_heads": state.heads,
         "mamba_n_groups": state.groups,
         "mamba_d_state": state.size,
         "mamba_d_head": state.inner // state.heads,
         "mamba_d_conv": state.kernel,
-        "mamba_conv_bias": said.has(f"blk.{layer}.ssm_conv1d.bias"),
-        "mamba_proj_bias": said.has(f"blk.{layer}.ssm_in.bias"),
+        "mamba_conv_bias": metadata.has(f"blk.{layer}.ssm_conv1d.bias"),
+        "mamba_proj_bias": metadata.has(f"blk.{layer}.ssm_in.bias"),
     }
 
 
-def _granite_hybrid(said: Metadata) -> Values:
-    attends, kv_heads = _some_attend(said)
+def _granite_hybrid(metadata: Metadata) -> Values:
+    attends, kv_heads = _some_attend(metadata)
     if all(attends):
-        raise said.bad("attention.head_count_kv", kv_heads, "0 for layers that do not attend")
-    head_dim = plain_heads(said)
-    values = decoder(said, kv_heads=kv_heads) | rms(said)
+        raise metadata.bad("attention.head_count_kv", kv_heads, "0 for layers that do not attend")
+    head_dim = plain_heads(metadata)
+    values = decoder(metadata, kv_heads=kv_heads) | rms(metadata)
     hidden, first = values["hidden_size"], attends.index(False)
     del values["head_dim"]
-    separate(said, values | {"head_dim": head_dim}, attends.index(True))
-    state = _mamba2_layer(said, hidden, first)
+    separate(metadata, values | {"head_dim": head_dim}, attends.index(True))
+    state = _mamba2_layer(metadata, hidden, first)
     if state.inner % hidden:
-        raise said.bad("ssm.inner_size", state.inner, f"a multiple of {hidden}")
-    wide, count = values["intermediate_size"], said.whole("expert_count", 0)
-    shared = said.whole("expert_shared_feed_forward_length", 0)
+        raise metadata.bad("ssm.inner_size", state.inner, f"a multiple of {hidden}")
+    wide, count = values["intermediate_size"], metadata.whole("expert_count", 0)
+    shared = metadata.whole("expert_shared_feed_forward_length", 0)
     if count:
-        experts(said, values, wide)
-    said.tensor(f"blk.{first}.ffn_{'gate_shexp' if count else 'gate'}.weight", shared or wide, hidden)
-    rotated = said.flag("rope.scaling.finetuned", True)
-    return values | _mamba_parts(said, state, first) | granite_scales(said, head_dim) | {
+        experts(metadata, values, wide)
+    metadata.tensor(f"blk.{first}.ffn_{'gate_shexp' if count else 'gate'}.weight", shared or wide, hidden)
+    rotated = metadata.flag("rope.scaling.finetuned", True)
+    return values | _mamba_parts(metadata, state, first) | granite_scales(metadata, head_dim) | {
         "hidden_act": "silu",
-        "rope_parameters": rotary(said, head_dim, finetuned=(rotated,)),
+        "rope_parameters": rotary(metadata, head_dim, finetuned=(rotated,)),
         "position_embedding_type": "rope" if rotated else None,
         "layer_types": [_TYPES[each] for each in attends],
         "num_local_experts": count,
@@ -161,85 +161,85 @@ def _granite_hybrid(said: Metadata) -> Values:
     }  # fmt: skip
 
 
-def _falcon_h1(said: Metadata) -> Values:
+def _falcon_h1(metadata: Metadata) -> Values:
     """Its multipliers are in the file's matrices."""
-    values = attentive(said, decoder(said, "attn_norm"))
+    values = attentive(metadata, decoder(metadata, "attn_norm"))
     hidden = values["hidden_size"]
-    said.tensor("blk.0.ffn_gate.weight", values["intermediate_size"], hidden)
-    state = _mamba2_layer(said, hidden, 0)
-    return values | _mamba_parts(said, state, 0) | {
+    metadata.tensor("blk.0.ffn_gate.weight", values["intermediate_size"], hidden)
+    state = _mamba2_layer(metadata, hidden, 0)
+    return values | _mamba_parts(metadata, state, 0) | {
         "hidden_act": "silu",
-        "rope_parameters": rotary(said, values["head_dim"]),
+        "rope_parameters": rotary(metadata, values["head_dim"]),
         "tie_word_embeddings": False,  # embedding and head are multiplied by other numbers
-        "attention_bias": said.has("blk.0.attn_q.bias"),
-        "mlp_bias": said.has("blk.0.ffn_down.bias"),
-        "projectors_bias": said.has("blk.0.ssm_out.bias"),
+        "attention_bias": metadata.has("blk.0.attn_q.bias"),
+        "mlp_bias": metadata.has("blk.0.ffn_down.bias"),
+        "projectors_bias": metadata.has("blk.0.ssm_out.bias"),
         "mamba_d_ssm": state.inner,
-        "mamba_rms_norm": said.has("blk.0.ssm_norm.weight"),
+        "mamba_rms_norm": metadata.has("blk.0.ssm_norm.weight"),
         "mamba_norm_before_gate": False,
         "mlp_multipliers": [1.0, 1.0],
         "ssm_multipliers": [1.0] * 5,
     }  # fmt: skip
 
 
-def _convolved(said: Metadata) -> Values:
+def _convolved(metadata: Metadata) -> Values:
     """Attention in some layers, a short convolution in the others."""
-    attends, kv_heads = _some_attend(said)
-    head_dim = plain_heads(said)
-    values = decoder(said, kv_heads=kv_heads)
-    hidden, kernel = values["hidden_size"], said.size("shortconv.l_cache")
-    separate(said, values, attends.index(True))
+    attends, kv_heads = _some_attend(metadata)
+    head_dim = plain_heads(metadata)
+    values = decoder(metadata, kv_heads=kv_heads)
+    hidden, kernel = values["hidden_size"], metadata.size("shortconv.l_cache")
+    separate(metadata, values, attends.index(True))
     if False in attends:
-        said.tensor(f"blk.{attends.index(False)}.shortconv.conv.weight", hidden, kernel)
+        metadata.tensor(f"blk.{attends.index(False)}.shortconv.conv.weight", hidden, kernel)
     del values["head_dim"]
     return values | {
-        "norm_eps": said.real("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": rotary(said, head_dim),
+        "norm_eps": metadata.real("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": rotary(metadata, head_dim),
         "layer_types": ["full_attention" if each else "conv" for each in attends],
-        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in said.header.tensors),
+        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in metadata.header.tensors),
         "conv_L_cache": kernel,
     }
 
 
-def _lfm2(said: Metadata) -> Values:
-    values = _convolved(said)
-    said.tensor("blk.0.ffn_gate.weight", values["intermediate_size"], values["hidden_size"])
+def _lfm2(metadata: Metadata) -> Values:
+    values = _convolved(metadata)
+    metadata.tensor("blk.0.ffn_gate.weight", values["intermediate_size"], values["hidden_size"])
     return values | {"block_auto_adjust_ff_dim": False}
 
 
-def _lfm2_moe(said: Metadata) -> Values:
-    values = _convolved(said)
-    dense = said.whole("leading_dense_block_count", 0)
-    count, wide = experts(said, values, dense=dense)
+def _lfm2_moe(metadata: Metadata) -> Values:
+    values = _convolved(metadata)
+    dense = metadata.whole("leading_dense_block_count", 0)
+    count, wide = experts(metadata, values, dense=dense)
     for layer in range(min(dense, values["num_hidden_layers"])):
-        said.tensor(f"blk.{layer}.ffn_gate.weight", values["intermediate_size"], values["hidden_size"])
-    said.must_be("expert_gating_func", SIGMOID)
+        metadata.tensor(f"blk.{layer}.ffn_gate.weight", values["intermediate_size"], values["hidden_size"])
+    metadata.must_be("expert_gating_func", SIGMOID)
     return values | {
         "num_dense_layers": dense,
         "moe_intermediate_size": wide,
         "num_experts": count,
-        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in said.header.tensors),
+        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in metadata.header.tensors),
         "routed_scaling_factor": 1.0,
         "norm_topk_prob": True,
     }
 
 
-def _delta(said: Metadata, values: Values) -> Values:
+def _delta(metadata: Metadata, values: Values) -> Values:
     """A gated delta network in all layers but every fourth, say, which attends, with a gate."""
     hidden, heads, head_dim = values["hidden_size"], values["num_attention_heads"], values["head_dim"]
-    layers, period = values["num_hidden_layers"], said.size("full_attention_interval", 4)
-    state = _state(said)
+    layers, period = values["num_hidden_layers"], metadata.size("full_attention_interval", 4)
+    state = _state(metadata)
     keys = state.groups * state.size
     if period > layers:
-        raise said.bad("full_attention_interval", period, f"at most {layers}")
-    said.tensor(f"blk.{period - 1}.attn_q.weight", 2 * heads * head_dim, hidden)
-    said.tensor(f"blk.{period - 1}.attn_k.weight", values["num_key_value_heads"] * head_dim, hidden)
+        raise metadata.bad("full_attention_interval", period, f"at most {layers}")
+    metadata.tensor(f"blk.{period - 1}.attn_q.weight", 2 * heads * head_dim, hidden)
+    metadata.tensor(f"blk.{period - 1}.attn_k.weight", values["num_key_value_heads"] * head_dim, hidden)
     if period > 1:
-        said.tensor("blk.0.ssm_conv1d.weight", 2 * keys + state.inner, state.kernel)
-        said.tensor("blk.0.ssm_out.weight", hidden, state.inner)
+        metadata.tensor("blk.0.ssm_conv1d.weight", 2 * keys + state.inner, state.kernel)
+        metadata.tensor("blk.0.ssm_out.weight", hidden, state.inner)
     return values | {
         "hidden_act": "silu",
-        "rope_parameters": rotary(said, head_dim, partial=True),
+        "rope_parameters": rotary(metadata, head_dim, partial=True),
         "attention_bias": False,
         "layer_types": [_TYPES[(layer + 1) % period == 0] for layer in range(layers)],
         "linear_conv_kernel_dim": state.kernel,
@@ -253,13 +253,15 @@ def _delta(said: Metadata, values: Values) -> Values:
 _AFTER = "post_attention_norm"
 
 
-def _delta_mixture(said: Metadata) -> Values:
-    values = decoder(said, _AFTER, ahead=said.architecture != "qwen3next", feed_forward=False) | rms(said)
-    count, wide = mixed(said, values, normed=True)
-    shared = said.size("expert_shared_feed_forward_length")
-    said.any("feed_forward_length")  # of layers without experts, which none is
-    said.tensor("blk.0.ffn_up_shexp.weight", shared, values["hidden_size"])
-    return _delta(said, values) | {
+def _delta_mixture(metadata: Metadata) -> Values:
+    values = decoder(metadata, _AFTER, ahead=metadata.architecture != "qwen3next", feed_forward=False) | rms(
+        metadata
+    )
+    count, wide = mixed(metadata, values, normed=True)
+    shared = metadata.size("expert_shared_feed_forward_length")
+    metadata.any("feed_forward_length")  # of layers without experts, which none is
+    metadata.tensor("blk.0.ffn_up_shexp.weight", shared, values["hidden_size"])
+    return _delta(metadata, values) | {
         "moe_intermediate_size": wide,
         "shared_expert_intermediate_size": shared,
         "num_experts": count,
@@ -269,11 +271,11 @@ def _delta_mixture(said: Metadata) -> Values:
     }
 
 
-def _qwen3_5(said: Metadata) -> Values:
+def _qwen3_5(metadata: Metadata) -> Values:
     """Positions of a text alone are the same in all sections that rotate by other ones."""
-    values = decoder(said, _AFTER, ahead=True) | rms(said)
-    said.tensor("blk.0.ffn_gate.weight", values["intermediate_size"], values["hidden_size"])
-    return _delta(said, values)
+    values = decoder(metadata, _AFTER, ahead=True) | rms(metadata)
+    metadata.tensor("blk.0.ffn_gate.weight", values["intermediate_size"], values["hidden_size"])
+    return _delta(metadata, values)
 
 
 RECURRENT: Architectures = {

@@ -24,7 +24,7 @@ from fusion.runtime.capture.gguf.weights import alone, opened_files, read_tensor
 from fusion.runtime.job.errors import JobError
 
 Values = Mapping[str, Any]  # of a configuration
-Undone = Mapping[str, Any]  # what is said of a `Stored`
+Undone = Mapping[str, Any]  # how a `Stored` was transformed
 
 # Whose conversion is Llama's, which goes over queries and keys.
 _PERMUTED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "mistral3", "internlm2", "arcee")

@@ -87,20 +87,20 @@ class GGUFTokenizer:
 
 def read_tokenizer(header: GGUFHeader, architecture: str) -> GGUFTokenizer:
     """JobError for a tokenizer of a kind that is not read, or one that cannot be."""
-    said = _TokenizerMetadata(header)
-    kind = said.text("model", "none")
+    metadata = _TokenizerMetadata(header)
+    kind = metadata.text("model", "none")
     if kind in ("none", "no_vocab"):
         return GGUFTokenizer(None)
     build = _BUILDERS.get(kind)
     if build is None:
-        raise said.bad("model", kind, "gpt2, llama, gemma4 and bert are read")
-    said.check()
-    vocabulary = _Vocabulary.of(said)
+        raise metadata.bad("model", kind, "gpt2, llama, gemma4 and bert are read")
+    metadata.check()
+    vocabulary = _Vocabulary.of(metadata)
     defaults = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0} if kind == "llama" else {}
-    ids = {key: said.token_id(key, defaults.get(key)) for key in _SPECIAL_IDS.values()}
+    ids = {key: metadata.token_id(key, defaults.get(key)) for key in _SPECIAL_IDS.values()}
     try:
-        tokenizer = build(said, vocabulary, ids, architecture)
-        _add_special(said, tokenizer, vocabulary, strips=kind == "llama" and architecture == "phi3")
+        tokenizer = build(metadata, vocabulary, ids, architecture)
+        _add_special(metadata, tokenizer, vocabulary, strips=kind == "llama" and architecture == "phi3")
         data = tokenizer.to_str().encode()
     except JobError:
         raise
@@ -111,7 +111,7 @@ def read_tokenizer(header: GGUFHeader, architecture: str) -> GGUFTokenizer:
         raise JobError(
             f"{header.path}: its tokenizer has {len(data)} bytes; the limit is {MAX_TOKENIZER_BYTES}"
         )
-    return GGUFTokenizer(data, _ends(said, vocabulary, ids), _chat(header, vocabulary, ids))
+    return GGUFTokenizer(data, _ends(metadata, vocabulary, ids), _chat(header, vocabulary, ids))
 
 
 class _TokenizerMetadata:
@@ -190,11 +190,11 @@ class _Vocabulary:
     kinds: tuple[float, ...]  # of each token
 
     @classmethod
-    def of(cls, said: _TokenizerMetadata) -> _Vocabulary:
-        tokens = tuple(token or f"[EMPTY_{n}]" for n, token in enumerate(said.texts("tokens")))
+    def of(cls, metadata: _TokenizerMetadata) -> _Vocabulary:
+        tokens = tuple(token or f"[EMPTY_{n}]" for n, token in enumerate(metadata.texts("tokens")))
         if len(set(tokens)) < len(tokens):
-            raise JobError(f"{said.header.path} has the same token twice in its tokenizer")
-        return cls(tokens, said.numbers("token_type") or (1,) * len(tokens))
+            raise JobError(f"{metadata.header.path} has the same token twice in its tokenizer")
+        return cls(tokens, metadata.numbers("token_type") or (1,) * len(tokens))
 
     def ids(self) -> dict[str, int]:
         return {token: n for n, token in enumerate(self.tokens)}
@@ -203,15 +203,20 @@ class _Vocabulary:
 _Ids = Mapping[str, int | None]
 
 
-def _byte_level(said: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids, architecture: str) -> Tokenizer:
+def _byte_level(
+    metadata: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids, architecture: str
+) -> Tokenizer:
     """GPT-2's: text is split by an expression, bytes are written as characters, and merged in the order of training."""
-    name = said.text("pre", "gpt-2" if architecture == "gpt2" else None)
+    name = metadata.text("pre", "gpt-2" if architecture == "gpt2" else None)
     splitting = SPLITTINGS.get(name)
     if splitting is None:
-        raise said.bad("pre", name, "a way to split text that is not known")
+        raise metadata.bad("pre", name, "a way to split text that is not known")
     tokenizer = Tokenizer(
         models.BPE(
-            vocab=vocabulary.ids(), merges=_merges(said), ignore_merges=splitting.whole_words, fuse_unk=False
+            vocab=vocabulary.ids(),
+            merges=_merges(metadata),
+            ignore_merges=splitting.whole_words,
+            fuse_unk=False,
         )
     )
     if splitting.composed:
@@ -221,25 +226,25 @@ def _byte_level(said: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids, ar
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    _add_ends(tokenizer, said, ids, splitting.begins)
+    _add_ends(tokenizer, metadata, ids, splitting.begins)
     return tokenizer
 
 
 def _sentencepiece(
-    said: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids, architecture: str
+    metadata: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids, architecture: str
 ) -> Tokenizer:
     """SentencePiece's BPE: spaces are visible characters, unknown characters are bytes."""
     tokens = _visible_spaces(vocabulary.tokens)
     vocab = {token: n for n, token in enumerate(tokens)}
-    if said.has("merges"):
-        merges = _merges(said)
+    if metadata.has("merges"):
+        merges = _merges(metadata)
     else:
-        scores = said.numbers("scores")
+        scores = metadata.numbers("scores")
         if scores is None:
-            raise said.bad("scores", None, "a number for each token")
+            raise metadata.bad("scores", None, "a number for each token")
         # Gemma's scores are not in the order of its merges; its tokens are, as transformers takes them.
         ranks = [-float(n) for n in range(len(tokens))] if architecture.startswith("gemma") else scores
-        merges = _implied_merges(said, tokens, vocab, ranks)
+        merges = _implied_merges(metadata, tokens, vocab, ranks)
     unknown = ids["unknown_token_id"]
     tokenizer = Tokenizer(
         models.BPE(
@@ -250,16 +255,18 @@ def _sentencepiece(
             byte_fallback=True,
         )
     )
-    prefixed = said.flag("add_space_prefix", True)
+    prefixed = metadata.flag("add_space_prefix", True)
     spaces: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if prefixed else []
     tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", SPACE)])
     steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefixed else [])])
-    _add_ends(tokenizer, said, ids, True)
+    _add_ends(tokenizer, metadata, ids, True)
     return tokenizer
 
 
-def _wordpiece(said: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids, architecture: str) -> Tokenizer:
+def _wordpiece(
+    metadata: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids, architecture: str
+) -> Tokenizer:
     """BERT's: words without capitals and accents, each the longest pieces that begin it, and so on. The file marks pieces that begin a
     word; the library, those that do not."""
     tokens = []
@@ -268,15 +275,15 @@ def _wordpiece(said: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids, arc
             tokens.append(token)
         elif token != token.lower():
             raise JobError(
-                f"{said.header.path}: its tokenizer has {shown(token)}, and files do not say how capitals are read"
+                f"{metadata.header.path}: its tokenizer has {shown(token)}, and files do not say how capitals are read"
             )
         else:
             tokens.append(token[1:] if token.startswith(SPACE) else f"##{token}")
     if len(set(tokens)) < len(tokens):
-        raise JobError(f"{said.header.path} has the same token twice in its tokenizer")
+        raise JobError(f"{metadata.header.path} has the same token twice in its tokenizer")
     unknown = ids["unknown_token_id"]
     if unknown is None:
-        raise said.bad("unknown_token_id", None, "a token")
+        raise metadata.bad("unknown_token_id", None, "a token")
     vocab = {token: n for n, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token=tokens[unknown]))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -284,7 +291,7 @@ def _wordpiece(said: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids, arc
     tokenizer.decoder = decoders.WordPiece()
     begins = _first_of(ids, "cls_token_id", "bos_token_id")
     ends = _first_of(ids, "seperator_token_id", "eos_token_id")
-    _add_ends(tokenizer, said, {"bos_token_id": begins, "eos_token_id": ends}, True, ends=True)
+    _add_ends(tokenizer, metadata, {"bos_token_id": begins, "eos_token_id": ends}, True, ends=True)
     return tokenizer
 
 
@@ -301,22 +308,22 @@ def _visible_spaces(tokens: Sequence[str]) -> list[str]:
     return found
 
 
-def _merges(said: _TokenizerMetadata) -> list[tuple[str, str]]:
+def _merges(metadata: _TokenizerMetadata) -> list[tuple[str, str]]:
     found = []
-    for merge in said.texts("merges"):
+    for merge in metadata.texts("merges"):
         at = merge.find(" ", 1)
         if at < 0:
-            raise said.bad("merges", merge, "two tokens with a space between")
+            raise metadata.bad("merges", merge, "two tokens with a space between")
         found.append((merge[:at], merge[at + 1 :]))
     return found
 
 
 def _implied_merges(
-    said: _TokenizerMetadata, tokens: Sequence[str], vocab: Mapping[str, int], scores: Sequence[float]
+    metadata: _TokenizerMetadata, tokens: Sequence[str], vocab: Mapping[str, int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
     """Any two tokens that make a third may be merged; the better its score, the sooner. As transformers orders them."""
     if sum(len(token) ** 2 for token in tokens) > MAX_SPLITS:
-        raise JobError(f"{said.header.path}: its tokenizer has too many long tokens")
+        raise JobError(f"{metadata.header.path}: its tokenizer has too many long tokens")
     found = [
         (scores[n], at, len(token) - at, token)
         for n, token in enumerate(tokens)
@@ -331,7 +338,7 @@ _BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepi
 
 
 def _add_ends(
-    tokenizer: Tokenizer, said: _TokenizerMetadata, ids: _Ids, begins: bool, *, ends: bool = False
+    tokenizer: Tokenizer, metadata: _TokenizerMetadata, ids: _Ids, begins: bool, *, ends: bool = False
 ) -> None:
     """Have a prompt begin with the first token and end with the last, as far as the file wants it."""
     pieces: list[str] = ["$A"]
@@ -340,12 +347,12 @@ def _add_ends(
         ("add_bos_token", "bos_token_id", begins),
         ("add_eos_token", "eos_token_id", ends),
     ):
-        wanted, token = said.flag(flag, default), ids[key]
+        wanted, token = metadata.flag(flag, default), ids[key]
         if not wanted:
             continue
         if token is None:
-            if said.has(flag):
-                raise said.bad(key, None, f"a token, as {flag} is true")
+            if metadata.has(flag):
+                raise metadata.bad(key, None, f"a token, as {flag} is true")
             continue
         special.append({"id": key, "ids": [token], "tokens": [tokenizer.id_to_token(token)]})
         pieces = [key, *pieces] if key == "bos_token_id" else [*pieces, key]
@@ -354,13 +361,13 @@ def _add_ends(
 
 
 def _add_special(
-    said: _TokenizerMetadata, tokenizer: Tokenizer, vocabulary: _Vocabulary, *, strips: bool
+    metadata: _TokenizerMetadata, tokenizer: Tokenizer, vocabulary: _Vocabulary, *, strips: bool
 ) -> None:
     """Tokens that are found in a text before it is split: those for what is not text, and whole words of their own. `strips`: whether
     they take away the spaces behind them, which no file says."""
     if sum(kind in _SPECIAL for kind in vocabulary.kinds) > MAX_SPECIAL:
         raise JobError(
-            f"{said.header.path}: its tokenizer has more than {MAX_SPECIAL} tokens that are not of text"
+            f"{metadata.header.path}: its tokenizer has more than {MAX_SPECIAL} tokens that are not of text"
         )
     known = tokenizer.get_vocab(with_added_tokens=False)
     marked = [
@@ -378,8 +385,12 @@ def _add_special(
     )
 
 
-def _ends(said: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids) -> tuple[int, ...]:
-    named = [ids["eos_token_id"], said.token_id("eot_token_id", None), said.token_id("eom_token_id", None)]
+def _ends(metadata: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids) -> tuple[int, ...]:
+    named = [
+        ids["eos_token_id"],
+        metadata.token_id("eot_token_id", None),
+        metadata.token_id("eom_token_id", None),
+    ]
     marked = [
         n
         for n, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
