@@ -26,9 +26,9 @@ _SINES = {"gptj": True, "codegen": True} | dict.fromkeys(
 _MOST_IN_TABLES = 1 << 29  # numbers: 16,384 positions in two layers
 
 
-def check_counts(said: Mapping[str, Any], directory: Path) -> None:
-    """JobError for a file of few bytes of which the library would make lists for all of the memory, or for ever."""
-    left: list[tuple[str, Any]] = [*said.items()]
+def check_counts(values: Mapping[str, Any], directory: Path) -> None:
+    """Raises JobError for counts from which the library would build lists that exhaust memory or time."""
+    left: list[tuple[str, Any]] = [*values.items()]
     while left:
         name, value = left.pop()
         if isinstance(value, dict):
@@ -42,7 +42,7 @@ def check_counts(said: Mapping[str, Any], directory: Path) -> None:
 
 
 def check_tables(config: Any, directory: Path) -> None:
-    """JobError for a configuration, or one within it, of few bytes that makes tables for all of the memory."""
+    """Raises JobError for a configuration, or one nested in it, whose tables would exhaust the memory."""
     kind = str(getattr(config, "model_type", None))
     each_layer = (_TABLES | _SINES).get(kind)
     if each_layer is not None:

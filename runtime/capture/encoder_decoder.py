@@ -1,4 +1,4 @@
-"""Encoder-decoders of transformers: which directories hold one, what it reads, and what its answers follow."""
+"""Encoder-decoders of transformers: which directories hold one, its source, and how its answers begin."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ _POSITIONS = ("max_source_positions", "max_target_positions")  # of what reads s
 
 
 def architectures(config: Any) -> list[str]:
-    """The classes of transformers whose weights a directory has, as it names them: whatever else stands in their place names none."""
-    said = getattr(config, "architectures", None)
-    return [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
+    """The class names in `architectures`; empty where that is malformed."""
+    names = getattr(config, "architectures", None)
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def reads_source(config: Any) -> bool:
-    """Whether the directory's model has an encoder: such a family may also be saved as a decoder alone."""
+    """Whether the directory's model has an encoder. Such a family may also be saved as a decoder alone."""
     alone = any("ForCausalLM" in name for name in architectures(config))
     return bool(getattr(config, "is_encoder_decoder", False)) and not alone
 
 
 def auto_class(config: Any) -> str:
-    """The class of transformers that makes the module."""
+    """The auto class of transformers for the model."""
     return SPEECH if _channels(config) else TEXT
 
 
 def source_config(
     config: Any, directory: Path, longest: int, vocabulary: int, ends: Sequence[int] = ()
 ) -> SourceConfig:
-    """`longest`: positions of a text that the model reads; `ends`: tokens that end an answer. JobError where nothing says what its
-    answers begin with, for sound of a length that is not said, and for settings that are none or are not served."""
+    """`longest`: positions of the longest text; `ends`: tokens that end an answer. Raises JobError where the first token of answers or
+    the length of audio is not set, and for settings that are malformed or not supported."""
     if getattr(config, "decoder_vocab_size", None) not in (None, vocabulary):
         raise JobError(f"{directory}: a model whose encoder and decoder have other tokens is not served")
-    said = generation_settings(config, directory)
-    ways = (
-        said.value("decoder_start_token_id"),
+    settings = generation_settings(config, directory)
+    firsts = (
+        settings.value("decoder_start_token_id"),
         getattr(config, "decoder_start_token_id", None),
-        said.value("bos_token_id"),
+        settings.value("bos_token_id"),
     )
-    first = next((token for token in ways if token is not None), None)
-    forced = said.value("forced_bos_token_id")
-    # (place, token): what speech models are told of language and task, from the second place on; None: the model says that.
-    pairs = said.value("forced_decoder_ids") or []
+    first = next((token for token in firsts if token is not None), None)
+    forced = settings.value("forced_bos_token_id")
+    # [position, token] of language and task for speech models, from position 1 on; None: the model generates it.
+    pairs = settings.value("forced_decoder_ids") or []
     if not isinstance(pairs, list) or not all(map(_is_forced, pairs)):
         raise JobError(f"{directory}: forced_decoder_ids are a list of [place, token], not {pairs!r:.80}")
-    told = [token for _, token in pairs]
-    known = told[: told.index(None)] if None in told else told
-    last = said.value("no_timestamps_token_id")
-    if last is not None and last not in known and known == told and not said.value("is_multilingual"):
+    tokens = [token for _, token in pairs]
+    known = tokens[: tokens.index(None)] if None in tokens else tokens
+    last = settings.value("no_timestamps_token_id")
+    if last is not None and last not in known and known == tokens and not settings.value("is_multilingual"):
         known = [*known, last]
     start = [token for token in (first, forced, *known) if token is not None]
     if first is None or not all(isinstance(token, int) for token in start):
@@ -66,13 +66,13 @@ def source_config(
         if not isinstance(getattr(config, name, None), int):
             raise JobError(f"{directory}: its configuration says no {name}, which sound is read by")
     length = _FRAMES_A_POSITION * int(config.max_source_positions) if channels else longest
-    never = (*said.withheld("suppress_tokens", vocabulary), *said.bad_words(vocabulary, ends))
+    never = (*settings.withheld("suppress_tokens", vocabulary), *settings.bad_words(vocabulary, ends))
     return SourceConfig(
         start=tuple(start),
         length=length,
         channels=channels,
         suppress_tokens=tuple(dict.fromkeys(never)),
-        begin_suppress_tokens=said.withheld("begin_suppress_tokens", vocabulary),
+        begin_suppress_tokens=settings.withheld("begin_suppress_tokens", vocabulary),
     )
 
 
@@ -81,7 +81,7 @@ def _is_forced(pair: Any) -> bool:
 
 
 def longest_answer(config: Any, longest: int) -> int:
-    """Positions of its decoder."""
+    """Positions of the decoder."""
     return min(longest, int(config.max_target_positions)) if _channels(config) else longest
 
 

@@ -1,5 +1,5 @@
-"""What a directory says of how its model generates: generation_config.json, or config.json where there is none; tokens that a
-graph leaves out of answers, as it says of some; and what of it answers do not follow."""
+"""Generation settings of a directory: generation_config.json, or config.json where there is none. Suppressed tokens become part of the
+graph; settings that answers do not follow are reported."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fusion.runtime.job.model_files import (
 )
 
 GENERATION_FILE = "generation_config.json"
-_WORDS = "bad_words_ids"
-MAX_SPANS = 64  # of tokens that a graph leaves out; each is a comparison with all of them
+_BAD_WORDS = "bad_words_ids"
+MAX_SPANS = 64  # of suppressed tokens; each costs a comparison over the vocabulary
 
-# Settings that `generate()` follows without sampling and that serving does not, each with the value that changes no token, beside
-# none: 0 stands for what is below it as well. How long an answer may be, each request says. Those of beams, and of how the
-# tokens are computed, are not here: without `num_beams` the former do nothing, and the latter lead to the same tokens.
+# Settings that greedy `generate()` follows and serving does not, with the neutral value of each, beside None; 0 covers negative values.
+# The length of answers is up to the request. Settings of beams do nothing without `num_beams`, and those of how tokens are computed
+# lead to the same tokens, so they are not listed.
 _NEUTRAL: Mapping[str, int | None] = {
     "num_beams": 1,
     "repetition_penalty": 1,
@@ -55,11 +55,11 @@ _OF_TEXT_SOURCES: Mapping[str, int | None] = {
     "encoder_no_repeat_ngram_size": 0,
 }
 _OF_SOUND: Mapping[str, int | None] = {"return_timestamps": 0}
-# The graph of an export is the one that was trained, which withholds nothing.
-_OF_EXPORTS: Mapping[str, int | None] = {"suppress_tokens": None, _WORDS: None}
+# The graph of an export is the trained one, which suppresses nothing.
+_OF_EXPORTS: Mapping[str, int | None] = {"suppress_tokens": None, _BAD_WORDS: None}
 _OF_ENDS = ("min_length", "min_new_tokens", "exponential_decay_length_penalty")
-_ASKED = "repetition_penalty"  # what a request can ask for
-# Whose settings transformers takes where the configuration of all of it has none: the first that there is.
+_REQUESTABLE = "repetition_penalty"  # a parameter of requests
+# Parts of a configuration whose settings transformers takes where the whole has none: the first that exists.
 _WITHIN = ("decoder", "generator", "text_config")
 _SHOWN = 40  # characters of a value
 _NAMED = 3  # tensors
@@ -67,32 +67,34 @@ _NAMED = 3  # tensors
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """`config`: transformers' configuration, for what config.json leaves unsaid; None where that does not count."""
+    """`config`: transformers' configuration, for defaults that config.json omits; None where these do not count."""
 
     path: Path
-    said: Mapping[str, Any]
+    values: Mapping[str, Any]
     config: Any = None
 
     def value(self, name: str) -> Any:
-        """A list where it is one, whatever it is to Python; None where nothing says it."""
-        found = self.said.get(name, getattr(self.config, name, None))
-        return list(found) if isinstance(found, tuple) else found
+        """The value, tuples as lists; None where it is not set."""
+        value = self.values.get(name, getattr(self.config, name, None))
+        return list(value) if isinstance(value, tuple) else value
 
     def withheld(self, name: str, vocabulary: int) -> tuple[int, ...]:
-        """Tokens below `vocabulary`, of a list of them. JobError for another value."""
+        """A list of tokens, without those beyond `vocabulary`. Raises JobError for another value."""
         tokens = self.value(name) or []
         if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
             raise JobError(f"{self.path}: {name} are a list of tokens' numbers, not {tokens!r:.80}")
         return tuple(token for token in tokens if 0 <= token < vocabulary)
 
     def bad_words(self, vocabulary: int, ends: Sequence[int]) -> tuple[int, ...]:
-        """Tokens below `vocabulary` that are no part of an answer, of which `generate()` never withholds those that end one.
-        JobError for words of several tokens, and for another value."""
-        words = self.value(_WORDS) or []
+        """Tokens below `vocabulary` that answers must not have; as in `generate()`, without those that end one. Raises JobError for
+        words of several tokens, and for another value."""
+        words = self.value(_BAD_WORDS) or []
         if not isinstance(words, list) or not all(map(_is_word, words)):
-            raise JobError(f"{self.path}: {_WORDS} are lists of tokens' numbers, not {words!r:.80}")
+            raise JobError(f"{self.path}: {_BAD_WORDS} are lists of tokens' numbers, not {words!r:.80}")
         if any(len(word) > 1 for word in words):
-            raise JobError(f"{self.path}: {_WORDS} of more than one token each are not withheld from answers")
+            raise JobError(
+                f"{self.path}: {_BAD_WORDS} of more than one token each are not withheld from answers"
+            )
         return tuple(token for (token,) in words if token < vocabulary and token not in ends)
 
 
@@ -101,7 +103,7 @@ def _is_word(word: Any) -> bool:
 
 
 def generation_file(directory: Path) -> dict[str, Any] | None:
-    """What generation_config.json says; None where there is none, or one that holds no JSON, which transformers passes over as well.
+    """The values of generation_config.json; None where there is none, or it is not JSON, which transformers ignores as well. Raises
     JobError for one that cannot be read otherwise."""
     path = directory / GENERATION_FILE
     try:
@@ -111,23 +113,23 @@ def generation_file(directory: Path) -> dict[str, Any] | None:
 
 
 def generation_settings(config: Any, directory: Path) -> GenerationSettings:
-    """As `generate()` takes them. JobError for a file that cannot be read."""
-    said = generation_file(directory)
-    if said is not None:
-        return GenerationSettings(directory / GENERATION_FILE, said)
-    # Configurations drop what they read of these settings.
+    """The settings as `generate()` takes them. Raises JobError for a file that cannot be read."""
+    values = generation_file(directory)
+    if values is not None:
+        return GenerationSettings(directory / GENERATION_FILE, values)
+    # Configuration objects drop such settings when they read them.
     return GenerationSettings(directory / CONFIG_FILE, json_object(directory / CONFIG_FILE), config)
 
 
 def decoder_withholds(directory: Path, vocabulary: int, ends: Sequence[int]) -> tuple[int, ...]:
-    """Tokens that no answer of a decoder has. JobError for settings that are none, and for words of several tokens."""
-    said = generation_settings(None, directory)
-    return (*said.withheld("suppress_tokens", vocabulary), *said.bad_words(vocabulary, ends))
+    """Tokens that no answer of a decoder has. Raises JobError for malformed settings, and for words of several tokens."""
+    settings = generation_settings(None, directory)
+    return (*settings.withheld("suppress_tokens", vocabulary), *settings.bad_words(vocabulary, ends))
 
 
 def passed_over(path: Path, served: ServeConfig, unread: Sequence[str]) -> list[str]:
-    """Lines on what the files of a model say, or hold, and answers do not follow. `path`, `served`: as of `not_followed`; `unread`:
-    tensors of its files that it has no place for."""
+    """Lines on settings and tensors in a model's files that answers do not follow. `path`, `served`: as in `not_followed`; `unread`:
+    tensors of its files that the model has no place for."""
     held, more = ", ".join(f"{name!r:.80}" for name in unread[:_NAMED]), len(unread) - _NAMED
     held += f" and {more} more" if more > 0 else ""
     place = f"its files hold tensors that the model has no place for: {held}" if held else ""
@@ -137,7 +139,7 @@ def passed_over(path: Path, served: ServeConfig, unread: Sequence[str]) -> list[
 
 
 def _unreadable(path: Path) -> str:
-    """A line on a generation_config.json that is passed over; empty where it is not."""
+    """A line on a generation_config.json that is ignored; empty otherwise."""
     try:
         if not (path / GENERATION_FILE).is_file() or generation_file(path) is not None:
             return ""
@@ -147,12 +149,12 @@ def _unreadable(path: Path) -> str:
 
 
 def not_followed(path: Path, served: ServeConfig) -> str:
-    """A line on what the files of a model ask of greedy answers, and answers of `served` do not follow; empty where there is
-    nothing. `path`: its directory or GGUF file."""
+    """A line on settings of greedy answers that answers of `served` do not follow; empty where there are none. `path`: the model's
+    directory or GGUF file."""
     if path.is_file() or served.outputs:
         return ""
     try:
-        said = generation_settings(None, path)
+        settings = generation_settings(None, path)
     except JobError:
         return ""  # an export may have none of these files
     neutral = dict(_NEUTRAL)
@@ -164,20 +166,20 @@ def not_followed(path: Path, served: ServeConfig) -> str:
         neutral |= _OF_EXPORTS
     if not served.end_tokens:
         neutral = {name: value for name, value in neutral.items() if name not in _OF_ENDS}
-    found = {name: value for name in neutral if _changes(value := _loaded(said, name), neutral[name])}
-    if not found:
+    unlike = {name: value for name in neutral if _changes(value := _loaded(settings, name), neutral[name])}
+    if not unlike:
         return ""
-    values = [f"{name} {json.dumps(value):.{_SHOWN}}" for name, value in found.items()]
+    values = [f"{name} {json.dumps(value):.{_SHOWN}}" for name, value in unlike.items()]
     named = " and ".join(part for part in (", ".join(values[:-1]), values[-1]) if part)
-    asked = f"; a request may ask for {_ASKED}" if _ASKED in found else ""
-    return f"{said.path.name} asks for {named}, which answers do not follow{asked}"
+    asked = f"; a request may ask for {_REQUESTABLE}" if _REQUESTABLE in unlike else ""
+    return f"{settings.path.name} asks for {named}, which answers do not follow{asked}"
 
 
-def _loaded(said: GenerationSettings, name: str) -> Any:
+def _loaded(settings: GenerationSettings, name: str) -> Any:
     """The value that transformers loads."""
-    value = said.value(name)
-    if value is None and said.path.name == CONFIG_FILE:
-        within = next((part for each in _WITHIN if (part := said.said.get(each))), None)
+    value = settings.value(name)
+    if value is None and settings.path.name == CONFIG_FILE:
+        within = next((part for each in _WITHIN if (part := settings.values.get(each))), None)
         return within.get(name) if isinstance(within, dict) else None
     return value
 
@@ -191,8 +193,8 @@ def _changes(value: Any, neutral: int | None) -> bool:
 
 
 def withhold(graph: Graph, tokens: Iterable[int]) -> Graph:
-    """The graph of logits (..., vocabulary) with minus infinity for these tokens, so that whoever chooses takes none of them.
-    JobError for tokens in more than MAX_SPANS spans."""
+    """The graph with logits (..., vocabulary) of minus infinity for these tokens, so that none of them is ever sampled. Raises JobError
+    for tokens in more than MAX_SPANS spans."""
     (logits,), spans = graph.outputs, _spans(tokens)
     if not spans:
         return graph
@@ -227,11 +229,11 @@ def withhold(graph: Graph, tokens: Iterable[int]) -> Graph:
 
 
 def _spans(tokens: Iterable[int]) -> list[tuple[int, int]]:
-    """First and last of each row of tokens one behind the other."""
-    found: list[tuple[int, int]] = []
+    """First and last token of each run of consecutive ones."""
+    spans: list[tuple[int, int]] = []
     for token in sorted(set(tokens)):
-        if found and found[-1][1] == token - 1:
-            found[-1] = (found[-1][0], token)
+        if spans and spans[-1][1] == token - 1:
+            spans[-1] = (spans[-1][0], token)
         else:
-            found.append((token, token))
-    return found
+            spans.append((token, token))
+    return spans

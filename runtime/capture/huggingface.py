@@ -37,7 +37,7 @@ from fusion.runtime.capture.encoder_decoder import (
 from fusion.runtime.capture.generation import decoder_withholds, generation_file, withhold
 from fusion.runtime.capture.model_dtype import FLOAT32, model_dtype, stored_dtypes
 from fusion.runtime.capture.rope import longest_text, unknown_kind
-from fusion.runtime.capture.stored_config import said_line, stored_config, stored_tokenizer
+from fusion.runtime.capture.stored_config import error_reason, stored_config, stored_tokenizer
 from fusion.runtime.capture.stored_weights import (
     Loading,
     StoredWeights,
@@ -179,7 +179,7 @@ def open_model(
         AttributeError,
         KeyError,
     ) as error:  # what no class of transformers looks at
-        raise JobError(f"{directory}/config.json cannot be used: {said_line(error)}") from error
+        raise JobError(f"{directory}/config.json cannot be used: {error_reason(error)}") from error
     source, pooling = None, model_pooling(config, directory, _transformers())
     ends = _end_tokens(directory, config, text)
     if pooling is not None:
@@ -214,13 +214,13 @@ def config_for(model_type: str, values: Mapping[str, Any], model: Path) -> Any:
         return _transformers().AutoConfig.for_model(model_type, **values)
     except Exception as error:  # as of `_config`
         raise JobError(
-            f"{model}: transformers knows no such {model_type} model: {said_line(error)}"
+            f"{model}: transformers knows no such {model_type} model: {error_reason(error)}"
         ) from error
 
 
 def _configured_dtype(config: Any) -> str | None:
-    said = getattr(config, "dtype", None)
-    return None if said is None else str(said).removeprefix("torch.")
+    dtype = getattr(config, "dtype", None)
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def hollow_module(config: Any, directory: Path, dtype: str = FLOAT32, kind: str | None = None) -> nn.Module:
@@ -265,7 +265,7 @@ def _module(config: Any, directory: Path, dtype: str, kind: str | None = None) -
         )
     except Exception as error:  # whatever the model's code makes of values that do not fit together
         known = _transformers().modeling_rope_utils.ROPE_INIT_FUNCTIONS
-        reason = unknown_kind(config, error, known) or said_line(error)
+        reason = unknown_kind(config, error, known) or error_reason(error)
         raise JobError(
             f"{directory} is not a language model that transformers can build: {reason}"
         ) from error
@@ -307,14 +307,13 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _end_tokens(directory: Path, *configs: Any) -> tuple[int, ...]:
-    """Without a file of their own, those of the first of the configurations that says some; with one, those that it says or none.
-    As transformers takes them."""
+    """As in transformers: those of generation_config.json, or none, where it exists; else of the first configuration with some."""
     settings = generation_file(directory)
     if settings is not None:
         found = settings.get("eos_token_id")
     else:
-        said = (getattr(config, "eos_token_id", None) for config in configs)
-        found = next((tokens for tokens in said if tokens is not None), None)
+        each = (getattr(config, "eos_token_id", None) for config in configs)
+        found = next((tokens for tokens in each if tokens is not None), None)
     if found is None:
         return ()
     tokens = found if isinstance(found, list) else [found]

@@ -1,4 +1,4 @@
-"""The dtype that a model runs in: what was asked for, what its config.json says, what its files hold."""
+"""The dtype that a model runs in: the requested one, else that of its config.json, else that of its files."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ FLOAT32 = "float32"
 MODEL_DTYPES = (FLOAT32, "bfloat16", "float16")
 
 
-def model_dtype(asked: str | None, said: str | None, stored: Mapping[str, int], where: str) -> str:
-    """One of MODEL_DTYPES. `asked`: None for that of the files; `said`: in the config, if it says so; `stored`: bytes of each
-    dtype in the files. JobError, in one line, for a dtype in which no model runs here."""
-    wanted = asked or said or (max(stored, key=lambda name: stored[name]) if stored else FLOAT32)
+def model_dtype(requested: str | None, configured: str | None, stored: Mapping[str, int], where: str) -> str:
+    """One of MODEL_DTYPES. `requested`: None for that of the model; `configured`: in config.json, if any; `stored`: bytes of each dtype
+    in the files. Raises JobError for a dtype in which no model runs here."""
+    wanted = requested or configured or (max(stored, key=lambda name: stored[name]) if stored else FLOAT32)
     if wanted in MODEL_DTYPES:
         return wanted
-    if asked is not None:
+    if requested is not None:
         raise JobError(
-            f"dtype: auto, {', '.join(MODEL_DTYPES[:-1])} or {MODEL_DTYPES[-1]}, not {asked!r:.40}"
+            f"dtype: auto, {', '.join(MODEL_DTYPES[:-1])} or {MODEL_DTYPES[-1]}, not {requested!r:.40}"
         )
     raise JobError(f"{where}: a model of {wanted:.40} runs in another dtype only: --dtype {FLOAT32}, say")
 
 
 def dtype_text(runs_in: str, stored: Mapping[str, int]) -> str:
-    """For people: "bfloat16, as its files hold it", or what becomes of what they hold."""
+    """E.g. "bfloat16, as its files hold it", or which dtypes are converted."""
     others = sorted(stored.keys() - {runs_in})
     if not stored or not others:
         return f"{runs_in}, as its files hold it" if stored else runs_in
@@ -41,8 +41,8 @@ def dtype_text(runs_in: str, stored: Mapping[str, int]) -> str:
 
 
 def stored_dtypes(paths: Iterable[Path]) -> dict[str, int]:
-    """How many bytes the floating-point tensors of these files take, by dtype; from their headers alone. JobError for a file
-    that is no safetensors file."""
+    """Bytes of the floating-point tensors in these files, by dtype, read from the headers alone. Raises JobError for a file that is
+    not safetensors."""
     found: Counter[str] = Counter()
     for path in dict.fromkeys(paths):
         for spelled, shape in _headers(path).values():
@@ -53,7 +53,7 @@ def stored_dtypes(paths: Iterable[Path]) -> dict[str, int]:
 
 
 def spelled_dtypes(path: Path) -> dict[str, str]:
-    """The dtype of each tensor in a file, as the format spells it. JobError for a file that is no safetensors file."""
+    """The dtype of each tensor in a file, as the format spells it. Raises JobError for a file that is not safetensors."""
     return {name: spelled for name, (spelled, _) in _headers(path).items()}
 
 

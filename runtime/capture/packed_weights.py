@@ -1,9 +1,9 @@
-"""Weights that the files of a Hugging Face directory hold quantised: GPTQ, AWQ, compressed-tensors, floats of 8 bits, and MXFP4.
+"""Quantised weights in the files of a Hugging Face directory: GPTQ, AWQ, compressed-tensors, 8-bit floats, and MXFP4.
 
-What config.json says of them is understood, or the directory is refused: read in another way they make a model that answers, and answers
-nonsense. A matrix is what its numbers, scales and zero points stand for; one in groups of whole numbers of 4 or 8 bits can be served as it
-is, without being rounded again (`fusion.dag.ir.opset_quantised`). Some such models round what goes into a product as well
-(`input_activations`, `activation_scheme`), to make it faster: that is not done here.
+Every setting in config.json has to be understood, or the directory is refused: a misread weight gives a model that answers nonsense.
+A matrix is dequantised to numbers, scales and zero points; one of grouped 4- or 8-bit integers can be served as it is, without
+being rounded again (`fusion.dag.ir.opset_quantised`). Activation quantisation (`input_activations`, `activation_scheme`), an
+optimisation for speed, is not applied.
 """
 
 from __future__ import annotations
@@ -21,30 +21,21 @@ from fusion.runtime.job.errors import JobError
 from fusion.swarm.printable import one_line
 
 Tensor = torch.Tensor
-Read = Callable[[str], Tensor]  # a tensor of the files, by its name there
+Read = Callable[[str], Tensor]  # a tensor of the files, by name
 
-_WORD = 32  # bits of the whole numbers that others are packed in
-_AWQ_ORDER = (
-    0,
-    2,
-    4,
-    6,
-    1,
-    3,
-    5,
-    7,
-)  # the columns that eight numbers in a word belong to, from the lowest bits on
+_WORD_BITS = 32  # of the integers that numbers are packed in
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the eight numbers in a word, from the lowest bits up
 _E2M1_GROUP, _E2M1_BIAS = 32, 128  # 127, and one more for the halves
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A matrix (rows, columns) of whole numbers, of which a group of columns has a scale and a zero point: (number - zero) * scale."""
+    """A matrix (rows, columns) of integers with a scale and a zero point per group of columns: (number - zero) * scale."""
 
     numbers: Tensor  # uint8
     scales: Tensor  # (rows, groups), float32
     zeros: Tensor  # (rows, groups) or 0-dimensional, float32
-    groups: Tensor | None = None  # of each column; None: as many neighbours each
+    groups: Tensor | None = None  # the group of each column; None: equal runs of neighbours
 
     def dense(self) -> Tensor:
         scales, zeros = self.scales, self.zeros.expand_as(self.scales)
@@ -57,33 +48,33 @@ class Grid:
 
 
 class Packed(ABC):
-    """How a method holds a weight, under the name of the module that it is of."""
+    """A format of quantised weights. A weight is stored in several tensors, named by its module and a suffix."""
 
-    suffixes: tuple[str, ...]  # of the names of what the weight is made of; the first is there for every one
-    optional: tuple[str, ...] = ()  # of others that may be
+    suffixes: tuple[str, ...]  # of its tensors; the first one identifies a weight
+    optional: tuple[str, ...] = ()  # of tensors that may be absent
     suffix = ".weight"  # of the weight itself
 
     def layout(self, columns: int) -> Layout | None:
-        """That one of so many columns can be served in as it is."""
+        """The layout in which a matrix of `columns` columns can be served as it is; None if it cannot."""
         return None
 
     @abstractmethod
     def dense(self, read: Read, has: Callable[[str], bool]) -> Tensor:
-        """The weight. `read`, `has`: what it is made of, by suffix."""
+        """The dequantised weight. `read`, `has`: its tensors, by suffix."""
 
     def parts(self, read: Read, has: Callable[[str], bool]) -> tuple[Tensor, ...]:
-        """Of one with a `layout`: numbers, scales and, if there are any, minimums."""
+        """Of a matrix with a `layout`: numbers, scales and minimums, if there are any."""
         raise NotImplementedError
 
 
 class _Grouped(Packed):
-    """Whole numbers of 4 or 8 bits in groups of so many columns; 0: all of them."""
+    """Integers of 4 or 8 bits in groups of `group` columns; 0: one group per row. `ordered`: columns are permuted among groups."""
 
     def __init__(self, bits: int, group: int, *, ordered: bool) -> None:
         self._bits, self._group, self._ordered = bits, group, ordered
 
     def layout(self, columns: int) -> Layout | None:
-        if self._ordered:  # columns of a group are no neighbours
+        if self._ordered:  # columns of a group are not neighbours
             return None
         kind: Kind = "int4" if self._bits == 4 else "int8"
         return Layout(kind, group=self._group or columns, scales="float32", minimums=True)
@@ -110,7 +101,7 @@ class _Grouped(Packed):
 
 
 class _GPTQ(_Grouped):
-    """As AutoGPTQ and GPTQModel write it: what is packed runs along the inputs, and zero points are one less than they are."""
+    """AutoGPTQ and GPTQModel: packed along the inputs; version 1 stores zero points minus one (`less`)."""
 
     suffixes, optional = (".qweight", ".qzeros", ".scales"), (".g_idx",)
 
@@ -126,7 +117,7 @@ class _GPTQ(_Grouped):
 
 
 class _AWQ(_Grouped):
-    """As AutoAWQ's "gemm" writes it: what is packed runs along the outputs, in an order of its own."""
+    """AutoAWQ's "gemm": packed along the outputs, in the order _AWQ_ORDER."""
 
     suffixes = (".qweight", ".qzeros", ".scales")
 
@@ -135,14 +126,14 @@ class _AWQ(_Grouped):
         return Grid(numbers.contiguous(), read(".scales").T.float(), zeros.float())
 
     def _in_order(self, words: Tensor) -> Tensor:
-        found = _unpacked(words, self._bits, 1)
+        numbers = _unpacked(words, self._bits, 1)
         back = torch.empty(len(_AWQ_ORDER), dtype=torch.long)
         back[list(_AWQ_ORDER)] = torch.arange(len(_AWQ_ORDER))
-        return found.view(len(found), -1, len(_AWQ_ORDER))[..., back].flatten(1)
+        return numbers.view(len(numbers), -1, len(_AWQ_ORDER))[..., back].flatten(1)
 
 
-class _CompressedWords(_Grouped):
-    """compressed-tensors' "pack-quantized": signed numbers with half of their range added, packed along the inputs."""
+class _CompressedPacked(_Grouped):
+    """compressed-tensors' "pack-quantized": signed numbers offset by half of their range, packed along the inputs."""
 
     suffixes = (".weight_packed", ".weight_scale", ".weight_shape")
     optional = (".weight_zero_point", ".weight_g_idx")
@@ -161,7 +152,7 @@ class _CompressedWords(_Grouped):
 
 
 class _CompressedBytes(_Grouped):
-    """compressed-tensors' "int-quantized": int8, a number each, and a scale for each row."""
+    """compressed-tensors' "int-quantized": int8 with a scale per row."""
 
     suffixes, optional = (".weight", ".weight_scale"), (".weight_zero_point",)
 
@@ -175,7 +166,7 @@ class _CompressedBytes(_Grouped):
 
 
 class _Floats(Packed):
-    """Floats of 8 bits with a scale for all, for each row, or for each block of rows and columns."""
+    """8-bit floats with one scale, one per row, or one per block of rows and columns."""
 
     def __init__(self, scale: str, block: tuple[int, int] | None) -> None:
         self.suffixes = (".weight", scale)
@@ -199,7 +190,7 @@ class _Floats(Packed):
 
 
 class _MXFP4(Packed):
-    """GPT-OSS's experts: 32 floats of 4 bits share a power of two."""
+    """GPT-OSS's experts: groups of 32 4-bit floats with a power of two as scale."""
 
     suffixes, suffix = ("_blocks", "_scales"), ""
 
@@ -223,7 +214,7 @@ class _MXFP4(Packed):
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """One weight of the files. `pieces`: the names of what it is made of, by suffix."""
+    """One weight of the files. `pieces`: suffix -> name of its tensor."""
 
     method: Packed
     pieces: Mapping[str, str]
@@ -235,13 +226,13 @@ class PackedWeight:
         return self.method.parts(lambda suffix: read(self.pieces[suffix]), self.pieces.__contains__)
 
 
-def packed_weights(said: Any, names: Mapping[str, str], where: str) -> dict[str, PackedWeight]:
-    """The weights that a model's files hold quantised, by the name that each has. `said`: config.json's quantization_config, None for none;
-    `names`: the dtype of each tensor of the files, as the format spells it. JobError, in one line, for a method or a setting that is not
-    known."""
-    if said is None:
+def packed_weights(quantization: Any, names: Mapping[str, str], where: str) -> dict[str, PackedWeight]:
+    """The quantised weights of a model's files, by name. `quantization`: config.json's quantization_config, or None; `names`: tensor
+    -> dtype, as safetensors spells it. Raises JobError for an unknown method or setting."""
+    if quantization is None:
         return {}
-    method = _method(said if isinstance(said, Mapping) else getattr(said, "to_dict", dict)(), where)
+    settings = quantization if isinstance(quantization, Mapping) else getattr(quantization, "to_dict", dict)()
+    method = _method(settings, where)
     first, *others = method.suffixes
     found = {}
     for name, spelled in names.items():
@@ -256,51 +247,53 @@ def packed_weights(said: Any, names: Mapping[str, str], where: str) -> dict[str,
     return found
 
 
-def _method(said: Mapping[str, Any], where: str) -> Packed:
-    name = said.get("quant_method")
+def _method(settings: Mapping[str, Any], where: str) -> Packed:
+    name = settings.get("quant_method")
 
     def bad(key: str, wanted: str) -> JobError:
         return JobError(
-            f"{where} holds weights that are quantised by {name} with {key} {said.get(key)!r:.60}; {wanted} is read"
+            f"{where} holds weights that are quantised by {name} with {key} {settings.get(key)!r:.60}; {wanted} is read"
         )
 
     match name:
         case "gptq":
-            if said.get("bits") not in (4, 8):
+            if settings.get("bits") not in (4, 8):
                 raise bad("bits", "4 or 8")
-            version = said.get("checkpoint_format", "gptq")
+            version = settings.get("checkpoint_format", "gptq")
             if version not in ("gptq", "gptq_v2"):
                 raise bad("checkpoint_format", "gptq or gptq_v2")
-            if said.get("dynamic"):
+            if settings.get("dynamic"):
                 raise bad("dynamic", "one setting for all layers")
-            ordered, less = bool(said.get("desc_act")), int(version == "gptq")
-            return _GPTQ(said["bits"], _group(said.get("group_size"), bad), ordered=ordered, less=less)
+            ordered, less = bool(settings.get("desc_act")), int(version == "gptq")
+            return _GPTQ(
+                settings["bits"], _group(settings.get("group_size"), bad), ordered=ordered, less=less
+            )
         case "awq":
-            if said.get("bits") != 4:
+            if settings.get("bits") != 4:
                 raise bad("bits", "4")
-            if said.get("version", "gemm") != "gemm":
+            if settings.get("version", "gemm") != "gemm":
                 raise bad("version", "gemm")
-            if said.get("zero_point", True) is not True:
+            if settings.get("zero_point", True) is not True:
                 raise bad("zero_point", "True")
-            return _AWQ(4, _group(said.get("group_size"), bad), ordered=False)
+            return _AWQ(4, _group(settings.get("group_size"), bad), ordered=False)
         case "fp8":
-            block = _block(said.get("weight_block_size"))
+            block = _block(settings.get("weight_block_size"))
             if block is None:
                 raise bad("weight_block_size", "a block of rows and columns")
             return _Floats(".weight_scale_inv", block)
         case "mxfp4":
             return _MXFP4()
         case "compressed-tensors":
-            return _compressed(said, where)
-    # Read as plain numbers, they would make a model that answers, and answers nonsense.
+            return _compressed(settings, where)
+    # Read as plain numbers, they would give a model that answers nonsense.
     raise JobError(
         f"{where} holds weights that are quantised already ({one_line(str(name or 'no method named'), 40)}), which are not "
         "read; serve the model in full precision, with --quantization int8 or int4"
     )
 
 
-def _compressed(said: Mapping[str, Any], where: str) -> Packed:
-    groups = said.get("config_groups")
+def _compressed(settings: Mapping[str, Any], where: str) -> Packed:
+    groups = settings.get("config_groups")
     schemes = (
         [each for each in (groups or {}).values() if isinstance(each, Mapping)]
         if isinstance(groups, Mapping)
@@ -316,16 +309,16 @@ def _compressed(said: Mapping[str, Any], where: str) -> Packed:
     if not isinstance(weights, Mapping):
         raise bad("other than one scheme for all layers")
     for key in ("transform_config", "sparsity_config"):
-        extra = said.get(key)
+        extra = settings.get(key)
         if extra and not (isinstance(extra, Mapping) and extra.get("format") == "dense"):
             raise bad(f"a {key}")
-    form = said.get("format")
+    form = settings.get("format")
     bits, kind, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
     group = weights.get("group_size") if strategy == "group" else 0
     if strategy in ("group", "channel") and kind == "int" and type(group) is int and group >= 0:
         ordered = weights.get("actorder") not in (None, "weight", "static")
         if form == "pack-quantized" and bits in (4, 8):
-            return _CompressedWords(bits, group, ordered=ordered)
+            return _CompressedPacked(bits, group, ordered=ordered)
         if form == "int-quantized" and bits == 8 and strategy == "channel":
             return _CompressedBytes(bits, 0, ordered=False)
     if form in ("float-quantized", "naive-quantized") and (kind, bits) == ("float", 8):
@@ -337,24 +330,24 @@ def _compressed(said: Mapping[str, Any], where: str) -> Packed:
     raise bad(f"format {form!r:.40}, {_short(kind)} of {_short(bits)} bits by {_short(strategy)}")
 
 
-def _short(said: Any) -> str:
-    return one_line(str(said), 20)
+def _short(value: Any) -> str:
+    return one_line(str(value), 20)
 
 
-def _group(said: Any, bad: Callable[[str, str], JobError]) -> int:
-    if type(said) is not int or not (said == -1 or said > 0):
+def _group(size: Any, bad: Callable[[str, str], JobError]) -> int:
+    if type(size) is not int or not (size == -1 or size > 0):
         raise bad("group_size", "-1 or a number of columns")
-    return max(0, said)
+    return max(0, size)
 
 
-def _block(said: Any) -> tuple[int, int] | None:
+def _block(size: Any) -> tuple[int, int] | None:
     """Rows and columns."""
     if (
-        isinstance(said, list | tuple)
-        and len(said) == 2
-        and all(type(each) is int and each > 0 for each in said)
+        isinstance(size, list | tuple)
+        and len(size) == 2
+        and all(type(each) is int and each > 0 for each in size)
     ):
-        return said[0], said[1]
+        return size[0], size[1]
     return None
 
 
@@ -365,8 +358,8 @@ def _of_kind(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _unpacked(words: Tensor, bits: int, axis: int) -> Tensor:
-    """The numbers that lie in words along an axis of a matrix, the first in the lowest bits."""
+    """The numbers packed in words along an axis of a matrix, the first in the lowest bits."""
     mask = (1 << bits) - 1
-    # One after the other: together they are eight times as large as what they are read from.
-    parts = [(_of_kind(words, torch.int32) >> at & mask).to(torch.uint8) for at in range(0, _WORD, bits)]
+    # One shift at a time: all at once would take eight times the memory.
+    parts = [(_of_kind(words, torch.int32) >> at & mask).to(torch.uint8) for at in range(0, _WORD_BITS, bits)]
     return torch.stack(parts, axis + 1).flatten(axis, axis + 1)

@@ -34,21 +34,21 @@ def fixed_length(config: Any) -> int | None:
 def longest_text(config: Any) -> int:
     """The most positions of a text, all of which the model treats in one way."""
     named = (int(getattr(config, name, 0) or 0) for name in _MAXIMA)
-    longest = next((n for n in named if n >= 1), 2048)  # XLNet, for one, says -1
+    longest = next((n for n in named if n >= 1), 2048)  # XLNet, for one, has -1
     return min(longest, fixed_length(config) or longest)
 
 
-def spelled_now(said: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says, with the name that the scaling of Phi-3 for long texts had at first as it is today: transformers means to
-    read the old one, and then misses what it looks up for the new one alone."""
+def spelled_now(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a config.json with the current name of Phi-3's scaling for long texts: transformers accepts the former name, but then
+    misses parameters that it reads under the current one alone."""
     for name in ("rope_scaling", "rope_parameters"):
-        scaling = said.get(name)
-        if said.get("model_type") != "phi3" or not isinstance(scaling, dict):
+        scaling = values.get(name)
+        if values.get("model_type") != "phi3" or not isinstance(scaling, dict):
             continue
         if _SU in (scaling.get("type"), scaling.get("rope_type")):
             scaling = {key: value for key, value in scaling.items() if key != "type"}
-            said = {**said, name: {**scaling, "rope_type": _LONGER}}
-    return said
+            values = {**values, name: {**scaling, "rope_type": _LONGER}}
+    return values
 
 
 def unknown_kind(config: Any, error: Exception, known: Iterable[str]) -> str:
@@ -65,8 +65,7 @@ def unknown_kind(config: Any, error: Exception, known: Iterable[str]) -> str:
 
 
 def fix_frequencies(module: nn.Module, maximum_sequence: int) -> None:
-    """Have no rotary embedding of a module, which is ours to change, look at the length, as far as that makes no difference
-    up to `maximum_sequence`."""
+    """Change a module so that no rotary embedding depends on the length, where that makes no difference up to `maximum_sequence`."""
     for part in module.modules():
         config, kind = getattr(part, "config", None), getattr(part, "rope_type", None)
         if kind is None or config is None or not isinstance(part, nn.Module):

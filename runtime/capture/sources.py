@@ -52,7 +52,7 @@ Read = Callable[[Iterable[Variable]], dict[str, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """fusion.json: what an exported directory says of its model beside the graph and the weights."""
+    """fusion.json: metadata of an exported model beside its graph and weights."""
 
     vocabulary: int = 0
     max_sequence: int = 0
@@ -62,10 +62,10 @@ class About:
     format: int = FORMAT
 
     def to_json(self) -> bytes:
-        said = plain(self)
+        fields = plain(self)
         if not self.outputs:
-            del said["outputs"]  # which releases before do not know
-        return json.dumps(said, indent=2).encode() + b"\n"
+            del fields["outputs"]  # unknown to older releases
+        return json.dumps(fields, indent=2).encode() + b"\n"
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> About:
@@ -103,14 +103,14 @@ class LanguageModel:
     source: SourceConfig | None = None  # what an encoder-decoder reads
     tokenizer: Path | bytes | None = None  # tokenizer.json, or what would stand in it
     config: tuple[Path, ...] = ()  # files that an export repeats
-    # By file name: how it is chatted with, if it says so
+    # File name -> content: chat template and special tokens, if any
     chat: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def unended(self) -> str | None:
-        """The eos_token of the tokenizer of a model that can be chatted with, where its configuration lets answers go on behind it."""
-        said, tokenizer = self.chat.get(SPECIAL_TOKENS_FILE), self.tokenizer
-        text = None if said is None else json.loads(said).get("eos_token")
+        """The eos_token of a chat model's tokenizer, where its configuration does not end answers with it; else None."""
+        special, tokenizer = self.chat.get(SPECIAL_TOKENS_FILE), self.tokenizer
+        text = None if special is None else json.loads(special).get("eos_token")
         if text is None or tokenizer is None:
             return None
         read = json.loads(tokenizer if isinstance(tokenizer, bytes) else tokenizer.read_bytes())
@@ -119,7 +119,7 @@ class LanguageModel:
 
     @property
     def unknown_tokens(self) -> int:
-        """How many tokens of the tokenizer the model does not have: a prompt with one of them is refused."""
+        """The number of the tokenizer's tokens beyond the model's vocabulary: a prompt with one of them is refused."""
         if self.tokenizer is None:
             return 0
         read = json.loads(

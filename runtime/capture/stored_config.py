@@ -19,25 +19,25 @@ _OLDER_TOKENIZERS = {
 
 
 def stored_config(directory: Path, library: Any) -> Any:
-    """What transformers reads of it. JobError for what it cannot use."""
-    said = json_object(directory / "config.json")
-    check_counts(said, directory)
+    """The configuration as transformers reads it. Raises JobError for one that it cannot use."""
+    values = json_object(directory / "config.json")
+    check_counts(values, directory)
     try:
-        now = spelled_now(said)
-        if now is said:
+        now = spelled_now(values)
+        if now is values:
             config = library.AutoConfig.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
         else:
             config = library.CONFIG_MAPPING[now["model_type"]].from_dict(now)
-        # Which code computes is not for a file to say: names of kernels are fetched, and run, where the package for them is installed.
+        # A file must not choose the code: names of kernels are downloaded and run where the package for them is installed.
         config._attn_implementation = config._experts_implementation = None
     except Exception as error:  # the library's own, and what its code makes of values that it trusts
-        kind = said.get("model_type")
-        reason = said_line(error)
+        kind = values.get("model_type")
+        reason = error_reason(error)
         if isinstance(kind, str) and kind not in library.CONFIG_MAPPING:
             reason = f"transformers {library.__version__} knows no models of the kind {kind!r:.80}"
-            if said.get("auto_map"):
+            if values.get("auto_map"):
                 reason += ", and code that comes with a model is not run"
         raise JobError(f"{directory}/config.json cannot be used: {reason}") from error
     check_tables(config, directory)
@@ -76,22 +76,24 @@ def stored_tokenizer(directory: Path, library: Any) -> Path | bytes | None:
     except Exception as error:  # whatever the library's converters make of files that they cannot read
         own = isinstance(error, ValueError) and _has_own_tokenizer(directory)
         reason = (
-            "its tokenizer is code that comes with the model, which is not run" if own else said_line(error)
+            "its tokenizer is code that comes with the model, which is not run"
+            if own
+            else error_reason(error)
         )
         raise JobError(f"{without}: {reason}") from error
     return data
 
 
 def _has_own_tokenizer(directory: Path) -> bool:
-    """Whether the files name code of their own for it."""
+    """Whether the tokenizer needs code that comes with the model."""
     path = directory / TOKENIZER_CONFIG_FILE
-    said = json_object(path).get("auto_map") if path.is_file() else None
-    return isinstance(said, dict) and "AutoTokenizer" in said
+    classes = json_object(path).get("auto_map") if path.is_file() else None
+    return isinstance(classes, dict) and "AutoTokenizer" in classes
 
 
-def said_line(error: Exception) -> str:
-    """What an error of transformers' says, in one line."""
+def error_reason(error: Exception) -> str:
+    """An error of transformers in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # One that ends in a colon has its reason below it.
-    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:200]
-    return said if said and isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {said}"
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:200]
+    return text if text and isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"

@@ -129,16 +129,16 @@ class StoredWeights:
         self.packed = packed
 
     def name_of(self, variable: Variable) -> str | None:
-        """Under which of the variable's names the files have it; None where they do not."""
+        """The one of the variable's names under which the files have it; None where they do not."""
         part = part_of(variable.name)
         names = (variable.name, *variable.aliases) if part is None else (part.name,)
         return next((name for name in names if name in self._stored), None)
 
     def unread(self) -> tuple[str, ...]:
-        """Names in the files of what no tensor of the module is made of, but for what transformers passes over without a word."""
+        """Names of stored tensors that no tensor of the module is made of, apart from those that transformers ignores silently."""
         own = self._module.state_dict()
-        said = getattr(self._module, "_keys_to_ignore_on_load_unexpected", None) or ()
-        passed = re.compile("|".join(f"(?:{pattern})" for pattern in (*said, *_OF_OLDER_VERSIONS)))
+        ignored = getattr(self._module, "_keys_to_ignore_on_load_unexpected", None) or ()
+        passed = re.compile("|".join(f"(?:{pattern})" for pattern in (*ignored, *_OF_OLDER_VERSIONS)))
         others = (
             stored for name, stored in self._stored.items() if name not in own and not passed.search(name)
         )
@@ -162,7 +162,7 @@ class StoredWeights:
             return self._value(read, self._stored[name].pieces[0][1]).to(dtype)
 
     def layout(self, variable: Variable, uses: frozenset[Use]) -> Layout | None:
-        """How the files have a matrix, or those of experts, where our operators can read it so."""
+        """The layout of a quantised matrix, or of experts' matrices, that our operators can read as it is; else None."""
         name, columns = self.name_of(variable), variable.type.shape[-1]
         wanted = {"linear"} if len(variable.type.shape) == 2 else {"expert_linear"}
         if name is None or uses != wanted or not isinstance(columns, int):
@@ -349,8 +349,8 @@ def _check_shape(
 def stored_weights(
     files: Mapping[str, Path], module: Any, loading: Loading, directory: Path, quantization: Any = None
 ) -> StoredWeights:
-    """Of the module of a directory with these files, as `weights_files` has them. `quantization`: what its config.json says of that.
-    JobError for weights that are neither plain numbers nor quantised in a known way."""
+    """The weights of `module` in `files`, as from `weights_files`. `quantization`: quantization_config of config.json. Raises JobError for
+    weights that are neither floating-point nor quantised by a known method."""
     spelled = {} if quantization is None else _spelled(files)
     packed = packed_weights(quantization, spelled, str(directory))
     parts = {piece for each in packed.values() for piece in each.pieces.values()}
@@ -370,7 +370,7 @@ def _spelled(files: Mapping[str, Path]) -> dict[str, str]:
 def _check_plain(
     module: Any, files: Mapping[str, Path], stored: Mapping[str, Stored], packed: Mapping[str, PackedWeight]
 ) -> None:
-    """Whole numbers, or floats of 8 bits, stand for weights only with scales that lie beside them, whatever config.json says."""
+    """Integers and 8-bit floats are weights only with scales beside them, whatever config.json says: refuse others."""
     wanted = {name for name, value in module.state_dict().items() if value.is_floating_point()}
     pieces = {piece for name in wanted & stored.keys() for _, piece in stored[name].pieces} - packed.keys()
     for path in sorted(set(files.values())):
@@ -383,20 +383,19 @@ def _check_plain(
 
 
 def no_weights(module: Any) -> StoredWeights:
-    """Of a module that no files are for."""
+    """For a module without files."""
     return StoredWeights(module, {}, {}, {})
 
 
 def weights_files(directory: Path) -> dict[str, Path]:
-    """The file of each tensor of a directory's model: of what lies beside its one file, or those that its index names, nothing counts.
-    Which of these has a tensor, they say themselves, as to transformers. They are looked into, not read. JobError for one that is no
-    safetensors file."""
+    """Tensor -> its file, in the one weights file, or those that the index names; other files are ignored. As in transformers the
+    files' headers decide which file has a tensor. Raises JobError for a file that is not safetensors."""
     indexed, whole = indexed_files(directory), directory / WEIGHTS_FILE
     if indexed is not None:
         paths = sorted(set(indexed.values()))
     else:
         paths = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
-    files = dict(indexed or {})  # what no file has is told of where it is read
+    files = dict(indexed or {})  # a tensor that no file has is reported when it is read
     for path in paths:
         files.update(dict.fromkeys(spelled_dtypes(path), path))
     return files
@@ -420,9 +419,9 @@ def _stored(module: Any, files: Iterable[str], loading: Loading) -> dict[str, St
 
 
 def left_out(module: Any, name: str) -> bool:
-    """Whether the model's class says that files do without this tensor."""
-    said = ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing")
-    patterns = [pattern for each in said for pattern in getattr(module, each, None) or ()]
+    """Whether the model's class lists this tensor as absent from files."""
+    lists = ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing")
+    patterns = [pattern for each in lists for pattern in getattr(module, each, None) or ()]
     return any(re.search(pattern, name) for pattern in patterns)
 
 

@@ -1,5 +1,4 @@
-"""Models of transformers that make a vector of a text, as sentence-transformers writes their directories: which hold one, and
-how the vectors of a text's tokens become one."""
+"""Embedding models in directories of sentence-transformers: which directories hold one, and the pooling of its token vectors."""
 
 from __future__ import annotations
 
@@ -19,16 +18,16 @@ LIMITS_FILE = "sentence_bert_config.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
 POOLING_FILE = "config.json"  # in the folder of the module
 _SERVED = ("Transformer", "Pooling", "Normalize")
-# What poolings are called, in files and here.
+# Names of poolings in files -> here.
 _POOLINGS: dict[str, Literal["mean", "first", "last"]] = {"mean": "mean", "cls": "first", "lasttoken": "last"}
-_SAID = "pooling_mode_"  # before the name of each pooling that a file may choose
+_MODE = "pooling_mode_"  # prefix of the flags of older files
 _LONG_NAMES = {"mean_tokens": "mean", "cls_token": "cls"}
 _LEAST_NORM = 1e-12  # as torch's normalize
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """`tokens`: positions of a text that the model's author says it reads, if so."""
+    """`tokens`: the longest text, where the files limit it."""
 
     kind: Literal["mean", "first", "last"] = "mean"
     normalized: bool = False
@@ -58,8 +57,8 @@ class Embedding(nn.Module):
 
 
 def pooling_of(directory: Path, *, encoder: bool) -> Pooling | None:
-    """None for a directory whose model generates. `encoder`: whether it holds a bare encoder, whose vectors are, without files of
-    sentence-transformers, the mean of its tokens', as there. JobError for what these files ask for and is not served."""
+    """The pooling; None for a directory whose model generates. `encoder`: it holds a bare encoder, which sentence-transformers pools by
+    the mean where its own files are missing. Raises JobError for settings of these files that are not supported."""
     modules = directory / MODULES_FILE
     if modules.is_file():
         return _of_modules(directory, modules)
@@ -93,12 +92,12 @@ def _of_modules(directory: Path, modules: Path) -> Pooling:
 
 
 def _pooling(path: Path) -> Literal["mean", "first", "last"]:
-    said = json_object(path)
-    if isinstance(said.get("pooling_mode"), str):
-        chosen = [said["pooling_mode"]]
+    settings = json_object(path)
+    if isinstance(settings.get("pooling_mode"), str):
+        chosen = [settings["pooling_mode"]]
     else:
         names = [
-            name.removeprefix(_SAID) for name, on in said.items() if name.startswith(_SAID) and on is True
+            name.removeprefix(_MODE) for name, on in settings.items() if name.startswith(_MODE) and on is True
         ]
         chosen = [_LONG_NAMES.get(name, name) for name in names]
     if len(chosen) != 1 or chosen[0] not in _POOLINGS:
@@ -107,14 +106,13 @@ def _pooling(path: Path) -> Literal["mean", "first", "last"]:
 
 
 def prompt_left_out(directory: Path) -> str:
-    """A line on what sentence-transformers would put before every text, and vectors here are made without; empty where that is
-    nothing."""
+    """A line on the default prompt that sentence-transformers would put before every text and that is not applied here; else empty."""
     path = directory / PROMPTS_FILE
     try:
-        said = json_object(path) if (directory / MODULES_FILE).is_file() else {}
+        settings = json_object(path) if (directory / MODULES_FILE).is_file() else {}
     except JobError:
         return ""  # many have no such file
-    prompts, name = said.get("prompts"), said.get("default_prompt_name")
+    prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
     prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
     if not isinstance(prompt, str) or not prompt:
         return ""
@@ -122,7 +120,7 @@ def prompt_left_out(directory: Path) -> str:
 
 
 def positions_left(module: nn.Module, longest: int) -> int:
-    """Tokens of the longest text: tables of positions whose first rows are for padding (RoBERTa's) have fewer for text."""
+    """Tokens of the longest text: position tables whose first rows are for padding (RoBERTa's) have fewer for text."""
     for name, part in module.named_modules():
         if (
             name.endswith("position_embeddings")

@@ -1,20 +1,20 @@
-"""GGUF files, read within bounds, as transformers and our operators want them. Knows no model and no peers.
+"""Reads GGUF files, within bounds, as transformers and our operators take them. Knows no model and no peers.
 
-header       what a file says, and where its tensors lie
-metadata     what it says, key by key
-decoders     what decoders have in common, as transformers' configurations have it
+header       metadata of a file, and the places of its tensors
+metadata     the metadata, key by key; every key has to be read
+decoders     what decoders have in common
 dense        the architectures with one feed-forward network a layer
 gemma        the Gemmas
-older        those of before Llama, and what is like them
-mixtures     those with experts
-latent       those whose keys and values come of a short vector
-recurrent    those that keep a state
-encoders     those that make a vector of a text
+older        those from before Llama, and similar ones
+mixtures     mixtures of experts
+latent       those with latent attention
+recurrent    those with recurrent state
+encoders     embedding models
 config       the configuration of a file's model
-blocks       its quantised blocks, as our operators read them
+blocks       quantised blocks, as our operators read them
 stored       a parameter, as the file has it
-tensors      which tensors are which parameters, and what the conversion did to them
-weights      its tensors, read as a module's parameters
-splitting    how text is cut before bytes are merged, by the names of llama.cpp
-tokenizer    its tokenizer as a tokenizer.json; its chat template
+tensors      maps tensors to parameters, and undoes what the conversion did to them
+weights      reads tensors as a module's parameters
+splitting    pre-tokenizers, by the names of llama.cpp
+tokenizer    the tokenizer as a tokenizer.json; the chat template
 """
