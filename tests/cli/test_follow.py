@@ -245,7 +245,7 @@ def test_the_record_of_a_lead_that_has_died_is_waited_out(monkeypatch: pytest.Mo
             yield RUNNING
 
         monkeypatch.setattr(job_client, "find_known", find)
-        monkeypatch.setattr(job_client, "_ask", ask)
+        monkeypatch.setattr(job_client, "_progress", ask)
         monkeypatch.setattr(job_client, "RETRY_SECONDS", 0.5)
         return await job_client.find_current(SimpleNamespace(), "gpt")  # type: ignore[arg-type]
 

@@ -124,7 +124,7 @@ def test_a_job_without_news_is_not_one_that_nobody_speaks_for(monkeypatch: pytes
 
     monkeypatch.setattr("fusion.runtime.belief.reading.manifest_of", manifest)
     monkeypatch.setattr("fusion.runtime.belief.reading.weigh", weigh)
-    monkeypatch.setattr(job_client, "_ask", ask)
+    monkeypatch.setattr(job_client, "_progress", ask)
     monkeypatch.setattr(job_client, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(job_client, "asyncio", SimpleNamespace(sleep=sleep))
     context: Any = SimpleNamespace(directory=SimpleNamespace(words=words))
