@@ -16,7 +16,6 @@ MAX_ELEMENTS = 2**40  # of a tensor, as far as its plain factors tell
 Shape = tuple[Dim, ...]
 
 FLOATS = tuple(d for d in DTYPE_BYTES if "float" in d)
-_SIGNED = ("int8", "int16", "int32", "int64")
 
 
 def is_float(dtype: str) -> bool:

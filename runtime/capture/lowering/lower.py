@@ -18,7 +18,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from fusion.dag.cutting.positional import COUNTER
 from fusion.dag.ir.dims import Poly, named_symbols, symbols_of
 from fusion.dag.ir.errors import GraphError
-from fusion.dag.ir.graph import DTYPE_BYTES, Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
+from fusion.dag.ir.graph import Arg, DType, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import OPSET, infer
 from fusion.dag.ir.opset_spec import Parameter
 from fusion.dag.rewrites.clean import clean
@@ -44,7 +44,6 @@ from fusion.runtime.job.errors import CaptureError
 
 Value = Ref | Complex | tuple[Ref | Complex, ...]
 
-_DTYPES = {getattr(torch, name): name for name in DTYPE_BYTES}
 _WRITTEN = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
 NOT_A_NUMBER = "not a number (NaN), which has no place in a graph: divide by zero"
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
