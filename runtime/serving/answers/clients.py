@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from fusion.runtime.job.protocol import PROTOCOLS
 from fusion.swarm.errors import StreamBroken, SwarmError
 from fusion.swarm.printable import error_line
 from fusion.swarm.shares import Shares
 from fusion.swarm.transport import UNASKED_BYTES, Buffer, Frame, PeerId, Stream
+from fusion.swarm.turns import Turn
 
 # Of a large frame: one of which so little comes in so long gives way to another.
 ARRIVING_BYTES, ARRIVING_SECONDS = 16 << 10, 1.0
@@ -59,6 +61,24 @@ class Arrivals:
         self._shares.release(other)
         other.abort()
         return True
+
+
+async def answer_while_there(
+    client: Stream, place: Turn, answer: Coroutine[Any, Any, bool], leave: Callable[[bool], None]
+) -> None:
+    """Run `answer`, which says whether it was given to its end. The client vanishing, or saying anything more, ends it; so does
+    `place`, once somebody else is given it. `leave` is told at the end whether it was completed. Raises as `answer` does."""
+    answering = asyncio.create_task(answer)
+    gone = asyncio.create_task(client.receive())
+    try:
+        await asyncio.wait((answering, gone, place), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        answering.cancel()
+        _, outcome = await asyncio.gather(gone, answering, return_exceptions=True)
+        leave(outcome is True)
+    if isinstance(outcome, Exception):
+        raise outcome
 
 
 async def send(

@@ -17,7 +17,6 @@ learn that it has. What then happens is in `fusion.runtime.serving.answers.gener
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
 from fusion.runtime.serving.answers.answer_text import AnswerText, PromptText
 from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
-from fusion.runtime.serving.answers.clients import Arrivals, send, send_error
+from fusion.runtime.serving.answers.clients import Arrivals, answer_while_there, send, send_error
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway_session import GatewaySessions
 from fusion.runtime.serving.answers.generation import Generation, PromptLogprobs
@@ -311,17 +310,12 @@ class Gateway:
         if place is None:
             await send_error(client, BUSY)
             return
-        answer = asyncio.create_task(self._answer(client, frame, place))
-        gone = asyncio.create_task(client.receive())
-        try:
-            await asyncio.wait((answer, gone, place), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            answer.cancel()
-            _, outcome = await asyncio.gather(gone, answer, return_exceptions=True)
-            self.leave(place, completed=outcome is True)
-        if isinstance(outcome, Exception):
-            raise outcome
+        await answer_while_there(
+            client,
+            place,
+            self._answer(client, frame, place),
+            lambda completed: self.leave(place, completed=completed),
+        )
         if place.done():
             await send_error(client, BUSY)
 

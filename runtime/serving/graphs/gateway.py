@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.protocol import MAX_RUN_BYTES, RUN
 from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
-from fusion.runtime.serving.answers.clients import Arrivals, send, send_error
+from fusion.runtime.serving.answers.clients import Arrivals, answer_while_there, send, send_error
 from fusion.runtime.serving.graphs.arrays import Array, described, read_arrays
 from fusion.runtime.serving.graphs.inputs import checked_inputs, most_samples
 from fusion.runtime.serving.graphs.owners import StageOwners
@@ -72,17 +71,12 @@ class GraphGateway:
         if place is None:
             await _refuse(stream, frame.kind)
             return
-        answering = asyncio.create_task(self._answer(stream, frame))
-        gone = asyncio.create_task(stream.receive())
-        try:
-            await asyncio.wait((answering, gone, place), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            answering.cancel()
-            gone.cancel()
-            outcome, _ = await asyncio.gather(answering, gone, return_exceptions=True)
-            places.release(place, completed=outcome is True)
-        if isinstance(outcome, Exception):
-            raise outcome
+        await answer_while_there(
+            stream,
+            place,
+            self._answer(stream, frame),
+            lambda completed: places.release(place, completed=completed),
+        )
         if place.done():
             await _refuse(stream, frame.kind)
 
