@@ -178,17 +178,12 @@ def is_digest(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
-def _byte_strings(count: int, size: int) -> Check:
-    return lambda value: (
-        isinstance(value, tuple)
-        and len(value) <= count
-        and all(isinstance(item, bytes) and len(item) <= size for item in value)
-    )
+def _bytes(size: int) -> Check:
+    return lambda value: isinstance(value, bytes) and len(value) <= size
 
 
-def _addresses(value: object) -> bool:
-    one = _text(MAX_ADDRESS)
-    return isinstance(value, tuple) and len(value) <= MAX_ADDRESSES and all(one(item) for item in value)
+def _tuple_of(check: Check, most: int) -> Check:
+    return lambda value: isinstance(value, tuple) and len(value) <= most and all(map(check, value))
 
 
 def _coordinate(value: object) -> bool:
@@ -199,28 +194,11 @@ def _coordinate(value: object) -> bool:
     return all(type(part) in (int, float) and abs(part) <= LARGEST_MS for part in value) and value[-1] >= 0
 
 
-def _names(value: object) -> bool:
-    each = _text(MAX_NAME)
-    return isinstance(value, tuple) and len(value) <= MAX_LACKS and all(map(each, value))
-
-
-def _speeds(value: object) -> bool:
-    """More than are known here may follow."""
-    each = _number(MAX_SPEED)
-    return isinstance(value, tuple) and len(value) <= MAX_SPEEDS and all(map(each, value))
-
-
-def _pairs(value: object) -> bool:
-    numbers = (_number(MAX_RTT_MS), _number(MAX_MBPS), _number(1e9), _number(MAX_MBPS))
+def _pair(value: object) -> bool:
     return (
-        isinstance(value, tuple)
-        and len(value) <= MAX_PAIRS
-        and all(
-            isinstance(pair, Pair)
-            and is_peer_id(pair.peer)
-            and all(check(part) for check, part in zip(numbers, pair[1:], strict=True))
-            for pair in value
-        )
+        isinstance(value, Pair)
+        and is_peer_id(value.peer)
+        and all(check(part) for check, part in zip(_PAIR_NUMBERS, value[1:], strict=True))
     )
 
 
@@ -231,11 +209,12 @@ KIND_OF: dict[type, str] = {
     ProviderRecord: "provider",
     LinkRecord: "links",
 }
+_PAIR_NUMBERS = (_number(MAX_RTT_MS), _number(MAX_MBPS), _number(1e9), _number(MAX_MBPS))
 _CHECKS: dict[type, dict[str, Check]] = {
     PeerRecord: {
         "peer": is_peer_id,
         "name": _text(64),
-        "addresses": _addresses,
+        "addresses": _tuple_of(_text(MAX_ADDRESS), MAX_ADDRESSES),
         "role": _one_of("peer", "client"),
         "device": _text(128),
         "flops_per_second": _number(1e21),
@@ -249,8 +228,8 @@ _CHECKS: dict[type, dict[str, Check]] = {
         "coordinate": _coordinate,
         "coordinate_error": _number(LARGEST_ERROR),
         "plane": _text(32),
-        "lacks": _names,
-        "speeds": _speeds,
+        "lacks": _tuple_of(_text(MAX_NAME), MAX_LACKS),
+        "speeds": _tuple_of(_number(MAX_SPEED), MAX_SPEEDS),  # more than are known here may follow
         "cores": _number(1e6),
     },
     JobRecord: {
@@ -266,7 +245,7 @@ _CHECKS: dict[type, dict[str, Check]] = {
         "snapshot_step": _whole(MAX_STEP, least=-1),  # -1 while there is none
         "message": _text(512),
         "author": is_peer_id,
-        "proof": _byte_strings(MAX_STATEMENTS, MAX_PROOF_BYTES),
+        "proof": _tuple_of(_bytes(MAX_PROOF_BYTES), MAX_STATEMENTS),
     },
     ClaimRecord: {
         "job": is_digest,
@@ -278,9 +257,9 @@ _CHECKS: dict[type, dict[str, Check]] = {
         "step": _whole(MAX_STEP),
         "load": _number(1e9),
         "ready": _flag,
-        "grants": _byte_strings(MAX_GRANTS, MAX_GRANT_BYTES),
-        "proof": _byte_strings(MAX_PROOFS, MAX_PROOF_BYTES),
+        "grants": _tuple_of(_bytes(MAX_GRANT_BYTES), MAX_GRANTS),
+        "proof": _tuple_of(_bytes(MAX_PROOF_BYTES), MAX_PROOFS),
     },
     ProviderRecord: {"digest": is_digest, "peer": is_peer_id, "size_bytes": _whole(2**53)},
-    LinkRecord: {"peer": is_peer_id, "pairs": _pairs},
+    LinkRecord: {"peer": is_peer_id, "pairs": _tuple_of(_pair, MAX_PAIRS)},
 }
