@@ -57,7 +57,22 @@ def prepare_training(
 
 def train_config(spec: JobSpec, data: DataConfig) -> TrainConfig:
     """What a job file says of the training, with its data as they are packed."""
-    return TrainConfig(**vars(spec.train), optimizer=spec.optimizer, data=data, compression=spec.compression)
+    train = spec.train
+    return TrainConfig(
+        steps=train.steps,
+        microbatches=train.microbatches,
+        microbatch_size=train.microbatch_size,
+        sequence=train.sequence,
+        seed=train.seed,
+        optimizer=spec.optimizer,
+        data=data,
+        schedule=train.schedule,
+        snapshot_every=train.snapshot_every,
+        evaluate_every=train.evaluate_every,
+        evaluate_batches=train.evaluate_batches,
+        compression=spec.compression,
+        precision=train.precision,
+    )
 
 
 def _chosen(peers: Sequence[PeerRecord], names: Sequence[str]) -> list[PeerRecord]:
