@@ -25,6 +25,7 @@ CLIENT = (
         "fusion.runtime.serving.requests.chat_template",
         "fusion.swarm.thin.dialer",
         "fusion.swarm.control.client",
+        "fusion.swarm.control.directory",
     ),
 )
 POSIX = ("fcntl", "resource", "termios", "pwd", "grp", "uvloop")

@@ -17,7 +17,8 @@ from fusion.runtime.job.memory_budget import MemoryBudget
 from fusion.runtime.peer.client_context import client_context, own_store
 from fusion.runtime.peer.keys import access_of, keys_of
 from fusion.runtime.peer.peer_file import RunningPeer, running_peer
-from fusion.swarm.control.client import ControlDirectory, ControlTransport, Elsewhere
+from fusion.swarm.control.client import ControlTransport, Elsewhere
+from fusion.swarm.control.directory import ControlDirectory
 from fusion.swarm.directory.bootstrap import load_cached
 from fusion.swarm.errors import ClosedSwarm, PeerUnreachable
 from fusion.swarm.identity import Identity

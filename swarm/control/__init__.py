@@ -2,5 +2,6 @@
 go through it.
 
 server       the socket, its protocol, and the streams that are passed on
-client       the transport and the directory of a command
+client       the transport of a command
+directory    its directory, read only
 """

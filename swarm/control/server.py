@@ -7,8 +7,8 @@ the protocol, both ways, in the form of p2pd's messages; then come frames, the f
 /fusion/control/1
     hello                    -> hello {peer, addresses}
     connect {address}        -> connected {peer}
-    peers, links, jobs       -> records {now}, the payload a msgpack list of encoded records
-    job {job}, providers {digest}      -> records {now}, likewise
+    peers, links, jobs, words          -> records {now}, the payload a msgpack list of encoded records
+    job, words {job}, providers {digest}   -> records {now}, likewise
     claims {job, stage}      -> records {now, ends}, likewise; the unix seconds at which each ends
     open {peer, protocol}    -> opened, and from then on every frame is passed on, both ways
 

@@ -18,7 +18,8 @@ from support.directory_records import claim_record, job_record, link_record, pee
 
 from fusion.runtime.job.protocol import PROTOCOLS
 from fusion.swarm.claims.leases import Leases
-from fusion.swarm.control.client import ControlDirectory, ControlTransport, Elsewhere
+from fusion.swarm.control.client import ControlTransport, Elsewhere
+from fusion.swarm.control.directory import ControlDirectory
 from fusion.swarm.control.server import LIMITS, ControlConfig, ControlServer, splice
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import JobId
