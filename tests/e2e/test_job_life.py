@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from support.jobs import run_to_end, with_client
+from support.models import greedy
 from support.processes import below
 from support.text_job import write_job
 
@@ -134,15 +134,6 @@ def test_a_job_outlives_its_launcher_and_becomes_a_model_that_answers(peers: Pee
     assert tokens == greedy(module, b"def ", 20) and said[-1]["text"] == bytes(tokens).decode(
         errors="replace"
     )
-
-
-def greedy(module: GPT, prompt: bytes, new: int) -> list[int]:
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(new):
-            given = torch.tensor([ids])
-            ids.append(int(module(given, torch.arange(len(ids))[None])[0, -1].argmax()))
-    return ids[len(prompt) :]
 
 
 @pytest.mark.slow

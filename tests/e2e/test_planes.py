@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from support.jobs import with_client
+from support.models import greedy
 from support.text_job import write_job
 
 from fusion.cli.client import working_peers
@@ -109,12 +109,3 @@ def test_a_standby_of_the_other_plane_goes_on_and_both_answer_in_one_ring(
     [said] = peers.run("generate", "def ", "--model", "mixed", "--max-tokens", str(TOKENS), *asked)
     assert said["tokens"] == greedy(module, b"def ", TOKENS)
     assert set(said["route"]) == {first.peer_id, other.peer_id}
-
-
-def greedy(module: GPT, prompt: bytes, new: int) -> list[int]:
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(new):
-            given = torch.tensor([ids])
-            ids.append(int(module(given, torch.arange(len(ids))[None])[0, -1].argmax()))
-    return ids[len(prompt) :]

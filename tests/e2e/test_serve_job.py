@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
+from support.models import greedy
 from support.text_job import write_job
 
 from fusion.runtime.capture.models import GPT
@@ -50,12 +50,3 @@ def test_newer_snapshots_take_the_place_of_older_ones(peers: Peers, tmp_path: Pa
     [listed] = peers.run("jobs", "--home", str(swarm[0].home))
     going = [each["job"] for each in listed["jobs"] if each["name"] == "live" and each["state"] == "running"]
     assert going == [serving[-1]["job"]]
-
-
-def greedy(module: GPT, prompt: bytes, new: int) -> list[int]:
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(new):
-            given = torch.tensor([ids])
-            ids.append(int(module(given, torch.arange(len(ids))[None])[0, -1].argmax()))
-    return ids[len(prompt) :]

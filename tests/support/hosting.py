@@ -38,6 +38,14 @@ from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import PeerId
 
 FITNESS = 0.25
+SNAPSHOT = Digest("5" * 64)
+
+
+def lead_figures(job: JobId, **changes: Any) -> Progress:
+    """How a job stands as the owner of its first stage knows it."""
+    return Progress(
+        job=job, state="running", step=30, steps=90, snapshot=SNAPSHOT, snapshot_step=20, **changes
+    )
 
 
 class Pretence:

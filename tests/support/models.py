@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fusion.dag.ir.graph import Graph
+from fusion.runtime.capture.models import GPT
 from fusion.runtime.planes import dropout
 from fusion.runtime.planes.plane import RngKey
 
@@ -66,6 +67,16 @@ def gpt2(vocabulary: int = 32, positions: int = 16) -> nn.Module:
     )
     module: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     return module
+
+
+def greedy(module: GPT, prompt: bytes, new: int) -> list[int]:
+    """The most probable `new` tokens after a prompt of bytes, each from a run of all before it."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(new):
+            given = torch.tensor([ids])
+            ids.append(int(module(given, torch.arange(len(ids))[None])[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
 class SameMasks(TorchFunctionMode):

@@ -264,6 +264,14 @@ class Swarm:
         await leases.beat()
         return claim
 
+    async def hand_over(self, job: JobId, stage: int, old: Peer, new: Peer) -> None:
+        """What hosting does when a peer leaves that has a successor."""
+        claim = old.context.leases.holds(job, stage)
+        assert claim is not None
+        assert await old.service.pass_on(job, stage) == {}
+        await self.hold(new, job, stage, over=claim.term)
+        old.hosting[0].cancel()
+
     async def stand_by(self, peer: Peer, job: JobId, *stages: int) -> None:
         """The peer has what it needs to take any of these stages over."""
         record = await peer.context.directory.job(job)

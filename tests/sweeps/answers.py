@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from reports import tell
+from reports import say, tell
 from safetensors.torch import save_file
 from support.endings import interruptible
 from sweeps.rounds import Row, summary, until_killed
@@ -60,10 +60,6 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 24, 160
 HELD_SECONDS = 180.0
 STANDBY_SECONDS = 30.0
 ANSWER_SECONDS = 120.0
-
-
-def say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 @dataclass

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
-from reports import tell
+from reports import say, tell
 from support import encoder_decoders, families
 from support.endings import interruptible
 from sweeps.rounds import Row
@@ -55,10 +55,6 @@ CAUSAL = (
     "falcon-alibi", "gptj", "codegen", "gptneo", "opt", "xglm", "qwen3-next", "kimi-linear", "mamba", "mamba2",
 )  # fmt: skip
 READERS = ("t5", "bart", "whisper")
-
-
-def say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from attacks.processor import hold_to_share, spent_seconds
 from sweeps.endurance.feeder import IDENTITIES
 from sweeps.endurance.flatness import FLAT, rise
 from sweeps.endurance.traffic import identity_of
-from sweeps.reports import tell
+from sweeps.reports import say, tell
 
 from fusion.cli.local.fleet import LocalPeer
 from fusion.runtime.belief.reading import look
@@ -293,10 +293,6 @@ def _report(run: Run, options: argparse.Namespace) -> Row:
         "turns": run.turns,
         "samples": run.samples,
     }
-
-
-def say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+
+def say(text: str) -> None:
+    """A line while the sweep runs, with the time of day."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def tell(report: Mapping[str, Any], path: Path | None, *, left_out: str = "") -> int:

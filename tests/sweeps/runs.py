@@ -15,9 +15,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from reports import tell
+from reports import say, tell
 from theatre import ARMED, Theatre, end_launcher, launch
-from training import BEGIN_SECONDS, RECOVER_SECONDS, Sweep, compare, quiet_truth, say
+from training import BEGIN_SECONDS, RECOVER_SECONDS, Sweep, compare, quiet_truth
 
 from fusion.cli.local.chaos import last_lines
 from fusion.cli.local.chaos_job import another, prepare

@@ -35,7 +35,7 @@ from attacks.honest_answers import served_model
 from attacks.honest_training import Made, made, training_job
 from support.leaks import nothing_left, surround
 from sweeps.endurance.light_peer import LightPeer
-from sweeps.reports import tell
+from sweeps.reports import say, tell
 
 from fusion.cli.local.fleet import Fleet, FleetError, LocalPeer, open_fleet
 from fusion.runtime.job.context import Context
@@ -295,10 +295,6 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def _failed(fleet: Fleet, peer: LocalPeer) -> bool:
     return "Traceback" in (fleet.root / f"{peer.name}.log").read_text("utf-8", "replace")
-
-
-def say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from armed import READ_SECONDS
 from kills import PHASES, ROLES, Kill, kills, trap_phase
-from reports import tell
+from reports import say, tell
 from support.endings import interruptible
 from theatre import ARMED, CALM_STEPS, Theatre, arm, calm, end_launcher, launch, ready_standbys
 
@@ -49,10 +49,6 @@ TRIES = 5  # looks for the peer that a kill is for
 RECOVER_SECONDS = 90.0
 END_SHARE = 0.97  # of the run, after which nobody is killed any more
 SLOW_SECONDS = 1.0  # of a recovery: what the peers waited for meanwhile is kept
-
-
-def say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 @dataclass

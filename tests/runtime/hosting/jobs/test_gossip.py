@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hosting import Peer, Swarm, over, published_by, swarm, until
+from support.hosting import SNAPSHOT, Peer, Swarm, lead_figures, over, published_by, swarm, until
 
 from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.hosting.jobs.gossip import RENEWED_SECONDS, TOLD_PEERS, JobGossip
@@ -30,14 +30,6 @@ from fusion.swarm.memory.directory import MemoryDirectory
 from fusion.swarm.memory.network import MemoryNetwork
 from fusion.swarm.memory.transport import MemoryTransport
 from fusion.swarm.transport import PeerId, call
-
-SNAPSHOT = Digest("5" * 64)
-
-
-def lead_figures(job: JobId, **changes: Any) -> Progress:
-    return Progress(
-        job=job, state="running", step=30, steps=90, snapshot=SNAPSHOT, snapshot_step=20, **changes
-    )
 
 
 def gossip(peer: Peer) -> JobGossip:

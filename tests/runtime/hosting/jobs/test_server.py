@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hosting import Peer, Swarm, over, published_by, reads_of, swarm, until
+from support.hosting import SNAPSHOT, Peer, Swarm, lead_figures, over, published_by, reads_of, swarm, until
 
 from fusion.runtime.hosting.jobs import server
 from fusion.runtime.hosting.jobs.board import STOPPED
@@ -25,16 +25,7 @@ from fusion.swarm.errors import RemoteError
 from fusion.swarm.identity import Identity
 from fusion.swarm.transport import call, checked
 
-SNAPSHOT = Digest("5" * 64)
-
-
 # --- who speaks for a job
-
-
-def lead_figures(job: JobId, **changes: Any) -> Progress:
-    return Progress(
-        job=job, state="running", step=30, steps=90, snapshot=SNAPSHOT, snapshot_step=20, **changes
-    )
 
 
 def test_the_lead_publishes_what_its_service_knows(tmp_path: Path) -> None:

@@ -277,17 +277,8 @@ async def happen(swarm: Swarm, job: JobId, world: World, tasks: asyncio.TaskGrou
                 swarm.network.kill(swarm.peers[-2].id)
             case "leave":
                 old = swarm.owners[int(stage)]
-                await hand_over(swarm, job, int(stage), old, swarm.peers[STAGES])
+                await swarm.hand_over(job, int(stage), old, swarm.peers[STAGES])
                 tasks.create_task(released(old, job, int(stage)))  # once its sessions have been seen off
-
-
-async def hand_over(swarm: Swarm, job: JobId, stage: int, old: Peer, new: Peer) -> None:
-    """What hosting does when a peer leaves that has a successor."""
-    claim = old.context.leases.holds(job, stage)
-    assert claim is not None
-    assert await old.service.pass_on(job, stage) == {}
-    await swarm.hold(new, job, stage, over=claim.term)
-    old.hosting[0].cancel()
 
 
 async def released(old: Peer, job: JobId, stage: int) -> None:

@@ -24,7 +24,6 @@ from fusion.runtime.serving.requests.request import Answer, GenerateRequest
 from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.session import Hop
 from fusion.runtime.serving.ring.stage import RingStage
-from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import RemoteError
 from fusion.swarm.transport import PeerId
 
@@ -343,15 +342,6 @@ def test_a_token_that_was_lost_on_the_way_is_made_again(tmp_path: Path) -> None:
 # --- leaving
 
 
-async def hand_over(swarm: Swarm, job: JobId, stage: int, old: Peer, new: Peer) -> None:
-    """What hosting does when a peer leaves that has a successor."""
-    claim = old.context.leases.holds(job, stage)
-    assert claim is not None
-    assert await old.service.pass_on(job, stage) == {}
-    await swarm.hold(new, job, stage, over=claim.term)
-    old.hosting[0].cancel()
-
-
 @pytest.mark.parametrize(
     "sampling", [Sampling(), pytest.param(PENALISED, marks=pytest.mark.heavy)], ids=["greedy", "penalised"]
 )
@@ -379,7 +369,7 @@ def test_a_peer_that_leaves_is_followed_without_a_fault(
 
             stage._pass_all_on = unhurried  # type: ignore[method-assign]
             first._gateways._commands["open"] = begin_late
-            faults = {20: lambda: hand_over(swarm, job, leaver, old, new)}
+            faults = {20: lambda: swarm.hand_over(job, leaver, old, new)}
             answer = await answer_while(swarm, gateway, 80, faults, sampling=sampling)
             assert list(answer.tokens) == seeded_reference("llama", PROMPT, 80, sampling)
             assert answer.route[leaver] == new.id
