@@ -236,40 +236,47 @@ class Leases:
                 owner = await self.owner(job, stage)
                 if owner is not None and owner.term > over:
                     return None
-            before = self.tenure(job, stage)
-            vacant = before is None or not before.lives(self._directory.now())
-            # Above what was only spoken of, too, where nobody has to be shown that we follow the holder: it costs a number.
-            known = self._cache.highest(place) if vacant else self.known_term(job, stage)
-            term = 1 + max(over, known)
             ours = ClaimRecord(
                 job=job,
                 stage=stage,
                 peer=self.peer_id,
                 role="owner",
-                term=term,
+                term=1 + max(over, self._term_to_pass(place)),
                 score=score,
                 step=0,
                 load=0.0,
                 grants=self.access.chain(job),
                 proof=proof,
             )
-            standby = self._ours.standby_claims.pop(place, None)  # must not be published over the claim
-            won: ClaimRecord | None = None
-            try:
-                won = await self._win(ours, over, confirm)
-            finally:
-                tried = self._ours.claiming.pop(place)
-                if won is None:
-                    self._cache.give_up(place)
-                    if standby is not None:
-                        term = max(standby.term, tried.term)
-                        self._ours.standby_claims[place] = replace(standby, term=term)
-                    await self._ours.withdraw(tried)
+            won = await self._win_or_withdraw(ours, over, confirm)
             if won is not None:
                 self._ours.owned[place] = won
                 self.voting.forget(place)
                 self.tenure(job, stage)
             return won
+
+    def _term_to_pass(self, place: Place) -> int:
+        before = self.tenure(*place)
+        vacant = before is None or not before.lives(self._directory.now())
+        # Above what was only spoken of, too, where nobody has to be shown that we follow the holder: it costs a number.
+        return self._cache.highest(place) if vacant else self.known_term(*place)
+
+    async def _win_or_withdraw(self, ours: ClaimRecord, over: int, confirm: bool) -> ClaimRecord | None:
+        """As `_win`; where we have not won, we stand by for the stage again if we did so before."""
+        place = (ours.job, ours.stage)
+        standby = self._ours.standby_claims.pop(place, None)  # must not be published over the claim
+        won: ClaimRecord | None = None
+        try:
+            won = await self._win(ours, over, confirm)
+        finally:
+            tried = self._ours.claiming.pop(place)
+            if won is None:
+                self._cache.give_up(place)
+                if standby is not None:
+                    term = max(standby.term, tried.term)
+                    self._ours.standby_claims[place] = replace(standby, term=term)
+                await self._ours.withdraw(tried)
+        return won
 
     async def _win(self, ours: ClaimRecord, over: int, confirm: bool) -> ClaimRecord | None:
         """Publish `ours`, raised above every rival, until nobody else can hold its term; None if another wins."""
