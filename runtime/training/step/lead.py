@@ -98,7 +98,18 @@ def _commit(state: LeadState) -> Result:
     joined = dict.fromkeys(range(state.stages), state.version)
     state = replace(state, here=replace(state.here, joined=joined))
     state = state.with_statistics(state.statistics.commit(step, loss))
-    following = after(config, step + 1, stopping=state.stopping, due=state.snapshots.due)
+    state, following = _following(state)
+    state = requested(state, following)
+    commit = m.Commit(state.attempt, step, rate, clip, following, made_of)
+    if overflow:
+        finite = {s: replace(r, loss=loss) for s, r in reports.items() if r.loss is not None}
+        reports = {**reports, **finite}
+    return state, (commit, e.Committed(step, reports))
+
+
+def _following(state: LeadState) -> tuple[LeadState, m.After]:
+    """What stages do between the commit and the next step, and the state once that is sent."""
+    following = after(state.config, state.step, stopping=state.stopping, due=state.snapshots.due)
     if following.snapshot and state.snapshots.saving and not following.finish:
         # One at a time: a job whose steps are faster than its disks would never complete one.
         following = replace(following, snapshot=False)
@@ -106,18 +117,12 @@ def _commit(state: LeadState) -> Result:
     if state.here.leaving and not following.finish:
         # Whatever is due now is due when the next attempt begins.
         following = m.After(hold=tuple(sorted(state.here.leaving)))
-        state = replace(state, here=state.here.part(), phase="gathering")
-    else:
-        following = replace(following, look=state.checks(step + 1) and not following.finish)
-        if state.codecs_changed:
-            following = replace(following, codecs=state.codecs)
-            state = replace(state, codecs_changed=False)
-    state = requested(state, following)
-    commit = m.Commit(state.attempt, step, rate, clip, following, made_of)
-    if overflow:
-        finite = {s: replace(r, loss=loss) for s, r in reports.items() if r.loss is not None}
-        reports = {**reports, **finite}
-    return state, (commit, e.Committed(step, reports))
+        return replace(state, here=state.here.part(), phase="gathering"), following
+    following = replace(following, look=state.checks(state.step) and not following.finish)
+    if state.codecs_changed:
+        following = replace(following, codecs=state.codecs)
+        state = replace(state, codecs_changed=False)
+    return state, following
 
 
 def _fed(state: LeadState) -> tuple[str, tuple[int, ...]]:
