@@ -67,21 +67,25 @@ def shift_cuts(space: Space, start: tuple[Outlook, Choice]) -> tuple[Outlook, Ch
     """The cuts at the stages that are busiest, shifted by a bound or some while that helps."""
     best, size = start, len(space.segments.bounds)
     for _ in range(size):
-        bounds = best[1].bounds
-        stage = _busiest(space, best[1])
         found = None
-        for cut in {stage, stage + 1} - {0, len(bounds) - 1}:
-            for step in (-1, 1, -2, 2, -4, 4):
-                moved = bounds[cut] + step
-                if bounds[cut - 1] < moved < bounds[cut + 1]:
-                    choice = Choice(best[1].order, (*bounds[:cut], moved, *bounds[cut + 1 :]))
-                    outlook = space.outlook(choice)
-                    if outlook.seconds < (found or best)[0].seconds * (1 - _FALLS):
-                        found = outlook, choice
+        for choice in _shifted(best[1], _busiest(space, best[1])):
+            outlook = space.outlook(choice)
+            if outlook.seconds < (found or best)[0].seconds * (1 - _FALLS):
+                found = outlook, choice
         if found is None:
             return best
         best = found
     return best
+
+
+def _shifted(choice: Choice, stage: int) -> Iterator[Choice]:
+    """The same order with a cut beside `stage` one, two or four bounds earlier or later."""
+    bounds = choice.bounds
+    for cut in {stage, stage + 1} - {0, len(bounds) - 1}:
+        for step in (-1, 1, -2, 2, -4, 4):
+            moved = bounds[cut] + step
+            if bounds[cut - 1] < moved < bounds[cut + 1]:
+                yield Choice(choice.order, (*bounds[:cut], moved, *bounds[cut + 1 :]))
 
 
 def _busiest(space: Space, choice: Choice) -> int:
