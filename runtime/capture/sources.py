@@ -7,7 +7,7 @@ What captures a module imports torch.export and SymPy, half as long again as PyT
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -261,27 +261,32 @@ def exported(directory: Path, dtype: str | None = None) -> LanguageModel:
 
 
 def _read(directory: Path, variables: Iterable[Variable]) -> dict[str, torch.Tensor]:
-    wanted = list(variables)
+    names = [variable.name for variable in variables]
+    weights, constants = directory / WEIGHTS_FILE, directory / CONSTANTS_FILE
+    return {
+        **_read_file(weights, [name for name in names if is_exported(name)]),
+        **_read_file(constants, [name for name in names if not is_exported(name)]),
+    }
+
+
+def _read_file(path: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The variables of these names, of which some are parts of what the file holds. JobError for a file that cannot be read, or has not
+    all of them."""
+    if not names:
+        return {}  # an export need not have both files
     found: dict[str, torch.Tensor] = {}
-    for name, chosen in (
-        (WEIGHTS_FILE, [v for v in wanted if is_exported(v.name)]),
-        (CONSTANTS_FILE, [v for v in wanted if not is_exported(v.name)]),
-    ):
-        if not chosen:
-            continue
-        try:
-            with safe_open(directory / name, framework="pt") as file:
-                held = set(file.keys())
-                for variable in chosen:
-                    part = part_of(variable.name)
-                    whole = variable.name if part is None else part.name
-                    if whole not in held:
-                        raise JobError(f"{directory / name} has no {whole}")
-                    found[variable.name] = (
-                        file.get_tensor(whole)
-                        if part is None
-                        else file.get_slice(whole)[part.start : part.stop]
-                    )
-        except (SafetensorError, OSError) as error:
-            raise JobError(f"{directory / name}: {error}") from None
+    try:
+        with safe_open(path, framework="pt") as file:
+            held = set(file.keys())
+            for name in names:
+                part = part_of(name)
+                whole = name if part is None else part.name
+                if whole not in held:
+                    raise JobError(f"{path} has no {whole}")
+                if part is None:
+                    found[name] = file.get_tensor(whole)
+                else:
+                    found[name] = file.get_slice(whole)[part.start : part.stop]
+    except (SafetensorError, OSError) as error:
+        raise JobError(f"{path}: {error}") from None
     return found

@@ -119,26 +119,30 @@ class Hosting:
 
     async def run(self) -> None:
         """Look, claim, host and publish until cancelled; then release what we hold."""
-        loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             self._stages.tasks = tasks
             tasks.create_task(self._gossip.follow())
             try:
                 await self._gossip.publish()  # after a cold start nobody else may know of what was on disk
-                while True:
-                    again = loop.time() + self._config.nudge_seconds
-                    nudged = self._nudged.is_set()
-                    self._nudged.clear()
-                    await self.beat(nudged=nudged)
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(self._config.heartbeat_seconds):
-                            await self._nudged.wait()
-                    await asyncio.sleep(again - loop.time())
+                await self._beat_for_ever()
             finally:
                 self._stages.tasks = None
                 with suppress(SwarmError, OSError):
                     await self._gossip.last_word()  # before others see that the stages are free
                 await self._stages.aclose(self._pool.aclose())
+
+    async def _beat_for_ever(self) -> None:
+        """At each heartbeat, and at once where somebody nudges, though no more often than `nudge_seconds` allow."""
+        loop = asyncio.get_running_loop()
+        while True:
+            again = loop.time() + self._config.nudge_seconds
+            nudged = self._nudged.is_set()
+            self._nudged.clear()
+            await self.beat(nudged=nudged)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.heartbeat_seconds):
+                    await self._nudged.wait()
+            await asyncio.sleep(again - loop.time())
 
     async def beat(self, *, nudged: bool = True) -> None:
         """Look at the directory once, claim what we should, say what we have to say; only while `run` runs. Not `nudged`:

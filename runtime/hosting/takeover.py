@@ -281,14 +281,14 @@ class Takeovers:
         self, report: Report, claims: Sequence[ClaimRecord], gone: Collection[PeerId]
     ) -> SuspectReply | None:
         """The claim of a standby without stages of its own that takes this one; None where none does soon."""
-        us = self._leases.peer_id
+        passed = {self._leases.peer_id, *gone}
+        idle = [claim.peer for claim in successors(claims) if is_idle(claim) and claim.peer not in passed]
         with suppress(TimeoutError):
             async with asyncio.timeout(HEDGE_SECONDS):
-                for standby in successors(claims):
-                    if is_idle(standby) and standby.peer != us and standby.peer not in gone:
-                        answer = await self._ask(standby.peer, replace(report, yours=True))
-                        if answer.claim is not None:
-                            return answer
+                for peer in idle:
+                    answer = await self._ask(peer, replace(report, yours=True))
+                    if answer.claim is not None:
+                        return answer
         return None
 
     def _own(self, place: Place) -> SuspectReply | None:

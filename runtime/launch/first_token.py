@@ -43,14 +43,13 @@ async def first_token(context: Context, prepared: Prepared, patience_seconds: fl
             while True:
                 owner = await _first_owner(context, prepared.job)
                 if owner is not None and owner.ready:
-                    try:
-                        found = await _one(context, owner.peer, request)
-                    except NotAdmitted:
-                        return None
+                    found = await _one(context, owner.peer, request)
                     if isinstance(found, FirstToken):
                         return found
                     trouble = found
                 await asyncio.sleep(RETRY_SECONDS)
+    except NotAdmitted:
+        return None
     except TimeoutError:
         raise JobFailed(
             f"the swarm holds {prepared.manifest.name}, and no token came around in {patience_seconds:.0f} s: {trouble}"

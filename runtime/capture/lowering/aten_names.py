@@ -108,13 +108,19 @@ def detach_what_regions_read(exported: ExportedProgram) -> None:
         given = [n for n in inner.graph.nodes if n.op == "placeholder"]
         with inner.graph.inserting_before(next(n for n in inner.graph.nodes if n.op != "placeholder")):
             for each in given:
-                readers = [user for user in each.users if user.op != "output"]
-                if readers and isinstance(each.meta.get("val"), torch.Tensor):
-                    apart = inner.graph.call_function(torch.ops.aten.detach.default, (each,))
-                    apart.meta["val"] = each.meta["val"].detach()
-                    for user in readers:
-                        user.replace_input_with(each, apart)
+                _detach(inner.graph, each)
         inner.recompile()
+
+
+def _detach(graph: fx.Graph, given: fx.Node) -> None:
+    """All of the graph but its output reads a detach of `given`, where that is a tensor."""
+    readers = [user for user in given.users if user.op != "output"]
+    if not readers or not isinstance(given.meta.get("val"), torch.Tensor):
+        return
+    apart = graph.call_function(torch.ops.aten.detach.default, (given,))
+    apart.meta["val"] = given.meta["val"].detach()
+    for user in readers:
+        user.replace_input_with(given, apart)
 
 
 def unseen_write(exported: ExportedProgram) -> fx.Node | None:
