@@ -16,6 +16,7 @@ recovery          to the next session after a fault
 generation        one answer: tokens in order, over as many sessions as it takes
 answer_text       the text of its tokens, up to a stop text
 text_threads      where tokenizers run
+model_texts       text to token ids and back, with the tokenizers of models
 clients           large questions on their way, answers that nobody reads
 gateway           requests and clients
 

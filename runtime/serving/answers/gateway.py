@@ -17,25 +17,24 @@ learn that it has. What then happens is in `fusion.runtime.serving.answers.gener
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import ParamSpec, TypeVar
 
 from cachetools import LRUCache
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed, NoRoute
 from fusion.runtime.serving.answers.answer_text import AnswerText, PromptText
-from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
+from fusion.runtime.serving.answers.catalog import Catalog
 from fusion.runtime.serving.answers.clients import Arrivals, answer_while_there, send, send_error
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway_session import GatewaySessions
 from fusion.runtime.serving.answers.generation import Generation, PromptLogprobs
+from fusion.runtime.serving.answers.model_texts import ModelTexts
 from fusion.runtime.serving.answers.owner_reports import OwnerReports
-from fusion.runtime.serving.answers.task import OpenGrammar, Task, reading, tokens_wanted
-from fusion.runtime.serving.answers.text_threads import TextThreads
+from fusion.runtime.serving.answers.task import OpenGrammar, Task, check_answerable, task_of
 from fusion.runtime.serving.requests.request import (
     PROMPT_PIECE_TOKENS,
     Answer,
@@ -43,7 +42,6 @@ from fusion.runtime.serving.requests.request import (
     Logprobs,
     Piece,
     PromptPiece,
-    check_size,
 )
 from fusion.swarm.errors import FrameError, NotAdmitted
 from fusion.swarm.transport import Frame, PeerId, Stream
@@ -56,9 +54,6 @@ LARGE_PROMPTS = 16  # over UNASKED_BYTES, on their way here at once
 KNOWN_USERS = 4096  # that are told apart; those that asked last
 IDLE_SECONDS = 30.0  # without a token, before an answer gives way to any other
 BUSY = "this peer answers as many requests as it can, and others have fewer: ask again later, or ask another peer"
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +80,7 @@ class Gateway:
             context.access.chain,
         )
         self._catalog = Catalog(context, self._sessions.through)
-        # Apart from each other: a prompt takes seconds where it is long, and the text of every answer would wait for it.
-        self._prompts, self._texts = TextThreads(), TextThreads()
+        self.texts = ModelTexts()
         clock = context.clock.monotonic
         self._answers = Turns(clock, self._config.max_sessions * ANSWER_BYTES, IDLE_SECONDS)
         self._arriving = Arrivals(clock, LARGE_PROMPTS)
@@ -99,8 +93,7 @@ class Gateway:
         await self._reports.aclose()
         await self._sessions.aclose()
         await self._catalog.aclose()
-        self._prompts.close()
-        self._texts.close()
+        self.texts.close()
 
     async def generate(
         self, request: GenerateRequest, client: PeerId | None = None, holder: PeerId | None = None
@@ -115,9 +108,15 @@ class Gateway:
         holder = holder or asker
         model = await self._catalog.find(request.model)
         await self._catalog.check_asker(model, asker, request.grants)
-        task, prompt_tokens = await self._prepared(model, request, holder)
+        check_answerable(model, request)
+        ids = list(request.prompt_ids or ())
+        if request.prompt is not None:
+            given, plain = request.prompt, not request.chat
+            ids = await self.texts.of_prompt(model, holder, model.text.encode, given, plain=plain)
+        task = task_of(model, request, ids, holder, self._context.random.randrange)
+        task = replace(task, user=self._user(holder))
         stops, least = request.stop, request.ends.min_tokens
-        text = await self._run(self._texts, model, holder, AnswerText, model.text, task.prompt, stops, least)
+        text = await self.texts.of_answer(model, holder, AnswerText, model.text, task.prompt, stops, least)
         tokens, grammar = list(request.answered), None
         if request.schema:
             answered = [token for token in tokens if token not in model.serve.end_tokens]
@@ -141,46 +140,11 @@ class Gateway:
             text=text.whole,
             tokens=tuple(tokens),
             finish="stop" if text.stopped else generation.finish,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=max(len(ids), len(task.prompt)),
             cached_tokens=generation.cached_tokens,
             route=_peers(generation),
             seconds=self._context.clock.monotonic() - began,
         )
-
-    async def _prepared(
-        self, model: ServedModel, request: GenerateRequest, holder: PeerId
-    ) -> tuple[Task, int]:
-        """What is to be answered, without the grammar, and how many tokens the request's prompt has. Raises JobError, JobFailed."""
-        serve = model.serve
-        if serve.outputs:
-            raise JobError(
-                f"model: {model.manifest.name} generates nothing; ask it with: fusion-peer run {model.manifest.name}"
-            )
-        check_size(request, serve.longest_prompt)
-        if request.prompt is not None:
-            ids = await self._read(model, holder, request.prompt, plain=not request.chat)
-        else:
-            ids = list(request.prompt_ids or ())
-        read = reading(serve, ids, request.features)
-        prompt = list(read.prompt)
-        task = Task(
-            model=model,
-            prompt=prompt,
-            answered=request.answered,
-            max_tokens=tokens_wanted(request, serve, prompt),
-            sampling=request.drawn(self._context.random.randrange).sampling,
-            logits=request.logits,
-            top_logprobs=request.top_logprobs,
-            prompt_logprobs=request.top_logprobs if request.echo else None,
-            ends=request.ends,
-            user=self._user(holder),
-            holder=holder,
-            guesses=request.guesses,
-            schema=request.schema.encode(),
-            source=read.source,
-            source_length=read.length,
-        )
-        return task, max(len(ids), len(prompt))
 
     async def _pieces(
         self, task: Task, generation: Generation, text: AnswerText, prompt: _Prompt | None
@@ -193,7 +157,7 @@ class Gateway:
                 yield await self._told(prompt, unscored, generation)
         if had:  # as many as a prompt may have; an end token is not text
             had_text = had[:-1] if task.ends_with(had[-1], len(had) - 1) else had
-            await self._run(self._prompts, model, task.holder, text.read, had_text)
+            await self.texts.of_prompt(model, task.holder, text.read, had_text)
         last: Piece | None = None
         async with aclosing(generation.tokens()) as chosen:
             index = len(had) - 1
@@ -206,14 +170,14 @@ class Gateway:
                 ended = generation.finish == "stop" and task.ends_with(token.id, index)
                 shown = ""
                 if not ended:
-                    shown = await self._run(self._texts, model, task.holder, text.push, token.id)
+                    shown = await self.texts.of_answer(model, task.holder, text.push, token.id)
                 begins = text.ends if ended else text.begins
                 begins += 0 if prompt is None else prompt.text.length
                 last = token.piece(index, shown, begins, _peers(generation))
                 if not text.stopped:
                     yield last
         if not text.stopped:
-            await self._run(self._texts, model, task.holder, text.finish)
+            await self.texts.of_answer(model, task.holder, text.finish)
         elif last is not None:
             yield last
 
@@ -225,7 +189,7 @@ class Gateway:
         ids = prompt.next(len(logprobs) or PROMPT_PIECE_TOKENS)
         last = prompt.at == len(task.prompt)
         read = prompt.text.read
-        shown, begins = await self._run(self._texts, task.model, task.holder, read, ids, last=last)
+        shown, begins = await self.texts.of_answer(task.model, task.holder, read, ids, last=last)
         return PromptPiece(
             ids=ids, text=shown, begins=begins, logprobs=tuple(logprobs), route=_peers(generation)
         )
@@ -236,45 +200,10 @@ class Gateway:
             number = self._users[holder] = next(self._numbers)
         return number
 
-    async def _read(self, model: ServedModel, holder: PeerId, prompt: str, *, plain: bool) -> list[int]:
-        return await self._run(self._prompts, model, holder, model.text.encode, prompt, plain=plain)
-
-    async def _run(
-        self,
-        threads: TextThreads,
-        model: ServedModel,
-        holder: PeerId,
-        function: Callable[P, T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
-        """In a thread where a tokenizer from somebody else runs; bytes take no time."""
-        if model.manifest.tokenizer is None:
-            return function(*args, **kwargs)
-        return await threads.run(model.job, holder, function, *args, **kwargs)
-
     @property
     def catalog(self) -> Catalog:
         """The models that there are."""
         return self._catalog
-
-    async def encode(
-        self, model: ServedModel, holder: PeerId, text: str, *, plain: bool = True
-    ) -> tuple[int, ...]:
-        """As `Text.encode`, one text of a `holder` at a time. JobError for a text that the model cannot take, JobFailed where
-        its tokenizer takes too long."""
-        self.check_text(model, text)
-        return tuple(await self._read(model, holder, text, plain=plain))
-
-    def check_text(self, model: ServedModel, text: str) -> None:
-        """JobError for a text that the model cannot take, whatever tokens are made of it."""
-        check_size(GenerateRequest(prompt=text), model.serve.longest_prompt)
-
-    async def spell(self, model: ServedModel, holder: PeerId, tokens: Sequence[int]) -> list[bytes]:
-        """As `Text.spell`, for each of them."""
-        return await self._run(
-            self._texts, model, holder, lambda: [model.text.spell(token) for token in tokens]
-        )
 
     # --- clients
 

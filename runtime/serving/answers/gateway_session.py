@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.expected_prefixes import ExpectedPrefixes
 from fusion.runtime.serving.answers.failover import Fault, Faulted
+from fusion.runtime.serving.answers.served_model import ServedModel
 from fusion.runtime.serving.requests.header_fields import pack_tokens, whole
 from fusion.runtime.serving.requests.request import Logprobs
 from fusion.runtime.serving.ring.batches import frames_of

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from fusion.runtime.job.context import Takeover
-from fusion.runtime.serving.answers.catalog import ServedModel
+from fusion.runtime.serving.answers.served_model import ServedModel
 from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.directory.records import JobId

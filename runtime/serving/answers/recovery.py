@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from fusion.runtime.job.errors import JobFailed, NoRoute, StagesFull
-from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
+from fusion.runtime.serving.answers.catalog import Catalog
 from fusion.runtime.serving.answers.failover import (
     FailoverConfig,
     Fault,
@@ -18,6 +18,7 @@ from fusion.runtime.serving.answers.failover import (
     explain,
     respond,
 )
+from fusion.runtime.serving.answers.served_model import ServedModel
 from fusion.runtime.serving.answers.session_pair import SessionPair
 from fusion.runtime.serving.grammar.matcher import GrammarTooCostly
 from fusion.runtime.serving.ring.session import Hop

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest, ServeConfig
-from fusion.runtime.serving.answers.catalog import ServedModel
+from fusion.runtime.serving.answers.served_model import ServedModel
 from fusion.runtime.serving.grammar.matcher import GrammarSession
 from fusion.runtime.serving.requests.ends import MODELS_OWN, Ends
 from fusion.runtime.serving.requests.header_fields import pack_tokens
-from fusion.runtime.serving.requests.request import GenerateRequest, check_answered, check_prompt
+from fusion.runtime.serving.requests.request import GenerateRequest, check_answered, check_prompt, check_size
 from fusion.runtime.serving.requests.sampling_params import Sampling, check_biases
 from fusion.runtime.serving.ring.session import check_source
 from fusion.swarm.directory.records import JobId
@@ -60,6 +60,45 @@ class Reading:
     prompt: Sequence[int]
     source: bytes = b""
     length: int = 0
+
+
+def check_answerable(model: ServedModel, request: GenerateRequest) -> None:
+    """JobError, in one line, for a model that generates nothing, or a prompt that is too long for it whatever tokens are made of it."""
+    if model.serve.outputs:
+        raise JobError(
+            f"model: {model.manifest.name} generates nothing; ask it with: fusion-peer run {model.manifest.name}"
+        )
+    check_size(request, model.serve.longest_prompt)
+
+
+def task_of(
+    model: ServedModel,
+    request: GenerateRequest,
+    ids: Sequence[int],
+    holder: PeerId,
+    draw: Callable[[int], int],
+) -> Task:
+    """What is to be answered, without the grammar and the user. `ids`: of the request's text, or that it gave; `draw` gives a
+    number below another, for a seed. JobError, in one line, for what the model cannot answer."""
+    serve = model.serve
+    read = reading(serve, ids, request.features)
+    prompt = list(read.prompt)
+    return Task(
+        model=model,
+        prompt=prompt,
+        answered=request.answered,
+        max_tokens=tokens_wanted(request, serve, prompt),
+        sampling=request.drawn(draw).sampling,
+        logits=request.logits,
+        top_logprobs=request.top_logprobs,
+        prompt_logprobs=request.top_logprobs if request.echo else None,
+        ends=request.ends,
+        holder=holder,
+        guesses=request.guesses,
+        schema=request.schema.encode(),
+        source=read.source,
+        source_length=read.length,
+    )
 
 
 def tokens_wanted(request: GenerateRequest, serve: ServeConfig, prompt: Sequence[int]) -> int:

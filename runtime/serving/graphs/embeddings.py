@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion.runtime.job.errors import JobError, JobFailed
-from fusion.runtime.serving.answers.catalog import ServedModel
+from fusion.runtime.serving.answers.served_model import ServedModel
 from fusion.runtime.serving.graphs.arrays import Array
 from fusion.runtime.serving.graphs.gateway import GraphGateway
 from fusion.swarm.transport import PeerId

@@ -16,8 +16,8 @@ from fastapi import Request, Response
 from fusion.runtime.belief.naming import Known
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.gateway import Gateway
+from fusion.runtime.serving.answers.served_model import ServedModel
 from fusion.runtime.serving.http import answers, asking
 from fusion.runtime.serving.http.chat_format import ChatFormats, variables
 from fusion.runtime.serving.http.errors import ApiError, Busy, api_error, attributed_to, invalid
@@ -118,7 +118,7 @@ class Api:
         self, request: Request, model: ServedModel, prompt: str | tuple[int, ...], plain: bool
     ) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return await self._gateway.encode(model, request.state.holder, prompt, plain=plain)
+            return await self._gateway.texts.encode(model, request.state.holder, prompt, plain=plain)
         check_length(len(prompt), model.serve.longest_prompt)  # each of `n` answers looks at all of them
         return prompt
 
@@ -136,7 +136,7 @@ class Api:
         """The model that a chat is with, and what its gateway is asked."""
         model = await self.find(body.model)
         text = await self._text(model, body)
-        prompt = await self._gateway.encode(model, request.state.holder, text, plain=False)
+        prompt = await self._gateway.texts.encode(model, request.state.holder, text, plain=False)
         most = body.tokens or min(CHAT_TOKENS, _left(model, prompt))
         top = (body.top_logprobs or 0) if body.logprobs else None
         return model, asking.requests(body, model.job, [prompt], [most], top, self._context.random)
@@ -210,7 +210,7 @@ class Api:
                 if not isinstance(part.said, Answer):
                     told = _told(part.said)
                     if tokens := list(told - spelling.keys()):
-                        spelled = await self._gateway.spell(model, request.state.holder, tokens)
+                        spelled = await self._gateway.texts.spell(model, request.state.holder, tokens)
                         spelling.update(zip(tokens, spelled, strict=True))
                 yield part
 

@@ -8,7 +8,7 @@ from cachetools import LRUCache
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.serving.answers.catalog import ServedModel
+from fusion.runtime.serving.answers.served_model import ServedModel
 from fusion.runtime.serving.http.body import parse
 from fusion.runtime.serving.http.errors import ApiError
 from fusion.runtime.serving.http.schema import ChatRequest, Message

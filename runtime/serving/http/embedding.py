@@ -11,8 +11,8 @@ import numpy as np
 from fastapi import Request, Response
 from numpy.typing import NDArray
 
-from fusion.runtime.serving.answers.catalog import ServedModel
 from fusion.runtime.serving.answers.gateway import Gateway
+from fusion.runtime.serving.answers.served_model import ServedModel
 from fusion.runtime.serving.graphs.embeddings import check_texts, embeddings
 from fusion.runtime.serving.graphs.gateway import AT_ONCE, GraphGateway
 from fusion.runtime.serving.http.api import Api
@@ -52,7 +52,7 @@ class Embeddings:
         with attributed_to("input"):
             for text in body.texts:
                 if isinstance(text, str):
-                    self._gateway.check_text(model, text)
+                    self._gateway.texts.check(model, text)
         # Tokens are made in its place, too: of many texts that takes long.
         size = TOKEN_BYTES * sum(map(len, body.texts))
         size += len(body.texts) * USUAL_SIZE * NUMBER_BYTES[body.as_base64]
@@ -83,7 +83,7 @@ class Embeddings:
         """The answer, a part at a time."""
         with attributed_to("input"):
             texts = [
-                await self._gateway.encode(model, holder, text) if isinstance(text, str) else text
+                await self._gateway.texts.encode(model, holder, text) if isinstance(text, str) else text
                 for text in body.texts
             ]
         check_texts(model, texts)

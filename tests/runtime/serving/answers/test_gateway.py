@@ -303,13 +303,13 @@ def test_a_prompt_that_takes_long_to_read_holds_up_no_answer_and_one_prompt_of_e
             served = await gateway.catalog.find("")
             one, other = PeerId("http/one"), PeerId("http/other")
             try:
-                asked = [asyncio.create_task(gateway.encode(served, one, "long"))]
+                asked = [asyncio.create_task(gateway.texts.encode(served, one, "long"))]
                 await asyncio.to_thread(reading.wait)
                 answer = await swarm.ask(prompt_ids=(5, 9), max_tokens=8)
                 assert list(answer.tokens) == reference("gpt2", [5, 9], 8) and answer.text
-                asked += [asyncio.create_task(gateway.encode(served, one, "again")) for _ in range(3)]
+                asked += [asyncio.create_task(gateway.texts.encode(served, one, "again")) for _ in range(3)]
                 await asyncio.sleep(0)
-                asked.append(asyncio.create_task(gateway.encode(served, other, "other")))
+                asked.append(asyncio.create_task(gateway.texts.encode(served, other, "other")))
                 await asyncio.sleep(0)
             finally:
                 go.set()

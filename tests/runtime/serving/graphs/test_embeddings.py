@@ -22,7 +22,8 @@ from fusion.runtime.launch.launch import launch
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.placing.placed_job import as_asked
 from fusion.runtime.planes.torch_plane import TorchPlane
-from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
+from fusion.runtime.serving.answers.catalog import Catalog
+from fusion.runtime.serving.answers.served_model import ServedModel
 from fusion.runtime.serving.graphs.embeddings import check_texts, embeddings
 from fusion.runtime.serving.graphs.gateway import GraphGateway
 from fusion.runtime.serving.graphs.stages import GraphStages

@@ -30,12 +30,13 @@ class _Gateway:
         self._fails = fails
         self.plain = list[bool]()
         self.catalog = SimpleNamespace(find=self._find)
+        self.texts = SimpleNamespace(encode=self._encode)
 
     async def _find(self, name: str) -> Any:
         serve = SimpleNamespace(longest_prompt=100, max_sequence=100, source=None)
         return SimpleNamespace(job="job", manifest=SimpleNamespace(name="m"), serve=serve)
 
-    async def encode(self, model: Any, holder: PeerId, text: str, *, plain: bool = True) -> tuple[int, ...]:
+    async def _encode(self, model: Any, holder: PeerId, text: str, *, plain: bool = True) -> tuple[int, ...]:
         self.plain.append(plain)
         return (1, 2)
 
