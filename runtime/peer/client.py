@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -100,17 +100,22 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
             learn=lambda peer, addresses, _: transport.learn(peer, addresses),
         )
         async with membership:
-            try:
-                async with asyncio.timeout(config.join_seconds):
-                    await either(membership.joined, membership.refused)
-            except TimeoutError:
-                tried = ", ".join(ways[:3])
-                raise PeerUnreachable(
-                    f"no peer answers at {tried} (waited {config.join_seconds:.0f} s)"
-                ) from None
-            if not membership.joined.is_set():
-                raise ClosedSwarm(NO_MEMBER)
+            await _joined(membership.joined, membership.refused, ways, config.join_seconds)
             yield context
+
+
+async def _joined(
+    joined: asyncio.Event, refused: asyncio.Event, ways: Sequence[str], patience_seconds: float
+) -> None:
+    """Wait until a peer at one of `ways` has taken us in. Raises PeerUnreachable, ClosedSwarm."""
+    try:
+        async with asyncio.timeout(patience_seconds):
+            await either(joined, refused)
+    except TimeoutError:
+        tried = ", ".join(ways[:3])
+        raise PeerUnreachable(f"no peer answers at {tried} (waited {patience_seconds:.0f} s)") from None
+    if not joined.is_set():
+        raise ClosedSwarm(NO_MEMBER)
 
 
 def ways_in(config: ClientConfig) -> tuple[str, ...]:

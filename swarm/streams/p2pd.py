@@ -82,30 +82,14 @@ class Daemon:
         process: asyncio.subprocess.Process | None = None
         try:
             directory = make_private_directory(runtime_dir)
-            key = identity.path
-            if key is None:
-                key = directory / "identity.key"
-                with open(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                    file.write(identity.private_bytes())
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", p2pd_guard.__file__, str(directory), str(program)),
-                *(
-                    f"-id={key.absolute()}",
-                    f"-listen=/unix{directory / 'd.sock'}",
-                    f"-hostAddrs={','.join(listen)}",
-                ),
+            key = identity.path or _write_key(identity, directory)
+            process = await _spawn(
+                directory,
+                program,
+                f"-id={key.absolute()}",
+                f"-listen=/unix{directory / 'd.sock'}",
+                f"-hostAddrs={','.join(listen)}",
                 *arguments,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-                cwd="/",
-                env={
-                    **os.environ,
-                    "GOLOG_LOG_LEVEL": "error",
-                    "GOLOG_LOG_FMT": "nocolor",
-                    "GOMAXPROCS": str(daemon_cores(usable_cores())),
-                },
             )
             daemon = cls(directory, process, 0, lock)
             await daemon._wait_ready(start_seconds)
@@ -190,6 +174,32 @@ class Daemon:
             if not line.startswith(("guard: ", "Control socket", "Peer ", "/ip"))
         ]
         return (said[-1] if said else "it was killed")[-300:]
+
+
+def _write_key(identity: Identity, directory: Path) -> Path:
+    """Of an identity that lives in memory alone: p2pd reads its key from a file."""
+    key = directory / "identity.key"
+    with open(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(identity.private_bytes())
+    return key
+
+
+async def _spawn(directory: Path, program: Path, *arguments: str) -> asyncio.subprocess.Process:
+    """The guard, which runs `program` and ends it, and removes `directory`, once our end of its stdin is closed."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", p2pd_guard.__file__, str(directory), str(program), *arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+        cwd="/",
+        env={
+            **os.environ,
+            "GOLOG_LOG_LEVEL": "error",
+            "GOLOG_LOG_FMT": "nocolor",
+            "GOMAXPROCS": str(daemon_cores(usable_cores())),
+        },
+    )
 
 
 def daemon_cores(cores: int) -> int:

@@ -175,15 +175,8 @@ class GenerateRequest:
             raise JobError(f"prompt: at most {MAX_PROMPT_BYTES} bytes, not {len(payload)}")
         features = b""
         if kind == "features":
-            size = whole(header, "features", 0)
-            if not 0 < size <= min(len(payload), MAX_SOURCE_BYTES):
-                raise JobError("features: as many bytes as there are")
-            features, payload = bytes(payload[:size]), payload[size:]
-        try:
-            text = None if kind in ("ids", "features") else str(payload, "utf-8")
-        except UnicodeDecodeError:
-            raise JobError("prompt: UTF-8 text") from None
-        ids = None if text is not None or (features and not payload) else tuple(unpack_tokens(payload))
+            features, payload = _split_features(payload, whole(header, "features", 0))
+        text, ids = _read_prompt(payload, kind in ("text", "chat"))
         answered = header.get("answered", b"")
         if not isinstance(answered, bytes):
             raise JobError("answered: the bytes of token ids")
@@ -193,7 +186,7 @@ class GenerateRequest:
         return cls(
             model=model,
             prompt=text,
-            prompt_ids=ids,
+            prompt_ids=None if features and not ids else ids,
             max_tokens=None if header.get("max_tokens") is None else whole(header, "max_tokens", 0),
             sampling=Sampling.from_header(header),
             seeded="seed" in header,
@@ -331,6 +324,23 @@ def check_answered(answered: Sequence[int], max_tokens: int, vocabulary: int) ->
         raise JobError(f"answered: this model's tokens are 0 to {vocabulary - 1}")
     if len(answered) > max_tokens:
         raise JobError(f"answered: {len(answered)} tokens, and max_tokens is {max_tokens}")
+
+
+def _split_features(payload: memoryview, size: int) -> tuple[bytes, memoryview]:
+    """The features that a payload begins with, of so many bytes, and the rest. JobError where it has fewer."""
+    if not 0 < size <= min(len(payload), MAX_SOURCE_BYTES):
+        raise JobError("features: as many bytes as there are")
+    return bytes(payload[:size]), payload[size:]
+
+
+def _read_prompt(payload: memoryview, is_text: bool) -> tuple[str | None, tuple[int, ...] | None]:
+    """A text or token ids, and None for the other. JobError where it is none."""
+    if not is_text:
+        return None, tuple(unpack_tokens(payload))
+    try:
+        return str(payload, "utf-8"), None
+    except UnicodeDecodeError:
+        raise JobError("prompt: UTF-8 text") from None
 
 
 def split_schema(payload: memoryview, size: int) -> tuple[str, memoryview]:

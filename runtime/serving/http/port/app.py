@@ -55,29 +55,7 @@ def make_app(
 
 
 def _routes(api: Api, responses: Responses, embeddings: Embeddings, metrics: Metrics) -> APIRouter:
-    class Route(BoundedRoute):
-        """What goes wrong is told as OpenAI does."""
-
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            handle = super().get_route_handler()
-
-            async def handle_errors(request: Request) -> Response:
-                try:
-                    return await handle(request)
-                except RequestValidationError as error:
-                    return reply(_wrong_field(error.errors()))
-                except ClientGone:
-                    return Response(status_code=GONE)
-                except HTTPException as error:  # FastAPI's, perhaps around one of ours that `body` raised
-                    ours = error.__cause__
-                    told = ours if isinstance(ours, ApiError) else ApiError(error.status_code, error.detail)
-                    return reply(told)
-                except Exception as error:
-                    return reply(api.failed(error))
-
-            return handle_errors
-
-    router = APIRouter(route_class=Route, responses=ERRORS)
+    router = APIRouter(route_class=_route_class(api), responses=ERRORS)
 
     @router.post("/v1/completions", response_model=None)
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -117,6 +95,32 @@ def _routes(api: Api, responses: Responses, embeddings: Embeddings, metrics: Met
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     return router
+
+
+def _route_class(api: Api) -> type[BoundedRoute]:
+    class Route(BoundedRoute):
+        """What goes wrong is told as OpenAI does."""
+
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def handle_errors(request: Request) -> Response:
+                try:
+                    return await handle(request)
+                except RequestValidationError as error:
+                    return reply(_wrong_field(error.errors()))
+                except ClientGone:
+                    return Response(status_code=GONE)
+                except HTTPException as error:  # FastAPI's, perhaps around one of ours that `body` raised
+                    ours = error.__cause__
+                    told = ours if isinstance(ours, ApiError) else ApiError(error.status_code, error.detail)
+                    return reply(told)
+                except Exception as error:
+                    return reply(api.failed(error))
+
+            return handle_errors
+
+    return Route
 
 
 def reply(error: ApiError) -> JSONResponse:
