@@ -52,3 +52,9 @@ class InstantLoop(asyncio.SelectorEventLoop):
 def run(main: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=InstantLoop) as runner:
         return runner.run(main)
+
+
+async def settled() -> None:
+    """Once all that is ready now has run, and what that made ready."""
+    for _ in range(10):
+        await asyncio.sleep(0)

@@ -4,7 +4,8 @@ failover          whose fault it is, and what to do; pure
 slowdown          whether tokens come clearly slower; pure
 route_choice      which holder of each stage; pure
 served_model      a model as a gateway has it: its manifest and its tokenizer
-catalog           which models are served, and by whom
+routes            who runs the stages of a model
+catalog           which models are served
 task              what is to be answered, and what the model reads of it; pure
 expected_prefixes   which prefixes stages should retain; pure
 gateway_session   sessions as a gateway holds them
@@ -15,8 +16,7 @@ owner_reports     owners that seem to have vanished, reported once for all answe
 recovery          to the next session after a fault
 generation        one answer: tokens in order, over as many sessions as it takes
 answer_text       the text of its tokens, up to a stop text
-text_threads      where tokenizers run
-model_texts       text to token ids and back, with the tokenizers of models
+text_threads      text to token ids and back, where tokenizers run
 clients           large questions on their way, answers that nobody reads
 gateway           requests and clients
 

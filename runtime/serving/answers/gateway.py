@@ -32,9 +32,9 @@ from fusion.runtime.serving.answers.clients import Arrivals, answer_while_there,
 from fusion.runtime.serving.answers.failover import FailoverConfig
 from fusion.runtime.serving.answers.gateway_session import GatewaySessions
 from fusion.runtime.serving.answers.generation import Generation, PromptLogprobs
-from fusion.runtime.serving.answers.model_texts import ModelTexts
 from fusion.runtime.serving.answers.owner_reports import OwnerReports
 from fusion.runtime.serving.answers.task import OpenGrammar, Task, check_answerable, task_of
+from fusion.runtime.serving.answers.text_threads import ModelTexts
 from fusion.runtime.serving.requests.request import (
     PROMPT_PIECE_TOKENS,
     Answer,
@@ -84,7 +84,7 @@ class Gateway:
         clock = context.clock.monotonic
         self._answers = Turns(clock, self._config.max_sessions * ANSWER_BYTES, IDLE_SECONDS)
         self._arriving = Arrivals(clock, LARGE_PROMPTS)
-        self._reports = OwnerReports(context.takeover, self._catalog.newer)
+        self._reports = OwnerReports(context.takeover, self._catalog.routes.newer)
         # Stages are told that one is the same, and not who
         self._users: LRUCache[PeerId, int] = LRUCache(KNOWN_USERS)
         self._numbers = count(1)
@@ -126,7 +126,7 @@ class Gateway:
                 self._context,
                 replace(task, grammar=grammar),
                 self._sessions,
-                self._catalog,
+                self._catalog.routes,
                 self._reports.suspect,
                 self._config.failover,
             )

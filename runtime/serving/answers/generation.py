@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from fusion.runtime.job.context import Context
-from fusion.runtime.serving.answers.catalog import Catalog, NoOwner
 from fusion.runtime.serving.answers.failover import FailoverConfig, Fault, Faulted
 from fusion.runtime.serving.answers.gateway_session import (
     Event,
@@ -33,6 +32,7 @@ from fusion.runtime.serving.answers.gateway_session import (
 from fusion.runtime.serving.answers.liveness import Liveness
 from fusion.runtime.serving.answers.moves import Moves
 from fusion.runtime.serving.answers.recovery import Recovery, Suspect
+from fusion.runtime.serving.answers.routes import NoOwner, Routes
 from fusion.runtime.serving.answers.session_pair import SessionPair
 from fusion.runtime.serving.answers.slowdown import Slowdown
 from fusion.runtime.serving.answers.task import Task
@@ -82,18 +82,18 @@ class Generation:
         context: Context,
         task: Task,
         sessions: GatewaySessions,
-        catalog: Catalog,
+        routes: Routes,
         suspect: Suspect,
         config: FailoverConfig,
     ) -> None:
         self.finish = _ended(task)
         self.cached_tokens = 0  # of the prompt, that no stage had to run
         self._clock = context.clock.monotonic
-        self._catalog = catalog
+        self._routes = routes
         self._pair = SessionPair(task, sessions, context.random)
         self._liveness = Liveness(config, self._clock)
-        self._recovery = Recovery(self._pair, catalog, suspect, config)
-        self._moves = Moves(self._pair, catalog, lambda: self._recovery.flows, self._clock, context.random)
+        self._recovery = Recovery(self._pair, routes, suspect, config)
+        self._moves = Moves(self._pair, routes, lambda: self._recovery.flows, self._clock, context.random)
         self._slowdown = Slowdown()
 
     @property
@@ -133,7 +133,7 @@ class Generation:
             self._promote()
             return
         try:
-            route = await self._catalog.route(pair.task.model, pair.remaining)
+            route = await self._routes.route(pair.task.model, pair.remaining)
         except NoOwner as error:
             raise Faulted(Fault("absent", str(error), (error.stage,))) from None
         except SwarmError as error:  # the directory is out of reach for now

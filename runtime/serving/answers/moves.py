@@ -9,9 +9,9 @@ from collections.abc import Callable
 from random import Random
 
 from fusion.runtime.job.errors import JobFailed, NoRoute
-from fusion.runtime.serving.answers.catalog import Catalog
 from fusion.runtime.serving.answers.failover import Fault, Faulted
 from fusion.runtime.serving.answers.gateway_session import GatewaySession
+from fusion.runtime.serving.answers.routes import Routes
 from fusion.runtime.serving.answers.session_pair import SessionPair
 from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.errors import SwarmError
@@ -33,13 +33,13 @@ class Moves:
     def __init__(
         self,
         pair: SessionPair,
-        catalog: Catalog,
+        routes: Routes,
         flows: Callable[[], bool],
         clock: Callable[[], float],
         random: Random,
     ) -> None:
         self._pair = pair
-        self._catalog = catalog
+        self._routes = routes
         self._flows = flows
         self._clock = clock
         self._random = random
@@ -59,15 +59,15 @@ class Moves:
     def leave(self, session: GatewaySession, stage: int) -> None:
         """The peer that runs `stage` of the current session is about to leave."""
         if not self.under_way:
-            self._catalog.avoid(session.model.job, stage, session.route[stage].peer)
+            self._routes.avoid(session.model.job, stage, session.route[stage].peer)
             self._opening = asyncio.create_task(self._follow(session))
 
     async def _follow(self, session: GatewaySession) -> None:
         """Where this fails the end of the session is a fault like any other."""
         for _ in range(MOVE_TRIES):
-            self._catalog.forget_route(session.model.job)
+            self._routes.forget(session.model.job)
             try:
-                route = await self._catalog.route(session.model, self._pair.remaining)
+                route = await self._routes.route(session.model, self._pair.remaining)
                 if route != session.route:
                     await self._pair.open_next(route)
                     return
@@ -86,10 +86,10 @@ class Moves:
                 continue
             if self.under_way or self._clock() < self._settled_at:
                 continue
-            if looks % CHOICELESS_LOOKS and not self._catalog.has_choice(model.job):
+            if looks % CHOICELESS_LOOKS and not self._routes.has_choice(model.job):
                 continue
             try:
-                route = await self._catalog.better(model, pair.remaining, session.route)
+                route = await self._routes.better(model, pair.remaining, session.route)
             except (NoRoute, JobFailed, SwarmError) as error:
                 log.debug("no better way: %s", error_line(error))
                 continue
@@ -115,4 +115,4 @@ class Moves:
 
     def _avoid(self, route: tuple[Hop, ...], fault: Fault) -> None:
         for stage in fault.stages:
-            self._catalog.avoid(self._pair.task.model.job, stage, route[stage].peer)
+            self._routes.avoid(self._pair.task.model.job, stage, route[stage].peer)

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from fusion.runtime.job.errors import JobFailed, NoRoute, StagesFull
-from fusion.runtime.serving.answers.catalog import Catalog
 from fusion.runtime.serving.answers.failover import (
     FailoverConfig,
     Fault,
@@ -18,6 +17,7 @@ from fusion.runtime.serving.answers.failover import (
     explain,
     respond,
 )
+from fusion.runtime.serving.answers.routes import Routes
 from fusion.runtime.serving.answers.served_model import ServedModel
 from fusion.runtime.serving.answers.session_pair import SessionPair
 from fusion.runtime.serving.grammar.matcher import GrammarTooCostly
@@ -42,9 +42,9 @@ _GIVEN_UP: dict[FaultKind, type[JobFailed] | type[NoRoute]] = {
 
 
 class Recovery:
-    def __init__(self, pair: SessionPair, catalog: Catalog, suspect: Suspect, config: FailoverConfig) -> None:
+    def __init__(self, pair: SessionPair, routes: Routes, suspect: Suspect, config: FailoverConfig) -> None:
         self._pair = pair
-        self._catalog = catalog
+        self._routes = routes
         self._suspect = suspect
         self._config = config
         self._trouble = Trouble(answered=bool(pair.task.answered))
@@ -71,7 +71,7 @@ class Recovery:
         if fault.kind == "broken":
             pair.reuses = False  # it may be that a stage does not hold what it says
         # All of them: the other stages of a route may be reached from nowhere else.
-        left = [self._catalog.avoid(model.job, stage, before[stage].peer) for stage in fault.stages if before]
+        left = [self._routes.avoid(model.job, stage, before[stage].peer) for stage in fault.stages if before]
         elsewhere = bool(left) and all(left)
         retry = respond(self._trouble, fault, stalled_seconds, self._config, elsewhere=elsewhere)
         if retry is None:
@@ -89,19 +89,19 @@ class Recovery:
             if not pair.events.empty():
                 return  # it has woken up
             with suppress(NoRoute, SwarmError):
-                if await self._catalog.route(model, pair.remaining) == before:
+                if await self._routes.route(model, pair.remaining) == before:
                     return  # nobody has taken over: it may yet wake up
         pair.drop_current()
         if not retry.suspects:
-            self._catalog.forget_route(model.job)
+            self._routes.forget(model.job)
         if not followed:  # each of them by the word of a majority: nobody makes us try for ever
             await asyncio.sleep(retry.pause_seconds)
 
     async def _report(self, stages: Sequence[int], *, keep: bool) -> bool:
-        """Report the owners of these stages. Afterwards the catalog knows the new ones, or that it has to look. Whether all
+        """Report the owners of these stages. Afterwards the routes go by the new ones, or are looked up anew. Whether all
         have been followed."""
         model, route = self._pair.task.model, self._pair.route
-        stages = [stage for stage in stages if self._catalog.owns(model.job, stage, route[stage].peer)]
+        stages = [stage for stage in stages if self._routes.owns(model.job, stage, route[stage].peer)]
         reports = asyncio.gather(*(self._suspect(model, stage, route[stage]) for stage in stages))
         try:
             while not reports.done():
@@ -111,5 +111,5 @@ class Recovery:
             hops = reports.result()
         finally:
             reports.cancel()
-        self._catalog.replace(model.job, route, {s: hop for s, hop in zip(stages, hops, strict=True) if hop})
+        self._routes.replace(model.job, route, {s: hop for s, hop in zip(stages, hops, strict=True) if hop})
         return bool(hops) and all(hops)

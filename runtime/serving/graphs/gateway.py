@@ -48,7 +48,7 @@ class GraphGateway:
         self._stages = stages
         self._graphs = graphs
         self._catalog = catalog
-        self._owners = StageOwners(context, stages, catalog.forget_route)
+        self._owners = StageOwners(context, stages, catalog.routes.forget)
         clock = context.clock.monotonic
         self._arriving = Arrivals(clock, AT_ONCE)
         # A run waits for stages, and these for nobody: they have places of their own. One that is at work is not idle.

@@ -166,7 +166,7 @@ def test_a_name_means_the_newest_model_of_its_author_once_all_of_it_is_held(
     async def main() -> None:
         async with swarm_of(4, tmp_path) as swarm:
             gateway = swarm.peers[3].service.gateway._catalog
-            gateway._fresh_seconds = 0.0
+            gateway._fresh_seconds = gateway.routes._fresh_seconds = 0.0
 
             async def asked() -> tuple[int, list[int]]:
                 answer = await swarm.ask(3, model="live", prompt_ids=(1, 2, 3), max_tokens=12)

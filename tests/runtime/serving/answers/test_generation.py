@@ -430,17 +430,17 @@ def test_of_a_model_that_is_served_no_longer_nobody_follows_a_stage_that_leaves(
 
         def avoid(self, *_: object) -> None: ...
 
-        def forget_route(self, *_: object) -> None: ...
+        def forget(self, *_: object) -> None: ...
 
         async def route(self, *_: object) -> None:
             self.looks += 1
             raise JobFailed("toy is not served any more: stopped")
 
     async def main() -> None:
-        catalog, unhandled = Ended(), list[Any]()
+        routes, unhandled = Ended(), list[Any]()
         asyncio.get_running_loop().set_exception_handler(lambda _, about: unhandled.append(about))
         pair: Any = SimpleNamespace(next=None, remaining=None)
-        leaving = moves.Moves(pair, catalog, lambda: True, lambda: 0.0, random.Random(0))  # type: ignore[arg-type]
+        leaving = moves.Moves(pair, routes, lambda: True, lambda: 0.0, random.Random(0))  # type: ignore[arg-type]
         route = (Hop(PeerId("p"), 1),)
         leaving.leave(SimpleNamespace(model=SimpleNamespace(job="j"), route=route), 0)  # type: ignore[arg-type]
         while leaving.under_way:
@@ -448,6 +448,6 @@ def test_of_a_model_that_is_served_no_longer_nobody_follows_a_stage_that_leaves(
         await leaving.aclose()
         del leaving
         gc.collect()
-        assert catalog.looks == moves.MOVE_TRIES and not unhandled
+        assert routes.looks == moves.MOVE_TRIES and not unhandled
 
     asyncio.run(main())

@@ -231,7 +231,7 @@ def alone(seconds: float = 0.0) -> GraphGateway:
     """A gateway whose runs take so long, and give nothing."""
     clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
     context: Any = SimpleNamespace(clock=clock, peer_id=PeerId("gateway"))
-    nothing: Any = SimpleNamespace(forget_route=None)
+    nothing: Any = SimpleNamespace(routes=SimpleNamespace(forget=None))
     made = GraphGateway(context, nothing, nothing, nothing)
 
     async def answer(*_: object) -> Any:

@@ -70,7 +70,10 @@ class Owners:
             access=SimpleNamespace(chain=lambda job: (), refusal=lambda *_: None),
         )
         catalog: Any = SimpleNamespace(
-            find=find, check_asker=nothing, check_admitted=nothing, forget_route=lambda job: None
+            find=find,
+            check_asker=nothing,
+            check_admitted=nothing,
+            routes=SimpleNamespace(forget=lambda job: None),
         )
         graphs: Any = SimpleNamespace(of=graphs_of)
         stages: Any = SimpleNamespace(held=lambda *_: None)
