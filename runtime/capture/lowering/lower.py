@@ -213,25 +213,30 @@ class _Lowering:
 
     def region(self, module: fx.GraphModule) -> None:
         for node in module.graph.nodes:
-            if node.op == "call_function" and not is_size(node):
-                name = op_name(node.target)
-                if name == "getitem":
-                    source, index = cast(tuple[fx.Node, int], node.args)
-                    value = self.env[source]
-                    self.env[node] = value[index] if isinstance(value, tuple) else value
-                elif name in _REGIONS:
-                    self.nested(node, name, module)
-                elif name == BROADCAST:
-                    self.broadcast(node)
-                elif name == DROPOUT_APART:
-                    self.dropped(node)
-                elif name in NORMS:
-                    self.normalised(node, training=NORMS[name])
-                elif not is_dropped(name):
-                    try:
-                        self.call(node, name)
-                    except (CaptureError, GraphError) as error:
-                        raise CaptureError(f"{error}{line_of_node(node)}") from error
+            if node.op != "call_function" or is_size(node):
+                continue
+            name = op_name(node.target)
+            if name == "getitem":
+                self.item(node)
+            elif name in _REGIONS:
+                self.nested(node, name, module)
+            elif name == BROADCAST:
+                self.broadcast(node)
+            elif name == DROPOUT_APART:
+                self.dropped(node)
+            elif name in NORMS:
+                self.normalised(node, training=NORMS[name])
+            elif not is_dropped(name):
+                try:
+                    self.call(node, name)
+                except (CaptureError, GraphError) as error:
+                    raise CaptureError(f"{error}{line_of_node(node)}") from error
+
+    def item(self, node: fx.Node) -> None:
+        """One of the results of a call."""
+        source, index = cast(tuple[fx.Node, int], node.args)
+        value = self.env[source]
+        self.env[node] = value[index] if isinstance(value, tuple) else value
 
     def broadcast(self, node: fx.Node) -> None:
         """Each tensor with the shape of all together."""
@@ -330,30 +335,36 @@ class _Lowering:
             return
         if name not in OPSET:
             raise CaptureError(f"the op-set has no operator {name}")
-        args = tuple(self.argument(name, p, values) for p in OPSET[name].parameters)
-        value = node.meta["val"]
-        several = isinstance(value, (tuple, list))
-        types = tuple(self.sizes.type_of(v) for v in (value if several else (value,)))
-        if name == "aten.slice.Tensor":
-            args = _counted_from_front(args, types[0])
-        # torch's fake tensors let dtypes pass that do not go together. A view has one, and may be spelt another way later.
-        view = OPSET[name].family == "view"
-        made = types if view else infer(name, args, self.types)
-        if in_place and made != types:
-            # Written in the dtype of what was there: the value of a higher one is rounded to it.
-            whole = self.emit(node.name, name, args, made)
-            name, args = "aten.to.dtype", (whole[0], DType(types[0].dtype))
-        refs = self.emit(node.name, name, args, types)
-        if view:
+        refs = self.results(node, name, values, in_place=in_place)
+        if OPSET[name].family == "view":
             self.viewed.update(refs)
             if isinstance(first, fx.Node) and isinstance(source := self.env[first], Ref):
                 self.viewed.add(source)
-        self.env[node] = refs if several else refs[0]
+        self.env[node] = refs if isinstance(node.meta["val"], (tuple, list)) else refs[0]
         if in_place:
             written = self.memory.get(first, first)
             for other in [n for n in self.env if self.memory.get(n, n) is written]:
                 self.env[other] = refs[0]
             self.memory[node] = written
+
+    def results(
+        self, node: fx.Node, name: str, values: Mapping[str, Any], *, in_place: bool
+    ) -> tuple[Ref, ...]:
+        """What an op of the op-set makes of `values`, in the types that torch saw; `in_place`: in that of the tensor written to."""
+        args = tuple(self.argument(name, p, values) for p in OPSET[name].parameters)
+        value = node.meta["val"]
+        types = tuple(
+            self.sizes.type_of(v) for v in (value if isinstance(value, (tuple, list)) else (value,))
+        )
+        if name == "aten.slice.Tensor":
+            args = _counted_from_front(args, types[0])
+        # torch's fake tensors let dtypes pass that do not go together. A view has one, and may be spelt another way later.
+        made = types if OPSET[name].family == "view" else infer(name, args, self.types)
+        if in_place and made != types:
+            # Written in the dtype of what was there: the value of a higher one is rounded to it.
+            whole = self.emit(node.name, name, args, made)
+            name, args = "aten.to.dtype", (whole[0], DType(types[0].dtype))
+        return self.emit(node.name, name, args, types)
 
     def complex(self, node: fx.Node, name: str, values: Mapping[str, Any]) -> Value:
         """What a call with complex numbers gives, in real ones."""
