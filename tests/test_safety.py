@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-LAYERS = ("swarm", "dag", "compression", "runtime", "cli")
+from imports import ROOT, modules
 
 FORBIDDEN_MODULES = frozenset(
     {
@@ -46,10 +43,6 @@ FORBIDDEN_CALLS = frozenset(
         *("numpy.load", "np.load", "yaml.load", "os.system", "os.popen"),
     }
 )
-
-
-def modules() -> list[Path]:
-    return sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 
 
 def dotted(node: ast.expr) -> str:

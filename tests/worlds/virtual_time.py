@@ -85,6 +85,18 @@ class _Future(asyncio.Future):  # type: ignore[type-arg]
         return self._age  # type: ignore[no-any-return]
 
 
+def settle(future: asyncio.Future[Any], func: Callable[..., Any], *args: Any) -> None:
+    """Call it, and tell the future what came of that, unless nobody waits for it any more."""
+    try:
+        result = func(*args)
+    except BaseException as error:
+        if not future.done():
+            future.set_exception(error)
+    else:
+        if not future.done():
+            future.set_result(result)
+
+
 class VirtualLoop(asyncio.AbstractEventLoop):
     """`run(until)` runs callbacks until `until()` or the end of virtual time. One world's loop, used once."""
 
@@ -161,18 +173,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """As a thread would: it runs a moment later, also where nobody waits for it any more."""
         future = self.create_future()
-
-        def run() -> None:
-            try:
-                result = func(*args)
-            except BaseException as error:
-                if not future.done():
-                    future.set_exception(error)
-            else:
-                if not future.done():
-                    future.set_result(result)
-
-        self.call_later(self._rng.random() * 0.002, run)
+        self.call_later(self._rng.random() * 0.002, settle, future, func, *args)
         return future
 
     def get_debug(self) -> bool:

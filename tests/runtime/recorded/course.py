@@ -21,7 +21,7 @@ from safetensors.torch import save
 from support import served, training
 from support.surroundings import Surroundings
 from torch import nn
-from worlds.virtual_time import VirtualLoop
+from worlds.virtual_time import VirtualLoop, settle
 
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import Arg, Graph, Input, Node, Ref, TensorType, Variable
@@ -45,18 +45,7 @@ class Loop(VirtualLoop):
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         future = self.create_future()
-
-        def run() -> None:
-            try:
-                result = func(*args)
-            except BaseException as error:
-                if not future.done():
-                    future.set_exception(error)
-            else:
-                if not future.done():
-                    future.set_result(result)
-
-        self.call_soon(run)
+        self.call_soon(settle, future, func, *args)
         return future
 
 
