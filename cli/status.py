@@ -265,6 +265,20 @@ def _show(
     def name(peer: str) -> str:
         return names.get(peer, f"…{peer[-8:]}")
 
+    _show_peers(output, peers, stages)
+    _show_jobs(output, jobs, stages, name)
+    output.table(
+        "Links",
+        ("from", "to", "sent", "received"),
+        [
+            (name(link["from"]), name(link["to"]), bytes_text(link["sent_bytes"]), bytes_text(link["received_bytes"]))
+            for link in links
+            if link["to"] in names  # clients that came and went are in the JSON only
+        ],
+    )  # fmt: skip
+
+
+def _show_peers(output: Output, peers: Sequence[PeerRecord], stages: Sequence[Stage]) -> None:
     output.table(
         f"Peers ({len(peers)})",
         ("name", "device", "speed", "memory free/lent", "stages", "stands by for", "peer id"),
@@ -282,6 +296,12 @@ def _show(
             for each in sorted(peers, key=lambda each: each.name)
         ],
     )
+
+
+def _show_jobs(
+    output: Output, jobs: Sequence[JobRecord], stages: Sequence[Stage], name: Callable[[str], str]
+) -> None:
+    """The jobs, and who runs their stages beside the owners."""
     output.table(
         "Jobs",
         ("job", "name", "kind", "state", "step", "stages and owners", "message"),
@@ -303,15 +323,6 @@ def _show(
             for claim in (*stage.replicas, *stage.standbys)
         ],
     )
-    output.table(
-        "Links",
-        ("from", "to", "sent", "received"),
-        [
-            (name(link["from"]), name(link["to"]), bytes_text(link["sent_bytes"]), bytes_text(link["received_bytes"]))
-            for link in links
-            if link["to"] in names  # clients that came and went are in the JSON only
-        ],
-    )  # fmt: skip
 
 
 def _places(stages: Iterable[Stage]) -> str:
