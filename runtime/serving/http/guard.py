@@ -53,8 +53,8 @@ class Guard:
         if self._config.local:
             self._check_origin(headers)
         if self._config.keys and not public:
-            return _holder(_shown(headers, self._config.keys).hex())
-        return _holder(address)
+            return holder_of(_shown(headers, self._config.keys).hex())
+        return holder_of(address)
 
     def _check_origin(self, headers: Headers) -> None:
         hosts = headers.getlist("host")
@@ -96,7 +96,8 @@ def _shown(headers: Headers, keys: Sequence[bytes]) -> bytes:
     return shown
 
 
-def _holder(text: str) -> PeerId:
+def holder_of(text: str) -> PeerId:
+    """Whose share what comes with that key or from that address uses."""
     try:
         if (address := ip_address(text)).version == 6:  # who has one has 2**64
             text = str(address.exploded[:19])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
+from typing import Any
 
 import h11
 import uvicorn
@@ -21,7 +23,7 @@ from fusion.runtime.serving.http.api import Api
 from fusion.runtime.serving.http.config import HttpConfig
 from fusion.runtime.serving.http.embedding import Embeddings
 from fusion.runtime.serving.http.errors import ApiError, Busy
-from fusion.runtime.serving.http.guard import MAX_HEAD_BYTES, Guard, head_too_long
+from fusion.runtime.serving.http.guard import MAX_HEAD_BYTES, Guard, head_too_long, holder_of
 from fusion.runtime.serving.http.metrics import Metrics, StageLoads
 from fusion.runtime.serving.http.port.app import make_app
 from fusion.runtime.serving.http.responses.api import Responses
@@ -29,6 +31,8 @@ from fusion.runtime.serving.http.responses.api import Responses
 MAX_CONNECTIONS = 256
 MAX_REFUSED = 64  # over these, that are told to come back; further ones are hung up on
 REFUSED_SECONDS = 1.0  # for them to read it
+# In which a body may come: each takes as long as a hundred bytes of a large one, in the loop of the peer, and a chunk may be one byte.
+MAX_PARTS = 1 << 14
 NO_HTTP = "what came is no request of HTTP/1.1"
 LOOK_SECONDS = 1.0
 SILENT_SECONDS = 10.0  # for a connection to send the head of a request
@@ -53,9 +57,21 @@ async def run(
     metrics.add(StageLoads(loads))
     api = Api(context, gateway, metrics)
     embeddings = Embeddings(api, gateway, graphs, context.peer_id)
-    server = _Server(
+    server = _server(make_app(api, Responses(api), embeddings, Guard(config, port), metrics))
+    serving = asyncio.create_task(server.serve([listening]))
+    watching = asyncio.create_task(_watch(server))
+    try:
+        await asyncio.wait((serving, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        await asyncio.shield(_stop(server, api, serving))
+    watching.result()
+
+
+def _server(app: Any) -> _Server:
+    return _Server(
         uvicorn.Config(
-            make_app(api, Responses(api), embeddings, Guard(config, port), metrics),
+            app,
             loop="none",
             http=_Connection,
             ws="none",
@@ -70,14 +86,6 @@ async def run(
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
     )
-    serving = asyncio.create_task(server.serve([listening]))
-    watching = asyncio.create_task(_watch(server))
-    try:
-        await asyncio.wait((serving, watching), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watching.cancel()
-        await asyncio.shield(_stop(server, api, serving))
-    watching.result()
 
 
 async def _stop(server: _Server, api: Api, serving: asyncio.Task[None]) -> None:
@@ -107,10 +115,35 @@ async def _watch(server: _Server) -> None:
                 connection.transport.abort()
 
 
+class _Parser(h11.Connection):
+    """h11's, for bodies of at most MAX_PARTS parts."""
+
+    parts = 0  # of the body that is being read
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.parts = 0
+        elif isinstance(event, h11.Data):
+            self.parts += 1
+            if self.parts > MAX_PARTS:
+                raise h11.RemoteProtocolError("too many parts")
+        return event
+
+
 class _Connection(H11Protocol):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn: _Parser = _Parser(h11.SERVER, MAX_HEAD_BYTES)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._made_at = self.loop.time()
         over = len(self.connections) - MAX_CONNECTIONS
+        if over > 0 and (other := self._least_missed()) is not None:
+            other.transport.abort()
+            self.connections.discard(other)  # others may come before it has ended
+            over -= 1
         self._refused = over > 0
         self._read = 0  # times that the client has caught up with its answer
         if over > MAX_REFUSED:
@@ -119,6 +152,29 @@ class _Connection(H11Protocol):
             said = f"this peer takes {MAX_CONNECTIONS} connections at once, and has them: ask again later, or ask another peer"
             transport.write(_refusal(Busy(said)))
             self.loop.call_later(REFUSED_SECONDS, transport.abort)
+
+    def _least_missed(self) -> _Connection | None:
+        """Another one on which no request is under way, of the address that has most of these: first who never asked anything, last
+        who has yet to read its answer."""
+        others = [each for each in self.connections if isinstance(each, _Connection) and each is not self]
+        idle = [each for each in others if each.is_idle]
+        of = Counter(each.holder for each in idle)
+
+        def missed(each: _Connection) -> tuple[int, bool, bool, float]:
+            unread = each.transport.get_write_buffer_size() > 0
+            return -of[each.holder], unread, each.cycle is not None, each._made_at
+
+        return min(idle, key=missed, default=None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a request is still to come, or the rest of its head."""
+        return not self._refused and (self.cycle is None or self.cycle.response_complete)
+
+    @property
+    def holder(self) -> str:
+        """Whose it is, as far as its address tells."""
+        return holder_of(self.client[0] if self.client else "")
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -135,6 +191,8 @@ class _Connection(H11Protocol):
         reads_head = self.cycle is None or self.cycle.response_complete
         too_long = reads_head and len(unread) > MAX_HEAD_BYTES
         error = head_too_long() if too_long else ApiError(400, NO_HTTP)
+        if self.conn.parts > MAX_PARTS and not reads_head:
+            error = ApiError(413, f"a request comes in at most {MAX_PARTS} parts", code="request_too_large")
         body, headers = _written(error)
         answer = h11.Response(status_code=error.status, headers=[*headers.items()], reason=_reason(error))
         for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
@@ -149,7 +207,7 @@ class _Connection(H11Protocol):
         """What it waits for, and for how many seconds it may."""
         if self.flow.write_paused:
             return ("read", self._read), UNREAD_SECONDS
-        if self.cycle is None or self.cycle.response_complete:
+        if self.is_idle:
             return ("head", self.cycle), SILENT_SECONDS
         return "answer", float("inf")
 

@@ -571,6 +571,10 @@ def test_connections_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         async with served_over_http(tmp_path) as (_, http):
             assert (await ask(http, "GET", "/health"))[0] == 200
             held = [await asyncio.open_connection("127.0.0.1", http.port) for _ in range(2)]
+            for reader, writer in held:  # their bodies are to come
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n")
+                writer.write(b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n")
+                assert (await reader.readline()).startswith(b"HTTP/1.1 100")
             status, headers, body = await ask(http, "POST", "/v1/completions", {**GREEDY, "prompt": PROMPT})
             assert (status, headers["retry-after"], json.loads(body)["error"]["code"]) == (429, "2", "busy")
             assert "takes 2 connections" in json.loads(body)["error"]["message"]
