@@ -62,7 +62,7 @@ class StageSource:
         )
 
     def files(self, job: JobId, manifest: Manifest, plan: StagePlan) -> StageFiles:
-        return StageFiles(self._context, job, manifest, plan.stage, self._shards)
+        return StageFiles(self._context, job, manifest, plan.stage, self._shards, self._graphs)
 
     async def parts(
         self, job: JobId, manifest: Manifest, plan: StagePlan, files: StageFiles, near: Mapping[int, PeerId]

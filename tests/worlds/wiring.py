@@ -88,6 +88,11 @@ class WorldShards:
     ) -> dict[str, torch.Tensor]:
         return unpack(path.read_bytes())
 
+    def check_state(
+        self, path: Path, stage: Stage, residuals: Mapping[str, tuple[int, ...]], version: Version
+    ) -> None:
+        unpack(path.read_bytes())
+
 
 def stage_source(context: Context) -> StageSource:
     return StageSource(context, WorldGraphs(), WorldBatches, WorldShards())

@@ -9,6 +9,7 @@ shard is on two peers, where there are two: `Collector` tracks that for the lead
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,8 @@ def load_weights(path: Path, stage: Stage) -> dict[str, torch.Tensor]:
     """The initial weights of a stage. Raises JobError where a variable is missing, unknown, or of another shape or dtype; all
     from the header, before any data is read."""
     wanted = {variable.name: variable.type for variable in stage.graph.variables}
-    return _load(path, wanted, {})
+    with _checked(path, wanted, {}) as file:
+        return {name: file.get_tensor(name) for name in sorted(file.keys())}
 
 
 def load_state(
@@ -131,9 +133,14 @@ def load_state(
     """The shard of a stage, checked as by `load_weights`; optimizer slots are scalars or as large as their variable.
     `residuals`: edge or variable -> shape of its codec's residual. Raises JobError, too, where the shard declares another
     state than `version`."""
-    types = {variable.name: variable.type for variable in stage.graph.variables}
-    wanted = {VARIABLE + name: kind for name, kind in types.items()}
-    return _load(path, wanted, types, residuals, version)
+    with _state_of(path, stage, residuals, version) as file:
+        return {name: file.get_tensor(name) for name in sorted(file.keys())}
+
+
+def check_state(path: Path, stage: Stage, residuals: Mapping[str, tuple[int, ...]], version: Version) -> None:
+    """Raises JobError for a shard that `load_state` would refuse. Reads its header alone."""
+    with _state_of(path, stage, residuals, version):
+        pass
 
 
 def variables(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -160,13 +167,23 @@ def residuals(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key.removeprefix(CODEC): value for key, value in state.items() if key.startswith(CODEC)}
 
 
-def _load(
+def _state_of(
+    path: Path, stage: Stage, residuals: Mapping[str, tuple[int, ...]], version: Version | None
+) -> AbstractContextManager[Any]:
+    types = {variable.name: variable.type for variable in stage.graph.variables}
+    wanted = {VARIABLE + name: kind for name, kind in types.items()}
+    return _checked(path, wanted, types, residuals, version)
+
+
+@contextmanager
+def _checked(
     path: Path,
     wanted: Mapping[str, TensorType],
     slots: Mapping[str, TensorType],
     left_out: Mapping[str, tuple[int, ...]] = NO_RESIDUALS,
     version: Version | None = None,
-) -> dict[str, torch.Tensor]:
+) -> Iterator[Any]:
+    """The file, once its header is found to be right."""
     try:
         with safe_open(path, framework="pt") as file:
             if version is not None:
@@ -178,7 +195,7 @@ def _load(
             for name in sorted(names):
                 part = file.get_slice(name)
                 _check(name, list(part.get_shape()), str(part.get_dtype()), wanted, slots, left_out)
-            return {name: file.get_tensor(name) for name in sorted(names)}
+            yield file
     except SafetensorError as error:
         raise JobError(f"a weights blob is not safetensors: {error}") from None
 

@@ -17,7 +17,7 @@ from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest
-from fusion.runtime.job.stage_graphs import file_bytes, weights_bytes
+from fusion.runtime.job.stage_graphs import StageGraphs, file_bytes, weights_bytes
 from fusion.runtime.training.compute.stage_codecs import residual_shapes
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.step.checkpoint import Checkpoint
@@ -54,16 +54,26 @@ class Shards(Protocol):
         version: Version | None = None,
     ) -> dict[str, torch.Tensor]: ...
 
+    def check_state(
+        self, path: Path, stage: Stage, residuals: Mapping[str, tuple[int, ...]], version: Version
+    ) -> None: ...
+
 
 # Times a stage's memory in the manifest: the largest shard of it that is fetched as a copy
 COPY_TIMES = 2
 
 
 class StageFiles:
-    """`shards`: the format of states in blobs."""
+    """`shards`: the format of states in blobs; `graphs`: of the other stages, by which copies of their shards are checked."""
 
     def __init__(
-        self, context: Context, job: JobId, manifest: Manifest, stage: Stage, shards: Shards = snapshot
+        self,
+        context: Context,
+        job: JobId,
+        manifest: Manifest,
+        stage: Stage,
+        shards: Shards = snapshot,
+        graphs: StageGraphs | None = None,
     ) -> None:
         self._context = context
         self._blobs = context.blobs.of(job)
@@ -71,7 +81,8 @@ class StageFiles:
         self._manifest = manifest
         self._stage = stage
         self._shards = shards
-        self._residuals = {} if manifest.train is None else residual_shapes(stage, manifest.train)
+        self._graphs = graphs
+        self._residuals = self._residuals_of(stage)
         state = STATE_COPIES * weights_bytes(stage) + 4 * sum(map(prod, self._residuals.values()))
         tensors = STATE_COPIES * len(stage.graph.variables) + len(self._residuals)
         self._most = file_bytes(state, tensors)  # bytes of our weights, or of a shard of ours
@@ -179,10 +190,23 @@ class StageFiles:
             # is most of the shard of a very small stage.
             needs = self._manifest.memory_bytes
             most = file_bytes(COPY_TIMES * needs[stage], 0) if needs else None
-            await self._blobs.fetch(index.shards[stage], self._near(stage, owners), max_bytes=most)
+            path = await self._blobs.fetch(index.shards[stage], self._near(stage, owners), max_bytes=most)
             self._keep(index.step, index_digest, index.shards[stage])
+            await self._check_copy(path, stage, index.checkpoint(index_digest).version)
         if own is not None:
             self._context.seen.take_part(self._job, self._stage.index, index_digest, index.step)
+
+    async def _check_copy(self, path: Path, stage: int, version: Version) -> None:
+        """Raises JobError for a shard of another stage that its next owner could not load: earlier snapshots are deleted once this one
+        is durable."""
+        if self._graphs is not None:
+            stages, _ = await self._graphs.of(self._job, self._manifest)
+            residuals = self._residuals_of(stages[stage])
+            await asyncio.to_thread(self._shards.check_state, path, stages[stage], residuals, version)
+
+    def _residuals_of(self, stage: Stage) -> dict[str, tuple[int, ...]]:
+        train = self._manifest.train
+        return {} if train is None else residual_shapes(stage, train)
 
     def has_part(self, index_digest: Digest | None, step: int) -> bool:
         """Whether it, of `step`, is the newest snapshot known to have our shard."""

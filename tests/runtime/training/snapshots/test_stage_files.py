@@ -140,6 +140,53 @@ def test_a_shard_that_is_mostly_header_is_held_too(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lambda right: right, None),
+        (lambda right: right[:-1], "not safetensors"),
+        (lambda right: b"nothing of the kind", "not safetensors"),
+        (lambda right: shard_of(2, 1.0), "of state 1"),  # the shard of a former snapshot
+        (lambda right: shard_of(3, 2.0), "the graph says"),
+    ],
+)
+def test_a_copy_from_which_nobody_could_go_on_is_not_held(
+    made: Callable[[bytes], bytes], why: str | None, tmp_path: Path
+) -> None:
+    """The owner of a stage may name any blob as its shard: once that counts, the snapshots before it are deleted."""
+
+    async def main() -> None:
+        async with one_home(tmp_path) as (context, store, us):
+            manifest: Any = SimpleNamespace(train=None, stages=2, memory_bytes=None)
+            kept = (Variable("w", TensorType((2,), "float32"), "parameter"),)
+            first = Stage(0, Graph((), kept, (), ()), (), (), ())
+            last = Stage(1, Graph((), (), (), ()), (), (), ())
+
+            async def of(job: JobId, manifest: Any) -> Any:
+                return (first, last), ()
+
+            graphs: Any = SimpleNamespace(of=of)
+            files = StageFiles(context, JOB, manifest, last, graphs=graphs)
+            named = store.put(made(shard_of(2, 2.0)))
+            ledger = Ledger(steps=2, samples=2, head="e" * 64)
+            shards = (named, await files.save(Version(2), {}))
+            index = store.put(encode_index(Index(job=JOB, step=2, shards=shards, ledger=ledger)))
+            owners = {0: PeerId("one"), 1: us}
+            if why is None:
+                await files.replicate(index, owners)
+                return
+            with pytest.raises(JobError, match=why):
+                await files.replicate(index, owners)
+
+    asyncio.run(main())
+
+
+def shard_of(numbers: int, step: float) -> bytes:
+    """A shard of the state of that step, with a variable of so many."""
+    _, pieces = snapshot.bytes_of({"variable/w": torch.full((numbers,), step)}, Version(int(step)))
+    return b"".join(map(bytes, pieces))
+
+
 def test_a_snapshot_in_which_a_lead_names_another_shard_than_ours_is_not_held_and_we_have_no_part_in_it(
     tmp_path: Path,
 ) -> None:
