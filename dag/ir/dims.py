@@ -16,6 +16,8 @@ from math import prod
 from fusion.dag.ir.errors import GraphError
 
 Monomial = tuple[str, ...]  # sorted symbol names; () is the constant term
+# Of terms that a product is made of: the dimensions of a hostile graph's value, multiplied, have a hundred million.
+MAX_PRODUCTS = 1 << 10
 
 _BLOCKS = re.compile(r"([a-z][a-z0-9_]*)_([0-9]{1,9})_over_([1-9][0-9]{0,8})")
 
@@ -32,6 +34,9 @@ class Poly:
     __radd__ = __add__
 
     def __mul__(self, other: Dim) -> Dim:
+        """GraphError where it is made of more than MAX_PRODUCTS terms."""
+        if isinstance(other, Poly) and len(self.terms) * len(other.terms) > MAX_PRODUCTS:
+            raise GraphError("a size that is too intricate")
         return _normal((tuple(sorted(a + b)), x * y) for a, x in self.terms for b, y in _terms(other))
 
     __rmul__ = __mul__

@@ -88,3 +88,12 @@ def test_blocks_follow_from_the_size_that_they_hold() -> None:
 def test_a_missing_size_is_named() -> None:
     with pytest.raises(GraphError, match="batch"):
         bind(symbol("batch"), {"sequence": 1})
+
+
+def test_a_product_of_dimensions_that_have_many_terms_each_is_refused_at_once() -> None:
+    """Each is one that a graph may have; together they have millions of terms."""
+    symbols = [symbol(name) for name in "abcdef"]
+    long = [sum((a * b for b in symbols[i:]), start=1) for i, a in enumerate(symbols)]
+    assert isinstance(size(long[:2]), Poly)
+    with pytest.raises(GraphError, match="too intricate"):
+        size(long * 2)
