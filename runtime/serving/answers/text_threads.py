@@ -4,9 +4,15 @@ purpose."""
 from __future__ import annotations
 
 import asyncio
+import os
+import queue
+import sys
+import threading
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
@@ -19,6 +25,7 @@ from fusion.swarm.transport import PeerId
 
 THREADS = 4
 LONGEST_SECONDS = 30.0  # for one prompt, or the text of one token, and those that wait before it
+OVERDUE = 12  # models whose calls take longer and hold up no other model's
 REMEMBERED_MODELS = 1024
 
 P = ParamSpec("P")
@@ -27,11 +34,15 @@ T = TypeVar("T")
 
 class TextThreads:
     """A few threads for all models, of which one model has one at a time. Of each holder one call waits for a model's turn, and its
-    others behind that one: they hold up nobody else."""
+    others behind that one: they hold up nobody else. A call cannot be stopped, and a regular expression may take a day: one that is
+    overdue has no thread of these any more but one for itself, that others go before, and its model has no other call until it ends."""
 
     def __init__(self, longest_seconds: float = LONGEST_SECONDS) -> None:
         self._longest_seconds = longest_seconds
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="fusion-text")
+        self._free = asyncio.Semaphore(THREADS)
+        self._idle: list[_Thread] = []
+        self._closed = False
+        self._overdue: set[JobId] = set()
         self._turns: LRUCache[JobId, asyncio.Lock] = LRUCache(REMEMBERED_MODELS)
         self._lines: WeakValueDictionary[tuple[JobId, PeerId], asyncio.Lock] = WeakValueDictionary()
 
@@ -39,23 +50,95 @@ class TextThreads:
         self, model: JobId, holder: PeerId, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """`function(*args, **kwargs)` for `holder`, or JobFailed where its turn and the call take too long together."""
+        late = f"the model's tokenizer gave nothing for {self._longest_seconds:g} seconds"
+        if model in self._overdue:
+            raise JobFailed(late)
         line = self._lines.setdefault((model, holder), asyncio.Lock())
         try:
             async with asyncio.timeout(self._longest_seconds), line:
                 turn: asyncio.Lock = self._turns.setdefault(model, asyncio.Lock())
                 await turn.acquire()
-                future = asyncio.wrap_future(self._pool.submit(function, *args, **kwargs))
-                # A call cannot be stopped: the turn ends with it, also where nobody waits any more.
-                future.add_done_callback(lambda _: turn.release())
-                return await asyncio.shield(future)
+                try:
+                    await self._free.acquire()
+                except asyncio.CancelledError:
+                    turn.release()
+                    raise
+                return await asyncio.shield(self._begin(model, turn, partial(function, *args, **kwargs)))
         except TimeoutError:
-            raise JobFailed(
-                f"the model's tokenizer gave nothing for {self._longest_seconds:g} seconds"
-            ) from None
+            raise JobFailed(late) from None
+
+    def _begin(self, model: JobId, turn: asyncio.Lock, call: Callable[[], T]) -> asyncio.Future[T]:
+        """The turn ends with the call, also where nobody waits any more."""
+        thread = self._idle.pop() if self._idle else _Thread()
+        future: asyncio.Future[T] = asyncio.wrap_future(thread.submit(call))
+        given_up = asyncio.get_running_loop().call_later(self._longest_seconds, self._give_up, model, thread)
+
+        def ended(_: asyncio.Future[T]) -> None:
+            given_up.cancel()
+            turn.release()
+            if thread.last:
+                self._overdue.discard(model)
+                return
+            self._free.release()
+            if self._closed:
+                thread.end()
+            else:
+                self._idle.append(thread)
+
+        future.add_done_callback(ended)
+        return future
+
+    def _give_up(self, model: JobId, thread: _Thread) -> None:
+        if len(self._overdue) < OVERDUE:
+            self._overdue.add(model)
+            thread.let_go()
+            self._free.release()
 
     def close(self) -> None:
         """Wait for nothing."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._closed = True
+        while self._idle:
+            self._idle.pop().end()
+
+
+class _Thread:
+    """Runs one call at a time. A daemon, unlike the threads of an executor: the process does not wait for a call that never ends."""
+
+    def __init__(self) -> None:
+        self.last = False  # the call that runs is its last one
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="fusion-text", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def let_go(self) -> None:
+        """End with the running call, at the lowest priority."""
+        self.last = True
+        self.end()
+        if (
+            sys.platform == "linux" and self._thread.native_id is not None
+        ):  # elsewhere threads have no priority of their own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self._thread.native_id, 19)
+
+    def end(self) -> None:
+        """End once the queued calls have ended."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (given := self._calls.get()) is not None:
+            future, call = given
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:  # raised where the future is awaited
+                future.set_exception(error)
+            del given, future, call
 
 
 class ModelTexts:

@@ -51,6 +51,29 @@ def test_a_tokenizer_that_gives_nothing_is_given_up() -> None:
     asyncio.run(main())
 
 
+def test_tokenizers_that_never_end_take_no_thread_of_other_models() -> None:
+    async def main() -> None:
+        threads, gate = TextThreads(longest_seconds=0.2), threading.Event()
+        for begin in (0, THREADS, 2 * THREADS):
+            models = [JobId(f"{begin + i:064}") for i in range(THREADS)]
+            asked = [threads.run(model, ONE, gate.wait) for model in models]
+            failed = await asyncio.gather(*asked, return_exceptions=True)
+            assert all(isinstance(each, JobFailed) for each in failed)
+            assert await threads.run(QUICK, OTHER, int, begin) == begin
+        with pytest.raises(JobFailed, match="gave nothing"):
+            await threads.run(models[0], ONE, lambda: None)  # at once: its call before goes on
+        gate.set()
+        while True:  # and once that has ended it is a model like others
+            try:
+                assert await threads.run(models[0], ONE, lambda: 7) == 7
+                break
+            except JobFailed:
+                await asyncio.sleep(0.001)
+        threads.close()
+
+    asyncio.run(main())
+
+
 def test_a_holder_waits_for_one_call_of_another_and_not_for_all_of_them() -> None:
     async def main() -> list[str]:
         threads, gate, order = TextThreads(), threading.Event(), list[str]()
