@@ -34,6 +34,12 @@ MAX_GROWN_BYTES, MAX_TOKEN_BYTES = 32 << 20, 8 << 10
 MAX_BESIDE = 1 << 16  # tokens that are put around each text
 # Characters of a word that WordPiece looks up, which takes time with their square or more; 100 is usual.
 MAX_WORD_CHARACTERS = 256
+# What the library takes seconds and gigabytes for while a file is read, and the whole process waits: it looks words of some models up
+# in a tree with a node for each byte, and all tokens that were added in an automaton.
+MAX_TREE_BYTES, MAX_ADDED_BYTES = 4 << 20, 2 << 20
+MAX_STEPS, MAX_PATTERN_BYTES = 1024, 64 << 10
+_NODE_BYTES = 420  # of memory for each byte of the words in a tree
+_FILE_TIMES = 21  # as much memory as the file has bytes, at most, otherwise
 REPLACEMENT = "\ufffd"  # what an unfinished or impossible byte sequence decodes to
 CONTEXT_TOKENS = 6  # tokens of the prompt that give the first piece its neighbours
 # A character has at most four bytes: text that is still broken after this many tokens that brought none will never be whole.
@@ -68,6 +74,10 @@ class Text(Protocol):
         text."""
 
     @property
+    def memory_bytes(self) -> int:
+        """That it may take."""
+
+    @property
     def literal(self) -> bool:
         """Whether the text of an answer is what its tokens spell, one after another."""
 
@@ -79,7 +89,7 @@ class Text(Protocol):
 class ByteText:
     """Token ids below 256 are the bytes of UTF-8 text; others have no text."""
 
-    literal, special = True, frozenset[int]()
+    literal, special, memory_bytes = True, frozenset[int](), 0
 
     def encode(self, prompt: str, *, plain: bool = True) -> list[int]:
         return list(prompt.encode())
@@ -94,7 +104,7 @@ class ByteText:
 class NoText:
     """A model without a tokenizer: ids in, ids out."""
 
-    literal, special = False, frozenset[int]()
+    literal, special, memory_bytes = False, frozenset[int](), 0
 
     def encode(self, prompt: str, *, plain: bool = True) -> list[int]:
         raise JobError("prompt: this model has no tokenizer; give token ids instead (--prompt-ids 1,2,3)")
@@ -144,7 +154,10 @@ class TokenizerText:
 
     def __init__(self, data: bytes) -> None:
         with _failing_as(JobError, "the model's tokenizer cannot be read"):
-            self._grows = _checked_growth(json.loads(str(data, "utf-8")))
+            file = json.loads(str(data, "utf-8"))
+            self.memory_bytes = _FILE_TIMES * len(data) + _NODE_BYTES * _checked_tree(file)
+            self._grows = _checked_growth(file)
+            del file
             self._tokenizer = of_any_length(Tokenizer.from_buffer(data))
         self._steps = _decoder_steps(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -200,6 +213,36 @@ _GROWTH = {
     **dict.fromkeys(("NFKC", "NFKD", "BertNormalizer"), 12),
 }  # fmt: skip
 _OTHER_GROWTH = 4  # a Metaspace's, and more than that of decoders
+
+
+def _checked_tree(file: Any) -> int:
+    """The bytes of the words in a tree. ValueError for a file that takes too long to read, or too much memory."""
+    file = file if isinstance(file, dict) else {}
+    added = sum(
+        _size(entry.get("content")) for entry in file.get("added_tokens") or [] if isinstance(entry, dict)
+    )
+    if added > MAX_ADDED_BYTES:
+        raise ValueError(f"added tokens of {added} bytes; at most {MAX_ADDED_BYTES}")
+    steps = [file.get(kind) for kind in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
+    for number, step in enumerate(steps):  # which grows
+        if number == MAX_STEPS:
+            raise ValueError(f"more than {MAX_STEPS} steps")
+        if isinstance(step, dict):
+            pattern = step.get("pattern")
+            if _size(pattern.get("Regex") if isinstance(pattern, dict) else pattern) > MAX_PATTERN_BYTES:
+                raise ValueError(f"a pattern of more than {MAX_PATTERN_BYTES} bytes")
+            for several in ("normalizers", "pretokenizers", "processors", "decoders"):
+                steps += (step.get(several) or [])[:MAX_STEPS]
+    model = file.get("model")
+    words = model.get("vocab") if isinstance(model, dict) else None
+    tree = (
+        sum(_size(word[0]) for word in words if isinstance(word, list) and word)
+        if isinstance(words, list)
+        else 0
+    )
+    if tree > MAX_TREE_BYTES:
+        raise ValueError(f"words of {tree} bytes; at most {MAX_TREE_BYTES} for a model of this kind")
+    return tree
 
 
 def _checked_growth(file: Any) -> float:

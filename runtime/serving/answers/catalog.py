@@ -25,6 +25,7 @@ __all__ = ["Catalog", "ServedModel"]
 
 MAX_NAMES = 1024  # by which models were asked for
 MAX_MODELS = 64  # whose manifests and tokenizers are kept in memory
+MAX_MODEL_BYTES = 4 << 30  # that the tokenizers may take; one alone takes less
 MAX_LISTED = 256  # models that a list shows whatever else is spoken of
 # From one look at all jobs, or at one, to the next, where nobody is known to serve what is asked for: strangers may ask for any name.
 REFRESH_SECONDS = 0.5
@@ -48,7 +49,7 @@ class Catalog:
         self.routes = Routes(context, ours, self._forget_names, fresh_seconds=fresh_seconds)
         self._fresh_seconds = fresh_seconds
         self._clock = context.clock.monotonic
-        self._models: FIFOCache[JobId, ServedModel] = FIFOCache(MAX_MODELS)
+        self._models: FIFOCache[JobId, ServedModel] = FIFOCache(MAX_MODEL_BYTES, _share)
         self._jobs: tuple[float, tuple[JobRecord, ...]] = (float("-inf"), ())  # and when we began to look
         self._reading = asyncio.Lock()
         self._judging = SharedLooks(context, REFRESH_SECONDS)
@@ -205,3 +206,8 @@ def _unknown(records: Sequence[JobRecord], name: str) -> str:
     if not names:
         return "model: the swarm serves none now"
     return f"model: {'choose one' if not name else f'nobody serves {name[:100]!r}'}; there are: {names}"
+
+
+def _share(model: ServedModel) -> int:
+    """Of the memory for models."""
+    return max(model.text.memory_bytes, MAX_MODEL_BYTES // MAX_MODELS)

@@ -18,6 +18,8 @@ from fusion.runtime.serving.answers.route_choice import Costs, costs_of
 from fusion.swarm.directory.records import Digest, JobId, JobRecord
 
 MAX_UNUSABLE = 1024  # models of which it is remembered that they are of no use
+# Times as long as a tokenizer took to read no other one is: the whole process waits meanwhile, and would let its leases run out.
+RESTS = 4
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class ModelLoader:
         self._loading: SharedWork[JobId, ServedModel] = SharedWork(context.clock.monotonic, pause_seconds)
         # And why. What a manifest and a tokenizer are is settled by the job's id, so these stay so.
         self._unusable: FIFOCache[JobId, str] = FIFOCache(MAX_UNUSABLE)
+        self._reading = asyncio.Lock()
+        self._rested_at = 0.0  # by the context's clock
 
     async def aclose(self) -> None:
         await self._loading.aclose()
@@ -78,4 +82,14 @@ class ModelLoader:
         if manifest.tokenizer is None:
             return ServedModel(record.job, manifest, NoText(), costs)
         data = await blobs.read(manifest.tokenizer, MAX_TOKENIZER_BYTES, hints)
-        return ServedModel(record.job, manifest, await asyncio.to_thread(TokenizerText, data), costs)
+        return ServedModel(record.job, manifest, await self._read(data), costs)
+
+    async def _read(self, data: bytes) -> TokenizerText:
+        now = self._context.clock.monotonic
+        async with self._reading:
+            await asyncio.sleep(max(0.0, self._rested_at - now()))
+            began = now()
+            try:
+                return await asyncio.to_thread(TokenizerText, data)
+            finally:
+                self._rested_at = now() + RESTS * (now() - began)

@@ -361,6 +361,35 @@ def test_usual_tokenizers_take_texts_of_hundreds_of_kibibytes() -> None:
         assert isinstance(each, TokenizerText) and 1 <= each._grows <= MAX_GROWN_BYTES >> 20
 
 
+def unigram(words: int, each: int) -> dict[str, Any]:
+    vocabulary = [["u", 0.0], *([f"{i:0{each}}", -1.0] for i in range(words))]
+    return {"model": {"type": "Unigram", "unk_id": 0, "vocab": vocabulary, "byte_fallback": False}}
+
+
+def added(tokens: int, each: int) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    return {"added_tokens": [{"id": i, "content": f"{i:0{each}}", **flags} for i in range(tokens)]}
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        (unigram(800, 8000), "words of 6400001 bytes; at most 4194304"),
+        (added(300, 8000), "added tokens of 2400000 bytes; at most 2097152"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 1021}}, "more than 1024 steps"),
+        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "a" * 70_000}}}, "a pattern of more than 65536"),
+    ],
+)  # fmt: skip
+def test_what_takes_gigabytes_to_read_is_refused_before_it_is_read(parts: dict[str, Any], why: str) -> None:
+    with pytest.raises(JobError, match=why):
+        TokenizerText(made_of(**parts))
+
+
+def test_the_memory_of_a_tokenizer_is_bounded_by_its_file_and_its_words() -> None:
+    file = made_of(**unigram(10, 100))
+    assert TokenizerText(file).memory_bytes == 21 * len(file) + 420 * 1001
+
+
 def test_words_that_would_take_hours_are_refused() -> None:
     pieces = {
         "type": "WordPiece",

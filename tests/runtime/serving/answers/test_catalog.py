@@ -12,6 +12,7 @@ from support.instant_loop import run, settled
 
 from fusion.runtime.belief.naming import CANDIDATES
 from fusion.runtime.job.errors import JobError
+from fusion.runtime.job.text import NoText
 from fusion.runtime.serving.answers.catalog import NAMED_SECONDS, Catalog
 from fusion.runtime.serving.answers.routes import SEEN_TIMES
 from fusion.swarm.clock import Clock
@@ -88,7 +89,7 @@ class _Published:
 
     async def _model(self, record: JobRecord) -> Any:
         return SimpleNamespace(
-            job=record.job, manifest=SimpleNamespace(author=PeerId(f"author {record.job}"))
+            job=record.job, manifest=SimpleNamespace(author=PeerId(f"author {record.job}")), text=NoText()
         )
 
 
@@ -213,7 +214,9 @@ def test_a_name_means_what_it_did_while_we_look_again() -> None:
             return meant[0]
 
         async def model(job: str) -> Any:
-            return SimpleNamespace(job=JobId(job), manifest=SimpleNamespace(author=PeerId("a")))
+            return SimpleNamespace(
+                job=JobId(job), manifest=SimpleNamespace(author=PeerId("a")), text=NoText()
+            )
 
         async def held(model: Any) -> bool:
             return True
