@@ -16,9 +16,11 @@ from tokenizers import Tokenizer
 
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import DataConfig, TrainConfig
+from fusion.runtime.planes.weights_file import check_header
 from fusion.runtime.training.data.samples import held_out_indices, sample_indices
 
 TOKEN_TYPES: Mapping[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
+MOST_ARRAYS, MOST_NAME = 1024, 64  # in a blob, about, and characters of each name
 SEPARATOR = 0  # the byte between two files of byte-level text
 
 Tokens = npt.NDArray[Any]
@@ -196,6 +198,7 @@ class _Arrays:
     """Rows of tensors in a safetensors file, under the names of the model's inputs."""
 
     def __init__(self, path: Path, inputs: Sequence[str]) -> None:
+        check_header(path, [*inputs, *["x" * MOST_NAME] * MOST_ARRAYS])
         try:
             with safe_open(path, framework="pt") as file:
                 missing = sorted(set(inputs) - set(file.keys()))

@@ -25,7 +25,7 @@ from fusion.dag.ir.graph import TensorType
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build, plain
 from fusion.runtime.planes.stage_values import OPTIMIZER, VARIABLE, state_of, state_parts
-from fusion.runtime.planes.weights_file import STORED_DTYPES, tensors_bytes_of
+from fusion.runtime.planes.weights_file import STORED_DTYPES, check_header, tensors_bytes_of
 from fusion.runtime.training.compute.loss_scale import LOSS_SCALE, scale_state
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.step.checkpoint import Checkpoint
@@ -36,6 +36,7 @@ from fusion.swarm.transport import PeerId
 
 INDEX_VERSION = 2  # 1 had no ledger
 MAX_INDEX_BYTES = 1 << 20
+STATE_COPIES = 9  # of a variable in a shard: itself, and slots of up to float64 for float16 (4 times as wide)
 CODEC = "codec/"
 STATE = "state"  # in the metadata of a shard: the version of the state
 assert set(STORED_DTYPES.values()) == set(DTYPES)  # a snapshot keeps whatever a graph can name
@@ -184,6 +185,7 @@ def _checked(
     version: Version | None = None,
 ) -> Iterator[Any]:
     """The file, once its header is found to be right."""
+    check_header(path, (*wanted, *left_out), STATE_COPIES)
     try:
         with safe_open(path, framework="pt") as file:
             if version is not None:

@@ -32,7 +32,6 @@ from fusion.swarm.transport import PeerId
 log = logging.getLogger(__name__)
 
 SCRATCH_PREFIX = "shard-"
-STATE_COPIES = 9  # of a variable in a shard: itself, and slots of up to float64 for float16 (4 times as wide)
 KEPT_SHARDS = 8  # of our own, whose digests are remembered
 KEPT = 2  # snapshots that stay on disk: peers may still be fetching the one before the newest
 
@@ -83,8 +82,8 @@ class StageFiles:
         self._shards = shards
         self._graphs = graphs
         self._residuals = self._residuals_of(stage)
-        state = STATE_COPIES * weights_bytes(stage) + 4 * sum(map(prod, self._residuals.values()))
-        tensors = STATE_COPIES * len(stage.graph.variables) + len(self._residuals)
+        state = snapshot.STATE_COPIES * weights_bytes(stage) + 4 * sum(map(prod, self._residuals.values()))
+        tensors = snapshot.STATE_COPIES * len(stage.graph.variables) + len(self._residuals)
         self._most = file_bytes(state, tensors)  # bytes of our weights, or of a shard of ours
         # Set once the files that an export writes beside the weights are here
         self.copied = asyncio.Event()

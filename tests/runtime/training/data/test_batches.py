@@ -127,6 +127,11 @@ def test_arrays(tmp_path: Path) -> None:
     path.write_bytes(b"no tensors")
     with pytest.raises(JobError, match="not safetensors"):
         Batches(config, ["x"], path, None)
+    save_file({"x": x, **{f"{i:0200}": torch.zeros(0) for i in range(5000)}}, path)
+    with pytest.raises(
+        JobError, match=r"a header of 1\d{6} bytes"
+    ):  # a million took ten seconds and gigabytes
+        Batches(config, ["x"], path, None)
     save_file({"x": x, "targets": x[:3].clone()}, path)
     with pytest.raises(JobError, match="first dimension"):
         Batches(config, ["x", "targets"], path, None)

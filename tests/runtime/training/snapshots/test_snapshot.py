@@ -105,6 +105,13 @@ def test_what_is_not_safetensors_is_refused(tmp_path: Path) -> None:
         snapshot.load_weights(tmp_path / "weights", STAGE)
 
 
+def test_a_header_of_more_than_a_state_has_is_not_read(tmp_path: Path) -> None:
+    more = {f"{i:0200}": torch.zeros(0) for i in range(500)}
+    snapshot.save({**STATE, **more}, tmp_path / "state")
+    with pytest.raises(JobError, match="a header of 1"):
+        snapshot.load_state(tmp_path / "state", STAGE)
+
+
 def collecting(step: int) -> snapshot.Collector:
     return snapshot.Collector(stages=2, ledger=replace(LEDGER, steps=step), history=D[7])
 
