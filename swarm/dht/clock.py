@@ -21,13 +21,17 @@ def correction(offsets: Iterable[float]) -> float:
     """Seconds to add to our clock. `offsets`: others' clocks less ours.
 
     Ours counts as one more, so that one other alone moves nothing, and a majority moves it by no more than honest clocks
-    may be apart. Only if there are several and all of them agree is ours taken to be wrong: one honest neighbour is
-    enough to keep a right clock right.
+    may be apart. Only if there are several, most of them agree and none agrees with ours is ours taken to be wrong: one honest
+    neighbour is enough to keep a right clock right, and one liar is not to keep a wrong one wrong.
     """
     others = list(offsets)
     found = middle([0.0, *others])
     if abs(found) <= _NOISE_SECONDS:
         return 0.0
-    if max(others) - min(others) <= CLOCK_TOLERANCE_SECONDS:
+    agreeing = [other for other in others if abs(other - found) <= CLOCK_TOLERANCE_SECONDS]
+    alone = all(abs(other) > 2 * CLOCK_TOLERANCE_SECONDS for other in others)
+    if max(others) - min(others) <= CLOCK_TOLERANCE_SECONDS or (
+        alone and 3 * len(agreeing) > 2 * len(others)
+    ):
         return found
     return max(-CLOCK_TOLERANCE_SECONDS, min(found, CLOCK_TOLERANCE_SECONDS))

@@ -23,6 +23,9 @@ honest = st.floats(-1.0, 1.0)
         ([-70.0, -70.5, -71.0], -70.0),
         ([3600.0, 3600.0, 0.0], 0.0),
         ([3600.0, 3600.0, 3600.0, 0.0], CLOCK_TOLERANCE_SECONDS),
+        ([3600.0, 3600.5, 3601.0, -9e9], 3600.0),  # one of them lies, and ours is wrong
+        ([3600.0, 3600.5, 3601.0, 9e9, 9e9], CLOCK_TOLERANCE_SECONDS),
+        ([3600.0, 3600.0, 3600.0, 3600.0, 8.0], CLOCK_TOLERANCE_SECONDS),  # one is nearly as ours
         ([3.0, 3.5, 0.0, 0.1], 0.0),
         ([0.1, 0.2, 9e9], 0.0),
     ],
