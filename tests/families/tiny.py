@@ -97,6 +97,7 @@ TIED: Mapping[str, Mapping[str, Any]] = {
         "axial_pos_shape": [16, 16],
         "attn_layers": ["local", "lsh"],
     },
+    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {

@@ -82,6 +82,10 @@ def _exported(
                 raise CaptureError(
                     f"the model takes the larger or the smaller of sizes, of which one is free{fixed.line}: a size is a sum of products of others"
                 ) from error
+            if "_apply(): Couldn't swap" in str(error):
+                raise CaptureError(
+                    f"the model converts parameters of its own while it runs{line_of_error(error)}: convert them when it is made"
+                ) from error
             held = re.match(r"Constraints violated \((\w+)|Cannot create Dim with inconsistent", str(error))
             if held:
                 what = f"the size of {held[1]}" if held[1] else "a size"

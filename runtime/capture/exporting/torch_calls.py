@@ -115,6 +115,21 @@ def _of_example(plain: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: Contraction
 
 
+def _as_it_is(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A module of the dtype and on the device that it is converted to stays as it is. torch would put other parameters in the place
+    of its own, which cannot be done to those that have only a shape."""
+
+    def to(module: nn.Module, *args: Any, **options: Any) -> Any:
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **options)
+        tensors = [*module.parameters(), *module.buffers()]
+        numbers = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+        moved = device is not None and any(t.device != device for t in tensors)
+        converted = dtype is not None and any(t.dtype != dtype for t in numbers)
+        return plain(module, *args, **options) if moved or converted or layout is not None else module
+
+    return to
+
+
 def _hint(size: Any) -> int:
     return int(size) if isinstance(size, int) else int(size.node.hint)
 
@@ -296,6 +311,7 @@ def _as_its_module(parallel: nn.DataParallel[Any], *given: Any, **named: Any) ->
 
 _UNPACKED = ": give the layer the padded ones, and look the last state of each up with gather, or mask what is behind it"
 _ASKING: tuple[_Change, ...] = (
+    (nn.Module, "to", _as_it_is),
     (torch.Tensor, "data", _as_detached),
     *((where, n, _not_seeded) for where in (torch, torch.random) for n in ("manual_seed", "seed", "set_rng_state")),
     (torch.Tensor, "__len__", _counted),

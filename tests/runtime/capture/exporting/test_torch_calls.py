@@ -195,3 +195,23 @@ def test_what_torch_cannot_take_apart_is_refused(monkeypatch: pytest.MonkeyPatch
 
     with pytest.raises(CaptureError, match="torch cannot take the model's operators apart: "):
         capture_module(Inner(scattered), {"x": torch.zeros(2, 6)}, training=True)
+
+
+class Converted(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.layer = dtype, nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layer.to(x.device, self.dtype)(x.to(self.dtype))
+        return made
+
+
+def test_a_layer_that_is_converted_to_what_it_is_stays_as_it_is() -> None:
+    given = {"x": torch.zeros(2, 6)}
+    graph = capture_module(Converted(torch.float32), given)
+    assert graph.variable_names == {"layer.weight", "layer.bias"}
+    with pytest.raises(
+        CaptureError, match=r"converts parameters of its own .*, at \S*test_torch_calls.py:\d+: "
+    ):
+        capture_module(Converted(torch.float64), given)
