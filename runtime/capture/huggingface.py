@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import SourceConfig
 from fusion.runtime.job.model_files import check_huggingface, is_exported
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
+
+_LOOKED_AT = 1000  # names of tensors that the model has no place for, where one that it wants is missing
 
 
 @dataclass(frozen=True)
@@ -128,9 +131,10 @@ class HuggingFaceModel:
     def _missing(self, name: str) -> JobError:
         named, built = architectures(self.module.config), type(self.module).__name__
         said = f"; config.json says {', '.join(named)!r:.80}, and {built} is what would be served"
-        return JobError(
-            f"{self.directory}: no safetensors file has the weight {name}{said if named and built not in named else ''}"
-        )
+        said = said if named and built not in named else ""
+        nearest = get_close_matches(name, self.weights.unread()[:_LOOKED_AT], 1, 0.0)
+        held = f"; the nearest is {nearest[0]!r:.100}, which the model has no place for" if nearest else ""
+        return JobError(f"{self.directory}: no safetensors file has the weight {name}{held}{said}")
 
     def answering(self, graph: Graph) -> Graph:
         """`graph`, as `capture` gives it to serve, without the tokens that the files withhold from answers: those of an encoder-decoder,

@@ -697,6 +697,8 @@ def test_a_missing_or_misshapen_weight_is_named_before_any_is_read(
 
     save_file({**weights, name: torch.zeros(3)}, path)
     refused(rf"model\.safetensors: {name} has shape \(3,\), not \(128,\)$")
+    save_file({f"_orig_mod.{k}": v for k, v in weights.items()}, path)
+    refused(r"has the weight (\S+); the nearest is '_orig_mod\.\1', which the model has no place for$")
     save_file({k: v for k, v in weights.items() if k != name}, path)
     refused(rf"no safetensors file has the weight {name}$")
     edited(tmp_path, architectures=["GPT2ForSequenceClassification"])
