@@ -413,25 +413,17 @@ WHOLE = [
     ),
 ]
 FEW: dict[str, list[World]] = {
-    "gpt2": [
-        World("gpt2", "none", chunk=POSITIONS),
-        World("gpt2", "kill 0, gateway", reused=1),
-        World("gpt2", "kill 2", (ASKED[6],)),
-    ],
     "mistral-windowed": [
         World("mistral-windowed", "kill 1, kill 2, gateway", reused=1),
         World("mistral-windowed", "leave 1", chunk=POSITIONS),
         World("mistral-windowed", "gateway", (ASKED[4],), reused=1),
     ],
-    "openai-gpt": [World("openai-gpt", "kill 1", ASKED[2:5])],
     # In bfloat16 logits are often equal: nothing but the bits of `generate()` gives its tokens.
     "llama-bfloat16": [World("llama-bfloat16", "kill 1, kill 2, gateway", ASKED[:3], chunk=POSITIONS)],
 }
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=pytest.mark.slow if f in RECOMPUTED or f == "gpt2" else ()) for f in FEW]
-)
+@pytest.mark.parametrize("family", FEW)
 def test_each_answer_is_what_it_is_alone(family: str, tmp_path: Path) -> None:
     play_all(FEW[family], tmp_path)
 
