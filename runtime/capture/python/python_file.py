@@ -15,6 +15,8 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fusion.runtime.job.errors import JobError
 
 MODULE = "fusion_job_file"  # what the file is called while it runs
@@ -32,6 +34,7 @@ class PythonFile:
         with self.running():
             sys.modules[spec.name] = self._module  # dataclasses of the file look there for their module
             spec.loader.exec_module(self._module)
+        self._count_samples()
 
     def function(self, name: str) -> Callable[..., Any]:
         """The function or class of this name. JobError where the file has none."""
@@ -62,6 +65,13 @@ class PythonFile:
             if folder in sys.path:  # the file may have taken it out
                 sys.path.remove(folder)
 
+    def _count_samples(self) -> None:
+        """len() of a tensor, in the file and in what it has imported from beside it, is a size that may be left free, as `x.shape[0]` is: Python's
+        own gives numbers alone."""
+        for module in list(sys.modules.values()):
+            if Path(getattr(module, "__file__", None) or "").parent == self.path.parent:
+                vars(module).setdefault("len", _length)
+
     def _where(self, error: BaseException) -> str:
         """FILE:LINE of the innermost line of the user's own code."""
         if isinstance(error, SyntaxError) and error.filename is not None:
@@ -72,6 +82,11 @@ class PythonFile:
             if Path(frame.filename).is_relative_to(folder) and "site-packages" not in frame.filename:
                 return f"{frame.filename}:{frame.lineno}"
         return str(self.path)
+
+
+def _length(of: Any) -> Any:
+    free = isinstance(of, torch.Tensor) and of.dim() > 0 and isinstance(of.shape[0], torch.SymInt)
+    return of.shape[0] if free else len(of)
 
 
 def _error_text(error: BaseException) -> str:
