@@ -24,7 +24,7 @@ from torch.nn import functional
 from fusion.dag.cutting.source import SOURCE, SOURCE_FEATURES, SOURCE_IDS
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
-from fusion.runtime.capture.exporting.export import export
+from fusion.runtime.capture.exporting.export import SizeFixedError, export
 from fusion.runtime.capture.exporting.model_code import line_of_node
 from fusion.runtime.capture.exporting.state import Calls, require_same_runs
 from fusion.runtime.capture.exporting.tensors import (
@@ -39,8 +39,10 @@ from fusion.runtime.capture.exporting.tensors import (
 from fusion.runtime.capture.exporting.torch_calls import (
     SourceLength,
     as_exported,
+    begin_run,
     no_size_texts,
     require_plain_gradients,
+    same_masks_again,
     whole,
 )
 from fusion.runtime.capture.lowering.aten_names import (
@@ -60,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BATCH = 1 << 16
 EXPERTS = "batched_mm"  # an implementation of experts in transformers
+MORE = 5  # samples of an example, where two are too few
 MAX_CONSTANT = 64  # elements of a tensor that the code makes; it travels as nodes
 
 Loss = Callable[..., Any]
@@ -167,11 +170,22 @@ def capture_module(
     dims = tuple({0: batch} for _ in example)
     exported, again = hollow(), hollow().train(mode)
     exported.calls = Calls()
-    with no_size_texts():
-        graph = _capture(module, exported, example, dims, mode, loss_names, keeps=mode)
-    with warnings.catch_warnings(), as_exported(again):
-        warnings.simplefilter("ignore")
-        require_same_runs(again, tuple(example.values()), exported.calls)
+    with same_masks_again():
+        with no_size_texts():
+            try:
+                graph = _capture(module, exported, example, dims, mode, loss_names, keeps=mode)
+            except SizeFixedError as error:
+                # Of two samples, one less is a single one, for which torch does otherwise.
+                more = {name: value[torch.arange(MORE) % value.shape[0]] for name, value in example.items()}
+                exported = hollow()
+                exported.calls = Calls()
+                try:
+                    graph = _capture(module, exported, more, dims, mode, loss_names, keeps=mode)
+                except CaptureError:
+                    raise error from None
+        with warnings.catch_warnings(), as_exported(again):
+            warnings.simplefilter("ignore")
+            require_same_runs(again, tuple(example.values()), exported.calls)
     return graph if mode else _by_batches(graph)
 
 
@@ -279,6 +293,10 @@ class _AnyModule(nn.Module):
             return self._run(values)
 
     def _run(self, values: Sequence[torch.Tensor]) -> Any:
+        begin_run()
+        # torch gives those of each input a name of their own until it is asked.
+        if any(each.shape[0] != values[0].shape[0] for each in values[1:]):
+            raise CaptureError("the inputs are of several numbers of samples")
         inputs = dict(zip(self.names, values, strict=True))
         made = self.module(**{name: inputs[name] for name in self.module_inputs})
         return whole(
@@ -363,8 +381,10 @@ def _lowered(
         for at, dim in where.items()
         if isinstance(node.meta["val"].shape[at], torch.SymInt)
     }
-    for wanted in {d.__name__ for where in dims for d in where.values()} - set(symbols.values()):
-        raise CaptureError(f"the model does not leave the size of {wanted} free")
+    for node, where in zip(_user_inputs(exported), dims, strict=True):
+        for at, dim in where.items():
+            if not isinstance(node.meta["val"].shape[at], torch.SymInt):
+                raise CaptureError(f"the model does not leave the size of {dim.__name__} free")
     constants = dict(tables)
     for name, value in exported.constants.items():
         if name in names:

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_leaves
 
 from fusion.runtime.capture.exporting.model_code import line_of_caller
+from fusion.runtime.capture.exporting.size_masks import places
 from fusion.runtime.capture.exporting.state import node_of
 from fusion.runtime.job.errors import CaptureError
 
@@ -77,9 +78,24 @@ def whole(made: Any) -> Any:
 
 def getitem(plain: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Tensor, key: Any) -> Any:
-        return _chosen(self, key) if _is_mask(self, key) else plain(self, key)
+        if _is_mask(self, key):
+            return _chosen(self, key)
+        before = _whole_before(self, key)
+        where = places(key[-1]) if before else None
+        if where is None:
+            return plain(self, key)
+        return self.flatten(before, before + key[-1].dim() - 1).index_select(before, where)
 
     return run
+
+
+def _whole_before(of: Tensor, key: Any) -> int:
+    """How many dimensions stand whole before a mask, as in `x[:, mask]`; 0 where it is none of those."""
+    if not isinstance(key, tuple) or len(key) < 2 or not isinstance(key[-1], Tensor):
+        return 0
+    whole = all(isinstance(each, slice) and each == slice(None) for each in key[:-1])
+    at = len(key) - 1
+    return at if whole and key[-1].dtype == torch.bool and 0 < key[-1].dim() <= of.dim() - at else 0
 
 
 def setitem(plain: Callable[..., None]) -> Callable[..., None]:
@@ -87,6 +103,11 @@ def setitem(plain: Callable[..., None]) -> Callable[..., None]:
 
     def run(self: Tensor, key: Any, value: Any) -> None:
         if not isinstance(value, Chosen):
+            where = places(key) if isinstance(value, Tensor) and _is_mask(self, key) else None
+            if where is not None and value.dim() == self.dim() - key.dim() + 1:
+                rows = self.flatten(0, key.dim() - 1).index_put((where,), value.to(self.dtype))
+                self.copy_(rows.reshape(self.shape))
+                return None
             if not _is_row(self, key, value):
                 return plain(self, key, value)
             self.copy_(torch.where(_before(key, self), value.to(self.dtype), self))
@@ -99,8 +120,8 @@ def setitem(plain: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def masked_select(_: Any) -> Callable[..., Chosen]:
-    def run(input: Tensor, mask: Tensor) -> Chosen:
+def masked_select(_: Any) -> Callable[..., Chosen | Tensor]:
+    def run(input: Tensor, mask: Tensor) -> Chosen | Tensor:
         # Of two that are free, torch.export knows each by a name of its own until it is asked.
         same = input.dim() == mask.dim() and all(
             type(a) is type(b) and a == b for a, b in zip(input.shape, mask.shape, strict=True)
@@ -128,7 +149,10 @@ def _before(mask: Tensor, of: Tensor) -> Tensor:
     return mask.reshape(*mask.shape, *(1 for _ in of.shape[mask.dim() :]))
 
 
-def _chosen(of: Tensor, mask: Tensor) -> Chosen:
+def _chosen(of: Tensor, mask: Tensor) -> Chosen | Tensor:
+    where = places(mask)
+    if where is not None:
+        return of.flatten(0, mask.dim() - 1).index_select(0, where)
     rows, flat = of.flatten(0, mask.dim() - 1), mask.flatten()
     first = flat.to(torch.int64).argmax(0, keepdim=True)
     instead = rows.detach().index_select(0, first)

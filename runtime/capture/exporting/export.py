@@ -24,9 +24,17 @@ from fusion.runtime.job.errors import CaptureError
 # What torch raises of a model that it cannot export.
 OF_TORCH = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, SpecViolationError)
 
+_SEVERAL = 3  # samples, of which one less is not a single one
+_OF_A_SIZE = "no loop over it there, and no number made of it"
+_OF_SAMPLES = "no loop over it there, no number made of it (int, round), and no part of it (n // 2: give each part as an array of the data)"
 
-class _SizeFixedError(CaptureError):
-    """A size that is to be free, and that is not, though no line of the model's code is seen to fix it."""
+
+class SizeFixedError(CaptureError):
+    """A size that is to be free, and that is not. `certain`: whether a line of the model's code is seen to fix it."""
+
+    def __init__(self, message: str, *, certain: bool) -> None:
+        super().__init__(message)
+        self.certain = certain
 
 
 def export(
@@ -35,8 +43,10 @@ def export(
     """`dims`: of each of `example`, the dimensions that are free. CaptureError names the line of the model's code."""
     try:
         return _exported(wrapped, example, dims)
-    except _SizeFixedError:
-        if wrapped.training or not hasattr(_symbolic, "backed_size_oblivious"):
+    except SizeFixedError as error:
+        alone = wrapped.training or all(where.keys() == {0} for where in dims)
+        few = alone and example[0].shape[0] < _SEVERAL
+        if error.certain or few or not hasattr(_symbolic, "backed_size_oblivious"):
             raise
         # Of what is left of a sequence, as of `x[:, 1:]`, torch asks whether it is one position, and then is for no text of two. It
         # assumes that it is not, as it does of all sizes that are free, if it is told to.
@@ -89,10 +99,9 @@ def _exported(
             held = re.match(r"Constraints violated \((\w+)|Cannot create Dim with inconsistent", str(error))
             if held:
                 what = f"the size of {held[1]}" if held[1] else "a size"
-                kind = CaptureError if fixed.certain else _SizeFixedError
-                raise kind(
-                    f"the model does not leave {what} free{fixed.line}: "
-                    "no loop over it there, and no number made of it"
+                raise SizeFixedError(
+                    f"the model does not leave {what} free{fixed.line}: {_OF_SAMPLES if held[1] == 'batch' else _OF_A_SIZE}",
+                    certain=fixed.certain,
                 ) from error
             raise CaptureError(
                 f"torch.export cannot capture the model{line_of_error(error)}: {first_line(error)}"

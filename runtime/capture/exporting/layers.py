@@ -111,6 +111,39 @@ def one_hot(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def instance_norm(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """With running statistics that go on, the means over the samples, as what is written to a buffer."""
+
+    def run(input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5) -> Tensor:  # fmt: skip
+        if use_input_stats and running_mean is not None and running_var is not None:
+            places = list(range(2, input.dim()))
+            with torch.no_grad():
+                for running, each in ((running_mean, input.mean(places)), (running_var, input.var(places))):
+                    running.copy_((1 - momentum) * running + momentum * each.mean(0))
+            running_mean = running_var = None
+        return plain(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+    return run
+
+
+def diagonal(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Of a square, as many places off as a size that is free: an operator has a number for that."""
+
+    def run(input: Tensor, offset: Any = 0, *more: Any, **named: Any) -> Tensor:
+        off = named.get("diagonal", named.get("offset", offset))
+        if not isinstance(off, torch.SymInt) or input.dim() != 2 or more or len(named) > 1:
+            return plain(input, offset, *more, **named)
+        side: Any = input.shape[1]
+        below = statically_known_true(off < 0)
+        if not below and not statically_known_true(off >= 0):
+            return plain(input, offset, **named)
+        away: Any = -off if below else off
+        places = torch.arange(side - away) * (side + 1) + (away * side if below else away)
+        return input.flatten().index_select(0, places)
+
+    return run
+
+
 def bilinear(_: Any) -> Callable[..., Tensor]:
     def run(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         made: Tensor = torch.einsum("...i,oij,...j->...o", input1, weight, input2)

@@ -33,10 +33,19 @@ from fusion.runtime.capture.exporting import (
 from fusion.runtime.capture.exporting.blocks import SourceLength
 from fusion.runtime.capture.exporting.chosen import whole
 from fusion.runtime.capture.exporting.model_code import line_of_caller
+from fusion.runtime.capture.exporting.size_masks import begin_run, same_masks_again
 from fusion.runtime.capture.exporting.size_texts import no_size_texts
 from fusion.runtime.job.errors import CaptureError
 
-__all__ = ["SourceLength", "as_exported", "no_size_texts", "require_plain_gradients", "whole"]
+__all__ = [
+    "SourceLength",
+    "as_exported",
+    "begin_run",
+    "no_size_texts",
+    "require_plain_gradients",
+    "same_masks_again",
+    "whole",
+]
 
 _Change = tuple[Any, str, Callable[[Any], Any]]  # what has it, its name, what stands in its place
 
@@ -291,6 +300,18 @@ def _within_torch(caller: str) -> bool:
     return caller.startswith("torch.") and not caller.startswith("torch.nn.modules")
 
 
+def _within(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def array(tensor: torch.Tensor, **named: Any) -> Any:
+        if not _within_torch(sys._getframe(1).f_globals.get("__name__", "")):
+            raise CaptureError(
+                f"the model takes a tensor out of torch, with numpy(){line_of_caller()}: no graph has what is computed there; "
+                "write it with torch, or give what it makes as an array of the data"
+            )
+        return plain(tensor, **named)
+
+    return array
+
+
 def _counted(plain: Callable[[Any], int]) -> Callable[[Any], int]:
     """len() must be a number, which a size that is free is not."""
 
@@ -336,6 +357,7 @@ _ASKING: tuple[_Change, ...] = (
     *((where, "take_along_dim", layers.take_along_dim) for where in (torch, torch.Tensor)),
     *((where, name, change) for where in (torch, torch.Tensor) for name, change in (("chunk", layers.chunk), ("split", layers.split))),
     *((where, name, change) for where in (torch, torch.Tensor) for name, change in (("topk", highest.topk), ("scatter", highest.scatter))),
+    *((where, name, layers.diagonal) for where in (torch, torch.Tensor) for name in ("diag", "diagonal")),
     (torch, "cdist", layers.cdist),
     *((where, "bincount", layers.bincount) for where in (torch, torch.Tensor)),
     *((where, "histc", layers.histc) for where in (torch, torch.Tensor)),
@@ -355,6 +377,8 @@ _ASKING: tuple[_Change, ...] = (
     (torch, "stft", fourier.stft),
     (torch, "istft", fourier.istft),
     (torch._VF, "_pack_padded_sequence", _refused("the model packs sequences", _UNPACKED)),
+    (torch.Tensor, "numpy", _within),
+    (functional, "instance_norm", layers.instance_norm),
     (nn.DataParallel, "forward", lambda _: _as_its_module),
     (torch.Tensor, "unfold", layers.unfold),
 )  # fmt: skip
@@ -365,6 +389,7 @@ _DRAWING: tuple[_Change, ...] = (
     (functional, "dropout1d", lambda _: drawn.dropout_of_channels(2)),
     (functional, "dropout2d", lambda _: drawn.dropout_of_channels(None)),
     (functional, "dropout3d", lambda _: drawn.dropout_of_channels(4)),
+    *((torch, n, _refused("the model draws from a gamma, beta or Dirichlet distribution", ": give what is drawn as an array of the data")) for n in ("_standard_gamma", "_sample_dirichlet")),
 )  # fmt: skip
 _INNER = "the model takes a gradient while it runs, which a graph has no place for"
 _HOOK = "the model changes a gradient with a hook, which no peer runs"

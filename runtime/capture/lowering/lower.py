@@ -269,9 +269,12 @@ class _Lowering:
         self.env[node] = (made, made, made, *(ref for ref in written if isinstance(ref, Ref)))
         for user in node.users:
             reads = user.args[1] if len(user.args) > 1 else None
-            used = [n for n in user.users if n.op != "output"]
+            used = [n for n in user.users if n.op != "output" and not _moves_on(n, user)]
             if reads != 0 and used:
-                raise CaptureError("the model reads the statistics of a batch normalisation while it runs")
+                raise CaptureError(
+                    f"the model reads the statistics of a batch normalisation while it runs{line_of_node(used[0])}: "
+                    "compute what is read of the values themselves"
+                )
 
     def nested(self, node: fx.Node, name: str, module: fx.GraphModule) -> None:
         """A region run without gradients, or with autocast off: its nodes join ours."""
@@ -474,6 +477,16 @@ def _counted_from_front(args: tuple[Arg, ...], result: TensorType) -> tuple[Arg,
     if not isinstance(start, int) or start < 0 or not isinstance(dim, int):
         return args
     return source, dim, start, result.shape[dim] + start, step
+
+
+def _moves_on(call: fx.Node, statistic: fx.Node) -> bool:
+    """Whether it is a batch normalisation by the same layer, which goes on with its running statistics and reads them for nothing else."""
+    if not NORMS.get(op_name(call.target), False):
+        return False
+    return [name for name, value in arguments(call).items() if value is statistic] in (
+        ["running_mean"],
+        ["running_var"],
+    )
 
 
 def _first_line(region: fx.GraphModule) -> str:

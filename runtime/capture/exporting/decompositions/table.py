@@ -160,6 +160,8 @@ INSTEAD: Mapping[str, str] = {
     "aten.where": "keep the mask of booleans (out[mask] = layer(x[mask])), which says where, and look no places up",
     "aten.linalg_solve": "for matrices of more rows than 16, or of a size that is free",
     "aten.matrix_exp": "torch.nn.utils.parametrizations.orthogonal(..., orthogonal_map='cayley') needs none, for up to 16 rows",
+    "aten.multinomial": "draw with torch.rand, and look the places up in the probabilities' cumsum with torch.searchsorted",
+    "aten.logcumsumexp": "along a size that is free it has no bound; (x - x.max()).exp().cumsum(0).log() + x.max() says nearly the same",
     "aten.embedding_bag.padding_idx": "give bags of one length, (batch, length), and padding_idx where one is shorter",
 }
 TAKEN_APART: Mapping[Any, Callable[..., Any]] = {

@@ -177,6 +177,9 @@ def cast_within(x: torch.Tensor) -> torch.Tensor:
     ("function", "why"),
     [
         (packed, r"packs sequences, at \S*test_torch_calls\.py:\d+: give the layer the padded ones"),
+        (lambda x: x * torch.distributions.Beta(0.4, 0.4).sample(), r"a gamma, beta or Dirichlet distribution, at \S*py:\d+: give what is drawn"),
+        (lambda x: x * float(x.detach().numpy().max()), r"out of torch, with numpy\(\), at \S*py:\d+: no graph has"),
+        (lambda x: x * x.detach().abs().multinomial(1), r"aten\.multinomial, .*py:\d+: draw with torch.rand"),
         (cast_within, r"autocast on inside its forward, at \S*test_torch_calls\.py:\d+: leave it out"),
         (lambda x: x * x.argmax(1).bincount().sum(), r"aten\.bincount, .*py:\d+: say of how many numbers, with minlength"),
     ],

@@ -121,3 +121,50 @@ def test_every_plane_and_every_cut_keeps_what_torch_keeps(tmp_path: Path) -> Non
         wanted = (twin(batches[0]["x"]) - batches[0]["y"]).square().mean()
         assert float(values["result/0"]) == pytest.approx(float(wanted.detach()), rel=1e-5)
         twin.train()
+
+
+STATISTICS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+        self.layer, self.norm = nn.Linear(15, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        a, b = (self.norm(self.layer(self.before(each).flatten(1))) for each in (x, x.flip(2)))
+        c = (a.T @ b).div_(x.shape[0])
+        return torch.diagonal(c).add_(-1).pow_(2).sum() + c.square().sum()  # a view that is written to
+
+def model():
+    return Net()
+"""
+
+
+def test_statistics_go_on_as_torch_s(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(STATISTICS)
+    python, twin = (PythonModel(PythonConfig(path=path), ["x"], seed=3) for _ in range(2))
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(n, 3, 5)} for n in (3, 2)]
+    graph = trained_graph(python.capture(batches[0], evaluated=False).training)
+    wanted = [twin.module.train()(batch["x"]) for batch in batches]
+    for loss in wanted:
+        loss.backward()
+    plane = TorchPlane()
+    stages = [
+        plane.training(stage, variables_from_module(python.module), OptimizerConfig())
+        for stage in split(graph, legal_cuts(graph)[1:2])
+    ]
+    assert trained(stages, batches) == pytest.approx([float(loss.detach()) for loss in wanted], rel=1e-5)
+    for name, parameter in twin.module.named_parameters():
+        held = [g[name] for stage in stages if name in (g := stage.gradients())]
+        torch.testing.assert_close(sum(held), parameter.grad, rtol=1e-4, atol=1e-4)
+    for stage in stages:
+        stage.apply(0.0, 1.0)
+    found = {k: v for s in stages for k, v in s.state().items()}
+    for name, value in twin.module.named_buffers():
+        if value.is_floating_point():  # what counts batches is told when it is saved
+            torch.testing.assert_close(found[f"variable/{name}"], value, rtol=1e-5, atol=1e-6)
