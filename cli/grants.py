@@ -29,7 +29,7 @@ def grants_from(context: Context) -> GrantsFor:
     async def show(job: JobId) -> tuple[bytes, ...]:
         from fusion.runtime.belief.reading import manifest_of
 
-        manifest = await manifest_of(context, job, await context.directory.words(job))
+        manifest = await manifest_of(context, job, await context.directory.job_records(job))
         if manifest is None:
             return ()
         context.leases.know(manifest.law(job))

@@ -58,13 +58,13 @@ async def find_known(context: Context, wanted: str) -> Known:
     know too little yet. ValueError where there is none or more than one."""
     from fusion.runtime.belief.naming import find
 
-    words = await context.directory.words()
-    found = await find(context, wanted, own_authors(context), words)
+    records = await context.directory.job_records()
+    found = await find(context, wanted, own_authors(context), records)
     if not found:
         await asyncio.sleep(RETRY_SECONDS)
-        words = await context.directory.words()
-        found = await find(context, wanted, own_authors(context), words)
-    return pick(found, words, wanted)
+        records = await context.directory.job_records()
+        found = await find(context, wanted, own_authors(context), records)
+    return pick(found, records, wanted)
 
 
 async def find_current(context: Context, wanted: str) -> Known:
@@ -126,7 +126,9 @@ async def find_model(context: Context, name: str, option: str = "--model") -> No
     command-line option that gave the name."""
     for last in (False, True):  # a client that has just joined may know too little yet
         served = [
-            job for job in await context.directory.words() if job.kind == "serve" and job.state not in ENDED
+            job
+            for job in await context.directory.job_records()
+            if job.kind == "serve" and job.state not in ENDED
         ]
         names = sorted({job.name for job in served})
         bare = name.rpartition("@")[0] or name
@@ -145,9 +147,9 @@ async def find_served(context: Context, name: str, option: str) -> tuple[JobId, 
     from fusion.runtime.belief.naming import candidates, find
 
     await find_model(context, name, option)
-    words = await context.directory.words()
-    serving = {job.job for job in words if job.kind == "serve" and job.state not in ENDED}
-    served = [job for job in words if job.job in serving]
+    records = await context.directory.job_records()
+    serving = {job.job for job in records if job.kind == "serve" and job.state not in ENDED}
+    served = [job for job in records if job.job in serving]
     names = {job.name for job in served}
     if not name and len(serving) > 1 and len(names) == 1:
         (name,) = names  # a newer model in the place of another, say
@@ -173,10 +175,10 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
     last = Progress(job=job, state="launching")
     manifest: Manifest | None = None
     while True:
-        words = await context.directory.words(job)
-        if words and manifest is None:
-            manifest = await manifest_of(context, job, words)
-        belief = await weigh(context, job, words, manifest)
+        records = await context.directory.job_records(job)
+        if records and manifest is None:
+            manifest = await manifest_of(context, job, records)
+        belief = await weigh(context, job, records, manifest)
         record = None if belief is None else belief.record
         if record is not None:  # one that is not renewed expires
             async with aclosing(_reports(context, record)) as reports:

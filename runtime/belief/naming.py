@@ -79,43 +79,43 @@ class SharedLooks:
 
 async def candidates(
     context: Context,
-    words: Iterable[JobRecord],
+    records: Iterable[JobRecord],
     look: Look | None = None,
     known: Collection[JobId] = (),
 ) -> tuple[Known, ...]:
-    """The jobs that `words` speak of, in the order of their ids, as `look` or else `look_into` judges each. Of more than
+    """The jobs that `records` speak of, in the order of their ids, as `look` or else `look_into` judges each. Of more than
     CANDIDATES those of `known`, and so many others, one of everybody who speaks of some in turn. Raises SwarmError."""
-    told = tuple(words)
-    said = by_job(told)
+    records = tuple(records)
+    said = by_job(records)
     if len(said) > CANDIDATES:
-        turns = dict.fromkeys(record.job for record in in_turn(context.random, told))
+        turns = dict.fromkeys(record.job for record in in_turn(context.random, records))
         others = (job for job in turns if job not in known)
         chosen = {*known, *islice(others, CANDIDATES)}
-        said = {job: records for job, records in said.items() if job in chosen}
+        said = {job: of_job for job, of_job in said.items() if job in chosen}
     busy = asyncio.Semaphore(LOOKS)
 
     async def one(job: JobId, said: Sequence[JobRecord]) -> Known:
         async with busy:
             return await (look_into(context, job, said) if look is None else look(job, said))
 
-    return tuple(await asyncio.gather(*(one(job, records) for job, records in said.items())))
+    return tuple(await asyncio.gather(*(one(job, of_job) for job, of_job in said.items())))
 
 
 async def find(
     context: Context,
     wanted: str,
     known: Collection[PeerId] = (),
-    words: Iterable[JobRecord] | None = None,
+    records: Iterable[JobRecord] | None = None,
     look: Look | None = None,
 ) -> tuple[Known, ...]:
     """The jobs that are meant by a name or the beginning of an id, best first (`fusion.swarm.authority.names`), of all that
-    `words` speak of, as `look` or else `look_into` judges each. Raises Ambiguous, SwarmError."""
-    told = tuple(await context.directory.words() if words is None else words)
-    jobs = {record.job for record in told if may_mean(wanted, record.name, record.job)}
+    `records` speak of, as `look` or else `look_into` judges each. Raises Ambiguous, SwarmError."""
+    records = tuple(await context.directory.job_records() if records is None else records)
+    jobs = {record.job for record in records if may_mean(wanted, record.name, record.job)}
     if len(jobs) > CANDIDATES:
-        said = by_job(record for record in told if record.job in jobs)
+        said = by_job(record for record in records if record.job in jobs)
         jobs = set(_likely(context, said, wanted, known)[:CANDIDATES])
-    fitting = [record for record in told if record.job in jobs]
+    fitting = [record for record in records if record.job in jobs]
     found = {each.record.job: each for each in await candidates(context, fitting, look)}
     return tuple(found[each.job] for each in meant([each.named for each in found.values()], wanted, known))
 
@@ -126,7 +126,7 @@ def _likely(
     """These jobs, those first that an author launched whom `wanted` names or the reader knows, in each class one of everybody who
     speaks of some in turn: a stranger may call any number of jobs so, and chooses how their ids begin."""
     name, _, author = wanted.rpartition("@")
-    turns = in_turn(context.random, (record for records in said.values() for record in records))
+    turns = in_turn(context.random, (record for of_job in said.values() for record in of_job))
     checks = 0
 
     def is_meant(peer: PeerId) -> bool:

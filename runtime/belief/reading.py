@@ -1,5 +1,5 @@
 """What is said of jobs, and what of it this process believes (`fusion.swarm.authority.belief`): it reads the claims of a job's
-stages, remembers who owned them, and judges all words by that, anew whenever either has changed."""
+stages, remembers who owned them, and judges all records by that, anew whenever either has changed."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def by_job(records: Iterable[JobRecord]) -> dict[JobId, tuple[JobRecord, ...]]:
     return {job: tuple(found[job]) for job in sorted(found)}
 
 
-def in_turn(random: Random, words: Iterable[JobRecord]) -> list[JobRecord]:
-    """The same words, one of everybody who speaks at a time, whoever is first: a stranger may speak of any number of jobs, and
+def in_turn(random: Random, records: Iterable[JobRecord]) -> list[JobRecord]:
+    """The same records, one of everybody who speaks at a time, whoever is first: a stranger may speak of any number of jobs, and
     chooses how their ids begin."""
     by_speaker: dict[PeerId, list[JobRecord]] = {}
-    for record in words:
+    for record in records:
         by_speaker.setdefault(record.author, []).append(record)
     speakers = list(by_speaker.values())
     random.shuffle(speakers)
@@ -52,24 +52,24 @@ def in_turn(random: Random, words: Iterable[JobRecord]) -> list[JobRecord]:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What was believed of these words, and by which sight of the job's owners: the same of both give the same again."""
+    """What was believed of these records, and by which sight of the job's owners: the same of both give the same again."""
 
-    words: Sequence[JobRecord]
+    records: Sequence[JobRecord]
     sight: Sight
-    belief: Belief | None  # None where there are no words
+    belief: Belief | None  # None where there are no records
 
 
 def judged(
-    context: Context, job: JobId, words: Sequence[JobRecord], manifest: Manifest | None, claims: Claims
+    context: Context, job: JobId, records: Sequence[JobRecord], manifest: Manifest | None, claims: Claims
 ) -> Belief | None:
-    """What to believe of `words`, by these live claims; None where there are none."""
-    return judgement(context, job, words, manifest, claims).belief
+    """What to believe of `records`, by these live claims; None where there are none."""
+    return judgement(context, job, records, manifest, claims).belief
 
 
 def judgement(
     context: Context,
     job: JobId,
-    words: Sequence[JobRecord],
+    records: Sequence[JobRecord],
     manifest: Manifest | None,
     claims: Claims,
     before: Judgement | None = None,
@@ -78,50 +78,50 @@ def judgement(
     law = None if manifest is None else manifest.law(job)
     if law is not None and law.admission.kind == "granted":
         context.leases.know(law)
-        for record in words:
+        for record in records:
             context.access.revoke_all(job, record.proof)
     stages = law.stages if law is not None else max((*claims, 0)) + 1
     verify = context.directory.verify
     sight = context.seen.sight(
-        job, law, stages, claims, context.peer_id, shown=[word.proof for word in words], verify=verify
+        job, law, stages, claims, context.peer_id, shown=[record.proof for record in records], verify=verify
     )
-    if before is not None and before.words == words and before.sight == sight:
+    if before is not None and before.records == records and before.sight == sight:
         return before
-    return Judgement(words, sight, believe(words, sight, verify))
+    return Judgement(records, sight, believe(records, sight, verify))
 
 
 async def newest(context: Context, job: JobId, manifest: Manifest) -> JobRecord | None:
     """What to believe of a job that we have a part in, of whose claims we need not read more than we know."""
-    words = await context.directory.words(job)
+    records = await context.directory.job_records(job)
     claims = {stage: context.leases.recent(job, stage) for stage in range(manifest.stages)}
-    found = judged(context, job, words, manifest, claims)
+    found = judged(context, job, records, manifest, claims)
     return None if found is None else found.record
 
 
 async def look(
-    context: Context, job: JobId, words: Sequence[JobRecord] | None = None, manifest: Manifest | None = None
+    context: Context, job: JobId, records: Sequence[JobRecord] | None = None, manifest: Manifest | None = None
 ) -> Belief | None:
     """What to believe of any job: its manifest, all that is said of it, and the claims of its stages are read. None where
     nobody speaks of it. Raises SwarmError."""
-    words = await context.directory.words(job) if words is None else words
-    if words and manifest is None:
-        manifest = await manifest_of(context, job, words)
-    return await weigh(context, job, words, manifest)
+    records = await context.directory.job_records(job) if records is None else records
+    if records and manifest is None:
+        manifest = await manifest_of(context, job, records)
+    return await weigh(context, job, records, manifest)
 
 
 async def weigh(
     context: Context,
     job: JobId,
-    words: Sequence[JobRecord],
+    records: Sequence[JobRecord],
     manifest: Manifest | None,
 ) -> Belief | None:
-    """What to believe of these words, by the claims of the job's stages, which are read. Raises SwarmError."""
+    """What to believe of these records, by the claims of the job's stages, which are read. Raises SwarmError."""
     if manifest is not None:
         numbers = range(min(manifest.stages, READ_STAGES))
     else:  # it has as many as whoever speaks of it says
-        numbers = range(min(max((record.stages for record in words), default=0), UNKNOWN_STAGES))
+        numbers = range(min(max((record.stages for record in records), default=0), UNKNOWN_STAGES))
     claims = await context.leases.claims_of(job, numbers)
-    return judged(context, job, words, manifest, dict(zip(numbers, claims, strict=True)))
+    return judged(context, job, records, manifest, dict(zip(numbers, claims, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -135,20 +135,23 @@ class Seen:
 async def overview(context: Context) -> tuple[Seen, ...]:
     """All jobs, in the order of their ids, by the claims of READ_STAGES of each, READ_IN_ALL in all; and by their manifests, as
     far as these are given to us at once. Raises SwarmError."""
-    told = await context.directory.words()
-    words = by_job(told)
-    jobs = list(dict.fromkeys(record.job for record in in_turn(context.random, told)))
-    manifests = await _manifests(context, jobs[:MANIFESTS_IN_ALL], words)
+    records = await context.directory.job_records()
+    records_by_job = by_job(records)
+    jobs = list(dict.fromkeys(record.job for record in in_turn(context.random, records)))
+    manifests = await _manifests(context, jobs[:MANIFESTS_IN_ALL], records_by_job)
     for job, manifest in manifests.items():
         context.leases.know(manifest.law(job))
-    stages = {job: max(record.stages for record in said) for job, said in words.items()}
+    stages = {job: max(record.stages for record in said) for job, said in records_by_job.items()}
     stages |= {job: manifest.stages for job, manifest in manifests.items()}
     places = tuple(islice(_stages_in_turn(jobs, stages), READ_IN_ALL))
     found = await asyncio.gather(*(context.leases.claims(job, stage) for job, stage in places))
-    claims: dict[JobId, dict[int, Sequence[ClaimRecord]]] = {job: {} for job in words}
+    claims: dict[JobId, dict[int, Sequence[ClaimRecord]]] = {job: {} for job in records_by_job}
     for (job, stage), live in zip(places, found, strict=True):
         claims[job][stage] = live
-    beliefs = {job: judged(context, job, words[job], manifests.get(job), claims[job]) for job in words}
+    beliefs = {
+        job: judged(context, job, records_by_job[job], manifests.get(job), claims[job])
+        for job in records_by_job
+    }
     return tuple(Seen(belief, claims[job]) for job, belief in beliefs.items() if belief is not None)
 
 
@@ -162,14 +165,14 @@ def _stages_in_turn(jobs: Sequence[JobId], stages: Mapping[JobId, int]) -> Itera
 
 
 async def _manifests(
-    context: Context, jobs: Iterable[JobId], words: Mapping[JobId, Sequence[JobRecord]]
+    context: Context, jobs: Iterable[JobId], records_by_job: Mapping[JobId, Sequence[JobRecord]]
 ) -> Mapping[JobId, Manifest]:
     """Those that somebody gives us in ALL_MANIFESTS_SECONDS."""
     found, busy = dict[JobId, "Manifest"](), asyncio.Semaphore(MANIFESTS_AT_ONCE)
 
     async def read(job: JobId) -> None:
         async with busy:
-            manifest = await manifest_of(context, job, words[job])
+            manifest = await manifest_of(context, job, records_by_job[job])
         if manifest is not None:
             found[job] = manifest
 
@@ -180,11 +183,13 @@ async def _manifests(
     return found
 
 
-async def manifest_of(context: Context, job: JobId, words: Sequence[JobRecord]) -> Manifest | None:
+async def manifest_of(context: Context, job: JobId, records: Sequence[JobRecord]) -> Manifest | None:
     """None where nobody gives it to us in time, or it is none."""
     from fusion.runtime.job import manifest_wire as manifests  # only now: it knows the codecs
 
-    hints = list(dict.fromkeys(p for record in words for p in (record.author, record.lead) if p is not None))
+    hints = list(
+        dict.fromkeys(p for record in records for p in (record.author, record.lead) if p is not None)
+    )
     with suppress(SwarmError, JobError, TimeoutError):
         async with asyncio.timeout(MANIFEST_SECONDS):
             data = await context.blobs.read(Digest(job), manifests.MAX_MANIFEST_BYTES, hints[:HINTS])

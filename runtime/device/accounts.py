@@ -34,12 +34,12 @@ class Accounts:
         # The author that has signed, and what; nothing where it said so itself.
         self._signed: LRUCache[JobId, tuple[PeerId, tuple[bytes, ...]]] = LRUCache(REMEMBERED)
 
-    def record_launch(self, job: JobId, author: PeerId, words: Iterable[JobRecord], verify: Verify) -> None:
-        """Words on the job, in records that are signed by their own authors; its manifest names `author`."""
+    def record_launch(self, job: JobId, author: PeerId, records: Iterable[JobRecord], verify: Verify) -> None:
+        """From records of the job, signed by their own authors; its manifest names `author`."""
         known = self._signed.get(job, (None, ()))
         if known[0] == author and known[1]:
             return
-        for record in words:
+        for record in records:
             signed = [data for said, data in launches_of(record, verify) if said.signer == author]
             if signed:
                 self._signed[job] = author, (MARK + signed[0],)

@@ -17,7 +17,7 @@ from fusion.runtime.hosting.handover import HandoverConfig, Handovers
 from fusion.runtime.hosting.hosted_stages import HostedStages
 from fusion.runtime.hosting.job_view import JobView
 from fusion.runtime.hosting.jobs.board import JobBoard
-from fusion.runtime.hosting.jobs.files import JobFiles, KeptWords
+from fusion.runtime.hosting.jobs.files import JobFiles, KeptJobRecords
 from fusion.runtime.hosting.jobs.gossip import JobGossip
 from fusion.runtime.hosting.jobs.server import JobServer
 from fusion.runtime.hosting.jobs.service import Service
@@ -75,7 +75,7 @@ class Hosting:
         self._config = config
         self._takeover = takeover = context.takeover
         self.board = board = JobBoard(context.peer_id)
-        kept = None if files is None else KeptWords(files, context.clock.monotonic)
+        kept = None if files is None else KeptJobRecords(files, context.clock.monotonic)
         self._gossip = JobGossip(context, services, board, self._snapshotted, kept)
         self._server = JobServer(context, board, self._gossip, self.nudge, self._finish, self._stopped)
         self._stages = HostedStages(context, services, board, self._gossip, config.cool_down_seconds)
@@ -128,7 +128,7 @@ class Hosting:
             finally:
                 self._stages.tasks = None
                 with suppress(SwarmError, OSError):
-                    await self._gossip.last_word()  # before others see that the stages are free
+                    await self._gossip.publish_all()  # before others see that the stages are free
                 await self._stages.aclose(self._pool.aclose())
 
     async def _beat_for_ever(self) -> None:
@@ -159,12 +159,12 @@ class Hosting:
 
     async def _look(self, max_age_seconds: float) -> None:
         """What follows from what the directory says now. Each decision counts on those before it."""
-        words = await self._view.words(max_age_seconds)
-        known = self._view.manifests(words, self._our_jobs)
-        claims = await self._view.claims(known, words, self._stages.running, self._our_jobs)
+        records = await self._view.job_records(max_age_seconds)
+        known = self._view.manifests(records, self._our_jobs)
+        claims = await self._view.claims(known, records, self._stages.running, self._our_jobs)
         # Whose word counts (`fusion.swarm.authority.belief`). What is over: nothing of it is stood by for or claimed any
         # more.
-        beliefs = await self._view.beliefs(words, known, claims)
+        beliefs = await self._view.beliefs(records, known, claims)
         self._end([belief.record for belief in beliefs.values() if belief.settled])
         jobs = self._view.open_jobs(beliefs, known)
         self.board.see(jobs)
@@ -236,7 +236,7 @@ class Hosting:
         cancelled then. Nothing is claimed any more. The time it takes is bounded."""
         self._stages.leaving = True
         with suppress(SwarmError, OSError):
-            await self._gossip.last_word()  # whoever leads next should know all that we do
+            await self._gossip.publish_all()  # whoever leads next should know all that we do
         await self._pool.aclose()
         await self._handovers.leave()
 

@@ -34,7 +34,7 @@ DOUBT_SECONDS = 10.0  # for the other owners to say so as well, or for their cla
 
 OpenJob = tuple[JobRecord, Manifest]  # one that goes on, whose manifest is here and whose graph we can run
 OpenJobs = Mapping[JobId, OpenJob]
-Words = Mapping[JobId, tuple[JobRecord, ...]]  # all that is said of each job
+RecordsByJob = Mapping[JobId, tuple[JobRecord, ...]]  # all that are published on each job
 Manifests = Mapping[JobId, Manifest]
 StagesClaims = Mapping[Place, tuple[ClaimRecord, ...]]  # the live claims of each stage that was looked at
 
@@ -61,26 +61,26 @@ class JobView:
         self._newer: FIFOCache[JobId, None] = FIFOCache(NEWER_JOBS)
         self._judged: dict[JobId, Judgement] = {}  # by the last look
 
-    async def words(self, max_age_seconds: float) -> Words:
+    async def job_records(self, max_age_seconds: float) -> RecordsByJob:
         """What the directory says of all jobs that have not failed here, whoever says it."""
-        found = by_job(await self._context.directory.words(max_age_seconds=max_age_seconds))
-        words = {job: said for job, said in found.items() if job not in self._faults}
-        self._shelf.keep_only(words)
-        self._taken_up &= words.keys()
-        return words
+        found = by_job(await self._context.directory.job_records(max_age_seconds=max_age_seconds))
+        records = {job: said for job, said in found.items() if job not in self._faults}
+        self._shelf.keep_only(records)
+        self._taken_up &= records.keys()
+        return records
 
-    def manifests(self, words: Words, ours: Collection[JobId]) -> Manifests:
+    def manifests(self, records: RecordsByJob, ours: Collection[JobId]) -> Manifests:
         """Those of the jobs that may go on, or whose end we know of, as far as they are here (the others' are fetched, of
         jobs that are new to us when it is their turn) and ask for no newer op-set than ours: in such a job we have no
         part, and it goes on without us."""
         found: dict[JobId, Manifest] = {}
         offered: dict[JobId, list[JobRecord]] = {}
-        for job, said in words.items():
+        for job, said in records.items():
             going = self._going(said)
             if going or job in ours or self._board.buried(job):
                 manifest = self._shelf.get(job)
                 if manifest is None:
-                    if job in ours or job in self._taken_up or self._board.word(job) is not None:
+                    if job in ours or job in self._taken_up or self._board.record(job) is not None:
                         self._shelf.fetch((going or said)[0])
                     else:
                         offered[job] = going or list(said)
@@ -102,20 +102,20 @@ class JobView:
         """Fetch the manifests of those of these jobs whose turn it is, that of whoever had least of those who speak of one: a
         stranger may speak of any."""
         pace, verify = self._context.pace, self._context.directory.verify
-        offers, words = [], dict[JobId, JobRecord]()
+        offers, chosen = [], dict[JobId, JobRecord]()
         for job, said in offered.items():
-            payer, words[job] = min(
+            payer, chosen[job] = min(
                 ((speaker(record, verify), record) for record in said), key=lambda said: pace.charged(said[0])
             )
             offers.append(Offer(job, payer))
         self._quick_random().shuffle(offers)  # whoever launches a job chooses how its id begins
-        pace.take_up(offers, lambda job: self._shelf.fetch(words[job]))
+        pace.take_up(offers, lambda job: self._shelf.fetch(chosen[job]))
 
     def _quick_random(self) -> Random:
         return Random(self._context.random.getrandbits(64))  # nobody gains by guessing it
 
     def _going(self, said: Iterable[JobRecord]) -> list[JobRecord]:
-        """The words of those who say that the job goes on, where we do not know better."""
+        """The records of those who say that the job goes on, where we do not know better."""
         return [record for record in said if not is_over(record) and not self._board.over(record)]
 
     def _runs(self, job: JobId, manifest: Manifest) -> bool:
@@ -128,13 +128,13 @@ class JobView:
         return False
 
     async def claims(
-        self, known: Manifests, words: Words, hosted: Collection[Place], ours: Collection[JobId]
+        self, known: Manifests, records: RecordsByJob, hosted: Collection[Place], ours: Collection[JobId]
     ) -> StagesClaims:
         """The claims of `stages_to_read`, and of those that run here, in `hosted`: these are read with every renewal."""
         leases, free_bytes = self._context.leases, self._context.memory.free_bytes
         # Whether a job of which somebody says so has ended, all its owners tell.
-        jobs = {job: known[job] for job in known if job in ours or self._going(words[job])}
-        disputed = {job for job in jobs if any(map(is_over, words[job]))}
+        jobs = {job: known[job] for job in known if job in ours or self._going(records[job])}
+        disputed = {job for job in jobs if any(map(is_over, records[job]))}
         context, concerned, random = self._context, {*ours, *disputed}, self._quick_random()
         us, of, most = context.peer_id, context.accounts.of, self._places
         places = stages_to_read(jobs, hosted, concerned, us, free_bytes, random, most, of)
@@ -142,7 +142,9 @@ class JobView:
         recent = {place: leases.recent(*place) for place in hosted if place[0] in known}
         return {**dict(zip(places, claims, strict=True)), **recent}
 
-    async def beliefs(self, words: Words, known: Manifests, claims: StagesClaims) -> dict[JobId, Belief]:
+    async def beliefs(
+        self, records: RecordsByJob, known: Manifests, claims: StagesClaims
+    ) -> dict[JobId, Belief]:
         """What to believe of all jobs, by these live claims of their stages. Others run meanwhile: each job takes a tenth of a
         millisecond and more, and there may be thousands."""
         read: dict[JobId, dict[int, tuple[ClaimRecord, ...]]] = {}
@@ -150,7 +152,7 @@ class JobView:
             read.setdefault(job, {})[stage] = held
         found: dict[JobId, Belief] = {}
         judged: dict[JobId, Judgement] = {}
-        async for job, said in yielding(words.items(), JUDGED_AT_ONCE):
+        async for job, said in yielding(records.items(), JUDGED_AT_ONCE):
             before = self._judged.get(job)
             with self._faults.isolated(job):
                 judged[job] = judgement(self._context, job, said, known.get(job), read.get(job, {}), before)

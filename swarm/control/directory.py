@@ -72,9 +72,11 @@ class ControlDirectory:
 
         return next(iter(await self._read(JobRecord, "job", {"job": job}, there)), None)
 
-    async def words(self, job: JobId | None = None, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
+    async def job_records(
+        self, job: JobId | None = None, *, max_age_seconds: float = 0.0
+    ) -> tuple[JobRecord, ...]:
         header = {} if job is None else {"job": job}
-        return await self._read(JobRecord, "words", header, lambda there: there.words(job))
+        return await self._read(JobRecord, "words", header, lambda there: there.job_records(job))
 
     async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:
         header = {"job": job, "stage": stage}

@@ -76,7 +76,7 @@ class ControlServer:
             "links": lambda header: directory.links(),
             "jobs": lambda header: directory.jobs(),
             "job": self._job,
-            "words": self._words,
+            "words": self._job_records,
             "claims": lambda header: directory.claims(JobId(_digest(header, "job")), _stage(header)),
             "providers": lambda header: directory.providers(Digest(_digest(header, "digest"))),
         }
@@ -152,8 +152,8 @@ class ControlServer:
         found = await self._directory.job(JobId(_digest(header, "job")))
         return () if found is None else (found,)
 
-    async def _words(self, header: Mapping[str, Any]) -> Sequence[Record]:
-        return await self._directory.words(JobId(_digest(header, "job")) if "job" in header else None)
+    async def _job_records(self, header: Mapping[str, Any]) -> Sequence[Record]:
+        return await self._directory.job_records(JobId(_digest(header, "job")) if "job" in header else None)
 
 
 async def splice(one: Stream, two: Stream) -> None:

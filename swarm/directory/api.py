@@ -66,7 +66,9 @@ class Directory(Protocol):
 
     async def job(self, job: JobId) -> JobRecord | None: ...
 
-    async def words(self, job: JobId | None = None, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
+    async def job_records(
+        self, job: JobId | None = None, *, max_age_seconds: float = 0.0
+    ) -> tuple[JobRecord, ...]:
         """All that anybody says of the job, or of all jobs: which of it is to be believed is not for the directory to say
         (`fusion.swarm.authority.belief`). An age, for all jobs, as for `peers`."""
 

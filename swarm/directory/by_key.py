@@ -51,13 +51,15 @@ class DirectoryByKey(ABC):
         return await self.records(LINK_KEYS, LinkRecord)
 
     async def jobs(self, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
-        return newest_jobs(await self.words(max_age_seconds=max_age_seconds))
+        return newest_jobs(await self.job_records(max_age_seconds=max_age_seconds))
 
     async def job(self, job: JobId) -> JobRecord | None:
-        newest = newest_jobs(await self.words(job))
+        newest = newest_jobs(await self.job_records(job))
         return newest[0] if newest else None
 
-    async def words(self, job: JobId | None = None, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
+    async def job_records(
+        self, job: JobId | None = None, *, max_age_seconds: float = 0.0
+    ) -> tuple[JobRecord, ...]:
         if job is None:
             return await self.records(JOB_KEYS, JobRecord, max_age_seconds=max_age_seconds)
         found = await self.records((jobs_key(shard(job)),), JobRecord)

@@ -106,9 +106,9 @@ class Swarm:
         self._records = records
         self._leads = leads
         self.transport = SimpleNamespace(open=self.open)
-        self.directory = SimpleNamespace(words=self.words, claims=self.claims)
+        self.directory = SimpleNamespace(job_records=self.job_records, claims=self.claims)
 
-    async def words(self, job: JobId) -> tuple[JobRecord, ...]:
+    async def job_records(self, job: JobId) -> tuple[JobRecord, ...]:
         found = self._records.pop(0) if len(self._records) > 1 else self._records[0]
         return () if found is None else (found,)
 

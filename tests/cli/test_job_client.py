@@ -21,7 +21,7 @@ JOBS = [JobId(f"{number:064x}") for number in range(2)]
 def test_a_model_in_the_place_of_another_needs_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def words() -> Any:
+    async def job_records() -> Any:
         return tuple(SimpleNamespace(job=job, kind="serve", state="running", name="n") for job in JOBS)
 
     async def manifest(context: Any, job: JobId, said: Any) -> Any:
@@ -32,7 +32,7 @@ def test_a_model_in_the_place_of_another_needs_no_name(
 
     monkeypatch.setattr("fusion.runtime.belief.naming.manifest_of", manifest)
     monkeypatch.setattr("fusion.runtime.belief.naming.weigh", weigh)
-    context: Any = SimpleNamespace(home=tmp_path, directory=SimpleNamespace(words=words))
+    context: Any = SimpleNamespace(home=tmp_path, directory=SimpleNamespace(job_records=job_records))
     for name in ("n", ""):
         found, _ = asyncio.run(job_client.find_served(context, name, "NAME"))
         assert found == JOBS[1], "the newer one"
@@ -104,7 +104,7 @@ def test_a_job_without_news_is_not_one_that_nobody_speaks_for(monkeypatch: pytes
     asked = 0
     record: Any = SimpleNamespace(job=JOBS[0], lead=PeerId("lead"), state="running")
 
-    async def words(job: JobId) -> tuple[Any, ...]:
+    async def job_records(job: JobId) -> tuple[Any, ...]:
         return () if asked > 3 else (record,)  # then it is gone
 
     async def manifest(*_: Any) -> None:
@@ -127,7 +127,7 @@ def test_a_job_without_news_is_not_one_that_nobody_speaks_for(monkeypatch: pytes
     monkeypatch.setattr(job_client, "_progress", ask)
     monkeypatch.setattr(job_client, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(job_client, "asyncio", SimpleNamespace(sleep=sleep))
-    context: Any = SimpleNamespace(directory=SimpleNamespace(words=words))
+    context: Any = SimpleNamespace(directory=SimpleNamespace(job_records=job_records))
     told: list[str] = []
 
     async def watch() -> None:

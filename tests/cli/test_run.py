@@ -60,12 +60,12 @@ def test_a_name_that_is_not_served_is_called_what_the_command_calls_it(
     async def refused(*_: Any) -> None:
         raise RemoteError("model: the swarm serves none now")
 
-    async def words() -> tuple[()]:
+    async def job_records() -> tuple[()]:
         return ()
 
     monkeypatch.setattr("fusion.runtime.serving.graphs.client.run_model", refused)
     monkeypatch.setattr("fusion.cli.job_client.RETRY_SECONDS", 0.0)
-    context: Any = SimpleNamespace(transport=None, directory=SimpleNamespace(words=words))
+    context: Any = SimpleNamespace(transport=None, directory=SimpleNamespace(job_records=job_records))
     asking = Asking(context.transport, PeerId("gateway"))
     with pytest.raises(ValueError, match=r"^NAME: 'digits' is not served"):
         asyncio.run(_ask(context, asking, "digits", {}))

@@ -131,12 +131,14 @@ class WorldDirectory:
         return await self._read(("peers",))
 
     async def jobs(self, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
-        return newest_jobs(await self.words())
+        return newest_jobs(await self.job_records())
 
     async def job(self, job: JobId) -> JobRecord | None:
         return next((record for record in await self.jobs() if record.job == job), None)
 
-    async def words(self, job: JobId | None = None, *, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
+    async def job_records(
+        self, job: JobId | None = None, *, max_age_seconds: float = 0.0
+    ) -> tuple[JobRecord, ...]:
         return tuple(record for record in await self._read(("jobs",)) if job in (None, record.job))
 
     async def claims(self, job: JobId, stage: int) -> tuple[ClaimRecord, ...]:

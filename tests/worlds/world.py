@@ -255,8 +255,12 @@ class World:
             record = replace(record, proof=(seal_statement(said, partial(signed, _AUTHOR)),))
         while True:
             with contextlib.suppress(SwarmError):
-                words = [word for word in await directory.words(self.job) if word.author not in self.liars]
-                known = next(iter(newest_jobs(words)), None)
+                records = [
+                    record
+                    for record in await directory.job_records(self.job)
+                    if record.author not in self.liars
+                ]
+                known = next(iter(newest_jobs(records)), None)
                 if known is None or known.term == 0:
                     await directory.publish(record)
                 else:

@@ -6,6 +6,6 @@ record_proofs    what goes with a record so that others believe it
 gossip           the records that it publishes of them
 server           its answers to whoever asks
 watchers         who follows jobs here, so many and no more
-files            the last word on each, on disk
+files            the last record of each, on disk
 recalled_blobs   what is kept of the jobs that the disk tells of
 """

@@ -1,8 +1,8 @@
-"""The jobs that a peer knows of: the newest word on each, which ones it leads, which have ended and how. The one memory
+"""The jobs that a peer knows of: the newest record of each, which ones it leads, which have ended and how. The one memory
 of that. Pure: `gossip` brings in what the directory and our own stages say and publishes what is to be said, `server`
 answers from it, and `files` keeps on disk what outlives the process.
 
-A word is a job record, our own or somebody else's; of two, the greater in `job_order` counts.
+Of two records of one job, our own or somebody else's, the greater in `job_order` counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord
 from fusion.swarm.printable import one_line
 from fusion.swarm.transport import PeerId
 
-REMEMBERED_WORDS = 100
+REMEMBERED_RECORDS = 100
 REMEMBERED_ENDS = 1000
 STOPPED = "stopped by whoever launched it"
 CONCLUDED = frozenset({"done", "stopped"})  # ends that no later lead can change
@@ -54,12 +54,12 @@ class JobBoard:
 
     def __init__(self, us: PeerId) -> None:
         self.concerned: frozenset[JobId] = frozenset()  # jobs that we hold stages of, or stand by for
-        self.repeated: tuple[JobRecord, ...] = ()  # words on jobs that we do not lead, which nobody else says
+        self.repeated: tuple[JobRecord, ...] = ()  # of jobs that we do not lead, which nobody else publishes
         self._us = us
         self._open: dict[JobId, tuple[JobRecord, Manifest]] = {}
         self._led: dict[JobId, Led] = {}
         # On jobs of others that concern us, or did.
-        self._words: FIFOCache[JobId, JobRecord] = FIFOCache(REMEMBERED_WORDS)
+        self._records: FIFOCache[JobId, JobRecord] = FIFOCache(REMEMBERED_RECORDS)
         self._tombstones: FIFOCache[JobId, Tombstone] = FIFOCache(REMEMBERED_ENDS)
         self._elsewhere: frozenset[JobId] = frozenset()  # run by others, and none of our business any more
 
@@ -82,9 +82,9 @@ class JobBoard:
         """Whether we know of an end of the job: nobody takes it up again by a stranger's word."""
         return job in self._tombstones
 
-    def word(self, job: JobId) -> JobRecord | None:
+    def record(self, job: JobId) -> JobRecord | None:
         """The newest on a job that we lead or that concerns us, or did."""
-        return self._led[job].record if job in self._led else self._words.get(job)
+        return self._led[job].record if job in self._led else self._records.get(job)
 
     # --- jobs that we lead
 
@@ -100,7 +100,7 @@ class JobBoard:
         return self._led[job].author
 
     def lead(self, claim: ClaimRecord, manifest: Manifest, before: JobRecord | None) -> None:
-        """We own the first stage from now on; `before` is the newest word on the job."""
+        """We own the first stage from now on; `before` is the newest record of the job."""
         # Whoever takes a stage over reads it here: a new lead must not make the swarm forget the snapshot.
         resumed = before if before is not None and before.snapshot is not None else None
         record = JobRecord(
@@ -109,7 +109,7 @@ class JobBoard:
             snapshot=resumed.snapshot if resumed else None, snapshot_step=resumed.snapshot_step if resumed else 0,
             author=self._us,
         )  # fmt: skip
-        self._words.pop(claim.job, None)
+        self._records.pop(claim.job, None)
         self._led[claim.job] = Led(record, manifest.author, (record.snapshot, record.state))
 
     def update(self, job: JobId, progress: Progress | None) -> None:
@@ -195,8 +195,8 @@ class JobBoard:
         if record.job in self._led:
             self.update(record.job, progress)
             return
-        word = self._words.get(record.job)
-        record = record if word is None else max(record, word, key=job_order)
+        known = self._records.get(record.job)
+        record = record if known is None else max(record, known, key=job_order)
         if progress.snapshot is not None:  # what the lead told our stage, whatever others said of it since
             record = replace(record, snapshot=progress.snapshot, snapshot_step=progress.snapshot_step)
         term, step = max(record.term, term), max(record.step, progress.step)
@@ -215,12 +215,12 @@ class JobBoard:
 
     def _repeat(self, job: JobId) -> None:
         others = [each for each in self.repeated if each.job != job]
-        self.repeated = (*others, self._words[job])
+        self.repeated = (*others, self._records[job])
 
     def final(self, job: JobId) -> Progress | None:
         """How the job went, if a stage of it ran here to the end and nobody has taken it up again."""
-        word = self.word(job)
-        ended = word is None or word.state in ENDED
+        known = self.record(job)
+        ended = known is None or known.state in ENDED
         return self._tombstones.get(job, NONE).progress if ended else None
 
     # --- what others say
@@ -228,10 +228,10 @@ class JobBoard:
     def remember(self, record: JobRecord) -> None:
         """Somebody said so, whom we believe, or we did."""
         record = self._as_ended(record)
-        before = self._words.get(record.job)
+        before = self._records.get(record.job)
         # An end is proven by who says so, whatever lead there was since who has not heard of it.
         ended = before is not None and record.state in ENDED and before.state not in ENDED
-        self._words[record.job] = record if before is None or ended else max(record, before, key=job_order)
+        self._records[record.job] = record if before is None or ended else max(record, before, key=job_order)
 
     def update_from_directory(
         self, records: Sequence[JobRecord], concerned: Collection[JobId], leaderless: Collection[JobId]
@@ -240,12 +240,12 @@ class JobBoard:
         nobody leads."""
         self.concerned = frozenset(concerned)
         said = {record.job: record for record in records}
-        for job in {*concerned, *self._words} - set(self._led):
+        for job in {*concerned, *self._records} - set(self._led):
             if job in said:
                 self.remember(said[job])
         repeated = [
             record
-            for job, record in self._words.items()
+            for job, record in self._records.items()
             if said.get(job) != record
             or record.author == self._us
             or (job in leaderless and record.state not in ENDED)
@@ -263,7 +263,7 @@ class JobBoard:
         """The end of a job which somebody who has not heard of it says to go on, under no higher term: nobody who has
         would work for it, so that it would wait for ever."""
         end = self._tombstones.get(record.job, NONE)
-        if record.state in ENDED or end.record is None or self.word(record.job) is not None:
+        if record.state in ENDED or end.record is None or self.record(record.job) is not None:
             return None
         if end.certain:
             return self._as_ended(record)
@@ -279,8 +279,10 @@ class JobBoard:
     # --- what the disk is for
 
     def to_keep(self) -> tuple[JobRecord, ...]:
-        """The words on jobs of whose stages we hold some, or stand by for them."""
-        others = (self._words[job] for job in self.concerned if job in self._words and job not in self._led)
+        """The records of jobs of whose stages we hold some, or stand by for them."""
+        others = (
+            self._records[job] for job in self.concerned if job in self._records and job not in self._led
+        )
         return (*self.led, *others)
 
     def needed_blobs(self) -> frozenset[Digest]:
@@ -293,13 +295,15 @@ class JobBoard:
         return frozenset(named)
 
     def gone(self, job: JobId) -> bool:
-        """Whether nobody needs our word on the job any more, not even where everybody starts again."""
-        word = self.word(job)
-        return (word is not None and word.state in ENDED) or (job in self._elsewhere and job not in self._led)
+        """Whether nobody needs our record of the job any more, not even where everybody starts again."""
+        known = self.record(job)
+        return (known is not None and known.state in ENDED) or (
+            job in self._elsewhere and job not in self._led
+        )
 
 
 def advanced(record: JobRecord, progress: Progress | None) -> JobRecord:
-    """The word on a job that somebody else leads, or led, with the snapshot that our own stage knows of where that is
+    """The record of a job that somebody else leads, or led, with the snapshot that our own stage knows of where that is
     newer: the one before may be deleted already."""
     if progress is None or progress.snapshot is None or progress.snapshot_step <= record.snapshot_step:
         return record

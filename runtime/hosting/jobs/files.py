@@ -1,4 +1,4 @@
-"""The last word on each job that this peer holds or stands by for, on its disk, so that a job outlives even the moment
+"""The last record of each job that this peer holds or stands by for, on its disk, so that a job outlives even the moment
 at which nobody is left: whoever starts again says it, and the job goes on from the newest snapshot.
 
 FOLDER/<job>.json    version and fields of the job's record; its `step` is that of the snapshot, which is what can be
@@ -89,7 +89,7 @@ class JobFiles:
         return self._folder / f"{job}.json"
 
 
-class KeptWords:
+class KeptJobRecords:
     """What of the board is on the disk. `clock` gives seconds that only rise."""
 
     def __init__(self, files: JobFiles, clock: Callable[[], float] = time.monotonic) -> None:
@@ -105,7 +105,7 @@ class KeptWords:
         return records
 
     async def keep(self, records: Iterable[JobRecord], gone: Callable[[JobId], bool]) -> None:
-        """Bring the files up to date: `records` are the words on the jobs that concern us, and `gone` tells of any
+        """Bring the files up to date: `records` are the records of the jobs that concern us, and `gone` tells of any
         other whether its file is needed no more."""
         async with self._writing:
             live = {record.job: record for record in records if record.state not in ENDED}

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 from cachetools import TTLCache
 
 from fusion.runtime.hosting.jobs.board import CONCLUDED, JobBoard, advanced
-from fusion.runtime.hosting.jobs.files import MAX_AGE_SECONDS, KeptWords
+from fusion.runtime.hosting.jobs.files import MAX_AGE_SECONDS, KeptJobRecords
 from fusion.runtime.hosting.jobs.recalled_blobs import blobs_of
 from fusion.runtime.hosting.jobs.record_proofs import RecordProofs
 from fusion.runtime.hosting.jobs.service import Service
@@ -54,7 +54,7 @@ class JobGossip:
         services: Mapping[str, Service],
         board: JobBoard,
         snapshotted: Callable[[JobRecord], None] = lambda record: None,
-        files: KeptWords | None = None,
+        files: KeptJobRecords | None = None,
     ) -> None:
         # Within it, what a service does wrong concerns one job (`fusion.runtime.hosting.job_faults`).
         self.isolated: Callable[[JobId], AbstractContextManager[None]] = lambda job: nullcontext()
@@ -88,12 +88,12 @@ class JobGossip:
 
     def lead(self, claim: ClaimRecord, manifest: Manifest, before: JobRecord | None) -> None:
         """We own the first stage from now on; `before` is what the swarm said of the job."""
-        known = [self._newest(r) for r in (before, self._board.word(claim.job)) if r is not None]
+        known = [self._newest(r) for r in (before, self._board.record(claim.job)) if r is not None]
         self._board.lead(claim, manifest, max(known, key=job_order, default=None))
 
     def figures(self, job: JobId) -> Progress | None:
         """How a job stands of which we run a stage, or ran one to its end: what a watcher is told."""
-        record = self._board.word(job)
+        record = self._board.record(job)
         progress = None if record is None else self._progress(record)
         self._board.update(job, progress)
         return self._board.final(job) or progress
@@ -149,7 +149,7 @@ class JobGossip:
         self._update()
         await asyncio.gather(self._publish_if_due(*self._board.led, *self._repeated()), self._keep())
 
-    async def last_word(self) -> None:
+    async def publish_all(self) -> None:
         """We leave: say what we know of every job, so that whoever leads next knows it too. Before our claims are
         released, or others would see a job without a lead and without its newest snapshot."""
         self._update()
@@ -173,7 +173,7 @@ class JobGossip:
 
     async def publish_job(self, job: JobId) -> None:
         """What we have to say of one job, where that was not said lately: anybody may ask for it, as often as they like."""
-        record = self._board.word(job)
+        record = self._board.record(job)
         if record is None:
             return
         await self._publish_if_due(record if self._board.leads(job) else self._repeat(record))
@@ -190,8 +190,8 @@ class JobGossip:
     async def _keep(self) -> None:
         self._hold()
         if self._files is not None:
-            words = (self._proofs.repeated(self._newest(record)) for record in self._board.to_keep())
-            await self._files.keep(words, self._board.gone)
+            records = (self._proofs.repeated(self._newest(record)) for record in self._board.to_keep())
+            await self._files.keep(records, self._board.gone)
 
     async def _publish_all(self, *records: JobRecord) -> None:
         await asyncio.gather(*map(self._publish, map(self._proofs.signed, records)))

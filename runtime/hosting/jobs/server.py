@@ -177,7 +177,7 @@ class JobServer:
     def _check_led(self, job: JobId) -> None:
         """JobError for a job that has ended, or that we do not lead."""
         self._gossip.figures(job)
-        record = self._board.word(job)
+        record = self._board.record(job)
         if record is not None and record.state in ENDED:
             raise JobError(f"the job {record.name} is {record.state} already")
         if record is None or not self._board.leads(job):
@@ -189,7 +189,7 @@ class JobServer:
         until = clock.monotonic() + SAVE_SECONDS
         while clock.monotonic() < until:
             self._gossip.figures(job)
-            record = self._board.word(job)
+            record = self._board.record(job)
             if record is not None and record.state in ENDED:
                 return record
             if not self._board.leads(job):

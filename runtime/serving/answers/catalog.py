@@ -116,8 +116,8 @@ class Catalog:
 
     async def served(self) -> tuple[Known, ...]:
         """What the swarm serves now, as far as it is known here. Raises SwarmError."""
-        words, look = await self._served(), self._judging.since()
-        seen = await candidates(self._context, words, look, known=frozenset(self._listed))
+        records, look = await self._served(), self._judging.since()
+        seen = await candidates(self._context, records, look, known=frozenset(self._listed))
         going = tuple(each for each in seen if not each.belief.over)
         # Whoever speaks of thousands of jobs keeps none of these out.
         self._listed.update((each.record.job, None) for each in going if each.manifest is not None)
@@ -194,10 +194,9 @@ class Catalog:
             if not known():  # nobody has looked meanwhile
                 await asyncio.sleep(max(0.0, self._jobs[0] + REFRESH_SECONDS - self._clock()))
                 began = self._clock()
-                words = await self._context.directory.words()
-                serving = {r.job for r in words if r.kind == "serve" and r.state in LIVE}
-                records = tuple(r for r in words if r.job in serving)
-                self._jobs = (began, records)
+                records = await self._context.directory.job_records()
+                serving = {r.job for r in records if r.kind == "serve" and r.state in LIVE}
+                self._jobs = (began, tuple(r for r in records if r.job in serving))
             return self._jobs[1]
 
 

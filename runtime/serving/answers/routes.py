@@ -146,7 +146,7 @@ class Routes:
             ]
         except NoOwner:
             self._unowned(model.job)
-            known = await candidates(self._context, await self._context.directory.words(model.job))
+            known = await candidates(self._context, await self._context.directory.job_records(model.job))
             for each in known:
                 if each.belief.over:
                     raise JobFailed(

@@ -98,7 +98,7 @@ async def nothing_was_said(ground: Ground, verdict: Verdict) -> None:
         verdict.notes[f"fault: {what}"] = f"answered {answer}"
     if not verdict.notes["tried"]:
         verdict.notes["fault: reach"] = "nothing was tried"
-    jobs = {record.job for record in await ground.reader.words()}
+    jobs = {record.job for record in await ground.reader.job_records()}
     if not jobs <= {ground.training.job, ground.serving.job}:
         verdict.notes["fault: stored"] = f"{len(jobs)} jobs are listed"
     members = {peer.peer_id for peer in ground.peers}

@@ -71,7 +71,7 @@ def test_of_many_jobs_of_thousands_of_stages_few_are_looked_at(monkeypatch: pyte
         looked.append((job, stage))
         return ()
 
-    async def words() -> tuple[JobRecord, ...]:
+    async def job_records() -> tuple[JobRecord, ...]:
         return tuple(said)
 
     async def manifest_of(_: Any, job: JobId, __: Any) -> None:
@@ -80,7 +80,7 @@ def test_of_many_jobs_of_thousands_of_stages_few_are_looked_at(monkeypatch: pyte
 
     monkeypatch.setattr(reading, "manifest_of", manifest_of)
     monkeypatch.setattr(reading, "judged", lambda *_: SimpleNamespace())
-    leases, directory = SimpleNamespace(claims=claims), SimpleNamespace(words=words)
+    leases, directory = SimpleNamespace(claims=claims), SimpleNamespace(job_records=job_records)
     context: Any = SimpleNamespace(leases=leases, directory=directory, random=Random(7))
     mallory = Identity.generate()
     few = job_record(mallory, job=JobId("b" * 64), stages=3)

@@ -59,8 +59,8 @@ def ends(peer: Peer, job: JobId, stage: int, state: Literal["done", "stopped"] =
 
 async def says(made: Swarm, peer: Peer, job: JobId) -> str | None:
     """How the job stands, as the peer says it."""
-    words = await MemoryDirectory(made.network, made.trainer, made.clock).words(job)
-    return next((word.state for word in words if word.author == peer.id), None)
+    records = await MemoryDirectory(made.network, made.trainer, made.clock).job_records(job)
+    return next((record.state for record in records if record.author == peer.id), None)
 
 
 @pytest.mark.parametrize("state", ["done", "stopped", "failed"])

@@ -36,7 +36,7 @@ def test_a_stage_that_is_being_taken_over_is_not_given_back(tmp_path: Path) -> N
             job = await made.launch(made.manifest(None, proposed=(directory.peer_id,)))
             await ours.look()
             seen, going_on = asyncio.Event(), asyncio.Event()
-            read = ours.context.directory.words
+            read = ours.context.directory.job_records
 
             async def slow(job: JobId | None = None, **age: float) -> tuple[JobRecord, ...]:
                 if job is not None:
@@ -44,7 +44,7 @@ def test_a_stage_that_is_being_taken_over_is_not_given_back(tmp_path: Path) -> N
                     await going_on.wait()
                 return await read(job, **age)
 
-            ours.context.directory.words = slow  # type: ignore[method-assign]
+            ours.context.directory.job_records = slow  # type: ignore[method-assign]
             taking = asyncio.create_task(ours.hosting.take_over(job, 0, 3, None))
             await seen.wait()
             await until(lambda: ours.context.leases.holds(job, 0) is not None)

@@ -148,15 +148,15 @@ def test_only_a_peer_without_a_part_in_any_job_reads_what_is_a_little_old(tmp_pa
             ages: dict[str, float] = {}
 
             def watched(peer: Peer) -> None:
-                words = peer.context.directory.words
+                job_records = peer.context.directory.job_records
 
                 async def read(
                     job: JobId | None = None, *, max_age_seconds: float = 0.0
                 ) -> tuple[JobRecord, ...]:
                     ages[peer.id] = max_age_seconds
-                    return await words(job)
+                    return await job_records(job)
 
-                peer.context.directory.words = read  # type: ignore[method-assign]
+                peer.context.directory.job_records = read  # type: ignore[method-assign]
 
             job = await made.launch(made.manifest(ours, memory_bytes=(900,)))
             for peer in (ours, standby, idle):
@@ -771,14 +771,14 @@ def test_a_directory_that_fails_costs_a_heartbeat(tmp_path: Path) -> None:
         async with swarm(tmp_path) as made:
             ours = await made.join()
             job = await made.launch(made.manifest(ours))
-            jobs = ours.context.directory.words
+            jobs = ours.context.directory.job_records
 
             async def broken(*, max_age_seconds: float = 0.0) -> tuple[JobRecord, ...]:
                 raise BlobError("no way")
 
-            ours.context.directory.words = broken  # type: ignore[method-assign]
+            ours.context.directory.job_records = broken  # type: ignore[method-assign]
             await ours.look()
-            ours.context.directory.words = jobs  # type: ignore[method-assign]
+            ours.context.directory.job_records = jobs  # type: ignore[method-assign]
             await ours.look()
             await until(lambda: (job, 0) in ours.service.running)
 

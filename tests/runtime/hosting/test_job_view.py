@@ -67,13 +67,13 @@ def test_only_jobs_of_which_something_is_new_are_judged_again(
             jobs = [JobId(digest(f"job {n}")) for n in range(5)]
             for job in jobs:
                 await made.announce(job)
-            await view.beliefs(await view.words(0.0), {}, {})
+            await view.beliefs(await view.job_records(0.0), {}, {})
             assert {*judged} == {*jobs}
             judged.clear()
-            await view.beliefs(await view.words(0.0), {}, {})
+            await view.beliefs(await view.job_records(0.0), {}, {})
             assert not judged
             await made.announce(jobs[3], step=1)
-            found = await view.beliefs(await view.words(0.0), {}, {})
+            found = await view.beliefs(await view.job_records(0.0), {}, {})
             assert judged == [jobs[3]] and {*found} == {*jobs}
 
     def noted(words: Sequence[JobRecord], sight: Sight, verify: Verify) -> Belief | None:

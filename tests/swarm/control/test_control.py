@@ -149,8 +149,8 @@ def test_the_directory_is_the_peers_own() -> None:
                 await w.directory.publish(record)
             assert await directory.peers() == (peer,)
             assert await directory.jobs() == (job,) and await directory.job(job.job) == job
-            assert await directory.words() == (job,) == await directory.words(job.job)
-            assert await directory.words(JobId("0" * 64)) == ()
+            assert await directory.job_records() == (job,) == await directory.job_records(job.job)
+            assert await directory.job_records(JobId("0" * 64)) == ()
             (found,) = await directory.claims(claim.job, claim.stage)
             (there,) = await w.directory.claims(claim.job, claim.stage)
             assert found == claim and found.expires_at == there.expires_at > directory.now()

@@ -130,7 +130,9 @@ def test_records_travel_between_dht_nodes() -> None:
             await two.directory.publish(lead)
             assert await three.directory.job(JOB) == lead
             assert await three.directory.jobs() == (lead,)
-            assert len(await three.directory.words(JOB)) == len(await client.directory.words()) == 2
+            assert (
+                len(await three.directory.job_records(JOB)) == len(await client.directory.job_records()) == 2
+            )
             assert await three.directory.job(digest("none")) is None
             for member in (one, two):
                 await member.directory.publish(claim_record(member.identity))

@@ -113,7 +113,7 @@ def test_every_kind_of_record_comes_as_it_was_published() -> None:
                 await w.published.publish(record)
             seen = w.directory
             assert await seen.peers() == (known[0],) and await seen.links() == (known[3],)
-            assert await seen.words() == await seen.jobs() == (job,) and await seen.job(job.job) == job
+            assert await seen.job_records() == await seen.jobs() == (job,) and await seen.job(job.job) == job
             (got,) = await seen.claims(claim.job, claim.stage)
             assert (got.peer, got.term) == (claim.peer, claim.term) and got.expires_at > NOW
             assert await seen.providers(known[4].digest) == (known[4],)  # type: ignore[attr-defined]
@@ -222,7 +222,7 @@ def test_a_peer_that_lies_shows_nothing_that_was_not_signed() -> None:
         expired, elsewhere = seal(mine, honest, NOW - 1), seal(peer_record(honest), honest, NOW + 5)
         lies = answering(forged, expired, elsewhere, b"", b"\xc1", [], good[:-1], good, key=key)
         async with world(lies) as w:
-            assert await w.directory.words(mine.job) == (mine,)
+            assert await w.directory.job_records(mine.job) == (mine,)
 
     asyncio.run(main())
 
@@ -239,7 +239,7 @@ def test_an_answer_to_another_question_is_none(handler: Handler, error: type[Exc
     async def main() -> None:
         async with world(handler) as w:
             with pytest.raises(error):
-                await w.directory.words(job_record(w.peer).job)
+                await w.directory.job_records(job_record(w.peer).job)
 
     asyncio.run(main())
 

@@ -54,7 +54,7 @@ def test_an_older_word_never_displaces_a_newer_one() -> None:
             board = JobBoard(US)
             for record in told:
                 board.update_from_directory([record], {old.job}, ())
-            assert board.word(old.job) == newer
+            assert board.record(old.job) == newer
 
 
 def test_an_end_that_was_heard_is_said_again_to_whoever_says_that_the_job_goes_on() -> None:
@@ -83,7 +83,7 @@ def test_what_has_ended_before_our_eyes_stays_ended_whatever_others_say() -> Non
     late = word(term=4, step=95, snapshot_step=20)
     assert board.over(late)
     board.update_from_directory([late], (), ())
-    assert board.word(JOB) == ended  # whatever number somebody gives to what it says
+    assert board.record(JOB) == ended  # whatever number somebody gives to what it says
     assert [record.state for record in board.repeated] == ["done"] and board.final(JOB) == FINAL
 
 
@@ -154,7 +154,7 @@ def test_the_board_believes_the_newest_of_what_it_heard(records: list[JobRecord]
         # It is told only what is to be believed: of an end also the word of an earlier lead.
         over = best is not None and best.state not in ENDED and record.state in ENDED
         best = record if best is None or over else max(best, record, key=job_order)
-    assert board.word(JOB) == best
+    assert board.record(JOB) == best
 
 
 def test_the_blobs_of_a_job_are_needed_for_as_long_as_it_concerns_us() -> None:

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from fusion.runtime.hosting.jobs.files import MAX_AGE_SECONDS, MAX_BYTES, REFRESH_SECONDS, JobFiles, KeptWords
+from fusion.runtime.hosting.jobs.files import (
+    MAX_AGE_SECONDS,
+    MAX_BYTES,
+    REFRESH_SECONDS,
+    JobFiles,
+    KeptJobRecords,
+)
 from fusion.swarm.authority.revocation import mark, seal_revocation
 from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.identity import Identity
@@ -107,7 +113,7 @@ def test_a_file_is_written_when_the_snapshot_changes_and_now_and_then(tmp_path: 
     async def main() -> None:
         clock = ManualClock()
         files = JobFiles(tmp_path)
-        words = KeptWords(files, clock)
+        words = KeptJobRecords(files, clock)
         running = record(step=0, snapshot=None, snapshot_step=0)
         path = tmp_path / f"{running.job}.json"
 
@@ -133,7 +139,7 @@ def test_a_file_is_written_when_the_snapshot_changes_and_now_and_then(tmp_path: 
 def test_a_file_is_written_when_somebody_is_revoked(tmp_path: Path) -> None:
     async def main() -> None:
         files = JobFiles(tmp_path)
-        words = KeptWords(files, ManualClock())
+        words = KeptJobRecords(files, ManualClock())
         issuer = Identity.generate()
         for at in (1, 2):
             gone = seal_revocation(record().job, [mark(PEER)], at, issuer)

@@ -388,8 +388,8 @@ def test_a_revocation_is_told_of_while_nobody_leads(tmp_path: Path) -> None:
             reader = MemoryDirectory(made.network, made.trainer, made.clock)
 
             async def told() -> bool:
-                words = await reader.words(job)
-                return any(gone in word.proof for word in words if word.author == other.id)
+                records = await reader.job_records(job)
+                return any(gone in record.proof for record in records if record.author == other.id)
 
             assert await told()
             for _ in range(5):
@@ -397,8 +397,8 @@ def test_a_revocation_is_told_of_while_nobody_leads(tmp_path: Path) -> None:
                 await other.context.leases.beat()
                 await other.look()
                 assert await told()
-            (word,) = [word for word in await reader.words(job) if word.author == other.id]
-            assert len(lists_in(word.proof)) == 1
+            (record,) = [each for each in await reader.job_records(job) if each.author == other.id]
+            assert len(lists_in(record.proof)) == 1
 
     asyncio.run(main())
 

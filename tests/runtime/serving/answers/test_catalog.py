@@ -29,13 +29,13 @@ def test_however_many_ask_for_unknown_names_there_is_one_look_now_and_then(
     async def main() -> None:
         looks = 0
 
-        async def words() -> tuple[JobRecord, ...]:
+        async def job_records() -> tuple[JobRecord, ...]:
             nonlocal looks
             looks += 1
             await asyncio.sleep(0.001)
             return ()
 
-        context: Any = SimpleNamespace(clock=Clock(), directory=SimpleNamespace(words=words))
+        context: Any = SimpleNamespace(clock=Clock(), directory=SimpleNamespace(job_records=job_records))
         catalog = Catalog(context)
 
         async def ask(name: str) -> None:
@@ -60,7 +60,7 @@ class _Published:
         self.under_way = 0
         clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
         context: Any = SimpleNamespace(
-            clock=clock, directory=SimpleNamespace(words=self._words), random=Random(7)
+            clock=clock, directory=SimpleNamespace(job_records=self._job_records), random=Random(7)
         )
         monkeypatch.setattr("fusion.runtime.serving.answers.catalog.REFRESH_SECONDS", 0.1)
         monkeypatch.setattr("fusion.runtime.belief.naming.manifest_of", self._manifest)
@@ -68,7 +68,7 @@ class _Published:
         self.catalog = Catalog(context)
         self.catalog._model = self._model  # type: ignore[method-assign]
 
-    async def _words(self) -> Any:
+    async def _job_records(self) -> Any:
         return tuple(
             SimpleNamespace(job=job, kind="serve", state="running", name="n", author="launcher")
             for job in self.jobs
