@@ -12,7 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from fusion.runtime.job.errors import JobError
-from fusion.swarm.authority.belief import Belief, Sight, believe
+from fusion.swarm.authority.belief import Belief, OwnershipView, believe
 from fusion.swarm.claims.owners_seen import Claims
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Place
 from fusion.swarm.errors import SwarmError
@@ -52,10 +52,10 @@ def in_turn(random: Random, records: Iterable[JobRecord]) -> list[JobRecord]:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What was believed of these records, and by which sight of the job's owners: the same of both give the same again."""
+    """What was believed of these records, and by which view of the job's owners: the same of both give the same again."""
 
     records: Sequence[JobRecord]
-    sight: Sight
+    view: OwnershipView
     belief: Belief | None  # None where there are no records
 
 
@@ -82,12 +82,12 @@ def judgement(
             context.access.revoke_all(job, record.proof)
     stages = law.stages if law is not None else max((*claims, 0)) + 1
     verify = context.directory.verify
-    sight = context.seen.sight(
+    view = context.seen.ownership_view(
         job, law, stages, claims, context.peer_id, shown=[record.proof for record in records], verify=verify
     )
-    if before is not None and before.records == records and before.sight == sight:
+    if before is not None and before.records == records and before.view == view:
         return before
-    return Judgement(records, sight, believe(records, sight, verify))
+    return Judgement(records, view, believe(records, view, verify))
 
 
 async def newest(context: Context, job: JobId, manifest: Manifest) -> JobRecord | None:

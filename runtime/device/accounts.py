@@ -16,7 +16,7 @@ from dataclasses import replace
 from cachetools import LRUCache
 
 from fusion.runtime.device.share import Whose
-from fusion.swarm.authority.statements import Statement, opened
+from fusion.swarm.authority.statements import Statement, open_statements
 from fusion.swarm.directory.job_order import ENDED
 from fusion.swarm.directory.records import MAX_STATEMENTS, JobId, JobRecord
 from fusion.swarm.identity import Verify
@@ -75,4 +75,6 @@ def launches_of(
     """That the job was launched, as the record carries it; signatures are checked only of who `matters`. Nothing else counts: a
     manifest may name a peer that runs the job, and signs words on it for that reason."""
     plain = [data.removeprefix(MARK) for data in record.proof]
-    return opened(plain, record.job, verify, lambda said: said.state == "launching" and matters(said.signer))
+    return open_statements(
+        plain, record.job, verify, lambda said: said.state == "launching" and matters(said.signer)
+    )

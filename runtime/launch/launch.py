@@ -23,7 +23,7 @@ from fusion.runtime.launch.prepare import prepare_training
 from fusion.runtime.launch.prepare_serving import prepare_serving
 from fusion.runtime.launch.prepared import Prepared
 from fusion.swarm.authority.grants import ROLES, Grant, seal_grant
-from fusion.swarm.authority.statements import seal_statement, stated
+from fusion.swarm.authority.statements import seal_statement, statement_of
 from fusion.swarm.authority.wallet import CLOCK_SECONDS
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import Digest, JobId, JobRecord, ProviderRecord
@@ -116,7 +116,7 @@ async def _publish(context: Context, prepared: Prepared) -> None:
         author=context.peer_id,
     )
     # The key that the manifest names says so, whoever publishes it.
-    said = stated(record, prepared.author.peer_id, manifest.launched_at)
+    said = statement_of(record, prepared.author.peer_id, manifest.launched_at)
     proof = (seal_statement(said, prepared.author.sign),)
     await context.directory.publish(replace(record, proof=proof))
 

@@ -1,5 +1,5 @@
-"""Who may do what in the jobs that this process knows: their laws, what has been revoked in them, and the grants that this
-process itself shows to others."""
+"""Who may do what in the jobs that this process knows: their laws, the revocations in them, and the grants that this process
+itself shows to others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusion.swarm.authority import grants
 from fusion.swarm.authority.grants import Role
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.authority.revocation import Revocation, newer, open_revocation, parse_unverified
-from fusion.swarm.authority.signed import sound
+from fusion.swarm.authority.signed import verified_items
 from fusion.swarm.authority.wallet import Chain, Wallet
 from fusion.swarm.directory.records import MAX_GRANT_BYTES, MAX_GRANTS, JobId
 from fusion.swarm.errors import RecordError
@@ -25,7 +25,7 @@ UNKNOWN = "this peer does not know the job, and so not who may take part in it"
 
 
 class Access:
-    """`wallet` None: this process has nothing to show. `now`: unix seconds; `verify` checks signatures."""
+    """`wallet` None: this process has no grants. `now`: unix seconds; `verify` checks signatures."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Access:
         verify: Verify = verify_signature,
     ) -> None:
         self.wallet = wallet
-        # Reads the law of a job whose manifest lies here; None where it does not.
+        # Reads the law of a job from its manifest on disk; None where that is not here.
         self.look_up: Callable[[JobId], Awaitable[JobLaw | None]] | None = None
         self._now = now
         self._verify = verify
@@ -51,7 +51,7 @@ class Access:
     def refusal(
         self, job: JobId, peer: PeerId, role: Role, stage: int | None = None, chain: Sequence[bytes] = ()
     ) -> str | None:
-        """Why `peer`, who shows `chain`, may not; None where it may, or nobody knows the job's law yet."""
+        """Why `peer`, which shows `chain`, may not take that role; None where it may, or the job's law is not known here yet."""
         law = self._laws.get(job)
         if law is None:
             return None
@@ -61,7 +61,7 @@ class Access:
     async def strict_refusal(
         self, job: JobId, peer: PeerId, role: Role, chain: Sequence[bytes] = ()
     ) -> str | None:
-        """As `refusal`; of a job whose law cannot be read here nothing is allowed."""
+        """As `refusal`, but refuses everything in a job whose law cannot be read here."""
         if job not in self._laws and self.look_up is not None:
             law = await self.look_up(job)
             if law is not None:
@@ -69,12 +69,12 @@ class Access:
         return UNKNOWN if job not in self._laws else self.refusal(job, peer, role, None, chain)
 
     def hold(self, key: Signer) -> None:
-        """The user has that key as well."""
+        """The user holds that key, too."""
         if self.wallet is not None:
             self.wallet.hold(key)
 
     def chain(self, job: JobId) -> Chain:
-        """What we show in the job."""
+        """The grants that we show in the job."""
         law = self._laws.get(job)
         if law is None or self.wallet is None:
             return ()
@@ -83,39 +83,39 @@ class Access:
     # --- revocations
 
     def revoke(self, job: JobId, data: bytes) -> bool:
-        """Go by a revocation that somebody passed on; whether it was new to us. What is none, or of somebody who gives
-        no grants in the job, is passed over."""
+        """Apply a revocation that a peer passed on; whether it was new to us. Anything else, and one by a peer that gives no
+        grants in the job, is ignored."""
         return self.revoke_all(job, (data,))
 
     def revoke_all(self, job: JobId, proof: Iterable[bytes]) -> bool:
-        """As `revoke`, of all that one peer carries: nothing of it once something is forged."""
+        """As `revoke`, of all that one peer carries, up to the first forgery."""
         law, known = self._laws.get(job), dict(self._revoked.get(job, {}))
         if law is None:
             return False
 
-        def matters(said: Revocation) -> bool:
-            return said.job == job and said.issuer in law.issuers and newer(said, known.get(said.issuer))
+        def matters(found: Revocation) -> bool:
+            return found.job == job and found.issuer in law.issuers and newer(found, known.get(found.issuer))
 
         new = False
-        for said, _ in sound(
+        for revocation, _ in verified_items(
             proof, parse_unverified, matters, lambda data: open_revocation(data, self._verify)
         ):
-            known[said.issuer] = said
+            known[revocation.issuer] = revocation
             self._revoked[job], new = known, True
         if new and self.wallet is not None:
             self.wallet.forget(job)
         return new
 
     def revocations(self, job: JobId) -> tuple[bytes, ...]:
-        """Those that we know of, to be passed on."""
-        return tuple(said.data for said in self._revoked.get(job, {}).values())
+        """Those that we know of, to be passed on to others."""
+        return tuple(each.data for each in self._revoked.get(job, {}).values())
 
     def revoked_by(self, job: JobId, issuer: PeerId) -> Revocation | None:
         return self._revoked.get(job, {}).get(issuer)
 
 
 def chain_of(value: object) -> Chain:
-    """The grants in a field of a frame. RecordError for what is none."""
+    """The grants in a field of a frame. RecordError where it holds none."""
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_GRANTS:

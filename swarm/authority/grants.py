@@ -1,8 +1,8 @@
-"""Leave to take part in a job: a grant says which peer may do what, until when, signed by whoever gives it. Pure.
+"""Grants: which peer may do what in a job, and until when, signed by the issuer. Pure.
 
-It begins with the author of the job, or with a root that the manifest names; whoever was given one that `delegates` may
-pass on as much of it or less. A chain has at most MAX_GRANTS of them, and every one must allow what is asked, so that a
-link only narrows what the one before gave. A chain rides in its holder's claims, or is shown when a stream is opened.
+The first issuer is the job's author, or a root that the manifest names. The subject of a grant that `delegates` may issue one for
+as much or less. A chain has at most MAX_GRANTS of them, and all must allow the request, so that a link only narrows the one
+before. A peer carries its chain in its claims, or shows it when it opens a stream.
 
 A grant is `msgpack([1, job, issuer, subject, roles, first, last, from, until, delegates, signature])`, about 220 bytes.
 """
@@ -40,7 +40,7 @@ class Grant:
     stages: tuple[int, int] = (
         0,
         MAX_STAGES,
-    )  # the first and the last; what is not about one stage needs none
+    )  # the first and the last; not checked for requests that are not about one stage
     valid_from: int  # unix seconds
     valid_until: int
     delegates: bool = False  # the subject may pass it on
@@ -59,7 +59,7 @@ class Grant:
             raise RecordError("a grant is for one job, and says whether it may be passed on")
 
     def refusal(self, job: JobId, role: Role, stage: int | None, now: float) -> str | None:
-        """Why it does not allow that; None where it does."""
+        """Why the grant does not allow that; None where it does."""
         if self.job != job:
             return "it is for another job"
         if role not in self.roles:
@@ -72,7 +72,7 @@ class Grant:
 
 
 def seal_grant(grant: Grant, issuer: Signer) -> bytes:
-    """The bytes of a grant that `issuer` gives. RecordError where it is not the one that the grant names."""
+    """The grant, signed by `issuer`. RecordError where the grant names another issuer."""
     if grant.issuer != issuer.peer_id:
         raise RecordError(f"a grant of {grant.issuer} cannot be signed by {issuer.peer_id}")
     return FORM.seal(_fields(grant), issuer.sign)
@@ -105,8 +105,8 @@ def refusal(
     verify: Verify = verify_signature,
     revoked: Iterable[Revocation] = (),
 ) -> str | None:
-    """Why `peer`, who shows `chain`, may not take part in the job so; None where it may. `stage` None: what is asked is
-    not about one stage. `now`: unix seconds; `revoked`: the newest list of each who gives grants."""
+    """Why `peer`, which shows `chain`, may not take that role in the job; None where it may. `stage` None: the request is not
+    about one stage. `now`: unix seconds; `revoked`: the newest list of each issuer."""
     admission = law.admission
     if admission.kind == "open" or peer == law.author:
         return None

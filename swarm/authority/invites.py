@@ -1,4 +1,4 @@
-"""An invite: a chain of grants as one line of text, for people to send each other. Pure."""
+"""Invites: a chain of grants as one line of text, for people to send each other. Pure."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def from_text(text: str) -> tuple[bytes, ...]:
 
 
 def last_of(chain: Sequence[bytes]) -> Grant:
-    """The grant of whoever holds the chain. Raises RecordError."""
+    """The last grant of the chain, whose subject holds it. Raises RecordError."""
     return open_grant(chain[-1])

@@ -1,5 +1,5 @@
-"""What a job's manifest says of who may take part, as the swarm sees it: the job's id is the manifest's digest, so that
-nobody can change the law of a job."""
+"""The law of a job: what its manifest declares about who may take part. The job's id is the manifest's digest, so that
+nobody can change it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MAX_ADMITTED = 4096  # peers that are listed
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """`open`: everybody may. `listed`: `peers` may. `granted`: whoever shows a grant (`fusion.swarm.authority.grants`) of the
-    author's or of one of `roots`. The author always may, and so may whoever gives grants."""
+    """`open`: everybody may take part. `listed`: `peers` may. `granted`: who shows a grant (`fusion.swarm.authority.grants`) by
+    the author or one of `roots`. The author and `roots` always may."""
 
     kind: Literal["open", "listed", "granted"] = "open"
     peers: tuple[PeerId, ...] = ()
@@ -24,7 +24,7 @@ class Admission:
 
     @cached_property
     def listed(self) -> frozenset[PeerId]:
-        """`peers`: every claim is looked for among them."""
+        """`peers` as a set: every claim is looked up in it."""
         return frozenset(self.peers)
 
 
@@ -46,11 +46,11 @@ class JobLaw:
     launched_at: int = 0  # unix seconds
     steps: int = 0  # at which a training job is done; 0: it never is (serving)
     name: str = ""
-    proposed: tuple[PeerId, ...] = ()  # to whom the author would give its stages; a hint, and no right
+    proposed: tuple[PeerId, ...] = ()  # whom the author proposes for each stage; a hint, and no right
 
     @cached_property
     def chosen(self) -> frozenset[PeerId]:
-        """Those of `proposed`: of a job of thousands of stages every word and claim is looked for among them."""
+        """`proposed` as a set: every statement and claim is looked up in it, of jobs of thousands of stages."""
         return frozenset(self.proposed)
 
     @cached_property

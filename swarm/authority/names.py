@@ -1,12 +1,12 @@
-"""Which job somebody means by a name. Pure.
+"""Which job a name means. Pure.
 
-Names belong to authors: `name` means a job as long as the jobs of that name have one author, `name@author` always (so much of
-the author's peer id as tells it from others). Nobody can be kept from a name of their own by strangers who use it too:
+Names belong to authors: `name` means a job as long as the jobs of that name have one author, `name@author` always (with enough
+of the author's peer id to be unique). A stranger who uses the same name cannot take it away:
 
-* the author whom the reader knows (its own key, or whose model it was asked for before) goes before strangers;
-* a job that nobody runs does not stand in the way of one that somebody does;
-* where authors are left that the reader cannot tell apart, it says so and names the choices, and takes none. When a job was
-  launched does not count: its author says that itself.
+* an author whom the reader knows (its own key, or one whose model it was asked for before) goes before strangers;
+* a job that somebody runs goes before one that nobody runs;
+* where several authors are left, the reader raises Ambiguous, which names the choices. When a job was launched does not count: its
+  author may declare any time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Named:
 
     job: JobId
     name: str  # the manifest's
-    author: PeerId | None  # None while the manifest is not here: nobody has the name then
+    author: PeerId | None  # None while the manifest is not here: such a job is found by its id only
     owned: bool  # whether anybody runs a stage of it
     launched_at: int = 0
 
@@ -37,17 +37,17 @@ class Named:
 
 
 class Ambiguous(ValueError):
-    """A name that several jobs have."""
+    """A name that jobs of several authors have."""
 
 
 def may_mean(wanted: str, name: str, job: JobId) -> bool:
-    """Whether `wanted` may be a name, or the beginning of the id, of a job that somebody calls so."""
+    """Whether `wanted` may mean the job of that id, which a record calls `name`: by the name, or by the id's first digits."""
     return name in (wanted, wanted.rpartition("@")[0]) or (bool(wanted) and job.startswith(wanted.lower()))
 
 
 def meant(found: Sequence[Named], wanted: str, known: Collection[PeerId] = ()) -> tuple[Named, ...]:
-    """The jobs of one author that are meant, those that somebody runs and the newest first; none where there are none.
-    `known`: authors whom the reader knows. Ambiguous names the choices."""
+    """The jobs of one author that `wanted` means, running ones first, then the newest; empty where there are none. `known`: authors
+    whom the reader knows. Raises Ambiguous."""
     name, _, author = wanted.rpartition("@")
     fitting = [each for each in found if each.name == wanted and each.author is not None]
     if not fitting and name and author:
@@ -56,9 +56,9 @@ def meant(found: Sequence[Named], wanted: str, known: Collection[PeerId] = ()) -
         ]
     if not fitting:
         fitting = [each for each in found if wanted and each.job.startswith(wanted.lower())]
-    ours = [each for each in fitting if each.author in known]
-    if ours and not any(each.job == wanted for each in fitting):
-        fitting = ours
+    by_known = [each for each in fitting if each.author in known]
+    if by_known and not any(each.job == wanted for each in fitting):
+        fitting = by_known
     running = [each for each in fitting if each.owned]
     authors = {each.author for each in running or fitting}
     if len(authors) > 1:

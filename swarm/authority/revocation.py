@@ -1,7 +1,7 @@
-"""Grants taken back: whoever gives grants in a job signs the list of those to whom it gives none any more. Pure.
+"""Revoked grants: an issuer signs the list of peers whose grants in a job are void. Pure.
 
-Of each issuer the newest list counts, for the grants that it gave and those that were passed on from them. It travels in the
-job records of all who know it, so that it outlives the command that made it.
+Of each issuer the newest list counts, for the grants that it issued and those delegated from them. All peers that know a list carry
+it in their job records, so that it outlives the command that made it.
 
 `msgpack([1, job, issuer, at, [mark, ...], signature])`; the mark of a peer is the beginning of its id's SHA-256, so that a
 list has room beside the statements of a record.
@@ -45,7 +45,7 @@ def mark(peer: PeerId) -> bytes:
 
 
 def seal_revocation(job: JobId, marks: Iterable[bytes], at: float, issuer: Signer) -> bytes:
-    """The list as `issuer` signs it. RecordError for more than MAX_REVOKED."""
+    """The list, signed by `issuer` at unix time `at`. RecordError for more than MAX_REVOKED marks."""
     listed = sorted(set(marks))
     if len(listed) > MAX_REVOKED:
         raise RecordError(
@@ -62,12 +62,12 @@ def open_revocation(data: bytes, verify: Verify = verify_signature) -> Revocatio
 
 
 def parse_unverified(data: bytes) -> Revocation:
-    """What it is said to be, whoever may have signed it. Raises RecordError."""
+    """The list, its signature not verified. Raises RecordError."""
     return _read(data)[0]
 
 
 def lists_in(proof: Iterable[bytes]) -> frozenset[bytes]:
-    """What of it has the form of a list, whoever may have signed it."""
+    """The items that have the form of a list, their signatures not verified."""
     found = set()
     for data in proof:
         with suppress(RecordError):
@@ -94,5 +94,5 @@ def _read(data: bytes) -> tuple[Revocation, list[Any], bytes]:
 
 
 def newer(one: Revocation, other: Revocation | None) -> bool:
-    """Whether `one` counts rather than `other` of the same issuer; both may have been signed in one second."""
+    """Whether `one` replaces `other` of the same issuer; both may have been signed in one second."""
     return other is None or (one.at, len(one.marks), one.data) > (other.at, len(other.marks), other.data)

@@ -1,12 +1,12 @@
 """The form of what a peer signs for others to carry: grants, lists of grants taken back, statements, votes. Pure.
 
-It is `msgpack([*fields, signature])`, bounded in bytes, items and texts before anything is made of it. The Ed25519
-signature covers `msgpack(["fusion-" + name, *signed])`, the name so that no form can be taken for another; `signed` are
-the fields, or what whoever carries it says beside them.
+It is `msgpack([*fields, signature])`, bounded in bytes, items and text lengths before it is decoded. The Ed25519 signature
+covers `msgpack(["fusion-" + name, *signed])`; the name keeps one form from being taken for another. `signed` are the
+fields, or (a vote) what the record that carries it has beside them.
 
-To check a signature costs a tenth of a millisecond, and whoever likes may send thousands that are none: what was found is
-remembered, also of forgeries; whoever reads what others carry asks first whether the signer matters; and who carries one
-forgery (`Forged`) is not heard further.
+Verifying a signature takes a tenth of a millisecond, and anybody may send thousands of false ones. So results are cached,
+also of forgeries; readers verify only signers that matter; and after the first forgery (`Forged`) the rest of what its
+carrier sent is ignored.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAX_TIME = 2**40  # unix seconds
 
 @dataclass(frozen=True, kw_only=True)
 class SignedForm:
-    name: str  # as errors and the signature have it
-    signer: str  # what whoever signs it is called
+    name: str  # in errors and under the signature
+    signer: str  # what errors call the signer
     max_bytes: int
     max_items: int  # of a list, the fields and their signature among them
     max_text: int = 64
@@ -38,13 +38,13 @@ class SignedForm:
     def seal(
         self, fields: Sequence[Any], sign: Callable[[bytes], bytes], signed: Sequence[Any] | None = None
     ) -> bytes:
-        """The bytes of it; `sign` is that of its signer."""
+        """The encoded form, `signed` (by default the fields) under the signature; `sign` signs with the signer's key."""
         signature = sign(self._signed(fields if signed is None else signed))
         data: bytes = msgpack.packb([*fields, signature])
         return data
 
     def unpack(self, data: bytes) -> Any:
-        """What lies in `data`, for whoever knows the fields to match. Raises RecordError."""
+        """The decoded `data`, its fields not yet checked. Raises RecordError."""
         if not isinstance(data, bytes) or len(data) > self.max_bytes:
             raise RecordError(f"a {self.name} has at most {self.max_bytes} bytes")
         try:
@@ -72,28 +72,28 @@ class SignedForm:
         return data
 
 
-@recent(8192)  # of some 600 bytes; what others carry comes back every heartbeat
+@recent(8192)  # about 600 bytes each; carried items arrive again with every heartbeat
 def _verified(verify: Verify, signer: PeerId, signature: bytes, data: bytes) -> bool:
     return verify(signer, signature, data)
 
 
-Said = TypeVar("Said")
+Item = TypeVar("Item")
 
 
-def sound(
+def verified_items(
     carried: Iterable[bytes],
-    told: Callable[[bytes], Said],
-    matters: Callable[[Said], bool],
+    parse: Callable[[bytes], Item],
+    matters: Callable[[Item], bool],
     check: Callable[[bytes], object],
-) -> Iterator[tuple[Said, bytes]]:
-    """Of what one peer carries, each with its bytes: what has the form that `told` reads, matters, and passes the `check` of its
-    signature, which raises Forged; nothing behind the first forgery, for nobody who is honest carries one."""
+) -> Iterator[tuple[Item, bytes]]:
+    """The items that one peer carries, parsed and each with its bytes: those that `parse` accepts (RecordError where it does not), that
+    matter, and whose signature passes `check` (Forged where it does not). Stops at the first forgery: honest peers carry none."""
     for data in carried:
         with suppress(RecordError):
-            said = told(data)
-            if matters(said):
+            item = parse(data)
+            if matters(item):
                 try:
                     check(data)
                 except Forged:
                     return
-                yield said, data
+                yield item, data

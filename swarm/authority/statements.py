@@ -1,7 +1,7 @@
-"""What a peer says of how a job stands, signed so that others can repeat it without being believed for their own sake. Pure.
+"""What a peer states about a job (state, term, checkpoint), signed so that others can carry it. Pure.
 
-A record in the directory speaks for its author, and soon runs out. A statement speaks for its signer for as long as somebody
-repeats it: it rides in the `proof` of job records, whoever publishes these.
+A record in the directory speaks for its author and soon expires. A statement speaks for its signer for as long as any peer
+carries it in the `proof` of its own job record.
 
 A statement is `msgpack([1, job, state, term, step, snapshot, snapshot_step, signer, at, signature])`, about 210 bytes.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from fusion.swarm.authority.signed import MAX_TIME, VERSION, SignedForm, sound
+from fusion.swarm.authority.signed import MAX_TIME, VERSION, SignedForm, verified_items
 from fusion.swarm.directory.records import (
     MAX_PROOF_BYTES,
     MAX_STEP,
@@ -43,7 +43,7 @@ class Statement:
     snapshot: Digest | None
     snapshot_step: int  # -1 while there is none
     signer: PeerId
-    at: int  # unix seconds, to tell which of two is the later one
+    at: int  # unix seconds, orders the statements of one signer
 
     def __post_init__(self) -> None:
         if not is_digest(self.job) or not (self.snapshot is None or is_digest(self.snapshot)):
@@ -62,8 +62,8 @@ class Statement:
                 raise RecordError(f"a statement with a bad {name}")
 
 
-def stated(record: JobRecord, signer: PeerId, at: float) -> Statement:
-    """What the record says, as a statement of `signer`'s."""
+def statement_of(record: JobRecord, signer: PeerId, at: float) -> Statement:
+    """The statement that `signer` makes by this record, at unix time `at`."""
     return Statement(
         job=record.job, state=record.state, term=record.term, step=record.step, snapshot=record.snapshot,
         snapshot_step=record.snapshot_step, signer=signer, at=int(at),
@@ -71,14 +71,14 @@ def stated(record: JobRecord, signer: PeerId, at: float) -> Statement:
 
 
 def stop_statement(job: JobId, author: PeerId, at: float) -> Statement:
-    """What the author of a job signs to end it. It says nothing of how far the job came."""
+    """What the author of a job signs to end it; it names no checkpoint."""
     return Statement(
         job=job, state="stopped", term=0, step=0, snapshot=None, snapshot_step=-1, signer=author, at=int(at)
     )
 
 
 def seal_statement(statement: Statement, sign: Callable[[bytes], bytes]) -> bytes:
-    """The bytes of a statement; `sign` is that of its signer."""
+    """The bytes of a statement; `sign` signs with its signer's key."""
     return FORM.seal(_fields(statement), sign)
 
 
@@ -91,7 +91,7 @@ def open_statement(data: bytes, verify: Verify = verify_signature) -> Statement:
 
 @recent(4096)  # records come back every heartbeat with the same ones
 def _read(data: bytes) -> tuple[Statement, bytes]:
-    """The statement that this is said to be, and its signature. Raises RecordError."""
+    """The statement and its signature, not yet verified. Raises RecordError."""
     match FORM.unpack(data):
         case [int(version), bytes(job), int(state), int(term), int(step), bytes() | None as snapshot, int(snapshot_step),
               str(signer), int(at), bytes(signature)] if version == VERSION and 0 <= state < len(STATES):  # fmt: skip
@@ -105,27 +105,29 @@ def _read(data: bytes) -> tuple[Statement, bytes]:
     return statement, signature
 
 
-def opened(
+def open_statements(
     proof: Iterable[bytes],
     job: JobId,
     verify: Verify = verify_signature,
-    matters: Callable[[Statement], bool] = lambda said: True,
+    matters: Callable[[Statement], bool] = lambda statement: True,
 ) -> list[tuple[Statement, bytes]]:
-    """The sound statements in `proof` that are about the job and matter (`signed.sound`), each with its bytes."""
+    """The statements in `proof` about the job that matter and verify (`signed.verified_items`), each with its bytes."""
     return list(
-        sound(
+        verified_items(
             proof,
             lambda data: _read(data)[0],
-            lambda said: said.job == job and matters(said),
+            lambda statement: statement.job == job and matters(statement),
             lambda data: open_statement(data, verify),
         )
     )
 
 
-def joined(proofs: Iterable[bytes], job: JobId, verify: Verify = verify_signature) -> tuple[bytes, ...]:
-    """The latest sound statement of each signer, the ends of the job first, at most CARRIED of them."""
+def latest_statements(
+    proofs: Iterable[bytes], job: JobId, verify: Verify = verify_signature
+) -> tuple[bytes, ...]:
+    """The latest valid statement of each signer, the ends of the job first, at most CARRIED of them."""
     latest: dict[PeerId, tuple[tuple[bool, int, int, int], bytes]] = {}
-    for one, data in opened(proofs, job, verify):
+    for one, data in open_statements(proofs, job, verify):
         rank = (one.state not in ("launching", "running"), one.term, one.at, one.step)
         if one.signer not in latest or rank > latest[one.signer][0]:
             latest[one.signer] = (rank, data)

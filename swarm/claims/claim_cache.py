@@ -14,7 +14,7 @@ from cachetools import FIFOCache, TTLCache
 from fusion.swarm.authority.access import Access
 from fusion.swarm.authority.grants import Role
 from fusion.swarm.authority.law import JobLaw
-from fusion.swarm.authority.signed import sound
+from fusion.swarm.authority.signed import verified_items
 from fusion.swarm.claims import tenure
 from fusion.swarm.claims.election import latest, rank
 from fusion.swarm.claims.tenure import NEVER, Holding, Seat, Tenure
@@ -248,7 +248,7 @@ class ClaimCache:
         def check(data: bytes) -> None:
             open_vote(data, claim.job, claim.stage, claim.peer, self._verify)
 
-        return (said for said, _ in sound(claim.proof, parse_vote, matters, check))
+        return (said for said, _ in verified_items(claim.proof, parse_vote, matters, check))
 
     def is_majority(self, place: Place, suspect: PeerId, voted: set[PeerId]) -> bool:
         """Whether those who voted against the stage's holder are a majority."""

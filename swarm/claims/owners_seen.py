@@ -1,5 +1,5 @@
-"""Who owned the stages of jobs, as far as this process has looked, and which snapshots have the shards of its own stages: what is
-said of a job is judged by that."""
+"""Who owns and owned the stages of jobs, as far as this process has read, and which snapshots hold the shards of its own stages: the
+evidence by which job records are judged."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cachetools import FIFOCache
 
-from fusion.swarm.authority.belief import Sight
+from fusion.swarm.authority.belief import OwnershipView
 from fusion.swarm.authority.law import JobLaw
-from fusion.swarm.authority.signed import sound
+from fusion.swarm.authority.signed import verified_items
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.votes import Succession, check_succession, parse_succession, successions
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, Place
@@ -17,16 +17,16 @@ from fusion.swarm.identity import Verify
 from fusion.swarm.identity import verify as verify_signature
 from fusion.swarm.transport import PeerId
 
-REMEMBERED_STAGES = 16_384  # whose owners are kept in mind
+REMEMBERED_STAGES = 16_384  # whose owners are remembered
 REMEMBERED_OWNERS = 4  # of each
-REMEMBERED_JOBS, REMEMBERED_SUCCESSORS = 1024, 16  # and of each job that many of those that followed others
+REMEMBERED_JOBS, REMEMBERED_SUCCESSORS = 1024, 16  # jobs, and successors of each
 CHAIN = 4  # successions that are shown for one peer
 
 Claims = Mapping[int, Sequence[ClaimRecord]]  # the live ones, by stage
 
 
 class OwnersSeen:
-    """Who owned which stage, and under which term, as far as anybody here has looked."""
+    """The owners of each stage, with their terms, as far as this process has read claims."""
 
     def __init__(self) -> None:
         self._seen: FIFOCache[Place, dict[tuple[int, PeerId], None]] = FIFOCache(REMEMBERED_STAGES)
@@ -34,15 +34,15 @@ class OwnersSeen:
         self._snapshots: FIFOCache[Place, tuple[Digest, int]] = FIFOCache(REMEMBERED_STAGES)
 
     def take_part(self, job: JobId, stage: int, snapshot: Digest, step: int) -> None:
-        """The shard of a stage that runs here, or is about to, is in the snapshot of that step with this index."""
+        """Remember that the shard of a stage that runs here, or is about to, is in `snapshot`, which is of `step`."""
         self._snapshots[job, stage] = snapshot, step
 
     def takes_part(self, job: JobId, stage: int, snapshot: Digest | None, step: int) -> bool:
-        """Whether it is the last one that the stage was said to have its shard in, and of that step."""
+        """Whether that is the last snapshot and step that `take_part` was given for the stage."""
         return snapshot is not None and self._snapshots.get((job, stage)) == (snapshot, step)
 
     def see(self, job: JobId, stage: int, claims: Iterable[ClaimRecord]) -> ClaimRecord | None:
-        """The owner by these live claims, who is remembered."""
+        """The owner by these live claims; it is remembered."""
         owner = winner(claims)
         if owner is not None:
             seen = self._seen.setdefault((job, stage), {})
@@ -52,7 +52,7 @@ class OwnersSeen:
                 del seen[next(iter(seen))]
         return owner
 
-    def sight(
+    def ownership_view(
         self,
         job: JobId,
         law: JobLaw | None,
@@ -62,31 +62,31 @@ class OwnersSeen:
         *,
         shown: Iterable[Sequence[bytes]] = (),
         verify: Verify = verify_signature,
-    ) -> Sight:
-        """What is known of the owners of the first `stages` of a job, whose live `claims` were just read; `shown` are the proofs
-        of each record on it."""
-        found = {stage: self.see(job, stage, said) for stage, said in claims.items() if stage < stages}
+    ) -> OwnershipView:
+        """What is known of the owners of the first `stages` of a job, whose live `claims` were just read; `shown`: the proof of each
+        of its records."""
+        found = {stage: self.see(job, stage, live) for stage, live in claims.items() if stage < stages}
         owners = {stage: (claim.peer, claim.term) for stage, claim in found.items() if claim is not None}
         held = frozenset(
             (stage, term, peer) for stage in range(stages) for term, peer in self._seen.get((job, stage), ())
         )
-        ours = [claim.step for claim in found.values() if claim is not None and claim.peer == us]
+        own_steps = [claim.step for claim in found.values() if claim is not None and claim.peer == us]
         successors: Mapping[PeerId, Succession] = {}
         if law is not None:
             proofs = [successions(claim) for claim in found.values() if claim is not None]
             successors = self._follow(law, [*proofs, *shown], verify)
-        return Sight(
+        return OwnershipView(
             law=law,
             owners=owners,
             held=held,
             us=us,
-            reached=min(ours, default=0),
+            own_step=min(own_steps, default=0),
             snapshots=frozenset(self._last_snapshots(job, law, stages)),
             successors=frozenset(successors),
         )
 
     def _last_snapshots(self, job: JobId, law: JobLaw | None, stages: int) -> Iterator[Digest]:
-        """Those of the job's last step that have shards of stages here: an older one is no end, whoever says so."""
+        """Those of the job's last step that hold shards of stages here: an older one does not show that the job is done."""
         for stage in range(stages):
             snapshot, step = self._snapshots.get((job, stage), (None, -1))
             if snapshot is not None and law is not None and step >= law.steps:
@@ -95,30 +95,30 @@ class OwnersSeen:
     def _follow(
         self, law: JobLaw, proofs: Sequence[Sequence[bytes]], verify: Verify
     ) -> Mapping[PeerId, Succession]:
-        """Who followed in the job by the vote of those whom its author proposed, or of others who so followed, as far as anybody
-        has shown; `proofs` by who carries them."""
+        """The peers that followed an owner of the job by the vote of a peer that its author proposed, or of another such successor, as
+        far as the `proofs` show, one of each record or claim."""
         successors, before = self._successors.get(law.job, {}), -1
 
         def matters(one: Succession) -> bool:
-            right = one.voter in law.chosen or one.voter in successors
+            entitled = one.voter in law.chosen or one.voter in successors
             fresh = one.successor not in law.chosen and one.successor not in successors
-            return right and fresh and len(successors) < REMEMBERED_SUCCESSORS
+            return entitled and fresh and len(successors) < REMEMBERED_SUCCESSORS
 
         def check(data: bytes) -> None:
             check_succession(data, law.job, verify)
 
-        while before < len(successors):  # what was passed over may follow somebody who is known now
+        while before < len(successors):  # one that was skipped may follow a successor found since
             before = len(successors)
             for proof in proofs:
-                for one, _ in sound(proof, parse_succession, matters, check):
+                for one, _ in verified_items(proof, parse_succession, matters, check):
                     successors[one.successor] = one
         if successors:
             self._successors[law.job] = successors
         return successors
 
     def chain(self, job: JobId, peer: PeerId) -> tuple[bytes, ...]:
-        """What shows others that the peer came to the job by the vote of those that were in it before: its own succession,
-        that of whoever spoke for it, and so on; none where the author proposed it."""
+        """The successions that prove to others how the peer came to the job: its own, its voter's, and so on; none where the
+        author proposed it."""
         successors, found = self._successors.get(job, {}), list[bytes]()
         while peer in successors and len(found) < CHAIN:
             found.append(successors[peer].data)

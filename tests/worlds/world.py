@@ -38,7 +38,7 @@ from fusion.runtime.planes.plane import DecodingStage, Tensors
 from fusion.runtime.training.service import TrainingService
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.stage_loader import StageLoader
-from fusion.swarm.authority.statements import seal_statement, stated
+from fusion.swarm.authority.statements import seal_statement, statement_of
 from fusion.swarm.claims.election import winner
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.claims.tenure import CONTEST_SECONDS
@@ -251,7 +251,7 @@ class World:
             stages=self.plan.stages, snapshot=None, snapshot_step=-1, author=LAUNCHER,
         )  # fmt: skip
         if self.liars:  # where nobody lies nobody needs to be told whose word it is
-            said = stated(record, _AUTHOR, EPOCH_SECONDS)
+            said = statement_of(record, _AUTHOR, EPOCH_SECONDS)
             record = replace(record, proof=(seal_statement(said, partial(signed, _AUTHOR)),))
         while True:
             with contextlib.suppress(SwarmError):

@@ -10,11 +10,17 @@ from cachetools import FIFOCache
 
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.job.context import Context
-from fusion.swarm.authority.statements import CARRIED, Statement, joined, seal_statement, stated
+from fusion.swarm.authority.statements import (
+    CARRIED,
+    Statement,
+    latest_statements,
+    seal_statement,
+    statement_of,
+)
 from fusion.swarm.directory.job_order import ENDED
 from fusion.swarm.directory.records import JobId, JobRecord
 
-STATED_JOBS = 1024  # of which we know what we stated last
+STATED_JOBS = 1024  # of which we remember our last statement
 REVOCATIONS = 2  # lists that a record carries
 # How many statements give way to a list, and to a succession.
 STATEMENTS_FOR_LIST, STATEMENTS_FOR_SUCCESSION = 3, 2
@@ -34,7 +40,7 @@ class RecordProofs:
         us, directory = self._context.peer_id, self._context.directory
         ours = self._statement(record)
         revoked = self._lists(record.job)
-        statements = joined((ours, *record.proof), record.job, directory.verify)
+        statements = latest_statements((ours, *record.proof), record.job, directory.verify)
         chain = self._context.seen.chain(record.job, us)
         room = CARRIED - STATEMENTS_FOR_LIST * len(revoked) - STATEMENTS_FOR_SUCCESSION * len(chain)
         room -= record.state not in ENDED  # for what is carried
@@ -50,7 +56,7 @@ class RecordProofs:
         revoked = self._lists(record.job)
         if set(revoked) <= set(record.proof):
             return record
-        statements = joined(record.proof, record.job, self._context.directory.verify)
+        statements = latest_statements(record.proof, record.job, self._context.directory.verify)
         room = CARRIED - STATEMENTS_FOR_LIST * len(revoked) - 1  # for what is carried
         return replace(record, proof=(*statements[:room], *revoked))
 
@@ -59,7 +65,7 @@ class RecordProofs:
 
     def _statement(self, record: JobRecord) -> bytes:
         """What the record says, signed by us: as it was signed before where it says the same."""
-        now = stated(record, self._context.peer_id, self._context.directory.now())
+        now = statement_of(record, self._context.peer_id, self._context.directory.now())
         known = self._stated.get(record.job)
         if known is None or replace(now, at=known[0].at) != known[0]:
             known = self._stated[record.job] = now, seal_statement(now, self._context.directory.sign)

@@ -20,7 +20,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB, SAVE_SECONDS
 from fusion.swarm.authority.access import chain_of
-from fusion.swarm.authority.statements import opened
+from fusion.swarm.authority.statements import open_statements
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.job_order import ENDED
 from fusion.swarm.directory.records import JobId, JobRecord, is_digest
@@ -97,7 +97,7 @@ class JobServer:
         wallet = self._context.access.wallet
         chain = chain_of(grants)
         if chain and wallet is not None:
-            wallet.add(chain, asked=False, law_of=self._context.access.law)
+            wallet.add(chain, requested=False, law_of=self._context.access.law)
 
     async def _watch(self, stream: Stream, job: JobId) -> None:
         if not (self._board.leads(job) or self._board.final(job)):
@@ -155,7 +155,7 @@ class JobServer:
         SAVE_SECONDS, and it is called when that begins. JobError where it is not for the asker, or for us, to stop it."""
         self._check_led(job)
         given = [shown] if isinstance(shown, bytes) else []
-        said = next((each for each, _ in opened(given, job, self._context.directory.verify)), None)
+        said = next((each for each, _ in open_statements(given, job, self._context.directory.verify)), None)
         if not isinstance(shown, bytes) or said is None or said.state != "stopped":
             raise JobError("stop needs the signed statement that the job is stopped")
         if said.signer != self._board.author(job):

@@ -27,7 +27,7 @@ from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.launch.export import export
 from fusion.runtime.serving.requests.client import complete
 from fusion.runtime.serving.requests.request import GenerateRequest
-from fusion.swarm.authority.statements import CARRIED, seal_statement, stated
+from fusion.swarm.authority.statements import CARRIED, seal_statement, statement_of
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.claims.votes import Vote, seal_vote
 from fusion.swarm.directory.records import MAX_PROOFS, ClaimRecord, Digest, JobId, JobRecord
@@ -48,8 +48,8 @@ CROWD = 100  # keys
 def forged(one: Stranger, job: JobId, stages: int, **fields: Any) -> Offer:
     """The stranger's word on somebody else's job, with a statement in the name of its author that it signed itself."""
     record: JobRecord = job_record(one.identity, job=job, stages=stages, **fields)
-    said = stated(record, one.scene.trainer, 0)
-    own = stated(record, one.identity.peer_id, 0)
+    said = statement_of(record, one.scene.trainer, 0)
+    own = statement_of(record, one.identity.peer_id, 0)
     proof = tuple(seal_statement(each, one.identity.sign) for each in (said, own))
     return one.sealed(job_record(one.identity, **{**_fields(record), "proof": proof}), 60.0)
 
@@ -179,7 +179,9 @@ async def forged_proofs(one: Stranger) -> dict[str, Any]:
 
 def _lying_record(identity: Identity, job: JobId, signers: list[PeerId]) -> JobRecord:
     record: JobRecord = job_record(identity, job=job, stages=2, state="running", term=2**30, step=FORGED_STEP)
-    lies = [replace(stated(record, PeerId(signers[i % len(signers)]), 0), step=i) for i in range(CARRIED)]
+    lies = [
+        replace(statement_of(record, PeerId(signers[i % len(signers)]), 0), step=i) for i in range(CARRIED)
+    ]
     return replace(record, proof=tuple(seal_statement(lie, _any_signature) for lie in lies))
 
 

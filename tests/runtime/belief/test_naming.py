@@ -13,7 +13,7 @@ from support.instant_loop import run
 from fusion.runtime.belief import naming
 from fusion.runtime.belief.naming import CANDIDATES, CHECKS, find
 from fusion.runtime.belief.reading import UNKNOWN_STAGES, by_job
-from fusion.swarm.authority.statements import seal_statement, stated
+from fusion.swarm.authority.statements import seal_statement, statement_of
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.identity import Identity, verify
 from fusion.swarm.transport import PeerId
@@ -26,7 +26,7 @@ def launched(number: int, author: Identity) -> JobRecord:
         job=JobId(f"{number:064x}"), name="tiny", kind="serve", state="running", term=1, step=0, lead=None,
         stages=1, snapshot=None, snapshot_step=-1, author=author.peer_id,
     )  # fmt: skip
-    said = stated(replace(record, state="launching"), author.peer_id, 0)
+    said = statement_of(replace(record, state="launching"), author.peer_id, 0)
     return replace(record, proof=(seal_statement(said, author.sign),))
 
 
@@ -75,7 +75,7 @@ def test_a_leads_word_counts_for_the_author_that_launched_the_job_and_forgeries_
     lead, forger = Identity.generate().peer_id, Identity.generate().peer_id
     honest = replace(launched(1 << 200, ALICE), author=lead)
     forged = [replace(launched(number, MALLORY), author=forger) for number in range(2 * CHECKS)]
-    statements = [stated(replace(each, state="launching"), ALICE.peer_id, 0) for each in forged]
+    statements = [statement_of(replace(each, state="launching"), ALICE.peer_id, 0) for each in forged]
     words = [
         honest,
         *(

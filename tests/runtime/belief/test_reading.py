@@ -16,7 +16,7 @@ from support.instant_loop import run
 
 from fusion.runtime.belief import reading
 from fusion.runtime.belief.reading import MANIFESTS_IN_ALL, READ_IN_ALL, READ_STAGES, Seen, overview
-from fusion.swarm.authority.statements import seal_statement, stated
+from fusion.swarm.authority.statements import seal_statement, statement_of
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.identity import Identity
@@ -48,7 +48,7 @@ async def lie(made: Swarm, job: JobId) -> None:
     failed = job_record(
         stranger, job=job, kind="serve", stages=2, state="failed", term=9, lead=stranger.peer_id
     )
-    said = stated(failed, stranger.peer_id, 0)
+    said = statement_of(failed, stranger.peer_id, 0)
     await directory.publish(replace(failed, proof=(seal_statement(said, stranger.sign),)))
     for stage in (0, 1):
         await directory.publish(claim_record(stranger, job=job, stage=stage, term=9, ready=True))

@@ -8,7 +8,7 @@ import pytest
 from support.directory_records import job_record
 
 from fusion.runtime.device.accounts import UNSIGNED, Accounts, speaker
-from fusion.swarm.authority.statements import opened, seal_statement, stated
+from fusion.swarm.authority.statements import open_statements, seal_statement, statement_of
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.identity import Identity, verify
 
@@ -19,7 +19,7 @@ JOB = WORD.job
 
 def signed(record: JobRecord, said: JobRecord, signer: Identity, by: Identity | None = None) -> JobRecord:
     """The record with what `signer` says, or what `by` signs in its name."""
-    statement = stated(said, signer.peer_id, 0)
+    statement = statement_of(said, signer.peer_id, 0)
     return replace(record, proof=(seal_statement(statement, (by or signer).sign),))
 
 
@@ -70,7 +70,7 @@ def test_what_the_author_signed_is_carried_on_as_no_word_of_its_own() -> None:
     assert accounts.carried(running) == running
     accounts.record_launch(JOB, AUTHOR.peer_id, [signed(WORD, WORD, AUTHOR)], verify)
     carried = accounts.carried(running)
-    assert carried.proof and not opened(carried.proof, JOB, verify)
+    assert carried.proof and not open_statements(carried.proof, JOB, verify)
     assert accounts.carried(carried) == carried
     ended = replace(running, state="done")
     assert accounts.carried(ended) == ended

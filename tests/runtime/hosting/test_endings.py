@@ -17,7 +17,7 @@ from fusion.runtime.capture.models import GPT
 from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
-from fusion.swarm.authority.statements import seal_statement, stated
+from fusion.swarm.authority.statements import seal_statement, statement_of
 from fusion.swarm.claims.owners_seen import OwnersSeen
 from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.records import Digest, JobId
@@ -215,7 +215,7 @@ def test_whoever_comes_when_all_is_over_believes_the_end_that_nobody_proposed_ha
             await standby.look()
             stranger = Identity.generate()
             mallory = MemoryDirectory(made.network, stranger, made.clock)
-            words = seal_statement(stated(before, lead.id, 7), lead.identity.sign)
+            words = seal_statement(statement_of(before, lead.id, 7), lead.identity.sign)
             replayed = replace(before, author=stranger.peer_id, lead=None, proof=(words,))
             await mallory.publish(replayed, ttl_seconds=100.0)
 

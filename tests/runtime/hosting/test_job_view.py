@@ -15,7 +15,7 @@ from support.hosting import swarm
 from fusion.runtime.belief import reading
 from fusion.runtime.hosting import job_view
 from fusion.runtime.job.manifest import Manifest, ServeConfig
-from fusion.swarm.authority.belief import Belief, Sight, believe
+from fusion.swarm.authority.belief import Belief, OwnershipView, believe
 from fusion.swarm.directory.records import Digest, JobId, JobRecord
 from fusion.swarm.identity import Verify
 from fusion.swarm.transport import PeerId
@@ -76,9 +76,9 @@ def test_only_jobs_of_which_something_is_new_are_judged_again(
             found = await view.beliefs(await view.job_records(0.0), {}, {})
             assert judged == [jobs[3]] and {*found} == {*jobs}
 
-    def noted(words: Sequence[JobRecord], sight: Sight, verify: Verify) -> Belief | None:
-        judged.append(words[0].job)
-        return believe(words, sight, verify)
+    def noted(records: Sequence[JobRecord], view: OwnershipView, verify: Verify) -> Belief | None:
+        judged.append(records[0].job)
+        return believe(records, view, verify)
 
     monkeypatch.setattr(reading, "believe", noted)
     asyncio.run(main())

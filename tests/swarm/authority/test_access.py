@@ -14,7 +14,7 @@ from fusion.swarm.authority.access import Access, chain_of
 from fusion.swarm.authority.grants import ROLES, Grant, seal_grant
 from fusion.swarm.authority.law import Admission, JobLaw
 from fusion.swarm.authority.revocation import MAX_REVOKED, mark, open_revocation, seal_revocation
-from fusion.swarm.authority.wallet import AFRESH_SECONDS, MAX_SENT, SENT_SECONDS, Wallet
+from fusion.swarm.authority.wallet import MAX_SENT, RESCAN_SECONDS, SENT_SECONDS, Wallet
 from fusion.swarm.directory.records import MAX_PROOF_BYTES, JobId
 from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Identity
@@ -109,9 +109,9 @@ def test_what_strangers_send_is_bounded_and_pushes_out_nothing_that_the_user_acc
             job=JobId(f"{i:064x}"), issuer=MALLORY.peer_id, subject=ALICE.peer_id, roles=ROLES, valid_from=0,
             valid_until=2_000_000,
         )  # fmt: skip
-        alice.add((seal_grant(sent, MALLORY),), asked=False)
+        alice.add((seal_grant(sent, MALLORY),), requested=False)
         with pytest.raises(RecordError, match="a moment ago"):
-            alice.add((seal_grant(sent, MALLORY),), asked=False)
+            alice.add((seal_grant(sent, MALLORY),), requested=False)
     assert len(list(tmp_path.iterdir())) == MAX_SENT + 1 and alice.chain(LAW)
 
 
@@ -120,21 +120,21 @@ def test_an_invite_from_whoever_may_give_none_takes_no_sound_ones_place(tmp_path
     """One frame of a stranger used to cost a peer its part in a job."""
     clock = Clock()
     alice, chain = wallet(tmp_path, ALICE, ALICE, clock=clock), (granted(AUTHOR, ALICE),)
-    alice.add(chain, asked=False)
+    alice.add(chain, requested=False)
     clock.now += 2 * SENT_SECONDS
-    alice.add((granted(MALLORY, ALICE, valid_until=until),), asked=False)
-    clock.now += 2 * AFRESH_SECONDS
+    alice.add((granted(MALLORY, ALICE, valid_until=until),), requested=False)
+    clock.now += 2 * RESCAN_SECONDS
     assert alice.chain(LAW) == chain
 
 
 def test_an_invite_that_is_in_use_is_not_pushed_out_by_what_strangers_send(tmp_path: Path) -> None:
     clock = Clock()
     alice, chain = wallet(tmp_path, ALICE, ALICE, clock=clock), (granted(AUTHOR, ALICE),)
-    alice.add(chain, asked=False)
+    alice.add(chain, requested=False)
     for i in range(2 * MAX_SENT):
         clock.now += 1.1 * SENT_SECONDS
         sent = granted(MALLORY, ALICE, job=JobId(f"{i:064x}"))
-        alice.add((sent,), asked=False)
+        alice.add((sent,), requested=False)
         assert alice.chain(LAW) == chain  # as at every heartbeat
 
 
@@ -147,7 +147,7 @@ def test_an_invite_that_nobody_can_pass_on_yet_keeps_no_other_from_being_shown(t
     for since in (int(NOW) + day, int(NOW) + 2 * day):
         clock.now += 2 * SENT_SECONDS
         later = granted(MALLORY, COMMAND, valid_from=since, valid_until=int(NOW) + 30 * day)
-        alice.add((later,), asked=False)
+        alice.add((later,), requested=False)
         assert alice.chain(LAW) == chain
     command = wallet(tmp_path, Identity.generate(), ALICE, COMMAND, clock=clock)
     assert command.chain(LAW)[:1] == chain
@@ -160,11 +160,11 @@ def test_an_invite_that_is_sent_by_whoever_may_give_none_is_not_kept_where_the_j
     alice = wallet(tmp_path, ALICE, ALICE, clock=clock)
     laws = {JOB: LAW}
     with pytest.raises(RecordError, match="may give none"):
-        alice.add((granted(MALLORY, ALICE),), asked=False, law_of=laws.get)
+        alice.add((granted(MALLORY, ALICE),), requested=False, law_of=laws.get)
     assert list(tmp_path.iterdir()) == []
     for sound in (granted(ROOT, ALICE), granted(MALLORY, ALICE, job=JobId("2" * 64))):
         clock.now += 2 * SENT_SECONDS
-        alice.add((sound,), asked=False, law_of=laws.get)
+        alice.add((sound,), requested=False, law_of=laws.get)
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -179,7 +179,7 @@ def test_a_longer_invite_for_less_costs_nobody_its_stages(tmp_path: Path, less: 
     sent = (granted(AUTHOR, MALLORY), granted(MALLORY, ALICE, valid_until=1_000_900, delegates=False, **less))
     alice = wallet(tmp_path, ALICE, ALICE)
     alice.add(own)
-    alice.add(sent, asked=False, law_of=lambda job: LAW)
+    alice.add(sent, requested=False, law_of=lambda job: LAW)
     assert alice.chain(LAW) == own
 
 
@@ -188,7 +188,7 @@ def test_an_invite_by_a_guest_that_was_revoked_keeps_no_sound_one_from_being_sho
     sent = (granted(AUTHOR, MALLORY), granted(MALLORY, ALICE, valid_until=1_000_900, delegates=False))
     alice = wallet(tmp_path, ALICE, ALICE)
     alice.add(own)
-    alice.add(sent, asked=False, law_of=lambda job: LAW)
+    alice.add(sent, requested=False, law_of=lambda job: LAW)
     made = Access(alice, now=Clock())
     made.know(LAW)
     assert made.chain(JOB) == sent
@@ -200,9 +200,9 @@ def test_a_clock_that_is_set_back_keeps_no_invite_out(tmp_path: Path) -> None:
     clock = Clock()
     clock.now += 500.0
     alice, chain = wallet(tmp_path, ALICE, ALICE, clock=clock), (granted(AUTHOR, ALICE),)
-    alice.add((granted(MALLORY, ALICE),), asked=False)
+    alice.add((granted(MALLORY, ALICE),), requested=False)
     clock.now -= 400.0
-    alice.add(chain, asked=False)
+    alice.add(chain, requested=False)
     assert alice.chain(LAW) == chain
 
 

@@ -11,9 +11,9 @@ from fusion.swarm.authority.statements import (
     CARRIED,
     STATES,
     Statement,
-    joined,
+    latest_statements,
     open_statement,
-    opened,
+    open_statements,
     seal_statement,
     stop_statement,
 )
@@ -33,16 +33,16 @@ statements = st.builds(
 
 
 @given(statements)
-def test_a_statement_comes_back_as_it_was_and_has_its_signers_name_alone(said: Statement) -> None:
-    data = seal_statement(said, ALICE.sign)
-    assert open_statement(data) == said and len(data) <= 260 <= MAX_PROOF_BYTES
+def test_a_statement_comes_back_as_it_was_and_has_its_signers_name_alone(statement: Statement) -> None:
+    data = seal_statement(statement, ALICE.sign)
+    assert open_statement(data) == statement and len(data) <= 260 <= MAX_PROOF_BYTES
     with pytest.raises(RecordError, match="signature"):
-        open_statement(seal_statement(said, MALLORY.sign))
+        open_statement(seal_statement(statement, MALLORY.sign))
 
 
 @given(statements, st.integers(0, 9), st.integers(0, 7))
-def test_whatever_is_changed_in_a_statement_makes_it_none(said: Statement, field: int, bit: int) -> None:
-    fields = msgpack.unpackb(seal_statement(said, ALICE.sign))
+def test_whatever_is_changed_in_a_statement_makes_it_none(statement: Statement, field: int, bit: int) -> None:
+    fields = msgpack.unpackb(seal_statement(statement, ALICE.sign))
     before = fields[field]
     match before:
         case int():
@@ -53,7 +53,7 @@ def test_whatever_is_changed_in_a_statement_makes_it_none(said: Statement, field
             fields[field] = MALLORY.peer_id
         case None:
             fields[field] = b"5" * 32
-    assert opened([msgpack.packb(fields)], JOB) == []
+    assert open_statements([msgpack.packb(fields)], JOB) == []
 
 
 @given(st.binary(max_size=600))
@@ -63,10 +63,10 @@ def test_bytes_that_are_no_statement_are_refused(data: bytes) -> None:
 
 
 def test_a_proof_carries_the_latest_of_each_signer_the_ends_first_and_no_more_than_fit() -> None:
-    said = stop_statement(JOB, ALICE.peer_id, 5)
-    running = replace(said, state="running", term=3, at=6)
-    of_alice = [seal_statement(each, ALICE.sign) for each in (running, replace(running, at=7), said)]
+    statement = stop_statement(JOB, ALICE.peer_id, 5)
+    running = replace(statement, state="running", term=3, at=6)
+    of_alice = [seal_statement(each, ALICE.sign) for each in (running, replace(running, at=7), statement)]
     others = [seal_statement(replace(running, signer=one.peer_id), one.sign) for one in MANY]
-    foreign = seal_statement(replace(said, job=OTHER), ALICE.sign)
-    found = joined([*others, *of_alice, foreign, b"none"], JOB)
+    foreign = seal_statement(replace(statement, job=OTHER), ALICE.sign)
+    found = latest_statements([*others, *of_alice, foreign, b"none"], JOB)
     assert found[0] == of_alice[2] and len(found) == CARRIED and set(found[1:]) <= set(others)

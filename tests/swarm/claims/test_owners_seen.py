@@ -6,7 +6,7 @@ from typing import Any
 from support.counted_checks import CountedChecks
 from support.directory_records import JOB, digest
 
-from fusion.swarm.authority.belief import Sight
+from fusion.swarm.authority.belief import OwnershipView
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.claims.owners_seen import CHAIN, REMEMBERED_SUCCESSORS, OwnersSeen
 from fusion.swarm.claims.tenure import Holding
@@ -34,28 +34,28 @@ def shown(*claims: ClaimRecord) -> list[bytes]:
     return [data for each in claims for data in successions(each)]
 
 
-def sight(
+def view(
     seen: OwnersSeen, *proof: bytes, law: JobLaw | None = LAW, live: tuple[ClaimRecord, ...] = ()
-) -> Sight:
-    return seen.sight(JOB, law, 3, {1: live}, DAN.peer_id, shown=([b"junk", *proof],))
+) -> OwnershipView:
+    return seen.ownership_view(JOB, law, 3, {1: live}, DAN.peer_id, shown=([b"junk", *proof],))
 
 
 def test_who_follows_by_the_word_of_those_proposed_and_of_others_who_so_followed() -> None:
     seen = OwnersSeen()
     first, second = claim(CAT, ANN, BOB), claim(DAN, CAT, ANN, stage=0)
-    assert sight(seen, *shown(second)).successors == frozenset()  # nobody knows who spoke for it
-    assert sight(seen, *shown(second, first)).successors == {CAT.peer_id, DAN.peer_id}
-    assert sight(seen).successors == {CAT.peer_id, DAN.peer_id}  # what was shown once is kept
+    assert view(seen, *shown(second)).successors == frozenset()  # nobody knows who spoke for it
+    assert view(seen, *shown(second, first)).successors == {CAT.peer_id, DAN.peer_id}
+    assert view(seen).successors == {CAT.peer_id, DAN.peer_id}  # what was shown once is kept
     assert seen.chain(JOB, CAT.peer_id) == tuple(shown(first))
     assert seen.chain(JOB, DAN.peer_id) == tuple(shown(second, first))
     assert seen.chain(JOB, ANN.peer_id) == () and seen.chain(JobId(digest("other")), CAT.peer_id) == ()
     again = OwnersSeen()
-    assert sight(again, *seen.chain(JOB, DAN.peer_id)).successors == {CAT.peer_id, DAN.peer_id}
+    assert view(again, *seen.chain(JOB, DAN.peer_id)).successors == {CAT.peer_id, DAN.peer_id}
 
 
 def test_the_claim_of_a_live_owner_shows_whom_it_followed() -> None:
     seen, first = OwnersSeen(), claim(CAT, ANN, BOB)
-    assert sight(seen, live=(first,)).successors == {CAT.peer_id}
+    assert view(seen, live=(first,)).successors == {CAT.peer_id}
     assert seen.chain(JOB, CAT.peer_id) == tuple(shown(first))
 
 
@@ -70,14 +70,14 @@ def test_a_stranger_follows_nobody_by_its_own_word_or_by_one_for_another() -> No
     moved = told.replace(b"\x97\x01", b"\x97\x02", 1)
     assert stolen != told != moved
     for each in (*shown(own), *shown(forged), *shown(other_job), stolen, moved, told[:-1]):
-        assert sight(seen, each).successors == frozenset()
-    assert sight(seen, *shown(claim(CAT, ANN, BOB)), law=None).successors == frozenset()
+        assert view(seen, each).successors == frozenset()
+    assert view(seen, *shown(claim(CAT, ANN, BOB)), law=None).successors == frozenset()
 
 
 def test_no_more_heirs_are_kept_of_a_job_and_no_more_shown_than_a_record_has_room_for() -> None:
     seen, line = OwnersSeen(), [ANN, *(Identity.generate() for _ in range(REMEMBERED_SUCCESSORS + 4))]
     claims = [claim(successor, voter, BOB) for voter, successor in pairwise(line)]
-    found = sight(seen, *shown(*claims)).successors
+    found = view(seen, *shown(*claims)).successors
     assert found == {one.peer_id for one in line[1 : REMEMBERED_SUCCESSORS + 1]}
     assert len(seen.chain(JOB, line[REMEMBERED_SUCCESSORS].peer_id)) == CHAIN
 
@@ -93,10 +93,10 @@ def test_who_carries_a_forged_succession_is_not_heard_further_and_costs_one_chec
     for _ in range(3):
         proofs = [*([*each, *honest] for each in forged), of_nobody]
         assert (
-            seen.sight(JOB, LAW, 3, {}, DAN.peer_id, shown=proofs, verify=checks.verify).successors
+            seen.ownership_view(JOB, LAW, 3, {}, DAN.peer_id, shown=proofs, verify=checks.verify).successors
             == frozenset()
         )
         assert checks.signers == [ANN.peer_id] * len(forged)  # of each once, and never again
-    assert seen.sight(JOB, LAW, 3, {}, DAN.peer_id, shown=[honest], verify=checks.verify).successors == {
-        CAT.peer_id
-    }
+    assert seen.ownership_view(
+        JOB, LAW, 3, {}, DAN.peer_id, shown=[honest], verify=checks.verify
+    ).successors == {CAT.peer_id}

@@ -19,7 +19,7 @@ from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.snapshots.snapshot import Index, encode_index
 from fusion.swarm.authority.law import Admission
 from fusion.swarm.authority.revocation import MARK_BYTES, MAX_REVOKED, lists_in, mark, seal_revocation
-from fusion.swarm.authority.statements import CARRIED, seal_statement, stated
+from fusion.swarm.authority.statements import CARRIED, seal_statement, statement_of
 from fusion.swarm.blobs.index import digest_of
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.job_order import JOB_TTL_SECONDS
@@ -412,7 +412,7 @@ def test_a_record_of_many_words_has_room_for_the_lists(tmp_path: Path) -> None:
             await ours.look()
             said = await made.record(job)
             signers = [Identity.generate() for _ in range(CARRIED)]
-            words = [seal_statement(stated(said, signer.peer_id, 1), signer.sign) for signer in signers]
+            words = [seal_statement(statement_of(said, signer.peer_id, 1), signer.sign) for signer in signers]
             marks = [bytes([i]) * MARK_BYTES for i in range(MAX_REVOKED)]
             lists = [seal_revocation(job, marks, 1, issuer) for issuer in (made.trainer, root)]
             for each in lists:

@@ -212,8 +212,8 @@ def test_a_snapshot_in_which_a_lead_names_another_shard_than_ours_is_not_held_an
             await files.replicate(right, owners)
             assert seen.takes_part(JOB, 1, right, 2) and not seen.takes_part(JOB, 0, right, 2)
             assert not seen.takes_part(JOB, 1, right, 3)  # the state has gone on since
-            assert seen.sight(JOB, replace(law, steps=2), 2, {}, us).snapshots == {right}
-            assert not seen.sight(JOB, replace(law, steps=3), 2, {}, us).snapshots
+            assert seen.ownership_view(JOB, replace(law, steps=2), 2, {}, us).snapshots == {right}
+            assert not seen.ownership_view(JOB, replace(law, steps=3), 2, {}, us).snapshots
 
     asyncio.run(main())
 
