@@ -63,7 +63,7 @@ def whole(value: object) -> int:
 def credited(leases: Leases, place: Place, data: bytes) -> ClaimRecord:
     """The sealed claim of whoever owns that stage now, as another peer shows it. Raises RecordError for any other claim: one
     that counts elsewhere says nothing here."""
-    claim = leases.credit(data)
+    claim = leases.accept_claim(data)
     if (claim.job, claim.stage) != place:
         raise RecordError(f"a claim of stage {claim.stage} of job {claim.job[:12]} in place of another")
     return claim

@@ -161,7 +161,7 @@ class HostedStages:
     def unused(self) -> Iterator[Place]:
         """What we own and nothing runs of: claims that came too late, when the job had ended or we were leaving. Nobody
         else could have the stage."""
-        for claim in self._context.leases.mine():
+        for claim in self._context.leases.owned():
             place = (claim.job, claim.stage)
             if place not in self.running and place not in self._claiming:
                 yield place

@@ -106,7 +106,7 @@ class StageClaims:
         return vacancy if fits and not self._stages.cooling.lasts(place) else None
 
     def _is_behind(self, place: Place) -> bool:
-        return self._context.leases.behind(*place) is not None
+        return self._context.leases.stale_claim(*place) is not None
 
     async def choose(self, vacant: Sequence[VacantStage]) -> tuple[VacantStage, ...]:
         """Those to claim now, beside what other peers should take."""

@@ -214,7 +214,7 @@ class Takeovers:
         if (own := self._own(place)) is not None and own.term > report.holding.term:
             return own
         # Anybody may report anything: no vote is checked for a stage that we would not take.
-        stands_by = any((claim.job, claim.stage) == place for claim in leases.standbys.mine())
+        stands_by = any((claim.job, claim.stage) == place for claim in leases.standbys.claims())
         if self._holder is None or not stands_by:
             return refused("not a standby of that stage")
         owner = winner(leases.recent(*place))

@@ -80,16 +80,16 @@ class VoteRequests:
         gave none is asked. For a holder that we have seen to be gone: it reads up to eight stages, which no report alone may
         cost us."""
         us = self._leases.peer_id
-        without_vote = self._voting.without_vote(*place, holding, us, votes)
+        without_vote = self._voting.stages_without_vote(*place, holding, us, votes)
         await asyncio.gather(*(self.read((place[0], stage)) for stage in without_vote))
         voters = self._voting.voters(*place, holding.peer)
         left = [w for w in voters if not any(self._voting.is_vote(*place, holding, us, w, v) for v in votes)]
         return await self._ask_all(place, holding, left, votes)
 
     async def look_at_voters(self, place: Place, claimant: PeerId | None = None) -> bool:
-        """Read who holds the stages `in_doubt` (`fusion.swarm.claims.voting`): up to eight, which a report costs us only for a peer
+        """Read who holds the `stages_to_reread` (`fusion.swarm.claims.voting`): up to eight, which a report costs us only for a peer
         that claims the stage with votes. Whether there are any."""
-        in_doubt = self._voting.in_doubt(*place, claimant)
+        in_doubt = self._voting.stages_to_reread(*place, claimant)
         await asyncio.gather(*(self.read((place[0], stage)) for stage in in_doubt))
         return bool(in_doubt)
 

@@ -280,7 +280,7 @@ class ServingService:
         try:
             # Of a stage that has come to be ours until whoever hosts it takes over what runs.
             while (
-                leases.standbys.beside(*place) or leases.holds(*place) is not None
+                leases.standbys.is_beside(*place) or leases.holds(*place) is not None
             ) and not hosted.running.done():
                 leases.update(*place, load=float(hosted.stage.sessions))
                 await asyncio.wait([hosted.running], timeout=LOAD_SECONDS)

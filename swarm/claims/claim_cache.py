@@ -1,7 +1,7 @@
-"""What a peer remembers of others' claims: what it read last, what was shown to it directly, and who holds each stage as far
-as it can tell (`fusion.swarm.claims.tenure`).
+"""What a peer remembers of claims: those read last, those that peers showed it directly, and who holds each stage by them
+(`fusion.swarm.claims.tenure`).
 
-The directory forgets a claim when it expires, and learns of a new one a little late; a peer should do neither.
+The directory drops expired claims and has new ones a little late; a peer should remember the former and know the latter at once.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from fusion.swarm.identity import Verify
 from fusion.swarm.transport import PeerId
 
 KNOWN_LAWS = 1024  # jobs
-READ_SECONDS = 60.0  # for which what was read of a stage is kept: several leases
-SHOWN = 8  # claims of one stage that were shown to us and are kept
-# How far below the ceiling a term must lie that only somebody's vote stands for: a claim above it has to count.
+READ_SECONDS = 60.0  # for which the claims read of a stage are kept: several leases
+SHOWN = 8  # claims of one stage, shown to us, that are kept
+# How far below the ceiling an unproven term must lie to be remembered: a claim above it has to be below the ceiling, too.
 HINT_SPARE = 2 * tenure.ROUNDS
 
-# What its peer must be admitted for: whoever stands by may be the next owner only where it may own.
+# What the claim's peer must be admitted for.
 _ROLES: dict[str, Role] = {"owner": "own", "replica": "stand-by", "standby": "stand-by"}
 
 
 class ClaimCache:
-    """`unsealed` checks a record that somebody showed us, `now` gives unix seconds and `verify` checks signatures (all as
-    in `Directory`); `limit`: stages remembered. Claims of jobs whose law is known count only of those whom it admits.
+    """`unsealed` checks a record that a peer showed us, `now` gives unix seconds and `verify` checks signatures (all as in
+    `Directory`); `limit`: stages remembered. Claims of jobs whose law is known count only of peers that it admits.
 
-    `own`, where it is asked for: our own claim of the stage, which we know better than the directory does."""
+    The parameter `own` of methods: our own claim of the stage, which the directory may not have yet."""
 
     def __init__(
         self,
@@ -59,15 +59,15 @@ class ClaimCache:
         self._read: TTLCache[Place, tuple[ClaimRecord, ...]] = TTLCache(limit, READ_SECONDS, timer=now)
         self._shown: FIFOCache[Place, dict[PeerId, bytes]] = FIFOCache(limit)  # sealed
         self._tenures: FIFOCache[Place, Tenure] = FIFOCache(limit)
-        # The stages of a job that a peer held when they were last worked out: not looked for among thousands, for every claim.
+        # The stages of a job that a peer held when last judged: an index, for jobs of thousands of stages.
         self._held: FIFOCache[tuple[JobId, PeerId], set[int]] = FIFOCache(limit)
 
     def know(self, law: JobLaw) -> None:
-        """What is known of the job's stages by now counts as far as its law allows."""
+        """Apply the job's law, also to what is known of its stages by now."""
         before = self._access.law(law.job)
         self._access.know(law)
         if before == law == self._applied.get(law.job):
-            return  # at every heartbeat it is told again, of jobs of thousands of stages
+            return  # called with every heartbeat, for jobs of thousands of stages
         self._applied[law.job] = law
         highest = self._ceiling(law.job)
         for stage in range(law.stages):
@@ -75,33 +75,33 @@ class ClaimCache:
             if known is not None and known.over is None and known.claim.term > highest:
                 del self._tenures[law.job, stage]
             if self._hints.get((law.job, stage), 0) > highest - HINT_SPARE:
-                del self._hints[law.job, stage]  # a claim above it would count for nothing
+                del self._hints[law.job, stage]  # a claim above it would be void
 
     def observe(self, place: Place, term: int) -> None:
-        """Somebody says that the stage had this term: ours shall be above it. It costs nobody else's."""
+        """Remember an unproven term of the stage, which our own claims will exceed. It voids nobody's claim."""
         if self._hints.get(place, 0) < term <= self._ceiling(place[0]) - HINT_SPARE:
             self._hints[place] = term
 
     def term(self, place: Place) -> int:
         """The highest term that the stage was held under; 0 for none."""
         known = self._tenures.get(place)
-        return 0 if known is None else max(known.claim.term, known.used)
+        return 0 if known is None else max(known.claim.term, known.highest_used)
 
     def known(self, place: Place) -> Tenure | None:
-        """Who held the stage when that was last worked out (`tenure`)."""
+        """`tenure` as judged last."""
         return self._tenures.get(place)
 
     def highest(self, place: Place) -> int:
-        """The highest term of the stage that we believe, or that somebody spoke of."""
+        """The highest term of the stage, proven or from `observe`."""
         return max(self.term(place), self._hints.get(place, 0))
 
     def read(self, place: Place, claims: tuple[ClaimRecord, ...]) -> None:
-        """The directory has just said `claims`."""
+        """Take in the `claims` just read from the directory."""
         self._read[place] = claims
 
     def recent(self, place: Place, own: ClaimRecord | None) -> tuple[ClaimRecord, ...]:
-        """What is true of the stage, from what was read last and shown to us: of claims to own it only the one that
-        counts, while its lease lasts. Nothing is asked."""
+        """The live claims of the stage, from those read last and shown to us: of claims to own it only the one that counts, while
+        its lease lasts. Reads nothing."""
         seen = self.seen(place, own)
         held = self._settled(place, seen)
         found = [claim for claim in seen if claim.role != "owner"]
@@ -109,9 +109,8 @@ class ClaimCache:
             return tuple(found if own is None or own.role != "owner" else [*found, own])
         return tuple(found if held is None or not held.lives(self._now()) else [*found, held.claim])
 
-    def behind(self, place: Place, own: ClaimRecord | None) -> ClaimRecord | None:
-        """Of a stage that nobody holds any more: the live claim of whoever knows no better than to claim it under a term
-        that was used before."""
+    def stale_claim(self, place: Place, own: ClaimRecord | None) -> ClaimRecord | None:
+        """Of a stage without a holder: the highest live claim under a term that was used before."""
         held = self.tenure(place, own)
         if held is None or held.lives(self._now()):
             return None
@@ -119,23 +118,23 @@ class ClaimCache:
         return max((c for c in late if c.term <= held.claim.term), key=rank, default=None)
 
     def give_up(self, place: Place) -> None:
-        """Our own claim of the stage is no more."""
+        """Our own claim of the stage is given up."""
         known = self._tenures.get(place)
         if known is not None and known.claim.peer == self._peer_id:
             self._tenures[place] = replace(known, until=NEVER, lapsed=None, settled=True)
 
     def tenure(self, place: Place, own: ClaimRecord | None) -> Tenure | None:
-        """Who holds the stage now, or held it last."""
+        """Who holds the stage now, or held it last. Judges all known claims."""
         return self._settled(place, self.seen(place, own))
 
     def _settled(self, place: Place, seen: Sequence[ClaimRecord]) -> Tenure | None:
-        """`tenure` by all claims that there are (`seen`)."""
+        """`tenure` by the claims `seen`."""
         view = tenure.View(
             proves=self.proves,
             votes=self.votes,
             now=self._now(),
             ceiling=self._ceiling(place[0]),
-            alone=self._is_alone(place),
+            alone=self._has_no_voters(place),
             chosen=self._chosen,
         )
         known = tenure.settle(self._tenures.get(place), seen, view)
@@ -145,7 +144,7 @@ class ClaimCache:
         return known
 
     def seen(self, place: Place, own: ClaimRecord | None) -> tuple[ClaimRecord, ...]:
-        """Every claim of the stage that may be made, whether it counts or not, the newest of each peer."""
+        """Every admitted claim of the stage, whether it counts or not, the newest of each peer."""
         found = {claim.peer: claim for claim in self._read.get(place, ())}
         for peer in list(self._shown.get(place, ())):
             shown = self._open(place, peer)
@@ -156,12 +155,12 @@ class ClaimCache:
         before = found.pop(self._peer_id, None)
         if own is not None:
             found[own.peer] = own
-        elif before is not None and before.role != "owner":  # not what we owned before a restart
+        elif before is not None and before.role != "owner":  # not our owner's claim from before a restart
             found[before.peer] = before
         return tuple(claim for claim in found.values() if self.refusal(claim) is None)
 
-    def credit(self, data: bytes) -> ClaimRecord:
-        """Reckon with the sealed claim of an owner until it expires. Raises RecordError for anything else."""
+    def accept_claim(self, data: bytes) -> ClaimRecord:
+        """Take in the sealed claim of an owner until it expires. Raises RecordError for anything else."""
         claim = self._unsealed(data)
         if not isinstance(claim, ClaimRecord) or claim.role != "owner":
             raise RecordError("what was shown is not the claim of an owner")
@@ -172,7 +171,7 @@ class ClaimCache:
             )
         place = (claim.job, claim.stage)
         if place not in self._read and place not in self._tenures:
-            # What was shown first is not believed first
+            # Whoever shows a claim first must not be believed before the directory is read
             raise RecordError("nothing is known of that stage yet")
         shown = self._shown.setdefault(place, {})
         before = self._open(place, claim.peer)
@@ -184,7 +183,7 @@ class ClaimCache:
         return claim
 
     def refusal(self, claim: ClaimRecord) -> str | None:
-        """Why the claim counts for nothing; None where it may, or nobody knows the job's law yet."""
+        """Why the claim is void; None where it may count, or the job's law is not known here yet."""
         law = self._access.law(claim.job)
         role = None if law is None else _ROLES.get(claim.role)
         if law is None or role is None:
@@ -195,30 +194,30 @@ class ClaimCache:
         return self._too_many(law, claim) if refused is None and role == "own" else refused
 
     def _too_many(self, law: JobLaw, claim: ClaimRecord) -> str | None:
-        """Why a peer that holds stages of the job may not come to this one as well."""
+        """Why a peer that holds stages of the job may not hold this one as well."""
         most, known = law.limits.stages_per_owner, self._tenures.get((claim.job, claim.stage))
         if most == 0 or (known is not None and known.claim.peer == claim.peer):
             return None
-        of, now = (claim.job, claim.peer), self._now()
-        tenures = ((stage, self._tenures.get((claim.job, stage))) for stage in self._held.get(of, ()))
+        key, now = (claim.job, claim.peer), self._now()
+        tenures = ((stage, self._tenures.get((claim.job, stage))) for stage in self._held.get(key, ()))
         held = {
             stage for stage, each in tenures if each and each.claim.peer == claim.peer and each.lives(now)
         }
-        if of in self._held:
-            self._held[of] = held
+        if key in self._held:
+            self._held[key] = held
         return f"the job gives nobody more than {most} stages" if len(held - {claim.stage}) >= most else None
 
     # --- proofs
 
     def proves(self, claim: ClaimRecord, holding: Holding) -> bool:
-        """Whether the claim's proof shows that whoever held its stage so does not any more."""
+        """Whether the claim's proof shows that `holding` is over."""
         if not claim.proof:
             return False
         voted = self._voted(claim, holding)
         return holding.peer in voted or self.is_majority((claim.job, claim.stage), holding.peer, voted)
 
     def proves_to_all(self, claim: ClaimRecord, holding: Holding) -> bool:
-        """As `proves`, also for those who know who holds near stages of which we have never seen who does."""
+        """As `proves`, also to readers who know holders of near stages that we have never seen."""
         voted, (job, stage) = self._voted(claim, holding), (claim.job, claim.stage)
         if holding.peer in voted:
             return True
@@ -226,53 +225,53 @@ class ClaimCache:
         return tenure.is_majority_to_all(voted, self._seats((job, stage), holding.peer), unknown)
 
     def votes(self, claim: ClaimRecord, holding: Holding) -> int:
-        """How many voters say in the claim's proof that whoever held its stage so does not any more."""
+        """How many votes against `holding` the claim's proof has."""
         if not claim.proof:
             return 0
         found = self._seats((claim.job, claim.stage), holding.peer)
         return tenure.count(self._voted(claim, holding), found)
 
     def _voted(self, claim: ClaimRecord, holding: Holding) -> set[PeerId]:
-        """Of those whose vote counts, who voted so in the claim's proof; whoever shows a forged vote has no others."""
+        """The voters whose votes against `holding` are in the claim's proof, up to the first forgery."""
         place, now = (claim.job, claim.stage), self._now()
         counting = {holding.peer, *self.voters(place, holding.peer)}
 
-        def matters(said: Vote) -> bool:
-            return said.holding == holding and said.voter in counting and said.is_good(now)
+        def matters(vote: Vote) -> bool:
+            return vote.holding == holding and vote.voter in counting and vote.is_valid(now)
 
-        return {said.voter for said in self._read_votes(claim, matters)}
+        return {vote.voter for vote in self._read_votes(claim, matters)}
 
     def _read_votes(self, claim: ClaimRecord, matters: Callable[[Vote], bool]) -> Iterator[Vote]:
-        """Those in the claim's proof that matter and are no forgeries."""
+        """The votes in the claim's proof that matter, up to the first forgery."""
 
         def check(data: bytes) -> None:
             open_vote(data, claim.job, claim.stage, claim.peer, self._verify)
 
-        return (said for said, _ in verified_items(claim.proof, parse_vote, matters, check))
+        return (vote for vote, _ in verified_items(claim.proof, parse_vote, matters, check))
 
     def is_majority(self, place: Place, suspect: PeerId, voted: set[PeerId]) -> bool:
-        """Whether those who voted against the stage's holder are a majority."""
+        """Whether those who `voted` against the stage's holder, `suspect`, are a majority."""
         return bool(voted) and tenure.is_majority(voted, self._seats(place, suspect))
 
     def voters(self, place: Place, suspect: PeerId) -> tuple[PeerId, ...]:
-        """Whose vote counts on whether `suspect` holds the stage."""
-        return tuple(sorted({voice for seat in self._seats(place, suspect) for voice in seat.voices}))
+        """The peers whose vote counts on whether `suspect` holds the stage."""
+        return tuple(sorted({voter for seat in self._seats(place, suspect) for voter in seat.voters}))
 
-    def without_vote(self, place: Place, claim: ClaimRecord, holding: Holding) -> tuple[int, ...]:
-        """The stages near this one whose owners, as far as we know, have no vote in the claim's proof; the vacant ones too."""
+    def stages_without_vote(self, place: Place, claim: ClaimRecord, holding: Holding) -> tuple[int, ...]:
+        """The voting stages whose owners, as far as we know them, have no vote in the claim's proof; vacant ones, too."""
         voted, near = self._voted(claim, holding), self._near(*place)
         held = {stage: self._tenures.get((place[0], stage)) for stage in near}
-        # Whoever holds several has one vote, and who is suspected none.
-        said = voted | {holding.peer}
+        # A holder of several has one vote, the suspect none.
+        excluded = voted | {holding.peer}
         return tuple(
-            stage for stage in near if (known := held[stage]) is None or known.claim.peer not in said
+            stage for stage in near if (known := held[stage]) is None or known.claim.peer not in excluded
         )
 
-    def in_doubt(
+    def stages_to_reread(
         self, place: Place, own: ClaimRecord | None, claimant: PeerId | None = None
     ) -> tuple[int, ...]:
-        """`without_vote`, of the claims to follow the stage's holder that have votes and count for nothing as far as we know: those
-        that were shown to us and the one that we read of `claimant`, however many there are in the directory."""
+        """`stages_without_vote` of the claims to follow the stage's holder whose votes do not suffice as far as we know: those shown to us
+        and the one read of `claimant`, however many the directory has."""
         held, now = self.tenure(place, own), self._now()
         if held is None or not held.lives(now):
             return ()
@@ -282,12 +281,14 @@ class ClaimCache:
         claims = [c for c in (*shown, *read) if c is not None and self.refusal(c) is None]
         void = [c for c in claims if c.proof and c.term in terms and c.expires_at > now]
         return tuple(
-            sorted({stage for claim in void for stage in self.without_vote(place, claim, held.holding)})
+            sorted(
+                {stage for claim in void for stage in self.stages_without_vote(place, claim, held.holding)}
+            )
         )
 
     def unproven(self, place: Place, own: ClaimRecord) -> Holding | None:
-        """Whom a proof of our claim of the stage should be over and is not: the holder whose lease ran out before us, or
-        somebody who still claims it under a term that ours does not exceed by right."""
+        """The holding that our claim of the stage should prove to be over and does not: of the holder before, whose lease ran out,
+        or of a rival (`rivals`)."""
         known = self._tenures.get(place)
         if known is None or known.claim.peer != self._peer_id:
             return None
@@ -296,30 +297,30 @@ class ClaimCache:
         return max(self.rivals(place, own), key=lambda rival: rival.term, default=None)
 
     def unseen_successor(self, place: Place, own: ClaimRecord) -> ClaimRecord | None:
-        """Of a stage that we hold and near which nobody holds one any more: the live claim that follows ours by the votes of a
-        majority of those who held these last, however old."""
-        now, ours = self._now(), Holding(own.peer, own.term)
+        """Of a stage that we hold and whose voting stages are all vacant: the live claim that follows ours by the votes, however old,
+        of a majority of the last holders of these."""
+        now, holding = self._now(), Holding(own.peer, own.term)
         near = [each for other in self._near(*place) if (each := self._tenures.get((place[0], other)))]
         near = [each for each in near if each.claim.peer != own.peer]
         if any(each.lives(now) for each in near):
             return None
         unknown = sum((place[0], other) not in self._tenures for other in self._near(*place))
         found = tenure.seats(near, own.peer, now, last=True)
-        counting = {voice for seat in found for voice in seat.voices}
+        counting = {voter for seat in found for voter in seat.voters}
 
-        def matters(said: Vote) -> bool:
-            return said.holding == ours and said.voter in counting
+        def matters(vote: Vote) -> bool:
+            return vote.holding == holding and vote.voter in counting
 
         for claim in self.seen(place, own):
             follows = claim.peer != own.peer and own.term < claim.term <= own.term + tenure.ROUNDS
             if claim.role == "owner" and follows and claim.expires_at > now:
-                voted = {said.voter for said in self._read_votes(claim, matters)}
+                voted = {vote.voter for vote in self._read_votes(claim, matters)}
                 if tenure.is_majority_to_all(voted, found, unknown):
                     return claim
         return None
 
     def rivals(self, place: Place, own: ClaimRecord) -> tuple[Holding, ...]:
-        """Who claims the stage beside us under a term that ours does not exceed by right."""
+        """Who claims the stage beside us and is not proven to be gone, under a term up to ours."""
         now = self._now()
         others = (
             Holding(claim.peer, claim.term)
@@ -332,24 +333,24 @@ class ClaimCache:
         held = (self._tenures.get((place[0], other)) for other in self._near(*place))
         return tenure.seats((each for each in held if each is not None), suspect, self._now())
 
-    def _is_alone(self, place: Place) -> bool:
-        """Whether no stage's owner could ever have a vote on this one."""
+    def _has_no_voters(self, place: Place) -> bool:
+        """Whether the stage has no voting stages."""
         return not self._near(*place)
 
     def _near(self, job: JobId, stage: int) -> tuple[int, ...]:
-        """The stages whose owners have a vote on who holds this one; none while nobody knows the job's law."""
+        """The voting stages of this one; none while the job's law is not known here."""
         law = self._access.law(job)
         return () if law is None else tenure.voting_stages(stage, law.stages)
 
     def _chosen(self, claim: ClaimRecord) -> bool:
-        """Whether the job's author gave the stage to the claim's peer, or one of those to whom it gave any said, however long ago, that
-        this peer is to follow."""
+        """Whether the job's author proposed the claim's peer for the stage, or a peer that it proposed for any stage voted for this
+        one, however long ago."""
         law, stage = self._access.law(claim.job), claim.stage
         if law is None:
             return False
         if stage < len(law.proposed) and law.proposed[stage] == claim.peer:
             return True
-        return any(True for _ in self._read_votes(claim, lambda said: said.voter in law.chosen))
+        return any(True for _ in self._read_votes(claim, lambda vote: vote.voter in law.chosen))
 
     def _ceiling(self, job: JobId) -> int:
         law = self._access.law(job)
@@ -364,5 +365,5 @@ class ClaimCache:
         except RecordError:
             del shown[peer]
             return None
-        assert isinstance(claim, ClaimRecord), "only claims are credited"
+        assert isinstance(claim, ClaimRecord), "only claims are accepted"
         return claim

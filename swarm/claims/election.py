@@ -24,14 +24,14 @@ def winner(claims: Iterable[ClaimRecord]) -> ClaimRecord | None:
 
 
 def rank(claim: ClaimRecord) -> tuple[int, float, bytes]:
-    """What elections compare. The hash spreads stages over peers of equal score and never ties between peers."""
+    """What elections compare. The hash spreads stages over peers of equal score and never ties."""
     return claim.term, claim.score, tie_break(claim.peer, claim.stage)
 
 
 def latest(known: ClaimRecord | None, shown: ClaimRecord) -> ClaimRecord:
     """Which of two claims of one peer it made last: `known` from the directory, `shown` to us directly as the owner's.
 
-    A peer's terms only rise, and at one term it owns the stage, then releases it, then stands by.
+    A peer's terms only rise, and at one term it first owns the stage, then releases it, then stands by.
     """
     return known if known is not None and known.term >= shown.term else shown
 
@@ -76,5 +76,5 @@ def _fitness(claim: ClaimRecord) -> tuple[bool, bool, bool, int, float, bytes]:
 
 
 def tie_break(*parts: str | int) -> bytes:
-    """An order that is the same for everybody, and another one for each stage: nobody is always first."""
+    """A pseudo-random order, the same for every reader and another for each stage, so that no peer is always first."""
     return hashlib.sha256("/".join(map(str, parts)).encode()).digest()

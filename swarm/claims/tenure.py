@@ -1,42 +1,41 @@
-"""Whose claim of a stage counts: a pure rule over what one reader has seen, so that a claim is believed for its right and
-not for its number.
+"""Whose claim of a stage counts: a pure rule over what one reader has seen. A claim counts by its right, not by a high term alone.
 
-A reader keeps one tenure for each stage: who holds it, under which term, since when, and until when its lease lasts in
-the reader's own view (the end that the holder signed, which is at most a lease away). A claim of another peer counts,
-if its term is higher, where
+A reader keeps one tenure for each stage: who holds it, under which term, since when, and until when the lease lasts in the reader's
+own view (the expiry that the holder signed, at most one lease ahead). The claim of another peer replaces it if its term is
+higher and one of these holds:
 
-(a) the lease has run out in the reader's own view: a vacancy needs no proof, only a term below the ceiling;
-(b) it proves that the holder does not hold the stage any more, and that its own peer is to follow: the holder's signed
-    release, or such votes of a majority of the voters, the owners of the stages nearest to this one, as the reader
-    knows them; it is at most ROUNDS above then;
-(c) it contests a tenure that is not settled, with the same right as that has and a higher rank, at most ROUNDS above the
-    term that both follow; to whom the job's author gave the stage, or who followed by the vote of such a peer, goes before any
-    rank. A tenure settles after CONTEST_SECONDS; one that followed a lease which merely ran out, once
-    its claim proves that a majority saw that as well: the two halves of a swarm that was divided agree in this way.
-    Until then the holder before gets the stage back with the claim that it had, of rivals the one counts with more
-    votes that the holder before is gone, whatever its rank, and who proves that one that was outbid is gone follows
-    it. Whoever was outbid gets it back, if it still claims it, when
-    whoever outbid it gives it up or lets its lease run out: readers see a contest at unlike times, so not all of them
-    went by it.
+(a) Vacancy: the lease has run out in the reader's own view. It needs no proof, only a term below the ceiling.
+(b) Proof: the claim proves that the holder is gone and that its own peer is to follow, by the holder's signed release or by votes of
+    a majority of the voters (the owners of the stages nearest to this one, as the reader knows them). Its term is at most ROUNDS
+    above the holder's.
+(c) Contest: the tenure is not settled, and the claim has the same right and a higher rank, at most ROUNDS above the term that both
+    follow. A peer that the job's author proposed for the stage, or that followed by the vote of such a peer, goes before any rank.
 
-Everything else is void: it owns nothing, ends no lease and raises no term. The holder itself may go on above its own
-claim, below the ceiling, and its own word that it does not own the stage any more ends the tenure. A term lower than
-that of the last settled holder is void for ever.
+A tenure settles after CONTEST_SECONDS; one that followed a lease that ran out, once its claim proves that a majority saw that
+too: so the two halves of a partitioned swarm come to agree. Until then
 
-The ceiling is SPARE_TERMS more than the seconds since the job was launched, so that terms cannot be used up: claims that
-need no neighbour's vote raise them by less than one a second in the long run. A reader that knows nothing of a stage
-believes that of a peer to whom the author gave it, or who followed by the vote of one, if there is such a claim, and else the
-highest; in either case one below the ceiling.
+* the holder before gets the stage back with the claim that it had;
+* of rivals the one with more votes against the holder before counts, whatever its rank;
+* a claim that proves that an outbid peer is gone follows that peer;
+* an outbid peer that still claims the stage gets it back when the one that outbid it gives it up or lets its lease run out:
+  readers see a contest at different times, so some never knew of it.
 
-A voter has one vote, however many stages it owns or owned, and the holder none against itself. Where an owner's lease merely
-ran out and another peer followed, the vote of either stands for that stage: it may have been cut off from us, not gone. Where
-another peer followed by a proof, so does that of the one before for as long as a vote is good: two neighbours may die within
-moments, and who saw the second death first has to understand what the second one said of the first.
-Nobody else has a vote. A stage that is vacant still counts among the neighbours, and nobody has its vote. Where no other peer owns a stage of the job only (a) and a release remain.
+Every other claim is void: it owns nothing, ends no lease and raises no term. The holder itself may raise its own term up to the
+ceiling, and ends the tenure with a claim that is not an owner's. A term below the last settled holder's is void for ever.
 
-Where an owner was cut off, its neighbours voted for another and are gone when the two meet, nobody is left to say which of them
-counts, and each would wait for ever. So an owner, near whose stage nobody holds one any more, gives way after DESERTED_SECONDS
-beside a claim that follows it by the votes of a majority of those who held these last, however old.
+The ceiling is the seconds since the job's launch plus SPARE_TERMS, so that terms cannot be used up: claims without votes raise them
+by less than one a second in the long run. A reader that knows nothing of a stage believes, of the claims below the ceiling, that
+of a peer that the author proposed for it or that followed by the vote of such a peer, else the highest.
+
+A voter has one vote, however many stages it owns or owned; the holder has none for itself. Where a voter's lease ran out and another
+peer followed it, the vote of either counts for that stage: the first may be cut off from us, not gone. Where another followed by a
+proof, the vote of the first counts for as long as votes are valid: two neighbours may die within moments, and a reader that saw the
+second death first needs the second's vote on the first. A vacant stage still counts among the neighbours, and nobody has its vote.
+Where no other peer owns a stage of the job, only (a) and a release remain.
+
+An owner may be cut off while its neighbours vote for another, and these may be gone when the two meet: nobody is left to decide, and
+each would wait for ever. So an owner whose neighbours' stages are all vacant gives way, after DESERTED_SECONDS, to a claim that
+follows it by the votes, however old, of a majority of their last holders.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ from fusion.swarm.directory.records import MAX_TERM, ClaimRecord
 from fusion.swarm.transport import PeerId
 
 ROUNDS = 8  # of raising a claim above rivals with the same right
-OUTBID = 4  # holders that are remembered of those that a contest for one stage has outbid, the first ones
-# A reader hears of rivals within a heartbeat, and they of each other within the time that a claim is confirmed in.
+OUTBID = 4  # outbid holders of one stage that are remembered, the first ones
+# A reader learns of rivals within a heartbeat, and they of each other within LeaseConfig.confirm_seconds.
 CONTEST_SECONDS = 3.0
 SPARE_TERMS = 64
 MAX_VOTING_STAGES = 8
 DESERTED_SECONDS = 18.0  # three leases
-VOTE_SECONDS = 12  # two leases: a vote that nobody made use of must not be kept for later
+VOTE_SECONDS = 12  # two leases: an unused vote must not be kept for later
 
 
 class Holding(NamedTuple):
@@ -68,15 +67,15 @@ class Holding(NamedTuple):
 class Tenure:
     """Who holds a stage, in one reader's view. Times are unix seconds."""
 
-    claim: ClaimRecord  # the newest of the holder's
+    claim: ClaimRecord  # the holder's newest
     since: float
     until: float  # NEVER: the holder gave it up itself
-    floor: int  # the term that it followed; nobody contests it further than ROUNDS above
-    over: Holding | None = None  # whom it followed by a proof
-    lapsed: Holding | None = None  # whom it followed because that one's lease had run out
-    settled: bool = True  # False: `lapsed`, and no majority has borne it out yet
-    outbid: tuple[Tenure, ...] = ()  # whom it won the contest against, the first one first
-    used: int = 0  # the highest term of those that had the stage between, and have it no more
+    floor: int  # the term that it followed; a contest goes at most ROUNDS above
+    over: Holding | None = None  # the holder that it followed by a proof
+    lapsed: Holding | None = None  # the holder that it followed after its lease ran out
+    settled: bool = True  # False: `lapsed`, and no majority has confirmed it yet
+    outbid: tuple[Tenure, ...] = ()  # those that it won the contest against, the first one first
+    highest_used: int = 0  # of the holders that lost the stage again
 
     @property
     def holding(self) -> Holding:
@@ -88,25 +87,25 @@ class Tenure:
 
 NEVER = 0.0
 
-# Whether a claim proves that whoever held the stage so does not any more, and that the claim's peer is to follow.
+# Whether a claim proves that the holding is over, and that the claim's peer is to follow.
 Proves = Callable[[ClaimRecord, Holding], bool]
-# How many voters say so in the claim's proof.
+# How many votes against the holding the claim's proof has.
 CountVotes = Callable[[ClaimRecord, Holding], int]
 
 
 class Seat(NamedTuple):
-    """Of one voter: those any of whose votes stands for its own. `fresh`: they followed the very peer that is suspected, and votes from
-    before are still good."""
+    """One vote: the peers of which any may give it. `fresh`: the seat's peer followed the suspect itself a moment ago, so that votes
+    from before are still valid."""
 
-    voices: frozenset[PeerId]
+    voters: frozenset[PeerId]
     fresh: bool = False
 
 
 @dataclass(frozen=True)
 class View:
-    """What one reader goes by at one moment. `alone`: nobody has a vote on the stage, so that there is no majority to
-    wait for. `now`: unix seconds. `chosen`: whether the job's author gave the stage to the claim's peer, or one of those to
-    whom it gave any said that this peer is to follow."""
+    """What one reader judges by at one moment. `alone`: the stage has no voters, so that there is no majority to wait
+    for. `now`: unix seconds. `chosen`: whether the job's author proposed the claim's peer for the stage, or a peer that it
+    proposed for any stage voted for this one."""
 
     proves: Proves
     votes: CountVotes
@@ -116,24 +115,24 @@ class View:
     chosen: Callable[[ClaimRecord], bool] = lambda claim: False
 
     def order(self, claim: ClaimRecord) -> tuple[bool, tuple[int, float, bytes]]:
-        """Of claims with the same right the highest counts: who was chosen goes before any term."""
+        """Of claims with the same right the greatest counts: a chosen peer goes before any term."""
         return self.chosen(claim), rank(claim)
 
 
 def settle(known: Tenure | None, claims: Iterable[ClaimRecord], view: View) -> Tenure | None:
-    """Who holds the stage after `claims` were seen, one of each peer with its end (`expires_at`). The tenure may have run
-    out (`Tenure.lives`)."""
+    """The tenure of the stage after the reader has seen `claims`, one of each peer, with their expiry (`expires_at`). It may have
+    run out (`Tenure.lives`). None: nobody has held the stage."""
     claims = tuple(claims)
     if known is not None:
         own = next((claim for claim in claims if claim.peer == known.claim.peer), None)
-        known = known if own is None else _carried_on(known, own, view)
+        known = known if own is None else _renewed(known, own, view)
         if not known.settled and known.lapsed is not None:
             known = replace(known, settled=view.alone or view.proves(known.claim, known.lapsed))
             known = _restored(known, claims, view)
         known = _back_to_outbid(known, claims, view)
     owners = [claim for claim in claims if claim.role == "owner" and claim.expires_at > view.now]
-    for _ in owners:  # what follows the holder that we know of may have been followed itself
-        # Strangers make thousands of claims: to order them costs many times what it takes to see that most cannot follow.
+    for _ in owners:  # a follower may have been followed itself
+        # Strangers may make thousands of claims: the cheap filter first, since `_follower` and `order` cost much more.
         able = (claim for claim in owners if _may_follow(known, claim, view))
         followers = [found for claim in able if (found := _follower(known, claim, view)) is not None]
         if not followers:
@@ -143,18 +142,24 @@ def settle(known: Tenure | None, claims: Iterable[ClaimRecord], view: View) -> T
 
 
 def _restored(known: Tenure, claims: Iterable[ClaimRecord], view: View) -> Tenure:
-    """The tenure of the holder before, if it has only been cut off from us, and nobody bears out that it was gone."""
+    """The tenure of the holder before, if its claim lives again and no majority has confirmed that it was gone."""
     for claim in claims:
         lives = claim.role == "owner" and claim.expires_at > view.now
         if not known.settled and lives and Holding(claim.peer, claim.term) == known.lapsed:
-            used = max(known.used, known.claim.term)
-            return Tenure(claim=claim, since=NEVER, until=claim.expires_at, floor=claim.term - 1, used=used)
+            highest_used = max(known.highest_used, known.claim.term)
+            return Tenure(
+                claim=claim,
+                since=NEVER,
+                until=claim.expires_at,
+                floor=claim.term - 1,
+                highest_used=highest_used,
+            )
     return known
 
 
 def _back_to_outbid(known: Tenure, claims: Iterable[ClaimRecord], view: View) -> Tenure:
-    """The tenure of the last one that was outbid and claims the stage still, once whoever won holds it no more and has not
-    been followed by right."""
+    """The tenure of the last outbid peer that still claims the stage, once the one that won holds it no more and no claim proves to
+    follow it."""
     if known.lives(view.now) or not known.outbid:
         return known
     live = {Holding(c.peer, c.term): c for c in claims if c.role == "owner" and c.expires_at > view.now}
@@ -163,14 +168,16 @@ def _back_to_outbid(known: Tenure, claims: Iterable[ClaimRecord], view: View) ->
     for number, before in reversed(list(enumerate(known.outbid))):
         claim = live.get(before.holding)
         if claim is not None:
-            used = max(known.used, known.claim.term)
+            highest_used = max(known.highest_used, known.claim.term)
             outbid = known.outbid[:number]
-            return replace(before, claim=claim, until=claim.expires_at, outbid=outbid, used=used)
+            return replace(
+                before, claim=claim, until=claim.expires_at, outbid=outbid, highest_used=highest_used
+            )
     return known
 
 
-def _carried_on(known: Tenure, own: ClaimRecord, view: View) -> Tenure:
-    """With what the holder says itself."""
+def _renewed(known: Tenure, own: ClaimRecord, view: View) -> Tenure:
+    """The tenure with the holder's own newest claim."""
     if own.role != "owner":
         return (
             known if own.term < known.claim.term else replace(known, until=NEVER, lapsed=None, settled=True)
@@ -184,7 +191,7 @@ def _carried_on(known: Tenure, own: ClaimRecord, view: View) -> Tenure:
 
 
 def _may_follow(known: Tenure | None, claim: ClaimRecord, view: View) -> bool:
-    """What `_follower` asks of a claim, as far as its term and its time tell."""
+    """Whether the claim's term, and the time, leave it a chance in `_follower`; checks no votes."""
     term = claim.term
     if known is None:
         return term <= view.ceiling
@@ -200,12 +207,12 @@ def _may_follow(known: Tenure | None, claim: ClaimRecord, view: View) -> bool:
 
 
 def _follower(known: Tenure | None, claim: ClaimRecord, view: View) -> Tenure | None:
-    """The tenure of the claim's peer, if it follows the one that is known."""
+    """The tenure of the claim's peer, if it follows or replaces the known one by rule (a), (b) or (c)."""
     fresh = Tenure(claim=claim, since=view.now, until=claim.expires_at, floor=claim.term - 1)
     if known is None:
         return fresh if claim.term <= view.ceiling else None
     before = known.holding
-    fresh = replace(fresh, floor=before.term, used=known.used)
+    fresh = replace(fresh, floor=before.term, highest_used=known.highest_used)
     if not known.lives(view.now):
         if not before.term < claim.term <= view.ceiling:
             return None
@@ -216,9 +223,9 @@ def _follower(known: Tenure | None, claim: ClaimRecord, view: View) -> Tenure | 
         return None
     for holding in (before, *_outbid_unsettled(known)):
         if holding.term < claim.term <= holding.term + ROUNDS and view.proves(claim, holding):
-            used = known.used if holding == before else max(known.used, before.term)
-            return replace(fresh, over=holding, floor=holding.term, used=used)
-    more = 0  # votes that its holder before is gone than the tenure has
+            highest_used = known.highest_used if holding == before else max(known.highest_used, before.term)
+            return replace(fresh, over=holding, floor=holding.term, highest_used=highest_used)
+    more = 0  # votes against the holder before than the known tenure has
     if not known.settled and known.lapsed is not None:
         more = view.votes(claim, known.lapsed) - view.votes(known.claim, known.lapsed)
     elif view.now - known.since >= CONTEST_SECONDS:
@@ -230,24 +237,26 @@ def _follower(known: Tenure | None, claim: ClaimRecord, view: View) -> Tenure | 
     if known.over is not None and not view.proves(claim, known.over):
         return None
     outbid = (*known.outbid, replace(known, outbid=()))[:OUTBID]
-    used = max(known.used, known.claim.term)
+    highest_used = max(known.highest_used, known.claim.term)
     settled = known.lapsed is None
-    return replace(known, claim=claim, until=claim.expires_at, settled=settled, outbid=outbid, used=used)
+    return replace(
+        known, claim=claim, until=claim.expires_at, settled=settled, outbid=outbid, highest_used=highest_used
+    )
 
 
 def _outbid_unsettled(known: Tenure) -> tuple[Holding, ...]:
-    """Whom the tenure outbid by its term alone, with no majority's vote: others may have gone by them ever since."""
+    """Those that an unsettled tenure outbid without a majority: other readers may still believe them."""
     return () if known.settled else tuple(each.holding for each in known.outbid)
 
 
 def ceiling(launched_at: float, now: float) -> int:
-    """The highest term that a claim may have which no neighbour's vote supports. Both in unix seconds."""
+    """The highest term of a claim that has no votes. Both in unix seconds."""
     return min(MAX_TERM - 1, SPARE_TERMS + max(0, int(now - launched_at)))
 
 
 def voting_stages(stage: int, stages: int) -> tuple[int, ...]:
-    """The stages whose owners have a vote on who holds `stage`: the nearest ones."""
-    # A job may have thousands, and somebody may speak of one that it does not have.
+    """The stages whose owners vote on who holds `stage`: the nearest ones, nearest first."""
+    # A job may have thousands of stages, and `stage` may be none of them.
     near = range(max(0, min(stage, stages) - MAX_VOTING_STAGES), min(stages, stage + MAX_VOTING_STAGES + 1))
     others = sorted((abs(other - stage), other) for other in near if other != stage)
     return tuple(other for _, other in others[:MAX_VOTING_STAGES])
@@ -256,15 +265,15 @@ def voting_stages(stage: int, stages: int) -> tuple[int, ...]:
 def seats(
     near: Iterable[Tenure], suspect: PeerId | None, now: float, *, last: bool = False
 ) -> tuple[Seat, ...]:
-    """Who has a vote on whether `suspect` holds its stage: one seat each of the peers that hold the stages `near` it now. Who held one last
-    has no vote any more, but with `last`, and the stage counts: a vacant one must not make the only other neighbour a majority."""
-    voices: dict[PeerId, set[PeerId]] = {}
+    """The votes on whether `suspect` holds its stage: one seat for each peer with a tenure `near` it. A seat whose lease has run out has
+    no voters (with `last`, its last holder) but counts: a vacant stage must not make the only other neighbour a majority."""
+    voters: dict[PeerId, set[PeerId]] = {}
     fresh: dict[PeerId, bool] = {}
     for tenure in near:
         peer = tenure.claim.peer
         if peer == suspect:
             continue
-        found = voices.setdefault(peer, set())
+        found = voters.setdefault(peer, set())
         followed = tenure.over or tenure.lapsed
         lately = followed is not None and followed.peer == suspect and now < tenure.since + VOTE_SECONDS
         fresh[peer] = fresh.get(peer, True) and lately
@@ -274,33 +283,33 @@ def seats(
                 found.add(tenure.lapsed.peer)
             if tenure.over is not None and (last or now < tenure.since + VOTE_SECONDS):
                 found.add(tenure.over.peer)
-    return tuple(Seat(frozenset(found - {suspect}), fresh[peer]) for peer, found in voices.items())
+    return tuple(Seat(frozenset(found - {suspect}), fresh[peer]) for peer, found in voters.items())
 
 
 def count(voted: Collection[PeerId], found: Sequence[Seat]) -> int:
-    """How many of the seats have one who voted, each of whom stands for one seat at most."""
-    stands_for: dict[PeerId, int] = {}
+    """How many of the seats `found` those who `voted` fill, each at most one: a bipartite matching."""
+    seat_of: dict[PeerId, int] = {}
 
-    def seated(seat: int, tried: set[PeerId]) -> bool:
-        for voter in found[seat].voices.intersection(voted) - tried:
+    def fill(seat: int, tried: set[PeerId]) -> bool:
+        for voter in found[seat].voters.intersection(voted) - tried:
             tried.add(voter)
-            if voter not in stands_for or seated(stands_for[voter], tried):
-                stands_for[voter] = seat
+            if voter not in seat_of or fill(seat_of[voter], tried):
+                seat_of[voter] = seat
                 return True
         return False
 
-    return sum(seated(seat, set()) for seat in range(len(found)))
+    return sum(fill(seat, set()) for seat in range(len(found)))
 
 
 def is_majority(voted: Collection[PeerId], found: Sequence[Seat]) -> bool:
-    """Whether more than half of the seats have one who voted; those that are fresh may be left out, as they were when the votes were
-    given: of a peer with two stages that is gone, whoever follows at one must not void what lets another follow at the other."""
+    """Whether more than half of the seats are filled, of all or of those that are not fresh, as when the votes were given: where a peer
+    with two stages is gone, the follower at one must not void the votes for the follower at the other."""
     before = [seat for seat in found if not seat.fresh]
     return any(2 * count(voted, seats) > len(seats) for seats in (found, before))
 
 
 def is_majority_to_all(voted: Collection[PeerId], found: Sequence[Seat], unknown: int) -> bool:
-    """Whether it is a majority also for a reader who leaves no seat out and counts `unknown` more, near stages of which we have
-    never read who holds them. A candidate asks for votes until this holds, as Raft's does for a majority of the whole cluster and not
-    of the members that it has met: others may know of more voters. Who reads a claim goes by `is_majority`."""
+    """Whether it is a majority also for a reader who counts every seat and `unknown` more: voting stages whose holder we have never
+    read. A candidate requests votes until this holds, as in Raft for a majority of the whole cluster and not of the members that it has
+    met. Readers of a claim go by `is_majority`."""
     return 2 * count(voted, found) > len(found) + unknown

@@ -1,5 +1,5 @@
-"""Votes on who holds a stage: ours on others, and theirs on us. Who the voters are, and how many of them have to vote
-the same, is the rule of `fusion.swarm.claims.tenure`. Opens no streams: whoever has one carries the votes.
+"""Votes on who holds a stage: ours against others, and others' against us. Who the voters are, and how many have to agree, is the
+rule of `fusion.swarm.claims.tenure`. Opens no streams: the callers send and receive the votes.
 """
 
 from __future__ import annotations
@@ -17,66 +17,67 @@ from fusion.swarm.transport import PeerId
 
 
 class Voting:
-    """Of every stage, as `cache` knows who holds them; `ours` are the claims of this peer, `peer_id`."""
+    """`cache` knows who holds each stage; `publisher` has the claims of this peer, `peer_id`."""
 
     def __init__(
-        self, peer_id: PeerId, directory: Directory, ours: ClaimPublisher, cache: ClaimCache
+        self, peer_id: PeerId, directory: Directory, publisher: ClaimPublisher, cache: ClaimCache
     ) -> None:
         self._peer_id = peer_id
         self._directory = directory
-        self._ours = ours
+        self._publisher = publisher
         self._cache = cache
-        self._against_us: dict[Place, dict[PeerId, Vote]] = {}  # what voters said of our own claim
+        self._against_us: dict[Place, dict[PeerId, Vote]] = {}  # by voter, on our own claim
 
     def voters(self, job: JobId, stage: int, suspect: PeerId) -> tuple[PeerId, ...]:
-        """Whose vote counts on whether `suspect` still holds the stage, we among them where ours does."""
+        """The peers whose vote counts on whether `suspect` still holds the stage, possibly us among them."""
         return self._cache.voters((job, stage), suspect)
 
     def vote(self, job: JobId, stage: int, holding: Holding, successor: PeerId) -> bytes:
-        """Our signed vote that `holding` is over, and `successor` to follow."""
+        """Our signed vote against `holding`, in favour of `successor`."""
         vote = Vote(voter=self._peer_id, holding=holding, at=int(self._directory.now()))
         return seal_vote(vote, job, stage, successor, self._directory.sign)
 
     def is_vote(
         self, job: JobId, stage: int, holding: Holding, successor: PeerId, voter: PeerId, vote: bytes
     ) -> bool:
-        """Whether that is `voter`'s vote against the holder, in favour of `successor`."""
+        """Whether that is `voter`'s vote against `holding`, in favour of `successor`."""
         return self._opened(job, stage, holding, successor, voter, vote) is not None
 
     def is_proof(
         self, job: JobId, stage: int, holding: Holding, successor: PeerId, votes: Iterable[bytes]
     ) -> bool:
-        """Whether these votes, together, let `successor` follow."""
+        """Whether these votes together let `successor` follow `holding`."""
         return self._cache.proves(_with_votes(job, stage, successor, votes), holding)
 
     def is_proof_to_all(
         self, job: JobId, stage: int, holding: Holding, successor: PeerId, votes: Iterable[bytes]
     ) -> bool:
-        """As `is_proof`, also for those who know more of the near stages than we do."""
+        """As `is_proof`, also to readers who know more owners of near stages than we do."""
         return self._cache.proves_to_all(_with_votes(job, stage, successor, votes), holding)
 
-    def without_vote(
+    def stages_without_vote(
         self, job: JobId, stage: int, holding: Holding, successor: PeerId, votes: Iterable[bytes]
     ) -> tuple[int, ...]:
-        """The stages whose owners' votes are not among these, as far as we know who they are; nearest first."""
-        return self._cache.without_vote((job, stage), _with_votes(job, stage, successor, votes), holding)
+        """The voting stages whose owners, as far as we know them, gave none of these votes; nearest first."""
+        return self._cache.stages_without_vote(
+            (job, stage), _with_votes(job, stage, successor, votes), holding
+        )
 
-    def in_doubt(self, job: JobId, stage: int, claimant: PeerId | None = None) -> tuple[int, ...]:
-        """The stages near this one whose owners, as far as we know who they are, have no vote in a claim to follow its holder that
-        shows votes and counts for nothing here, one that was shown to us or that `claimant` published: a voter may have followed
-        another a moment ago."""
-        return self._cache.in_doubt((job, stage), self._ours.of((job, stage)), claimant)
+    def stages_to_reread(self, job: JobId, stage: int, claimant: PeerId | None = None) -> tuple[int, ...]:
+        """The voting stages whose owners may have changed unseen: there is a claim to follow this stage's holder (shown to us, or
+        published by `claimant`) with votes that do not suffice here, and the owners that we know of these stages gave none."""
+        return self._cache.stages_to_reread((job, stage), self._publisher.current((job, stage)), claimant)
 
-    def disowning(self, job: JobId, stage: int, holding: Holding) -> dict[str, object]:
-        """Our vote that whoever says that it holds the stage so does not, for the one that we refuse."""
-        held = self._cache.tenure((job, stage), self._ours.of((job, stage)))
+    def refusal_vote(self, job: JobId, stage: int, holding: Holding) -> dict[str, object]:
+        """Header fields with our vote against `holding`, for a refusal to the peer that claims to hold the stage so."""
+        held = self._cache.tenure((job, stage), self._publisher.current((job, stage)))
         successor = self._peer_id if held is None or held.holding == holding else held.claim.peer
         return {"heir": successor, "word": self.vote(job, stage, holding, successor)}
 
-    def disowned(self, job: JobId, stage: int, voter: PeerId, refusal: Mapping[str, object]) -> bool:
-        """`voter` refuses us with its vote: whether by now so many have voted that our claim of the stage is over that it
-        is."""
-        place, held = (job, stage), self._ours.owned.get((job, stage))
+    def is_outvoted(self, job: JobId, stage: int, voter: PeerId, refusal: Mapping[str, object]) -> bool:
+        """Count the vote against our claim of the stage in the `refusal` that `voter` sent us. Whether a majority has voted against it
+        by now, or we hold no claim of it any more."""
+        place, held = (job, stage), self._publisher.owned.get((job, stage))
         if held is None:
             return True
         holding = Holding(self._peer_id, held.term)
@@ -86,14 +87,14 @@ class Voting:
         vote = self._opened(job, stage, holding, PeerId(successor), voter, data)
         if vote is None:
             return False
-        said = self._against_us.setdefault(place, {})
-        said[voter] = vote
+        votes = self._against_us.setdefault(place, {})
+        votes[voter] = vote
         now = self._directory.now()
-        voted = {peer for peer, each in said.items() if each.holding == holding and each.is_good(now)}
+        voted = {peer for peer, each in votes.items() if each.holding == holding and each.is_valid(now)}
         return self._cache.is_majority(place, self._peer_id, voted)
 
     def forget(self, place: Place) -> None:
-        """What was said of our claim of the stage: it is a new one, or no more."""
+        """Drop the votes against our claim of the stage: it is a new one, or given up."""
         self._against_us.pop(place, None)
 
     def _opened(
@@ -107,7 +108,7 @@ class Voting:
 
 
 def _with_votes(job: JobId, stage: int, successor: PeerId, votes: Iterable[bytes]) -> ClaimRecord:
-    """A claim of the stage as far as its proof is concerned."""
+    """A claim of the stage that only its proof matters of."""
     return ClaimRecord(
         job=job, stage=stage, peer=successor, role="owner", term=0, score=0.0, step=0, load=0.0, proof=tuple(votes)
     )  # fmt: skip

@@ -141,7 +141,7 @@ class Routes:
         claims = await leases.claims_of(model.job, range(model.manifest.stages))
         try:
             stages = [
-                _held(model, stage, said, leases.behind(model.job, stage))
+                _held(model, stage, said, leases.stale_claim(model.job, stage))
                 for stage, said in enumerate(claims)
             ]
         except NoOwner:

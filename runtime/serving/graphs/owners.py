@@ -50,8 +50,10 @@ class StageOwners:
         trouble, waited = f"nobody has {what}", 0.0
         while waited < PATIENCE_SECONDS:
             began = clock()
-            # Where nobody owns it by right any more, whoever claims it all the same (`leases.behind`).
-            owner = await self._context.leases.owner(job, index) or self._context.leases.behind(job, index)
+            # Where nobody owns it by right any more, whoever claims it all the same (`leases.stale_claim`).
+            owner = await self._context.leases.owner(job, index) or self._context.leases.stale_claim(
+                job, index
+            )
             if self._stages.held(job, index) is not None:
                 return await self._stages.compute(job, index, given), self._context.peer_id
             if owner is not None and owner.peer != self._context.peer_id:

@@ -137,7 +137,7 @@ class Fence:
     async def _owner(self) -> ClaimRecord | None:
         leases, job = self._leases, self._job
         owner = await leases.owner(job, self._partner)
-        in_doubt = leases.voting.in_doubt(job, self._partner)
+        in_doubt = leases.voting.stages_to_reread(job, self._partner)
         if not in_doubt:
             return owner
         read = leases.claims_or_recent
@@ -149,7 +149,7 @@ class Fence:
         if not hello.claim:
             return None
         try:
-            claim = self._leases.credit(hello.claim)
+            claim = self._leases.accept_claim(hello.claim)
         except (
             RecordError
         ) as error:  # of a clock too far from ours, for example: the directory may still know it

@@ -187,7 +187,7 @@ class Partner:
         else:
             claims = await leases.claims_or_recent(job, self.stage, GLANCE_SECONDS)
         claim = winner(claims)
-        if claim is None and (behind := leases.behind(job, self.stage)) is not None:
+        if claim is None and (behind := leases.stale_claim(job, self.stage)) is not None:
             # Dialled all the same: either side learns that it was overtaken and claims its stage under a higher term. If neither
             # dialled, both would wait forever.
             return behind
@@ -205,7 +205,7 @@ class Partner:
 
     def _replaced(self, claim: ClaimRecord, held: Tenure) -> bool:
         """Whether another owner follows that of `claim`, or has taken the stage back from it."""
-        back = held.holding != (claim.peer, claim.term) and held.used >= claim.term
+        back = held.holding != (claim.peer, claim.term) and held.highest_used >= claim.term
         return self.fence.follows(held.claim, claim) or (back and held.lives(self._context.directory.now()))
 
     def _follows(self, claim: ClaimRecord, before: ClaimRecord) -> bool:
@@ -244,7 +244,7 @@ class Partner:
         Raises Overtaken, or SwarmError to be dialled again."""
         leases, here, now = self._context.leases, self._here, asyncio.get_running_loop().time()
         self._refused_since = min(now, self._refused_since)
-        disowned = leases.voting.disowned(here.job, here.stage, claim.peer, refusal)
+        disowned = leases.voting.is_outvoted(here.job, here.stage, claim.peer, refusal)
         if disowned or now - self._refused_since >= REFUSED_SECONDS:
             leases.observe(here.job, here.stage, term)
             raise Overtaken(here.stage, here.term, term)

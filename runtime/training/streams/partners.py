@@ -173,7 +173,7 @@ class Partners:
             self._check_open(partner)
         except Overtaken as error:
             holding = Holding(stream.remote, hello.term)
-            refusal = self._context.leases.voting.disowning(hello.job, hello.source, holding)
+            refusal = self._context.leases.voting.refusal_vote(hello.job, hello.source, holding)
             await stream.send("stale", {"term": error.term, **refusal})
             raise
         except Later as error:

@@ -23,7 +23,7 @@ def test_a_claim_of_ours_that_nothing_runs_for_is_given_back(tmp_path: Path) -> 
             assert await ours.context.leases.claim(job, 1, 0.5)  # however it came about
             await ours.look()
             assert await made.owner(job, 1) is None
-            assert [claim.stage for claim in ours.context.leases.mine()] == [0]
+            assert [claim.stage for claim in ours.context.leases.owned()] == [0]
             assert ours.service.begun == [(job, 0)] and (job, 0) in ours.service.running
 
     asyncio.run(main())

@@ -528,11 +528,11 @@ def test_a_job_that_ends_while_we_look_is_not_claimed(tmp_path: Path) -> None:
             leases.claims = ended_meanwhile  # type: ignore[method-assign]
             job = await made.launch(made.manifest(ours))
             await ours.look()
-            assert leases.mine() == ()
+            assert leases.owned() == ()
             leases.claims, leases.claim = claims, ended_late  # type: ignore[method-assign, assignment]
             ours.hosting.board._tombstones.clear()
             await ours.look()
-            assert leases.mine() == () and ours.service.begun == [] and await made.owner(job, 0) is None
+            assert leases.owned() == () and ours.service.begun == [] and await made.owner(job, 0) is None
 
     asyncio.run(main())
 
@@ -660,7 +660,7 @@ def test_leaving_releases_every_claim(tmp_path: Path) -> None:
             await ours.look()
             await until(lambda: len(ours.service.running) == 4)
             await ours.leave()
-            assert ours.service.running == {} and ours.context.leases.mine() == ()
+            assert ours.service.running == {} and ours.context.leases.owned() == ()
             for job in jobs:
                 for stage in range(2):
                     [claim] = await ours.context.directory.claims(job, stage)

@@ -185,7 +185,7 @@ def test_an_idle_standby_goes_before_a_busy_one_whoever_was_asked(tmp_path: Path
             made.network.kill(lead.id)
             header = {"job": job, "stage": 0, "peer": lead.id, "term": 1}
             reply = await call(made.client(), busy.id, HOLD.name, "suspect", header)
-            claim = busy.context.leases.credit(reply.header["claim"])
+            claim = busy.context.leases.accept_claim(reply.header["claim"])
             assert reply.kind == "owner" and (claim.peer, claim.term) == (comer.id, 2)
             assert (job, 0) in comer.service.running and busy.service.begun == [(job, 1)]
 
@@ -198,7 +198,7 @@ def test_a_standby_that_has_taken_a_stage_says_of_the_others_that_it_is_busy(tmp
             job, lead, busy, comer = await beside_a_busy_standby(made)
             made.network.kill(lead.id)
             assert await busy.context.takeover.suspect(job, 0, lead.id, 1)  # type: ignore[union-attr]
-            await comer.context.leases._ours.publish_due()  # no heartbeat has passed
+            await comer.context.leases._publisher.publish_due()  # no heartbeat has passed
             claims = {claim.peer: claim for claim in await busy.context.leases.claims(job, 1)}
             assert claims[comer.id].role == "standby" and not is_idle(claims[comer.id])
 

@@ -632,12 +632,12 @@ def test_an_owner_that_finds_a_higher_claim_shown_to_it_gives_way_at_once(tmp_pa
             made.clock.advance(4.0)
             await owner.context.leases.beat()
             with pytest.raises(RecordError):  # nobody bears it out
-                owner.context.leases.credit(directory.sealed(claim))
+                owner.context.leases.accept_claim(directory.sealed(claim))
             word = NEIGHBOURS[job].voting.vote(job, 0, Holding(owner.id, 1), rival.peer_id)
             claim = replace(claim, proof=(word,))
-            assert owner.context.leases.credit(directory.sealed(claim)) == claim
+            assert owner.context.leases.accept_claim(directory.sealed(claim)) == claim
             await until(lambda: owner.hosting.hosted == ())
-            assert owner.context.leases.mine() == () and owner.hosting.holds(job, 0) == 0
+            assert owner.context.leases.owned() == () and owner.hosting.holds(job, 0) == 0
 
     run(main())
 

@@ -70,7 +70,7 @@ async def become_replica(swarm: Swarm, peer: Peer, job: JobId, stage: int) -> No
     leases = peer.context.leases
     leases.standbys.stand_by(job, stage, score=0.5, step=0)
     await swarm.stand_by(peer, job, stage)
-    while not leases.standbys.beside(job, stage):
+    while not leases.standbys.is_beside(job, stage):
         await asyncio.sleep(0.002)
     await leases.beat()
 
@@ -135,7 +135,7 @@ def test_who_owns_stages_only_stands_by(tmp_path: Path) -> None:
         async with replicated(tmp_path) as (_, job, replica, _):
             leases = replica.context.leases
             leases.standbys.stand_by(job, 1, score=0.5, step=0, ready=True, busy=True)
-            assert [claim.role for claim in leases.standbys.mine()] == ["standby"]
+            assert [claim.role for claim in leases.standbys.claims()] == ["standby"]
             while replica.service._hosted:
                 await asyncio.sleep(0.01)
             assert leases.standbys.serve_beside(job, 1) == 0
@@ -152,7 +152,7 @@ def test_without_room_for_sessions_a_standby_stays_one(tmp_path: Path) -> None:
                 swarm.peers[2].context.leases.standbys.stand_by(job, stage, score=0.5, step=0)
                 await swarm.stand_by(swarm.peers[2], job, stage)
             await asyncio.sleep(0.05)
-            roles = {claim.stage: claim.role for claim in swarm.peers[2].context.leases.standbys.mine()}
+            roles = {claim.stage: claim.role for claim in swarm.peers[2].context.leases.standbys.claims()}
             assert roles == {0: "replica", 1: "standby"}
 
     asyncio.run(main())
@@ -168,7 +168,7 @@ def test_room_is_kept_for_the_stage_that_was_proposed(tmp_path: Path) -> None:
                 us.context.leases.standbys.stand_by(job, stage, score=0.5, step=0)
                 await swarm.stand_by(us, job, stage)
             await asyncio.sleep(0.05)
-            roles = {claim.stage: claim.role for claim in us.context.leases.standbys.mine()}
+            roles = {claim.stage: claim.role for claim in us.context.leases.standbys.claims()}
             assert roles == {0: "standby", 1: "replica"}
 
     asyncio.run(main())
@@ -178,7 +178,7 @@ def test_a_session_that_names_another_term_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         async with replicated(tmp_path) as (_, job, replica, _):
             stage = replica.service._hosted[job, 1].stage
-            (claim,) = replica.context.leases.standbys.mine()
+            (claim,) = replica.context.leases.standbys.claims()
             assert stage._sessions.terms == {claim.term}
             stage.hold(claim.term + 5)
             assert stage._sessions.terms == {claim.term, claim.term + 5}

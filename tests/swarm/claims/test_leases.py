@@ -98,9 +98,9 @@ def test_a_claim_is_won_renewed_updated_and_released() -> None:
             await room.beat()
         seen = await theirs.owner(JOB, 0)
         assert seen is not None and (seen.step, seen.load, seen.ready) == (7, 0.5, True)
-        assert ours.mine() == (seen,) and theirs.mine() == ()
+        assert ours.owned() == (seen,) and theirs.owned() == ()
         await ours.release(JOB, 0)
-        assert await theirs.owner(JOB, 0) is None and ours.mine() == ()
+        assert await theirs.owner(JOB, 0) is None and ours.owned() == ()
         taken = await theirs.claim(JOB, 0, 0.3)
         assert taken is not None and taken.term == 2
 
@@ -170,7 +170,7 @@ def test_200_duels_leave_one_owner_and_never_two_of_one_term(over: int) -> None:
         assert all(claim.term > over for claim in held)
         for _ in range(2):
             await asyncio.gather(*(leases.beat() for leases in room.leases))
-        [owner] = [claim for leases in room.leases for claim in leases.mine()]
+        [owner] = [claim for leases in room.leases for claim in leases.owned()]
         assert owner == max(held, key=rank)
         for leases in room.leases:
             assert await leases.owner(JOB, 0) == owner
@@ -233,7 +233,7 @@ def test_a_node_that_takes_no_record_holds_up_no_takeover() -> None:
         assert claim is not None and claim.term == 5
         closing = asyncio.create_task(leases.aclose())
         await asyncio.sleep(0.01)
-        assert not leases._ours.late and not leases.mine()
+        assert not leases._publisher.background and not leases.owned()
         closing.cancel()
 
     asyncio.run(scenario())
@@ -263,17 +263,17 @@ def test_a_standby_says_so_until_it_owns_the_stage_or_stands_down() -> None:
         await room.beat()
         [claim] = await other.claims(JOB, 0)
         assert (claim.role, claim.score, claim.step, claim.ready) == ("standby", 0.4, 3, False)
-        assert ours.standbys.mine() == (claim,) and ours.mine() == ()
+        assert ours.standbys.claims() == (claim,) and ours.owned() == ()
         ours.update(JOB, 0, step=9, ready=True)
         for _ in range(9):
             await room.beat()
         [claim] = await other.claims(JOB, 0)
         assert (claim.step, claim.ready) == (9, True)
         owned = await ours.claim(JOB, 0, 0.4)
-        assert owned is not None and ours.standbys.mine() == ()
+        assert owned is not None and ours.standbys.claims() == ()
         ours.standbys.stand_by(JOB, 0, score=0.4, step=3)  # an owner does not
         await room.beat()
-        assert ours.standbys.mine() == () and await other.claims(JOB, 0) == (owned,)
+        assert ours.standbys.claims() == () and await other.claims(JOB, 0) == (owned,)
         other.standbys.stand_by(JOB, 0, score=0.4, step=3)
         other.standbys.stand_by(JOB, 1, score=0.4, step=3)
         await room.beat()
@@ -296,7 +296,7 @@ def test_a_replica_keeps_its_term_until_it_only_stands_by() -> None:
         await ours.claims(JOB, 0)
         ours.standbys.stand_by(JOB, 0, score=0.4, step=0)
         term = ours.standbys.serve_beside(JOB, 0)
-        assert term == ours.standbys.serve_beside(JOB, 0) == owned.term and ours.standbys.beside(JOB, 0)
+        assert term == ours.standbys.serve_beside(JOB, 0) == owned.term and ours.standbys.is_beside(JOB, 0)
         ours.update(JOB, 0, load=2.0)
         ours.observe(JOB, 0, term + 3)
         ours.standbys.stand_by(JOB, 0, score=0.3, step=1)  # the next heartbeat of the pool
@@ -305,11 +305,11 @@ def test_a_replica_keeps_its_term_until_it_only_stands_by() -> None:
         assert (replica.role, replica.term, replica.load, replica.ready) == ("replica", term, 2.0, True)
         assert winner(await other.claims(JOB, 0)) == other.holds(JOB, 0)
         ours.standbys.only_stand_by(JOB, 0)
-        assert [claim.role for claim in ours.standbys.mine()] == ["standby"]
-        assert not ours.standbys.beside(JOB, 0)
+        assert [claim.role for claim in ours.standbys.claims()] == ["standby"]
+        assert not ours.standbys.is_beside(JOB, 0)
         assert ours.standbys.serve_beside(JOB, 0) == term, "nobody's vote raises it"
         ours.standbys.stand_by(JOB, 0, score=0.3, step=1, ready=True, busy=True)
-        assert [(claim.role, claim.load) for claim in ours.standbys.mine()] == [("standby", 1.0)]
+        assert [(claim.role, claim.load) for claim in ours.standbys.claims()] == [("standby", 1.0)]
         assert ours.standbys.serve_beside(JOB, 0) == 0, "it owns stages of its own"
 
     asyncio.run(scenario())
@@ -341,17 +341,17 @@ def test_an_invite_that_is_renewed_keeps_a_replica_beside_its_owner(tmp_path: Pa
         assert await other.claim(JOB, 0, 1.0) is not None
         ours.standbys.stand_by(JOB, 0, score=0.4, step=0, ready=True)
         term = ours.standbys.serve_beside(JOB, 0)
-        assert term and [claim.grants for claim in ours.standbys.mine()] == [first]
+        assert term and [claim.grants for claim in ours.standbys.claims()] == [first]
         second = invited(24)
         await room.beat()
-        assert [claim.grants for claim in ours.standbys.mine()] == [second]
+        assert [claim.grants for claim in ours.standbys.claims()] == [second]
         clock.advance(3600.0)
         await room.beat()
         [replica] = [claim for claim in await other.claims(JOB, 0) if claim.peer == us.peer_id]
         assert (replica.role, replica.term) == ("replica", term)
         third = invited(48)
         ours.standbys.stand_by(JOB, 0, score=0.4, step=0, ready=True)
-        assert [(claim.role, claim.grants) for claim in ours.standbys.mine()] == [("replica", third)]
+        assert [(claim.role, claim.grants) for claim in ours.standbys.claims()] == [("replica", third)]
 
     asyncio.run(scenario())
 
@@ -369,7 +369,7 @@ def test_grants_that_cannot_be_shown_for_a_moment_end_no_lease(monkeypatch: pyte
             broken.setattr(ours.access, "chain", chain)
             await room.beat()
         await room.beat()
-        assert ours.mine() == (owned,) and await other.owner(JOB, 0) == owned
+        assert ours.owned() == (owned,) and await other.owner(JOB, 0) == owned
 
     asyncio.run(scenario())
 
@@ -387,7 +387,7 @@ def test_a_replica_that_claims_the_stage_goes_one_term_up() -> None:
         await room.beat()
         claim = await ours.claim(JOB, 0, 0.4, over=owned.term)
         assert claim is not None and claim.term == owned.term + 1, "another replica is no rival"
-        assert not ours.standbys.beside(JOB, 0) and third.standbys.beside(JOB, 0)
+        assert not ours.standbys.is_beside(JOB, 0) and third.standbys.is_beside(JOB, 0)
 
     asyncio.run(scenario())
 
@@ -406,7 +406,7 @@ def test_whoever_fails_to_claim_stands_by_again() -> None:
         await MemoryDirectory(room.network, rival, room.clock).publish(high)
         ours.standbys.stand_by(JOB, 0, score=0.4, step=99)  # in the middle of it: not said over the claim
         assert await claiming is None
-        [standing] = ours.standbys.mine()
+        [standing] = ours.standbys.claims()
         assert standing.role == "standby" and standing.step == 3
         await room.beat()
         assert {c.peer: c.role for c in await other.claims(JOB, 0)}[ours.peer_id] == "standby"
@@ -496,17 +496,17 @@ def test_a_claim_that_was_shown_counts_before_the_directory_has_it() -> None:
         data = successor.sealed(JOB, 0)
         assert old is not None and new is not None and data is not None
         assert await reader.owner(JOB, 0) == old
-        assert reader.credit(data) == new
+        assert reader.accept_claim(data) == new
         assert await reader.owner(JOB, 0) == new and winner(reader.recent(JOB, 0)) == new
         older = owner.sealed(JOB, 0)
         with pytest.raises(RecordError):  # true once, and outranked
-            reader.credit(older or b"")
+            reader.accept_claim(older or b"")
         assert await reader.owner(JOB, 0) == new
         assert reader.known_term(JOB, 0) == 2
         room.clock.advance(RECORD_TTL_SECONDS)
         assert await reader.owner(JOB, 0) is None and reader.known_term(JOB, 0) == 2
         with pytest.raises(RecordError):
-            reader.credit(data)
+            reader.accept_claim(data)
 
     asyncio.run(scenario())
 
@@ -527,15 +527,17 @@ def test_of_stages_that_are_read_together_each_is_judged_by_who_holds_the_others
         vote = after.voting.vote(JOB, 0, Holding(owner.peer_id, 1), successor.peer_id)
         await successor.claim(JOB, 0, 0.2, over=1, proof=(vote,), confirm=False)
         assert await reader.owner(JOB, 0) == owner.holds(JOB, 0)  # whose vote that is it does not know
-        assert reader.voting.in_doubt(JOB, 0) == ()  # of those in the directory there may be thousands
+        assert (
+            reader.voting.stages_to_reread(JOB, 0) == ()
+        )  # of those in the directory there may be thousands
         data = successor.sealed(JOB, 0)
         assert data is not None
         with pytest.raises(RecordError, match="is not"):
-            reader.credit(data)
-        assert reader.voting.in_doubt(JOB, 0) == (1,)
+            reader.accept_claim(data)
+        assert reader.voting.stages_to_reread(JOB, 0) == (1,)
         claims = await reader.claims_of(JOB, (0, 1))
         assert [winner(each) for each in claims] == [successor.holds(JOB, 0), after.holds(JOB, 1)]
-        assert reader.voting.in_doubt(JOB, 0) == ()
+        assert reader.voting.stages_to_reread(JOB, 0) == ()
 
     asyncio.run(scenario())
 
@@ -548,9 +550,9 @@ def test_what_the_directory_says_later_of_the_same_peer_outweighs_what_was_shown
         data = owner.sealed(JOB, 0)
         assert data is not None
         with pytest.raises(RecordError, match="nothing is known"):
-            reader.credit(data)
+            reader.accept_claim(data)
         await reader.claims(JOB, 0)
-        assert reader.credit(data) == owner.holds(JOB, 0)
+        assert reader.accept_claim(data) == owner.holds(JOB, 0)
         owner.update(JOB, 0, step=8, ready=True)
         await owner.beat()
         seen = await reader.owner(JOB, 0)
@@ -572,8 +574,8 @@ def test_a_higher_claim_that_is_shown_to_an_owner_costs_it_the_stage() -> None:
         await successor.claim(JOB, 0, 0.1, over=1)
         data = successor.sealed(JOB, 0)
         assert data is not None
-        owner.credit(data)
-        assert owner.mine() == () and room.lost[0] == [held]
+        owner.accept_claim(data)
+        assert owner.owned() == () and room.lost[0] == [held]
         await owner.beat()
         claims = {c.peer: c.role for c in await successor.claims(JOB, 0)}
         assert claims == {owner.peer_id: "released", successor.peer_id: "owner"}
@@ -596,9 +598,9 @@ def test_only_an_owner_s_own_sound_claim_is_credited() -> None:
             two.sealed(provider_record(room.identities[1])),
         ):
             with pytest.raises(RecordError):
-                leases.credit(data)
+                leases.accept_claim(data)
         assert leases.known_term(JOB, 0) == 0
-        assert leases.credit(good).term == 5
+        assert leases.accept_claim(good).term == 5
         with pytest.raises(RecordError):
             one.sealed(claim_record(room.identities[1]))
 
@@ -658,7 +660,7 @@ async def divided(room: Room, *sides: Sequence[PeerId]) -> ClaimRecord:
         await room.beat()
         await see(room)
     second = await two.claim(JOB, 0, 0.2)  # the minority's owner lives on, unseen
-    assert second is not None and second.term == 2 and one.mine() == (first,)
+    assert second is not None and second.term == 2 and one.owned() == (first,)
     for _ in range(3):  # its neighbour bears it out meanwhile
         await room.beat()
         await see(room)
@@ -675,7 +677,7 @@ def test_after_a_partition_one_owner_is_left_and_the_other_is_told() -> None:
         for _ in range(5):
             await room.beat()
             await see(room)
-        assert one.mine() == () and [(c.peer, c.term) for c in two.mine()] == [(two.peer_id, 2)]
+        assert one.owned() == () and [(c.peer, c.term) for c in two.owned()] == [(two.peer_id, 2)]
         assert room.lost == [[first], [], []]
         claims = await two.claims(JOB, 0)
         assert {c.peer: c.role for c in claims} == {ids[0]: "released", ids[2]: "owner"}
@@ -693,16 +695,16 @@ def test_after_a_partition_whose_witness_is_gone_the_owner_that_it_voted_against
         first = await divided(room, [ids[0], ids[3]], ids[1:3])
         room.leases.remove(voter)  # it is gone for good, and its stage with it
         for _ in range(int(RECORD_TTL_SECONDS + VOTE_SECONDS)):  # its votes are old by now
-            for term, proof in ((3, ()), (4, (against(thief, first, thief),)), (2, two.mine()[0].proof)):
+            for term, proof in ((3, ()), (4, (against(thief, first, thief),)), (2, two.owned()[0].proof)):
                 await room.directories[3].publish(
                     claim_record(room.identities[3], term=term, score=1.0, proof=proof)
                 )
             await room.beat()
-            assert one.mine() == (first,) and len(two.mine()) == 1
+            assert one.owned() == (first,) and len(two.owned()) == 1
         for _ in range(int(DESERTED_SECONDS)):
             await room.beat()
-        assert one.mine() == () and room.lost[0] == [first]
-        assert [(c.peer, c.term) for c in two.mine()] == [(two.peer_id, 2)]
+        assert one.owned() == () and room.lost[0] == [first]
+        assert [(c.peer, c.term) for c in two.owned()] == [(two.peer_id, 2)]
 
     asyncio.run(scenario())
 
@@ -722,7 +724,7 @@ def test_an_owner_that_is_left_alone_gives_way_to_nobody_without_the_votes_of_it
                     claim_record(room.identities[3], term=term, score=1.0, proof=proof)
                 )
             await room.beat()
-        assert one.mine() == (first,) and room.lost[0] == []
+        assert one.owned() == (first,) and room.lost[0] == []
 
     asyncio.run(scenario())
 
@@ -738,10 +740,10 @@ def test_without_a_majority_s_word_no_claim_costs_a_live_owner_anything() -> Non
                 await room.directories[2].publish(stolen)
                 for leases in (one, voter, other):
                     with pytest.raises(RecordError):
-                        leases.credit(room.directories[2].sealed(stolen))
+                        leases.accept_claim(room.directories[2].sealed(stolen))
                 await one.beat()
                 assert winner(await voter.claims(JOB, 0)) == first
-                assert winner(await one.claims(JOB, 0)) == first and one.mine() == (first,)
+                assert winner(await one.claims(JOB, 0)) == first and one.owned() == (first,)
                 assert voter.known_term(JOB, 0) == 1
         assert room.lost == [[], [], [], []]
         # With the vote of the only voter it is another matter; for that peer, not for another one.
@@ -749,9 +751,9 @@ def test_without_a_majority_s_word_no_claim_costs_a_live_owner_anything() -> Non
         assert other.voting.is_proof(JOB, 0, Holding(first.peer, 1), other.peer_id, [vote])
         taken = await other.claim(JOB, 0, 0.1, over=1, proof=(vote,))
         assert taken is not None and taken.term == 2
-        assert voter.credit(other.sealed(JOB, 0) or b"") == taken
+        assert voter.accept_claim(other.sealed(JOB, 0) or b"") == taken
         await one.beat()
-        assert one.mine() == () and room.lost[0] == [first]
+        assert one.owned() == () and room.lost[0] == [first]
 
     asyncio.run(scenario())
 
@@ -965,12 +967,12 @@ def test_one_neighbour_of_two_cannot_disown_an_owner() -> None:
             await one.claims(JOB, stage)
         holding = Holding(first.peer, first.term)
         for _ in range(3):
-            assert not one.voting.disowned(JOB, 0, liar.peer_id, liar.voting.disowning(JOB, 0, holding))
-        assert not one.voting.disowned(JOB, 0, third.peer_id, liar.voting.disowning(JOB, 0, holding)), (
+            assert not one.voting.is_outvoted(JOB, 0, liar.peer_id, liar.voting.refusal_vote(JOB, 0, holding))
+        assert not one.voting.is_outvoted(JOB, 0, third.peer_id, liar.voting.refusal_vote(JOB, 0, holding)), (
             "another's word"
         )
-        assert not one.voting.disowned(JOB, 0, third.peer_id, {"successor": 1, "word": b"x"})
-        assert one.voting.disowned(JOB, 0, third.peer_id, third.voting.disowning(JOB, 0, holding))
+        assert not one.voting.is_outvoted(JOB, 0, third.peer_id, {"heir": 1, "word": b"x"})
+        assert one.voting.is_outvoted(JOB, 0, third.peer_id, third.voting.refusal_vote(JOB, 0, holding))
 
     asyncio.run(scenario())
 
@@ -1030,7 +1032,7 @@ def test_an_abandoned_claim_is_withdrawn() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await room.leases[1].owner(JOB, 0) is None and slow.mine() == ()
+        assert await room.leases[1].owner(JOB, 0) is None and slow.owned() == ()
 
     asyncio.run(scenario())
 

@@ -140,7 +140,7 @@ def test_of_those_who_followed_a_lease_that_ran_out_the_one_with_more_votes_coun
     won = settle(
         eve, [claim("bob", 6, until=30.0), claim("eve", 13, until=30.0)], view(late, votes={"bob": 1})
     )
-    assert won is not None and won.holding == ("bob", 6) and won.used == 13
+    assert won is not None and won.holding == ("bob", 6) and won.highest_used == 13
     for term in (5, 5 + ROUNDS + 1):
         rival = claim("bob", term, until=30.0)
         assert owner(settle(eve, [rival], view(late, votes={"bob": 1}))) == ("eve", 13)
@@ -166,7 +166,7 @@ def test_who_was_only_cut_off_gets_its_stage_back_unless_a_majority_saw_it_gone(
     first = settle(held(), [claim("bob", 6, until=40.0)], view(7.0))
     back = [claim("ann", 5, until=20.0), claim("bob", 6, until=40.0)]
     restored = settle(first, back, view(12.0))
-    assert restored is not None and restored.holding == ANN and restored.used == 6
+    assert restored is not None and restored.holding == ANN and restored.highest_used == 6
     assert owner(settle(first, back, view(12.0, {(PeerId("bob"), ANN)}))) == ("bob", 6)
     assert owner(settle(first, [claim("ann", 5, until=11.0), *back[1:]], view(12.0))) == ("bob", 6)
     assert owner(settle(first, [claim("ann", 4, until=20.0), *back[1:]], view(12.0))) == ("bob", 6)
@@ -180,7 +180,7 @@ def test_who_was_outbid_gets_the_stage_back_once_whoever_won_is_done() -> None:
     renewed = claim("bob", 6, until=26.0)
     for done, now in ((claim("eve", 8, role="standby"), 3.0), (claim("eve", 8), LEASE + 0.1)):
         back = settle(eve, [renewed, done], view(now, alone=True))
-        assert back is not None and owner(back) == ("bob", 6) and back.lives(now) and back.used == 8
+        assert back is not None and owner(back) == ("bob", 6) and back.lives(now) and back.highest_used == 8
         # Nobody contests it for that, once its own time for it is over.
         assert owner(settle(back, [renewed, claim("dan", 9, until=30.0)], view(7.0, alone=True))) == (
             "bob",
@@ -213,7 +213,7 @@ def test_who_follows_one_that_was_outbid_by_its_term_alone_follows_by_right() ->
     proven = {(PeerId("dan"), gone)}
     assert owner(settle(known, [eve, dan], view(20.0))) == ("eve", 8)
     found = settle(known, [eve, dan], view(20.0, proven))
-    assert found is not None and owner(found) == ("dan", 7) and found.over == gone and found.used == 8
+    assert found is not None and owner(found) == ("dan", 7) and found.over == gone and found.highest_used == 8
     # Not once a majority has borne eve out.
     right = proven | {(PeerId("eve"), ANN)}
     assert owner(settle(known, [eve, dan], view(20.0, right))) == ("eve", 8)
@@ -223,11 +223,11 @@ def test_the_term_that_was_used_between_is_kept_by_who_follows() -> None:
     """Whoever still goes by that term has to see that it is no more."""
     first = settle(held(), [claim("bob", 6, until=40.0)], view(7.0))
     back = settle(first, [claim("ann", 5, until=20.0), claim("bob", 6)], view(12.0))
-    assert back is not None and back.holding == ANN and back.used == 6
+    assert back is not None and back.holding == ANN and back.highest_used == 6
     dan = claim("dan", 6, until=40.0)
     for now, proven in ((12.5, {(PeerId("dan"), ANN)}), (21.0, NOBODY)):
         next_one = settle(back, [dan], view(now, proven))
-        assert next_one is not None and owner(next_one) == ("dan", 6) and next_one.used == 6
+        assert next_one is not None and owner(next_one) == ("dan", 6) and next_one.highest_used == 6
 
 
 def test_of_those_that_were_outbid_the_last_who_still_claims_it_goes_on() -> None:
@@ -277,7 +277,7 @@ def test_the_voters_are_the_owners_of_the_nearest_stages() -> None:
     ann = PeerId("ann")
 
     def found(*near: Tenure, now: float = 1.0) -> list[list[str]]:
-        return sorted(sorted(seat.voices) for seat in seats(near, ann, now))
+        return sorted(sorted(seat.voters) for seat in seats(near, ann, now))
 
     # Each once, not the suspect. A vacant stage counts, so that the other neighbour is no majority by itself; who held it
     # last has no word, whether it gave the stage up or its lease ran out.
@@ -388,7 +388,7 @@ def test_no_sequence_of_claims_uses_the_terms_up(steps: list[tuple[list[ClaimRec
         known = settle(known, claims, view(now, proven, highest=ceiling(0.0, now)))
         votes += known is not None and known.over is not None and known != before
         if before is not None and known is not None:
-            assert max(known.claim.term, known.used) >= max(before.claim.term, before.used)
+            assert max(known.claim.term, known.highest_used) >= max(before.claim.term, before.highest_used)
         assert known is None or known.claim.term <= ceiling(0.0, now) + ROUNDS * votes
 
 

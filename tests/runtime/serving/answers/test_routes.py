@@ -33,7 +33,7 @@ def test_a_gateway_remembers_the_holders_of_so_many_models_and_no_more() -> None
             return ((held,),)
 
         context: Any = SimpleNamespace(
-            clock=Clock(), leases=SimpleNamespace(claims_of=claims_of, behind=nobody)
+            clock=Clock(), leases=SimpleNamespace(claims_of=claims_of, stale_claim=nobody)
         )
         routes = Routes(context)
         for number in range(3 * MAX_LOOKS):
@@ -64,7 +64,7 @@ class _Directory:
         )
         return ((owned,),)
 
-    def behind(self, job: JobId, stage: int) -> None:
+    def stale_claim(self, job: JobId, stage: int) -> None:
         """Nobody."""
 
 
@@ -169,7 +169,7 @@ def test_where_a_look_fails_the_next_session_waits_for_its_own() -> None:
 
         context: Any = SimpleNamespace(
             clock=SimpleNamespace(monotonic=lambda: now[0]),
-            leases=SimpleNamespace(claims_of=claims_of, behind=nobody),
+            leases=SimpleNamespace(claims_of=claims_of, stale_claim=nobody),
         )
         routes = Routes(context, fresh_seconds=2.0)
         model: Any = SimpleNamespace(job=JobId("0" * 64), manifest=SimpleNamespace(name="m", stages=1))

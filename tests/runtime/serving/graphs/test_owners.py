@@ -65,7 +65,7 @@ class Owners:
         context: Any = SimpleNamespace(
             peer_id=transport.peer_id,
             transport=transport,
-            leases=SimpleNamespace(owner=owner, behind=lambda job, stage: self.behind),
+            leases=SimpleNamespace(owner=owner, stale_claim=lambda job, stage: self.behind),
             clock=SimpleNamespace(monotonic=self.loop.time),
             access=SimpleNamespace(chain=lambda job: (), refusal=lambda *_: None),
         )

@@ -331,7 +331,7 @@ def test_a_proof_of_a_term_that_is_over_is_refused() -> None:
             await new.context.leases.claim(JOB, 1, 0.5, over=1, confirm=False)
             sealed = new.context.leases.sealed(JOB, 1)
             assert sealed is not None
-            one.context.leases.credit(sealed)
+            one.context.leases.accept_claim(sealed)
             assert await say_hello(old, one) == "stale: 2"
             assert await say_hello(new, one, term=2) == "welcome: 1"
             assert await say_hello(old, one) == "stale: 2"

@@ -79,7 +79,7 @@ def test_a_killed_owner_is_followed_without_a_look_at_the_directory() -> None:
                     await spare.host(stage, [0, 2], over=term)
                 sealed = spare.context.leases.sealed(JOB, stage)
                 assert sealed is not None
-                return one.context.leases.credit(sealed)
+                return one.context.leases.accept_claim(sealed)
 
             one.successors.successor = three.successors.successor = follow
             victim = two.peer
@@ -221,7 +221,7 @@ async def _takes_over(spare: Node, asker: Node, stage: int, term: int) -> ClaimR
         await spare.host(stage, [0], over=term)
     sealed = spare.context.leases.sealed(JOB, stage)
     assert sealed is not None
-    return asker.context.leases.credit(sealed)
+    return asker.context.leases.accept_claim(sealed)
 
 
 def test_an_owner_that_left_without_an_heir_is_reported_when_the_directory_names_nobody() -> None:
