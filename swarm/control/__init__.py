@@ -1,7 +1,6 @@
-"""How commands on this machine use a running peer: what it offers at its socket, and the transport and directory that
-go through it.
+"""Commands on this machine use a running peer through its socket: as their transport and their directory.
 
-server       the socket, its protocol, and the streams that are passed on
+server       the socket, its protocol, and the streams that it relays
 client       the transport of a command
 directory    its directory, read only
 """

@@ -1,7 +1,7 @@
-"""The swarm through a peer that runs on this machine (`fusion.swarm.control.server`): a transport that needs neither hivemind nor
-p2pd, only the peer's control socket. The directory is beside it (`fusion.swarm.control.directory`).
+"""A transport through a peer that runs on this machine (`fusion.swarm.control.server`). It needs neither hivemind nor p2pd, only the
+peer's control socket. The directory is beside it (`fusion.swarm.control.directory`).
 
-Where the peer ends meanwhile, both go on elsewhere: through what `elsewhere` opens then.
+If the peer ends meanwhile, both fail over to what `elsewhere` opens.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.streams.traffic import TrafficCounter
 from fusion.swarm.transport import Frame, Handler, PeerId, Stream, Traffic, Transport, checked
 
-HELLO_SECONDS = 5.0  # a peer that is frozen accepts connections too
-ANSWER_SECONDS = 20.0  # more than the peer gives those whom it asks in turn
+HELLO_SECONDS = 5.0  # a frozen peer accepts connections too
+ANSWER_SECONDS = 20.0  # more than the timeouts of the peer's own requests
 
 Elsewhere = Callable[[], Awaitable[tuple[Transport, Directory]]]
 
 
 class Gone(PeerUnreachable):
-    """Nobody answers at the control socket (any more)."""
+    """No peer answers at the control socket, or no longer."""
 
 
 class ControlTransport:
     """Implements `fusion.swarm.transport.Guided` for a command: it opens streams and serves none. Made by
-    `await ControlTransport.attach(path)`. A command has no id; to others `through`, the running peer, opens the stream."""
+    `await ControlTransport.attach(path)`. A command has no peer id: others see streams of `through`, the running peer."""
 
     def __init__(self, path: Path, elsewhere: Elsewhere | None = None) -> None:
-        """`elsewhere` opens another way into the swarm once the peer is gone. Raises SwarmError if there is none."""
+        """`elsewhere` opens another transport and directory once the peer is gone; raises SwarmError if there are none."""
         self.peer_id = self.through = PeerId("")
         self._path = path
         self._elsewhere = elsewhere
@@ -58,7 +58,7 @@ class ControlTransport:
         transport = cls(path, elsewhere)
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                hello = (await transport.ask("hello")).header
+                hello = (await transport.request("hello")).header
         except (SwarmError, TimeoutError) as error:
             raise Gone(f"no peer answers at {path}") from error
         transport.through = PeerId(str(hello.get("peer", "")))
@@ -75,7 +75,7 @@ class ControlTransport:
 
     async def connect(self, address: str) -> PeerId:
         try:
-            frame = await self.ask("connect", {"address": address})
+            frame = await self.request("connect", {"address": address})
             return PeerId(str(frame.header["peer"]))
         except Gone:
             return await (await self.moved())[0].connect(address)
@@ -101,8 +101,8 @@ class ControlTransport:
             raise
         return stream
 
-    async def ask(self, kind: str, header: Mapping[str, Any] | None = None) -> Frame:
-        """What the running peer answers itself. Raises Gone, RemoteError."""
+    async def request(self, kind: str, header: Mapping[str, Any] | None = None) -> Frame:
+        """One request that the running peer answers itself. Raises Gone, RemoteError."""
         stream = await self._dial(self.through, CONTROL.name)
         try:
             return await _exchange(stream, kind, header)
@@ -110,7 +110,7 @@ class ControlTransport:
             stream.abort()
 
     async def moved(self) -> tuple[Transport, Directory]:
-        """What is used in the place of the peer that is gone."""
+        """The transport and directory used in place of the peer that is gone."""
         if self._elsewhere is None:
             raise PeerUnreachable("the peer that ran with this home has stopped")
         if self._moved is None:
@@ -120,7 +120,7 @@ class ControlTransport:
             return await asyncio.shield(moved)
         except SwarmError as error:
             if self._moved is moved:
-                self._moved = None  # the next one tries again
+                self._moved = None  # the next caller tries again
             raise PeerUnreachable(f"the peer that ran with this home has stopped, and {error}") from error
 
     async def serve(self, protocol: str, handler: Handler) -> None:

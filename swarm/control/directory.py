@@ -1,4 +1,4 @@
-"""The directory of a command: what the peer that runs on this machine finds, asked at its control socket."""
+"""The directory of a command, read through the peer that runs on this machine, at its control socket."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from fusion.swarm.identity import verify
 
 
 class ControlDirectory:
-    """Implements `fusion.swarm.directory.api.Directory`, read only: what the running peer finds."""
+    """Implements `fusion.swarm.directory.api.Directory`, read only, through the running peer."""
 
     def __init__(self, transport: ControlTransport) -> None:
         self._transport = transport
-        self._ahead = 0.0  # of our clock, the swarm's as the peer knows it
+        self._ahead = 0.0  # seconds by which the swarm's clock, as the peer knows it, is ahead of ours
 
     async def publish(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
         raise PeerUnreachable("a command publishes nothing through its peer")
@@ -92,12 +92,12 @@ class ControlDirectory:
     async def _read(
         self,
         kind: type[R],
-        question: str,
+        query: str,
         header: Mapping[str, Any],
         elsewhere: Callable[[Directory], Awaitable[tuple[R, ...]]],
     ) -> tuple[R, ...]:
         try:
-            answer = await self._transport.ask(question, header)
+            answer = await self._transport.request(query, header)
             found = [sealing.decode(body) for body in msgpack.unpackb(answer.payload)]
             self._ahead = float(answer.header.get("now", time.time())) - time.time()
             for at, end in enumerate(answer.header.get("ends", ())):

@@ -1,7 +1,7 @@
-"""What a running peer offers to commands of the same user on its machine: its streams, and its view of the directory.
+"""The control socket of a running peer, for commands of the same user on its machine: its streams, and its view of the directory.
 
-A command that joined the swarm itself would load hivemind, start a p2pd, dial and look up what the peer knows already.
-The socket lies in a private directory that goes with the peer, however it ends. Each connection begins with the name of
+A command that joined the swarm itself would load hivemind, start a p2pd, dial, and look up what the peer knows already.
+The socket lies in a private directory that is removed with the peer, however it ends. Each connection begins with the name of
 the protocol, both ways, in the form of p2pd's messages; then come frames, the first from the command:
 
 /fusion/control/1
@@ -10,9 +10,9 @@ the protocol, both ways, in the form of p2pd's messages; then come frames, the f
     peers, links, jobs, words          -> records {now}, the payload a msgpack list of encoded records
     job, words {job}, providers {digest}   -> records {now}, likewise
     claims {job, stage}      -> records {now, ends}, likewise; the unix seconds at which each ends
-    open {peer, protocol}    -> opened, and from then on every frame is passed on, both ways
+    open {peer, protocol}    -> opened, and from then on every frame is relayed, both ways
 
-or `error` {message}. What cannot be answered in time is the command's to give up on: it hangs up.
+or `error` {message}. Timeouts are the command's: it hangs up.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LIMITS = FrameLimits(payload_bytes=CONTROL.payload_bytes)
 @dataclass(frozen=True, kw_only=True)
 class ControlConfig:
     connections: int = 64  # at once; one more is hung up on
-    first_seconds: float = 5.0  # for a connection to say what it is there for
+    first_seconds: float = 5.0  # for the first frame of a connection
 
     def __post_init__(self) -> None:
         if self.connections < 1 or self.first_seconds <= 0:
@@ -54,8 +54,8 @@ class ControlConfig:
 
 
 class ControlServer:
-    """`async with ControlServer(transport, directory, path)`: commands may use both for the length of the block.
-    `path` must lie where only this user can go, and have room in a socket's address."""
+    """`async with ControlServer(transport, directory, path)`: serves both to commands for the length of the block. Only this user
+    may have access to `path`, which must fit into a socket's address."""
 
     def __init__(
         self, transport: Transport, directory: Directory, path: Path, config: ControlConfig | None = None
@@ -66,12 +66,12 @@ class ControlServer:
         self._config = config or ControlConfig()
         self._handlers = Handlers(
             per_peer=self._config.connections, idle_seconds={CONTROL.name: CONTROL.idle_seconds}
-        )  # they all count as one peer's
-        self._handlers.add(CONTROL.name, self._attend)
-        self._counter = TrafficCounter()  # what stays on the machine is not the swarm's traffic
+        )  # all connections count as one peer's
+        self._handlers.add(CONTROL.name, self._serve)
+        self._counter = TrafficCounter()  # apart from the swarm's: these bytes stay on the machine
         self._server: asyncio.AbstractServer | None = None
-        self._streams: dict[FrameStream, asyncio.TimerHandle] = {}  # and when each is given up on
-        self._questions: dict[str, Callable[[Mapping[str, Any]], Awaitable[Sequence[Record]]]] = {
+        self._streams: dict[FrameStream, asyncio.TimerHandle] = {}  # and the timer of its first frame
+        self._queries: dict[str, Callable[[Mapping[str, Any]], Awaitable[Sequence[Record]]]] = {
             "peers": lambda header: directory.peers(),
             "links": lambda header: directory.links(),
             "jobs": lambda header: directory.jobs(),
@@ -82,17 +82,17 @@ class ControlServer:
         }
 
     async def __aenter__(self) -> Self:
-        """Raises OSError where there can be no socket at `path`."""
+        """Raises OSError where the socket cannot be made at `path`."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(self._incoming, path=str(self.path))
-        os.chmod(self.path, 0o600)  # its folder is private already
+        os.chmod(self.path, 0o600)  # besides its private folder
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Hang up on everybody. Idempotent."""
+        """Close every connection. Idempotent."""
         if self._server is not None:
             self._server.close()
             self.path.unlink(missing_ok=True)
@@ -103,7 +103,7 @@ class ControlServer:
 
     def _incoming(self) -> FrameStream:
         stream = FrameStream(LIMITS, self._counter, self._accept, allowed=UNASKED_BYTES)
-        if len(self._streams) >= self._config.connections:  # those that have said nothing yet count as well
+        if len(self._streams) >= self._config.connections:  # silent ones count as well
             stream.abort()
             return stream
         late = asyncio.get_running_loop().call_later(self._config.first_seconds, stream.drop)
@@ -116,9 +116,9 @@ class ControlServer:
             return
         self._streams[stream].cancel()
         stream.protocol = hello.decode(errors="replace")
-        self._handlers.accept(stream)  # which hangs up on other protocols
+        self._handlers.accept(stream)  # it hangs up on other protocols
 
-    async def _attend(self, stream: Stream) -> None:
+    async def _serve(self, stream: Stream) -> None:
         assert isinstance(stream, FrameStream)
         await stream.write_message(delimited(CONTROL.name.encode()))
         async with asyncio.timeout(self._config.first_seconds):
@@ -140,11 +140,11 @@ class ControlServer:
                     await splice(stream, far)
                 finally:
                     far.abort()
-            case kind if kind in self._questions:
-                found = await self._questions[kind](header)
+            case kind if kind in self._queries:
+                found = await self._queries[kind](header)
                 ends = [each.expires_at for each in found if isinstance(each, ClaimRecord)]
-                said = {"now": self._directory.now(), **({"ends": ends} if ends else {})}
-                await stream.send("records", said, [msgpack.packb([sealing.encode(each) for each in found])])
+                reply = {"now": self._directory.now(), **({"ends": ends} if ends else {})}
+                await stream.send("records", reply, [msgpack.packb([sealing.encode(each) for each in found])])
             case kind:
                 raise FrameError(f"{CONTROL.name} knows no {kind!r:.40}")
 
@@ -157,9 +157,9 @@ class ControlServer:
 
 
 async def splice(one: Stream, two: Stream) -> None:
-    """Pass frames on, both ways, until one side ends; the other then ends in the same way. A side that does not read
-    holds up the other: at most a frame each way is kept here beside what the streams keep themselves."""
-    ways = [asyncio.create_task(_pass(one, two)), asyncio.create_task(_pass(two, one))]
+    """Relay frames, both ways, until one side ends; the other is then ended in the same way. Backpressure: at most one frame each way
+    is buffered here, beside the streams' own buffers."""
+    ways = [asyncio.create_task(_relay(one, two)), asyncio.create_task(_relay(two, one))]
     try:
         done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -169,9 +169,9 @@ async def splice(one: Stream, two: Stream) -> None:
             await left.aclose() if way.result() else left.abort()
 
 
-async def _pass(source: Stream, sink: Stream) -> bool:
-    """Until `source` ends; whether it said so."""
-    listens = True
+async def _relay(source: Stream, sink: Stream) -> bool:
+    """Relay until `source` ends; whether it ended cleanly."""
+    open_sink = True
     while True:
         try:
             frame = await source.receive()
@@ -179,11 +179,13 @@ async def _pass(source: Stream, sink: Stream) -> bool:
             return True
         except TransportError:
             return False
-        if listens:
+        if open_sink:
             try:
                 await sink.send(frame.kind, frame.header, [frame.payload])
             except TransportError:
-                listens = False  # what it said before it ended is still on its way, in the other direction
+                open_sink = (
+                    False  # go on reading: what the sink sent before its end is still relayed the other way
+                )
 
 
 def _text(header: Mapping[str, Any], name: str) -> str:

@@ -1,11 +1,11 @@
-"""Others' calls, one message each way as hivemind sends them, taken from p2pd as streams.
+"""Receives others' calls, one message each way in hivemind's form, from p2pd as streams.
 
-p2pd can hand such a call over as a message. It then keeps all that has come of it, up to 4 MiB, and an answer that nobody reads,
-for as long as the connection lasts, and no limit counts them. So each call is a socket here, as a stream of frames is: closed
-once it is answered, or too large, or late. Who calls, and from which public network, p2pd says on it first.
+p2pd can deliver such a call as a message. It would then buffer the request, up to 4 MiB, and an unread answer for as long as the
+connection lasts, and without a limit on their number. So each call is a socket here, like a stream of frames: closed once it is
+answered, too large, or late. p2pd first writes who calls, and from which public network.
 
-A further call takes the place of the oldest where calls or their bytes have become too many: an honest one is over in milliseconds,
-however many others are left open. No peer has more than its share of both, and no public network, peer ids being free.
+When calls or their bytes exceed the limits, the oldest call is dropped: an honest one ends within milliseconds, however many
+others are left open. Each peer has its own limits, and so has each public network, since peer ids are free.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from fusion.swarm.transport import PeerId
 logger = logging.getLogger(__name__)
 
 _ENVELOPE_BYTES = 512  # around a request: an id, a peer id, a name
-_MOST_INFO_BYTES = 1 << 12  # p2pd's own words on a call: a peer id, an address, a name
+_MOST_INFO_BYTES = 1 << 12  # p2pd's header of a call: a peer id, an address, a name
 _BACKLOG = 512
 _SOCKET = "c.sock"
-_LEFT_UNREAD = 4  # answers of one peer that gave way while it had not read them, before it is hung up on
-_REMEMBERED = 4096  # peers that left some
+_MOST_UNREAD = 4  # answers of one peer dropped before it read them, until it is hung up on
+_REMEMBERED = 4096  # peers with unread answers
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallLimits:
-    seconds: float = 15.0  # from a call's beginning to the last byte of its answer; callers give up earlier
+    seconds: float = 15.0  # from a call's start to the last byte of its answer; callers give up earlier
     per_peer: int = 64  # calls under way
     per_subnet: int = 256
     in_all: int = 512
-    peer_bytes: int = 8 << 20  # of requests on their way in and of answers on their way out
+    peer_bytes: int = 8 << 20  # of requests being received and answers being sent
     bytes_in_all: int = 32 << 20
 
 
@@ -58,7 +58,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class Method:
-    """`answer` gets a request of at most so many bytes; what it raises goes to the caller, as hivemind has it."""
+    """`answer` gets a request of at most `most_bytes`; an exception is sent to the caller in hivemind's form."""
 
     answer: Callable[[Caller, bytes], bytes]
     most_bytes: int
@@ -73,18 +73,18 @@ class CallServer:
         self._daemon = daemon
         self._path = daemon.directory / _SOCKET
         self._server: asyncio.AbstractServer | None = None
-        self._calls: dict[_Call, float] = {}  # and when each is late; oldest first
-        self._of: Counter[PeerId | str] = Counter()  # calls of each peer, and from each public network
+        self._calls: dict[_Call, float] = {}  # with their deadlines; oldest first
+        self._counts: Counter[PeerId | str] = Counter()  # calls of each peer, and from each public network
         self._bytes: Counter[PeerId] = Counter()
         self._timer: asyncio.TimerHandle | None = None
         self._hanging_up: dict[PeerId, asyncio.Task[None]] = {}
-        self._left: FIFOCache[PeerId, int] = FIFOCache(_REMEMBERED)  # answers that gave way unread
+        self._unread: FIFOCache[PeerId, int] = FIFOCache(_REMEMBERED)  # answers dropped before they were read
 
     @classmethod
     async def start(
         cls, daemon: Daemon, methods: Mapping[str, Method], limits: CallLimits | None = None
     ) -> CallServer:
-        """Raises TransportError where p2pd does not take it, as where a method is served already."""
+        """Raises TransportError where p2pd refuses, as for a method that is served already."""
         made = cls(daemon, methods, limits or CallLimits())
         loop = asyncio.get_running_loop()
         made._server = await loop.create_unix_server(
@@ -98,7 +98,7 @@ class CallServer:
         return made
 
     async def aclose(self) -> None:
-        """Raises TransportError where p2pd does not answer, and is closed nevertheless."""
+        """Raises TransportError where p2pd does not answer, but closes in any case."""
         if self._server is not None:
             self._server.close()
         if self._timer is not None:
@@ -108,42 +108,43 @@ class CallServer:
         await cancel_all(self._hanging_up.values())
         await take_back(self._daemon, list(self.methods), self._path)
 
-    # What calls ask.
+    # Called by `_Call`.
 
-    def heard(self, peer: bytes) -> None:
+    def mark_active(self, peer: bytes) -> None:
         self._daemon.connections.use(peer)
 
-    def begin(self, call: _Call) -> None:
-        """A call, of whose caller nothing is known yet."""
+    def add(self, call: _Call) -> None:
+        """Add a call whose caller is not known yet."""
         while len(self._calls) >= self._limits.in_all:
-            self._give_way()
+            self._drop_oldest()
         loop = asyncio.get_running_loop()
         self._calls[call] = loop.time() + self._limits.seconds
         if self._timer is None:
-            self._timer = loop.call_later(self._limits.seconds, self._end_late)
+            self._timer = loop.call_later(self._limits.seconds, self._drop_late)
 
-    def count(self, caller: Caller) -> bool:
-        """Whether there is room for one more of this caller; if so, it counts."""
-        if self._of[caller.peer] >= self._limits.per_peer:
+    def admit(self, caller: Caller) -> bool:
+        """Count one more call of the caller; False, uncounted, where its limits are reached."""
+        if self._counts[caller.peer] >= self._limits.per_peer:
             return False
         if caller.subnet is not None:
-            if self._of[caller.subnet] >= self._limits.per_subnet:
+            if self._counts[caller.subnet] >= self._limits.per_subnet:
                 return False
-            self._of[caller.subnet] += 1
-        self._of[caller.peer] += 1
+            self._counts[caller.subnet] += 1
+        self._counts[caller.peer] += 1
         return True
 
-    def hold(self, call: _Call, caller: Caller, size: int) -> bool:
-        """Whether so many bytes may be kept for it, in place of what was; the oldest calls make room for them."""
+    def reserve(self, call: _Call, caller: Caller, size: int) -> bool:
+        """Reserve so many bytes for the call in place of those before, dropping the oldest calls if needed; False where the caller may not
+        have them or the call itself was dropped."""
         others = self._bytes[caller.peer] - call.held
         if others + size > self._limits.peer_bytes:
             return False
         self._bytes[caller.peer], call.held = others + size, size
         while self._bytes.total() > self._limits.bytes_in_all:
-            self._give_way()
+            self._drop_oldest()
         return call in self._calls
 
-    def over(self, call: _Call, caller: Caller | None) -> None:
+    def remove(self, call: _Call, caller: Caller | None) -> None:
         self._calls.pop(call, None)
         if caller is None:
             return
@@ -152,35 +153,35 @@ class CallServer:
             del self._bytes[caller.peer]
         for holder in (caller.peer, caller.subnet):
             if holder is not None:
-                self._of[holder] -= 1
-                if self._of[holder] <= 0:
-                    del self._of[holder]
+                self._counts[holder] -= 1
+                if self._counts[holder] <= 0:
+                    del self._counts[holder]
 
-    def _give_way(self) -> None:
-        """The oldest call makes room. One answer that was not read yet says nothing: others' haste may be to blame."""
+    def _drop_oldest(self) -> None:
+        """Drop the oldest call. One unread answer is no evidence against its caller: it may have had no time to read it."""
         call = next(iter(self._calls))
         if call.unread and call.caller is not None:
             peer = call.caller.peer
-            self._left[peer] = self._left.get(peer, 0) + 1
-            if self._left[peer] >= _LEFT_UNREAD:
-                del self._left[peer]
+            self._unread[peer] = self._unread.get(peer, 0) + 1
+            if self._unread[peer] >= _MOST_UNREAD:
+                del self._unread[peer]
                 self._hang_up(peer)
         call.abort()
 
-    def _end_late(self) -> None:
+    def _drop_late(self) -> None:
         loop = asyncio.get_running_loop()
-        for call, late in list(self._calls.items()):
-            if late > loop.time():
+        for call, deadline in list(self._calls.items()):
+            if deadline > loop.time():
                 break
             if call.unread and call.caller is not None:
                 self._hang_up(call.caller.peer)
             call.abort()
         first = next(iter(self._calls.values()), None)
-        self._timer = None if first is None else loop.call_at(first, self._end_late)
+        self._timer = None if first is None else loop.call_at(first, self._drop_late)
 
     def _hang_up(self, peer: PeerId) -> None:
-        """On one that has not read an answer and not given it up either: p2pd would keep its part of it for as long as the
-        connection lasts."""
+        """Disconnect a peer that neither reads an answer nor closes its stream: p2pd would buffer its part of the answer for as long as
+        the connection lasts."""
         if peer not in self._hanging_up:
             logger.debug("hung up on %s: it does not read our answers", peer)
             task = asyncio.create_task(self._disconnect(peer), name="hanging up")
@@ -193,14 +194,14 @@ class CallServer:
 
 
 class _Call(asyncio.Protocol):
-    """One call: what p2pd says of it, the request, the answer."""
+    """One call: p2pd's header, the request, the answer."""
 
     def __init__(self, server: CallServer) -> None:
         self.caller: Caller | None = None
         self.held = 0  # bytes, of the request or of the answer
         self._server = server
         self._socket: asyncio.Transport | None = None
-        self._arrived = bytearray()
+        self._received = bytearray()
         self._method: Method | None = None
         self._expected: int | None = None  # bytes of the request
         self._answered = False
@@ -215,22 +216,22 @@ class _Call(asyncio.Protocol):
             self._socket.abort()
         self._end()
 
-    # What the event loop calls.
+    # Called by the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._socket = cast(asyncio.Transport, transport)
-        self._server.begin(self)
+        self._server.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._answered:
-            return  # what follows a request is nobody's
-        self._arrived += data
+            return  # bytes after the request are ignored
+        self._received += data
         try:
-            if self.caller is None and not self._meet():
+            if self.caller is None and not self._read_header():
                 return
-            if self._expected is None and not self._expect():
+            if self._expected is None and not self._read_length():
                 return
-            if len(self._arrived) >= (self._expected or 0):
+            if len(self._received) >= (self._expected or 0):
                 self._answer()
         except (FrameError, DecodeError, ValueError) as error:
             logger.debug("a call that makes no sense: %s", error)
@@ -239,24 +240,24 @@ class _Call(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
 
-    # Step by step; False where more bytes have to come first.
+    # The steps; False where more bytes are needed first.
 
-    def _meet(self) -> bool:
+    def _read_header(self) -> bool:
         message = self._next(_MOST_INFO_BYTES)
         if message is None:
             return False
         info = p2pd_pb2.StreamInfo.FromString(message)
         self._method = self._server.methods.get(info.proto)
         caller = Caller(from_bytes(info.peer), public_network(info.addr))
-        self._server.heard(info.peer)
-        if self._method is None or not self._server.count(caller):
+        self._server.mark_active(info.peer)
+        if self._method is None or not self._server.admit(caller):
             self.abort()
             return False
         self.caller = caller
         return True
 
-    def _expect(self) -> bool:
-        found = delimited_length(self._arrived)
+    def _read_length(self) -> bool:
+        found = delimited_length(self._received)
         if found is None:
             return False
         length, start = found
@@ -264,28 +265,28 @@ class _Call(asyncio.Protocol):
         most = self._method.most_bytes + _ENVELOPE_BYTES
         if length > most:
             raise FrameError(f"a request of {length} bytes; at most {most}")
-        if not self._server.hold(self, self.caller, length):
+        if not self._server.reserve(self, self.caller, length):
             self.abort()
             return False
-        del self._arrived[:start]
+        del self._received[:start]
         self._expected = length
         return True
 
     def _answer(self) -> None:
         assert self._method is not None and self.caller is not None and self._socket is not None
-        request = p2pd_pb2.PersistentConnectionRequest.FromString(bytes(self._arrived[: self._expected]))
-        self._arrived = bytearray()
+        request = p2pd_pb2.PersistentConnectionRequest.FromString(bytes(self._received[: self._expected]))
+        self._received = bytearray()
         if not request.HasField("callUnary"):
             raise FrameError("no call")
         try:
             answered = p2pd_pb2.CallUnaryResponse(
                 response=self._method.answer(self.caller, request.callUnary.data)
             )
-        except Exception as error:  # the boundary between peers: whatever is asked of us, the node goes on
+        except Exception as error:  # the boundary between peers: no request may stop the node
             answered = p2pd_pb2.CallUnaryResponse(error=repr(error).encode())
         reply = p2pd_pb2.PersistentConnectionRequest(callId=request.callId, unaryResponse=answered)
         message = delimited(reply.SerializeToString())
-        if not self._server.hold(self, self.caller, len(message)):
+        if not self._server.reserve(self, self.caller, len(message)):
             self.abort()
             return
         self._answered = True
@@ -293,20 +294,20 @@ class _Call(asyncio.Protocol):
         self._socket.close()
 
     def _next(self, most_bytes: int) -> bytes | None:
-        """One message off the front of what has come."""
-        found = delimited_length(self._arrived)
+        """Take one message off the front of the received bytes; None where it is not complete."""
+        found = delimited_length(self._received)
         if found is None:
             return None
         length, start = found
         if length > most_bytes:
             raise FrameError(f"a message of {length} bytes; at most {most_bytes}")
-        if len(self._arrived) < start + length:
+        if len(self._received) < start + length:
             return None
-        message = bytes(self._arrived[start : start + length])
-        del self._arrived[: start + length]
+        message = bytes(self._received[start : start + length])
+        del self._received[: start + length]
         return message
 
     def _end(self) -> None:
-        self._arrived = bytearray()
+        self._received = bytearray()
         caller, self.caller = self.caller, None
-        self._server.over(self, caller)
+        self._server.remove(self, caller)

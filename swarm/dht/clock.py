@@ -1,4 +1,4 @@
-"""What time it is for the swarm: records last seconds, and clocks err by more. Pure."""
+"""The swarm's time: records last seconds, and machines' clocks err by more. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS
 _NOISE_SECONDS = 1.0
 
 
-def middle(offsets: Iterable[float]) -> float:
-    """Of others' clocks less ours, the one in the middle; of two the one nearer to ours. 0 where there is none."""
+def median(offsets: Iterable[float]) -> float:
+    """The median of others' clocks minus ours; of two in the middle the one nearer to ours. 0 where there is none."""
     ordered = sorted(offsets)
     if not ordered:
         return 0.0
@@ -18,14 +18,14 @@ def middle(offsets: Iterable[float]) -> float:
 
 
 def correction(offsets: Iterable[float]) -> float:
-    """Seconds to add to our clock. `offsets`: others' clocks less ours.
+    """Seconds to add to our clock. `offsets`: others' clocks minus ours.
 
-    Ours counts as one more, so that one other alone moves nothing, and a majority moves it by no more than honest clocks
-    may be apart. Only if there are several, most of them agree and none agrees with ours is ours taken to be wrong: one honest
-    neighbour is enough to keep a right clock right, and one liar is not to keep a wrong one wrong.
+    Ours counts as one more clock, so one other alone changes nothing. A majority changes it by at most CLOCK_TOLERANCE_SECONDS. Only
+    if there are several, most of them agree and none agrees with ours is ours taken to be wrong: one honest neighbour suffices to
+    keep a right clock right, and one liar does not suffice to keep a wrong one wrong.
     """
     others = list(offsets)
-    found = middle([0.0, *others])
+    found = median([0.0, *others])
     if abs(found) <= _NOISE_SECONDS:
         return 0.0
     agreeing = [other for other in others if abs(other - found) <= CLOCK_TOLERANCE_SECONDS]

@@ -1,10 +1,10 @@
 """The directory over a Kademlia DHT of hivemind's form, run inside our own event loop.
 
-What others ask of us is answered by `service`, what we ask of them goes through `calls` and `lookup`: records are taken one
-by one, because one bad record must not hide the good ones beside it, and one hostile or dead node must not stop a search.
+`service` answers others' calls; ours go through `calls` and `lookup`. Records are checked one by one, because one bad record must
+not hide valid ones beside it, and one hostile or dead node must not stop a search.
 
 A store keeps the record that expires last, so publishers keep the expiry of each record rising. Stores keep records
-CLOCK_TOLERANCE_SECONDS longer than their authors signed, for clocks that run ahead; readers go by what was signed.
+CLOCK_TOLERANCE_SECONDS longer than their authors signed, for clocks that run ahead; readers go by the signed expiry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Self
 
 from fusion.swarm.dht.calls import Calls, offer_of
 from fusion.swarm.dht.holders import Holders
-from fusion.swarm.dht.lookup import KEYS_AT_ONCE, Found, LookupConfig, Node, ask_all, lookup
+from fusion.swarm.dht.lookup import KEYS_AT_ONCE, Found, LookupConfig, Node, lookup, query_all
 from fusion.swarm.dht.remembered import Remembered
 from fusion.swarm.dht.service import DhtService
 from fusion.swarm.dht.values import MAX_SUBKEYS, key_id, node_id
@@ -31,7 +31,7 @@ from fusion.swarm.directory.records import Record
 from fusion.swarm.directory.sealing import (
     CLOCK_TOLERANCE_SECONDS,
     Sealed,
-    latest_end,
+    latest_expiry,
     longest_ttl,
     seal,
     unseal,
@@ -42,20 +42,22 @@ from fusion.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-GLANCE_ROUNDS = 2  # of asking one node a key, before the key is searched for
-GLANCED_KEYS = frozenset((*PEER_KEYS, *JOB_KEYS))  # whose records are remembered until they expire
-TOLD_SECONDS = 0.5  # how old may be what clients are told of peers and jobs
-_CHECKED_AT_ONCE = 128  # signatures, before others run: ten milliseconds
+GLANCE_ROUNDS = 2  # of querying one holder of a key, before the key is searched for
+GLANCED_KEYS = frozenset((*PEER_KEYS, *JOB_KEYS))  # whose records are cached until they expire
+CLIENT_AGE_SECONDS = 0.5  # of the peers and jobs that clients are sent
+_CHECKED_AT_ONCE = 128  # signatures, before the event loop runs others: ten milliseconds
 _CLOSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DhtConfig:
-    client: bool = False  # ask and publish, but store nothing for others
+    client: bool = False  # query and publish, but store nothing for others
     replicas: int = 5  # nodes besides ourselves that keep each of our records
     call_seconds: float = 3.0
-    holders_seconds: float = 120.0  # how long the nodes nearest to a key are taken for granted, if all answer
-    # A node that did not answer is left alone for so long, doubling up to 16 times.
+    holders_seconds: float = (
+        120.0  # for which the nodes nearest to a key are used without a search, if all answer
+    )
+    # For which a node that did not answer is not called, doubling up to 16 times.
     suspend_seconds: float = 2.0
     lookup: LookupConfig = LookupConfig()  # noqa: RUF009 - frozen
 
@@ -66,8 +68,8 @@ class DhtConfig:
 
 
 class HivemindDirectory(DirectoryByKey):
-    """Implements `fusion.swarm.directory.api.Directory`. Made by `await HivemindDirectory.start(...)`; `join` brings it
-    into a swarm; alone it is a swarm of one."""
+    """Implements `fusion.swarm.directory.api.Directory`. Made by `await HivemindDirectory.start(...)`; a swarm of one until it
+    `join`s another."""
 
     def __init__(self, p2p: P2P, identity: Signer, config: DhtConfig) -> None:
         self._identity = identity
@@ -78,7 +80,7 @@ class HivemindDirectory(DirectoryByKey):
             self.now,
             self._wire.subnets,
             lambda node, offers: self._calls.store(node, offers),
-            self._lives,
+            self._is_alive,
             replicas=config.replicas,
         )
         self._calls = Calls(
@@ -88,13 +90,15 @@ class HivemindDirectory(DirectoryByKey):
             admit=self._service.admit,
             gone=self._service.table.remove,
         )
-        self._ask = self._calls.ask
+        self._query = self._calls.query
         self._expiries: dict[tuple[str, str], float] = {}  # of our own records
         self._holders = Holders(config.replicas, config.holders_seconds)
-        self._seen: dict[str, Remembered] = {}  # of GLANCED_KEYS
-        self._seen_at: dict[str, float] = {}
+        self._cached: dict[str, Remembered] = {}  # of GLANCED_KEYS
+        self._cached_at: dict[str, float] = {}
         self._glancing = asyncio.Lock()
-        self._reads: dict[str, dict[str, asyncio.Future[list[Sealed]]]] = {}  # waiting for the next lookups
+        self._reads: dict[
+            str, dict[str, asyncio.Future[list[Sealed]]]
+        ] = {}  # by subject, waiting for its next lookup
         self._readers: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -126,7 +130,7 @@ class HivemindDirectory(DirectoryByKey):
         await self._calls.aclose()
         await self._service.aclose()
         try:
-            async with asyncio.timeout(_CLOSE_SECONDS):  # a daemon that is dead already never answers
+            async with asyncio.timeout(_CLOSE_SECONDS):  # a dead daemon never answers
                 await self._wire.aclose()
         except (*CALL_ERRORS, TransportError) as error:
             logger.debug("DHT node not taken down: %r", error)
@@ -134,8 +138,8 @@ class HivemindDirectory(DirectoryByKey):
     # Membership of the DHT.
 
     async def join(self, peer: PeerId) -> bool:
-        """Make a peer that the transport can reach our neighbour in the DHT. False if it does not answer; ClosedSwarm if
-        one of us two is a member of a closed swarm and the other is not."""
+        """Make a peer that the transport can reach our neighbour in the DHT. False if it does not answer. Raises ClosedSwarm if
+        one of the two is a member of a closed swarm and the other is not."""
         try:
             await self._calls.ping(peer)
         except NotOfThisSwarm as error:
@@ -148,7 +152,7 @@ class HivemindDirectory(DirectoryByKey):
         return True
 
     async def refresh(self) -> int:
-        """Look for the nodes around us, so that both sides know each other; the number of neighbours."""
+        """Search for the nodes around us, so that both sides know each other; returns the number of neighbours."""
         own = node_id(self._identity.peer_id)
         for node in (await self._lookup([own])).nearest[own]:
             if not self._calls.knows_clock_of(node.peer):
@@ -156,7 +160,7 @@ class HivemindDirectory(DirectoryByKey):
                     await self._calls.ping(node.peer)
                 except CALL_ERRORS as error:
                     logger.debug("no DHT node at %s: %s", node.peer, error)
-        await self._calls.ask_clocks()
+        await self._calls.refresh_clocks()
         return len(self.neighbours())
 
     def neighbours(self) -> tuple[PeerId, ...]:
@@ -164,12 +168,12 @@ class HivemindDirectory(DirectoryByKey):
         return tuple(node.peer for node in self._service.table)
 
     def now(self) -> float:
-        """Unix seconds by the swarm's clock, as far as neighbours tell (`fusion.swarm.dht.clock`)."""
+        """Unix seconds by our clock, corrected by the neighbours' (`fusion.swarm.dht.clock`)."""
         return self._calls.now()
 
-    # `fusion.swarm.dht.service` asks these.
+    # For `fusion.swarm.dht.service`.
 
-    async def _lives(self, node: Node) -> bool:
+    async def _is_alive(self, node: Node) -> bool:
         try:
             await self._calls.ping(node.peer)
         except CALL_ERRORS:
@@ -179,27 +183,27 @@ class HivemindDirectory(DirectoryByKey):
     # The Directory protocol.
 
     async def publish(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> None:
-        """As in `Directory`. A record never ends sooner than an earlier version of it would have, unless
-        our clock was set back by more than anybody would take.
-        Raises PeerUnreachable for a client when no node took the record."""
+        """As in `Directory`. A record never expires sooner than an earlier version of it, unless our clock was set back so far that
+        nobody would accept that expiry.
+        Raises PeerUnreachable for a client when no node stored the record."""
         key, subkey = key_of(record), subkey_of(record)
         data, expires_at = self._seal(record, ttl_seconds)
         stored_until = expires_at + CLOCK_TOLERANCE_SECONDS
         place = key_id(key)
-        if not self._config.client:  # what we say about ourselves can always be had from us
+        if not self._config.client:  # our own records can always be read from us
             self._service.keep_own(place, subkey, data, stored_until)
         offer = offer_of(place, subkey, data, stored_until)
         holders = await self._nearest(key)
         taken = await asyncio.gather(*(self._calls.store_one(node, offer) for node in holders))
         if not all(taken):
             self._holders.forget([place])
-        # A later version that we sent meanwhile may have come first.
+        # A later version, published meanwhile, may have been stored first.
         overtaken = self._expiries.get((key, subkey), 0.0) > expires_at
         if self._config.client and not any(taken) and not overtaken:
             raise PeerUnreachable("no peer of the swarm took the record")
 
     def sealed(self, record: Record, *, ttl_seconds: float = RECORD_TTL_SECONDS) -> bytes:
-        """As in `Directory`. Whatever we publish later ends later: who stores what was shown to him displaces nothing."""
+        """As in `Directory`. Records that we publish later expire later, so storing this one displaces none of them."""
         return self._seal(record, ttl_seconds)[0]
 
     def _seal(self, record: Record, ttl_seconds: float) -> tuple[bytes, float]:
@@ -209,8 +213,8 @@ class HivemindDirectory(DirectoryByKey):
             )
         slot, now = (key_of(record), subkey_of(record)), self.now()
         rising = self._expiries.get(slot, 0.0) + 0.001
-        if rising > latest_end(record, now):
-            rising = 0.0  # our clock was ahead and has been set: nobody would take what ends so late
+        if rising > latest_expiry(record, now):
+            rising = 0.0  # our clock was ahead and has been set back: nobody would accept so late an expiry
         expires_at = max(now + ttl_seconds, rising)
         data = seal(record, self._identity, expires_at)
         self._remember_expiry(slot, expires_at)
@@ -224,66 +228,66 @@ class HivemindDirectory(DirectoryByKey):
     async def records(
         self, keys: Sequence[str], kind: type[R], *, max_age_seconds: float = 0.0
     ) -> tuple[R, ...]:
-        """Without an age a search for all keys."""
+        """As in `DirectoryByKey`; without an age, by a search for all keys."""
         found = await (self._glanced(keys, max_age_seconds) if max_age_seconds > 0 else self._search(keys))
         return tuple(sealed.record for each in found for sealed in each if isinstance(sealed.record, kind))
 
     async def _glanced(self, keys: Sequence[str], max_age_seconds: float) -> list[list[Sealed]]:
-        """What is live under each of these keys, all of GLANCED_KEYS, as of no longer ago."""
-        async with self._glancing:  # whoever comes meanwhile finds it done
+        """The live records under each of these keys, all of GLANCED_KEYS, from the cache where it is no older than that."""
+        async with self._glancing:  # callers that wait for it find the cache fresh
             if self._aged(keys, max_age_seconds):
-                # Whoever is asked for these is asked for others that will be wanted soon.
+                # The queried nodes are also queried for keys that will soon be too old.
                 wanted = {*self._aged(keys, max_age_seconds), *self._aged(GLANCED_KEYS, max_age_seconds / 2)}
                 for _ in range(GLANCE_ROUNDS):
                     wanted -= await self._glance(wanted)
                 if wanted:
                     await self._search(sorted(wanted))
         now = self.now()
-        seen = (self._seen[key].good(now) if key in self._seen else {} for key in keys)
+        seen = (self._cached[key].valid(now) if key in self._cached else {} for key in keys)
         return [[each[subkey] for subkey in sorted(each)] for each in seen]
 
     async def sealed_under(self, keys: Sequence[str]) -> list[list[bytes]]:
-        """The live records under each of the keys, as their authors signed them, for clients that check them again. Of peers
-        and jobs as of TOLD_SECONDS ago at most: however many ask, they are looked up no more often."""
+        """The live records under each of the keys, as their authors signed them, for clients that check them again. Peers and
+        jobs may be CLIENT_AGE_SECONDS old: they are read no more often, however many clients there are."""
         glanced = [key for key in keys if key in GLANCED_KEYS]
         others = [key for key in keys if key not in GLANCED_KEYS]
         found: dict[str, list[Sealed]] = {}
         if glanced:
-            found |= zip(glanced, await self._glanced(glanced, TOLD_SECONDS), strict=True)
+            found |= zip(glanced, await self._glanced(glanced, CLIENT_AGE_SECONDS), strict=True)
         if others:
             found |= zip(others, await self._search(others), strict=True)
         return [[sealed.data for sealed in found[key]] for key in keys]
 
     def _aged(self, keys: Iterable[str], seconds: float) -> list[str]:
         now = time.monotonic()
-        return [key for key in keys if now - self._seen_at.get(key, float("-inf")) >= seconds]
+        return [key for key in keys if now - self._cached_at.get(key, float("-inf")) >= seconds]
 
     async def _glance(self, keys: Iterable[str]) -> set[str]:
-        """Ask one of the nodes that keep each key; the keys of which one answered."""
+        """Query one of the nodes that keep each key; returns the keys for which one answered."""
         ids, known, now = {key_id(key): key for key in keys}, self._answering(), time.monotonic()
         kept = {key: self._holders.of(key, known, now) for key in ids}
         living = {
             key: [n for n in nodes if not self._calls.is_suspended(n.peer)] for key, nodes in kept.items()
         }
         holders = {key: nodes for key, nodes in living.items() if nodes}
-        questions = self._holders.questions(holders, random.Random())
+        queries = self._holders.queries(holders, random.Random())
         read: set[str] = set()
-        for node, answer in (
-            await ask_all(questions, self._ask, self._config.lookup.patience_seconds)
+        for node, reply in (
+            await query_all(queries, self._query, self._config.lookup.patience_seconds)
         ).items():
-            for key in questions[node]:
-                if key not in answer.values:  # it told of others alone
+            for key in queries[node]:
+                if key not in reply.values:  # its reply had room for others only
                     continue
-                values = answer.values[key]
+                values = reply.values[key]
                 await self._checked(ids[key], {subkey: {data: (node,)} for subkey, data in values.items()})
                 read.add(ids[key])
-                if not self._holders.of(key, answer.nearest.get(key, ()), now):
-                    self._holders.forget([key])  # a nearer node has come: the next glance searches
+                if not self._holders.of(key, reply.nearest.get(key, ()), now):
+                    self._holders.forget([key])  # there is a nearer node: the next read searches
         return read
 
     async def _search(self, keys: Sequence[str]) -> list[list[Sealed]]:
-        """What the swarm holds under each of the keys. Reads asked for at the same moment share one lookup, but for those of
-        different jobs: nodes that stand beside one's keys must not hold up the others'."""
+        """The swarm's records under each of the keys. Reads requested at the same moment share one lookup per subject (`subject_of`):
+        hostile nodes next to one job's keys must not hold up other jobs' reads."""
         loop = asyncio.get_running_loop()
         futures = []
         for key in keys:
@@ -297,7 +301,7 @@ class HivemindDirectory(DirectoryByKey):
         return await asyncio.gather(*(asyncio.shield(future) for future in futures))
 
     async def _read(self, subject: str) -> None:
-        await asyncio.sleep(0)  # let everybody who is ready now ask
+        await asyncio.sleep(0)  # let all callers that are ready now join
         reads = self._reads.pop(subject)
         try:
             ids = {key: key_id(key) for key in reads}
@@ -308,11 +312,11 @@ class HivemindDirectory(DirectoryByKey):
                     await asyncio.sleep(0)
                 if not future.done():
                     future.set_result(records)
-        except Exception as error:  # theirs who asked: to be cancelled would end their tasks without a word
+        except Exception as error:  # raised in the callers: a cancelled future would end their tasks silently
             for future in reads.values():
                 if not future.done():
                     future.set_exception(error)
-                    future.exception()  # whoever asked may have gone
+                    future.exception()  # marks it retrieved: the caller may be gone
         finally:
             for future in reads.values():
                 future.cancel()
@@ -320,10 +324,10 @@ class HivemindDirectory(DirectoryByKey):
     async def _checked(
         self, key: str, values: Mapping[str, Mapping[bytes, Collection[Node]]]
     ) -> list[Sealed]:
-        """The records among the values, and among what we hold and remember, that pass every check. Others run meanwhile:
-        a stranger's answer can have thousands of signatures."""
+        """The newest records that pass every check, of these values, those that we store and the cached ones. Yields to the event loop
+        in between: a stranger's reply can have thousands of signatures."""
         now = self.now()
-        newest = self._seen[key].good(now) if key in self._seen else {}
+        newest = self._cached[key].valid(now) if key in self._cached else {}
         reported_by: dict[str, set[str]] = {}
         for n, (subkey, data, accounts) in enumerate(self._each(key, values), start=1):
             if n % _CHECKED_AT_ONCE == 0:
@@ -337,14 +341,14 @@ class HivemindDirectory(DirectoryByKey):
             if subkey not in newest or sealed.expires_at > newest[subkey].expires_at:
                 newest[subkey] = sealed
         if key in GLANCED_KEYS:
-            self._seen.setdefault(key, Remembered()).add(newest, reported_by, now)
-            self._seen_at[key] = time.monotonic()
+            self._cached.setdefault(key, Remembered()).add(newest, reported_by, now)
+            self._cached_at[key] = time.monotonic()
         return [newest[subkey] for subkey in sorted(newest)]
 
     def _each(
         self, key: str, values: Mapping[str, Mapping[bytes, Collection[Node]]]
     ) -> Iterator[tuple[str, bytes, Iterable[str]]]:
-        """What others have under the key, and what we hold ourselves: subkey, bytes, and the accounts that have it."""
+        """The values of others under the key, and those that we store: subkey, bytes, and the accounts that have it."""
         for subkey, candidates in values.items():
             for data, nodes in candidates.items():
                 yield subkey, data, (self._service.account(node.peer) for node in nodes)
@@ -354,13 +358,13 @@ class HivemindDirectory(DirectoryByKey):
     # Searching.
 
     async def _lookup(self, ids: Iterable[int]) -> Found:
-        found = await lookup(ids, self._start_nodes, self._ask, self._config.lookup)
-        self._holders.found(self._to_hold(found), time.monotonic())
+        found = await lookup(ids, self._start_nodes, self._query, self._config.lookup)
+        self._holders.found(self._holders_of(found), time.monotonic())
         return found
 
-    def _to_hold(self, found: Found) -> dict[int, tuple[Node, ...]]:
-        """The nodes that keep each key: the nearest, and the nearest of each path, or whoever puts enough ids next to a key on
-        one path would have all of it to withhold."""
+    def _holders_of(self, found: Found) -> dict[int, tuple[Node, ...]]:
+        """The nodes that keep each key: the nearest ones, and the nearest of each path. Otherwise an attacker with enough ids next to
+        a key on one path would hold all copies and could withhold them."""
         kept = self._config.replicas
         return {
             key: tuple(dict.fromkeys((*near[:kept], *found.best[key]))) for key, near in found.nearest.items()
@@ -371,11 +375,11 @@ class HivemindDirectory(DirectoryByKey):
         wanted = key_id(key)
         nodes = self._holders.of(wanted, self._answering(), time.monotonic())
         if not nodes:
-            nodes = self._to_hold(await self._lookup([wanted]))[wanted]
+            nodes = self._holders_of(await self._lookup([wanted]))[wanted]
         return nodes
 
     def _answering(self) -> list[Node]:
-        """The nodes of our routing table, those left out that did not answer lately."""
+        """The nodes of our routing table that are not suspended."""
         return [node for node in self._service.table if not self._calls.is_suspended(node.peer)]
 
     def _start_nodes(self, key: int) -> list[Node]:

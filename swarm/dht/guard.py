@@ -1,8 +1,8 @@
-"""What others may store with us. Pure.
+"""Checks of the records that others ask us to store. Pure.
 
-A record that no reader would believe is not stored either: forged, expired, oversized, of an unknown version, in a
-place or for a time that its author did not sign. Whole values, values without subkeys and what is only to be cached
-are refused unread: ours are records, each under a subkey.
+A record that no reader would accept is not stored either: forged, expired, oversized, of an unknown version, or in a place or
+for a time that its author did not sign. hivemind's whole values, values without subkeys and cache entries are refused
+unread: ours are records, each under a subkey.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fusion.swarm.errors import RecordError
 
 @dataclass(frozen=True)
 class Offer:
-    """What another node asks us to keep: nothing of it has been looked at. `until` in unix seconds."""
+    """A record that another node asks us to store, not yet checked. `until` in unix seconds."""
 
     key: bytes
     subkey: bytes
@@ -27,13 +27,13 @@ class Offer:
 
 
 def check_offer(offer: Offer, now: float) -> str:
-    """The subkey of a record that may be kept. Raises RecordError."""
+    """The subkey of the offered record, if it may be stored. Raises RecordError."""
     if offer.in_cache:
         raise RecordError("only for the cache: there is none")
     if len(offer.data) > MAX_RECORD_BYTES:
         raise RecordError(f"a record of {len(offer.data)} bytes; at most {MAX_RECORD_BYTES}")
     subkey = parse_subkey(offer.subkey)
-    # What has ended is kept for a while as well: our clock may be the one that is ahead.
+    # With grace for expired records: our clock may be the one that is ahead.
     sealed = unseal_anywhere(offer.data, now, grace_seconds=CLOCK_TOLERANCE_SECONDS)
     place = key_id(key_of(sealed.record)).to_bytes(20, "big")
     if offer.key != place or subkey != subkey_of(sealed.record):

@@ -1,8 +1,7 @@
-"""Which nodes keep the keys of a DHT, as far as searches told, and which few of them to ask for many keys. Pure.
+"""Which nodes keep the keys of a DHT, as found by searches, and which few of them to query for many keys. Pure.
 
-A search (`fusion.swarm.dht.lookup`) asks several nodes near each key: where the keys are many, the whole swarm.
-Whoever keeps a key has what the others have that do, so between two searches one of them is enough, another one each
-time.
+A search (`fusion.swarm.dht.lookup`) queries several nodes near each key; for many keys that is the whole swarm. All nodes that
+keep a key have the same records, so between two searches it suffices to query one of them, another one each time.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from fusion.swarm.dht.lookup import Key, Node
 
 
 class Holders:
-    """The `replicas` nearest nodes keep each key, and whoever else a search named to keep it; that is good for `seconds`, unless
-    something speaks against it."""
+    """The `replicas` nearest nodes keep each key, and others that a search named; a result is used for `seconds`, unless a nearer
+    node appears or it is dropped (`forget`)."""
 
     def __init__(self, replicas: int, seconds: float) -> None:
         self._replicas = replicas
         self._seconds = seconds
-        # Until when; those that end first in front.
+        # With the time until which it is used; ascending.
         self._found: dict[Key, tuple[float, tuple[Node, ...]]] = {}
-        self._asked: dict[Key, Node] = {}  # last
+        self._queried: dict[Key, Node] = {}  # last
 
     def found(self, nearest: Mapping[Key, Sequence[Node]], now: float) -> None:
-        """A search met these nodes, the nearest to each key first; `now` in seconds of any clock."""
+        """Take in the nodes that a search found, the nearest to each key first; `now` in seconds of any clock."""
         for key, nodes in nearest.items():
             self._found.pop(key, None)
             self._found[key] = (now + self._seconds, tuple(nodes))
@@ -34,8 +33,8 @@ class Holders:
             self.forget([oldest])
 
     def of(self, key: Key, known: Iterable[Node], now: float) -> tuple[Node, ...]:
-        """The nodes that keep the key; none where a search has to tell: one of the nodes that are `known`, those that
-        answer, may keep it too by now."""
+        """The nodes that keep the key; empty where a search is needed. One is if a node among `known`, those that answer now, lies
+        nearer to the key than the farthest replica and was not found."""
         until, nodes = self._found.get(key, (0.0, ()))
         if now >= until or not nodes:
             return ()
@@ -45,24 +44,24 @@ class Holders:
         return () if newcomers else nodes
 
     def forget(self, keys: Collection[Key] | None = None) -> None:
-        """Search anew for these keys, or for all."""
+        """Drop the results for these keys, or for all."""
         for key in list(self._found) if keys is None else keys:
             self._found.pop(key, None)
-            self._asked.pop(key, None)
+            self._queried.pop(key, None)
 
-    def questions(self, holders: Mapping[Key, Sequence[Node]], draw: random.Random) -> dict[Node, list[Key]]:
-        """Few nodes, and for which keys to ask each: each key of one of its `holders`, and of another one than last time
-        where there are two."""
+    def queries(self, holders: Mapping[Key, Sequence[Node]], draw: random.Random) -> dict[Node, list[Key]]:
+        """Few nodes, each with the keys to query it for: every key once, from one of its `holders`, and from another one than last
+        time where there are two."""
         left = {
-            key: [node for node in nodes if node != self._asked.get(key)] or list(nodes)
+            key: [node for node in nodes if node != self._queried.get(key)] or list(nodes)
             for key, nodes in holders.items()
         }
         chosen: dict[Node, list[Key]] = {}
-        while left:  # the greedy cover
+        while left:  # greedy set cover
             counts = Counter(node for nodes in left.values() for node in nodes)
             best = max(counts, key=lambda node: (counts[node], draw.random()))
             chosen[best] = [key for key, nodes in left.items() if best in nodes]
             for key in chosen[best]:
                 del left[key]
-                self._asked[key] = best
+                self._queried[key] = best
         return chosen

@@ -1,12 +1,11 @@
-"""Finding what a Kademlia DHT holds under some keys, and the nodes nearest to them (Maymounkov and Mazieres 2002,
-section 2.3). Knows ids, distances and an `ask` function; no network, no records.
+"""The iterative Kademlia lookup: the values of some keys, and the nodes nearest to them (Maymounkov and Mazieres 2002, section 2.3).
+Knows ids, distances and a `query` function; no network, no records.
 
-Made for a swarm in which nodes die without a word: a round of questions waits for slow nodes only as long as the
-quick ones make likely, and a node that does not answer costs no more than its own answer.
+Nodes die without notice: once one node has answered, a round waits for the others only as long as its patience lasts, and a
+node that does not answer costs only its own reply.
 
-And in which some nodes lie: a search goes along paths that share no node (S/Kademlia, Baumgart and Mies 2007, section 4.4). What
-one node says leads only its own path astray, a path on which nobody answers any longer is left, and so is one that was
-waited for in two rounds.
+Some nodes lie: a search follows disjoint paths (S/Kademlia, Baumgart and Mies 2007, section 4.4). A reply can mislead only its
+own path; a path is abandoned when nobody on it answers a round, or when it was late in two rounds.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from fusion.swarm.yielding import yielding
 
 Key = int  # 160 bits, like a node's id
 
-LEAST_PATIENCE = 0.2  # of all that there is, for a round after it has been used up
-LATE_ROUNDS = 2  # of a path, after which it is left
-KEYS_AT_ONCE = 32  # of a search, before others run: a few milliseconds
+LEAST_PATIENCE = 0.2  # of `patience_seconds`, for each round after these are used up
+LATE_ROUNDS = 2  # of a path, after which it is abandoned
+KEYS_AT_ONCE = 32  # of a search, before the event loop runs others: a few milliseconds
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Node:
 
 @dataclass(frozen=True)
 class NodeReply:
-    """What one node said: the values it holds (by subkey), and the nodes it knows near each key. Untrusted."""
+    """One node's reply: the values it holds (by subkey), and the nodes it knows near each key. Untrusted."""
 
     values: Mapping[Key, Mapping[str, bytes]]
     nearest: Mapping[Key, Sequence[Node]]
@@ -42,8 +41,8 @@ class NodeReply:
 
 @dataclass(frozen=True)
 class Found:
-    """Every distinct value met, by key and subkey, with the nodes that have it, and the answering nodes nearest to each key, nearest first. `best`: of each
-    path the nearest that answered, which nodes of another path cannot displace."""
+    """Every distinct value found, by key and subkey, with the nodes that have it; the answering nodes nearest to each key, nearest
+    first; `best`: the nearest answering node of each path, which nodes of other paths cannot displace."""
 
     values: Mapping[Key, Mapping[str, Mapping[bytes, Collection[Node]]]]
     nearest: Mapping[Key, tuple[Node, ...]]
@@ -52,11 +51,11 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class LookupConfig:
-    breadth: int = 8  # nodes that must have answered, nearest to the key, before it counts as searched
-    paths: int = 3  # that share no node; each has its part of the breadth
-    rounds: int = 12  # a bound on what nodes that make up neighbours can cost
+    breadth: int = 8  # the nearest nodes that must have answered before a key counts as searched
+    paths: int = 3  # disjoint; each has its part of the breadth
+    rounds: int = 12  # bounds the cost of nodes that make up neighbours
     known_per_key: int = 128
-    # In all, for the rest of rounds in which one node has answered; machines may be busy
+    # Of all rounds together, to wait for more replies after the first of a round
     patience_seconds: float = 2.0
 
     def __post_init__(self) -> None:
@@ -65,19 +64,19 @@ class LookupConfig:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
 
 
-# Answers None where the node failed. Must not raise; may be cancelled.
-Ask = Callable[[Node, tuple[Key, ...]], Awaitable[NodeReply | None]]
+# Returns None where the node failed. Must not raise; may be cancelled.
+Query = Callable[[Node, tuple[Key, ...]], Awaitable[NodeReply | None]]
 
 
 @dataclass
 class _Path:
-    """One way to a key: the nodes that its own nodes named."""
+    """One path to a key: the nodes that its own nodes named."""
 
     breadth: int  # its part of the search's
     known: dict[int, Node] = field(default_factory=dict)
-    asked: set[int] = field(default_factory=set)
+    queried: set[int] = field(default_factory=set)
     late_rounds: int = 0
-    left: bool = False
+    abandoned: bool = False
 
 
 @dataclass
@@ -85,39 +84,39 @@ class _Search:
     """The state of one key's search."""
 
     paths: list[_Path]
-    path_of: dict[int, _Path] = field(default_factory=dict)  # of each node that was asked
+    path_of: dict[int, _Path] = field(default_factory=dict)  # of each queried node
     answered: dict[int, Node] = field(default_factory=dict)
     values: dict[str, dict[bytes, list[Node]]] = field(default_factory=dict)
-    turned_back: bool = False  # to what paths named that were left
+    retried_abandoned: bool = False  # nodes that abandoned paths named
 
 
 async def lookup(
-    keys: Iterable[Key], start: Callable[[Key], Iterable[Node]], ask: Ask, config: LookupConfig
+    keys: Iterable[Key], start: Callable[[Key], Iterable[Node]], query: Query, config: LookupConfig
 ) -> Found:
-    """Search all keys at once, beginning with the nodes `start(key)` gives. A node that is near to several keys is
-    asked for all of them in one question."""
+    """Search for all keys at once, from the nodes `start(key)` gives. A node that is near several keys is queried for all of them
+    in one call."""
     searches: dict[Key, _Search] = {}
     async for key in yielding(keys, KEYS_AT_ONCE):
         searches[key] = _Search(_paths(start(key), config))
     patience = config.patience_seconds
     for turn in range(config.rounds):
-        questions: dict[Node, list[Key]] = {}
-        asked: dict[Key, set[int]] = {}
+        queries: dict[Node, list[Key]] = {}
+        queried: dict[Key, set[int]] = {}
         async for key in yielding(searches, KEYS_AT_ONCE):
             nodes = _next(key, searches[key], turn)
-            asked[key] = {node.id for node in nodes}
+            queried[key] = {node.id for node in nodes}
             for node in nodes:
-                questions.setdefault(node, []).append(key)
-        if not questions:
+                queries.setdefault(node, []).append(key)
+        if not queries:
             break
-        answers, late, waited = await _ask_round(questions, ask, patience)
-        # Never none: whoever answers a little later than the first is no liar, and must be heard.
+        replies, late, waited = await _query_round(queries, query, patience)
+        # Never zero: a node that answers a little after the first is no liar and must count.
         patience = max(patience - waited, config.patience_seconds * LEAST_PATIENCE)
-        for node, answer in answers.items():
-            async for key in yielding(questions[node], KEYS_AT_ONCE):
-                _take(searches[key], key, node, answer, config.known_per_key)
+        for node, reply in replies.items():
+            async for key in yielding(queries[node], KEYS_AT_ONCE):
+                _add_reply(searches[key], key, node, reply, config.known_per_key)
         async for key in yielding(searches, KEYS_AT_ONCE):
-            _leave(searches[key], asked[key], late)
+            _abandon_paths(searches[key], queried[key], late)
     return Found(
         {key: search.values for key, search in searches.items()},
         {key: tuple(_nearest(key, s.answered.values())[: config.breadth]) for key, s in searches.items()},
@@ -126,7 +125,7 @@ async def lookup(
 
 
 def _paths(start: Iterable[Node], config: LookupConfig) -> list[_Path]:
-    """The start nodes dealt out to the paths; each has its part of the breadth."""
+    """The start nodes dealt to the paths in turn; each path has its part of the breadth."""
     nodes = list(start)
     count = max(1, min(config.paths, config.breadth, len(nodes)))
     paths = [_Path(config.breadth // count + (n < config.breadth % count)) for n in range(count)]
@@ -136,35 +135,37 @@ def _paths(start: Iterable[Node], config: LookupConfig) -> list[_Path]:
 
 
 def _next(key: Key, search: _Search, turn: int) -> list[Node]:
-    """The nodes to ask now: on each path, of the nearest that may still answer on it, those not asked yet."""
+    """The nodes to query in this round: on each path, of its nearest nodes that may still answer on it, those not queried yet."""
     chosen = []
     for n in range(len(search.paths)):
-        path = search.paths[(n + turn) % len(search.paths)]  # whose turn it is takes first
-        if path.left:
+        path = search.paths[
+            (n + turn) % len(search.paths)
+        ]  # rotated, so that each path chooses first in turn
+        if path.abandoned:
             continue
         hopeful = [
             node
             for node in path.known.values()
-            if node.id not in search.path_of or (node.id in path.asked and node.id in search.answered)
+            if node.id not in search.path_of or (node.id in path.queried and node.id in search.answered)
         ]
         for node in _nearest(key, hopeful)[: path.breadth]:
             if node.id not in search.path_of:
                 search.path_of[node.id] = path
-                path.asked.add(node.id)
+                path.queried.add(node.id)
                 chosen.append(node)
-    return chosen or _passed_over(key, search)
+    return chosen or _skipped(key, search)
 
 
-def _passed_over(key: Key, search: _Search) -> list[Node]:
-    """Where the paths have ended: the nodes nearer than some that answered that no path had a turn for. What a path names
-    that was left may be made up: of that only what is nearer than all that answered, and once."""
+def _skipped(key: Key, search: _Search) -> list[Node]:
+    """Once the paths have ended: nodes nearer than some that answered, which no path has queried. Nodes named on an abandoned path
+    may be made up: of those only such that are nearer than all that answered, and once."""
     breadth = sum(path.breadth for path in search.paths)
-    fresh = _unasked(search, left=False)
+    fresh = _unqueried(search, abandoned=False)
     nearest = _nearest(key, [*search.answered.values(), *fresh.values()])[:breadth]
     chosen = [node for node in nearest if node.id in fresh]
-    if not chosen and not search.turned_back:
-        search.turned_back = True
-        named = _nearest(key, _unasked(search, left=True).values())[:breadth]
+    if not chosen and not search.retried_abandoned:
+        search.retried_abandoned = True
+        named = _nearest(key, _unqueried(search, abandoned=True).values())[:breadth]
         best = min((id_ ^ key for id_ in search.answered), default=None)
         chosen = [node for node in named if best is None or node.id ^ key < best]
     for node in chosen:
@@ -172,26 +173,26 @@ def _passed_over(key: Key, search: _Search) -> list[Node]:
     return chosen
 
 
-def _unasked(search: _Search, *, left: bool) -> dict[int, Node]:
-    """What the paths have named that go on, or that were left."""
+def _unqueried(search: _Search, *, abandoned: bool) -> dict[int, Node]:
+    """The nodes that the active paths have named, or the abandoned ones."""
     return {
         node.id: node
         for path in search.paths
-        if path.left == left
+        if path.abandoned == abandoned
         for node in path.known.values()
         if node.id not in search.path_of
     }
 
 
-def _leave(search: _Search, asked: set[int], late: set[int]) -> None:
-    """Leave the paths on which nobody answered who was asked in this round, and those with somebody who was waited for in
-    vain a second time, but for the last one."""
+def _abandon_paths(search: _Search, queried: set[int], late: set[int]) -> None:
+    """Abandon the paths on which no node queried in this round answered, and those late for the second time; but not the last active
+    one."""
     for path in search.paths:
-        fresh = path.asked & asked
-        others = any(not other.left for other in search.paths if other is not path)
+        fresh = path.queried & queried
+        others = any(not other.abandoned for other in search.paths if other is not path)
         path.late_rounds += bool(fresh & late)
         if fresh and others and (path.late_rounds >= LATE_ROUNDS or not fresh & search.answered.keys()):
-            path.left = True
+            path.abandoned = True
 
 
 def _best(key: Key, search: _Search) -> tuple[Node, ...]:
@@ -206,43 +207,43 @@ def _nearest(key: Key, among: Iterable[Node]) -> list[Node]:
     return sorted(among, key=lambda node: node.id ^ key)
 
 
-def _take(search: _Search, key: Key, node: Node, answer: NodeReply, known_per_key: int) -> None:
+def _add_reply(search: _Search, key: Key, node: Node, reply: NodeReply, known_per_key: int) -> None:
     search.answered[node.id] = node
-    for subkey, value in answer.values.get(key, {}).items():
+    for subkey, value in reply.values.get(key, {}).items():
         search.values.setdefault(subkey, {}).setdefault(value, []).append(node)
     known = search.path_of[node.id].known
-    for other in answer.nearest.get(key, ()):
+    for other in reply.nearest.get(key, ()):
         if len(known) >= known_per_key:
             break
         known.setdefault(other.id, other)
 
 
-async def ask_all(
-    questions: Mapping[Node, Sequence[Key]], ask: Ask, patience_seconds: float
+async def query_all(
+    queries: Mapping[Node, Sequence[Key]], query: Query, patience_seconds: float
 ) -> dict[Node, NodeReply]:
-    """What the nodes answered that did, each to its own keys. Once one has, the others are given `patience_seconds`."""
-    return (await _ask_round(questions, ask, patience_seconds))[0]
+    """The replies of the nodes that answered, each for its own keys. After the first reply it waits `patience_seconds` for more."""
+    return (await _query_round(queries, query, patience_seconds))[0]
 
 
-async def _ask_round(
-    questions: Mapping[Node, Sequence[Key]], ask: Ask, patience_seconds: float
+async def _query_round(
+    queries: Mapping[Node, Sequence[Key]], query: Query, patience_seconds: float
 ) -> tuple[dict[Node, NodeReply], set[int], float]:
-    """As `ask_all`, with the ids of the nodes that had not answered by then, and how many seconds they were given."""
-    tasks = {asyncio.ensure_future(ask(node, tuple(keys))): node for node, keys in questions.items()}
+    """As `query_all`, with the ids of the nodes that had not answered, and the seconds waited after the first reply."""
+    tasks = {asyncio.ensure_future(query(node, tuple(keys))): node for node, keys in queries.items()}
     waiting = set(tasks)
-    answers: dict[Node, NodeReply] = {}
+    replies: dict[Node, NodeReply] = {}
     loop = asyncio.get_running_loop()
-    first: float | None = None  # when one answered; the round has no end before that
+    first: float | None = None  # when the first reply arrived; until then the round does not end
     try:
         while waiting and (first is None or loop.time() < first + patience_seconds):
             left = None if first is None else first + patience_seconds - loop.time()
             done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                answer = task.result()
-                if answer is not None:
-                    answers[tasks[task]] = answer
+                reply = task.result()
+                if reply is not None:
+                    replies[tasks[task]] = reply
                     first = loop.time() if first is None else first
         waited = 0.0 if first is None else loop.time() - first
     finally:
         await cancel_all(waiting)
-    return answers, {tasks[task].id for task in waiting}, waited
+    return replies, {tasks[task].id for task in waiting}, waited

@@ -1,9 +1,9 @@
-"""What a node keeps for others: bounded in all, by key and by record, and shared out fairly. Knows no signatures.
+"""The records that a node stores for others: bounded in all, by key and by record, in fair shares. Knows no signatures.
 
-Everything is charged to whoever sent it: its author as a rule, who is connected to us under the key it signs with, so
-that a thousand authors made up by one peer share what is one peer's, under each key as well. Where there is no room, whoever
-takes most loses what it renewed longest ago; a sender that takes most itself loses its own. So a node that is full of one
-stranger's records has room for everybody else's, however late they end.
+Records are charged to the account of their sender: as a rule the author, connected to us under the key it signs with, so that a
+thousand authors made up by one peer have one peer's share, under each key as well. Where there is no room, the account with
+most bytes loses the record that it renewed longest ago, possibly the sender's own. So a node that is full of one stranger's
+records has room for everybody else's, however late they expire.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from fusion.swarm.dht.values import MAX_SUBKEYS
 
-OWN = ""  # the account of what we publish ourselves: never made room of
+OWN = ""  # the account of our own records: never evicted
 MAX_OF_AN_AUTHOR = 64  # records under one key
-_RECORD_BYTES = 600  # what Python takes for a record beside its bytes
+_RECORD_BYTES = 600  # Python's overhead of a record
 
 Slot = tuple[int, str]  # a key and a subkey
 
@@ -25,8 +25,8 @@ Slot = tuple[int, str]  # a key and a subkey
 @dataclass(frozen=True, kw_only=True)
 class StoreLimits:
     total_bytes: int = 64 << 20
-    key_bytes: int = 768 << 10  # an answer carries at least one key
-    # Of these what one peer has sent, or one network: whoever works under a key reads all of it at every heartbeat.
+    key_bytes: int = 768 << 10  # below an answer, which carries at least one whole key
+    # Of these from one peer, or one network: readers of a key read all of it at every heartbeat.
     peer_key_bytes: int = 96 << 10
     network_key_bytes: int = 384 << 10
     subkeys: int = MAX_SUBKEYS
@@ -42,7 +42,7 @@ class Kept:
     data: bytes
     until: float  # unix seconds
     sender: str  # the peer that sent it
-    account: str  # whose share it takes: the sender's, or that of its network
+    account: str  # charged for it: the sender, or its public network
 
 
 def size_of(subkey: str, kept: Kept) -> int:
@@ -54,8 +54,8 @@ def author_in(subkey: str) -> str:
 
 
 def loser(shares: Mapping[str, int], newcomer: str, added: int) -> str | None:
-    """Whose records make room for `added` bytes of `newcomer`, which holds `shares[newcomer]` now: whoever holds more than
-    it would then, and of them who holds most; else the newcomer itself. None: it has nothing to give, and is refused."""
+    """The account whose records are evicted for `added` bytes of `newcomer`, which holds `shares[newcomer]` now: the largest one if
+    it holds more than the newcomer then would; else the newcomer itself. None: the newcomer has nothing to evict, and is refused."""
     others = {account: held for account, held in shares.items() if account not in (OWN, newcomer) and held}
     most = max(others, key=lambda account: (others[account], account), default=None)
     if most is not None and others[most] > shares.get(newcomer, 0) + added:
@@ -64,9 +64,9 @@ def loser(shares: Mapping[str, int], newcomer: str, added: int) -> str | None:
 
 
 def displaces(subkey: str, new: Kept, old: Kept) -> bool:
-    """Whether a record takes the place of an older version of it. It has to end later; and while its author itself keeps
-    it with us, nobody else does that for it (and has it charged to another account). What we say ourselves always does:
-    it ends sooner than before once our clock was set back."""
+    """Whether a record replaces an older version of it. It has to expire later; and while its author itself stores it with us, no
+    other sender may replace it (and have it charged to another account). Our own always does: it expires sooner than before once
+    our clock was set back."""
     if new.account == OWN:
         return True
     author = author_in(subkey)
@@ -77,11 +77,13 @@ def displaces(subkey: str, new: Kept, old: Kept) -> bool:
 
 @dataclass(slots=True)
 class _AtKey:
-    """What is kept under one key, and what of it is whose: counted as it comes, since strangers write to full keys."""
+    """The records under one key, with totals by account, kept up to date since strangers write to full keys."""
 
     records: dict[str, Kept] = field(default_factory=dict)  # by subkey
     shares: Counter[str] = field(default_factory=Counter)  # bytes by account
-    subkeys: dict[str, dict[str, None]] = field(default_factory=dict)  # by account, renewed longest ago first
+    subkeys: dict[str, dict[str, None]] = field(
+        default_factory=dict
+    )  # by account, least recently renewed first
     of_author: Counter[str] = field(default_factory=Counter)  # records
     bytes: int = 0
 
@@ -114,10 +116,10 @@ class RecordStore:
     def __init__(self, limits: StoreLimits | None = None) -> None:
         self.limits = limits or StoreLimits()
         self._keys: dict[int, _AtKey] = {}
-        self._slots: dict[str, dict[Slot, None]] = {}  # of each account, renewed longest ago first
+        self._slots: dict[str, dict[Slot, None]] = {}  # of each account, least recently renewed first
         self._shares: Counter[str] = Counter()
-        self._largest: list[tuple[int, str]] = []  # a heap, -bytes first; what is no longer so is passed over
-        self._ends: list[tuple[float, Slot]] = []  # a heap as well
+        self._largest: list[tuple[int, str]] = []  # a heap of (-bytes, account); stale entries are skipped
+        self._ends: list[tuple[float, Slot]] = []  # a heap, too
         self._records = 0
         self._total = 0
 
@@ -133,12 +135,12 @@ class RecordStore:
         return iter(self._keys)
 
     def at(self, key: int, now: float) -> Mapping[str, Kept]:
-        """What is kept under a key, by subkey."""
+        """The records under a key, by subkey."""
         self._expire(now)
         return self._keys.get(key, _NOTHING).records
 
     def put(self, key: int, subkey: str, kept: Kept, now: float) -> bool:
-        """Keep a record until it ends; whether it is kept now."""
+        """Store a record until it expires; whether it is stored now."""
         self._expire(now)
         old = self._keys.get(key, _NOTHING).records.get(subkey)
         if kept.until <= now or (old is not None and not displaces(subkey, kept, old)):
@@ -153,29 +155,29 @@ class RecordStore:
         return True
 
     def _make_room(self, key: int, subkey: str, kept: Kept) -> bool:
-        if kept.account == OWN:  # what we say about ourselves can always be had from us
+        if kept.account == OWN:  # our own records can always be read from us
             return True
         size, limits = size_of(subkey, kept), self.limits
-        beside = self._keys.get(key, _NOTHING)
+        at_key = self._keys.get(key, _NOTHING)
         author, several, _ = subkey.partition("/")
-        if several and beside.of_author[author] >= MAX_OF_AN_AUTHOR:
+        if several and at_key.of_author[author] >= MAX_OF_AN_AUTHOR:
             return False
         most = limits.peer_key_bytes if kept.account == kept.sender else limits.network_key_bytes
         if size > most:
             return False
-        while beside.shares[kept.account] + size > most:
-            self._drop((key, next(iter(beside.subkeys[kept.account]))))
-        while beside.records and (
-            len(beside.records) >= limits.subkeys or beside.bytes + size > limits.key_bytes
+        while at_key.shares[kept.account] + size > most:
+            self._drop((key, next(iter(at_key.subkeys[kept.account]))))
+        while at_key.records and (
+            len(at_key.records) >= limits.subkeys or at_key.bytes + size > limits.key_bytes
         ):
-            if (account := loser(beside.shares, kept.account, size)) is None:
+            if (account := loser(at_key.shares, kept.account, size)) is None:
                 return False
-            self._drop((key, next(iter(beside.subkeys[account]))))
-        return self._fits_in_all(kept.account, size)
+            self._drop((key, next(iter(at_key.subkeys[account]))))
+        return self._make_room_in_all(kept.account, size)
 
-    def _fits_in_all(self, account: str, size: int) -> bool:
+    def _make_room_in_all(self, account: str, size: int) -> bool:
         while self._total + size > self.limits.total_bytes:
-            most = self._most()
+            most = self._largest_account()
             pair = {account: self._shares[account]} | ({most: self._shares[most]} if most is not None else {})
             found = loser(pair, account, size)
             if found is None:
@@ -183,8 +185,8 @@ class RecordStore:
             self._drop(next(iter(self._slots[found])))
         return True
 
-    def _most(self) -> str | None:
-        """The account that takes most."""
+    def _largest_account(self) -> str | None:
+        """The account with most bytes."""
         while self._largest and self._shares[self._largest[0][1]] != -self._largest[0][0]:
             heapq.heappop(self._largest)
         return self._largest[0][1] if self._largest else None
@@ -220,7 +222,7 @@ class RecordStore:
             )
 
     def _push(self, heap: list, entry: tuple, living: Callable[[], list]) -> None:  # type: ignore[type-arg]
-        """`entry`, and where most of a heap is no longer so, only what is."""
+        """Push `entry`; rebuild the heap from `living` once most of its entries are stale."""
         heapq.heappush(heap, entry)
         if len(heap) > 4 * self._records + 1024:
             heap[:] = living()

@@ -1,7 +1,8 @@
-"""What was read under a key that all peers or jobs share, until it ends: so no answer needs to have all of it. Pure.
+"""A cache of the records read under a key that all peers or jobs share, until they expire: so no single reply needs to have all of
+them. Pure.
 
-Where it is too much, room is shared out among those who report it, as names are free: a node that reports a thousand of its own
-keeps out nothing that others report.
+Where it is full, those who report records have equal shares, since peer ids are free: a node that reports a thousand records of
+its own displaces none that others report.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ _REPORTERS = 16  # remembered of each record
 
 
 class Remembered:
-    """The records of one key, by subkey. Those who report them are accounts: peers, or the networks that they are in."""
+    """The records of one key, by subkey, and the accounts that reported them: peers, or their public networks."""
 
     def __init__(self, most: int = MAX_SUBKEYS) -> None:
         self._most = most
-        self._records: dict[str, Sealed] = {}  # known longest first
-        self._reported_by: dict[str, tuple[str, ...]] = {}  # those that did first
+        self._records: dict[str, Sealed] = {}  # oldest first
+        self._reported_by: dict[str, tuple[str, ...]] = {}  # the first ones
 
-    def good(self, now: float) -> dict[str, Sealed]:
-        return {subkey: sealed for subkey, sealed in self._records.items() if sealed.is_good(now)}
+    def valid(self, now: float) -> dict[str, Sealed]:
+        return {subkey: sealed for subkey, sealed in self._records.items() if sealed.is_valid(now)}
 
     def add(
         self, records: Mapping[str, Sealed], reported_by: Mapping[str, Collection[str]], now: float
     ) -> None:
-        """Checked records; of two under one subkey the one that ends later stays."""
-        merged = self.good(now)
+        """Add checked records; of two under one subkey the one that expires later stays."""
+        merged = self.valid(now)
         for subkey, sealed in records.items():
             if subkey not in merged or sealed.expires_at > merged[subkey].expires_at:
                 merged[subkey] = sealed
@@ -38,14 +39,14 @@ class Remembered:
             subkey: tuple(dict.fromkeys((*self._reported_by.get(subkey, ()), *reported_by.get(subkey, ()))))
             for subkey in merged
         }
-        kept = merged if len(merged) <= self._most else fairly(reporters, self._most)
+        kept = merged if len(merged) <= self._most else fair_share(reporters, self._most)
         self._records = {subkey: merged[subkey] for subkey in kept}
         self._reported_by = {subkey: reporters[subkey][:_REPORTERS] for subkey in kept}
 
 
-def fairly(reported_by: Mapping[str, Collection[str]], most: int) -> list[str]:
-    """At most so many of the names: of what each account reports as many as its share, and of the rest those known longest, which
-    come first. A name that several report takes the share of the one that has most of it left."""
+def fair_share(reported_by: Mapping[str, Collection[str]], most: int) -> list[str]:
+    """At most `most` of the names: as many of each account as its equal share, then the oldest of the rest (the order of
+    `reported_by`). A name that several report counts against the account with most of its share left."""
     accounts = {account for reporters in reported_by.values() for account in reporters}
     share = most // max(1, len(accounts))
     taken: Counter[str] = Counter()

@@ -1,5 +1,5 @@
-"""Which nodes we know: Kademlia's buckets (Maymounkov and Mazieres 2002, sections 2.4 and 4.2, b = 5), with at most two
-of a public network in each, so that whoever owns one network does not become all of our neighbourhood. Pure."""
+"""The routing table: Kademlia's buckets (Maymounkov and Mazieres 2002, sections 2.4 and 4.2, b = 5), with at most two nodes of
+a public network in each, so that the owner of one network cannot fill our neighbourhood. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ BUCKET_NODES = 20
 _BITS = 160
 _DEPTH_STEP = 5
 
-Bucket = tuple[int, int]  # how many bits of an id it is about, and these
+Bucket = tuple[int, int]  # the length of an id's prefix in bits, and the prefix
 
 
 def bucket_of(own: int, other: int) -> Bucket:
-    """Far from us a bucket is all ids with the same first five bits; the nearer, the more bits, five at a time."""
+    """The bucket of an id: its prefix up to the next multiple of five bits above those that it shares with ours."""
     shared = _BITS - (own ^ other).bit_length()
     depth = min(_BITS, (shared // _DEPTH_STEP + 1) * _DEPTH_STEP)
     return depth, other >> (_BITS - depth)
@@ -26,7 +26,7 @@ def bucket_of(own: int, other: int) -> Bucket:
 class RoutingTable:
     def __init__(self, own: int) -> None:
         self._own = own
-        # With their subnets; the one seen last comes last
+        # With their subnets, least recently seen first
         self._buckets: dict[Bucket, dict[Node, str | None]] = {}
 
     def __iter__(self) -> Iterator[Node]:
@@ -40,8 +40,8 @@ class RoutingTable:
         return node in self._buckets.get(bucket_of(self._own, node.id), ())
 
     def seen(self, node: Node, subnet: str | None = None) -> bool:
-        """A node was heard of by itself; whether it is in the table now. Whoever has long been there stays: a full bucket
-        takes nobody."""
+        """Note a message from the node itself; whether it is in the table now. A full bucket admits no new node, so long-lived
+        ones stay."""
         bucket = self._buckets.setdefault(bucket_of(self._own, node.id), {})
         if node in bucket:
             bucket[node] = bucket.pop(node)
@@ -52,7 +52,7 @@ class RoutingTable:
         return True
 
     def oldest_beside(self, node: Node) -> Node | None:
-        """The node that would have to make room for `node`: of a full bucket the one not heard of for the longest."""
+        """The node to evict for `node`: the least recently seen of its bucket, where that is full."""
         bucket = self._buckets.get(bucket_of(self._own, node.id), {})
         return next(iter(bucket)) if len(bucket) >= BUCKET_NODES else None
 

@@ -1,8 +1,8 @@
-"""What our node does for others: keeps records, tells what it keeps and whom it knows. All of it bounded.
+"""Answers other nodes' calls: stores records, and returns them and the nodes that we know. All of it bounded.
 
-Every request is paid for out of its sender's budget before it is worked on, and none can cost more than a few milliseconds of
-the loop that also renews our leases. A node whose id does not follow from its peer id is not taken note of. Whoever is new
-in our table is offered what it should keep from now on, a little at a time and once.
+Every request is charged to its sender's budget before any work on it, and none can cost more than a few milliseconds of the
+loop that also renews our leases. A node whose id does not follow from its peer id is ignored. A node that is new in our table
+is offered, once and a little at a time, the records that it should keep from now on.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 ANSWER_BYTES = 1 << 20  # of values; more only where one key alone has more
 BUSY = "busy: ask less"
-SUBNET_PEERS = 4  # a network may use as much of us as so many peers
-_NEWCOMERS = 64  # waiting to be let in
-# Of them; one that answers slowly takes as long as it likes to be asked and offered records
+SUBNET_PEERS = 4  # the budget of a public network, in peers'
+_NEWCOMERS = 64  # waiting to be admitted
+# Of them, since a slow one may take long to answer and to store records
 _ADMITTED_AT_ONCE = 8
-_HANDED_OVER = 512  # records to one newcomer
-_WALKED_KEYS = 4096  # looked through for it
+_REPLICATED = 512  # records to one newcomer
+_WALKED_KEYS = 4096  # examined for it
 _WALKED_AT_ONCE = 32
 # Tokens: tenths of a millisecond.
 _REQUEST = 1.0
@@ -43,17 +43,17 @@ _KEY = 0.25
 _ANSWERED_KIB = 0.05
 _NEWCOMER = 100.0
 
-# Which of the offers the node took; none of them where it did not answer.
+# Which of the offers the node stored; empty where it did not answer.
 Send = Callable[[Node, Sequence[Offer]], Awaitable[Sequence[bool]]]
 
 
 class Busy(ValueError):
-    """A peer has used up what it may use of us."""
+    """The sender has used up its budget."""
 
 
 def falls_to(key: int, newcomer: int, own: int, others: Sequence[int], replicas: int) -> bool:
-    """Whether we are to offer a newcomer what we keep under a key: of all who keep it we are the nearest, and it will be
-    one of them. `others`: the nodes nearest to the key besides us both, nearest first."""
+    """Whether we have to offer a newcomer our records of a key: we are the nearest of its holders, and the newcomer becomes one of
+    them. `others`: the nodes nearest to the key besides us both, nearest first."""
     nearest = others[:replicas]
     if any(other ^ key < own ^ key for other in nearest):
         return False
@@ -69,13 +69,13 @@ class DhtService:
         now: Callable[[], float],
         subnets: Callable[[], Awaitable[Mapping[PeerId, str]]],
         send: Send,
-        lives: Callable[[Node], Awaitable[bool]],
+        is_alive: Callable[[Node], Awaitable[bool]],
         *,
         replicas: int,
         budget: BudgetConfig | None = None,
     ) -> None:
-        """`now`: unix seconds, by the swarm's clock. `subnets`: of the peers that are connected with us, those in public
-        networks. `send`: offer records to a node. `lives`: ask one for a sign of life."""
+        """`now`: unix seconds, by the swarm's clock. `subnets`: the public networks of connected peers. `send` offers records to a
+        node. `is_alive` pings one."""
         self.table = RoutingTable(node_id(own))
         self.records = RecordStore()
         self._own = node_id(own)
@@ -83,45 +83,45 @@ class DhtService:
         self._subnets = subnets
         self._subnet_of: Mapping[PeerId, str] = {}
         self._send = send
-        self._lives = lives
+        self._is_alive = is_alive
         self._replicas = replicas
         budget = budget or BudgetConfig()
         self._budget = RequestBudget(budget)
         self._of_subnets = RequestBudget(
             BudgetConfig(per_second=SUBNET_PEERS * budget.per_second, burst=SUBNET_PEERS * budget.burst)
         )
-        self._newcomers: dict[Node, bool] = {}  # whether it is being let in already
+        self._newcomers: dict[Node, bool] = {}  # whether its admission has begun
         self._admitting: set[asyncio.Task[None] | None] = set()
 
     async def aclose(self) -> None:
         await cancel_all(task for task in self._admitting if task is not None)
 
-    # What others ask.
+    # Others' calls.
 
     def ping(self, sender: Sender) -> None:
         self._pay(sender, _REQUEST)
-        self._meet(sender)
+        self._note_sender(sender)
 
     def store(self, sender: Sender, offers: Sequence[Offer]) -> list[bool]:
         self._pay(sender, _REQUEST + _OFFER * len(offers))
-        self._meet(sender)
-        return [self._keep(sender, offer) for offer in offers]
+        self._note_sender(sender)
+        return [self._store(sender, offer) for offer in offers]
 
     def find(self, sender: Sender, keys: Sequence[int]) -> list[FoundAt]:
-        """Of as many of the keys as an answer has room for: the first ones."""
+        """The results for as many of the keys, from the first, as an answer has room for."""
         self._pay(sender, _REQUEST + _KEY * len(keys))
-        self._meet(sender)
-        told: list[tuple[int, Mapping[str, Kept]]] = []
+        self._note_sender(sender)
+        fitting: list[tuple[int, Mapping[str, Kept]]] = []
         total = 0
         for key in keys:
             values = self.values(key)
             size = sum(len(subkey) + len(kept.data) for subkey, kept in values.items())
-            if told and total + size > ANSWER_BYTES:
+            if fitting and total + size > ANSWER_BYTES:
                 break
-            told.append((key, values))
+            fitting.append((key, values))
             total += size
         self._pay(sender, _ANSWERED_KIB * total / 1024)
-        return [self._found(sender.peer, key, values) for key, values in told]
+        return [self._found(sender.peer, key, values) for key, values in fitting]
 
     def _found(self, sender: PeerId, key: int, values: Mapping[str, Kept]) -> FoundAt:
         packed = pack_values((s, kept.data, kept.until) for s, kept in values.items()) if values else None
@@ -135,7 +135,7 @@ class DhtService:
         if not spend_all(accounts, tokens):
             raise Busy(BUSY)
 
-    def _keep(self, sender: Sender, offer: Offer) -> bool:
+    def _store(self, sender: Sender, offer: Offer) -> bool:
         now = self._now()
         try:
             subkey = check_offer(offer, now)
@@ -146,10 +146,10 @@ class DhtService:
         return self.records.put(int.from_bytes(offer.key, "big"), subkey, kept, now)
 
     def account(self, peer: PeerId) -> str:
-        """Whose share a node's part in things counts as: its own, or that of its public network, where that is known."""
+        """The account of a node: itself, or its public network, where that is known."""
         return self._subnet_of.get(peer, peer)
 
-    # What we keep.
+    # Our records.
 
     def values(self, key: int) -> Mapping[str, Kept]:
         return self.records.at(key, self._now())
@@ -157,10 +157,10 @@ class DhtService:
     def keep_own(self, key: int, subkey: str, data: bytes, until: float) -> None:
         self.records.put(key, subkey, Kept(data, until, OWN, OWN), self._now())
 
-    # Whom we know.
+    # Our routing table.
 
-    def _meet(self, sender: Sender) -> None:
-        if not sender.claimed:  # a client: no node
+    def _note_sender(self, sender: Sender) -> None:
+        if not sender.claimed:  # a client is no node
             return
         node = Node(node_id(sender.peer), sender.peer)
         if sender.claimed != node.id.to_bytes(ID_BYTES, "big"):
@@ -173,7 +173,7 @@ class DhtService:
                 self._admitting.add(asyncio.create_task(self._admit_waiting(), name="new DHT nodes"))
 
     async def admit(self, node: Node) -> bool:
-        """Take note of a node that answered us or asked; whether it is in our table now."""
+        """Enter a node that answered or called us in our table; whether it is there now."""
         if node not in self.table and node.peer not in self._subnet_of:
             self._subnet_of = await self._subnets()
         return self.table.seen(node, self._subnet_of.get(node.peer))
@@ -185,24 +185,24 @@ class DhtService:
             ) is not None:
                 self._newcomers[node] = True
                 try:
-                    await self._let_in(node)
+                    await self._admit_newcomer(node)
                 finally:
                     del self._newcomers[node]
         finally:
-            # At once: whoever comes from now on needs another task.
+            # At once: later newcomers need another task.
             self._admitting.discard(asyncio.current_task())
 
-    async def _let_in(self, node: Node) -> None:
+    async def _admit_newcomer(self, node: Node) -> None:
         known = await self.admit(node)
         oldest = self.table.oldest_beside(node)
-        if not known and oldest is not None and not await self._lives(oldest):
+        if not known and oldest is not None and not await self._is_alive(oldest):
             self.table.remove(oldest)
             known = await self.admit(node)
         if known:
-            await self._hand_over(node)
+            await self._replicate_to(node)
 
-    async def _hand_over(self, newcomer: Node) -> None:
-        handed: list[Offer] = []
+    async def _replicate_to(self, newcomer: Node) -> None:
+        offers: list[Offer] = []
         keys = list(islice(self.records.keys(), _WALKED_KEYS))
         for at in range(0, len(keys), _WALKED_AT_ONCE):
             for key in keys[at : at + _WALKED_AT_ONCE]:
@@ -211,10 +211,10 @@ class DhtService:
                 if falls_to(key, newcomer.id, self._own, others, self._replicas):
                     place = key.to_bytes(ID_BYTES, "big")
                     values = self.values(key).items()
-                    handed += [Offer(place, msgpack.packb(s), kept.data, kept.until) for s, kept in values]
-            if len(handed) >= _HANDED_OVER:
+                    offers += [Offer(place, msgpack.packb(s), kept.data, kept.until) for s, kept in values]
+            if len(offers) >= _REPLICATED:
                 break
             await asyncio.sleep(0)
-        for at in range(0, min(len(handed), _HANDED_OVER), MAX_OFFERS):
-            if not await self._send(newcomer, handed[at : at + MAX_OFFERS]):
-                return  # it does not answer, and others wait to be let in
+        for at in range(0, min(len(offers), _REPLICATED), MAX_OFFERS):
+            if not await self._send(newcomer, offers[at : at + MAX_OFFERS]):
+                return  # it does not answer, and others wait to be admitted

@@ -1,5 +1,5 @@
-"""Records on their way to other nodes: those that are published at the same moment go to a node in one request. A peer with
-dozens of stages renews dozens of claims at once, and a request costs both sides more than a record does."""
+"""Batches the records that are published to one node at the same moment into one request: a peer with dozens of stages renews
+dozens of claims at once, and a request costs both sides more than a record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusion.swarm.dht.lookup import Node
 from fusion.swarm.dht.wire import MAX_OFFERS
 from fusion.swarm.transport import PeerId
 
-# Which of the offers the node took; none of them where it did not answer.
+# Which of the offers the node stored; empty where it did not answer.
 Store = Callable[[Node, Sequence[Offer]], Awaitable[list[bool]]]
 Waiting = tuple[Offer, asyncio.Future[bool]]
 
@@ -24,7 +24,7 @@ class StoreBatches:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def store(self, node: Node, offer: Offer) -> bool:
-        """Whether the node took it. Whoever gives up waiting does not stop the others' request."""
+        """Whether the node stored it. Cancelling one caller does not cancel the request for the others."""
         taken: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(node.peer, [])
         waiting.append((offer, taken))
@@ -34,12 +34,12 @@ class StoreBatches:
 
     async def aclose(self) -> None:
         await cancel_all(self._tasks)
-        for waiting in self._waiting.values():  # whose task had not begun
+        for waiting in self._waiting.values():  # whose task has not started
             _set_results(waiting, [])
         self._waiting.clear()
 
     async def _send(self, node: Node) -> None:
-        # It runs once everybody who is ready now has come.
+        # A new task runs after all callers that are ready now have added theirs.
         waiting = self._waiting.pop(node.peer)
         parts = [waiting[at : at + MAX_OFFERS] for at in range(0, len(waiting), MAX_OFFERS)]
         await asyncio.gather(*(self._send_part(node, part) for part in parts))

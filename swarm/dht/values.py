@@ -1,9 +1,8 @@
-"""How hivemind writes the values of a key that has subkeys, read with caps: it comes from strangers.
+"""hivemind's encoding of the values of a key with subkeys, decoded with caps since it comes from strangers.
 
-A value is msgpack extension 0x50 around `[maxsize, latest_expiration, [[subkey, bytes, expiration], ...]]`. Only
-subkeys and bytes are read: what a record is worth stands in the signed bytes. It is read one item after another, with
-no container inside an item, so that what it takes is what arrived, and nothing is unpacked by code of hivemind's, which
-follows extensions inside extensions until the stack ends.
+A value is msgpack extension 0x50 around `[maxsize, latest_expiration, [[subkey, bytes, expiration], ...]]`. Only subkeys
+and bytes are used: the signed bytes have all else. Items are decoded one by one, without nested containers, so that memory
+is bounded by the bytes received; hivemind's own decoder would follow nested extensions until the stack overflows.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ _DICTIONARY = 0x50
 
 
 def key_id(key: str) -> int:
-    """Where in the 160-bit space a key lies: hivemind's `DHTID.generate(source=key)`."""
+    """The 160-bit id of a key: hivemind's `DHTID.generate(source=key)`."""
     return int.from_bytes(hashlib.sha1(msgpack.packb(key), usedforsecurity=False).digest(), "big")
 
 
 @lru_cache(maxsize=4096)
 def node_id(peer: PeerId) -> int:
-    """Where a peer's node lies. It follows from the peer id, so that nobody chooses it freely (S/Kademlia, Baumgart and Mies
-    2007, section 4.1)."""
+    """The id of a peer's node, derived from the peer id, so that nobody can choose it freely (S/Kademlia, Baumgart and Mies 2007,
+    section 4.1)."""
     return key_id(peer)
 
 
 def pack_values(items: Iterable[tuple[str, bytes, float]]) -> bytes:
-    """(subkey, sealed record, until when it is kept), as the value of their key."""
+    """Encode (subkey, sealed record, expiry in unix seconds) as the value of their key."""
     listed = list(items)
     latest = max((until for *_, until in listed), default=float("-inf"))
     value: bytes = msgpack.packb(msgpack.ExtType(_DICTIONARY, msgpack.packb([float("inf"), latest, listed])))
@@ -46,8 +45,8 @@ def pack_values(items: Iterable[tuple[str, bytes, float]]) -> bytes:
 
 
 def parse_values(data: bytes) -> dict[str, bytes]:
-    """The sealed records by subkey. Entries of another form are left out, and so is all behind the first that no value
-    can have, or that is one too many; ValueError where the whole is no value."""
+    """The sealed records by subkey. Entries of another form are skipped; decoding stops at the first malformed entry and after
+    MAX_SUBKEYS. Raises ValueError where `data` is no value."""
     if len(data) > _MAX_VALUE_BYTES:
         raise ValueError(f"a value of {len(data)} bytes; at most {_MAX_VALUE_BYTES}")
     caps = {"max_array_len": 0, "max_map_len": 0, "max_str_len": MAX_SUBKEY_CHARACTERS}
@@ -72,12 +71,12 @@ def parse_values(data: bytes) -> dict[str, bytes]:
             if isinstance(subkey, str) and isinstance(record, bytes) and len(record) <= MAX_RECORD_BYTES:
                 found[subkey] = record
     except (ValueError, msgpack.UnpackException, RecursionError):
-        pass  # what came before it is as good as without it
+        pass  # the entries before it are valid
     return found
 
 
 def parse_subkey(data: bytes) -> str:
-    """The subkey under which a record is to be stored. Raises RecordError for anything but a short text."""
+    """The decoded subkey of an offer. Raises RecordError for anything but a short text."""
     if len(data) > MAX_SUBKEY_CHARACTERS + 5:
         raise RecordError("a subkey that is too long")
     try:

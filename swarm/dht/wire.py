@@ -1,7 +1,7 @@
 """hivemind's three calls between nodes, as values: ping, store, find. The only file that knows its messages.
 
-The calls keep hivemind's names and form, its servicer and its unpacking are not used: what arrives is parsed only up to a cap
-for each call, and into nothing but numbers and bytes. What they mean is for `service` and `calls` to say.
+The calls keep hivemind's names and form, but not its servicer and decoding: messages are parsed only up to a cap for each call,
+and only into numbers and bytes. `service` and `calls` interpret them.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ logger = logging.getLogger(__name__)
 # What a call to another node can raise, from the daemon's socket to the bytes of the answer.
 CALL_ERRORS = (P2PDaemonError, P2PHandlerError, DecodeError, OSError, EOFError, TimeoutError, ValueError)
 
-MAX_KEYS = 64  # in one question
+MAX_KEYS = 64  # in one find
 MAX_OFFERS = 64  # in one store
 MAX_NEIGHBOURS = 20  # near one key
 _MAX_PING_BYTES = 1 << 10
 _MAX_FIND_BYTES = 4 << 10
-# Nodes of former versions offer all they keep to a node they meet; they are refused kindly, or they would forget it.
+# Nodes of former versions offer all their records to a new node; an error would make them drop us, so they get a refusal.
 _MAX_STORE_BYTES = 1 << 20
 _MAX_ANSWER_BYTES = 2 << 20
-_RESULTS_AT_ONCE = 2  # of an answer, before others run: ids that nobody has seen before take 0.2 ms each
-_SUBNET_SECONDS = 1.0  # between looks at who is connected from where
+_RESULTS_AT_ONCE = 2  # of an answer, before the event loop runs others: new ids take 0.2 ms each
+_SUBNET_SECONDS = 1.0  # between two reads of the connected peers' addresses
 _NAME = "DHTProtocol.rpc_{}"
 
 
 @dataclass(frozen=True)
 class FoundAt:
-    """What a node has of one key: the packed value (None: nothing), and the nodes it knows near it."""
+    """A node's result for one key: the packed value (None: nothing), and the nodes it knows near it."""
 
     value: bytes | None
     nearest: Sequence[Node]
 
 
 class NotOfThisSwarm(ValueError):
-    """A peer that has not shown that it holds the key of our swarm. To it, an error without a word."""
+    """A peer that has not proven that it holds the key of our swarm. It is sent an empty error."""
 
-    def __repr__(self) -> str:  # what hivemind sends
+    def __repr__(self) -> str:  # sent to the peer by hivemind
         return ""
 
 
 @dataclass(frozen=True)
 class Sender:
-    """Who asks: `claimed` is the node id it gives itself, empty for one that is no node. A request counts as one of its public
-    network as well, where that is known: peer ids are free."""
+    """The caller: `claimed` is the node id in its request, empty for a client. `subnet`: its public network, where that is known, which
+    is charged as well, since peer ids are free."""
 
     peer: PeerId
     claimed: bytes = b""
@@ -73,7 +73,7 @@ class Sender:
 
 
 class Server(Protocol):
-    """Who answers. What it raises goes to the sender as one line."""
+    """Answers the calls. An exception goes to the sender as one line."""
 
     def ping(self, sender: Sender) -> None: ...
     def store(self, sender: Sender, offers: Sequence[Offer]) -> list[bool]: ...
@@ -81,8 +81,8 @@ class Server(Protocol):
 
 
 class P2P(Protocol):
-    """hivemind's, over a p2pd that we started (`fusion.swarm.streams.p2pd_control.AttachedP2P`). `authorizer`: of a closed swarm, whose
-    members alone are asked and answered."""
+    """hivemind's, over a p2pd that we started (`fusion.swarm.streams.p2pd_control.AttachedP2P`). `authorizer`: of a closed swarm, of which
+    only members are called and answered."""
 
     daemon: Daemon
     authorizer: Authorizer | None
@@ -92,7 +92,7 @@ class P2P(Protocol):
 
 
 class Wire:
-    """Calls to other nodes over `p2p`, and the answers of ours. `client`: we have no node, nobody is answered."""
+    """Calls to other nodes over `p2p`, and the server for theirs. `client`: we have no node and answer no calls."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Wire:
         self._answering: CallServer | None = None
 
     async def serve(self, server: Server) -> None:
-        """Raises TransportError where p2pd does not let us."""
+        """Serve the three calls. Raises TransportError where p2pd refuses."""
         if self._client:
             return
 
@@ -159,7 +159,7 @@ class Wire:
             await answering.aclose()
 
     async def ping(self, peer: PeerId, seconds: float) -> float | None:
-        """The other's clock when it answered, in unix seconds. One of CALL_ERRORS, as of the other two calls."""
+        """The remote clock, in unix seconds. Raises one of CALL_ERRORS, as do the other two calls."""
         response = await self._call(
             peer, "ping", dht_pb2.PingRequest(peer=self._info), dht_pb2.PingResponse, seconds
         )
@@ -178,7 +178,7 @@ class Wire:
         return list(response.store_ok)
 
     async def find(self, peer: PeerId, keys: Sequence[int], seconds: float) -> list[FoundAt]:
-        """What it has of the first of the keys, as many as fitted into its answer."""
+        """The node's results for the first of the keys, as many as fitted into its answer."""
         packed = [key.to_bytes(ID_BYTES, "big") for key in keys]
         request = dht_pb2.FindRequest(keys=packed, peer=self._info)
         response = await self._call(peer, "find", request, dht_pb2.FindResponse, seconds)
@@ -187,7 +187,7 @@ class Wire:
         return [_found(result, self._peer) async for result in yielding(response.results, _RESULTS_AT_ONCE)]
 
     async def subnets(self) -> Mapping[PeerId, str]:
-        """Of the peers that are connected with us, those in public networks."""
+        """The public networks of connected peers."""
         if time.monotonic() - self._subnets_at >= _SUBNET_SECONDS:
             self._subnets_at = time.monotonic()
             try:
@@ -221,17 +221,17 @@ class Wire:
                 raise NotOfThisSwarm(f"{peer} is of another swarm")
         return response
 
-    # In a closed swarm, in the messages' fields that hivemind has for it.
+    # Closed swarms, in hivemind's authorisation fields of the messages.
 
     def _check_member(self, sender: PeerId, request: Any) -> None:
-        """NotOfThisSwarm for one who has not shown that it is a member."""
+        """Raises NotOfThisSwarm unless the sender has proven that it is a member."""
         if self._authorizer is not None:
             shown = request.auth.client_access_token.signature
             if not self._authorizer.admits(sender, shown):
                 raise NotOfThisSwarm
 
     def _answer_auth(self) -> Any:
-        """Our own proof, for an answer; None in an open swarm."""
+        """Our own token, for an answer; None in an open swarm."""
         if self._authorizer is None:
             return None
         token = auth_pb2.AccessToken(signature=self._authorizer.token)
@@ -239,7 +239,7 @@ class Wire:
 
 
 class _Capped:
-    """A type of message that parses no more than so many bytes. hivemind asks a type for nothing else."""
+    """A message type that refuses to parse more than `most_bytes`. hivemind uses only FromString of a type."""
 
     def __init__(self, kind: Any, most_bytes: int) -> None:
         self._kind = kind

@@ -1,4 +1,4 @@
-"""Where a peer finds the swarm: a file of addresses that people edit, and one of peers met in earlier runs.
+"""Bootstrap addresses: a file that people edit, and a file of peers met in earlier runs.
 
 The format of `bootstrap_peers.txt`: one multiaddr a line, ending in /p2p/<peer id>; `#` starts a comment; blank lines
 are skipped. No address at all starts a new swarm.
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CACHED = 64
 _MAX_FILE_BYTES = 1 << 20
-# Each part is read in one way alone, and none twice: strangers write these, and what can be read in two takes twice as long a part.
+# The pattern is unambiguous and possessive: strangers write these, and backtracking would take exponential time.
 _PART = r"/(?:quic|quic-v1|ws|wss|tls|p2p-circuit)(?=/|\Z)|/([A-Za-z0-9-]+)/([^\s/]+)"
 _PARTS, _ADDRESS = re.compile(_PART), re.compile(f"(?>{_PART})++")
 _PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,64}")
@@ -41,8 +41,8 @@ def parse(text: str) -> tuple[str, ...]:
 
 
 def is_address(text: str) -> bool:
-    """Whether `text` looks like a multiaddr that ends in /p2p/<peer id>, of hosts and ports that there are. Dialling it is the
-    real test."""
+    """Whether `text` has the form of a multiaddr that ends in /p2p/<peer id>, with valid hosts and ports. Only dialling tells
+    more."""
     where, _, peer = text.rpartition("/p2p/")
     if len(text) > 512 or not (_ADDRESS.fullmatch(where) and _PEER_ID.fullmatch(peer)):
         return False
@@ -50,7 +50,7 @@ def is_address(text: str) -> bool:
 
 
 def _can_be(protocol: str | None, value: str | None) -> bool:
-    """Whether a part of a multiaddr may have that value, as far as it is a host's number or a port."""
+    """Whether the value of a multiaddr part is valid; checks IP addresses and ports only."""
     if value is None or protocol not in ("ip4", "ip6", "tcp", "udp"):
         return True
     if protocol in ("tcp", "udp"):
@@ -78,7 +78,7 @@ def load(path: Path) -> tuple[str, ...]:
 
 
 def load_cached(path: Path) -> tuple[str, ...]:
-    """Addresses of peers met in earlier runs. A missing or damaged file is as good as an empty one."""
+    """Addresses of peers met in earlier runs; none of a missing or damaged file."""
     try:
         content = json.loads(path.read_bytes()[:_MAX_FILE_BYTES])
     except FileNotFoundError:
@@ -93,7 +93,7 @@ def load_cached(path: Path) -> tuple[str, ...]:
 
 
 def save_cached(path: Path, addresses: Iterable[str]) -> None:
-    """Write them whole or not at all. Raises OSError."""
+    """Replace the file atomically. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -1,5 +1,4 @@
-"""What every directory that reads records by their keys has in common: which keys a question is about, and what is made of what
-lies there."""
+"""The part that directories which read records by key share: which keys a query reads, and what it returns of their records."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class DirectoryByKey(ABC):
     async def records(
         self, keys: Sequence[str], kind: type[R], *, max_age_seconds: float = 0.0
     ) -> tuple[R, ...]:
-        """Those of that kind under the keys that pass every check. An age as for `Directory.peers`."""
+        """The records of that kind under the keys that pass every check. An age as for `Directory.peers`."""
 
     def unsealed(self, data: bytes) -> Record:
         return unseal_anywhere(data, self.now()).record

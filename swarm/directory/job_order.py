@@ -1,11 +1,11 @@
-"""Which of two words on one job knows better: one order for whoever reads, repeats or keeps them. Pure.
+"""Which of two records of one job is newer: one order for reading, repeating and storing them. Pure.
 
-A word is a job record, from the job's lead or from a peer that repeats what it has heard. The greatest wins:
+Job records come from the job's lead, or from a peer that repeats one. The greatest wins, by
 
-1. the higher term: whoever leads later knows what came before;
-2. the later state: a job does not go on after its end, so that running at step 100 never beats done at step 99;
-3. the newer snapshot, which nobody who takes the job over may forget, then the higher step;
-4. the lead's own word before one that repeats it; the rest only makes the order total.
+1. the higher term: a later lead knows what came before;
+2. the later state: a job does not go on after its end, so running at step 100 never beats done at step 99;
+3. the newer snapshot, which no later lead may lose, then the higher step;
+4. the lead's own record before one that repeats it; the rest only makes the order total.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import JobId, JobRecord
 
 # Longer than a claim: a job's record must outlive the claim of the lead that vanished, or there would be a moment in
-# which nobody speaks for the job.
+# which no record of the job exists.
 JOB_TTL_SECONDS = 6 * HEARTBEAT_SECONDS
 
 ENDED = frozenset({"done", "stopped", "failed"})
@@ -25,15 +25,15 @@ _STATES = ("launching", "running", "failed", "stopped", "done")  # from the earl
 
 
 def job_order(record: JobRecord) -> tuple[Any, ...]:
-    """The key to sort words on one job by; two that differ never have the same."""
+    """The key to sort the records of one job by; two that differ never have the same."""
     progressed = (record.snapshot_step, record.step)
-    teller = (record.author == record.lead, record.author, record.lead or "", record.snapshot or "")
+    author = (record.author == record.lead, record.author, record.lead or "", record.snapshot or "")
     rest = (record.message, record.name, record.kind, record.stages)
-    return record.term, _STATES.index(record.state), *progressed, *teller, *rest
+    return record.term, _STATES.index(record.state), *progressed, *author, *rest
 
 
 def newest_jobs(records: Iterable[JobRecord]) -> tuple[JobRecord, ...]:
-    """One record per job, the one that readers believe, in the order of job ids."""
+    """The greatest record of each job by `job_order`, in the order of job ids."""
     best: dict[JobId, JobRecord] = {}
     for record in records:
         if record.job not in best or job_order(record) > job_order(best[record.job]):

@@ -63,6 +63,6 @@ def providers_key(digest: Digest) -> str:
 
 
 def subject_of(key: str) -> str:
-    """What the key is about: one job's claims, or all of what is spread over shards. The same for keys read together."""
+    """A name that is the same for keys read together: of one job's claims, or of all records of a kind."""
     kind, _, rest = key.partition("/")
     return "/".join((kind, rest.split("/")[0])) if kind == "claims" else kind

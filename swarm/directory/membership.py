@@ -1,9 +1,9 @@
-"""Being in the swarm: saying so every heartbeat, finding a way in, and finding it again.
+"""Membership of the swarm: announcing us every heartbeat, joining, and joining again.
 
-No bootstrap peer is ever necessary for a peer to run: it starts alone, tries its seeds and the peers it met in
-earlier runs for ever in the background, and lets others find it. Seeds are probed also while all is well, since a
-swarm that lost its seeds for a while may have become two; and so are, every few seconds, peers that were listed and
-are no longer (see `fusion.swarm.directory.missing_peers`).
+A peer needs no bootstrap peer to run: it starts alone, dials its seeds and the peers it met in earlier runs for ever in the
+background, and others may dial it. Seeds are dialled also while there are neighbours, since a swarm that lost its seeds for a
+while may have split in two; and so are, every few seconds, peers that are no longer listed
+(`fusion.swarm.directory.missing_peers`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _ADDRESSES_EACH = 4  # of one peer, tried or remembered
 @dataclass(frozen=True, kw_only=True)
 class MembershipConfig:
     bootstrap: tuple[str, ...] = ()  # full multiaddrs
-    cache_path: Path | None = None  # where peers met are kept for the next start
+    cache_path: Path | None = None  # keeps the peers met for the next start
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     first_retry_seconds: float = 0.5  # doubling, while no seed answers
     longest_retry_seconds: float = 10.0
-    probe_seconds: float = 30.0  # between probes of all seeds while there are neighbours
-    look_seconds: float = 5.0  # between looks at who is listed
-    search_seconds: float = 1.0  # between looks at which missing peer is to be tried
+    probe_seconds: float = 30.0  # between two dials of all seeds while there are neighbours
+    look_seconds: float = 5.0  # between two reads of the listed peers
+    search_seconds: float = 1.0  # between two checks for missing peers to dial
     remember_seconds: float = 60.0
     seeds_at_once: int = 16
     missing: MissingPeersConfig = MissingPeersConfig()  # noqa: RUF009 - frozen
@@ -61,25 +61,24 @@ class MembershipConfig:
 
 @runtime_checkable
 class Neighbourhood(Protocol):
-    """The part of a DHT that getting in is about. `HivemindDirectory` is one."""
+    """The part of a DHT that joining needs. `HivemindDirectory` is one."""
 
     async def join(self, peer: PeerId) -> bool:
-        """Become the DHT neighbour of a connected peer; False if it does not answer, ClosedSwarm if it answers members
-        of its own swarm alone, or is no member of ours."""
+        """Become the DHT neighbour of a connected peer; False if it does not answer. Raises ClosedSwarm if it answers only members
+        of its own swarm, or is no member of ours."""
 
     async def refresh(self) -> int:
-        """Look for nodes around us; how many neighbours we have."""
+        """Search for nodes around us; returns how many neighbours we have."""
 
     def neighbours(self) -> tuple[PeerId, ...]: ...
 
 
 class Membership:
-    """`async with Membership(...)`: this peer announces itself, and keeps its way into the swarm, for the length of
-    the block.
+    """`async with Membership(...)`: announces this peer, and keeps it in the swarm, for the length of the block.
 
-    `describe` makes our record as of now. `joined` is set once a neighbour was found, `announced` once our record went
-    out to a swarm (to ourselves, where there are no seeds), `refused` once bootstrap peers were there and took us for a
-    stranger, and we have no neighbour: none of these need ever happen.
+    `describe` makes our record as of now. `joined` is set once there is a neighbour, `announced` once our record was published
+    to a swarm (to ourselves, where there are no seeds), `refused` once bootstrap peers answered that we are no member of their
+    swarm and we have no neighbour: none of these need ever happen.
     """
 
     def __init__(
@@ -91,8 +90,8 @@ class Membership:
         config: MembershipConfig,
         learn: Callable[[PeerId, Sequence[str], bool], None] = lambda peer, addresses, answers: None,
     ) -> None:
-        """`describe` None: a client, which is in the swarm without being announced. `learn` is told where each listed
-        peer listens, and whether it answers us."""
+        """`describe` None: a client, which is not announced. `learn` gets the addresses of each listed peer, and whether the peer is
+        a neighbour of ours."""
         self.announced = asyncio.Event()
         self.joined = asyncio.Event()
         self.refused = asyncio.Event()
@@ -105,7 +104,7 @@ class Membership:
         self._missing = MissingPeers(transport.peer_id, config.missing)
         self._remembered_at = float("-inf")
         self._cached: tuple[str, ...] = ()
-        self._complained = False
+        self._warned = False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -121,7 +120,7 @@ class Membership:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Stop. The record runs out by itself. Idempotent."""
+        """Stop. Our record expires by itself. Idempotent."""
         await cancel_all(self._tasks)
         if self._tasks:
             await self._save()
@@ -129,11 +128,11 @@ class Membership:
 
     @property
     def seeds(self) -> tuple[str, ...]:
-        """What we dial to get in: the configured addresses, then the peers met before."""
+        """The addresses that we dial to join: the configured ones, then those of peers met before."""
         return tuple(dict.fromkeys([*self._config.bootstrap, *self._cached]))
 
     async def announce(self) -> bool:
-        """Publish our record once; False (and one line in the log) if that failed."""
+        """Publish our record once; False, logged, if that failed."""
         if self._describe is None:
             return False
         try:
@@ -147,36 +146,40 @@ class Membership:
 
     async def join(self) -> bool:
         """Dial every seed that is not a neighbour yet; True if we have a neighbour afterwards."""
-        ours = {self._transport.peer_id, *self._neighbourhood.neighbours()}
-        seeds = [seed for seed in self.seeds if seed.rpartition("/p2p/")[2] not in ours]
+        known = {self._transport.peer_id, *self._neighbourhood.neighbours()}
+        seeds = [seed for seed in self.seeds if seed.rpartition("/p2p/")[2] not in known]
         limit = asyncio.Semaphore(self._config.seeds_at_once)
-        answers = await asyncio.gather(*(self._try(seed, limit) for seed in seeds), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(self._join_through(seed, limit) for seed in seeds), return_exceptions=True
+        )
         refused = False
         for seed, answer in zip(seeds, answers, strict=True):
             if isinstance(answer, ClosedSwarm):
                 logger.debug("%s: %s", seed, answer)
-                refused |= seed in self._config.bootstrap  # whom we met before may be of another swarm
+                refused |= seed in self._config.bootstrap  # a peer met before may be in another swarm now
             elif isinstance(answer, BaseException):
                 raise answer
         if not self._neighbourhood.neighbours():
             if refused and not self.joined.is_set():
                 self.refused.set()
-            if seeds and not self._complained and self._describe is not None:  # a client goes on with nothing
+            if (
+                seeds and not self._warned and self._describe is not None
+            ):  # a client without a swarm reports that itself
                 logger.warning(
                     "none of %d known peers answers; going on alone and trying again in the background",
                     len(seeds),
                 )
-                self._complained = True
+                self._warned = True
             return False
-        if self._complained:
+        if self._warned:
             logger.info("back in the swarm")
-        self._complained = False
+        self._warned = False
         self.joined.set()
         return True
 
     async def look(self) -> None:
-        """Read who is listed: whoever no longer is will be looked for. Now and then they are noted for the next start,
-        and for when all seeds are gone."""
+        """Read the listed peers, to notice missing ones; now and then save some for the next start, and for when all seeds
+        are gone."""
         try:
             records = await self._directory.peers(max_age_seconds=GLANCE_SECONDS)
         except SwarmError as error:
@@ -190,7 +193,7 @@ class Membership:
         self._missing.update(others, near, now)
         if not others:
             return
-        # In a large swarm not all peers should remember the same few; those who answer us, for anybody may list any number of others.
+        # At random, so that in a large swarm not all peers save the same few; only neighbours, for anybody may list peers.
         chosen = random.sample(others, len(others))
         chosen = [record for record in chosen if record.peer in near] or chosen
         fresh = [address for record in chosen for address in record.addresses[:_ADDRESSES_EACH]]
@@ -200,22 +203,22 @@ class Membership:
             await self._save()
 
     async def search(self) -> None:
-        """Try the missing peers whose turn it is; whoever answers becomes a neighbour again."""
+        """Dial the missing peers that are due; those that answer become neighbours again."""
         limit = asyncio.Semaphore(self._config.seeds_at_once)
         due = self._missing.due(time.monotonic())
-        answered = await asyncio.gather(
-            *(self._try_any(addresses[:_ADDRESSES_EACH], limit) for addresses in due.values()),
+        outcomes = await asyncio.gather(
+            *(self._dial_any(addresses[:_ADDRESSES_EACH], limit) for addresses in due.values()),
             return_exceptions=True,
         )
-        for failure in answered:
+        for failure in outcomes:
             if isinstance(failure, BaseException) and not isinstance(failure, ClosedSwarm):
                 raise failure
-        back = [peer for peer, there in zip(due, answered, strict=True) if there is True]
+        back = [peer for peer, there in zip(due, outcomes, strict=True) if there is True]
         for peer in back:
-            self._missing.found(peer)
+            self._missing.answered(peer)
         if back:
             logger.info("%d peers that were missing answer again", len(back))
-            await self.announce()  # those around them need not wait for our next heartbeat
+            await self.announce()  # their neighbours need not wait for our next heartbeat
 
     async def _save(self) -> None:
         if self._config.cache_path is None or not self._cached:
@@ -227,12 +230,12 @@ class Membership:
                 "cannot remember peers in %s: %s", self._config.cache_path, error.strerror or error
             )
 
-    async def _try(self, seed: str, limit: asyncio.Semaphore) -> None:
-        if await self._try_any((seed,), limit):
-            self.joined.set()  # whoever has a way in need not wait for the other seeds, which may be gone
+    async def _join_through(self, seed: str, limit: asyncio.Semaphore) -> None:
+        if await self._dial_any((seed,), limit):
+            self.joined.set()  # no need to wait for the other seeds, which may be dead
 
-    async def _try_any(self, addresses: Sequence[str], limit: asyncio.Semaphore) -> bool:
-        """Dial one peer at all of its addresses; whether it is our neighbour then. Raises ClosedSwarm."""
+    async def _dial_any(self, addresses: Sequence[str], limit: asyncio.Semaphore) -> bool:
+        """Dial one peer at all of its addresses; whether it is our neighbour afterwards. Raises ClosedSwarm."""
         async with limit:
             tried = await asyncio.gather(
                 *(self._transport.connect(address) for address in addresses), return_exceptions=True
@@ -258,13 +261,13 @@ class Membership:
                 await self._neighbourhood.refresh()
                 if not self.announced.is_set():
                     await self.announce()  # the swarm need not wait for our next heartbeat
-                await self._while_there_are_neighbours()
+                await self._wait_while_joined()
             else:
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # not all peers at once
                 pause = min(2 * pause, self._config.longest_retry_seconds)
 
-    async def _while_there_are_neighbours(self) -> None:
-        """Returns when it is time to probe the seeds again: at the latest after `probe_seconds`."""
+    async def _wait_while_joined(self) -> None:
+        """Returns once we have no neighbours, at the latest after `probe_seconds`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._config.probe_seconds
         while self._neighbourhood.neighbours() and loop.time() < until:

@@ -1,10 +1,10 @@
-"""Who was in the swarm and is no longer listed, and when to look for each of them again. Pure: seconds in, peers out.
+"""Peers that are no longer listed, and when to dial each of them again. Pure: seconds in, peers out.
 
-A peer whose record ran out may be dead, or on the other side of a cut link, where it says the same of us. Whoever of
-the two dials first when the link is back makes the swarm one again, so both keep trying: every few seconds at first.
+A peer whose record expired may be dead, or on the other side of a partition, where we are missing. The first of the two that
+dials after the partition heals makes the swarm one again, so both keep trying: every few seconds at first.
 
-Only whoever has answered us is looked for. Anybody may list any number of peers, at addresses that are another's: looked for
-they would make every peer of the swarm dial that one for an hour, and crowd out those who were there.
+Only peers that have answered us are dialled. Anybody may list any number of peers with another's addresses: every peer of the
+swarm would dial that one for an hour, and they would crowd out real ones.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fusion.swarm.transport import PeerId
 
 @dataclass(frozen=True, kw_only=True)
 class MissingPeersConfig:
-    first_seconds: float = 2.0  # between two tries, while the peer is not missing for long
-    share: float = 0.1  # and later, of the time for which it is missing
+    first_seconds: float = 2.0  # between two tries at first
+    share: float = 0.1  # of the time it has been missing, between two tries later
     forget_seconds: float = 3600.0
     peers: int = 256
 
@@ -37,17 +37,17 @@ class Missing:
 
 
 class MissingPeers:
-    """`call` it with every new list of the peers; `due` gives those to look for now."""
+    """Call `update` with every new list of the peers; `due` gives those to dial now."""
 
     def __init__(self, us: PeerId, config: MissingPeersConfig | None = None) -> None:
         self._us = us
         self._config = config or MissingPeersConfig()
         self._listed: dict[PeerId, tuple[str, ...]] = {}
-        self._met: set[PeerId] = set()  # of the listed, who have answered us
+        self._met: set[PeerId] = set()  # the listed that have answered us
         self._missing: dict[PeerId, Missing] = {}
 
     def update(self, records: Iterable[PeerRecord], neighbours: Iterable[PeerId], now: float) -> None:
-        """The directory lists these peers now, and these answer us; `now` is any clock's seconds."""
+        """`records`: the peers listed now; `neighbours`: those that answer us; `now`: seconds of any clock."""
         listed = {r.peer: r.addresses for r in records if r.role == "peer" and r.peer != self._us}
         for peer in listed:
             self._missing.pop(peer, None)
@@ -57,10 +57,10 @@ class MissingPeers:
         self._met = listed.keys() & {*self._met, *neighbours}
         self._listed = listed
         while len(self._missing) > self._config.peers:
-            del self._missing[next(iter(self._missing))]  # the one that is missing for longest
+            del self._missing[next(iter(self._missing))]  # the one missing longest
 
     def due(self, now: float) -> dict[PeerId, tuple[str, ...]]:
-        """The missing peers to try now, with their last addresses; each counts as tried."""
+        """The missing peers to dial now, with their last addresses; each counts as tried."""
         found = {}
         for peer, missing in list(self._missing.items()):
             absent = now - missing.since
@@ -71,6 +71,6 @@ class MissingPeers:
                 found[peer] = missing.addresses
         return found
 
-    def found(self, peer: PeerId) -> None:
-        """It answered. If its record does not come back it is missing anew only once it was listed again."""
+    def answered(self, peer: PeerId) -> None:
+        """The peer answered: it is missing no longer, until it has been listed again and expired."""
         self._missing.pop(peer, None)

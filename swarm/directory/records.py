@@ -1,4 +1,4 @@
-"""What peers publish about themselves in the directory: frozen values, and what each of their fields may be."""
+"""The records that peers publish in the directory: frozen values, and the checks of their fields."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MAX_GRANTS = 2  # links of one chain
 MAX_GRANT_BYTES = 288
 MAX_PROOFS = 8  # that a claim carries
 MAX_STATEMENTS = 32  # that a job record carries
-MAX_SPEEDS, MAX_SPEED = 32, 1e6  # seconds for one of anything
-MAX_LACKS = 32  # operators that a peer names
+MAX_SPEEDS, MAX_SPEED = 32, 1e6  # how many, and seconds for one unit of any
+MAX_LACKS = 32  # operators that a peer lists
 MAX_NAME = 64
 MAX_ADDRESSES, MAX_ADDRESS = 12, 256  # of a peer, and characters of each
 MAX_PROOF_BYTES = 512  # of one of either
@@ -45,23 +45,23 @@ class PeerRecord:
     role: Literal["peer", "client"]
     device: str  # "cpu" or "cuda", and what it is
     flops_per_second: float  # lambda * peak, as measured
-    memory_bytes: int  # what the volunteer lends, in all
+    memory_bytes: int  # lent in all
     free_memory_bytes: int
     software: str  # version of fusion-peer
     opset: int
     started_at: float  # unix seconds, for show only
-    up_mbps: float = 0.0  # the most that went out over all links together; 0: not known yet
+    up_mbps: float = 0.0  # the highest rate seen over all links together; 0: not known yet
     down_mbps: float = 0.0
     coordinate: tuple[float, ...] = ()  # of `fusion.swarm.coordinates`, height last; empty: not known yet
     coordinate_error: float = 0.0
-    plane: str = ""  # what computes there; empty: not said
+    plane: str = ""  # the compute plane; empty: not known
     lacks: tuple[str, ...] = ()  # operators of its op-set that it does not run
-    speeds: tuple[float, ...] = ()  # as `fusion.dag.placement.speeds.Speeds` has them; empty: not said
-    cores: float = 0.0  # that its machine has for each that its stages compute with; 0: not said
+    speeds: tuple[float, ...] = ()  # as in `fusion.dag.placement.speeds.Speeds`; empty: not known
+    cores: float = 0.0  # of its machine, for each that its stages compute with; 0: not known
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs there of what it lends its memory for."""
+        """Whether none of its lent memory is in use."""
         return self.free_memory_bytes == self.memory_bytes
 
 
@@ -75,13 +75,13 @@ class JobRecord:
     state: Literal["launching", "running", "done", "stopped", "failed"]
     term: int  # the lead's term; 0 from the launcher
     step: int  # committed step
-    lead: PeerId | None  # of one that has ended: who can tell how it went
+    lead: PeerId | None  # of a job that has ended: a peer that has its last progress
     stages: int
     snapshot: Digest | None  # blob naming the newest snapshot that all stages hold (runtime.snapshot)
     snapshot_step: int
     message: str = ""  # one line: what it waits for, or why it failed
     author: PeerId
-    # Why it is to be believed: what others have signed of the job (`fusion.swarm.authority.statements`).
+    # Statements of others about the job, which support the record (`fusion.swarm.authority.statements`).
     proof: tuple[bytes, ...] = ()
 
 
@@ -94,14 +94,16 @@ class ClaimRecord:
     peer: PeerId
     role: Literal["owner", "replica", "standby", "released"]
     term: int
-    score: float  # proposed by the placement: 1.0, else a peer's own fitness below 1
+    score: float  # 1.0 for the peer that the placement proposed, else the peer's own fitness, below 1
     step: int  # replicated or committed step
-    load: float  # sessions that run there, for routes; of a standby 0 if it owns no stage, else 1
-    ready: bool = False  # the stage is loaded and takes frames
+    load: float  # sessions running there, for routing; of a standby 0 if it owns no stage, else 1
+    ready: bool = False  # the stage is loaded and accepts frames
     # The chain that admits the peer to the job (`fusion.swarm.authority.grants`)
     grants: tuple[bytes, ...] = ()
-    proof: tuple[bytes, ...] = ()  # why it stands above the claim of a live owner
-    # Unix seconds: when it ends, of one that was read. It is no part of what is signed here, but of the seal around it.
+    proof: tuple[
+        bytes, ...
+    ] = ()  # votes that justify a claim above a live owner's (`fusion.swarm.claims.votes`)
+    # Unix seconds, of a claim that was read. Signed as part of the seal, not of the record.
     expires_at: float = field(default=0.0, compare=False)
 
 
@@ -119,14 +121,14 @@ class Pair(NamedTuple):
 
     peer: PeerId
     rtt_ms: float  # 0: not measured
-    mbps: float  # of what we send, as the peer sees it arrive; 0: not measured
-    age_seconds: float  # since the rate was last borne out, or the round trip where there is no rate
-    into_mbps: float = 0.0  # of what the peer sends us, as we saw it arrive; 0: not measured
+    mbps: float  # from us to the peer, as measured there; 0: not measured
+    age_seconds: float  # since the rate was last confirmed, or the round trip where there is no rate
+    into_mbps: float = 0.0  # from the peer to us, as measured here; 0: not measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRecord:
-    """Key `links/<shard>`, one subkey per peer: what it has measured of its links."""
+    """Key `links/<shard>`, one subkey per peer: its measured links."""
 
     peer: PeerId
     pairs: tuple[Pair, ...]  # at most MAX_PAIRS
@@ -140,7 +142,7 @@ def author_of(record: Record) -> PeerId:
 
 
 def check_fields(record: Record) -> None:
-    """Raises RecordError naming the first field whose value no record may carry."""
+    """Raises RecordError naming the first field with an invalid value."""
     for name, check in _CHECKS[type(record)].items():
         if not check(getattr(record, name)):
             raise RecordError(f"a {KIND_OF[type(record)]} record with a bad {name}")

@@ -1,13 +1,13 @@
-"""Records as signed bytes: sealed by their author, opened and checked by whoever reads or stores them.
+"""Records as signed bytes: sealed by their author, opened and checked by readers and storing nodes.
 
 A sealed record is `msgpack([body, author, expires_at, signature])` where `body = msgpack([version, kind, fields])`
-and the Ed25519 signature covers the author, the expiry and the body as it is. Newer software may add fields and raise the
-version: ours must all be there and sound (an older release's may lack those that have a default), others are ignored,
-and whoever stores or passes on a record keeps the bytes as they are. The place of a record in the
-directory (key and subkey) follows from its content, so a signature also fixes where the record may be stored.
+and the Ed25519 signature covers the author, the expiry and the bytes of the body. Newer software may add fields and raise the
+version: our fields must all be present and valid (a record of an older release may lack those with a default), others are
+ignored, and a node that stores or passes on a record keeps its bytes. The place of a record in the directory (key and
+subkey) follows from its content, so the signature also fixes where the record may be stored.
 
-The expiry is the record's version too: publishers keep it rising, stores keep the record that expires last, so a
-replayed older record never displaces a newer one, and is itself gone before the newer one is.
+The expiry is also the record's version number: publishers keep it rising and stores keep the record that expires last, so a
+replayed older record never displaces a newer one, and expires before it.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ from fusion.swarm.errors import RecordError
 from fusion.swarm.identity import Signer, verify
 from fusion.swarm.recent import recent
 
-RECORD_VERSION = 5  # says how fast which operators run
-# That is read, so that peers of two releases work together; 2 said nothing of who may.
+RECORD_VERSION = 5  # 5 added the speeds of operators
+# The oldest that is read, so that peers of two releases work together; 2 had no authority fields.
 OLDEST_RECORD_VERSION = 3
 MAX_RECORD_BYTES = 4096
 MAX_TTL_SECONDS = 120.0
-MAX_CLAIM_SECONDS = RECORD_TTL_SECONDS  # a claim is a lease: who is gone must not hold a stage for longer
-_REMEMBERED = 4096  # records of which we know what is in them
+MAX_CLAIM_SECONDS = RECORD_TTL_SECONDS  # a claim is a lease: a dead peer must not hold a stage for longer
+_REMEMBERED = 4096  # opened records in the cache
 CLOCK_TOLERANCE_SECONDS = 5.0  # how far apart two honest peers' clocks may be
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """An opened record, the unix time at which it ends, and the bytes that it was opened from."""
+    """An opened record, the unix time at which it expires, and its sealed bytes."""
 
     record: Record
     expires_at: float
     data: bytes = b""
 
-    def is_good(self, now: float) -> bool:
-        """Whether it may be believed at unix time `now`; what passed once does not where the clock was set back since."""
-        return now < self.expires_at <= latest_end(self.record, now)
+    def is_valid(self, now: float) -> bool:
+        """Whether its expiry is acceptable at unix time `now`: the clock may have been set back since it was opened."""
+        return now < self.expires_at <= latest_expiry(self.record, now)
 
 
 def seal(record: Record, identity: Signer, expires_at: float) -> bytes:
-    """The signed bytes of our own record, good until `expires_at` (unix seconds).
+    """The signed bytes of our own record, valid until `expires_at` (unix seconds).
 
-    Raises RecordError if the record is somebody else's, a field is not what its type allows, or it is too long.
+    Raises RecordError if another peer is the record's author, a field is invalid, or it is too long.
     """
     if author_of(record) != identity.peer_id:
         raise RecordError(
@@ -80,7 +80,7 @@ def seal(record: Record, identity: Signer, expires_at: float) -> bytes:
 
 
 def encode(record: Record) -> bytes:
-    """The record as its author signs it, for those who need no signature. Raises RecordError as `seal`."""
+    """The unsigned body of the record, for readers that need no signature. Raises RecordError as `seal`."""
     check_fields(record)
     values = {field.name: getattr(record, field.name) for field in _SIGNED[type(record)]}
     body: bytes = msgpack.packb([RECORD_VERSION, KIND_OF[type(record)], values])
@@ -94,7 +94,7 @@ def open_record(data: bytes, key: str, subkey: str, now: float) -> Record:
 
 
 def unseal(data: bytes, key: str, subkey: str, now: float) -> Sealed:
-    """`open_record`, with the expiry that the author signed."""
+    """As `open_record`, with the expiry that the author signed."""
     sealed = unseal_anywhere(data, now)
     if key != key_of(sealed.record) or subkey != subkey_of(sealed.record):
         raise RecordError("the record is stored in a place that is not its own")
@@ -102,12 +102,12 @@ def unseal(data: bytes, key: str, subkey: str, now: float) -> Sealed:
 
 
 def unseal_anywhere(data: bytes, now: float, *, grace_seconds: float = 0.0) -> Sealed:
-    """`unseal` for a storing node, which checks the place itself: it knows only the hash of the key. With grace, what
-    ended no longer ago still passes."""
+    """`unseal` for a storing node, which checks the place itself: it knows only the hash of the key. A record that expired
+    no longer than `grace_seconds` ago still passes."""
     if not isinstance(data, bytes) or len(data) > MAX_RECORD_BYTES:
         raise RecordError(f"a record is at most {MAX_RECORD_BYTES} bytes")
     opened = _opened(data)
-    if not now - grace_seconds < opened.expires_at <= latest_end(opened.record, now):
+    if not now - grace_seconds < opened.expires_at <= latest_expiry(opened.record, now):
         raise RecordError("the record has expired or ends too far in the future")
     if not opened.is_signed:
         raise RecordError("the record's signature is not its author's")
@@ -115,18 +115,18 @@ def unseal_anywhere(data: bytes, now: float, *, grace_seconds: float = 0.0) -> S
 
 
 def longest_ttl(record: Record) -> float:
-    """How many seconds ahead a record may end."""
+    """How many seconds ahead a record may expire."""
     return MAX_CLAIM_SECONDS if isinstance(record, ClaimRecord) else MAX_TTL_SECONDS
 
 
-def latest_end(record: Record, now: float) -> float:
-    """When a record may end that is believed at unix time `now`."""
+def latest_expiry(record: Record, now: float) -> float:
+    """The latest acceptable expiry of a record at unix time `now`."""
     return now + longest_ttl(record) + CLOCK_TOLERANCE_SECONDS
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """What is in a record's bytes; its signature is checked once, where somebody asks."""
+    """The content of a record's bytes; its signature is checked on first use of `is_signed`."""
 
     record: Record
     body: bytes
@@ -144,7 +144,7 @@ def _signed(body: bytes, author: str, expires_at: float) -> bytes:
     return signed
 
 
-# Readers poll: the same bytes come back every heartbeat, and to look through them costs as much as to check the signature, 0.1 ms.
+# Readers poll: the same bytes arrive again every heartbeat, and decoding them takes as long as checking the signature, 0.1 ms.
 @recent(_REMEMBERED)
 def _opened(data: bytes) -> _Opened:
     body, author, expires_at, signature = _envelope(data)
@@ -153,7 +153,7 @@ def _opened(data: bytes) -> _Opened:
         raise RecordError("the record speaks for another peer than its author")
     if isinstance(record, ClaimRecord):
         record = replace(record, expires_at=expires_at)
-    if isinstance(record, PeerRecord):  # where others are is for them to say
+    if isinstance(record, PeerRecord):  # a peer may list only addresses of its own
         own = tuple(each for each in record.addresses if each.endswith(f"/p2p/{record.peer}"))
         record = replace(record, addresses=own)
     return _Opened(record, body, expires_at, signature)
@@ -183,7 +183,7 @@ def _envelope(data: bytes) -> tuple[bytes, str, float, bytes]:
 
 
 def decode(body: bytes) -> Record:
-    """What `encode` made; nothing says whose it is. Raises RecordError for bytes that are no record."""
+    """The record that `encode` made into `body`; its author is not verified. Raises RecordError for bytes that are no record."""
     match _unpack(body, "the record's body"):
         case [int() as version, *_] if version < OLDEST_RECORD_VERSION:
             raise RecordError(

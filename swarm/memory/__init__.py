@@ -1,7 +1,7 @@
-"""The swarm inside one process: what unit tests and simulated worlds run over.
+"""A swarm within one process, for unit tests and simulated worlds.
 
-clock       time that stands still until a test moves it
-network     what joins the peers
-transport   streams between them, with the frames, caps and handlers of real ones
-directory   records signed, checked and kept as the nodes of the DHT do
+clock       a clock that a test advances
+network     links between the peers, which a test can cut
+transport   streams with the frames, caps and handlers of real ones
+directory   records signed, checked and stored as by the nodes of the DHT
 """

@@ -1,10 +1,10 @@
-"""Time that stands still until a test moves it."""
+"""A clock that a test advances."""
 
 from __future__ import annotations
 
 
 class ManualClock:
-    """Seconds that pass only when a test says so."""
+    """Seconds that pass only by `advance`."""
 
     def __init__(self, now: float = 1_000_000.0) -> None:
         self.now = now

@@ -1,4 +1,4 @@
-"""The directory of one process: records are signed, checked and kept as the nodes of the DHT do."""
+"""A directory within one process: records are signed, checked and stored as by the nodes of the DHT."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 class MemoryDirectory(DirectoryByKey):
     """Implements `fusion.swarm.directory.api.Directory` for one peer of a `MemoryNetwork`. Records are really signed
-    and really checked; `clock` gives unix seconds."""
+    and checked; `clock` gives unix seconds."""
 
     def __init__(
         self, network: MemoryNetwork, identity: Identity, clock: Callable[[], float] = time.time
@@ -45,7 +45,7 @@ class MemoryDirectory(DirectoryByKey):
         return self._clock()
 
     async def sealed_under(self, keys: Sequence[str]) -> list[list[bytes]]:
-        """As `fusion.swarm.thin.directory_server.SealedDirectory`; whoever reads them checks them."""
+        """As `fusion.swarm.thin.directory_server.SealedDirectory`; the reader checks them."""
         return [[data for _, data in self._replica.get(key, {}).values()] for key in keys]
 
     async def aclose(self) -> None:

@@ -1,8 +1,7 @@
-"""What joins the peers of a swarm inside one process: streams between their transports, replicas of their directory.
+"""The network between peers of one process: streams between their transports, replicas of their directory.
 
 Everything goes through the same frame encoding, caps and signed records as between real peers. A `MemoryNetwork`
-can lose what real networks lose: `partition` and `heal` cut and mend links, `kill` takes a peer away without a
-goodbye.
+fails as real networks do: `partition` and `heal` cut and restore links, `kill` removes a peer without a goodbye.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Endpoint(Protocol):
 
 
 class MemoryNetwork:
-    """What joins the memory transports and directories of one test."""
+    """The network between the memory transports and directories of one test."""
 
     def __init__(self) -> None:
         self.transports: dict[PeerId, Endpoint] = {}
@@ -83,8 +82,8 @@ class MemoryNetwork:
         return near
 
     def store(self, publisher: PeerId, key: str, subkey: str, data: bytes, now: float) -> None:
-        """Offer sealed bytes to every replica that `publisher` reaches. Each checks them as a storing node of the
-        DHT does: what is not a valid record, or older than what is there, is dropped."""
+        """Offer sealed bytes to every replica that `publisher` reaches. Each checks them as a storing node of the DHT: an
+        invalid record, or one older than the stored one, is dropped."""
         try:
             expires_at = unseal(data, key, subkey, now).expires_at
         except RecordError as error:
@@ -97,14 +96,14 @@ class MemoryNetwork:
                 slots[subkey] = (expires_at, data)
 
     def replica(self, peer: PeerId) -> Replica:
-        """The peer's replica; a new one starts with what the peers it reaches hold."""
+        """The peer's replica; a new one starts with the records of the peers that it reaches."""
         if peer not in self.replicas:
-            ours: Replica = {}
-            for other, theirs in self.replicas.items():
+            merged: Replica = {}
+            for other, replica in self.replicas.items():
                 if self.reachable(peer, other):
-                    for key, slots in theirs.items():
-                        ours.setdefault(key, {}).update(slots)
-            self.replicas[peer] = ours
+                    for key, slots in replica.items():
+                        merged.setdefault(key, {}).update(slots)
+            self.replicas[peer] = merged
         return self.replicas[peer]
 
     def _drop_streams(self) -> None:

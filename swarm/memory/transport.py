@@ -1,4 +1,4 @@
-"""The transport between the peers of one process: the same frames, caps and handlers as between real peers."""
+"""The transport between peers of one process, with the frames, caps and handlers of real ones."""
 
 from __future__ import annotations
 

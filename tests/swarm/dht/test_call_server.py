@@ -107,7 +107,7 @@ def test_a_call_is_answered_and_its_error_told(ends: Ends) -> None:
         assert {caller.peer for caller in ground.callers} == {ends.one.peer_id}
         while ground.server._calls:
             await asyncio.sleep(0.01)
-        assert not ground.server._of and not ground.server._bytes
+        assert not ground.server._counts and not ground.server._bytes
 
     served(ends, work)
 
@@ -165,7 +165,7 @@ def test_a_call_that_does_not_end_is_dropped_in_time(ends: Ends) -> None:
         silent = await asyncio.open_unix_connection(str(ground.server._path))
         for reader, _ in (half, silent):
             assert await answer_of(reader) is None
-        assert not ground.server._calls and not ground.server._of and not ground.server._bytes
+        assert not ground.server._calls and not ground.server._counts and not ground.server._bytes
 
     served(ends, work, seconds=0.3)
 
@@ -193,13 +193,13 @@ def test_a_peer_and_a_public_network_have_shares(ends: Ends) -> None:
         greedy, crowd = Identity.generate().peer_id, [Identity.generate().peer_id for _ in range(7)]
         held = [await ground.from_p2pd(greedy) for _ in range(3)]
         held += [await ground.from_p2pd(peer, "/ip4/9.9.9.9/tcp/1") for peer in crowd[:6]]
-        while ground.server._of[greedy] < 3 or ground.server._of["9.9.9.0/24"] < 6:
+        while ground.server._counts[greedy] < 3 or ground.server._counts["9.9.9.0/24"] < 6:
             await asyncio.sleep(0.01)
         assert await refused(greedy, "/ip4/127.0.0.1/tcp/1")
         assert await refused(crowd[6], "/ip4/9.9.9.8/tcp/2")
         assert not await refused(crowd[6], "/ip4/9.9.8.9/tcp/2")
         held[0][1].close()
-        while ground.server._of[greedy] >= 3:
+        while ground.server._counts[greedy] >= 3:
             await asyncio.sleep(0.01)
         assert not await refused(greedy, "/ip4/127.0.0.1/tcp/1")
 

@@ -54,7 +54,7 @@ def test_large_answers_of_one_node_make_no_question_to_another_shorter() -> None
     async def scenario() -> None:
         ours = calls_to(find)
         for _ in range(8):
-            assert await ours.ask(node(), tuple(range(MAX_KEYS))) is not None
+            assert await ours.query(node(), tuple(range(MAX_KEYS))) is not None
 
     asyncio.run(scenario())
     assert asked == [32] * 16
@@ -67,7 +67,7 @@ def test_a_node_that_tells_of_one_key_at_a_time_does_not_hold_up_a_search() -> N
 
     async def scenario() -> None:
         ours, begun = calls_to(find), asyncio.get_running_loop().time()
-        reply = await ours.ask(node(), tuple(range(MAX_KEYS)))
+        reply = await ours.query(node(), tuple(range(MAX_KEYS)))
         assert asyncio.get_running_loop().time() - begun < 1.0
         assert reply is not None and 0 < len(reply.nearest) < MAX_KEYS  # what it did tell counts
 
@@ -181,7 +181,7 @@ def test_a_clock_that_is_set_after_it_was_told_counts_as_it_is(monkeypatch: pyte
         ):
             gone[:] = gone_now
             clocks.wall, clocks.steady = clocks.wall + passed, clocks.steady + passed
-            await ours.ask_clocks()
+            await ours.refresh_clocks()
             assert ours.now() == pytest.approx(clocks.wall + off)
             assert sum(map(ours.knows_clock_of, peers)) == known
 

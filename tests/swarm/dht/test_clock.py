@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.swarm.dht.clock import correction, middle
+from fusion.swarm.dht.clock import correction, median
 from fusion.swarm.directory.sealing import CLOCK_TOLERANCE_SECONDS
 
 seconds = st.floats(-1e9, 1e9)
@@ -49,7 +49,7 @@ def test_a_minority_moves_nothing(truths: list[float], data: st.DataObject) -> N
 
 @given(st.lists(seconds, max_size=16))
 def test_the_middle_is_one_of_them_and_in_the_middle(offsets: list[float]) -> None:
-    found = middle(offsets)
+    found = median(offsets)
     if offsets:
         assert found in offsets
         assert sum(o < found for o in offsets) <= len(offsets) / 2 >= sum(o > found for o in offsets)

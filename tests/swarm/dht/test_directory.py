@@ -217,13 +217,13 @@ def test_a_glance_asks_few_nodes_and_tells_what_a_search_would(four: Four) -> No
         members = four.members
         reader = members[0].directory
         asked: list[int] = []
-        ask = reader._ask
+        ask = reader._query
 
         async def counted(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
             asked.append(len(keys))
             return await ask(node, keys)
 
-        reader._ask = counted  # type: ignore[method-assign]
+        reader._query = counted  # type: ignore[method-assign]
         for member in members[:3]:
             await member.directory.publish(peer_record(member.identity))
         everyone = {member.identity.peer_id for member in members[:3]}
@@ -250,7 +250,7 @@ def test_a_glance_asks_few_nodes_and_tells_what_a_search_would(four: Four) -> No
         real = reader.now
         reader.now = lambda: real() + 6.0  # type: ignore[method-assign]
         assert await reader.peers(max_age_seconds=60.0) == await reader.jobs(max_age_seconds=60.0) == ()
-        reader.now, reader._ask = real, ask  # type: ignore[method-assign]
+        reader.now, reader._query = real, ask  # type: ignore[method-assign]
 
     four.runner.run(scenario())
 
@@ -261,7 +261,7 @@ def test_a_glance_learns_of_nearer_nodes_from_those_it_asks(four: Four) -> None:
         members = four.members
         reader, key = members[1].directory, key_id(PEER_KEYS[0])
         await reader.peers(max_age_seconds=1e-9)
-        ask, stranger, asked = reader._ask, Node(key, Identity.generate().peer_id), []
+        ask, stranger, asked = reader._query, Node(key, Identity.generate().peer_id), []
 
         async def named(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
             asked.append(node)
@@ -270,14 +270,14 @@ def test_a_glance_learns_of_nearer_nodes_from_those_it_asks(four: Four) -> None:
                 answer.values, {key: [*near, stranger] for key, near in answer.nearest.items()}
             )
 
-        reader._ask = named  # type: ignore[method-assign]
+        reader._query = named  # type: ignore[method-assign]
         await reader.peers(max_age_seconds=1e-9)
         assert stranger not in asked
         await reader.peers(max_age_seconds=1e-9)
         assert stranger in asked
         # It did not answer: the others keep the key.
         assert len(reader._holders.of(key, (), time.monotonic())) == len(members) - 1
-        reader._ask = ask  # type: ignore[method-assign]
+        reader._query = ask  # type: ignore[method-assign]
 
     four.runner.run(scenario())
 
@@ -310,7 +310,7 @@ def test_a_search_that_fails_is_told_and_cancels_nobody() -> None:
         async def broken(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
             raise RuntimeError("a fault of ours")
 
-        directory._ask = broken  # type: ignore[method-assign]
+        directory._query = broken  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="a fault of ours"):
             await directory.jobs()
 
@@ -333,11 +333,11 @@ def test_a_node_that_does_not_tell_of_a_key_is_not_taken_at_its_word() -> None:
             few = keys[: 1 if node in short else None]
             return NodeReply({key: kept.get(key, {}) for key in few}, dict.fromkeys(few, nodes))
 
-        directory._ask = told  # type: ignore[method-assign]
+        directory._query = told  # type: ignore[method-assign]
         assert await directory.jobs(max_age_seconds=60.0) == (record,)
         for liar in nodes:
             short[:] = [liar]
-            directory._seen.clear()
+            directory._cached.clear()
             assert await directory.jobs(max_age_seconds=1e-9) == (record,)
 
     asyncio.run(scenario())
@@ -366,11 +366,11 @@ def test_a_node_that_tells_a_thousand_names_of_its_own_hides_no_job_that_others_
             values = forged if node is liar else honest
             return NodeReply({k: values if k == place else {} for k in keys}, dict.fromkeys(keys, nodes))
 
-        directory._ask = told  # type: ignore[method-assign]
+        directory._query = told  # type: ignore[method-assign]
         assert len(await directory.records([key], JobRecord, max_age_seconds=60.0)) == 1024
         honest[subkey_of(record)] = seal(record, author, until)
         for _ in range(len(nodes)):
-            directory._seen_at.clear()
+            directory._cached_at.clear()
             listed = await directory.records([key], JobRecord, max_age_seconds=1e-9)
         assert record in listed and len(listed) == 1024
 
@@ -392,7 +392,7 @@ def test_the_claims_of_one_job_are_read_though_another_s_are_slow() -> None:
                 await slower.wait()
             return NodeReply({key: kept if key == key_id(key_of(record)) else {} for key in keys}, {})
 
-        directory._ask = told  # type: ignore[method-assign]
+        directory._query = told  # type: ignore[method-assign]
         other = asyncio.create_task(directory.claims(JobId(digest("another job")), 0))
         async with asyncio.timeout(10):
             assert await directory.claims(JOB, 0) == (record,)

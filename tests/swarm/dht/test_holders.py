@@ -22,7 +22,7 @@ def swarm(size: int, draw: random.Random) -> list[Node]:
     return [Node(draw.getrandbits(160), PeerId(f"p{i}")) for i in range(size)]
 
 
-def told(nodes: list[Node], keys: list[int]) -> Holders:
+def found_by_search(nodes: list[Node], keys: list[int]) -> Holders:
     """As after a search for the keys."""
     holders = Holders(REPLICAS, SECONDS)
     holders.found({key: sorted(nodes, key=lambda node: node.id ^ key)[:REPLICAS] for key in keys}, now=0.0)
@@ -60,28 +60,28 @@ def test_a_node_that_is_nearer_has_to_be_searched_for() -> None:
 def test_each_key_is_asked_of_one_holder_and_of_another_next_time(size: int, count: int, seed: int) -> None:
     draw = random.Random(seed)
     nodes, keys = swarm(size, draw), [draw.getrandbits(160) for _ in range(count)]
-    holders = told(nodes, keys)
+    holders = found_by_search(nodes, keys)
     kept = {key: holders.of(key, nodes, now=1.0) for key in keys}
     last: dict[int, Node] = {}
     for _ in range(3):
-        questions = holders.questions(kept, draw)
-        asked = {key: node for node, keys in questions.items() for key in keys}
-        assert sum(map(len, questions.values())) == len(kept) and asked.keys() == kept.keys()
-        for key, node in asked.items():
+        queries = holders.queries(kept, draw)
+        queried = {key: node for node, keys in queries.items() for key in keys}
+        assert sum(map(len, queries.values())) == len(kept) and queried.keys() == kept.keys()
+        for key, node in queried.items():
             assert node in kept[key]
             assert len(kept[key]) == 1 or node != last.get(key)
-        last = asked
+        last = queried
 
 
 @pytest.mark.parametrize(("size", "most"), [(8, 5), (24, 14), (1000, 32)])
 def test_few_nodes_are_asked_however_large_the_swarm_is(size: int, most: int) -> None:
     draw = random.Random(1)
     nodes, keys = swarm(size, draw), [draw.getrandbits(160) for _ in range(32)]
-    holders = told(nodes, keys)
+    holders = found_by_search(nodes, keys)
     kept = {key: holders.of(key, nodes, now=1.0) for key in keys}
     for _ in range(5):
-        assert len(holders.questions(kept, draw)) <= most
+        assert len(holders.queries(kept, draw)) <= most
 
 
 def test_nothing_is_asked_where_nobody_is_known() -> None:
-    assert Holders(REPLICAS, SECONDS).questions({}, random.Random(1)) == {}
+    assert Holders(REPLICAS, SECONDS).queries({}, random.Random(1)) == {}

@@ -74,7 +74,7 @@ def test_others_run_while_hundreds_of_keys_are_searched(monkeypatch: pytest.Monk
     world, draw = World(4, 1), random.Random(2)
     keys = [draw.getrandbits(BITS) for _ in range(512)]
     calls = Calls()
-    for name in ("_paths", "_next", "_take", "_leave"):
+    for name in ("_paths", "_next", "_add_reply", "_abandon_paths"):
         monkeypatch.setattr(lookup_module, name, calls.counted(getattr(lookup_module, name)))
 
     async def main() -> Found:

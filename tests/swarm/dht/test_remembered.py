@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.directory_records import peer_record
 
-from fusion.swarm.dht.remembered import Remembered, fairly
+from fusion.swarm.dht.remembered import Remembered, fair_share
 from fusion.swarm.directory.sealing import Sealed
 from fusion.swarm.identity import Identity
 
@@ -25,8 +25,8 @@ def test_what_ends_later_stays_until_it_ends() -> None:
     key = Remembered()
     key.add({"a": sealed(10.0), "b": sealed(5.0)}, {}, 0.0)
     key.add({"a": sealed(8.0), "b": sealed(7.0)}, {}, 0.0)
-    assert {name: each.expires_at for name, each in key.good(6.0).items()} == {"a": 10.0, "b": 7.0}
-    assert key.good(9.0).keys() == {"a"}
+    assert {name: each.expires_at for name, each in key.valid(6.0).items()} == {"a": 10.0, "b": 7.0}
+    assert key.valid(9.0).keys() == {"a"}
 
 
 def test_a_name_is_remembered_with_all_who_reported_it() -> None:
@@ -35,22 +35,22 @@ def test_a_name_is_remembered_with_all_who_reported_it() -> None:
     key.add({"a": sealed(9.0)}, {"a": ("liar",)}, 0.0)
     lies = names("lie", 9)
     key.add(dict.fromkeys(lies, sealed(9.0)), dict.fromkeys(lies, ("liar",)), 0.0)
-    assert "a" in key.good(1.0) and len(key.good(1.0)) == 4
+    assert "a" in key.valid(1.0) and len(key.valid(1.0)) == 4
 
 
 def test_one_that_reports_more_than_there_is_room_for_keeps_nobody_out() -> None:
     key, lies = Remembered(most=16), names("lie", 16)
     key.add(dict.fromkeys(lies, sealed(9.0)), dict.fromkeys(lies, ("liar",)), 0.0)
-    assert key.good(0.0).keys() == set(lies)
+    assert key.valid(0.0).keys() == set(lies)
     honest = names("job", 6)
     key.add(dict.fromkeys(honest, sealed(9.0)), dict.fromkeys(honest, ("one", "other")), 0.0)
-    assert set(honest) < key.good(0.0).keys() and len(key.good(0.0)) == 16
+    assert set(honest) < key.valid(0.0).keys() and len(key.valid(0.0)) == 16
     key.add(dict.fromkeys(names("more", 16), sealed(9.0)), dict.fromkeys(names("more", 16), ("liar",)), 0.0)
-    assert set(honest) < key.good(0.0).keys()
+    assert set(honest) < key.valid(0.0).keys()
 
 
 def test_of_one_who_reports_too_much_what_is_known_longest_stays() -> None:
-    assert fairly(dict.fromkeys(names("n", 9), ("one",)), 4) == names("n", 4)
+    assert fair_share(dict.fromkeys(names("n", 9), ("one",)), 4) == names("n", 4)
 
 
 @given(
@@ -58,7 +58,7 @@ def test_of_one_who_reports_too_much_what_is_known_longest_stays() -> None:
     st.integers(1, 50),
 )
 def test_room_is_used_up_and_everybody_has_a_share(reported_by: dict[str, set[str]], most: int) -> None:
-    kept = fairly(reported_by, most)
+    kept = fair_share(reported_by, most)
     assert len(kept) == min(most, len(reported_by)) == len(set(kept))
     accounts = {account for reporters in reported_by.values() for account in reporters}
     for account in accounts:

@@ -46,7 +46,7 @@ class Desk:
             lambda: NOW,
             self._subnets,
             self._send,
-            self._lives,
+            self._is_alive,
             replicas=5,
             budget=budget,
         )
@@ -59,7 +59,7 @@ class Desk:
         self.sent.append((node, list(offers)))
         return [True] * len(offers) if self.living else []
 
-    async def _lives(self, node: Node) -> bool:
+    async def _is_alive(self, node: Node) -> bool:
         return self.living
 
 
@@ -204,7 +204,7 @@ def test_new_nodes_that_answer_slowly_hold_up_few_others() -> None:
         if node.peer in slow:
             await asyncio.sleep(60)
 
-    desk.service._hand_over = hand_over  # type: ignore[method-assign]
+    desk.service._replicate_to = hand_over  # type: ignore[method-assign]
     honest = [Identity.generate().peer_id for _ in range(20)]
 
     async def main() -> None:

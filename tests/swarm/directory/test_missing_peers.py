@@ -30,7 +30,7 @@ def test_who_is_listed_no_longer_is_looked_for_until_it_is_back() -> None:
     missing.update(RECORDS, NAMES, 8.0)
     assert missing.due(60.0) == {}
     missing.update(RECORDS[1:], NAMES, 61.0)
-    missing.found(gone.peer)
+    missing.answered(gone.peer)
     missing.update(RECORDS[1:], NAMES, 66.0)
     assert missing.due(66.0) == {}
 
