@@ -37,10 +37,8 @@ class Grant:
     issuer: PeerId
     subject: PeerId
     roles: tuple[Role, ...]
-    stages: tuple[int, int] = (
-        0,
-        MAX_STAGES,
-    )  # the first and the last; not checked for requests that are not about one stage
+    # The first and the last; not checked for requests that are not about one stage.
+    stages: tuple[int, int] = (0, MAX_STAGES)
     valid_from: int  # unix seconds
     valid_until: int
     delegates: bool = False  # the subject may pass it on

@@ -64,9 +64,10 @@ class ControlServer:
         self._transport = transport
         self._directory = directory
         self._config = config or ControlConfig()
+        # All connections count as one peer's.
         self._handlers = Handlers(
             per_peer=self._config.connections, idle_seconds={CONTROL.name: CONTROL.idle_seconds}
-        )  # all connections count as one peer's
+        )
         self._handlers.add(CONTROL.name, self._serve)
         self._counter = TrafficCounter()  # apart from the swarm's: these bytes stay on the machine
         self._server: asyncio.AbstractServer | None = None
@@ -183,9 +184,7 @@ async def _relay(source: Stream, sink: Stream) -> bool:
             try:
                 await sink.send(frame.kind, frame.header, [frame.payload])
             except TransportError:
-                open_sink = (
-                    False  # go on reading: what the sink sent before its end is still relayed the other way
-                )
+                open_sink = False  # go on reading: frames that the sink sent before its end are still relayed
 
 
 def _text(header: Mapping[str, Any], name: str) -> str:

@@ -26,7 +26,7 @@ from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.errors import FrameError, TransportError
 from fusion.swarm.streams.frame_parser import delimited, delimited_length
 from fusion.swarm.streams.p2pd import Daemon
-from fusion.swarm.streams.p2pd_control import disconnect, hand_over, public_network, take_back
+from fusion.swarm.streams.p2pd_control import disconnect, public_network, register_handler, remove_handler
 from fusion.swarm.streams.peer_ids import from_bytes
 from fusion.swarm.transport import PeerId
 
@@ -91,7 +91,7 @@ class CallServer:
             lambda: _Call(made), path=str(made._path), backlog=_BACKLOG
         )
         try:
-            await hand_over(daemon, list(methods), made._path)
+            await register_handler(daemon, list(methods), made._path)
         except BaseException:
             made._server.close()
             raise
@@ -106,7 +106,7 @@ class CallServer:
         for call in list(self._calls):
             call.abort()
         await cancel_all(self._hanging_up.values())
-        await take_back(self._daemon, list(self.methods), self._path)
+        await remove_handler(self._daemon, list(self.methods), self._path)
 
     # Called by `_Call`.
 

@@ -54,9 +54,7 @@ class DhtConfig:
     client: bool = False  # query and publish, but store nothing for others
     replicas: int = 5  # nodes besides ourselves that keep each of our records
     call_seconds: float = 3.0
-    holders_seconds: float = (
-        120.0  # for which the nodes nearest to a key are used without a search, if all answer
-    )
+    holders_seconds: float = 120.0  # for which a key's nearest nodes are used without a search, if all answer
     # For which a node that did not answer is not called, doubling up to 16 times.
     suspend_seconds: float = 2.0
     lookup: LookupConfig = LookupConfig()  # noqa: RUF009 - frozen

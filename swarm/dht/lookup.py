@@ -138,9 +138,7 @@ def _next(key: Key, search: _Search, turn: int) -> list[Node]:
     """The nodes to query in this round: on each path, of its nearest nodes that may still answer on it, those not queried yet."""
     chosen = []
     for n in range(len(search.paths)):
-        path = search.paths[
-            (n + turn) % len(search.paths)
-        ]  # rotated, so that each path chooses first in turn
+        path = search.paths[(n + turn) % len(search.paths)]  # each path chooses first in turn
         if path.abandoned:
             continue
         hopeful = [

@@ -81,9 +81,8 @@ class _AtKey:
 
     records: dict[str, Kept] = field(default_factory=dict)  # by subkey
     shares: Counter[str] = field(default_factory=Counter)  # bytes by account
-    subkeys: dict[str, dict[str, None]] = field(
-        default_factory=dict
-    )  # by account, least recently renewed first
+    # By account, least recently renewed first.
+    subkeys: dict[str, dict[str, None]] = field(default_factory=dict)
     of_author: Counter[str] = field(default_factory=Counter)  # records
     bytes: int = 0
 

@@ -1,7 +1,7 @@
-"""A way around libp2p's refusal to dial an address that failed a moment ago: the same host under another address.
+"""A workaround for libp2p's dial backoff, its refusal to dial an address that failed a moment ago: the same host under another address.
 
-p2pd dials lost peers by itself as well, so a peer that is back may be refused for 6 s and more though it answers. Any
-connection to it ends the refusal; one through a forwarding port of ours is as good, and is given up for a direct one.
+p2pd also dials lost peers by itself, so a peer that is back may be refused for 6 s and more though it answers. Any connection to
+it ends the backoff, also one through a forwarding port of ours, which is then replaced by a direct one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PIECE_BYTES = 64 * 1024
 
 
 @asynccontextmanager
-async def detour(host: str, port: int) -> AsyncIterator[str]:
+async def forwarded_address(host: str, port: int) -> AsyncIterator[str]:
     """A loopback multiaddr whose connections are forwarded to `host` and `port` for the length of the block."""
     running: set[asyncio.Task[None]] = set()
 
@@ -29,14 +29,14 @@ async def detour(host: str, port: int) -> AsyncIterator[str]:
                 both.create_task(_pipe(reader, far_writer))
                 both.create_task(_pipe(far_reader, writer))
         except (OSError, ExceptionGroup):
-            pass  # whoever dialled sees the connection end
+            pass  # the dialler sees the connection end
         finally:
             for each in writers:
                 each.transport.abort()
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A task of ours: asyncio reports one of its own as an error where it is cancelled.
-        task = asyncio.create_task(forward(reader, writer), name="detour")
+        task = asyncio.create_task(forward(reader, writer), name="forwarded dial")
         running.add(task)
         task.add_done_callback(running.discard)
 

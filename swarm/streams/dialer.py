@@ -1,12 +1,12 @@
-"""Whom p2pd is connected to, and where the others listen, so that it never dials in vain.
+"""Dials peers through p2pd: knows whom it is connected to and the addresses of others, so that p2pd never dials in vain.
 
-libp2p refuses to dial an address again for 6 s after it failed, then 9, 14, ... up to five minutes: a peer that is
-back after a second, or a swarm that a cut link had divided, would stay out of reach for that long. So whatever may
-make p2pd dial asks `reach` first, which knocks at the peer's known addresses itself; p2pd dials what answered.
+libp2p's dial backoff refuses an address for 6 s after it failed, then 9, 14, ... up to five minutes: a peer that is back after a
+second, or the other half of a healed partition, would stay unreachable for that long. So callers that may make p2pd dial
+await `reach` first, which tries the peer's known addresses itself ("knocks"); p2pd dials those that answered.
 
-And p2pd takes 40 s to notice that a connection died without a word (a router forgot it, a machine slept or changed its network).
-So whoever waits for a first answer says so by `unanswered`: a connection over which nothing comes any more is given up
-if the peer answers at an address of its own.
+And p2pd takes 40 s to notice that a connection died silently (a router forgot it, a machine slept or changed its network). So
+callers that wait for a first answer report that by `unanswered`: a connection over which nothing arrives is closed if the peer
+answers at one of its addresses.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from fusion.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-BANNER = b"\x13/multistream/1.0.0\n"  # what a libp2p host says to whoever connects, before it is asked
+BANNER = b"\x13/multistream/1.0.0\n"  # what a libp2p host sends first on a connection
 
 Connected = Callable[[], Awaitable[frozenset[PeerId]]]
 Dial = Callable[[PeerId, Sequence[str]], Awaitable[None]]
-Lives = Callable[[PeerId], Awaitable[bool]]
+IsAlive = Callable[[PeerId], Awaitable[bool]]
 HangUp = Callable[[PeerId], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DialerConfig:
-    knock_seconds: float = 3.0  # for an address to answer; busy machines take their time
-    remember_seconds: float = 60.0  # after which p2pd may try what it knows by itself
-    shaken_seconds: float = 1.0  # after a stream broke, for p2pd to learn that the connection did too
-    # A list of p2pd's that is no older and lacks a peer is believed: it is dialled.
+    knock_seconds: float = 3.0  # for an address to answer; busy machines are slow
+    remember_seconds: float = 60.0  # for learnt addresses; after that p2pd may dial those that it knows
+    shaken_seconds: float = 1.0  # for p2pd to notice, after a stream broke, that its connection did
+    # A peer is dialled if a list of p2pd's that is no older lacks it.
     fresh_seconds: float = 0.25
     addresses_per_peer: int = 8
     peers: int = 4096
-    examine_seconds: float = 3.0  # between two looks at whether the connection to a peer lives
+    examine_seconds: float = 3.0  # between two checks of the connection to a peer
     examined_at_once: int = 64  # connections
 
     def __post_init__(self) -> None:
@@ -53,8 +53,8 @@ class DialerConfig:
 
 
 class Dialer:
-    """`connected()` asks p2pd whom it is connected to, `dial(peer, addresses)` makes it dial, `hang_up(peer)` end the
-    connection. `lives(peer)`: whether anything comes over it. All raise TransportError."""
+    """`connected()` lists p2pd's connections, `dial(peer, addresses)` makes it dial, `hang_up(peer)` makes it close the connection,
+    and `is_alive(peer)` checks whether anything passes over it. All raise TransportError."""
 
     def __init__(
         self,
@@ -63,29 +63,29 @@ class Dialer:
         config: DialerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
-        lives: Lives | None = None,
+        is_alive: IsAlive | None = None,
         hang_up: HangUp | None = None,
     ) -> None:
-        self._ask_connected = connected
+        self._list_connected = connected
         self._dial = dial
         self._config = config or DialerConfig()
         self._clock = clock
         self._book: dict[PeerId, tuple[float, tuple[str, ...]]] = {}
         self._connected: frozenset[PeerId] = frozenset()
-        self._asked_at = float("-inf")
-        self._asking: tuple[float, asyncio.Task[frozenset[PeerId]]] | None = None  # since when
+        self._listed_at = float("-inf")
+        self._listing: tuple[float, asyncio.Task[frozenset[PeerId]]] | None = None  # since when
         self._tasks: set[asyncio.Task[frozenset[PeerId]]] = set()
         self._dialling: dict[PeerId, asyncio.Task[None]] = {}
         self._shaken: dict[PeerId, float] = {}  # when a stream to it broke
-        self._lives = lives
+        self._is_alive = is_alive
         self._hang_up = hang_up
         self._examining: set[asyncio.Task[None]] = set()
         self._examined: dict[PeerId, float] = {}  # when, of late
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """The peer says, or we were told, that it listens at these multiaddrs (that end in /p2p/<peer id>). Where none of them
-        is plain TCP, at which we could knock, p2pd is left to find it."""
-        # Over UDP nobody refuses: a peer that is gone would be waited for.
+        """Remember these multiaddrs (that end in /p2p/<peer id>) as the peer's. Ignored where none is plain TCP, which `knock` needs:
+        p2pd then has to find the peer."""
+        # A dead host refuses no UDP packet: p2pd would wait for it.
         where = sorted((a for a in addresses if "/udp/" not in a), key=lambda a: tcp_target(a) is None)
         if where and tcp_target(where[0]) is not None:
             self._book.pop(peer, None)
@@ -94,7 +94,7 @@ class Dialer:
                 del self._book[next(iter(self._book))]
 
     def hint(self, peer: PeerId, address: str) -> None:
-        """As `learn`, of one address that somebody gave us, to be tried beside those that the peer itself named."""
+        """As `learn`, for one address from another source, tried beside those that the peer itself published."""
         learned_at, addresses = self._book.get(peer, (float("-inf"), ()))
         if self._clock() - learned_at > self._config.remember_seconds:
             self.learn(peer, [address])
@@ -102,18 +102,18 @@ class Dialer:
             kept = addresses[: self._config.addresses_per_peer - 1]
             self._book[peer] = (learned_at, (*kept, address))
 
-    def doubt(self, peer: PeerId | None = None) -> None:
-        """A connection may be gone: ask p2pd anew before the next dial. With `peer`: a stream to it broke, and p2pd may
-        not know yet that the connection has."""
-        self._asked_at = float("-inf")
-        self._asking = None  # what p2pd answers now may be from before
+    def invalidate(self, peer: PeerId | None = None) -> None:
+        """A connection may be gone: list p2pd's connections again before the next dial. With `peer`: a stream to it broke, so that the
+        connection may be dead though p2pd does not know yet."""
+        self._listed_at = float("-inf")
+        self._listing = None  # a list under way may be from before
         if peer is not None:
             now = self._clock()
             self._shaken = {p: at for p, at in self._shaken.items() if now - at < self._config.shaken_seconds}
             self._shaken[peer] = now
 
     def unanswered(self, peer: PeerId) -> None:
-        """The peer has taken longer than usual to answer. It may be slow; or the connection may have died, which is looked into."""
+        """The peer has taken longer than usual to answer: check in the background whether the connection is dead or the peer slow."""
         now = self._clock()
         self._examined = {
             p: at for p, at in self._examined.items() if now - at < self._config.examine_seconds
@@ -126,35 +126,35 @@ class Dialer:
         task.add_done_callback(self._examining.discard)
 
     async def connected(self, *, max_age_seconds: float = 0.0) -> frozenset[PeerId]:
-        """The peers that p2pd was connected to at most so long ago."""
+        """The peers that p2pd is connected to, by a list at most so old."""
         now = self._clock()
-        if now - self._asked_at < max_age_seconds:
+        if now - self._listed_at < max_age_seconds:
             return self._connected
-        # Those who want to know at the same time share one question.
-        if self._asking is None or now - self._asking[0] > max(max_age_seconds, self._config.fresh_seconds):
-            task = asyncio.create_task(self._list(now), name="who is connected")
-            self._asking = (now, task)
+        # Callers at the same time share one list.
+        if self._listing is None or now - self._listing[0] > max(max_age_seconds, self._config.fresh_seconds):
+            task = asyncio.create_task(self._list(now), name="list connections")
+            self._listing = (now, task)
             self._tasks.add(task)
             task.add_done_callback(self._listed)
-        return await asyncio.shield(self._asking[1])
+        return await asyncio.shield(self._listing[1])
 
-    async def _list(self, asked_at: float) -> frozenset[PeerId]:
-        connected = await self._ask_connected()
-        # Nobody doubted it meanwhile
-        if self._asking is not None and self._asking[1] is asyncio.current_task():
-            self._connected, self._asked_at = connected, asked_at
+    async def _list(self, started_at: float) -> frozenset[PeerId]:
+        connected = await self._list_connected()
+        # Not invalidated meanwhile
+        if self._listing is not None and self._listing[1] is asyncio.current_task():
+            self._connected, self._listed_at = connected, started_at
         return connected
 
     def _listed(self, task: asyncio.Task[frozenset[PeerId]]) -> None:
         self._tasks.discard(task)
-        if self._asking is not None and self._asking[1] is task:
-            self._asking = None
+        if self._listing is not None and self._listing[1] is task:
+            self._listing = None
         if not task.cancelled():
-            task.exception()  # whoever waited has it
+            task.exception()  # marks it retrieved: those that awaited it have it
 
     async def reach(self, peer: PeerId, *, max_age_seconds: float = 0.0) -> None:
-        """Returns once p2pd is connected to the peer, or where we know of no address to try, so that p2pd has to find
-        one. Raises PeerUnreachable if no address that we know answers."""
+        """Return once p2pd is connected to the peer, or at once where we know no address, so that p2pd has to find one. Raises
+        PeerUnreachable if none of the known addresses answers."""
         connected = peer in await self.connected(max_age_seconds=max_age_seconds)
         if not connected and max_age_seconds > self._config.fresh_seconds:  # it may have dialled us since
             connected = peer in await self.connected(max_age_seconds=self._config.fresh_seconds)
@@ -164,14 +164,14 @@ class Dialer:
         if not addresses:
             return
         task = self._dialling.get(peer)
-        if task is None:  # those who want the same peer at the same time share one dial
+        if task is None:  # callers for one peer at the same time share one dial
             task = asyncio.create_task(self._knock_and_dial(peer, addresses), name=f"dial {peer}")
             self._dialling[peer] = task
             task.add_done_callback(lambda done: self._dialled(peer, done))
         try:
             await asyncio.shield(task)
         except PeerUnreachable:
-            # A peer behind a router is connected with us though nobody can dial it.
+            # A peer behind NAT may be connected to us though nobody can dial it.
             if self._is_shaken(peer) or peer not in await self.connected():
                 raise
 
@@ -183,19 +183,19 @@ class Dialer:
         return addresses if self._clock() - learned_at <= self._config.remember_seconds else ()
 
     async def _examine(self, peer: PeerId) -> None:
-        if self._lives is None or self._hang_up is None:
+        if self._is_alive is None or self._hang_up is None:
             return
         addresses = self._known(peer)
         try:
             if not addresses or peer not in await self.connected():
                 return
-            # At the same time, and the same peer's p2pd says both: one that is frozen or cut off answers neither.
-            lives, knocks = await asyncio.gather(self._lives(peer), self._knock(addresses))
-            if lives or not any(map(_went_well, knocks.values())):
+            # At the same time, since p2pd of the peer answers both: a frozen or unreachable one answers neither.
+            alive, knocks = await asyncio.gather(self._is_alive(peer), self._knock(addresses))
+            if alive or not any(map(_succeeded, knocks.values())):
                 return
             logger.debug("the connection to %s is dead, and it answers a new one", peer)
             await self._hang_up(peer)
-            self.doubt(peer)
+            self.invalidate(peer)
             await self.reach(peer)
         except TransportError as error:
             logger.debug("no new connection to %s: %s", peer, error)
@@ -205,18 +205,18 @@ class Dialer:
 
     def _dialled(self, peer: PeerId, task: asyncio.Task[None]) -> None:
         self._dialling.pop(peer, None)
-        self.doubt()
+        self.invalidate()
         if not task.cancelled():
-            task.exception()  # whoever waited has it; perhaps nobody does any longer
+            task.exception()  # marks it retrieved: nobody may await it any more
 
     async def _knock_and_dial(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        """The first address at which anybody answers; then the others, as it may be somebody else's: a private address that the
-        peer has in its own network is another's in ours."""
+        """Dial at the first addresses that answer; if another peer is there, at the remaining ones: a private address of the peer's
+        network may be another host's in ours."""
         others = [address for address in addresses if tcp_target(address) is None]
         failure: PeerUnreachable | None = None
         while True:
             knocks = await self._knock(addresses)
-            answered = [address for address, task in knocks.items() if _went_well(task)]
+            answered = [address for address, task in knocks.items() if _succeeded(task)]
             if not answered:
                 break
             try:
@@ -232,10 +232,9 @@ class Dialer:
         )
 
     async def _knock(self, addresses: Sequence[str]) -> dict[str, asyncio.Task[None]]:
-        """At all of them that are plain TCP, until one answers or none does. The tasks are over; those that were not needed are
-        cancelled."""
-        doors = dict.fromkeys(address for address in addresses if tcp_target(address) is not None)
-        knocks = {a: asyncio.create_task(accepts(a, self._config.knock_seconds)) for a in doors}
+        """Try all plain TCP addresses at once until one answers. Returns the finished tasks, the unneeded ones cancelled."""
+        targets = dict.fromkeys(address for address in addresses if tcp_target(address) is not None)
+        knocks = {a: asyncio.create_task(accepts(a, self._config.knock_seconds)) for a in targets}
         waiting = set(knocks.values())
         try:
             while waiting:
@@ -248,7 +247,7 @@ class Dialer:
 
 
 async def accepts(address: str, seconds: float) -> None:
-    """Raises PeerUnreachable unless a libp2p host answers at a TCP multiaddr; says nothing about others' kinds."""
+    """Raises PeerUnreachable unless a libp2p host answers at a TCP multiaddr. Does not check other kinds of address."""
     target = tcp_target(address)
     if target is None:
         return
@@ -257,7 +256,7 @@ async def accepts(address: str, seconds: float) -> None:
     try:
         async with asyncio.timeout(seconds):
             reader, writer = await asyncio.open_connection(host, port)
-            said = await reader.readexactly(len(BANNER))
+            banner = await reader.readexactly(len(BANNER))
     except TimeoutError:
         raise PeerUnreachable(f"{host} port {port}: no answer in {seconds:g} s") from None
     except asyncio.IncompleteReadError as error:
@@ -269,7 +268,7 @@ async def accepts(address: str, seconds: float) -> None:
         if writer is not None:
             with suppress(OSError):
                 writer.transport.abort()
-    if said != BANNER:
+    if banner != BANNER:
         raise PeerUnreachable(f"{host} port {port}: no peer answers there")
 
 
@@ -288,5 +287,5 @@ def tcp_target(address: str) -> tuple[str, int] | None:
     return None
 
 
-def _went_well(task: asyncio.Task[None]) -> bool:
+def _succeeded(task: asyncio.Task[None]) -> bool:
     return not task.cancelled() and task.exception() is None

@@ -1,10 +1,9 @@
-"""Bytes as they arrive, cut into frames. No I/O: a stream asks where to put bytes and says how many came.
+"""Cuts received bytes into frames. No I/O: a stream asks where to put bytes and reports how many it put there.
 
-Small frames are cut from one buffer, so that one read may bring many; a large payload is read straight into the
-memory it will be used from. A header stays as it came until its frame is taken: decoded it may take twenty times as much
-memory. Nothing is allocated for a length over the caps, and memory for a payload is only
-backed by the machine as its bytes arrive (numpy.empty does not touch its pages), so a peer that announces 512 MiB
-and sends nothing costs nothing.
+Small frames are cut from one buffer, so that one read may bring many; a large payload is read straight into the memory it will be
+used from. A header stays encoded until its frame is taken: decoded it may need twenty times as much memory. Nothing is
+allocated for a length over the caps, and the pages of a payload's memory are only used as its bytes arrive (numpy.empty
+does not touch them), so a peer that announces 512 MiB and sends nothing costs nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _MAX_PREAMBLE_BYTES = 64 * 1024 - 16  # p2pd's own messages are a few hundred by
 
 
 def delimited(message: bytes) -> bytes:
-    """A message as p2pd writes its own: its length as a varint, then its bytes."""
+    """A message in p2pd's framing: its length as a varint, then its bytes."""
     length, head = len(message), bytearray()
     while length >= 0x80:
         head.append(length & 0x7F | 0x80)
@@ -30,8 +29,8 @@ def delimited(message: bytes) -> bytes:
 
 
 def delimited_length(data: Buffer, start: int = 0, end: int | None = None) -> tuple[int, int] | None:
-    """The length of the message that p2pd begins at `start`, and where its bytes begin; None where more of the length has to
-    come first. Raises FrameError for one of 2^28 bytes or more."""
+    """The length of the message in p2pd's framing at `start`, and the offset of its bytes; None where the length is not complete.
+    Raises FrameError for one of 2^28 bytes or more."""
     length = shift = 0
     for at in range(start, len(data) if end is None else end):
         byte = data[at]
@@ -45,7 +44,7 @@ def delimited_length(data: Buffer, start: int = 0, end: int | None = None) -> tu
 
 
 class FrameParser:
-    """`room()` is where the next bytes go, `advance(n)` says that n came; `ready` frames wait to be taken.
+    """`room()` is where the next bytes go, `advance(n)` takes n of them in; `ready` frames wait to be taken.
 
     With `preamble` the first thing on the stream is one message of p2pd's (a varint length and that many bytes),
     which becomes `self.preamble` (see `delimited`).
@@ -56,16 +55,16 @@ class FrameParser:
         self._ready: deque[tuple[Buffer, memoryview]] = deque()
         self.ready_bytes = 0  # of these, as on the wire
         self.has_received = False  # whether a frame has arrived
-        self.ended = False  # the sender said that no more frames come
+        self.ended = False  # the end mark was received
         self.preamble: bytes | None = None
         self.allowed = limits.payload_bytes
         self.allowed_header = limits.header_bytes
-        # Of a frame over `allowed` or `allowed_header`, which is not read, as `announced` says it: nothing behind it is parsed.
+        # The `announced` bytes of a frame over `allowed` or `allowed_header`. It is not read, and nothing behind it parsed.
         self.refused = 0
         self._limits = limits
         self._wants_preamble = preamble
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self._start = 0  # of what arrived in the scratch buffer and is not parsed yet
+        self._start = 0  # of the unparsed bytes in the scratch buffer
         self._end = 0
         self._lengths: tuple[int, int] | None = None  # of the frame being read: header, payload
         self._header: Buffer | None = None  # of that frame
@@ -79,8 +78,8 @@ class FrameParser:
         return self._scratch[self._end :]
 
     def advance(self, count: int) -> None:
-        """`count` bytes were put into `room()`. Raises FrameError for bytes that are no frame; the parser is then
-        of no further use."""
+        """Take in `count` bytes that were put into `room()`. Raises FrameError for bytes that are no frame; the parser is unusable
+        then."""
         if self._piece is None:
             self._end += count
         else:
@@ -106,13 +105,13 @@ class FrameParser:
 
     @property
     def filling(self) -> bool:
-        """Whether a payload has begun to arrive that needs more reads."""
+        """Whether a payload is being received that needs more reads."""
         return self._piece is not None and self._header is not None
 
     @property
     def announced(self) -> int:
-        """Bytes of the payload of the next frame, of one that is refused as well; 0 where there is none. At least
-        UNASKED_BYTES more than its header has, where that is refused."""
+        """Bytes of the payload of the next frame, also of a refused one; 0 where there is none. Where its header is refused, at least
+        UNASKED_BYTES more than the header has."""
         return len(self._ready[0][1]) if self._ready else self.refused
 
     @property
@@ -124,36 +123,36 @@ class FrameParser:
         return f"a payload of {payload_bytes} bytes; at most {self.allowed} are allowed now"
 
     def allow(self, payload_bytes: int) -> None:
-        """Change the cap on payloads, never above the limits; what waited for that is parsed. Raises FrameError."""
+        """Change the cap on payloads, never above the limits, and parse a frame that waited for it. Raises FrameError."""
         self.allowed = min(payload_bytes, self._limits.payload_bytes)
-        self._look_again()
+        self._parse_refused()
 
     def allow_headers(self, header_bytes: int) -> None:
         """As `allow`, for headers."""
         self.allowed_header = min(header_bytes, self._limits.header_bytes)
-        self._look_again()
+        self._parse_refused()
 
-    def _look_again(self) -> None:
+    def _parse_refused(self) -> None:
         if self.refused:
             self.refused = 0
             self.advance(0)
 
     def take(self) -> tuple[Frame, int]:
-        """The oldest frame and its size on the wire in bytes; there must be one. Raises FrameError for a header that is none."""
+        """The oldest frame and its size on the wire in bytes; there must be one. Raises FrameError for an invalid header."""
         header, payload = self._ready.popleft()
         size = HEAD_BYTES + len(header) + len(payload)
         self.ready_bytes -= size
         return Frame(*decode_header(header), payload), size
 
     def forget(self) -> None:
-        """Drop the frames that nobody will take any more."""
+        """Drop the frames that wait to be taken."""
         self._ready.clear()
         self.ready_bytes = 0
 
     def _parse_one(self) -> bool:
-        """Parse one thing from the scratch buffer; whether there may be another."""
+        """Parse one element (preamble, head or frame) of the scratch buffer; whether there may be another."""
         if self.ended:
-            self._start = self._end  # what follows the end is not ours to interpret
+            self._start = self._end  # bytes after the end mark are ignored
             return False
         if self._wants_preamble:
             return self._parse_preamble()
@@ -188,7 +187,7 @@ class FrameParser:
         return True
 
     def _read_apart(self, piece: memoryview) -> None:
-        """The rest of what is being read goes straight into `piece`, after what of it has arrived already."""
+        """Read the rest of a header or payload straight into `piece`, behind its bytes that were received already."""
         self._filled = self._end - self._start
         piece[: self._filled] = self._scratch[self._start : self._end]
         self._start = self._end = 0
@@ -217,9 +216,9 @@ class FrameParser:
 
 
 def _empty(size: int) -> memoryview:
-    """Memory that nothing was written to."""
+    """Uninitialised memory."""
     try:
-        import numpy  # slow to import, and a command that gets only small frames does without
-    except ImportError:  # a thin client, which is sent few of that size
+        import numpy  # slow to import, and not needed by a command that receives only small frames
+    except ImportError:  # a thin client, which receives few large payloads
         return memoryview(bytearray(size))
     return numpy.empty(size, numpy.uint8).data

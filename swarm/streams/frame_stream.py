@@ -1,9 +1,9 @@
-"""A stream of frames over one socket: sends wait for the kernel, reads stop while frames are not taken.
+"""A stream of frames over one socket, with backpressure: sends wait for the kernel, reads stop while frames are not taken.
 
-The three ends of a stream: we closed it; they closed it (an explicit end mark arrived); it broke (the socket ended
-without one, which is how a killed process looks). An end mark is answered with one at once, and whoever closes waits
-for it: libp2p may drop a stream, and what was sent on it, that ends before the other side has accepted it (seen on
-one in thirteen streams aborted right after a small send, on a busy machine).
+A stream ends in one of three ways: we closed it; the remote end closed it (an end mark arrived); it broke (the socket ended without
+one, as when a process is killed). An end mark is answered with one at once, and the closing end waits for the answer: libp2p
+may drop a stream, with the frames sent on it, that ends before the other side has accepted it (seen on one in thirteen
+streams aborted right after a small send, on a busy machine).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fusion.swarm.streams.traffic import TrafficCounter
 from fusion.swarm.swarm_key import Authorizer
 from fusion.swarm.transport import UNASKED_BYTES, UNASKED_HEADER_BYTES, Buffer, Frame, PeerId
 
-# Of frames that wait here before we stop reading; one frame more may be on its way in. Of a stream that takes no more
-# than UNASKED_BYTES, as strangers open them, so much and no more.
+# Of received frames, before we stop reading; one frame more may be under way. UNASKED_BYTES on a stream that allows no larger
+# payloads, as those that strangers open.
 UNREAD_BYTES = 1 << 20
 _UNREAD_FRAMES = 256
 TOKEN = "member"  # the kind of the first frame, each way, in a closed swarm
@@ -46,45 +46,45 @@ class FrameStream(asyncio.BufferedProtocol):
         allowed: int | None = None,
         authorizer: Authorizer | None = None,
     ) -> None:
-        """`allowed`: the largest payload to take at first; see `Stream.allow`. Of whoever opens a stream to us for which it is
-        given, headers of UNASKED_HEADER_BYTES until then, or until we have said something. `authorizer`: of a closed swarm, whose
-        members alone are heard and answered."""
+        """`allowed`: the largest payload to accept at first (see `Stream.allow`); on an incoming stream with it, headers of at most
+        UNASKED_HEADER_BYTES are accepted until `allow` or our first frame. `authorizer`: of a closed swarm, of which only members'
+        frames are accepted and answered."""
         self.remote = remote
         self.protocol = protocol
-        self.subnet: str | None = None  # the public network of whoever opened it, where that is known
+        self.subnet: str | None = None  # the public network of the opener, where that is known
         self.used_at = asyncio.get_running_loop().time()  # when a frame last came in or went out
         self.arrived_bytes = 0
-        self._awaited = False  # a frame is on its way that was allowed once it was announced
+        self._awaited = False  # a frame, allowed after it was announced, is being received
         self._limits = limits
         self._authorizer = authorizer
-        self._shown = authorizer is None  # our token, ahead of our first frame
-        self._admitted = authorizer is None  # the other end, by the first frame of its own
-        self._ours = bool(remote)  # we opened it
+        self._token_sent = authorizer is None  # ahead of our first frame
+        self._admitted = authorizer is None  # the remote end, by the token in its first frame
+        self._outgoing = bool(remote)  # we opened it
         self._traffic = traffic
         self._opened: Callable[[FrameStream, bytes | None], None] | None = opened
         self._parser = FrameParser(limits, preamble=True)
         self._parser.allow(limits.payload_bytes if allowed is None else allowed)
-        self._asked = self._ours or allowed is None  # headers are as large as the limits say
-        if not self._asked:
+        self._full_headers = self._outgoing or allowed is None  # accept headers up to the limits
+        if not self._full_headers:
             self._parser.allow_headers(UNASKED_HEADER_BYTES)
         self._socket: asyncio.Transport | None = None
         self._failure: FrameError | None = None
         self._closed = False
         self.lost = asyncio.get_running_loop().create_future()
-        self._over = asyncio.Event()  # the other end has said that it is done, or is gone
-        self._end_said = False
+        self._remote_ended = asyncio.Event()  # its end mark was received, or it is gone
+        self._end_sent = False
         self._reading_paused = False
-        self._filling = False  # a payload is arriving, as fast as it is sent: its reads are timed
+        self._filling = False  # a payload is being received; its reads are timed
         self._reader: asyncio.Future[None] | None = None
-        self._writable: asyncio.Future[None] | None = None  # pending while the kernel takes no more
-        self.turn = asyncio.Lock()  # whose holder may call `send_in_turn`
+        self._writable: asyncio.Future[None] | None = None  # pending while the kernel's buffer is full
+        self.turn = asyncio.Lock()  # held around `send_in_turn`
 
-    # What the event loop calls.
+    # Called by the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's own class does not inherit from asyncio's
         self._socket = cast(asyncio.Transport, transport)
-        # No buffer of our own: a send returns when the kernel has taken all of it.
+        # No buffer of our own: a send returns when the kernel has all of it.
         self._socket.set_write_buffer_limits(high=0)
         if self._closed:
             self.drop()
@@ -108,7 +108,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._time(nbytes)
         if self._parser.ended:
             self._send_end()
-            self._over.set()
+            self._remote_ended.set()
         if self._closed:
             self._parser.forget()
             if self._parser.refused:
@@ -135,23 +135,23 @@ class FrameStream(asyncio.BufferedProtocol):
         if not self.lost.done():
             self.lost.set_result(None)
         self._stop_timing()
-        self._over.set()
+        self._remote_ended.set()
         if self._opened is not None:
             opened, self._opened = self._opened, None
             opened(self, None)
         self.resume_writing()
         self._wake_reader()
 
-    # What the rest of the project calls.
+    # The interface.
 
     @property
     def broke(self) -> bool:
-        """Whether it ended, and neither side had said so."""
+        """Whether it ended without an end mark of either side."""
         return self.lost.done() and not self._closed and not self._parser.ended
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes that came in, and bytes that wait for p2pd to take them: they change while the connection carries something."""
+        """Bytes received, and bytes not yet taken by p2pd: either changes while the connection carries anything."""
         return self.arrived_bytes, 0 if self._socket is None else self._socket.get_write_buffer_size()
 
     @property
@@ -160,7 +160,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     @property
     def allowed(self) -> int:
-        """The largest payload that is taken now."""
+        """The largest payload that is accepted now."""
         return self._parser.allowed
 
     async def send(
@@ -173,32 +173,32 @@ class FrameStream(asyncio.BufferedProtocol):
             await self.send_in_turn(message)
 
     def send_now(self, kind: str, header: Mapping[str, Any] | None, payload: Sequence[Buffer]) -> bool:
-        """Send a small frame without waiting, where nothing has to be waited for; False where something has, and where the
-        stream has ended: nothing is sent then, and `send` tells why. Raises FrameError, ValueError."""
+        """Send a small frame at once if that needs no waiting. False, with nothing sent, where it does or the stream has ended (`send`
+        raises why). Raises FrameError, ValueError."""
         socket = self._socket
         if socket is None or socket.is_closing() or self.lost.done() or self._closed or self._parser.ended:
             return False
-        if not self._shown or self._writable is not None or self.turn.locked():
+        if not self._token_sent or self._writable is not None or self.turn.locked():
             return False
         head, views, size = self.encode(kind, header, payload)
         if len(head) + size > _JOINED_BYTES:
             return False
         socket.write(b"".join((head, *views)))
-        self._take_all_headers()
+        self._accept_full_headers()
         self.used_at = asyncio.get_running_loop().time()
         self._traffic.sent(self.remote, len(head) + size)
         return True
 
     def encode(self, kind: str, header: Mapping[str, Any] | None, payload: Sequence[Buffer]) -> Message:
-        """Raises FrameError for what is too large."""
+        """Raises FrameError for a frame over the limits."""
         return frames.encode(kind, header, payload, self._limits)
 
     async def send_in_turn(self, message: Message) -> None:
         """As `send`, for the holder of `turn`. Its bytes are the next ones on the wire when this first waits."""
         head, views, size = message
-        if self._closed or self._parser.ended:  # the other end has stopped reading too
+        if self._closed or self._parser.ended:  # the remote end has stopped reading, too
             raise self._ended()
-        if not self._shown:
+        if not self._token_sent:
             head = self._token() + head
         if len(head) + size <= _JOINED_BYTES:
             await self._write(b"".join((head, *views)))
@@ -208,7 +208,7 @@ class FrameStream(asyncio.BufferedProtocol):
             except asyncio.CancelledError:
                 self.abort()
                 raise
-        self._take_all_headers()
+        self._accept_full_headers()
         self.used_at = asyncio.get_running_loop().time()
         self._traffic.sent(self.remote, len(head) + size)
 
@@ -222,10 +222,10 @@ class FrameStream(asyncio.BufferedProtocol):
         except FrameError as error:
             self._parser.forget()
             self._fail(error)
-            raise self._refused(error) from error
+            raise self._with_origin(error) from error
         self.used_at = asyncio.get_running_loop().time()
         self._traffic.received(self.remote, size)
-        self._read_on()
+        self._resume_reading()
         return frame
 
     async def announced(self) -> int:
@@ -234,7 +234,7 @@ class FrameStream(asyncio.BufferedProtocol):
         return self._parser.announced
 
     def allow(self, payload_bytes: int) -> None:
-        self._asked = True
+        self._full_headers = True
         announced = self._parser.refused > 0
         try:
             self._parser.allow(payload_bytes)
@@ -242,12 +242,12 @@ class FrameStream(asyncio.BufferedProtocol):
         except FrameError as error:
             self._fail(error)
         self._awaited |= announced and not self._parser.refused
-        self._read_on()
+        self._resume_reading()
         self._wake_reader()
 
-    def _take_all_headers(self) -> None:
-        """We have said something: who is told so may have much to say."""
-        if not self._asked:
+    def _accept_full_headers(self) -> None:
+        """After our first frame: the reply may have a large header."""
+        if not self._full_headers:
             self.allow(self._parser.allowed)
 
     async def aclose(self) -> None:
@@ -257,22 +257,22 @@ class FrameStream(asyncio.BufferedProtocol):
         if self.lost.done() or self._socket is None:
             return
         if self._parser.refused:
-            self.drop()  # it would be read to its end, only to be thrown away
+            self.drop()  # the refused frame would have to be read only to be discarded
             return
-        # What comes in until the other end answers is thrown away; a socket closed with unread bytes would lose
-        # the sent ones. Then our half is shut: p2pd ends the stream and hangs up.
+        # Discard what arrives until the remote end's mark: a socket closed with unread bytes would lose the sent ones. Then
+        # shut down our half: p2pd ends the stream and hangs up.
         try:
             async with asyncio.timeout(_LINGER_SECONDS):
                 if self._reading_paused and not self._socket.is_closing():
                     self._socket.resume_reading()
                 async with self.turn:
                     self._send_end()
-                await self._over.wait()
+                await self._remote_ended.wait()
                 if not self._socket.is_closing():
                     self._socket.write_eof()
                 await asyncio.shield(self.lost)
         except (OSError, RuntimeError, TimeoutError):
-            pass  # the other end is gone or does not listen: nothing left to be polite about
+            pass  # the remote end is gone or does not answer
         finally:
             self.drop()
 
@@ -287,11 +287,11 @@ class FrameStream(asyncio.BufferedProtocol):
     # Inside.
 
     async def _more(self) -> None:
-        """Wait until something comes in. Raises what has ended the stream."""
+        """Wait until bytes are received. Raises the reason if the stream has ended."""
         if self._closed:
             raise StreamClosed(f"{self.protocol}: we closed this stream")
         if self._failure is not None:
-            raise self._refused(self._failure) from self._failure
+            raise self._with_origin(self._failure) from self._failure
         if self._parser.ended or self.lost.done():
             raise self._ended()
         if self._reader is not None:
@@ -303,24 +303,24 @@ class FrameStream(asyncio.BufferedProtocol):
             self._reader = None
 
     def _token(self) -> bytes:
-        """The frame that goes ahead of our first one. StreamBroken on a stream of one who has not shown its own."""
-        if not self._ours and not self._admitted:
+        """The frame ahead of our first one, with our token. Raises StreamBroken on a stream whose opener has not shown its own."""
+        if not self._outgoing and not self._admitted:
             raise StreamBroken(f"{self.remote} has not shown that it is a member of this swarm")
         assert self._authorizer is not None
-        self._shown = True
+        self._token_sent = True
         return self.encode(TOKEN, {"token": self._authorizer.token}, ())[0]
 
     def _admit(self) -> bool:
-        """Look at what came first; whether anything may be done with this stream. One who is no member gets no word."""
+        """Check the token in the first frame; whether the stream may be used now. Aborts, without an answer, for a non-member."""
         if self._parser.ready:
             assert self._authorizer is not None
             with suppress(FrameError):
                 frame, _ = self._parser.take()
-                said = frame.header.get("token") if frame.kind == TOKEN else None
-                self._admitted = self._authorizer.admits(self.remote, said)
+                token = frame.header.get("token") if frame.kind == TOKEN else None
+                self._admitted = self._authorizer.admits(self.remote, token)
             self._parser.has_received = self._parser.ready > 0
         elif not (self._parser.ended or self._parser.refused or self._failure):
-            return False  # half a frame
+            return False  # an incomplete frame
         if not self._admitted:
             self.abort()
         return self._admitted
@@ -334,9 +334,9 @@ class FrameStream(asyncio.BufferedProtocol):
     def _stop_timing(self) -> None:
         if self._filling:
             self._filling = False
-            self._traffic.receive_log.broken_off(self.remote)
+            self._traffic.receive_log.aborted(self.remote)
 
-    def _read_on(self) -> None:
+    def _resume_reading(self) -> None:
         if self._reading_paused and not self._full() and self._socket is not None:
             self._reading_paused = False
             if not self._socket.is_closing():
@@ -362,7 +362,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._failure = error
         self.drop()
 
-    def _refused(self, error: FrameError) -> FrameError:
+    def _with_origin(self, error: FrameError) -> FrameError:
         return FrameError(f"{self.remote} on {self.protocol}: {error}")
 
     def _ended(self) -> TransportError:
@@ -379,14 +379,14 @@ class FrameStream(asyncio.BufferedProtocol):
             self._wake_reader()
 
     def _send_end(self) -> None:
-        if not self._admitted and not self._ours:
-            return  # not even that
-        if not self._end_said and self._socket is not None and not self._socket.is_closing():
-            self._end_said = True
-            self._socket.write(frames.END)  # frames are handed over whole, so this never lands inside one
+        if not self._admitted and not self._outgoing:
+            return  # a non-member gets not even that
+        if not self._end_sent and self._socket is not None and not self._socket.is_closing():
+            self._end_sent = True
+            self._socket.write(frames.END)  # frames are written whole, so this never lands inside one
 
     def drop(self) -> None:
-        """Hang up, as if the other end had vanished; what came in before can still be received."""
+        """Abort the socket; frames received before can still be taken."""
         if self._socket is not None and not self.lost.done():
             self._socket.abort()
 

@@ -1,11 +1,11 @@
-"""How one frame looks on the wire, and what size it may have. Pure: bytes in, values out.
+"""The wire format of a frame, and its caps. Pure: bytes in, values out.
 
-    head     4 bytes  length of the header, big-endian; 0 says "no more frames from me" (a clean end)
+    head     4 bytes  length of the header, big-endian; 0 is the end mark (a clean end)
              8 bytes  length of the payload
     header   msgpack of [kind, {...}]
-    payload  raw bytes, tensor data as it lies in memory
+    payload  raw bytes, tensor data as in memory
 
-Both lengths are held against `FrameLimits` before anything is read or allocated for them.
+Both lengths are checked against `FrameLimits` before anything is read or allocated for them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from fusion.swarm.transport import Buffer, Header
 
 _HEAD = struct.Struct(">IQ")
 HEAD_BYTES = _HEAD.size
-END = _HEAD.pack(0, 0)  # the last thing on a stream that its sender closed; without it the stream broke
+END = _HEAD.pack(0, 0)  # the end mark, last on a stream that its sender closed; without it the stream broke
 
 MAX_KIND_CHARACTERS = 64
 MAX_CONTAINERS = 4096  # lists and maps in one header: an empty one is a byte on the wire and 64 in memory
-CONTAINER_BYTES = 96  # of memory that we count for each in a header that waits to be sent
-# Of memory for all values of one header: short texts take twenty times their bytes. The most that is sent are 30 000 token
-# ids, and batches of 1024 headers; both fit.
+CONTAINER_BYTES = 96  # of memory, estimated for each in a header that waits to be sent
+# Of memory for all values of one header: short texts take twenty times their bytes. The largest headers sent have 30 000 token
+# ids, or are batches of 1024 headers; both fit.
 MAX_VALUE_BYTES = 2 << 20
-# Each list, map or value takes a byte at least on the wire, and for each of its bytes no more memory than an empty map.
+# A header of fewer bytes cannot exceed either: each list, map or value takes a byte on the wire, and no more memory for each of
+# its bytes than an empty map.
 SHORT_HEADER_BYTES = min(MAX_CONTAINERS, MAX_VALUE_BYTES // CONTAINER_BYTES)
 _MAX_DEPTH = 16  # of lists and maps in a header
 
@@ -91,7 +92,7 @@ def decode_head(data: Buffer, limits: FrameLimits = DEFAULT_LIMITS, offset: int 
 def decode_header(data: Buffer) -> tuple[str, Header]:
     """Kind and header of a frame. Raises FrameError for bytes that are not exactly one header, or one of more than
     MAX_CONTAINERS lists and maps or MAX_VALUE_BYTES of memory."""
-    # In so few bytes there is no room for too much of either.
+    # Shorter headers cannot exceed the caps.
     containers = _Containers() if len(data) > SHORT_HEADER_BYTES else None
     try:
         value = msgpack.unpackb(
@@ -120,8 +121,8 @@ def decode_header(data: Buffer) -> tuple[str, Header]:
 
 
 class _Containers:
-    """Called with each list and map as it is made, so that a header of too many, or of too much in them, is given up before
-    they are."""
+    """msgpack hook, called with each decoded list and map: aborts the decoding of a header with too many of them, or too large
+    ones."""
 
     __slots__ = ("count", "value_bytes")
 
@@ -142,7 +143,7 @@ class _Containers:
 
 
 def _refused(code: int, data: bytes) -> Any:
-    raise FrameError("a header with an extension of msgpack's")  # of no bytes, as longer ones have no room
+    raise FrameError("a header with an extension of msgpack's")  # an empty one: max_ext_len refuses others
 
 
 def _check(header_bytes: int, payload_bytes: int, limits: FrameLimits) -> None:

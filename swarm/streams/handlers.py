@@ -1,7 +1,7 @@
-"""Who answers an incoming stream: a table of protocols, and the tasks that run their handlers.
+"""Runs the handlers of incoming streams, by a table of protocols.
 
-Both transports hand their incoming streams to one of these, so that a handler meets the same rules on either: a
-task of its own, an error told to the other end in one line, the stream always ended.
+Both transports use it, so that a handler has the same contract on either: it runs in a task of its own, its error is sent to the
+other end in one line, and the stream is always ended.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from fusion.swarm.transport import Handler, PeerId, Stream
 
 logger = logging.getLogger(__name__)
 
-ERROR_SECONDS = 5.0  # how long the other end may take to accept our last words
-FIRST_FRAME_SECONDS = 10.0  # for whoever opened a stream to say something on it, whatever the protocol
-IDLE_LOOK_SECONDS = 15.0  # between looks at which streams are idle
-SUFFIX = "/lanes"  # of the name of a protocol, for one of the streams that a striped one goes over
+ERROR_SECONDS = 5.0  # for the other end to accept an error frame
+FIRST_FRAME_SECONDS = 10.0  # for the opener's first frame, whatever the protocol
+IDLE_CHECK_SECONDS = 15.0  # between two checks for idle streams
+SUFFIX = "/lanes"  # of a protocol's name, for a lane of a striped stream
 
 
 class Handlers:
-    """Runs at most `per_peer` handlers at once for each peer, and `in_all`; further streams are dropped. Of streams on
-    which nothing was said yet there are at most `silent`: a further one takes the place of the oldest, so that whoever
-    speaks at once, as honest peers do, gets in however many others hold theirs open. Peer ids are free, so these
-    numbers and not those of each peer are what a stranger cannot go round; nor can one with a public network of its own,
-    who gets `per_subnet`. A stream on which neither side has said anything for the `idle_seconds` of its protocol is
-    dropped as well."""
+    """Runs at most `per_peer` handlers at once for each peer, `per_subnet` for each public network, and `in_all`; further streams are
+    dropped. At most `silent` streams may be without a first frame: a further one replaces the oldest, so that an opener that
+    sends at once, as honest peers do, gets in however many others stay silent. Peer ids are free, so a stranger can get
+    around `per_peer`, but not around the other limits. A stream is also dropped when neither side has sent a frame for
+    the `idle_seconds` of its protocol."""
 
     def __init__(
         self,
@@ -46,15 +45,15 @@ class Handlers:
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: Counter[PeerId | str] = Counter()  # of each peer, and of each public network
         self._idle_seconds = dict(idle_seconds or {})
-        self._open: dict[FrameStream, float] = {}  # and how long each may be idle
+        self._open: dict[FrameStream, float] = {}  # with the seconds that each may be idle
         self._idle_timer: asyncio.TimerHandle | None = None
         self._per_peer = per_peer
         self._per_subnet = per_subnet
         self._in_all = in_all
         self._most_silent = silent
-        # Streams on which nothing was said when they were last looked at, and until when that may be; oldest first.
+        # Streams without a first frame when last checked, with the deadlines for it; oldest first.
         self._silent: dict[Stream, float] = {}
-        # One for all: a timer would keep a stream's memory to its end.
+        # One for all: a timer of its own would keep a stream's memory until it fires.
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -98,21 +97,21 @@ class Handlers:
         if len(self._silent) >= self._most_silent:
             self._silent = {each: until for each, until in self._silent.items() if not each.has_received}
         if len(self._silent) >= self._most_silent:
-            self._hang_up(next(iter(self._silent)))
+            self._drop_silent(next(iter(self._silent)))
         loop = asyncio.get_running_loop()
         self._silent[stream] = loop.time() + FIRST_FRAME_SECONDS
         if self._timer is None:
-            self._timer = loop.call_later(FIRST_FRAME_SECONDS, self._hang_up_on_late)
+            self._timer = loop.call_later(FIRST_FRAME_SECONDS, self._drop_late)
 
-    def _hang_up_on_late(self) -> None:
+    def _drop_late(self) -> None:
         loop = asyncio.get_running_loop()
         for stream, until in list(self._silent.items()):
             if stream.has_received or until <= loop.time():
-                self._hang_up(stream)
+                self._drop_silent(stream)
         first = min(self._silent.values(), default=None)
-        self._timer = None if first is None else loop.call_at(first, self._hang_up_on_late)
+        self._timer = None if first is None else loop.call_at(first, self._drop_late)
 
-    def _hang_up(self, stream: Stream) -> None:
+    def _drop_silent(self, stream: Stream) -> None:
         del self._silent[stream]
         if not stream.has_received:
             logger.debug("hung up on %s, which opened %s and said nothing", stream.remote, stream.protocol)
@@ -124,15 +123,15 @@ class Handlers:
             self._open[stream] = seconds
             if self._idle_timer is None:
                 loop = asyncio.get_running_loop()
-                self._idle_timer = loop.call_later(IDLE_LOOK_SECONDS, self._hang_up_on_idle)
+                self._idle_timer = loop.call_later(IDLE_CHECK_SECONDS, self._drop_idle)
 
-    def _hang_up_on_idle(self) -> None:
+    def _drop_idle(self) -> None:
         loop = asyncio.get_running_loop()
         for stream, seconds in list(self._open.items()):
             if loop.time() - stream.used_at >= seconds:
                 logger.debug("hung up on %s: %s idle for %.0f s", stream.remote, stream.protocol, seconds)
                 stream.abort()
-        self._idle_timer = loop.call_later(IDLE_LOOK_SECONDS, self._hang_up_on_idle) if self._open else None
+        self._idle_timer = loop.call_later(IDLE_CHECK_SECONDS, self._drop_idle) if self._open else None
 
     def _finished(self, task: asyncio.Task[None], stream: Stream) -> None:
         self._silent.pop(stream, None)
@@ -148,7 +147,7 @@ class Handlers:
                 del self._running[holder]
 
     def cancel(self) -> list[asyncio.Task[None]]:
-        """Cancel what runs, without waiting; nothing is accepted any more. The caller, if it is a handler, goes on."""
+        """Cancel the running handlers without waiting, and accept no more streams. Not the calling task, if it is a handler."""
         self._closed = True
         for timer in (self._timer, self._idle_timer):
             if timer is not None:
@@ -159,18 +158,18 @@ class Handlers:
         return tasks
 
     async def aclose(self) -> None:
-        """Cancel what runs and wait for it."""
+        """Cancel the running handlers and wait for them."""
         await asyncio.gather(*self.cancel(), return_exceptions=True)
 
 
 async def run(handler: Handler, stream: Stream) -> None:
-    """The handler, its error told to the other end, the stream's end."""
+    """Run the handler, send its error to the other end, and end the stream."""
     try:
         await handler(stream)
     except asyncio.CancelledError:
         stream.abort()
         raise
-    except Exception as error:  # the boundary between peers: whatever one stream does, the peer goes on
+    except Exception as error:  # the boundary between peers: no stream may stop the peer
         line = error_line(error)
         gone = isinstance(error, (StreamClosed, StreamBroken))
         logger.log(

@@ -1,6 +1,6 @@
-"""A stream between two ends in one process: the memory transport's, and a real peer's stream to itself.
+"""A stream within one process: the memory transport's, and a real peer's stream to itself.
 
-Frames are encoded and decoded, and payloads copied, exactly as if they had crossed a wire.
+Frames are encoded and decoded, and payloads copied, exactly as over a network.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fusion.swarm.streams.frames import DEFAULT_LIMITS, FrameLimits
 from fusion.swarm.streams.traffic import TrafficCounter
 from fusion.swarm.transport import UNASKED_BYTES, UNASKED_HEADER_BYTES, Buffer, Frame, PeerId
 
-BUFFERED_BYTES = 1 << 20  # what a stream holds before its sender has to wait; one frame always fits
+BUFFERED_BYTES = 1 << 20  # in a stream, before its sender has to wait; one frame always fits
 
 
 class _Pipe:
-    """One direction of a stream: encoded frames that were sent and not yet received."""
+    """One direction of a stream: encoded frames, sent and not yet received."""
 
     def __init__(self) -> None:
         self.frames: deque[tuple[bytes, bytearray]] = deque()
@@ -70,7 +70,7 @@ class MemoryStream:
         self._limits = limits
         self._traffic = traffic
         self._allowed = allowed
-        self._asked = allowed > UNASKED_BYTES  # headers are as large as the limits say
+        self._full_headers = allowed > UNASKED_BYTES  # accept headers up to the limits
         self._turn = asyncio.Lock()
         self._closed = False
         self._has_received = False
@@ -98,7 +98,7 @@ class MemoryStream:
                     break
                 await pipe.changed.wait()
             pipe.put(head, bytearray().join(views))
-            self._asked = True
+            self._full_headers = True
             self._traffic.sent(self.remote, len(head) + size)
 
     async def receive(self) -> Frame:
@@ -132,10 +132,10 @@ class MemoryStream:
         return max(len(payload), UNASKED_BYTES + len(head)) if self._large_header(head) else len(payload)
 
     def _large_header(self, head: bytes) -> bool:
-        return not self._asked and len(head) > frames.HEAD_BYTES + UNASKED_HEADER_BYTES
+        return not self._full_headers and len(head) > frames.HEAD_BYTES + UNASKED_HEADER_BYTES
 
     def allow(self, payload_bytes: int) -> None:
-        self._asked = True
+        self._full_headers = True
         self._allowed = min(payload_bytes, self._limits.payload_bytes)
 
     async def aclose(self) -> None:
@@ -151,7 +151,7 @@ class MemoryStream:
         self._incoming.frames.clear()
 
     def lose(self) -> None:
-        """The link is gone: what was on its way is lost."""
+        """Break the stream as a cut link does: frames under way are lost."""
         for pipe in (self._incoming, self._outgoing):
             pipe.frames.clear()
             pipe.size = 0
@@ -174,10 +174,10 @@ def stream_pair(
     limits: FrameLimits = DEFAULT_LIMITS,
     traffic: tuple[TrafficCounter, TrafficCounter] | None = None,
 ) -> tuple[MemoryStream, MemoryStream]:
-    """Two ends of one stream: the first is held by `here`, who opened it, the second by `there`."""
-    ours, theirs = traffic or (TrafficCounter(), TrafficCounter())
+    """Two ends of one stream: the first is held by `here`, which opened it, the second by `there`."""
+    near, far = traffic or (TrafficCounter(), TrafficCounter())
     one, two = _Pipe(), _Pipe()
     return (
-        MemoryStream(there, protocol, one, two, limits, ours, limits.payload_bytes),
-        MemoryStream(here, protocol, two, one, limits, theirs, min(UNASKED_BYTES, limits.payload_bytes)),
+        MemoryStream(there, protocol, one, two, limits, near, limits.payload_bytes),
+        MemoryStream(here, protocol, two, one, limits, far, min(UNASKED_BYTES, limits.payload_bytes)),
     )

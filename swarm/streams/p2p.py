@@ -1,8 +1,8 @@
 """The transport between real peers: libp2p streams through hivemind's P2P and its p2pd daemon.
 
-We start p2pd ourselves (`fusion.swarm.streams.p2pd`) and attach hivemind's `P2P` to it for the DHT. Frames go over raw
-streams that we open at the daemon's control socket, because a raw stream ends with the other process, where
-hivemind's calls may stay silent, and because frames can then be read straight into their own memory.
+We start p2pd ourselves (`fusion.swarm.streams.p2pd`) and attach hivemind's `P2P` to it for the DHT. Frames use raw streams, which we
+open at the daemon's control socket: a raw stream ends when the other process ends, where hivemind's calls may hang, and its
+frames can be read straight into their own memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fusion.swarm.errors import (
     TransportError,
     UnknownProtocol,
 )
-from fusion.swarm.streams.dial_workaround import detour
+from fusion.swarm.streams.dial_workaround import forwarded_address
 from fusion.swarm.streams.dialer import Dialer, accepts, tcp_target
 from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.streams.handlers import SUFFIX, Handlers
@@ -43,15 +43,15 @@ from fusion.swarm.streams.p2pd_control import (
     SILENT_SECONDS,
     AttachedP2P,
     answers_ping,
-    ask,
     attach,
     check_answer,
     disconnect,
     framed,
-    hand_over,
     hang_up_on_idle,
+    no_answer,
     public_network,
-    unanswered,
+    register_handler,
+    request,
 )
 from fusion.swarm.streams.peer_ids import from_bytes, to_bytes
 from fusion.swarm.streams.reachable import is_loopback, local_network, reachable
@@ -61,11 +61,11 @@ from fusion.swarm.transport import UNASKED_BYTES, Handler, PeerId, Stream, Traff
 
 logger = logging.getLogger(__name__)
 
-_ADDRESS_SECONDS = 10.0  # libp2p learns its outside addresses little by little
+_ADDRESS_SECONDS = 10.0  # between two reads: libp2p discovers its outside addresses over time
 _KNOCK_SECONDS = 3.0
-_PING_SECONDS = 3.0  # for a few bytes to come back over a connection that may be full
-_CONNECTIONS_LOW, _CONNECTIONS_HIGH, _GRACE_SECONDS = 2560, 3072, 15  # for p2pd to trim by itself
-_CONNECTED_SECONDS = 2.0  # how old p2pd's list may be for the many small calls of the DHT, until one fails
+_PING_SECONDS = 3.0  # over a connection whose buffers may be full
+_CONNECTIONS_LOW, _CONNECTIONS_HIGH, _GRACE_SECONDS = 2560, 3072, 15  # of p2pd's own connection manager
+_CONNECTED_SECONDS = 2.0  # the age of p2pd's list that suffices for the DHT's many small calls
 
 
 class P2PTransport:
@@ -76,10 +76,12 @@ class P2PTransport:
         self.p2p = p2p  # for the DHT, which runs in this loop
         self._config = config
         self._daemon = daemon
-        self._contacts = Dialer(self._list_connected, self._dial, lives=self._lives, hang_up=self._disconnect)
-        p2p.before_call, p2p.call_failed = self._before_call, self._contacts.doubt
-        p2p.unanswered = lambda peer: self._contacts.unanswered(PeerId(peer.to_base58()))
-        daemon.ended.add_done_callback(lambda _: p2p.bury())
+        self._dialer = Dialer(
+            self._list_connected, self._dial, is_alive=self._is_alive, hang_up=self._disconnect
+        )
+        p2p.before_call, p2p.call_failed = self._before_call, self._dialer.invalidate
+        p2p.unanswered = lambda peer: self._dialer.unanswered(PeerId(peer.to_base58()))
+        daemon.ended.add_done_callback(lambda _: p2p.mark_dead())
         self._handlers = Handlers(per_peer=config.streams_per_peer, idle_seconds=config.idle_seconds)
         self.counter = TrafficCounter()
         self._listen_path = daemon.directory / "s.sock"
@@ -123,7 +125,7 @@ class P2PTransport:
             else:
                 await daemon.aclose()
             if isinstance(error, (OSError, P2PDaemonError, asyncio.IncompleteReadError)):
-                raise unanswered(error) from error
+                raise no_answer(error) from error
             raise
         return transport
 
@@ -134,7 +136,7 @@ class P2PTransport:
         self._tasks = [
             asyncio.create_task(self._keep_addresses(), name="addresses"),
             asyncio.create_task(
-                hang_up_on_idle(self._daemon, self._busy, self._contacts.doubt), name="idle connections"
+                hang_up_on_idle(self._daemon, self._busy, self._dialer.invalidate), name="idle connections"
             ),
         ]
 
@@ -144,17 +146,16 @@ class P2PTransport:
 
     @property
     def all_addresses(self) -> tuple[str, ...]:
-        """Those as well at which only this machine reaches us, and these first: they last whatever becomes of its
-        networks."""
+        """Also the loopback addresses, and these first: they work whatever happens to the machine's networks."""
         return self._all_addresses
 
     async def failed(self) -> DaemonDied:
-        """Waits until p2pd dies by itself; the error says why. Nothing works after that."""
+        """Wait until p2pd dies by itself; returns an error with the reason. The transport is unusable then."""
         return DaemonDied(await asyncio.shield(self._daemon.ended))
 
     @property
     def runtime_dir(self) -> Path:
-        """Only this user can enter it, UNIX sockets find room for their path in it, and it is gone when we are."""
+        """A private directory with a path short enough for UNIX sockets, removed when we end."""
         return self._daemon.directory
 
     @property
@@ -163,21 +164,21 @@ class P2PTransport:
         return not self._daemon.ended.done()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """A peer listens at these multiaddrs: with that known, one that comes back is reached at once."""
+        """Remember the multiaddrs of a peer, so that it can be reached at once when it comes back."""
         if peer != self.peer_id:
-            self._contacts.learn(peer, addresses)
+            self._dialer.learn(peer, addresses)
 
     async def connect(self, address: str) -> PeerId:
         _, peer = split_address(address)
         if peer == self.peer_id:
             return peer
-        self._contacts.hint(peer, address)  # even if it is dead now: p2pd should not dial it in vain
+        self._dialer.hint(peer, address)  # even if it is dead now: p2pd must not dial it in vain
         try:
             async with asyncio.timeout(self._config.dial_seconds):
-                if peer not in await self._contacts.connected():
+                if peer not in await self._dialer.connected():
                     await accepts(address, min(_KNOCK_SECONDS, self._config.dial_seconds))
                     await self._dial(peer, [address])
-                    self._contacts.doubt()
+                    self._dialer.invalidate()
         except TimeoutError:
             raise PeerUnreachable(
                 f"{address} did not answer within {self._config.dial_seconds:g} s"
@@ -203,7 +204,7 @@ class P2PTransport:
             raise
 
     async def _open(self, peer: PeerId, protocol: str) -> FrameStream:
-        request, loop = self._open_request(peer, protocol), asyncio.get_running_loop()
+        opening, loop = self._open_request(peer, protocol), asyncio.get_running_loop()
         answer: asyncio.Future[bytes | None] = loop.create_future()
 
         def opened(_: FrameStream, data: bytes | None) -> None:
@@ -212,15 +213,15 @@ class P2PTransport:
 
         stream: FrameStream | None = None
 
-        def late() -> None:
+        def report_late() -> None:
             if stream is None or not (stream.has_received or stream.lost.done()):
-                self._contacts.unanswered(peer)
+                self._dialer.unanswered(peer)
 
-        # p2pd may say that a stream is open before the other end has said anything.
-        timer = loop.call_later(SILENT_SECONDS, late)
+        # p2pd may report a stream as open before the other end has answered.
+        timer = loop.call_later(SILENT_SECONDS, report_late)
         try:
             async with asyncio.timeout(self._config.dial_seconds):
-                await self._contacts.reach(peer)
+                await self._dialer.reach(peer)
                 _, stream = await loop.create_unix_connection(
                     lambda: FrameStream(
                         self._config.limits,
@@ -233,7 +234,7 @@ class P2PTransport:
                     ),
                     path=str(self._daemon.control_path),
                 )
-                await stream.write_message(framed(request))
+                await stream.write_message(framed(opening))
                 data = await answer
             check_answer(data, f"cannot open {protocol} to {peer}")
         except BaseException as error:
@@ -243,19 +244,19 @@ class P2PTransport:
             if (reason := self._why_unreachable(peer, error)) is not None:
                 raise PeerUnreachable(reason) from error
             raise
-        self._hold(stream)
+        self._track(stream)
         return stream
 
     def _open_request(self, peer: PeerId, protocol: str) -> p2pd_pb2.Request:
         try:
-            request = p2pd_pb2.StreamOpenRequest(peer=to_bytes(peer), proto=[protocol])
+            stream_open = p2pd_pb2.StreamOpenRequest(peer=to_bytes(peer), proto=[protocol])
         except ValueError as error:
             raise PeerUnreachable(str(error)) from error
-        request.timeout = _whole_seconds(self._config.dial_seconds)
-        return p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request)
+        stream_open.timeout = _whole_seconds(self._config.dial_seconds)
+        return p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=stream_open)
 
     def _why_unreachable(self, peer: PeerId, error: BaseException) -> str | None:
-        """Of what went wrong with a stream that we were opening; None where that says so itself, or is another matter."""
+        """The text for an error while opening a stream; None where the error needs no other."""
         match error:
             case TimeoutError():
                 return f"{peer} did not answer within {self._config.dial_seconds:g} s"
@@ -270,8 +271,8 @@ class P2PTransport:
     async def serve(self, protocol: str, handler: Handler) -> None:
         gathering = Gathering(handler)
         self._handlers.add(protocol, handler)
-        self._handlers.add(protocol + SUFFIX, gathering.attend)
-        await hand_over(self._daemon, [protocol, protocol + SUFFIX], self._listen_path)
+        self._handlers.add(protocol + SUFFIX, gathering.handle_lane)
+        await register_handler(self._daemon, [protocol, protocol + SUFFIX], self._listen_path)
 
     def traffic(self) -> Mapping[PeerId, Traffic]:
         return self.counter.snapshot()
@@ -279,7 +280,7 @@ class P2PTransport:
     async def aclose(self) -> None:
         await cancel_all(self._tasks)
         self._tasks = []
-        await self._contacts.aclose()
+        await self._dialer.aclose()
         await self._handlers.aclose()
         if self._server is not None:
             self._server.close()
@@ -298,7 +299,7 @@ class P2PTransport:
         )
 
     def _accept(self, stream: FrameStream, data: bytes | None) -> None:
-        """p2pd's first message on a new incoming stream: who opens it, for which protocol."""
+        """`data`: p2pd's first message on a new incoming stream, with its opener and protocol."""
         info = p2pd_pb2.StreamInfo()
         try:
             if data is None:
@@ -310,25 +311,25 @@ class P2PTransport:
         stream.remote = from_bytes(info.peer)
         stream.protocol = info.proto
         stream.subnet = public_network(info.addr)
-        self._hold(stream)
+        self._track(stream)
         self._handlers.accept(stream)
 
-    def _hold(self, stream: FrameStream) -> None:
+    def _track(self, stream: FrameStream) -> None:
         self._streams.add(stream)
-        stream.lost.add_done_callback(lambda _: self._let_go(stream))
+        stream.lost.add_done_callback(lambda _: self._untrack(stream))
 
     def _busy(self) -> set[bytes]:
         return {to_bytes(stream.remote) for stream in self._streams}
 
-    def _let_go(self, stream: FrameStream) -> None:
+    def _untrack(self, stream: FrameStream) -> None:
         self._streams.discard(stream)
         self._daemon.connections.use(to_bytes(stream.remote))
-        self._contacts.doubt(stream.remote if stream.broke else None)
+        self._dialer.invalidate(stream.remote if stream.broke else None)
 
     def _open_here(self, protocol: str) -> Stream:
         if protocol not in self._handlers:
             raise UnknownProtocol(f"{self.peer_id} (this peer) does not speak {protocol}")
-        both = (self.counter, TrafficCounter())  # what stays in the process counts once
+        both = (self.counter, TrafficCounter())  # bytes within the process count once
         near, far = stream_pair(self.peer_id, self.peer_id, protocol, self._config.limits, both)
         self._handlers.accept(far)
         return near
@@ -337,7 +338,7 @@ class P2PTransport:
 
     async def _list_connected(self) -> frozenset[PeerId]:
         try:
-            response = await ask(self._daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
+            response = await request(self._daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
         except TransportError as error:
             raise PeerUnreachable(GONE) from error
         return frozenset(from_bytes(info.id) for info in response.peers)
@@ -350,46 +351,46 @@ class P2PTransport:
             if "dial backoff" not in str(error) or target is None:
                 raise
             try:
-                await self._around(peer, *target)
-            except OSError as failure:  # no file left for it, say: whoever dials for ever must go on
+                await self._end_backoff(peer, *target)
+            except OSError as failure:  # such as no free file: callers that retry for ever must go on
                 raise PeerUnreachable(f"cannot reach {peer}: {failure.strerror or failure}") from failure
             await self._connect_to(peer, addresses)
 
-    async def _around(self, peer: PeerId, host: str, port: int) -> None:
-        """End libp2p's refusal to dial the peer by a connection that ends at once."""
-        async with detour(host, port) as around:
-            await self._connect_to(peer, [f"{around}/p2p/{peer}"])
+    async def _end_backoff(self, peer: PeerId, host: str, port: int) -> None:
+        """End libp2p's dial backoff for the peer by a connection that is closed at once."""
+        async with forwarded_address(host, port) as address:
+            await self._connect_to(peer, [f"{address}/p2p/{peer}"])
             await self._disconnect(peer)
 
     async def _disconnect(self, peer: PeerId) -> None:
         await disconnect(self._daemon, peer)
 
-    async def _lives(self, peer: PeerId) -> bool:
-        """Whether anything comes or goes over the connection to the peer. A full one may keep a ping waiting."""
+    async def _is_alive(self, peer: PeerId) -> bool:
+        """Whether the connection to the peer answers a ping or carries frames: full buffers may delay a ping."""
         before = {stream: stream.progress for stream in self._streams if stream.remote == peer}
         if await answers_ping(self._daemon, to_bytes(peer), _PING_SECONDS):
             return True
         return any(stream.progress != was for stream, was in before.items() if not stream.lost.done())
 
     async def _connect_to(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        request = p2pd_pb2.ConnectRequest(peer=to_bytes(peer))
-        self._daemon.connections.use(request.peer)
+        connect = p2pd_pb2.ConnectRequest(peer=to_bytes(peer))
+        self._daemon.connections.use(connect.peer)
         for address in addresses:
-            with suppress(ValueError):  # anybody's record may name what is no address
-                request.addrs.append(split_address(address)[0].to_bytes())
-        if not request.addrs:
+            with suppress(ValueError):  # anybody's record may have invalid addresses
+                connect.addrs.append(split_address(address)[0].to_bytes())
+        if not connect.addrs:
             raise PeerUnreachable(f"cannot reach {peer}: none of its addresses is one")
-        request.timeout = _whole_seconds(self._config.dial_seconds)
-        await ask(self._daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request))
+        connect.timeout = _whole_seconds(self._config.dial_seconds)
+        await request(self._daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect))
 
     async def _before_call(self, peer: PeerID) -> None:
         try:
-            await self._contacts.reach(PeerId(peer.to_base58()), max_age_seconds=_CONNECTED_SECONDS)
+            await self._dialer.reach(PeerId(peer.to_base58()), max_age_seconds=_CONNECTED_SECONDS)
         except TransportError as error:
             raise P2PDaemonError(str(error)) from error
 
     async def _refresh_addresses(self) -> None:
-        with contextlib.suppress(ValueError):  # hivemind's way to say that there are none
+        with contextlib.suppress(ValueError):  # raised by hivemind where there are none
             async with asyncio.timeout(CONTROL_SECONDS):
                 visible = await self.p2p.get_visible_maddrs(latest=True)
             found = sorted(map(str, visible), key=lambda address: not is_loopback(address))
@@ -417,9 +418,9 @@ def split_address(address: str) -> tuple[Multiaddr, PeerId]:
 
 def _p2pd_arguments(config: P2PConfig) -> list[str]:
     loopback = all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in config.listen)
-    outside = int(not loopback)  # nothing to map or to be seen from on loopback
+    outside = int(not loopback)  # NAT mapping and detection are useless on loopback
     arguments = ["-dhtServer=1", "-tls=1", "-connManager=1", "-relay=1"]
-    # It knows nothing of our streams, so it trims where we (`fusion.swarm.idle_connections`) should have long before.
+    # It knows nothing of our streams, so its limits lie above those of `fusion.swarm.idle_connections`, which trims earlier.
     arguments += [
         f"-connLo={_CONNECTIONS_LOW}",
         f"-connHi={_CONNECTIONS_HIGH}",

@@ -1,4 +1,4 @@
-"""How a peer takes part in the network."""
+"""The configuration of a P2PTransport."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fusion.swarm.swarm_key import Authorizer
 class P2PConfig:
     identity: Identity
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)  # port 0: a free one
-    runtime_dir: Path | None = None  # where the private directory for sockets is made; None: the system's
-    announce: tuple[str, ...] = ()  # multiaddrs to tell others instead of what we listen on
+    runtime_dir: Path | None = None  # in which the private directory for sockets is made; None: the system's
+    announce: tuple[str, ...] = ()  # multiaddrs to publish instead of those that we listen on
     limits: FrameLimits = FrameLimits()  # noqa: RUF009 - frozen
     streams_per_peer: int = 256
-    idle_seconds: Mapping[str, float] = field(default_factory=dict)  # by protocol, as their lists say
-    # Payloads that we take at first on a stream that we open, the same; of other protocols those that `limits` allow.
+    idle_seconds: Mapping[str, float] = field(default_factory=dict)  # by protocol (`fusion.swarm.protocol`)
+    # By protocol, the largest payload accepted at first on a stream that we open; of other protocols, that of `limits`.
     answer_bytes: Mapping[str, int] = field(default_factory=dict)
     dial_seconds: float = 10.0
     authorizer: Authorizer | None = None  # of a closed swarm

@@ -1,4 +1,4 @@
-"""The p2pd process: started through the guard in a private directory of its own, watched, and ended with us."""
+"""The p2pd process: started through the guard in a private directory, watched, and ended with us."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from fusion.swarm.streams import p2pd_guard
 logger = logging.getLogger(__name__)
 
 PREFIX = "fusion-peer-"  # of every private directory
-# All that lies in one: a folder with anything else in it is somebody's own, whatever it is called.
+# All files that one may hold: a folder with any other file is not ours, whatever its name.
 CONTENTS = frozenset({p2pd_guard.LOCK, "identity.key", "d.sock", "h.sock", "s.sock", "control.sock"})
 _SOCKET_PATH_BYTES = 100  # sockaddr_un holds 104 on macOS, 108 on Linux
 _LONGEST_SOCKET_NAME = len("/control.sock")
-_SHORTEST_FOLDER = Path("/tmp")  # that all systems with UNIX sockets have
+_SHORTEST_FOLDER = Path("/tmp")  # exists on all systems with UNIX sockets
 _STALE_SECONDS = 60.0
 _STILL_STARTING_SECONDS = 10.0
 _STOP_SECONDS = 3.0
-MOST_CORES = 4  # that p2pd uses
+MOST_CORES = 4  # used by p2pd
 _LISTEN = re.compile(
     r"/ip(?P<version>4|6)/(?P<host>[^/\s]+)/(?:tcp/(?P<tcp>\d{1,5})(?:/ws)?|udp/(?P<udp>\d{1,5})/quic-v1)/?",
     re.ASCII,
@@ -45,15 +45,15 @@ _LISTEN = re.compile(
 
 
 class Daemon:
-    """A running p2pd. `await Daemon.start(...)`, then `aclose()`; `ended` resolves to a line when it dies by itself."""
+    """A running p2pd. `await Daemon.start(...)`, then `aclose()`; `ended` resolves to the reason, in one line, when it dies by itself."""
 
     def __init__(
         self, directory: Path, process: asyncio.subprocess.Process, pid: int, lock: int | None
     ) -> None:
-        self.directory = directory  # private, gone when the daemon is
+        self.directory = directory  # private, removed with the daemon
         self.control_path = directory / "d.sock"
         self.pid = pid  # p2pd's own
-        self.connections = Connections()  # told by all who use one
+        self.connections = Connections()  # updated by all that use one
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._process = process
         self._lock = lock
@@ -71,10 +71,10 @@ class Daemon:
         runtime_dir: Path | None,
         start_seconds: float,
     ) -> Daemon:
-        """Start `program` (p2pd) and wait until it listens, for as long as it lives and `start_seconds` last.
+        """Start `program` (p2pd) and wait at most `start_seconds` until it listens.
 
         Raises TransportError, in one line, for an unusable directory, a taken port, an identity that another
-        running peer uses, or whatever p2pd says.
+        running peer uses, or an error of p2pd.
         """
         check_ports(listen)
         lock = _lock_identity(identity)
@@ -155,7 +155,7 @@ class Daemon:
         assert self._process.stdout is not None
         try:
             data = await self._process.stdout.readline()
-        except ValueError:  # longer than the reader's limit: of no use to anyone
+        except ValueError:  # longer than the reader's limit: ignored
             return ""
         if not data:
             return None
@@ -168,12 +168,12 @@ class Daemon:
     def _reason(self) -> str:
         if not self._output:
             return "it said nothing"
-        said = [
+        errors = [
             line
             for line in self._output
             if not line.startswith(("guard: ", "Control socket", "Peer ", "/ip"))
         ]
-        return (said[-1] if said else "it was killed")[-300:]
+        return (errors[-1] if errors else "it was killed")[-300:]
 
 
 def _write_key(identity: Identity, directory: Path) -> Path:
@@ -203,8 +203,8 @@ async def _spawn(directory: Path, program: Path, *arguments: str) -> asyncio.sub
 
 
 def daemon_cores(cores: int) -> int:
-    """On how many of a machine's cores p2pd runs at once. Left alone, its Go runtime wakes a thread on each for every few KiB that
-    arrive: on two cores a message of 256 KiB then costs twice as much processor time as on one, and the stages compute there."""
+    """GOMAXPROCS for p2pd. By default its Go runtime wakes a thread on each core for every few KiB that arrive: on two cores a message
+    of 256 KiB then takes twice as much processor time as on one, which the stages need."""
     return min(MOST_CORES, max(1, cores // 2))
 
 
@@ -224,14 +224,14 @@ async def _reap(process: asyncio.subprocess.Process) -> None:
 
 
 def check_not_running(identity: Identity) -> None:
-    """TransportError where a peer of this identity runs on this machine."""
+    """Raises TransportError where a peer of this identity runs on this machine."""
     lock = _lock_identity(identity)
     if lock is not None:
         os.close(lock)
 
 
 def _lock_identity(identity: Identity) -> int | None:
-    """Hold the identity file for as long as p2pd runs: two peers of one id would take each other's streams."""
+    """Lock the identity file while p2pd runs: two peers of one id would receive each other's streams."""
     if identity.path is None:
         return None
     try:
@@ -245,7 +245,7 @@ def _lock_identity(identity: Identity) -> int | None:
         raise TransportError(
             f"a peer with the identity {identity.path} is running already; stop it or choose another --home"
         ) from None
-    except OSError as error:  # the file system knows no locks
+    except OSError as error:  # the file system has no locks
         os.close(descriptor)
         raise TransportError(
             f"cannot lock identity file {identity.path}: {error.strerror}; choose another --home"
@@ -255,15 +255,15 @@ def _lock_identity(identity: Identity) -> int | None:
 
 def _opened_to_lock(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDWR)  # NFS locks only what is open for writing
-    except OSError:  # of a disk that is read only, say
+        return os.open(path, os.O_RDWR)  # NFS locks only files open for writing
+    except OSError:  # such as on a read-only disk
         return os.open(path, os.O_RDONLY)
 
 
 def make_private_directory(parent: Path | None) -> Path:
-    """A new directory that only we can enter, short enough for UNIX sockets; in the system's temporary directory
-    where `parent` is None or its path is too long, in /tmp where that has too long a path as well. Also removes those
-    that crashed machines left behind."""
+    """A new directory with access for this user only and a path short enough for UNIX sockets: in `parent`; in the system's temporary
+    directory where that is None or its path too long; in /tmp where that is too long as well. Also removes those left behind
+    by crashes."""
     places = [Path(tempfile.gettempdir()), _SHORTEST_FOLDER]
     if parent is not None:
         places.insert(0, parent.absolute())
@@ -279,27 +279,27 @@ def make_private_directory(parent: Path | None) -> Path:
 
 
 def _has_room(parent: Path) -> bool:
-    """Whether sockets find room for their path in a private directory there."""
+    """Whether a private directory there leaves sockets a short enough path."""
     return len(os.fsencode(parent)) + 1 + len(PREFIX) + 8 + _LONGEST_SOCKET_NAME <= _SOCKET_PATH_BYTES
 
 
 def sweep(parent: Path) -> None:
-    """Remove private directories of ours in `parent` that no guard holds any more; nothing of others that is called so."""
+    """Remove our private directories in `parent` that no guard has locked; never another folder of such a name."""
     for path in parent.glob(f"{PREFIX}*"):
         try:
             status = path.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                 continue
             if time.time() - status.st_mtime < _STALE_SECONDS:
-                continue  # perhaps its guard is about to start
+                continue  # its guard may be about to start
             names = {each.name for each in path.iterdir()}
             if not names or not names <= CONTENTS:
                 continue
             descriptor = os.open(path / p2pd_guard.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # What tidies up temporary folders may have removed the lock.
-                if not _is_answered(path / "d.sock"):
+                # Cleaners of temporary folders may have removed the lock.
+                if not _has_listener(path / "d.sock"):
                     shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(descriptor)
@@ -307,13 +307,13 @@ def sweep(parent: Path) -> None:
             continue
 
 
-def _is_answered(control: Path) -> bool:
-    """Whether somebody listens at the socket."""
+def _has_listener(control: Path) -> bool:
+    """Whether a process listens at the socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
             probe.connect(str(control))
-        except BlockingIOError:  # too many wait there already
+        except BlockingIOError:  # its backlog is full
             return True
         except OSError:
             return False
@@ -335,7 +335,7 @@ def parse_listen(address: str) -> tuple[socket.AddressFamily, socket.SocketKind,
 def check_ports(listen: Sequence[str]) -> None:
     """Raises TransportError that names the port if one of the multiaddrs cannot be bound, ValueError as `parse_listen`.
 
-    p2pd alone does not tell: it binds with SO_REUSEPORT, so that two peers would silently share a port, and it
+    p2pd itself does not report that: it binds with SO_REUSEPORT, so that two peers would silently share a port, and it
     goes on when only some of its addresses fail.
     """
     for address in listen:

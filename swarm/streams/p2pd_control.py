@@ -1,4 +1,4 @@
-"""What is said to a p2pd that we started: requests over connections of their own, and hivemind's `P2P` over it, for our calls of the DHT."""
+"""Requests to the p2pd that we started, each over a connection of its own, and hivemind's `P2P` over it, for our calls of the DHT."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ from fusion.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-CONTROL_SECONDS = 30.0  # for p2pd to answer on its own machine
+CONTROL_SECONDS = 30.0  # for p2pd to answer
 GONE = "p2pd is gone"
 NOT_SPOKEN = "protocols not supported"
-SILENT_SECONDS = 1.5  # without a first answer, after which a connection may have died
-_LOOK_SECONDS = 2.0  # between looks at who is connected
-_NEXT_LOOK_SECONDS = 0.5  # after one that found too many
-_AT_ONCE = 128  # that are hung up on, before others have a turn
-_PING = "/ipfs/ping/1.0.0"  # every libp2p host answers it, whatever our process beside it does
+SILENT_SECONDS = 1.5  # without a first answer, after which the connection is checked
+_LIST_SECONDS = 2.0  # between two lists of the connections
+_NEXT_LIST_SECONDS = 0.5  # after one that found too many
+_AT_ONCE = 128  # disconnected, before the event loop runs others
+_PING = "/ipfs/ping/1.0.0"  # answered by every libp2p host, even if our process beside it is frozen
 _PING_BYTES = 32
 _TCP = 6  # in a multiaddr; two bytes of a port follow
-_PLAIN_TCP_BYTES = (8, 20)  # of one of an IPv4 or IPv6 address and such a port
+_PLAIN_TCP_BYTES = (8, 20)  # of a multiaddr of an IPv4 or IPv6 address and a TCP port
 
 
 class AttachedP2P(P2P):  # type: ignore[misc]
-    """hivemind's P2P, which asks us before it calls another peer, and fails at once when p2pd is dead: by itself it
-    would wait for answers until every caller's time is up."""
+    """hivemind's P2P, with hooks of our transport around each call, and failing at once when p2pd is dead, where it would wait
+    for answers until each caller's timeout."""
 
     daemon: Daemon
     authorizer: Authorizer | None  # of a closed swarm
-    before_call: Callable[[PeerID], Awaitable[None]]  # these three are the transport's
-    call_failed: Callable[[], None]  # p2pd did not get through
-    unanswered: Callable[[PeerID], None]  # for longer than usual
+    # The transport's hooks: before each call, after p2pd could not deliver one, and for one unanswered for SILENT_SECONDS.
+    before_call: Callable[[PeerID], Awaitable[None]]
+    call_failed: Callable[[], None]
+    unanswered: Callable[[PeerID], None]
     dead = False
 
     async def call_protobuf_handler(self, peer_id: PeerID, *arguments: Any, **options: Any) -> Any:
@@ -59,7 +60,7 @@ class AttachedP2P(P2P):  # type: ignore[misc]
             raise P2PDaemonError(GONE)
         await self.before_call(peer_id)
         self.daemon.connections.use(bytes(peer_id.to_bytes()))
-        # By a timer: whoever gives a call up cancels it, for reasons of its own as well.
+        # A timer rather than a timeout: callers also cancel calls for other reasons.
         late = asyncio.get_running_loop().call_later(SILENT_SECONDS, self.unanswered, peer_id)
         try:
             return await super().call_protobuf_handler(peer_id, *arguments, **options)
@@ -69,11 +70,11 @@ class AttachedP2P(P2P):  # type: ignore[misc]
         finally:
             late.cancel()
 
-    def bury(self) -> None:
+    def mark_dead(self) -> None:
         self.dead = True
         control = self._client.control
         for task in (control._read_task, control._write_task):
-            if task is not None:  # they end with an error that nobody asks for
+            if task is not None:  # marks their error retrieved
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())
         for call in control._pending_calls.values():
             if not call.done():
@@ -81,8 +82,8 @@ class AttachedP2P(P2P):  # type: ignore[misc]
 
 
 class _Control(ControlClient):  # type: ignore[misc]
-    """hivemind's connection to p2pd, for our calls of the DHT. By itself it writes the length
-    of each message byte by byte, then the message: here all that waits goes out in one write."""
+    """hivemind's connection to p2pd, for our calls of the DHT. Writes all pending messages at once, where hivemind writes the
+    length of each byte by byte, then the message."""
 
     async def _write_to_persistent_conn(self, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):
@@ -95,8 +96,8 @@ class _Control(ControlClient):  # type: ignore[misc]
 
 
 class _Waiting(dict[Any, "asyncio.Future[Any]"]):
-    """hivemind's calls under way, without those whose caller has given up: an answer to one that comes before the caller
-    had its turn would end the task that reads all answers, and with it every later call."""
+    """hivemind's pending calls, without cancelled ones: an answer to a call that was cancelled a moment ago would end the task that
+    reads all answers, and with it every later call."""
 
     def __contains__(self, call: object) -> bool:
         future = self.get(call)
@@ -123,21 +124,21 @@ async def attach(daemon: Daemon, authorizer: Authorizer | None = None) -> Attach
 
 
 def framed(message: Message) -> bytes:
-    """A message as p2pd reads it."""
+    """A message in p2pd's framing."""
     return delimited(message.SerializeToString())
 
 
-async def ask(daemon: Daemon, request: p2pd_pb2.Request) -> p2pd_pb2.Response:
-    """One request over a connection of its own. Raises TransportError, PeerUnreachable for what p2pd could not do."""
+async def request(daemon: Daemon, message: p2pd_pb2.Request) -> p2pd_pb2.Response:
+    """Send one request over a connection of its own. Raises TransportError, PeerUnreachable for an error of p2pd."""
     response = p2pd_pb2.Response()
     writer = None
     try:
         async with asyncio.timeout(CONTROL_SECONDS):
             reader, writer = await asyncio.open_unix_connection(str(daemon.control_path))
-            writer.write(framed(request))
+            writer.write(framed(message))
             await read_pbmsg_safe(reader, response)
     except (OSError, asyncio.IncompleteReadError, DecodeError) as error:
-        raise unanswered(error) from error
+        raise no_answer(error) from error
     finally:
         if writer is not None:
             writer.close()
@@ -146,33 +147,32 @@ async def ask(daemon: Daemon, request: p2pd_pb2.Request) -> p2pd_pb2.Response:
     return response
 
 
-async def hand_over(daemon: Daemon, protocols: Sequence[str], socket: Path) -> None:
-    """From now on p2pd gives each incoming stream of these protocols to whoever listens there, as a connection. Raises
-    TransportError."""
-    request = p2pd_pb2.StreamHandlerRequest(addr=_unix(socket), proto=protocols, balanced=False)
-    await ask(daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request))
+async def register_handler(daemon: Daemon, protocols: Sequence[str], socket: Path) -> None:
+    """Make p2pd connect each incoming stream of these protocols to `socket`. Raises TransportError."""
+    handler = p2pd_pb2.StreamHandlerRequest(addr=_unix(socket), proto=protocols, balanced=False)
+    await request(daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler))
 
 
-async def take_back(daemon: Daemon, protocols: Sequence[str], socket: Path) -> None:
-    """Ends `hand_over`."""
-    request = p2pd_pb2.RemoveStreamHandlerRequest(addr=_unix(socket), proto=protocols)
+async def remove_handler(daemon: Daemon, protocols: Sequence[str], socket: Path) -> None:
+    """Undo `register_handler`. Raises TransportError."""
+    handler = p2pd_pb2.RemoveStreamHandlerRequest(addr=_unix(socket), proto=protocols)
     kind = p2pd_pb2.Request.REMOVE_STREAM_HANDLER
-    await ask(daemon, p2pd_pb2.Request(type=kind, removeStreamHandler=request))
+    await request(daemon, p2pd_pb2.Request(type=kind, removeStreamHandler=handler))
 
 
 async def disconnect(daemon: Daemon, peer: PeerId) -> None:
-    """Ends the connections to a peer, and every stream over them. Raises TransportError."""
-    request = p2pd_pb2.DisconnectRequest(peer=to_bytes(peer))
-    await ask(daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request))
+    """Close the connections to a peer, and every stream over them. Raises TransportError."""
+    which = p2pd_pb2.DisconnectRequest(peer=to_bytes(peer))
+    await request(daemon, p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=which))
 
 
 async def hang_up_on_idle(
     daemon: Daemon, busy: Callable[[], Container[bytes]], hung_up: Callable[[], None]
 ) -> None:
-    """Ends those connections that are too many of those that nobody uses (`fusion.swarm.idle_connections`), until cancelled. `busy`: the
-    peers with a stream. Over one connection to p2pd, which stays open: a p2pd that has run out of files takes no other."""
+    """Close surplus idle connections (`fusion.swarm.idle_connections`) until cancelled. `busy`: the peers with a stream; `hung_up` is
+    called after some were closed. Keeps one connection to p2pd open: a p2pd that has run out of files accepts no other."""
     while True:
-        await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(_LIST_SECONDS)
         try:
             async with asyncio.timeout(CONTROL_SECONDS):
                 reader, writer = await asyncio.open_unix_connection(str(daemon.control_path))
@@ -181,9 +181,9 @@ async def hang_up_on_idle(
                     found = await _hang_up_on_surplus(daemon, reader, writer, busy)
                     if found:
                         hung_up()
-                    await asyncio.sleep(_NEXT_LOOK_SECONDS if found else _LOOK_SECONDS)
+                    await asyncio.sleep(_NEXT_LIST_SECONDS if found else _LIST_SECONDS)
         except (OSError, asyncio.IncompleteReadError, DecodeError) as error:  # TimeoutError is one
-            logger.debug("who is connected is not known: %r", error)
+            logger.debug("connections not listed: %r", error)
 
 
 async def _hang_up_on_surplus(
@@ -192,7 +192,7 @@ async def _hang_up_on_surplus(
     writer: asyncio.StreamWriter,
     busy: Callable[[], Container[bytes]],
 ) -> int:
-    """On how many."""
+    """Close the surplus of p2pd's connections once; returns how many."""
     response = p2pd_pb2.Response()
     async with asyncio.timeout(CONTROL_SECONDS):
         writer.write(framed(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)))
@@ -214,8 +214,8 @@ async def _hang_up_on_surplus(
 
 
 async def answers_ping(daemon: Daemon, peer: bytes, seconds: float) -> bool:
-    """Whether the connection to the peer carries a few bytes there and back within so many seconds; True as well where
-    p2pd knows that there is none. Raises TransportError where p2pd itself does not answer."""
+    """Whether the peer answers a libp2p ping over our connection within so many seconds; True, too, where p2pd knows that there is no
+    connection. Raises TransportError where p2pd itself does not answer."""
     opening = p2pd_pb2.StreamOpenRequest(peer=peer, proto=[_PING], timeout=int(CONTROL_SECONDS))
     response = p2pd_pb2.Response()
     writer = None
@@ -232,7 +232,7 @@ async def answers_ping(daemon: Daemon, peer: bytes, seconds: float) -> bool:
     except asyncio.IncompleteReadError:
         return True  # the connection ended meanwhile
     except (OSError, DecodeError) as error:
-        raise unanswered(error) from error
+        raise no_answer(error) from error
     finally:
         if writer is not None:
             writer.transport.abort()
@@ -245,9 +245,9 @@ def _unix(socket: Path) -> bytes:
 
 
 def public_network(address: bytes) -> str | None:
-    """The public network (`fusion.swarm.subnets`) of an address as p2pd gives it; None as well for one of a kind that hivemind does not
-    know: p2pd dials more kinds."""
-    # Who is remembered is remembered at any port
+    """The public network (`fusion.swarm.subnets`) of a binary multiaddr of p2pd's; None, too, for a kind that hivemind cannot parse:
+    p2pd has more kinds."""
+    # Cached without the port
     if len(address) in _PLAIN_TCP_BYTES and address[-3] == _TCP:
         address = address[:-2] + bytes(2)
     return _public_network(address)
@@ -262,8 +262,8 @@ def _public_network(address: bytes) -> str | None:
 
 
 def check_answer(data: bytes | None, what: str) -> None:
-    """Raises UnknownProtocol where the other end answered, but not that; else PeerUnreachable or TransportError for
-    what p2pd could not do."""
+    """Raises UnknownProtocol where the other end answered but does not speak the protocol; PeerUnreachable or TransportError for
+    other errors of p2pd."""
     response = p2pd_pb2.Response()
     try:
         if data is None:
@@ -273,7 +273,7 @@ def check_answer(data: bytes | None, what: str) -> None:
         raise TransportError(f"{what}: p2pd's answer makes no sense") from error
     if response.type == p2pd_pb2.Response.ERROR:
         message = f"{what}: {reason(response.error.msg)}"
-        # What go-multistream says after both ends have shaken hands.
+        # go-multistream's error after the handshake.
         raise UnknownProtocol(message) if NOT_SPOKEN in response.error.msg else PeerUnreachable(message)
 
 
@@ -283,5 +283,5 @@ def reason(message: str) -> str:
     return text if len(text) <= 200 else f"{text[:80]} ... {text[-100:]}"
 
 
-def unanswered(error: BaseException) -> TransportError:
+def no_answer(error: BaseException) -> TransportError:
     return TransportError(f"p2pd does not answer: {error_line(error)}")

@@ -1,11 +1,11 @@
-"""A small process between us and p2pd, so that p2pd never outlives us. Run by path, imported by nothing.
+"""A small process between us and p2pd that ends p2pd when we end. Run as a script by its path.
 
     python p2pd_guard.py DIRECTORY PROGRAM ARGUMENT...
 
-It starts the program in its own session (a terminal's Ctrl-C reaches neither), writes "guard: PROGRAM's pid" to
-its standard output, and then waits for the end of its standard input. We hold the other end of that pipe, so it
-ends when we close it and also when we are killed. Then, as when the program ends by itself, the guard ends the
-program and removes DIRECTORY with the sockets in it. Standard library only: it has to start in milliseconds.
+It starts the program in its own session (a terminal's Ctrl-C reaches neither), writes "guard: PROGRAM's pid" to its standard
+output, and waits for the end of its standard input. We hold the other end of that pipe, so it ends when we close it and also
+when we are killed. Then, or when the program ends by itself, the guard ends the program and removes DIRECTORY with the
+sockets in it. Standard library only: it has to start in milliseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import sys
 from types import FrameType
 
-GRACE_SECONDS = 0.6  # for the program to say goodbye to its peers
+GRACE_SECONDS = 0.6  # for the program to close its connections
 POLL_SECONDS = 1.0
 LOCK = "lock"  # held for as long as the directory is in use; see `fusion.swarm.streams.p2pd`
 _PR_SET_PDEATHSIG = 1
@@ -44,9 +44,9 @@ def main(directory: str, command: list[str]) -> int:
         os.close(held_by_program)
         os.write(1, f"guard: {program.pid}\n".encode())
         null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 1)  # from here on our caller reads the program's output, and its end
+        os.dup2(null, 1)  # from here on our caller reads only the program's output, and its end
         os.dup2(null, 2)
-        # The parent is asked for as well: a process it forked may hold a copy of the pipe.
+        # Also check the parent: a process that it forked may hold a copy of the pipe.
         while os.getppid() == parent:
             ready, _, _ = select.select([0, ended], [], [], POLL_SECONDS)
             if ended in ready or (0 in ready and not os.read(0, 64)):
@@ -70,7 +70,7 @@ def _end(program: subprocess.Popen[bytes]) -> None:
 
 
 def _die_with_guard() -> None:
-    """Linux: even a guard killed by SIGKILL takes the program along."""
+    """Linux: the program is killed even when the guard dies by SIGKILL."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,5 +1,5 @@
-"""Peer ids as text, as bytes, and as hivemind has them. Base58 in pure Python takes most of a tenth of a millisecond, and
-an answer of the DHT names dozens of peers, again and again the same: what was seen is kept.
+"""Peer ids as text, bytes and hivemind's objects. Cached: base58 in pure Python takes most of a tenth of a millisecond, and the DHT's
+answers name dozens of peers, mostly the same ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def from_bytes(data: bytes) -> PeerId:
 
 @lru_cache(maxsize=_KEPT)
 def to_bytes(peer: PeerId) -> bytes:
-    """Raises ValueError for what is not a peer id."""
+    """Raises ValueError for a text that is no peer id."""
     try:
         data = bytes(to_hivemind(peer).to_bytes())
     except (ValueError, TypeError) as error:

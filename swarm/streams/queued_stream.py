@@ -1,6 +1,6 @@
-"""A long-lived stream with a task that writes: whoever computes puts frames in, and does not wait for the wire.
+"""A long-lived stream with a writer task: callers queue frames without waiting for the network.
 
-The first frame of such a stream is its dialler's `hello`, which says what the stream joins.
+The first frame of such a stream is its dialler's `hello`, with what the stream is for.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fusion.swarm.transport import Buffer, Frame, PeerId, Stream, Transport
 
 log = logging.getLogger(__name__)
 
-HELLO_SECONDS = 10.0  # for the first frame to come
-MAX_UNSENT = 1 << 14  # frames that may wait for a reader; more, and it is taken for dead
-LINGER_SECONDS = 1.0  # how long the last frames may take to go out
-VALUE_BYTES = 32  # of memory that we count for each value in a header that waits, beside the text of it
+HELLO_SECONDS = 10.0  # for the first frame to arrive
+MAX_UNSENT = 1 << 14  # queued frames; with more, the remote end is taken for dead
+LINGER_SECONDS = 1.0  # for the last frames to be sent
+VALUE_BYTES = 32  # of memory, estimated for each value in a queued header, beside its text
 
 
 async def dial(
     transport: Transport, peer: PeerId, protocol: WireProtocol, hello: Mapping[str, Any]
 ) -> Stream:
-    """A new stream to the peer on which we have said hello. Raises PeerUnreachable or another TransportError."""
+    """A new stream to the peer, `hello` sent. Raises PeerUnreachable or another TransportError."""
     stream = await transport.open(peer, protocol.name, stripes=protocol.stripes)
     try:
         await stream.send("hello", hello)
@@ -41,7 +41,7 @@ async def dial(
 
 
 async def hello(stream: Stream) -> Mapping[str, Any]:
-    """What the dialler of an incoming stream says first. Raises FrameError, TimeoutError."""
+    """The header of the dialler's hello on an incoming stream. Raises FrameError, TimeoutError."""
     async with asyncio.timeout(HELLO_SECONDS):
         frame = await stream.receive()
     if frame.kind != "hello":
@@ -51,17 +51,17 @@ async def hello(stream: Stream) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a stream came to its end."""
+    """Why a stream ended."""
 
     reason: str  # one line
-    vanished: bool = False  # the other end is gone without a word
+    vanished: bool = False  # the remote end is gone without an end mark
 
 
 class QueuedStream:
-    """Sends in order what is put in, and hands what arrives to `on_frame`, until the stream ends or `aclose`.
+    """Sends queued frames in order, and calls `on_frame` with received ones, until the stream ends or `aclose`.
 
-    `on_end` is called once when the stream ends otherwise than by `aclose` or `abort`; also where `on_frame` raises.
-    Neither may block.
+    `on_end` is called once when the stream ends otherwise than by `aclose` or `abort`; also when `on_frame` raises. Neither may
+    block.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class QueuedStream:
         on_end: Callable[[Ended], None] = lambda ended: None,
         depth: int = 3,
     ) -> None:
-        """`depth`: how many frames may be on their way before it is `full`."""
+        """`depth`: how many frames may be queued before it is `full`."""
         self.stream = stream
         self.ended = asyncio.Event()
         self.sent_bytes = 0  # of payload
@@ -81,87 +81,87 @@ class QueuedStream:
         self._on_end = on_end
         self._depth = depth
         self._direct = stream if isinstance(stream, FrameStream) else None
-        # With how many bytes each counts; the first is being sent.
+        # With the memory of each in bytes; the first is being sent.
         self._unsent: deque[tuple[str, Mapping[str, Any], Sequence[Buffer], int]] = deque()
         self._unsent_bytes = 0
-        self._closing = False  # once nothing is left to be sent
+        self._closing = False  # close once the queue is empty
         self._rest_seconds = 0.0  # before the next frame is read
         self._wake = asyncio.Event()
-        self._gone = asyncio.Event()  # set when a frame has gone out
+        self._progress = asyncio.Event()  # set when a frame was sent, or the stream ended
         self._writer = asyncio.create_task(self._write())
         self._reader = asyncio.create_task(self._read())
 
     def post(self, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
-        """Put a frame out without waiting. After the end it is dropped: `on_end` has told."""
+        """Queue a frame. Dropped after the end, which `on_end` has reported."""
         if self.ended.is_set():
             return
         if len(self._unsent) > MAX_UNSENT:
             self.end(f"{self.stream.remote} does not read what it is sent")
             return
-        if self._sends_now(kind, header, payload):
+        if self._send_at_once(kind, header, payload):
             return
         size_bytes = memory_bytes(header) + _payload_bytes(payload)
         self._unsent.append((kind, header, payload, size_bytes))
         self._unsent_bytes += size_bytes
         self._wake.set()
 
-    def _sends_now(self, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer]) -> bool:
-        """Where nothing waits to be sent, a small frame goes out at once: to wake the task that writes takes longer."""
+    def _send_at_once(self, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer]) -> bool:
+        """Send a small frame directly where none is queued: waking the writer task takes longer. Whether it was sent."""
         if self._unsent or self._direct is None:
             return False
         try:
             if not self._direct.send_now(kind, header, payload):
                 return False
         except Exception:
-            return False  # the task that writes comes upon it as well, and ends the stream
+            return False  # the writer task meets the same error, and ends the stream
         self.sent_bytes += _payload_bytes(payload)
         return True
 
     def rest(self, seconds: float) -> None:
-        """From within `on_frame`: read nothing for so long, so that whoever asks too much waits for the answers."""
+        """For `on_frame`: read nothing for so long, as backpressure on a peer that requests too much."""
         self._rest_seconds = seconds
 
     @property
     def full(self) -> bool:
-        """Whether so many frames wait that whoever has large ones should let them go out first (`room`)."""
+        """Whether `depth` frames are queued, so that senders of large ones should await `room` first."""
         return len(self._unsent) >= self._depth and not self.ended.is_set()
 
     async def room(self) -> None:
-        """Until it is not full, or has ended."""
+        """Wait until it is not full, or has ended."""
         await self._fewer_than(self._depth)
 
     @property
     def unsent_bytes(self) -> int:
-        """Of memory, of what has not gone out yet: payloads, and headers as they are counted."""
+        """Memory of the queued frames: payloads, and headers as estimated."""
         return self._unsent_bytes
 
     async def flush(self) -> None:
-        """Wait until all that was put in has been handed to the transport, or the stream has ended."""
+        """Wait until all queued frames were given to the transport, or the stream has ended."""
         await self._fewer_than(1)
 
     async def _fewer_than(self, count: int) -> None:
         while len(self._unsent) >= count and not self.ended.is_set():
-            self._gone.clear()
-            await self._gone.wait()
+            self._progress.clear()
+            await self._progress.wait()
 
     async def wait(self) -> Ended:
-        """Until the stream has ended."""
+        """Wait until the stream has ended; returns why."""
         await self.ended.wait()
         return self._outcome
 
     def end(self, reason: str, *, vanished: bool = False) -> None:
-        """Drop the stream and tell why. Idempotent."""
+        """Abort the stream and report why by `on_end`. Idempotent."""
         if not self.ended.is_set():
             self._outcome = Ended(reason, vanished)
             self.abort()
             self._on_end(self._outcome)
 
     def abort(self) -> None:
-        """Drop the stream, with what waits to be sent. Idempotent."""
+        """Abort the stream and drop the queue. Idempotent."""
         self.ended.set()
         self._unsent.clear()
         self._unsent_bytes = 0
-        self._gone.set()
+        self._progress.set()
         self.stream.abort()
         current = asyncio.current_task()
         for task in (self._writer, self._reader):
@@ -169,10 +169,10 @@ class QueuedStream:
                 task.cancel()
 
     async def aclose(self) -> None:
-        """End the stream once what was put in has gone out, or has had its time. Idempotent."""
+        """Close the stream once the queue is sent, at the latest after LINGER_SECONDS. Idempotent."""
         if not self.ended.is_set():
             self.ended.set()
-            self._gone.set()
+            self._progress.set()
             self._reader.cancel()
             self._closing = True
             self._wake.set()
@@ -188,17 +188,18 @@ class QueuedStream:
                     await self.stream.send(kind, header, payload)
                     self._unsent.popleft()
                     self._unsent_bytes -= size_bytes
-                    self._gone.set()
+                    self._progress.set()
                     self.sent_bytes += _payload_bytes(payload)
                 if self._closing:
                     await self.stream.aclose()
                     return
                 self._wake.clear()
                 await self._wake.wait()
-        except Exception as error:  # whatever a frame of ours does: what is put in would never go out again
+        except Exception as error:  # any error has to end the stream: nothing would be sent any more
             if not isinstance(error, (SwarmError, ValueError)):
                 self._warn(error)
-            await asyncio.sleep(0)  # what the other end has said already tells more than that we cannot send
+            # Let the reader report first: a received reason is better than our send error.
+            await asyncio.sleep(0)
             self._end_with(error)
 
     async def _read(self) -> None:
@@ -209,7 +210,7 @@ class QueuedStream:
                     seconds, self._rest_seconds = self._rest_seconds, 0.0
                     await asyncio.sleep(seconds)
         except Exception as error:
-            # Whatever a frame does: a stream that nobody reads any more would never end
+            # Any error has to end the stream: nothing would be read any more
             if not isinstance(error, (StreamClosed, StreamBroken)):
                 self._warn(error)
             self._end_with(error)
@@ -219,9 +220,10 @@ class QueuedStream:
         log.debug("where it happened", exc_info=error)
 
     def _end_with(self, error: Exception) -> None:
-        told = isinstance(error, (SwarmError, ValueError))
+        own_text = isinstance(error, (SwarmError, ValueError))
         self.end(
-            (str(error) if told else error_line(error)) or "ended", vanished=isinstance(error, StreamBroken)
+            (str(error) if own_text else error_line(error)) or "ended",
+            vanished=isinstance(error, StreamBroken),
         )
 
 
@@ -230,7 +232,7 @@ def _payload_bytes(payload: Sequence[Buffer]) -> int:
 
 
 def memory_bytes(value: object) -> int:
-    """Of a header or a value in it, roughly."""
+    """The rough memory of a header, or of a value in it."""
     match value:
         case Mapping():
             return CONTAINER_BYTES + sum(memory_bytes(each) for item in value.items() for each in item)

@@ -1,4 +1,4 @@
-"""At which of its addresses a peer can be dialled by others, those first that serve most of them."""
+"""Which of its addresses others can dial, the most widely useful first."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-# Networks that end at this machine: those of containers and virtual machines. Each machine has the same ones, so that
-# whoever dialled such an address would find itself.
+# Host-only networks of containers and virtual machines: each machine has the same ones, so that a peer that dialled such an
+# address would reach itself.
 _VIRTUAL = ("docker", "br-", "veth", "virbr", "lxcbr", "lxdbr", "incusbr", "cni", "flannel", "cali", "podman", "vboxnet", "vmnet")  # fmt: skip
-# For the system to say which of our addresses stands for us out there; nothing is sent to them (RFC 5737, 3849).
+# Documentation addresses (RFC 5737, 3849), to ask the system for the source address of its default route; nothing is sent.
 _FAR_AWAY = ((socket.AF_INET, "198.51.100.1"), (socket.AF_INET6, "2001:db8::1"))
 
 _DEFAULT_ROUTE, _NEAR, _PUBLIC, _RELAYED = range(4)
@@ -26,8 +26,8 @@ class LocalNetwork:
 
 
 def reachable(addresses: Iterable[str], network: LocalNetwork) -> tuple[str, ...]:
-    """The multiaddrs at which others can dial us, the most useful ones first: that of the default route, those of the
-    local network, those that others see us at from outside. The ones of loopback only where there is no other."""
+    """The multiaddrs at which others can dial us, the most useful first: that of the default route, those of the local network,
+    those seen by others from outside, relayed ones. Loopback ones only where there is no other."""
     ranks = {address: _rank(address, network) for address in addresses}
     found = [(rank, "/tcp/" not in address, address) for address, rank in ranks.items() if rank]
     return tuple(address for *_, address in sorted(found)) or tuple(filter(is_loopback, ranks))
@@ -39,14 +39,14 @@ def is_loopback(address: str) -> bool:
 
 
 def is_public(address: str) -> bool:
-    """Whether the multiaddr means the same everywhere, and not only in our own network."""
+    """Whether the multiaddr is valid everywhere, and not only in our own network."""
     ip = _ip(address)
     return ip is None or ip.is_global
 
 
 def local_network() -> LocalNetwork:
-    """What the system says of this machine now; nothing where it does not."""
-    import psutil  # here, as the command line only reads addresses
+    """This machine's interfaces and default routes now; empty where the system does not report them."""
+    import psutil  # imported here: the command line only parses addresses
 
     interfaces: dict[str, str] = {}
     try:
@@ -60,13 +60,13 @@ def local_network() -> LocalNetwork:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect((far_away, 9))
                 default.add(probe.getsockname()[0])
-        except OSError:  # no route: not in that kind of network
+        except OSError:  # no route of that IP version
             continue
     return LocalNetwork(interfaces=interfaces, default=frozenset(default))
 
 
 def _rank(address: str, network: LocalNetwork) -> tuple[int, int] | None:
-    """Lower is more useful; None for what is of no use to others."""
+    """The sort key, lower is more useful; None for an address that is useless to others."""
     if "/p2p-circuit" in address:
         return _RELAYED, 0
     ip = _ip(address)

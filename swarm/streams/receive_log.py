@@ -1,4 +1,4 @@
-"""When the bytes of payloads came in, peer by peer: the log that rates are estimated from. No I/O."""
+"""When the bytes of payloads were received, per peer: the log from which rates are estimated. No I/O."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fusion.swarm.transport import PeerId
 KEPT_SECONDS = 4.0
 KEPT_READS = 4096
 KEPT_PEERS = 256
-TOGETHER_SECONDS = 0.0005  # reads closer than that count as one: a fast link would fill the log otherwise
+TOGETHER_SECONDS = 0.0005  # closer reads are merged: a fast link would fill the log otherwise
 
 
 class ReceiveLog:
-    """Streams tell it of every read that belongs to a payload larger than the read; see `fusion.swarm.streams.link_estimate`."""
+    """Streams log every read that is a part of a larger payload; see `fusion.swarm.streams.link_estimate`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -26,7 +26,7 @@ class ReceiveLog:
         self._open: dict[PeerId, int] = {}  # payloads under way
 
     def read(self, peer: PeerId, size: int, *, began: bool, ended: bool) -> None:
-        """`size` bytes came from `peer`, all or part of them a payload's that `began` with this read, or `ended`."""
+        """Log `size` bytes from `peer`, of a payload that `began` or `ended` with this read, or neither."""
         now, under_way = self._clock(), self._open.get(peer, 0)
         reads = self._reads.get(peer)
         if reads is None:
@@ -41,16 +41,16 @@ class ReceiveLog:
             reads.popleft()
         self._count(peer, int(began) - int(ended))
 
-    def broken_off(self, peer: PeerId) -> None:
-        """A payload that was under way is not any more: its stream ended, or we stopped reading it."""
+    def aborted(self, peer: PeerId) -> None:
+        """A payload under way will not be completed: its stream ended, or we stopped reading it."""
         self._count(peer, -1)
 
     def forget(self, peer: PeerId) -> None:
-        """What came from `peer` so far was no traffic."""
+        """Drop the log of `peer`: its bytes so far were probes, not traffic."""
         self._reads.pop(peer, None)
 
     def peers(self, since: float) -> tuple[PeerId, ...]:
-        """Those of whom a payload came after `since`."""
+        """The peers with payload bytes after `since`."""
         return tuple(peer for peer, reads in self._reads.items() if reads and reads[-1].at >= since)
 
     def sample(self, peer: PeerId, since: float, rtt_seconds: float | None) -> Sample | None:

@@ -1,10 +1,10 @@
 """One stream over several of libp2p's, for links over which payloads go both ways at once.
 
-libp2p's multiplexer lets no more than 256 KiB of a stream be under way, and the word that they were read comes back behind
-all that is sent the other way. Over one stream a link of 8 Mbps and 40 ms thus carries 54 to 76 % of its rate while both
-ends send, one of 300 Mbps and 10 ms 65 %; over four, 91 and 98 %. Frame i of a direction goes over lane i mod n and
-is taken from there, so that frames keep their order without numbers. A large frame goes in pieces over all of them: one
-that is under way alone would wait as often on one lane.
+libp2p's multiplexer has a window of 256 KiB per stream, and its acknowledgements queue behind all that is sent the other way. Over
+one stream a link of 8 Mbps and 40 ms thus carries 54 to 76 % of its rate while both ends send, one of 300 Mbps and 10 ms
+65 %; over four, 91 and 98 %. Frame i of a direction goes over lane i mod n and is received from there, so that frames keep
+their order without sequence numbers. A large frame is split into pieces over all lanes: alone on one lane, it would wait
+for the window as often.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_LANES = 8
 LEAST_PIECE_BYTES = 64 * 1024
 MOST_PIECE_BYTES = 256 * 1024
 PIECE = "piece"  # the kind of all pieces but the first
-SIZE = ""  # in the first one's header: bytes of the whole payload
+SIZE = ""  # the key in the first piece's header: bytes of the whole payload
 GATHER_SECONDS = 10.0  # from a stream's first lane to its last
 
 
@@ -40,7 +40,7 @@ class StripedStream:
         self.protocol = stripes[0].protocol.removesuffix(SUFFIX)
         self._stripes = tuple(stripes)
         self._sent = 0
-        self._taken = 0
+        self._received = 0
         self._pieces = _Pieces()
         self._turn = asyncio.Lock()
         for lane in stripes:
@@ -68,24 +68,24 @@ class StripedStream:
             finally:
                 lane.turn.release()
             return
-        leaving: list[asyncio.Task[None]] = []
+        sending: list[asyncio.Task[None]] = []
         try:
             async with self._turn:
                 for message in (first, *others):
                     lane = await self._next()
                     task = asyncio.create_task(lane.send_in_turn(message))
-                    # Not by the task itself: one that is cancelled before it begins does nothing.
-                    task.add_done_callback(partial(_left, lane))
-                    leaving.append(task)
-            await asyncio.gather(*leaving)
+                    # Not in the task itself: one that is cancelled before it starts runs nothing.
+                    task.add_done_callback(partial(_release_turn, lane))
+                    sending.append(task)
+            await asyncio.gather(*sending)
         except BaseException:
-            if leaving:
+            if sending:
                 self.abort()
-                await asyncio.gather(*leaving, return_exceptions=True)
+                await asyncio.gather(*sending, return_exceptions=True)
             raise
 
     def _messages(self, kind: str, header: Mapping[str, Any], payload: Sequence[Buffer]) -> list[Message]:
-        """One, or the pieces of a large frame: of these the first has its kind and header, and its size."""
+        """The encoded frame, or the pieces of a large one: the first has its kind, header and size."""
         lane = self._stripes[0]
         whole = lane.encode(kind, header, payload)
         _, views, size = whole
@@ -97,7 +97,7 @@ class StripedStream:
         return [first, *(lane.encode(PIECE, None, each) for each in pieces)]
 
     async def _next(self) -> FrameStream:
-        """The lane whose turn it is, once the frame before has left it; ours alone."""
+        """The next lane, its `turn` acquired once the frame before was sent."""
         lane = self._stripes[self._sent % len(self._stripes)]
         await lane.turn.acquire()
         self._sent += 1
@@ -105,8 +105,8 @@ class StripedStream:
 
     async def receive(self) -> Frame:
         while True:
-            frame = await self._stripes[self._taken % len(self._stripes)].receive()
-            self._taken += 1
+            frame = await self._stripes[self._received % len(self._stripes)].receive()
+            self._received += 1
             try:
                 whole = self._pieces.add(frame, self._stripes[0].allowed)
             except FrameError as error:
@@ -116,8 +116,8 @@ class StripedStream:
                 return whole
 
     async def announced(self) -> int:
-        """Of one in pieces, those of its next piece."""
-        return await self._stripes[self._taken % len(self._stripes)].announced()
+        """As in the Protocol; of a frame in pieces, the bytes of its next piece."""
+        return await self._stripes[self._received % len(self._stripes)].announced()
 
     def allow(self, payload_bytes: int) -> None:
         for lane in self._stripes:
@@ -137,15 +137,16 @@ class StripedStream:
 
 
 class _Pieces:
-    """Makes frames whole as their pieces come in."""
+    """Assembles frames from their pieces."""
 
     def __init__(self) -> None:
         self._first: Frame | None = None  # of a frame that is not whole yet
         self._payload = memoryview(b"")
-        self._came = 0
+        self._filled = 0
 
     def add(self, frame: Frame, allowed: int) -> Frame | None:
-        """The frame that this one makes whole. Raises FrameError for what fits no frame of `allowed` bytes."""
+        """The frame that is complete with this one, if any. Raises FrameError for a piece that does not fit, or a payload of more than
+        `allowed` bytes."""
         if self._first is None:
             if SIZE not in frame.header:
                 return frame
@@ -154,15 +155,15 @@ class _Pieces:
                 raise FrameError(f"the first piece of a payload of {size!r} bytes")
             if size > allowed:
                 raise FrameError(f"a payload of {size} bytes; at most {allowed} are allowed now")
-            # The machine backs this memory as it is written to: who announces much and sends nothing costs nothing.
-            self._first, self._payload, self._came = frame, numpy.empty(size, numpy.uint8).data, 0
+            # Its pages are used only as they are written to: a peer that announces much and sends nothing costs nothing.
+            self._first, self._payload, self._filled = frame, numpy.empty(size, numpy.uint8).data, 0
         elif frame.kind != PIECE:
             raise FrameError(f"a {frame.kind!r} frame among the pieces of another")
-        end = self._came + len(frame.payload)
+        end = self._filled + len(frame.payload)
         if not frame.payload or end > len(self._payload):
             raise FrameError(f"a piece of {len(frame.payload)} bytes that does not fit its frame")
-        self._payload[self._came : end] = frame.payload
-        self._came = end
+        self._payload[self._filled : end] = frame.payload
+        self._filled = end
         if end < len(self._payload):
             return None
         header = {key: value for key, value in self._first.header.items() if key != SIZE}
@@ -171,14 +172,14 @@ class _Pieces:
         return whole
 
 
-def _left(lane: FrameStream, piece: asyncio.Task[None]) -> None:
+def _release_turn(lane: FrameStream, piece: asyncio.Task[None]) -> None:
     if piece.cancelled():
-        lane.abort()  # nothing may take its place
+        lane.abort()  # the lane lacks a piece: nothing may follow
     lane.turn.release()
 
 
 def _cut(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """These one after another in pieces of `size` bytes, the last one shorter. Nothing is copied."""
+    """The concatenated views, cut into pieces of `size` bytes, the last one shorter. Nothing is copied."""
     piece, left = [], size
     for view in views:
         while len(view) >= left:
@@ -193,7 +194,7 @@ def _cut(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
 
 
 async def join(stripes: Sequence[FrameStream]) -> Stream:
-    """The opening end of one stream over these, which were opened for it. Raises StreamBroken or StreamClosed."""
+    """The opening end of one stream over these lanes. Raises StreamBroken or StreamClosed."""
     key = secrets.token_hex(8)
     for number, lane in enumerate(stripes):
         await lane.send("lane", {"key": key, "lane": number, "of": len(stripes)})
@@ -208,21 +209,22 @@ class _Group:
 
 
 class Gathering:
-    """The accepting end: its `attend` handles the lanes of a protocol, and `handler` the streams that they make."""
+    """The accepting end: `handle_lane` handles the lanes of a protocol, and `handler` the streams that they form."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._groups: dict[tuple[PeerId, str], _Group] = {}
 
-    async def attend(self, lane: Stream) -> None:
-        """Until the whole stream has been handled. Raises ValueError for what is no lane, or stays alone."""
+    async def handle_lane(self, lane: Stream) -> None:
+        """Return once the whole stream has been handled. Raises ValueError for a first frame of another kind, or where other lanes are
+        missing."""
         assert isinstance(lane, FrameStream)
         group: _Group | None = None
         try:
             try:
                 async with asyncio.timeout(GATHER_SECONDS):
                     frame = await lane.receive()
-                    group = self._enter(lane, frame)
+                    group = self._add_to_group(lane, frame)
                     await group.complete.wait()
             except TimeoutError:
                 raise ValueError(f"its other lanes did not come within {GATHER_SECONDS:g} s") from None
@@ -234,11 +236,11 @@ class Gathering:
             else:
                 await group.over.wait()
         finally:
-            # Also where the last lane came in the moment in which this one gave up: it waits for nobody else.
+            # Also when the last lane arrived just as this one timed out: that lane waits for `over`.
             if group is not None and group.stripes[0] is lane:
                 group.over.set()
 
-    def _enter(self, lane: FrameStream, frame: Frame) -> _Group:
+    def _add_to_group(self, lane: FrameStream, frame: Frame) -> _Group:
         match frame.kind, frame.header:
             case "lane", {"key": str(key), "lane": int(number), "of": int(count)} if (
                 0 <= number < count <= MOST_LANES

@@ -1,4 +1,4 @@
-"""How many bytes of frames went to and came from each peer, and when those of large payloads came."""
+"""Bytes of frames sent to and received from each peer, and when those of large payloads were received."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from fusion.swarm.streams.receive_log import ReceiveLog
 from fusion.swarm.transport import PeerId, Traffic
 
-# Every command is a peer of its own, and ids are free: those with the fewest bytes are forgotten.
+# Every command has a peer id of its own, and ids are free: those with the fewest bytes are dropped.
 MAX_PEERS = 1024
 
 
 class TrafficCounter:
-    """Bytes of frames per peer, since the start or since the peer was forgotten."""
+    """Bytes of frames per peer, since the start or since the peer was dropped."""
 
     def __init__(self) -> None:
         self.receive_log = ReceiveLog()

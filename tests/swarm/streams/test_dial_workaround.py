@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from fusion.swarm.streams.dial_workaround import detour
+from fusion.swarm.streams.dial_workaround import forwarded_address
 from fusion.swarm.streams.dialer import tcp_target
 
 
@@ -21,7 +21,7 @@ def test_bytes_go_both_ways_and_the_end_of_the_block_ends_it() -> None:
         server = await asyncio.start_server(echo, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         async with asyncio.timeout(10):
-            async with detour("127.0.0.1", port) as address:
+            async with forwarded_address("127.0.0.1", port) as address:
                 target = tcp_target(address)
                 assert target is not None and target[1] != port
                 reader, writer = await asyncio.open_connection(*target)
@@ -43,7 +43,7 @@ def test_a_host_that_is_not_there_ends_the_connection() -> None:
         port = server.sockets[0].getsockname()[1]
         server.close()
         await server.wait_closed()
-        async with asyncio.timeout(10), detour("127.0.0.1", port) as address:
+        async with asyncio.timeout(10), forwarded_address("127.0.0.1", port) as address:
             target = tcp_target(address)
             assert target is not None
             reader, writer = await asyncio.open_connection(*target)

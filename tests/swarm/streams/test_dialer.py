@@ -41,7 +41,7 @@ class Daemon:
         self.dialled: list[tuple[PeerId, tuple[str, ...]]] = []
         self.asked = 0
         self.now = 100.0
-        self.contacts = Dialer(
+        self.dialer = Dialer(
             self._list, self._dial, DialerConfig(knock_seconds=SECONDS), clock=lambda: self.now
         )
 
@@ -65,9 +65,9 @@ def test_only_addresses_that_answer_are_dialled() -> None:
         daemon = Daemon()
         dead = await free_address()
         async with host() as address, host(b"HTTP/1.1 400 Bad Request\r\n") as other:
-            daemon.contacts.learn(PEER, [f"{where}/p2p/peer" for where in (dead, other, address)])
-            await daemon.contacts.reach(PEER)
-            await daemon.contacts.reach(PEER)  # connected now
+            daemon.dialer.learn(PEER, [f"{where}/p2p/peer" for where in (dead, other, address)])
+            await daemon.dialer.reach(PEER)
+            await daemon.dialer.reach(PEER)  # connected now
         assert daemon.dialled == [(PEER, (f"{address}/p2p/peer",))]
 
     asyncio.run(scenario())
@@ -78,14 +78,14 @@ def test_a_dead_peer_is_never_dialled_and_one_that_is_back_is_at_once() -> None:
         daemon = Daemon()
         async with host() as address:
             pass
-        daemon.contacts.learn(PEER, [address])
+        daemon.dialer.learn(PEER, [address])
         for _ in range(3):
             with pytest.raises(PeerUnreachable, match=r"cannot reach peer: 127.0.0.1 port .*refused"):
-                await daemon.contacts.reach(PEER)
+                await daemon.dialer.reach(PEER)
         assert daemon.dialled == []
         async with host() as again:
-            daemon.contacts.learn(PEER, [again])
-            await daemon.contacts.reach(PEER)
+            daemon.dialer.learn(PEER, [again])
+            await daemon.dialer.reach(PEER)
         assert daemon.dialled == [(PEER, (again,))]
 
     asyncio.run(scenario())
@@ -95,13 +95,13 @@ def test_where_no_tcp_address_answers_those_of_other_kinds_are_dialled() -> None
     async def scenario() -> None:
         daemon = Daemon()
         named = "/dns4/example.org/tcp/4001/p2p/peer"
-        daemon.contacts.learn(PEER, [f"{await free_address()}/p2p/peer", named])
-        await daemon.contacts.reach(PEER)
+        daemon.dialer.learn(PEER, [f"{await free_address()}/p2p/peer", named])
+        await daemon.dialer.reach(PEER)
         assert daemon.dialled == [(PEER, (named,))]
         daemon.connected.clear()
         async with host() as address:
-            daemon.contacts.learn(PEER, [named, address])
-            await daemon.contacts.reach(PEER)
+            daemon.dialer.learn(PEER, [named, address])
+            await daemon.dialer.reach(PEER)
         assert daemon.dialled[1:] == [(PEER, (address,))]
 
     asyncio.run(scenario())
@@ -124,18 +124,18 @@ def test_where_somebody_else_has_the_first_address_the_others_are_dialled() -> N
                 refused.set()
                 raise PeerUnreachable("remote key matches another peer")
 
-        contacts = Dialer(daemon._list, dial, DialerConfig(knock_seconds=SECONDS), clock=lambda: daemon.now)
+        dialer = Dialer(daemon._list, dial, DialerConfig(knock_seconds=SECONDS), clock=lambda: daemon.now)
         far = await asyncio.start_server(greet_late, "127.0.0.1", 0)
         dead, public = await free_address(), f"/ip4/127.0.0.1/tcp/{far.sockets[0].getsockname()[1]}"
         async with far, host() as private:
-            contacts.learn(PEER, [private, dead, public])
-            await contacts.reach(PEER)
+            dialer.learn(PEER, [private, dead, public])
+            await dialer.reach(PEER)
             assert daemon.dialled == [(PEER, (private,)), (PEER, (public,))]
             daemon.connected.clear()
-            contacts.learn(PEER, [private, dead])
+            dialer.learn(PEER, [private, dead])
             with pytest.raises(PeerUnreachable, match="remote key"):
-                await contacts.reach(PEER)
-        await contacts.aclose()
+                await dialer.reach(PEER)
+        await dialer.aclose()
 
     asyncio.run(scenario())
 
@@ -146,18 +146,16 @@ def test_a_connection_that_outlasts_the_doubt_is_good_though_no_address_answers(
     async def scenario() -> None:
         daemon = Daemon()
         daemon.connected.add(PEER)
-        contacts = Dialer(
-            daemon._list, daemon._dial, DialerConfig(knock_seconds=0.1), clock=lambda: daemon.now
-        )
+        dialer = Dialer(daemon._list, daemon._dial, DialerConfig(knock_seconds=0.1), clock=lambda: daemon.now)
         async with host(None) as silent:
-            contacts.learn(PEER, [silent])
-            contacts.doubt(PEER)
-            reaching = asyncio.create_task(contacts.reach(PEER))
+            dialer.learn(PEER, [silent])
+            dialer.invalidate(PEER)
+            reaching = asyncio.create_task(dialer.reach(PEER))
             await asyncio.sleep(0.01)
             daemon.now += 1.0
             await reaching
-            contacts.doubt(PEER)
-            reaching = asyncio.create_task(contacts.reach(PEER))
+            dialer.invalidate(PEER)
+            reaching = asyncio.create_task(dialer.reach(PEER))
             await asyncio.sleep(0.01)
             daemon.connected.clear()
             daemon.now += 1.0
@@ -181,10 +179,10 @@ def test_those_who_want_the_same_peer_share_a_dial() -> None:
     async def scenario() -> None:
         daemon = Daemon()
         async with host() as address:
-            daemon.contacts.learn(PEER, [address])
-            await asyncio.gather(*(daemon.contacts.reach(PEER) for _ in range(5)))
+            daemon.dialer.learn(PEER, [address])
+            await asyncio.gather(*(daemon.dialer.reach(PEER) for _ in range(5)))
         assert len(daemon.dialled) == 1
-        await daemon.contacts.aclose()
+        await daemon.dialer.aclose()
 
     asyncio.run(scenario())
 
@@ -193,9 +191,9 @@ def test_one_who_waits_no_longer_does_not_stop_the_others() -> None:
     async def scenario() -> None:
         daemon = Daemon()
         async with host() as address:
-            daemon.contacts.learn(PEER, [address])
-            first = asyncio.create_task(daemon.contacts.reach(PEER))
-            second = asyncio.create_task(daemon.contacts.reach(PEER))
+            daemon.dialer.learn(PEER, [address])
+            first = asyncio.create_task(daemon.dialer.reach(PEER))
+            second = asyncio.create_task(daemon.dialer.reach(PEER))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             first.cancel()
@@ -208,12 +206,12 @@ def test_one_who_waits_no_longer_does_not_stop_the_others() -> None:
 def test_where_nothing_fresh_is_known_p2pd_looks_itself() -> None:
     async def scenario() -> None:
         daemon = Daemon()
-        await daemon.contacts.reach(PEER)
-        daemon.contacts.learn(PEER, ["/dns4/example.org/tcp/4001/p2p/peer", "/p2p-circuit"])
-        await daemon.contacts.reach(PEER)
-        daemon.contacts.learn(PEER, [await free_address()])
+        await daemon.dialer.reach(PEER)
+        daemon.dialer.learn(PEER, ["/dns4/example.org/tcp/4001/p2p/peer", "/p2p-circuit"])
+        await daemon.dialer.reach(PEER)
+        daemon.dialer.learn(PEER, [await free_address()])
         daemon.now += 61.0
-        await daemon.contacts.reach(PEER)
+        await daemon.dialer.reach(PEER)
         assert daemon.dialled == []
 
     asyncio.run(scenario())
@@ -223,16 +221,16 @@ def test_those_who_ask_at_the_same_time_share_one_question() -> None:
     async def scenario() -> None:
         daemon = Daemon()
         daemon.connected.add(PEER)
-        await asyncio.gather(*(daemon.contacts.reach(PEER, max_age_seconds=age) for age in (0.0, 2.0, 2.0)))
+        await asyncio.gather(*(daemon.dialer.reach(PEER, max_age_seconds=age) for age in (0.0, 2.0, 2.0)))
         assert daemon.asked == 1
         # What is answered to a question from before a doubt is for those who asked it.
-        early = asyncio.create_task(daemon.contacts.connected())
+        early = asyncio.create_task(daemon.dialer.connected())
         await asyncio.sleep(0)
-        daemon.contacts.doubt()
-        late = asyncio.create_task(daemon.contacts.connected(max_age_seconds=2.0))
+        daemon.dialer.invalidate()
+        late = asyncio.create_task(daemon.dialer.connected(max_age_seconds=2.0))
         await asyncio.gather(early, late)
         assert daemon.asked == 3
-        assert await daemon.contacts.connected(max_age_seconds=2.0) == {PEER}
+        assert await daemon.dialer.connected(max_age_seconds=2.0) == {PEER}
         assert daemon.asked == 3
 
     asyncio.run(scenario())
@@ -241,12 +239,12 @@ def test_those_who_ask_at_the_same_time_share_one_question() -> None:
 def test_an_older_list_tells_who_is_connected_but_not_who_is_not() -> None:
     async def scenario() -> None:
         daemon = Daemon()
-        await daemon.contacts.connected()
+        await daemon.dialer.connected()
         daemon.connected.add(PEER)  # it dialled us
         daemon.now += 1.0
         async with host() as address:
-            daemon.contacts.learn(PEER, [address])
-            await daemon.contacts.reach(PEER, max_age_seconds=2.0)
+            daemon.dialer.learn(PEER, [address])
+            await daemon.dialer.reach(PEER, max_age_seconds=2.0)
         assert daemon.asked == 2 and daemon.dialled == []
 
     asyncio.run(scenario())
@@ -257,14 +255,14 @@ def test_p2pds_answer_is_used_again_until_in_doubt() -> None:
         daemon = Daemon()
         daemon.connected.add(PEER)
         for _ in range(3):
-            await daemon.contacts.reach(PEER, max_age_seconds=1.0)
+            await daemon.dialer.reach(PEER, max_age_seconds=1.0)
         assert daemon.asked == 1
-        daemon.contacts.doubt()
-        await daemon.contacts.reach(PEER, max_age_seconds=1.0)
+        daemon.dialer.invalidate()
+        await daemon.dialer.reach(PEER, max_age_seconds=1.0)
         assert daemon.asked == 2
         daemon.now += 2.0
-        await daemon.contacts.reach(PEER, max_age_seconds=1.0)
-        await daemon.contacts.reach(PEER)
+        await daemon.dialer.reach(PEER, max_age_seconds=1.0)
+        await daemon.dialer.reach(PEER)
         assert daemon.asked == 4
 
     asyncio.run(scenario())
@@ -290,13 +288,13 @@ def test_what_is_no_peer_is_said(greeting: bytes | None, said: str) -> None:
 def test_the_book_is_bounded() -> None:
     async def scenario() -> None:
         daemon = Daemon()
-        contacts = Dialer(daemon._list, daemon._dial, DialerConfig(peers=3), clock=lambda: daemon.now)
+        dialer = Dialer(daemon._list, daemon._dial, DialerConfig(peers=3), clock=lambda: daemon.now)
         dead = await free_address()
         for number in range(10):
-            contacts.learn(PeerId(str(number)), [dead] * 100)
-        await contacts.reach(PeerId("6"))  # forgotten
+            dialer.learn(PeerId(str(number)), [dead] * 100)
+        await dialer.reach(PeerId("6"))  # forgotten
         with pytest.raises(PeerUnreachable):
-            await contacts.reach(PeerId("7"))
+            await dialer.reach(PeerId("7"))
 
     asyncio.run(scenario())
 
@@ -311,14 +309,14 @@ def test_a_connection_is_not_trusted_just_after_a_stream_broke() -> None:
         daemon = Daemon()
         daemon.connected.add(PEER)  # says p2pd, which has not noticed yet
         async with host() as address:
-            daemon.contacts.learn(PEER, [address])
-            daemon.contacts.doubt(PEER)
-            await daemon.contacts.reach(PEER)
-        daemon.contacts.learn(PEER, [await free_address()])
+            daemon.dialer.learn(PEER, [address])
+            daemon.dialer.invalidate(PEER)
+            await daemon.dialer.reach(PEER)
+        daemon.dialer.learn(PEER, [await free_address()])
         with pytest.raises(PeerUnreachable):
-            await daemon.contacts.reach(PEER)
+            await daemon.dialer.reach(PEER)
         daemon.now += 1.0
-        await daemon.contacts.reach(PEER)
+        await daemon.dialer.reach(PEER)
 
     asyncio.run(scenario())
 
@@ -328,21 +326,21 @@ def test_a_hint_is_tried_beside_what_the_peer_itself_said() -> None:
         daemon = Daemon()
         dead = await free_address()
         async with host() as address, host() as other:
-            daemon.contacts.learn(PEER, [address])
-            daemon.contacts.hint(PEER, dead)
-            daemon.contacts.hint(PEER, "/dns4/example.org/tcp/4001")
-            await daemon.contacts.reach(PEER)
+            daemon.dialer.learn(PEER, [address])
+            daemon.dialer.hint(PEER, dead)
+            daemon.dialer.hint(PEER, "/dns4/example.org/tcp/4001")
+            await daemon.dialer.reach(PEER)
             assert daemon.dialled == [(PEER, (address,))]
             daemon.connected.clear()
-            daemon.contacts.learn(PEER, [dead])
-            daemon.contacts.hint(PEER, other)
-            await daemon.contacts.reach(PEER)
+            daemon.dialer.learn(PEER, [dead])
+            daemon.dialer.hint(PEER, other)
+            await daemon.dialer.reach(PEER)
             assert daemon.dialled[1:] == [(PEER, (other,))]
         daemon.connected.clear()
         daemon.now += 61.0
-        daemon.contacts.hint(PEER, dead)
+        daemon.dialer.hint(PEER, dead)
         with pytest.raises(PeerUnreachable):
-            await daemon.contacts.reach(PEER)
+            await daemon.dialer.reach(PEER)
 
     asyncio.run(scenario())
 
@@ -365,17 +363,17 @@ def test_only_a_connection_over_which_nothing_comes_is_given_up_and_only_for_a_n
         async def hang_up(peer: PeerId) -> None:
             daemon.connected.discard(peer)
 
-        contacts = Dialer(
+        dialer = Dialer(
             daemon._list, daemon._dial, DialerConfig(knock_seconds=0.2 if greeting is None else SECONDS),
-            clock=lambda: daemon.now, lives=alive, hang_up=hang_up,
+            clock=lambda: daemon.now, is_alive=alive, hang_up=hang_up,
         )  # fmt: skip
         async with host(greeting) as address:
-            contacts.learn(PEER, [address])
+            dialer.learn(PEER, [address])
             for _ in range(3):  # looked into once
-                contacts.unanswered(PEER)
-            await asyncio.gather(*contacts._examining)
+                dialer.unanswered(PEER)
+            await asyncio.gather(*dialer._examining)
         assert asked == [PEER] and daemon.connected == {PEER}
         assert daemon.dialled == ([(PEER, (address,))] if cut else [])
-        await contacts.aclose()
+        await dialer.aclose()
 
     asyncio.run(scenario())

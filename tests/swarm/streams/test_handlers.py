@@ -111,7 +111,7 @@ def test_a_large_first_frame_has_time_where_its_handler_takes_it(
 def test_a_stream_that_lies_idle_is_dropped_and_one_in_use_is_not(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "IDLE_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(module, "IDLE_CHECK_SECONDS", 0.02)
 
     async def main() -> None:
         async with two(place, ECHO, echo, idle_seconds={ECHO: 0.5}) as (one, other):

@@ -175,7 +175,7 @@ def test_a_dial_that_finds_no_file_left_is_a_peer_that_cannot_be_reached(
 
     async def main(protocol: str) -> None:
         monkeypatch.setattr(ends.one, "_connect_to", refuses)
-        monkeypatch.setattr("fusion.swarm.streams.p2p.detour", no_file)
+        monkeypatch.setattr("fusion.swarm.streams.p2p.forwarded_address", no_file)
         with pytest.raises(PeerUnreachable, match="Too many open files"):
             await ends.one._dial(ends.other.peer_id, ends.other.addresses)
 

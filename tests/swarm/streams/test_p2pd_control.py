@@ -29,8 +29,8 @@ def test_a_call_that_was_given_up_takes_no_answer() -> None:
 def test_who_says_nothing_is_hung_up_on_over_one_connection(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(p2pd_control, "_LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(p2pd_control, "_NEXT_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(p2pd_control, "_LIST_SECONDS", 0.001)
+    monkeypatch.setattr(p2pd_control, "_NEXT_LIST_SECONDS", 0.001)
     connected = {b"busy", *(b"peer %d" % n for n in range(300))}
     controls, done = [], asyncio.Event()
     where = Multiaddr("/ip4/127.0.0.1/tcp/4001").to_bytes()

@@ -361,9 +361,9 @@ def test_a_lane_that_comes_as_the_first_one_gives_up_waits_for_no_stream() -> No
         first.set()
         asyncio.get_running_loop().call_later(striping.GATHER_SECONDS, last.set)
         gathering = striping.Gathering(echo)
-        attending = [asyncio.create_task(gathering.attend(Lane(0, first)))]
+        attending = [asyncio.create_task(gathering.handle_lane(Lane(0, first)))]
         await asyncio.sleep(striping.GATHER_SECONDS / 2)
-        attending.append(asyncio.create_task(gathering.attend(Lane(1, last))))
+        attending.append(asyncio.create_task(gathering.handle_lane(Lane(1, last))))
         given_up, other = await asyncio.gather(*attending, return_exceptions=True)
         assert isinstance(given_up, ValueError) and other is None
         assert not gathering._groups
