@@ -1,18 +1,18 @@
-"""Content-addressed bytes. Knows nothing of what is in them.
+"""Content-addressed blobs. Knows nothing of their content.
 
-index           what a blob is called: the hash of its list of chunks
-eviction        what a store may delete, and what is worth telling the swarm of
-disk            what it has, takes and refuses
-partial_blob    one on its way into a store
+index           a blob's digest: the hash of its list of chunk hashes
+eviction        which blobs a store may delete, and which it announces; pure
+disk            free space and errors of the disk
+partial_blob    a blob being fetched into a store
 store           blobs on disk, under a quota
 fetch           the chunks of one blob, from several holders at once
-download        one blob on its way here, from who has it to its last chunk
-upload_budget   how much a peer gives away, shared fairly
-unread          memory for what readers have not taken yet, and who gives way where there is none
-serve           blobs for others, a share for each reader
-announce        telling the swarm what a store holds
-config          what may be set of all that
-blobs           all of it as one: put, announce, fetch, serve
+download        the fetch of one blob, from finding its holders to its last chunk
+upload_budget   a rate limit of uploads, shared fairly
+unread          a memory limit for chunks that readers have not taken yet
+serve           serves blobs to others, a share for each reader
+announce        announces a store's blobs in the directory
+config          the configuration
+blobs           the interface: put, announce, fetch, serve
 
 Words: a digest names a blob; a chunk is a MiB of it; a holder has the whole of it.
 """

@@ -1,4 +1,4 @@
-"""Telling the swarm, again and again, what a store holds."""
+"""Announces a store's blobs in the directory, again before each announcement expires."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from fusion.swarm.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-ANNOUNCED_AT_ONCE = 16  # blobs: a few milliseconds for whoever stores the records
+ANNOUNCED_AT_ONCE = 16  # blobs: a few milliseconds for the nodes that store the records
 
 
 class BlobAnnouncer:
-    """`start` announces what the store holds until `aclose`, and sweeps the store at the same pace; `soon` tells of one blob at once."""
+    """`start` announces the store's blobs, and sweeps the store, every `announce_seconds` until `aclose`; `soon` announces one blob at
+    once."""
 
     def __init__(self, store: BlobStore, directory: Directory, peer_id: PeerId, config: BlobConfig) -> None:
         self._store = store
@@ -26,22 +27,22 @@ class BlobAnnouncer:
         self._peer_id = peer_id
         self._config = config
         self._announcing: set[asyncio.Task[None]] = set()
-        self._again: asyncio.Task[None] | None = None
+        self._loop: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._again = asyncio.create_task(self._for_ever(), name="blob announcements")
+        self._loop = asyncio.create_task(self._for_ever(), name="blob announcements")
 
     async def aclose(self) -> None:
         """Idempotent."""
-        tasks = [*self._announcing, *([] if self._again is None else [self._again])]
-        self._again = None
+        tasks = [*self._announcing, *([] if self._loop is None else [self._loop])]
+        self._loop = None
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
     def soon(self, digest: Digest) -> None:
-        """Tell of it in the background: a store in the directory takes long beside all that a stage waits for."""
+        """Announce it in the background: a write to the directory takes long, and a stage may wait for us."""
         if not self._config.offer:
             return
         task = asyncio.create_task(self._announce(digest), name=f"announce {digest[:8]}")
@@ -58,9 +59,9 @@ class BlobAnnouncer:
     async def _for_ever(self) -> None:
         while True:
             # Records that are published at the same moment go to a node in one request.
-            told = self._store.to_announce(self._config.announced)
-            for at in range(0, len(told), ANNOUNCED_AT_ONCE):
-                await asyncio.gather(*map(self._announce, told[at : at + ANNOUNCED_AT_ONCE]))
+            announced = self._store.to_announce(self._config.announced)
+            for at in range(0, len(announced), ANNOUNCED_AT_ONCE):
+                await asyncio.gather(*map(self._announce, announced[at : at + ANNOUNCED_AT_ONCE]))
             try:
                 await asyncio.to_thread(self._store.sweep)
             except SwarmError as error:

@@ -1,12 +1,12 @@
 """Blobs between peers: put here, announced in the directory, fetched from several holders at once.
 
-Every chunk is checked against the digest by itself, so a holder can waste a little of our time and nothing else.
+Every chunk is verified against the digest by itself, so a bad holder can only waste a little of our time.
 
-    protocol /fusion/blob/1, asked by the fetching side on a stream of its own per holder
+    protocol /fusion/blob/1, requests of the fetching side, on one stream per holder
         index {digest}          -> index {}, payload: the canonical index
-                                   (of a job that is not open, here and below also {job, grants}: why we may read it)
-        get {digest, chunks}    -> chunk {index}, payload, for each chunk in the order asked; between them `wait` {},
-                                   every few seconds, while the upload budget lets nothing through
+                                   (of a job that is not open, here and below also {job, grants}, which admit us)
+        get {digest, chunks}    -> chunk {index}, payload, for each chunk in the order requested; between them `wait` {},
+                                   every few seconds, while the upload budget is used up
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _Running:
 
 
 class Blobs:
-    """Content-addressed bytes of the swarm. `async with Blobs(...)` serves what the store holds and keeps announcing
-    it; without it `put` and `fetch` work all the same."""
+    """The swarm's blobs. `async with Blobs(...)` serves the store's blobs and announces them; without it only `put` and `fetch`
+    work."""
 
     def __init__(
         self,
@@ -52,8 +52,7 @@ class Blobs:
         budget: UploadBudget | None = None,
         access: Access | None = None,
     ) -> None:
-        """`budget`: for tests that drive its clock; by default it is made from the config. `access`: who may read what, as
-        far as a job says."""
+        """`budget`: for tests that drive its clock; by default made from the config. `access`: who may read the blobs of a job."""
         self._access = access or Access()
         self.store = store
         self._transport = transport
@@ -64,7 +63,7 @@ class Blobs:
         self._announcer = BlobAnnouncer(store, directory, transport.peer_id, self._config)
 
     async def __aenter__(self) -> Self:
-        await self._transport.serve(BLOB.name, self._server.attend)
+        await self._transport.serve(BLOB.name, self._server.serve_stream)
         self._announcer.start()
         return self
 
@@ -72,7 +71,7 @@ class Blobs:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Stop announcing and every fetch; what came of them stays for the next time. Idempotent."""
+        """Stop announcing and every fetch; fetched chunks are kept for the next attempt. Idempotent."""
         tasks = [running.task for running in self._running.values()]
         for task in tasks:
             task.cancel()
@@ -85,13 +84,13 @@ class Blobs:
         return self.store.has(digest)
 
     def hold(self, holder: object, digests: Iterable[Digest]) -> None:
-        """`holder` needs these blobs for as long as it exists, or says otherwise: they are not deleted to make room."""
+        """`holder` needs these blobs until it is deleted or calls this again: they are not evicted meanwhile."""
         if self.store.needs is not None:
             self.store.needs.hold(holder, digests)
 
     async def put(self, data: bytes | Path, job: JobId | None = None) -> Digest:
-        """Keep the bytes, or a copy of the file, as a part of `job`, if of one; the swarm is told in the background that we
-        hold them. Raises QuotaExceeded, BlobError."""
+        """Store the bytes, or a copy of the file, as a part of `job` if given, and announce them in the background. Raises
+        QuotaExceeded, BlobError."""
         digest = await asyncio.to_thread(self.store.put, data, self._closed(job))
         self._announcer.soon(digest)
         return digest
@@ -99,15 +98,15 @@ class Blobs:
     async def put_pieces(
         self, size: int, pieces: Iterable[bytes | memoryview], job: JobId | None = None
     ) -> Digest:
-        """As `put`, of `size` bytes that are made, on a thread, while they are written: room is asked for before the first.
-        Raises BlobError, too, if there are more or fewer."""
+        """As `put`, for `size` bytes that `pieces` yields, on a thread, as they are written; their room is reserved before. Raises
+        BlobError, too, if there are more or fewer."""
         digest = await asyncio.to_thread(self.store.put_pieces, size, pieces, self._closed(job))
         self._announcer.soon(digest)
         return digest
 
     async def drop(self, digest: Digest) -> bool:
-        """Delete our copy, unless somebody here needs it: a stranger can name any blob as part of a job. Whether it is gone; the
-        announcement runs out by itself."""
+        """Delete our copy, unless it is held here (`hold`): a stranger can name any blob as part of a job. Whether it was deleted;
+        its announcement expires by itself."""
         if self.store.needs is not None and digest in self.store.needs.all():
             return False
         await asyncio.to_thread(self.store.delete, digest)
@@ -121,21 +120,20 @@ class Blobs:
         max_bytes: int | None = None,
         job: JobId | None = None,
     ) -> Path:
-        """The file with the blob's bytes (read-only), fetched from its holders unless it is here already. `hints` are
-        peers likely to hold it; `job` is that whose part it is. Afterwards we are a holder too.
+        """The file with the blob's bytes (read-only), fetched from its holders unless it is here already. `hints`: peers likely
+        to hold it; `job`: the job that it is a part of. Afterwards we are a holder, too.
 
-        Raises BlobError if nobody (any longer) has it or it is larger than `max_bytes`, QuotaExceeded if it does
-        not fit.
+        Raises BlobError if no holder gives it or it is larger than `max_bytes`, QuotaExceeded if it does not fit.
         """
         if not is_digest(digest):
             raise BlobError(f"not the digest of a blob: {str(digest)[:80]!r}")
         fetched = self.store.usable(digest, self._closed(job))
         while not fetched:
             try:
-                await self._joined(digest, hints, max_bytes, self._closed(job))
+                await self._join_fetch(digest, hints, max_bytes, self._closed(job))
                 fetched = True
             except TooLarge as error:
-                # Else it is so by the limit of another, who asked for it first.
+                # Otherwise the limit was another caller's, which started the fetch.
                 if max_bytes is not None and error.size_bytes > max_bytes:
                     raise TooLarge(digest, error.size_bytes, max_bytes) from None
         size = self.store.size(digest)
@@ -144,7 +142,7 @@ class Blobs:
         return self.store.path(digest)
 
     def progress(self, digest: Digest) -> Fetched:
-        """How far the blob is on its way here, what an earlier attempt left included."""
+        """How much of the blob is here, with the chunks of earlier attempts."""
         running = self._running.get(digest)
         if running is not None and running.download.fetch is not None:
             return running.download.fetch.progress
@@ -166,19 +164,19 @@ class Blobs:
         return JobBlobs(self, job)
 
     def _closed(self, job: JobId | None) -> JobId | None:
-        """The job, if not everybody may read what is part of it."""
+        """The job, if not everybody may read its blobs."""
         law = None if job is None else self._access.law(job)
         return None if law is None or law.admission.kind == "open" else job
 
-    async def _joined(
+    async def _join_fetch(
         self, digest: Digest, hints: Sequence[PeerId], max_bytes: int | None, job: JobId | None
     ) -> None:
-        """Wait for the one fetch of the blob for that job, started if there is none, stopped when nobody waits any longer."""
+        """Wait for the one fetch of the blob for that job: started if there is none, cancelled once no caller waits for it."""
         while True:
             running = self._running.get(digest)
             if running is None or (running.download.job == job and not running.task.cancelling()):
                 break
-            # Who may read it is the other job's to say; and one that those who waited for it have left comes to nothing.
+            # A fetch for another job has other readers; and a cancelled one will not complete.
             await asyncio.wait([running.task])
             if self.store.usable(digest, job):
                 return
@@ -221,7 +219,7 @@ class Blobs:
 
 
 class JobBlobs:
-    """Blobs as a part of one job: who takes part in it may read them."""
+    """Blobs as a part of one job: peers that it admits may read them."""
 
     def __init__(self, blobs: Blobs, job: JobId) -> None:
         self._blobs = blobs

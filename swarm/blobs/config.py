@@ -1,4 +1,4 @@
-"""What may be set of how blobs are fetched, served and announced."""
+"""The configuration of fetching, serving and announcing blobs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class BlobConfig:
-    holders: int = 4  # asked at once for one blob
+    holders: int = 4  # that one blob is fetched from at once
     attempts: int = 6  # rounds without a single new chunk before a fetch gives up
     retry_seconds: float = 1.0  # between rounds
-    # A holder that sends no chunk for so long is left, and so is a reader that takes none.
+    # A holder that sends no chunk for so long is dropped, and so is a reader that takes none.
     chunk_seconds: float = 30.0
     announce_seconds: float = 20.0
-    announced: int = 1024  # blobs that the swarm is told of, at most
-    offer: bool = True  # False: the swarm is not told what we hold
-    uploads: int = 8  # chunks read from disk at once for others
+    announced: int = 1024  # blobs at most
+    offer: bool = True  # False: nothing is announced
+    uploads: int = 8  # chunks read from disk at once, for others
     upload_bytes_per_second: float | None = None  # to all others together; None: as much as the network takes
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the disk under a store has, takes and refuses."""
+"""The disk under a store: free space, and its errors as ours."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from pathlib import Path
 
 from fusion.swarm.errors import BlobError, QuotaExceeded
 
-SPARED_BYTES = 1 << 30  # of the disk that are left to others, or a twentieth of it where that is less
+SPARED_BYTES = 1 << 30  # of the disk left free, or a twentieth of it where that is less
 
 
 def held_bytes(path: Path) -> int:
-    """What a file takes of the disk, without its holes; 0 where there is none."""
+    """The bytes that a file takes on disk, without its holes; 0 where there is none."""
     with errors(f"cannot use {path}"):
         if not path.exists():
             return 0
         status = path.stat()
-        blocks = getattr(status, "st_blocks", None)  # Windows does not tell
+        blocks = getattr(status, "st_blocks", None)  # not on Windows
         return status.st_size if blocks is None else 512 * int(blocks)
 
 
 def spare_bytes(folder: Path) -> int:
-    """That may still be written to the disk of a folder."""
+    """The bytes that may still be written to the disk of a folder."""
     usage = shutil.disk_usage(folder)
     return usage.free - min(SPARED_BYTES, usage.total // 20)
 
 
 def settle(descriptor: int) -> None:
-    """Until the disk has what was written."""
+    """Wait until written bytes are on the disk."""
     os.fsync(descriptor)
 
 
 @contextlib.contextmanager
 def errors(what: str) -> Iterator[None]:
-    """OSError as one line of ours: QuotaExceeded where the disk is full, BlobError otherwise."""
+    """Raise an OSError as our error in one line: QuotaExceeded where the disk is full, BlobError otherwise."""
     try:
         yield
     except OSError as error:

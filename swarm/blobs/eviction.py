@@ -1,7 +1,7 @@
-"""Which blobs a store may delete: pure rules over what it holds.
+"""Which blobs a store may evict: pure rules over what it holds.
 
-What somebody on this peer needs (`Needs`) stays whatever happens, and so does what was used a short while ago, for it
-may be in use. The rest makes room for what is fetched, the longest unused first, and goes by itself after a day.
+Blobs that are needed on this peer (`Needs`) are never evicted, nor are recently used ones, which may be in use. The others make room
+for new ones, least recently used first, and are deleted after a day without use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from fusion.swarm.directory.records import Digest
 
 FRESH_SECONDS = 600.0  # a blob that was used so recently is not deleted
-KEPT_SECONDS = 86_400.0  # what nobody needs is deleted once it was unused for so long
+KEPT_SECONDS = 86_400.0  # a blob that is not needed is deleted after so long without use
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,19 @@ class Held:
 
 
 class Needs:
-    """What is needed here, by whom. A holder that is gone needs nothing any more. Safe to use from several threads."""
+    """The blobs that are needed here, by holder; those of a deleted holder are needed no more. Thread-safe."""
 
     def __init__(self) -> None:
-        self.told = False  # whether anybody has said what it needs: before, in a process that starts, nothing is known
+        self.known = False  # False until the first `hold`: a starting process does not know its needs yet
         self._needs: WeakKeyDictionary[object, frozenset[Digest]] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def hold(self, holder: object, digests: Iterable[Digest]) -> None:
-        """From now on `holder`, for as long as it exists, needs these blobs and none that it named before."""
+        """`holder` needs these blobs until it is deleted or calls this again."""
         needed = frozenset(digests)
         with self._lock:
             self._needs[holder] = needed
-            self.told = True
+            self.known = True
 
     def all(self) -> frozenset[Digest]:
         with self._lock:
@@ -48,7 +48,7 @@ class Needs:
 def victims(
     held: Mapping[Digest, Held], needed: Collection[Digest], wanted_bytes: int, now: float
 ) -> list[Digest]:
-    """What to delete so that `wanted_bytes` are free which are not now, in that order; empty where that cannot be."""
+    """The blobs to evict, in that order, to free `wanted_bytes` more; empty where that is impossible."""
     chosen: list[Digest] = []
     freed = 0
     for digest, blob in sorted(held.items(), key=lambda item: item[1].used_at):
@@ -61,7 +61,7 @@ def victims(
 
 
 def outdated(held: Mapping[Digest, Held], needed: Collection[Digest], now: float) -> list[Digest]:
-    """What nobody has needed or used for KEPT_SECONDS."""
+    """The blobs that are not needed and were not used for KEPT_SECONDS."""
     return [
         digest for digest, blob in held.items() if digest not in needed and now - blob.used_at >= KEPT_SECONDS
     ]
@@ -70,8 +70,8 @@ def outdated(held: Mapping[Digest, Held], needed: Collection[Digest], now: float
 def to_announce(
     held: Mapping[Digest, Held], needed: Collection[Digest], limit: int, now: float
 ) -> list[Digest]:
-    """The blobs that the swarm is told of: what is needed here, and what was used lately, at most `limit`, the latest
-    first. However much lies on the disk beside it costs nothing."""
+    """The blobs to announce, at most `limit`: needed ones first, then recently used ones, the latest first. Others on the disk cost
+    nothing."""
     worth = [
         (digest not in needed, -blob.used_at, digest)
         for digest, blob in held.items()

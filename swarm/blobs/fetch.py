@@ -1,4 +1,4 @@
-"""One blob on its way here: which holder is asked for which chunk, and what came of it."""
+"""Pulls the chunks of one blob from its holders: which chunk is requested from which holder."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call, check
 
 logger = logging.getLogger(__name__)
 
-HEDGE_SECONDS = 0.3  # of silence before further holders are asked for an index, too
-CROWD_SECONDS = 3.0  # of silence before a holder is left, where not all can be asked at once
-# Without a chunk from anybody: those who were asked keep no other from being asked then.
+HEDGE_SECONDS = 0.3  # of silence before the index is requested from further holders, too
+CROWD_SECONDS = 3.0  # of silence before a holder is dropped, where there are more than MOST_AT_ONCE
+# Without a chunk from any holder, after which those in use no longer count against the limit.
 SILENT_SECONDS = 10.0
-MOST_ASKED = 64  # holders at once, silent ones included
+MOST_AT_ONCE = 64  # holders in use, silent ones included
 ALONE_CHUNKS = 16
-WINDOW = 16  # chunks asked of one holder and not yet here
+WINDOW = 16  # chunks requested from one holder and not yet received
 LARGE_INDEX_BYTES = 64 << 10  # decoded in a thread: one of 8 MiB takes a tenth of a second
-PATIENCE = 100  # times that a holder may ask us to wait for one chunk
+PATIENCE = 100  # `wait` frames that a holder may send for one chunk
 
 
-async def ask_index(
+async def request_index(
     transport: Transport, holders: Sequence[PeerId], request: Mapping[str, Any], timeout_seconds: float
 ) -> tuple[PeerId, bytes]:
-    """The index of the blob that `request` names, from whichever holder answers first, and who that is. Whenever those that were
-    asked are silent for a moment or have none, twice as many others are asked: anybody may say that he holds a blob, and a
-    thousand of them must not take a thousand moments. Raises BlobError if none has it."""
+    """The holder that answers first, and the index of the blob that `request` names. Hedged: whenever the requested ones are silent for
+    HEDGE_SECONDS or have none, twice as many others are tried, since anybody may announce any blob and a thousand liars must
+    not cost a timeout each. Raises BlobError if none has it."""
     trouble, refused = "nobody announces it", False
     waiting: dict[asyncio.Task[bytes], PeerId] = {}
     left, more = deque(holders), 1
-    if len(left) > MOST_ASKED:
+    if len(left) > MOST_AT_ONCE:
         timeout_seconds = min(timeout_seconds, CROWD_SECONDS)
     try:
         while left or waiting:
-            for _ in range(min(more, len(left), MOST_ASKED - len(waiting))):
+            for _ in range(min(more, len(left), MOST_AT_ONCE - len(waiting))):
                 holder = left.popleft()
-                asking = asyncio.create_task(_index_from(transport, holder, request, timeout_seconds))
-                waiting[asking] = holder
-            more = min(2 * more, MOST_ASKED)
+                task = asyncio.create_task(_index_from(transport, holder, request, timeout_seconds))
+                waiting[task] = holder
+            more = min(2 * more, MOST_AT_ONCE)
             done, _ = await asyncio.wait(
                 waiting, timeout=HEDGE_SECONDS if left else None, return_when=asyncio.FIRST_COMPLETED
             )
@@ -57,7 +57,7 @@ async def ask_index(
                     return holder, task.result()
                 if not isinstance(error, BlobError):
                     raise error
-                if not refused:  # of all reasons the one that somebody can do something about
+                if not refused:  # a refusal is the most useful reason
                     trouble, refused = str(error), isinstance(error, BlobRefused)
                 logger.debug("no index of blob %.8s: %s", request["digest"], trouble)
     finally:
@@ -66,7 +66,7 @@ async def ask_index(
 
 
 async def decoded(data: bytes | memoryview, digest: Digest) -> BlobIndex:
-    """As `decode_index`, which does not hold the loop up."""
+    """As `decode_index`; a large one is decoded in a thread, so as not to block the event loop."""
     if len(data) <= LARGE_INDEX_BYTES:
         return decode_index(data, digest)
     return await asyncio.to_thread(decode_index, data, digest)
@@ -90,7 +90,7 @@ async def _index_from(
 
 @dataclass(frozen=True)
 class Fetched:
-    """Of a blob on its way; 0 of 0 bytes where not even its index is here. `trouble`: of the last holder that failed us."""
+    """The progress of a fetch; 0 of 0 bytes before its index is here. `trouble`: the last holder's error."""
 
     bytes: int
     of_bytes: int
@@ -98,14 +98,14 @@ class Fetched:
 
 
 class BlobRefused(BlobError):
-    """A holder does not give us the blob."""
+    """A holder refuses us the blob."""
 
 
 class Fetch:
     """Pulls the missing chunks of one blob from several holders at once.
 
-    A chunk is asked of one holder; when nothing else is left to ask for, of a second one as well, so that the slowest
-    holder does not decide when the blob is whole.
+    A chunk is requested from one holder; when no other chunks are left, from a second one as well, so that the slowest holder
+    does not decide when the blob is complete.
     """
 
     def __init__(
@@ -116,19 +116,21 @@ class Fetch:
         request: Mapping[str, Any],
         giver: PeerId,
     ) -> None:
-        """`request`: what names the blob, and says why we may read it; `giver` gave us the index: of all that say that they hold
-        the blob it has shown something of it, and is asked first."""
+        """`request`: names the blob, with the grants that admit us; `giver`: the holder of the index. The only one that has proven to
+        have a part of the blob, it is tried first."""
         self._request = request
         self._giver = giver
         self.partial = partial
-        self.trouble = ""  # of the last holder that failed us
+        self.trouble = ""  # the last holder's error
         self._transport = transport
         self._chunk_seconds = chunk_seconds
-        self._asked: dict[int, set[PeerId]] = {}  # chunk -> the holders that were asked for it in this round
-        self._asked_at: dict[PeerId, float] = {}  # when each of them was first asked
-        self._heard_at = float("-inf")  # when a chunk last came
+        self._requested: dict[
+            int, set[PeerId]
+        ] = {}  # chunk -> the holders it is requested from in this round
+        self._started_at: dict[PeerId, float] = {}  # when each holder was first used
+        self._received_at = float("-inf")  # when the last chunk was received
         self._late = 0  # holders that were too slow with a chunk in this round
-        # For so many chunks the giver is asked alone: our link may be too slow for several, none of whom is done in time.
+        # For so many chunks only the giver is used: our link may be too slow for several holders, so that all time out.
         self._alone = 0
         self._queue: deque[int] = deque()
         self._changed = asyncio.Event()
@@ -142,8 +144,8 @@ class Fetch:
     async def round(
         self, holders: Sequence[PeerId], shunned: set[PeerId], more: asyncio.Future[list[PeerId]], limit: int
     ) -> None:
-        """Ask these holders, and `more` of them once they are known, at most `limit` at once that are not silent, until all chunks
-        are here or all have failed: anybody may say that he holds a blob. A holder whose bytes do not match is added to `shunned`.
+        """Pull from these holders, and from `more` once they are known, at most `limit` at once that are not silent (anybody may announce
+        a blob), until all chunks are here or all holders have failed. A holder whose bytes do not match is added to `shunned`.
         Raises QuotaExceeded."""
         left, alone = len(self.partial.missing), self._alone
         await self._round(holders, shunned, more, limit)
@@ -155,19 +157,19 @@ class Fetch:
     ) -> None:
         self._late = 0
         self._queue = deque(sorted(self.partial.missing))
-        self._asked = {}
+        self._requested = {}
         workers: dict[PeerId, asyncio.Task[None]] = {}
         waiting: set[asyncio.Future[Any]] = {more}
         try:
             while waiting and self.partial.missing:
                 known = dict.fromkeys([self._giver, *holders, *(more.result() if more.done() else ())])
-                unasked = [peer for peer in known if peer not in workers and peer not in shunned]
+                unused = [peer for peer in known if peer not in workers and peer not in shunned]
                 running = [peer for peer, task in workers.items() if not task.done()]
                 busy = len(running) - sum(map(self._silent, running))
                 at_once = 1 if self._alone else limit
                 room = at_once - busy if busy else max(at_once, len(running))
-                for peer in unasked[: max(0, min(room, MOST_ASKED - len(running)))]:
-                    self._asked_at[peer] = asyncio.get_running_loop().time()
+                for peer in unused[: max(0, min(room, MOST_AT_ONCE - len(running)))]:
+                    self._started_at[peer] = asyncio.get_running_loop().time()
                     workers[peer] = asyncio.create_task(self._pull(peer, shunned))
                     waiting.add(workers[peer])
                 done, waiting = await asyncio.wait(
@@ -175,16 +177,16 @@ class Fetch:
                 )
                 for task in done - {more}:
                     task.result()
-                if not done:  # what silent holders were asked for may be asked of others
+                if not done:  # chunks of silent holders may now be requested from others
                     self._changed.set()
         finally:
             await cancel_all(workers.values())
 
     def _silent(self, holder: PeerId) -> bool:
-        """While chunks come it is not: of a slow link each holder has a part alone."""
+        """Whether no holder has sent a chunk for SILENT_SECONDS: while chunks arrive, a holder without any may share a slow link."""
         if self._alone:
             return False
-        since = max(self._asked_at[holder], self._heard_at)
+        since = max(self._started_at[holder], self._received_at)
         return asyncio.get_running_loop().time() - since >= SILENT_SECONDS
 
     async def _pull(self, holder: PeerId, shunned: set[PeerId]) -> None:
@@ -194,10 +196,10 @@ class Fetch:
             async with asyncio.timeout(self._chunk_seconds):
                 stream = await self._transport.open(holder, BLOB.name)
             while self.partial.missing:
-                await self._ask(holder, stream, outstanding)
+                await self._request_chunks(holder, stream, outstanding)
                 if outstanding:
                     try:
-                        frame = await self._chunk(stream)
+                        frame = await self._receive_chunk(stream)
                     except TimeoutError:
                         self._late, self._alone = self._late + 1, 0
                         raise
@@ -215,29 +217,29 @@ class Fetch:
                 reversed([chunk for chunk in outstanding if chunk in self.partial.missing])
             )
             for chunk in outstanding:
-                self._asked[chunk].discard(holder)
+                self._requested[chunk].discard(holder)
             self._changed.set()
             if stream is not None:
                 stream.abort()
 
-    async def _chunk(self, stream: Stream) -> Frame:
-        """The next frame that is a chunk. A holder that keeps within an upload budget says that we must wait."""
+    async def _receive_chunk(self, stream: Stream) -> Frame:
+        """The next frame after any `wait` frames, which a holder sends while its upload budget is used up."""
         for _ in range(PATIENCE):
             async with asyncio.timeout(self._chunk_seconds):
                 frame = checked(await stream.receive())
             if frame.kind != "wait":
                 return frame
-            self._alone = 0  # it is not our link that holds it up
+            self._alone = 0  # our link is not the bottleneck
         raise FrameError(f"{stream.remote} keeps us waiting")
 
-    async def _ask(self, holder: PeerId, stream: Stream, outstanding: deque[int]) -> None:
+    async def _request_chunks(self, holder: PeerId, stream: Stream, outstanding: deque[int]) -> None:
         if len(outstanding) > WINDOW // 2:
             return
         chunks = self._take(WINDOW - len(outstanding), outstanding)
         if chunks:
             outstanding.extend(chunks)
             for chunk in chunks:
-                self._asked.setdefault(chunk, set()).add(holder)
+                self._requested.setdefault(chunk, set()).add(holder)
             await stream.send("get", {**self._request, "chunks": chunks})
 
     def _take(self, count: int, outstanding: deque[int]) -> list[int]:
@@ -246,14 +248,14 @@ class Fetch:
             chunk = self._queue.popleft()
             if chunk in self.partial.missing and chunk not in outstanding and chunk not in chunks:
                 chunks.append(chunk)
-        if not chunks and not outstanding:  # lend a hand with what another holder was asked for
-            late = [c for c in sorted(self.partial.missing, reverse=True) if self._awaited(c) < 2]
+        if not chunks and not outstanding:  # help with chunks requested from another holder
+            late = [c for c in sorted(self.partial.missing, reverse=True) if self._active_requests(c) < 2]
             chunks = late[: max(1, count // 4)]
         return chunks
 
-    def _awaited(self, chunk: int) -> int:
-        """From how many holders that are not silent."""
-        return sum(not self._silent(holder) for holder in self._asked.get(chunk, ()))
+    def _active_requests(self, chunk: int) -> int:
+        """How many holders that are not silent it is requested from."""
+        return sum(not self._silent(holder) for holder in self._requested.get(chunk, ()))
 
     async def _accept(
         self, frame: Frame, outstanding: deque[int], holder: PeerId, shunned: set[PeerId]
@@ -267,8 +269,8 @@ class Fetch:
             shunned.add(holder)
             raise
         outstanding.popleft()
-        self._heard_at = asyncio.get_running_loop().time()
+        self._received_at = asyncio.get_running_loop().time()
         self._alone = max(0, self._alone - 1)
-        self._asked[chunk].discard(holder)
+        self._requested[chunk].discard(holder)
         if not self.partial.missing:
             self._changed.set()

@@ -1,6 +1,6 @@
-"""What a blob is called: the SHA-256 of its index, which lists the SHA-256 of every chunk.
+"""A blob's digest: the SHA-256 of its index, which lists the SHA-256 of every chunk.
 
-Whoever knows the digest can check the index, and with the index every chunk by itself, whoever sent it.
+The digest verifies the index, and the index every chunk by itself, whoever sent them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BlobIndex:
     hashes: tuple[bytes, ...]
 
     def encode(self) -> bytes:
-        """The canonical bytes; their hash names the blob."""
+        """The canonical bytes; their hash is the blob's digest."""
         data: bytes = msgpack.packb([_VERSION, self.size_bytes, CHUNK_BYTES, b"".join(self.hashes)])
         return data
 
@@ -57,24 +57,24 @@ def index_of(chunks: Iterable[bytes | memoryview]) -> BlobIndex:
 
 
 def chunks_of(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """The same bytes in pieces of CHUNK_BYTES, and what is left."""
-    begun = bytearray()
+    """The same bytes in chunks of CHUNK_BYTES, the last one shorter."""
+    partial = bytearray()
     for piece in pieces:
         view = memoryview(piece)
-        if begun:
-            missing = CHUNK_BYTES - len(begun)
-            begun += view[:missing]
+        if partial:
+            missing = CHUNK_BYTES - len(partial)
+            partial += view[:missing]
             view = view[missing:]
-            if len(begun) < CHUNK_BYTES:
+            if len(partial) < CHUNK_BYTES:
                 continue
-            yield memoryview(begun)
-            begun = bytearray()
+            yield memoryview(partial)
+            partial = bytearray()
         whole = len(view) - len(view) % CHUNK_BYTES
         for at in range(0, whole, CHUNK_BYTES):
             yield view[at : at + CHUNK_BYTES]
-        begun += view[whole:]
-    if begun:
-        yield memoryview(begun)
+        partial += view[whole:]
+    if partial:
+        yield memoryview(partial)
 
 
 def digest_of(data: bytes) -> Digest:

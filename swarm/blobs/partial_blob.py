@@ -1,4 +1,4 @@
-"""One blob on its way into a store: a file with holes, of which each chunk is checked as it comes. Blocking, as the store."""
+"""A blob being fetched into a store: a file with holes; each chunk is verified before it is written. Blocking, as the store."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from fusion.swarm.blobs.index import CHUNK_BYTES, BlobIndex
 from fusion.swarm.directory.records import Digest
 from fusion.swarm.errors import BlobError, QuotaExceeded
 
-_BINARY = getattr(os, "O_BINARY", 0)  # Windows would write other ends of lines
+_BINARY = getattr(os, "O_BINARY", 0)  # or Windows would translate line ends
 
 
 class BadChunk(BlobError):
-    """Bytes that are not what the digest says: the fault of whoever sent them."""
+    """Bytes that do not match the digest: the fault of their sender."""
 
 
 class Keeper(Protocol):
-    """The store that the blob is on its way into."""
+    """The store that the blob is fetched into."""
 
-    def written(self, partial: PartialBlob, size: int) -> None: ...
+    def chunk_written(self, partial: PartialBlob, size: int) -> None: ...
     def end_partial(self, partial: PartialBlob, complete: bool) -> None: ...
     def forget_partial(self, digest: Digest) -> None: ...
 
 
 class PartialBlob:
-    """A blob of which some chunks are here. Chunks may be written from several threads."""
+    """A blob of which some chunks are here. Thread-safe."""
 
     def __init__(
         self, keeper: Keeper, index: BlobIndex, path: Path, job: str | None, on_disk: int = 0
@@ -40,12 +40,12 @@ class PartialBlob:
         self._keeper = keeper
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _BINARY, 0o644)
         self._closed = False
-        self._full = False  # the disk did not take it
+        self._full = False  # a write failed
         self._lock = threading.Lock()
         try:
             old_size = os.fstat(self._descriptor).st_size
             os.ftruncate(self._descriptor, index.size_bytes)
-            # What an earlier attempt left is believed only as far as its hashes go.
+            # Chunks of an earlier attempt count only if their hashes match.
             self.missing = {
                 chunk
                 for chunk in range(len(index.hashes))
@@ -56,14 +56,14 @@ class PartialBlob:
             raise
 
     def write(self, chunk: int, data: bytes | memoryview) -> None:
-        """Raises BadChunk for bytes that are not the chunk's, QuotaExceeded for a full disk, BlobError for one that
-        does not take the bytes or a blob closed meanwhile."""
+        """Raises BadChunk for bytes that are not the chunk's, QuotaExceeded for a full disk, BlobError for another write error or a
+        blob closed meanwhile."""
         if not self.index.matches(chunk, data):
             raise BadChunk(
                 f"chunk {chunk} of blob {self.index.digest[:8]} has other bytes than its digest says"
             )
         view, at = memoryview(data), chunk * CHUNK_BYTES
-        # The lock keeps the descriptor open: once closed, its number may soon mean another file.
+        # The lock keeps the descriptor open: the number of a closed one may soon be another file's.
         with self._lock, disk.errors(f"cannot write {self.path}"):
             if self._closed:
                 raise BlobError(f"blob {self.index.digest[:8]} is no longer being fetched")
@@ -76,11 +76,11 @@ class PartialBlob:
                 raise
             if chunk in self.missing:
                 self.missing.discard(chunk)
-                self._keeper.written(self, len(data))
+                self._keeper.chunk_written(self, len(data))
 
     def close(self) -> None:
-        """Into the store if every chunk is here, else kept for a later attempt; one that the disk did not take is
-        deleted, so that smaller ones have room. Idempotent."""
+        """Move it into the store if every chunk is here, else keep it for a later attempt; delete it if a write failed, so that
+        smaller ones have room. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -103,11 +103,11 @@ class PartialBlob:
 
     def _holds(self, chunk: int) -> bool:
         data = _read_at(self._descriptor, CHUNK_BYTES, chunk * CHUNK_BYTES)
-        # A hole reads as zeros and would be hashed for nothing.
+        # A hole reads as zeros, which need no hashing.
         return data.count(0) != len(data) and self.index.matches(chunk, data)
 
 
-# A client on Windows has neither call; its descriptor is used by one thread at a time, that which holds the lock.
+# Windows has neither call; there the lock keeps the descriptor to one thread at a time.
 
 
 def _write_at(descriptor: int, data: memoryview, at: int) -> int:

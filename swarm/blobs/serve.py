@@ -1,6 +1,6 @@
-"""Blobs for others: what the store holds, to whoever may read it, a share for each reader.
+"""Serves the store's blobs to those who may read them, a share for each reader.
 
-Memory is the limit: a chunk is read only once there is room for it, and stays until its reader has taken it.
+Memory is bounded: a chunk is read from disk only once there is room for it, and keeps that until its reader has taken it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from fusion.swarm.errors import FrameError, RecordError, StreamClosed, SwarmErro
 from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.transport import PeerId, Stream
 
-MAX_CHUNKS_ASKED = 64  # in one request
-UNREAD_CHUNKS = 8  # chunks in memory that one reader has not taken yet, over all its streams
-ALL_UNREAD_CHUNKS = 128  # and all readers together
-SUBNET_READERS = 4  # a public network has as much as so many readers, and is left once so many took nothing
-SHUNNED_SECONDS = 60.0  # for which a reader that took nothing gets nothing
-WAIT_SECONDS = 5.0  # between two words to a reader whom the upload budget keeps waiting
+MAX_CHUNKS = 64  # in one request
+UNREAD_CHUNKS = 8  # chunks in memory, not taken yet, of one reader over all its streams
+ALL_UNREAD_CHUNKS = 128  # and of all readers together
+SUBNET_READERS = 4  # in a public network's share, and slow ones until it is shunned
+SHUNNED_SECONDS = 60.0  # for which a reader that took nothing is refused
+WAIT_SECONDS = 5.0  # between two `wait` frames to a reader that waits for the upload budget
 
 T = TypeVar("T")
 
 
 class BlobServer:
-    """The serving side of the blob protocol (`fusion.swarm.blobs.blobs`). `budget`: bytes that may be given away."""
+    """The serving side of the blob protocol (`fusion.swarm.blobs.blobs`). `budget`: the rate limit of uploads."""
 
     def __init__(
         self, store: BlobStore, access: Access, config: BlobConfig, budget: UploadBudget | None = None
@@ -45,14 +45,14 @@ class BlobServer:
         self._uploads = asyncio.Semaphore(config.uploads)
         self._unread = UnreadChunks(ALL_UNREAD_CHUNKS, UNREAD_CHUNKS, SUBNET_READERS * UNREAD_CHUNKS)
         self._slow: TTLCache[PeerId, None] = TTLCache(1024, SHUNNED_SECONDS)
-        self._slow_networks: TTLCache[str, int] = TTLCache(1024, SHUNNED_SECONDS)  # how many of each
+        self._slow_networks: TTLCache[str, int] = TTLCache(1024, SHUNNED_SECONDS)  # slow readers of each
         self._budget = budget or UploadBudget(config.upload_bytes_per_second)
 
     async def aclose(self) -> None:
         await self._budget.aclose()
 
-    async def attend(self, stream: Stream) -> None:
-        """Answer one reader until it closes the stream. Raises FrameError for what is no request."""
+    async def serve_stream(self, stream: Stream) -> None:
+        """Answer one reader until it closes the stream. Raises FrameError for an invalid request."""
         while True:
             try:
                 frame = await stream.receive()
@@ -62,30 +62,30 @@ class BlobServer:
             if not is_digest(digest):
                 raise FrameError("a blob request without a digest")
             digest = Digest(str(digest))
-            if not self._store.has(digest):  # an honest question with a plain answer: nothing for the log
+            if not self._store.has(digest):  # a valid request: answered, not logged
                 await self._send(stream, "error", {"message": f"blob {digest:.8} is not here"})
                 continue
             refused = await self._refusal(digest, stream.remote, frame.header)
             if refused is not None:
-                closed = {
+                refusal = {
                     "message": f"blob {digest:.8}: {refused}",
                     "closed": str(frame.header.get("job", "")),
                 }
-                await self._send(stream, "error", closed)
+                await self._send(stream, "error", refusal)
                 continue
             kind, chunks = frame.kind, frame.header.get("chunks")
-            del frame  # whatever else it says takes no memory while the reader takes its chunks
+            del frame  # free its memory while the reader takes its chunks
             match kind, chunks:
                 case "index", _:
                     await self._send_index(stream, digest)
-                case "get", list() as chunks if len(chunks) <= MAX_CHUNKS_ASKED:
+                case "get", list() as chunks if len(chunks) <= MAX_CHUNKS:
                     await self._send_chunks(stream, digest, chunks)
                 case _:
                     raise FrameError("a blob request that is not one")
 
     async def _refusal(self, digest: Digest, reader: PeerId, header: Mapping[str, object]) -> str | None:
-        """Why that reader may not have the blob; None where it may. The reader has to name the job as well: else whoever
-        reads it for another job could not tell that it is not for everybody."""
+        """Why that reader may not have the blob; None where it may. The request has to name the job: otherwise a reader that fetches
+        it for another job would not learn that the blob is not for everybody."""
         jobs = self._store.jobs_of(digest)
         if jobs is None:
             return None
@@ -102,21 +102,21 @@ class BlobServer:
         for chunk in chunks:
             if type(chunk) is not int:
                 raise FrameError("a blob request that is not one")
-            self._check_reads(stream)
+            self._check_not_shunned(stream)
             await self._send_chunk(stream, digest, chunk)
 
-    def _check_reads(self, stream: Stream) -> None:
+    def _check_not_shunned(self, stream: Stream) -> None:
         network = _network(stream)
         slow = network is not None and self._slow_networks.get(network, 0) >= SUBNET_READERS
         if slow or stream.remote in self._slow:
             raise FrameError("whoever took nothing of a chunk is left alone for a while")
 
     async def _send_index(self, stream: Stream, digest: Digest) -> None:
-        """Without a word while it waits: who asks for an index takes nothing else for an answer."""
-        self._check_reads(stream)
+        """Sends no `wait` frames meanwhile: readers of an index do not expect them."""
+        self._check_not_shunned(stream)
         size = HASH_BYTES * -(-self._store.size(digest) // CHUNK_BYTES)
         slot = Slot(stream.remote, _network(stream), 1 + size // CHUNK_BYTES)
-        async with self._used(slot):
+        async with self._slot_in_use(slot):
             await self._unread.acquire(slot)
             data = await asyncio.to_thread(self._store.index, digest)
             await self._budget.spend(stream.remote, len(data), first=True)
@@ -124,22 +124,22 @@ class BlobServer:
             await self._send(stream, "index", {}, [data])
 
     async def _send_chunk(self, stream: Stream, digest: Digest, chunk: int) -> None:
-        """Read it only once there is room for it: it stays in memory until the reader has taken it."""
+        """Read the chunk once there is room for it, and keep that until the reader has taken it."""
         reader = stream.remote
         if self._budget.limited:
             size = min(CHUNK_BYTES, self._store.size(digest) - chunk * CHUNK_BYTES)
-            await self._patiently(stream, self._budget.spend(reader, max(0, size)))
+            await self._while_waiting(stream, self._budget.spend(reader, max(0, size)))
         slot = Slot(reader, _network(stream))
-        async with self._used(slot):
-            await self._patiently(stream, self._unread.acquire(slot))
+        async with self._slot_in_use(slot):
+            await self._while_waiting(stream, self._unread.acquire(slot))
             async with self._uploads:
                 data = await asyncio.to_thread(self._store.read_chunk, digest, chunk)
             slot.since = asyncio.get_running_loop().time()
             await self._send(stream, "chunk", {"index": chunk}, [data])
 
     @asynccontextmanager
-    async def _used(self, slot: Slot) -> AsyncIterator[None]:
-        """Until its reader has taken what is sent out of it. FrameError where it gives way to others."""
+    async def _slot_in_use(self, slot: Slot) -> AsyncIterator[None]:
+        """Release the slot at the end of the block. Raises FrameError where it is taken away for others meanwhile."""
         try:
             async with asyncio.timeout(None) as slot.until:
                 yield
@@ -155,7 +155,7 @@ class BlobServer:
         header: Mapping[str, Any] | None = None,
         payload: Sequence[bytes] = (),
     ) -> None:
-        """FrameError for a reader that does not take the frame."""
+        """Raises FrameError for a reader that does not take the frame in time."""
         try:
             async with asyncio.timeout(self._config.chunk_seconds):
                 await stream.send(kind, header, payload)
@@ -166,18 +166,17 @@ class BlobServer:
             self._slow[stream.remote] = None
             raise FrameError(f"nothing of a {kind} was taken for {self._config.chunk_seconds:g} s") from None
 
-    async def _patiently(self, stream: Stream, turn: Coroutine[Any, Any, T]) -> T:
-        """Wait for a turn, and tell the reader now and then that we are still there: it leaves a holder that says
-        nothing."""
-        talking = asyncio.create_task(self._soothe(stream))
+    async def _while_waiting(self, stream: Stream, turn: Coroutine[Any, Any, T]) -> T:
+        """Await `turn`, sending `wait` frames meanwhile: readers drop a silent holder."""
+        waits = asyncio.create_task(self._send_waits(stream))
         try:
             return await turn
         finally:
-            talking.cancel()
-            await asyncio.wait([talking])
+            waits.cancel()
+            await asyncio.wait([waits])
 
-    async def _soothe(self, stream: Stream) -> None:
-        with suppress(SwarmError):  # whoever has gone is seen at the next send
+    async def _send_waits(self, stream: Stream) -> None:
+        with suppress(SwarmError):  # a reader that is gone is noticed at the next send
             while True:
                 await asyncio.sleep(WAIT_SECONDS)
                 await self._send(stream, "wait")

@@ -1,9 +1,9 @@
 """Blobs on disk, under a quota. Blocking: the event loop calls it through threads (`fusion.swarm.blobs.blobs`).
 
 ROOT/<digest>            the bytes
-ROOT/<digest>.index      its index, written last: where it is, the blob is whole
+ROOT/<digest>.index      its index, written last: a blob with an index is complete
 ROOT/<digest>.jobs       the jobs whose members alone may read it, where it is not for everybody; written before the index
-ROOT/partial/<digest>    a blob on its way, with holes, and its index; survives a restart
+ROOT/partial/<digest>    a blob being fetched, with holes, and its index; survives a restart
 ROOT/partial/tmp-*       files being written; swept at start
 """
 
@@ -25,11 +25,11 @@ from fusion.swarm.blobs.partial_blob import PartialBlob
 from fusion.swarm.directory.records import Digest, is_digest
 from fusion.swarm.errors import BlobError, QuotaExceeded
 
-STAMP_SECONDS = 300.0  # the disk learns of a blob's use at most so often
+STAMP_SECONDS = 300.0  # between two updates of the time of use on disk
 
 
 class BlobStore:
-    """Whole blobs by digest. Safe to use from several threads; one store per folder and process."""
+    """Complete blobs by digest. Thread-safe; one store per folder and process."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class BlobStore:
         now: Callable[[], float] = time.time,
         spare_bytes: Callable[[Path], int] | None = None,
     ) -> None:
-        """`needs` None: every blob is needed, nothing is deleted to make room. `now`: unix seconds; `spare_bytes`: how
-        much may still be written to the disk of a folder. Raises BlobError (one line) if the folder cannot be used,
-        ValueError for a quota below zero."""
+        """`needs` None: every blob is needed, nothing is evicted. `now`: unix seconds; `spare_bytes`: the bytes that may still be
+        written to the disk of a folder. Raises BlobError (one line) if the folder cannot be used, ValueError for a quota
+        below zero."""
         if quota_bytes < 0:
             raise ValueError(f"quota_bytes must be at least 0, not {quota_bytes}")
         self.root = root
@@ -52,21 +52,21 @@ class BlobStore:
         self._spare_bytes = spare_bytes or disk.spare_bytes
         self._partial = root / "partial"
         self._lock = threading.Lock()
-        self._moving = threading.Lock()  # of a blob's files to their place, and their deletion
+        self._moving = threading.Lock()  # held while a blob's files are put in place or deleted
         self._held: dict[Digest, Held] = {}
-        self._stamped: dict[Digest, float] = {}  # the use that the disk knows of
-        # Whose members may read a blob, as far as it was asked
+        self._stamped: dict[Digest, float] = {}  # the time of use on disk
+        # A cache of `jobs_of`.
         self._jobs: dict[Digest, frozenset[str] | None] = {}
-        self._resumable: dict[Digest, int] = {}  # partial blobs that nobody is fetching now, oldest first
+        self._resumable: dict[Digest, int] = {}  # partial blobs that are not being fetched, oldest first
         self._reserved = 0  # of partial blobs being fetched and files being written
-        self._on_disk = 0  # of these, what the disk has already
+        self._on_disk = 0  # of these, on the disk already
         with disk.errors(f"cannot use {root}"):
             self._partial.mkdir(parents=True, exist_ok=True)
             self._scan()
 
     @property
     def largest_bytes(self) -> int:
-        """The most that data, or a file that goes along, of one job may have: others' leave room too."""
+        """The most that the data, or a file, of one job may have, to leave room for others'."""
         return self.quota_bytes // 4
 
     @property
@@ -75,7 +75,7 @@ class BlobStore:
             return self._used()
 
     def held(self) -> dict[Digest, Held]:
-        """Every whole blob."""
+        """Every complete blob."""
         with self._lock:
             return dict(self._held)
 
@@ -90,8 +90,8 @@ class BlobStore:
             return self._held[digest].size_bytes
 
     def path(self, digest: Digest) -> Path:
-        """The file with the blob's bytes, for a use of our own; it must not be changed. Raises BlobError for a blob that
-        is not here."""
+        """The file with the blob's bytes, which must not be changed; counts as a use. Raises BlobError for a blob that is not
+        here."""
         self.size(digest)
         self._use(digest)
         return self.root / digest
@@ -102,7 +102,7 @@ class BlobStore:
             return (self.root / f"{digest}.index").read_bytes()
 
     def read_chunk(self, digest: Digest, chunk: int) -> bytes:
-        """Raises BlobError for a chunk that the blob has not."""
+        """Raises BlobError for a chunk that the blob does not have."""
         size = self.size(digest)
         if not 0 <= chunk * CHUNK_BYTES < size:
             raise BlobError(f"blob {digest[:8]} has no chunk {chunk}")
@@ -121,20 +121,20 @@ class BlobStore:
         return self._jobs[digest]
 
     def usable(self, digest: Digest, job: str | None) -> bool:
-        """Whether the blob is here, and here for that job."""
+        """Whether the blob is here and may be used for that job."""
         if not self.has(digest):
             return False
         jobs = self.jobs_of(digest)
         return jobs is None or job in jobs
 
     def keep_for(self, job: str, digests: Iterable[Digest]) -> None:
-        """From now on these blobs, which are here, are for members of `job` alone. Raises BlobError."""
+        """Restrict these blobs, which are here, to members of `job` (and of jobs named before). Raises BlobError."""
         with disk.errors("cannot write a blob"):
             for digest in digests:
                 self._label(digest, job)
 
     def put(self, source: bytes | Path, job: str | None = None) -> Digest:
-        """Keep a copy of the bytes, or of the file, for members of `job` alone where one is named. Raises QuotaExceeded,
+        """Store a copy of the bytes, or of the file, restricted to members of `job` if given. Raises QuotaExceeded,
         BlobError."""
         if not isinstance(source, Path):
             return self.put_pieces(len(source), [source], job)
@@ -143,12 +143,12 @@ class BlobStore:
         return self.put_pieces(size, _read_pieces(source), job)
 
     def put_pieces(self, size: int, pieces: Iterable[bytes | memoryview], job: str | None = None) -> Digest:
-        """As `put`, of `size` bytes that are made while they are written. Raises BlobError if there are more or fewer."""
+        """As `put`, for `size` bytes that `pieces` yields as they are written. Raises BlobError if there are more or fewer."""
         self._reserve(size)
         scratch = self._partial / f"tmp-{secrets.token_hex(8)}"
         on_disk = 0
 
-        def wrote(count: int) -> None:
+        def count_written(count: int) -> None:
             nonlocal on_disk
             with self._lock:
                 on_disk += count
@@ -157,7 +157,7 @@ class BlobStore:
         try:
             with disk.errors(f"cannot write {scratch}"):
                 with scratch.open("wb") as file:
-                    index = index_of(_copied(pieces, file, size, wrote))
+                    index = index_of(_copied(pieces, file, size, count_written))
                     disk.settle(file.fileno())
                 return self._adopt(index, scratch, job)
         finally:
@@ -167,10 +167,10 @@ class BlobStore:
             scratch.unlink(missing_ok=True)
 
     def begin(self, index_bytes: bytes, digest: Digest, job: str | None = None) -> PartialBlob:
-        """Start, or go on with, fetching a blob, for members of `job` alone where one is named. `close` the result. Raises
+        """Start or resume a blob's fetch, restricted to members of `job` if given. The caller must `close` the result. Raises
         QuotaExceeded, BlobError."""
         index = decode_index(index_bytes, digest)
-        # Until then whoever makes room may be deleting its file; afterwards nobody may choose it.
+        # Another thread that makes room may be deleting its file; from here on it cannot be chosen for that.
         with self._moving, self._lock:
             self._resumable.pop(digest, None)
         try:
@@ -188,20 +188,20 @@ class BlobStore:
                 self._reserved -= index.size_bytes
                 self._on_disk -= there
             with contextlib.suppress(BlobError, QuotaExceeded):
-                self.forget_partial(digest)  # nobody counts it any more
+                self.forget_partial(digest)  # it is not counted any more
             raise
 
-    # --- what a blob on its way tells
+    # --- called by PartialBlob
 
-    def written(self, partial: PartialBlob, size: int) -> None:
-        """A chunk of it was; perhaps in the place of bytes that were there before and false."""
+    def chunk_written(self, partial: PartialBlob, size: int) -> None:
+        """Count a chunk, which may have replaced wrong bytes of an earlier attempt."""
         with self._lock:
             more = min(size, partial.index.size_bytes - partial.on_disk)
             partial.on_disk += more
             self._on_disk += more
 
     def end_partial(self, partial: PartialBlob, complete: bool) -> None:
-        """The blob is fetched no further: into the store where it is `complete`."""
+        """The fetch has ended: move the blob into the store if it is `complete`, else keep it for a resumption."""
         digest, size = partial.index.digest, partial.index.size_bytes
         adopted = False
         try:
@@ -218,13 +218,13 @@ class BlobStore:
                     self._resumable[digest] = size
 
     def forget_partial(self, digest: Digest) -> None:
-        """Delete what is here of a blob on its way."""
+        """Delete the files of a partial blob."""
         with self._lock:
             self._resumable.pop(digest, None)
         self._unlink_partial(digest)
 
     def _forget_resumable(self, digest: Digest) -> None:
-        """As `forget_partial`, unless somebody has gone on with it since it was chosen."""
+        """As `forget_partial`, unless its fetch was resumed since it was chosen."""
         with self._moving:
             with self._lock:
                 if self._resumable.pop(digest, None) is None:
@@ -236,10 +236,10 @@ class BlobStore:
             (self._partial / digest).unlink(missing_ok=True)
             (self._partial / f"{digest}.index").unlink(missing_ok=True)
 
-    # --- what goes
+    # --- deletion
 
     def delete(self, digest: Digest) -> None:
-        """Forget a blob; one that is not here is ignored."""
+        """Delete a blob, if it is here."""
         with self._moving:
             self._delete(digest)
 
@@ -254,25 +254,24 @@ class BlobStore:
             (self.root / f"{digest}.jobs").unlink(missing_ok=True)
 
     def _delete_unused(self, chosen: Iterable[Digest], held: Mapping[Digest, Held], needs: Needs) -> None:
-        """Delete what was chosen of what was `held` then. That takes a while, for large files: what has come into use since
-        stays."""
+        """Delete the chosen ones of the blobs that were `held` then, except those used since: large files take a while."""
         for digest in chosen:
             with self._moving:
                 if self._held.get(digest) == held[digest] and digest not in needs.all():
                     self._delete(digest)
 
     def to_announce(self, limit: int) -> list[Digest]:
-        """The blobs that the swarm should hear of, at most `limit`."""
+        """The blobs to announce, at most `limit`."""
         held = self.held()
         needed = held if self.needs is None else self.needs.all()
         return to_announce(held, needed, limit, self._now())
 
     def sweep(self) -> None:
-        """Delete what nobody has needed or used for a day: the day counts from when it was needed last. Raises BlobError."""
+        """Delete blobs that were neither needed nor used for KEPT_SECONDS. Raises BlobError."""
         if self.needs is None:
             return
-        self._date_anew()
-        if not self.needs.told:
+        self._limit_times_to_now()
+        if not self.needs.known:
             return
         needed = self.needs.all()
         for digest in needed:
@@ -280,13 +279,13 @@ class BlobStore:
         held = self.held()
         self._delete_unused(outdated(held, needed, self._now()), held, self.needs)
         self._sweep_partial()
-        # What was stored under a larger quota.
+        # Blobs stored under a larger quota.
         if (over := self.used_bytes - self.quota_bytes) > 0:
             held = self.held()
             self._delete_unused(victims(held, needed, over, self._now()), held, self.needs)
 
     def _sweep_partial(self) -> None:
-        """Of blobs that nobody has gone on fetching for a day."""
+        """Delete partial blobs that were not resumed for KEPT_SECONDS."""
         with self._lock:
             resumable = list(self._resumable)
         for digest in resumable:
@@ -294,9 +293,8 @@ class BlobStore:
                 if self._now() - (self._partial / digest).stat().st_mtime >= KEPT_SECONDS:
                     self._forget_resumable(digest)
 
-    def _date_anew(self) -> None:
-        """What was used at a time that is yet to come was used by now: our clock has been set back since, and the blob
-        would be fresh until the clock came there again."""
+    def _limit_times_to_now(self) -> None:
+        """Limit times of use to now: if our clock was set back since, such a blob would count as fresh for too long."""
         now = self._now()
         with self._lock:
             for digest, blob in self._held.items():
@@ -305,7 +303,7 @@ class BlobStore:
                     self._stamped.pop(digest, None)
 
     def _use(self, digest: Digest) -> None:
-        """Somebody here has the blob in use now, if it is here. The disk learns of it too, so that a restart does not forget."""
+        """Note a use of the blob, if it is here; at times on disk, too, so that a restart does not lose it."""
         now = self._now()
         with self._lock:
             if digest not in self._held:
@@ -325,7 +323,7 @@ class BlobStore:
         digest = index.digest
         scratch = self._partial / f"tmp-{secrets.token_hex(8)}"
         try:
-            # Before the data leaves its place: a full disk would leave a blob there that nobody counts.
+            # Before the data is moved: a full disk would leave a blob in place that is not counted.
             with scratch.open("wb") as file:
                 file.write(index.encode())
                 disk.settle(file.fileno())
@@ -349,7 +347,7 @@ class BlobStore:
             jobs = {*(self.jobs_of(digest) or ()), job}
             scratch = self._partial / f"tmp-{secrets.token_hex(8)}"
             try:
-                with scratch.open("w") as file:  # half of it would keep the blob from those whose it is
+                with scratch.open("w") as file:  # atomically: a half-written list would lock members out
                     file.write("\n".join(sorted(jobs)))
                     file.flush()
                     disk.settle(file.fileno())
@@ -359,14 +357,14 @@ class BlobStore:
             self._jobs[digest] = frozenset(jobs)
 
     def _reserve(self, size: int, there: int = 0) -> None:
-        """Count `size` bytes as used, of which `there` are on the disk. Half-fetched blobs that nobody waits for make room
-        first, then whole ones that nobody needs."""
+        """Count `size` bytes as used, of which `there` are on the disk. Evicts partial blobs that are not being fetched first, then
+        complete ones that are not needed. Raises QuotaExceeded, BlobError."""
         while True:
             with disk.errors("cannot write a blob"):
                 spare = self._spare_bytes(self.root)
             with self._lock:
                 used = self._used()
-                # What is reserved will be written: the disk does not know of the rest of it yet.
+                # Reserved bytes will be written: the disk does not count the rest of them yet.
                 coming = self._reserved - self._on_disk + size - there
                 missing = max(used + size - self.quota_bytes, coming - spare)
                 if missing <= 0:
@@ -381,7 +379,7 @@ class BlobStore:
             needs = self.needs
             chosen = [] if needs is None else victims(held, needs.all(), missing, self._now())
             if needs is None or not chosen:
-                # Whoever waits for the blob is told so: no paths of this machine.
+                # The reason may be sent to other peers: no paths of this machine.
                 reason = f"{used} of {self.quota_bytes} bytes for blobs are used"
                 if coming > spare:
                     reason = f"the disk is full, blobs may take {max(spare, 0)} bytes more of it"
@@ -389,13 +387,13 @@ class BlobStore:
             self._delete_unused(chosen, held, needs)
 
     def _scan(self) -> None:
-        """What an earlier process left: whole blobs and partial ones; what a crash left in between is deleted."""
+        """Read the blobs of an earlier process, complete and partial ones; delete inconsistent files of a crash."""
         for file in self._partial.glob("tmp-*"):
             file.unlink(missing_ok=True)
         for file in self.root.glob("*.index"):
             if is_digest(digest := Digest(file.stem)):
                 self._scan_held(digest, file)
-        for file in self.root.iterdir():  # the crash came between the data and its index
+        for file in self.root.iterdir():  # of a crash between the data and its index
             if is_digest(file.name.removesuffix(".jobs")) and file.stem not in self._held:
                 file.unlink(missing_ok=True)
         for file in self._partial.iterdir():
@@ -417,7 +415,7 @@ class BlobStore:
     def _scan_partial(self, digest: Digest, file: Path) -> None:
         """`file`: the data, or its index."""
         if not (self._partial / digest).exists():
-            file.unlink(missing_ok=True)  # the crash came before its data, or once that was in its place
+            file.unlink(missing_ok=True)  # of a crash before its data was written, or after that was moved
         elif file.name == digest:
             if self._now() - file.stat().st_mtime >= KEPT_SECONDS:
                 self.forget_partial(digest)
@@ -428,8 +426,8 @@ class BlobStore:
 def _copied(
     pieces: Iterable[bytes | memoryview], file: BinaryIO, size: int, wrote: Callable[[int], None]
 ) -> Iterator[memoryview]:
-    """The chunks of what `pieces` are together, each written to `file` on the way, which `wrote` is told of. Raises BlobError
-    unless they are `size` bytes."""
+    """The chunks of the concatenated `pieces`, each written to `file` and reported to `wrote`. Raises BlobError unless they are
+    `size` bytes in all."""
     left = size
     for chunk in chunks_of(pieces):
         left -= len(chunk)

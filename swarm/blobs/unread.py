@@ -1,4 +1,5 @@
-"""Memory for what readers have not taken yet, and who gives way once there is none: whoever holds most, of what lies there longest."""
+"""A memory limit for chunks that readers have not taken yet. Where it is reached, the reader that holds most loses its oldest idle
+slot."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from weakref import WeakValueDictionary
 
 from fusion.swarm.transport import PeerId
 
-IDLE_SECONDS = 1.0  # after which what was not taken may give way
+IDLE_SECONDS = 1.0  # without progress, after which a slot may be taken away
 
 
 @dataclass(eq=False)
 class Slot:
-    """Room for `amount` chunks of a reader, of a public network or of none that is known. `since`: when it was taken, or something
-    was sent out of it. `until` ends what is sent."""
+    """Room for `amount` chunks of a reader and its public network, where that is known. `since`: the last progress, in seconds of the
+    event loop. `until`: the timeout that ends its sending."""
 
     reader: PeerId
     network: str | None
@@ -30,7 +31,7 @@ class Slot:
 
 
 class UnreadChunks:
-    """Room for `limit` chunks of all, `of_reader` of one reader and `of_network` of one public network."""
+    """Room for `limit` chunks in all, `of_reader` of one reader and `of_network` of one public network."""
 
     def __init__(self, limit: int, of_reader: int, of_network: int) -> None:
         self._limit, self._of_reader, self._of_network = limit, of_reader, of_network
@@ -38,12 +39,12 @@ class UnreadChunks:
         self._held: Counter[str] = Counter()  # of each reader, and of each network
         self._total = 0
         self._changed = asyncio.Event()
-        # One stream of each reader waits at a time: else who opens many would have most turns.
+        # One stream of each reader waits at a time: otherwise a reader with many streams would have most turns.
         self._turns: WeakValueDictionary[PeerId, asyncio.Lock] = WeakValueDictionary()
 
     async def acquire(self, slot: Slot) -> None:
-        """Wait for room, of at most what one reader may have. `release` it also where the wait is cancelled: that may come when it
-        is over."""
+        """Wait for room, at most what one reader may have. The caller must `release` it also if this is cancelled, which may happen
+        just after it was acquired."""
         slot.amount = min(slot.amount, self._of_reader)
         turn = self._turns.setdefault(slot.reader, asyncio.Lock())
         async with turn:
@@ -59,7 +60,7 @@ class UnreadChunks:
             self._held[holder] += slot.amount
 
     def release(self, slot: Slot) -> None:
-        """Harmless where it was taken away, or never given."""
+        """Give the room back. No-op for a slot that was taken away or never acquired."""
         if slot not in self._slots:
             return
         del self._slots[slot]
@@ -75,7 +76,7 @@ class UnreadChunks:
         return all(self._held[holder] + slot.amount <= limit for holder, limit in limits)
 
     def _make_room(self, wanted: Slot) -> bool:
-        """Whether there is room; others give way where they hold more than who asks would."""
+        """Whether there is room, after taking idle slots away from holders of more than the requester would then hold."""
         now = asyncio.get_running_loop().time()
         while self._total + wanted.amount > self._limit:
             idle = [slot for slot in self._slots if now - slot.since >= IDLE_SECONDS]

@@ -1,8 +1,8 @@
-"""How many bytes a second of blobs a peer gives away, shared fairly between those who ask.
+"""A rate limit for uploads of blobs, shared fairly between readers.
 
-A token bucket that may go into debt by one chunk: chunks are sent whole. Readers take turns, one chunk each, however
-many streams one of them has open. What is small (a manifest), or first (an index), need not wait for its turn, but is counted,
-and has no more than a half of the rate so: who asks for it without end waits as others do.
+A token bucket that may go into debt by one chunk, since chunks are sent whole. Readers take turns (round robin), one chunk each,
+however many streams one of them has. Small blobs (a manifest) and indexes need not wait for their turn, but at most half
+of the rate may go out so: a reader that requests them without end waits as others do.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable
 
 from fusion.swarm.transport import PeerId
 
-BURST_SECONDS = 0.5  # of the rate that may be given at once after a pause
+BURST_SECONDS = 0.5  # of the rate, which may be sent at once after a pause
 SMALL_BYTES = 64 << 10
-SMALL_SHARE = 0.5  # of the rate that may go out of turn
+SMALL_SHARE = 0.5  # of the rate, which may be sent out of turn
 
 
 class UploadBudget:
-    """`bytes_per_second` None: as much as the network takes. `clock` gives seconds that only rise; `sleep` waits."""
+    """`bytes_per_second` None: unlimited. `clock`: monotonic seconds; `sleep` waits."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class UploadBudget:
         self._rate = bytes_per_second
         self._clock = clock
         self._sleep = sleep
-        self._left = BURST_SECONDS * (bytes_per_second or 0.0)  # bytes that may be given now; below 0: debt
-        self._out_of_turn = SMALL_SHARE * self._left  # the same, of what need not wait
+        self._left = BURST_SECONDS * (bytes_per_second or 0.0)  # bytes that may be sent now; below 0: debt
+        self._out_of_turn = SMALL_SHARE * self._left  # the same, out of turn
         self._filled_at = clock()
-        # Whose turn is next comes first
+        # In order of turns.
         self._waiting: dict[PeerId, deque[tuple[int, asyncio.Future[None]]]] = {}
         self._granting: asyncio.Task[None] | None = None
 
@@ -43,7 +43,7 @@ class UploadBudget:
         return self._rate is not None
 
     async def spend(self, reader: PeerId, count: int, *, first: bool = False) -> None:
-        """Wait until `reader` may be given `count` bytes. `first`: it can ask for nothing else without them."""
+        """Wait until `count` bytes may be sent to `reader`. `first`: an index, which need not wait for its turn."""
         if self._rate is None:
             return
         self._fill(self._rate)
@@ -61,7 +61,7 @@ class UploadBudget:
         await turn
 
     async def aclose(self) -> None:
-        """Those who wait are left waiting: they are being cancelled, too. Idempotent."""
+        """Stop granting. Callers of `spend` stay blocked: they are to be cancelled, too. Idempotent."""
         if self._granting is not None:
             self._granting.cancel()
             await asyncio.wait([self._granting])
@@ -74,11 +74,11 @@ class UploadBudget:
                 await self._sleep(-self._left / rate + 1e-3)
                 continue
             reader = next(iter(self._waiting))
-            asked = self._waiting.pop(reader)
-            count, turn = asked.popleft()
-            if asked:
-                self._waiting[reader] = asked  # behind everybody else
-            if not turn.done():  # else whoever asked has gone
+            queue = self._waiting.pop(reader)
+            count, turn = queue.popleft()
+            if queue:
+                self._waiting[reader] = queue  # behind all others
+            if not turn.done():  # otherwise the caller is gone
                 self._left -= count
                 turn.set_result(None)
 

@@ -920,11 +920,11 @@ def test_many_readers_who_take_nothing_keep_nobody_from_reading(tmp_path: Path, 
     async def scenario() -> None:
         server = BlobServer(store, Access(), BlobConfig(chunk_seconds=30))
         idle = [Reader(f"idle{n}", frame, takes=False) for n in range(24) for _ in range(8)]
-        tasks = [asyncio.create_task(server.attend(each)) for each in idle]  # type: ignore[arg-type]
+        tasks = [asyncio.create_task(server.serve_stream(each)) for each in idle]  # type: ignore[arg-type]
         await asyncio.sleep(0.3)
         assert server._unread._total == ALL_UNREAD_CHUNKS and read <= ALL_UNREAD_CHUNKS
         honest = Reader("honest", frame, takes=True)
-        tasks.append(asyncio.create_task(server.attend(honest)))  # type: ignore[arg-type]
+        tasks.append(asyncio.create_task(server.serve_stream(honest)))  # type: ignore[arg-type]
         async with asyncio.timeout(5):
             await honest.got.wait()
         for task in tasks:
