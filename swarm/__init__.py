@@ -1,35 +1,35 @@
-"""Bytes between peers: who a peer is, streams, signed records, claims, blobs, links. Knows no tensors and no jobs beyond
-their ids.
+"""Communication between peers: identities, streams, signed records, claims, blobs, links. Knows no tensors, and of jobs only their
+ids.
 
 errors         everything that can go wrong between peers, in one tree
-printable      text that others wrote, made harmless
+printable      makes text of others safe to print
 identity       the key on disk, the peer id made from it, signatures
-clock          where a peer reads the time from
-yielding       long loops that let others run
-cancelling     ending tasks that run beside what ends
-swarm_key      a closed swarm: whose members show each other tokens, and answer nobody else
-transport      what the rest knows of the wire: frames, streams, a transport; `call` for one question and one answer
-protocol       how a protocol is listed, with its cap; those of the swarm itself
-subnets        whose neighbours two addresses are; pure
-recent         what was made of bytes that come back, for a while
-machine        the cores and control groups that this process has of its machine
-delay_window   how much of what can wait is on its way over a link; pure
-idle_connections   which connections that nobody uses are given up; pure
-shares         who holds how much of what has run out, and who gives way; pure
-turns          whoever holds some of it is told when it has to be given up
-lean_imports   leaving out of a library what is not used of it
-coordinates    round trips between peers who never met (Vivaldi)
-streams/       frames over libp2p, and all that makes one stream of them
+clock          a peer's injected clocks
+yielding       long loops that yield to the event loop
+cancelling     cancels tasks and awaits their end
+swarm_key      closed swarms: members prove themselves by tokens, and answer nobody else
+transport      the interface of the network: frames, streams, a transport; `call` for one request and its reply
+protocol       the declaration of protocols, with their caps; those of the swarm itself
+subnets        the public network of an address; pure
+recent         a short-lived cache for pure functions
+machine        the cores and control groups of this process
+delay_window   congestion control for background transfers; pure
+idle_connections   which idle connections to close; pure
+shares         fair shares of a limited resource, with preemption; pure
+turns          the same, with a signal to a preempted holder
+lean_imports   imports libraries without their unused parts
+coordinates    round trips between peers that never measured each other (Vivaldi)
+streams/       streams of frames over libp2p
 directory/     signed, short-lived records; who is in the swarm
 authority/     who may do what in a job: its law, grants
 dht/           the directory over a Kademlia DHT that strangers may join
-control/       how commands on the same machine use a running peer
-thin/          how clients elsewhere ask one, without hivemind and p2pd
+control/       commands on the same machine use a running peer
+thin/          clients on other machines use one, without hivemind and p2pd
 claims/        who owns a stage: the election, leases, standbys
 blobs/         content-addressed bytes, fetched from several holders
-links/         what the links between peers are like
+links/         measurements of the links between peers
 memory/        transport and directory of one process, for tests
 
-Words: a peer is a process, known by its peer id; a record, what a peer says of itself, signed; a link, what two peers have between
-them; a term, the number that makes an older claim void.
+Words: a peer is a process, known by its peer id; a record, signed data that a peer publishes; a link connects two peers; a term, the number
+that makes older claims void.
 """

@@ -1,4 +1,4 @@
-"""Ending tasks that run beside what ends."""
+"""Cancels tasks and awaits their end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel them and wait until each has ended, whatever with: what they raise is passed over."""
+    """Cancel the tasks and wait until each has ended; their exceptions are ignored."""
     running = list(tasks)
     for task in running:
         task.cancel()

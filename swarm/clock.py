@@ -1,4 +1,4 @@
-"""Where a peer reads the time from: handed to whoever asks for it, so that a simulation can hand them its own."""
+"""A peer's clocks, injected so that a simulation can provide its own."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Clock:
-    monotonic: Callable[[], float] = time.monotonic  # seconds that only rise
-    unix: Callable[[], float] = time.time  # seconds since 1970, as others read them too
+    monotonic: Callable[[], float] = time.monotonic  # monotonic seconds
+    unix: Callable[[], float] = time.time  # unix seconds

@@ -1,8 +1,8 @@
-"""How much of what can wait may be on its way over a link that also carries what cannot: as much as adds little to the delay of whatever
-comes behind it (LEDBAT, RFC 6817). Pure.
+"""Congestion control for background transfers (LEDBAT, RFC 6817): how many of their bytes may be in flight on a link that also carries
+urgent ones, so that they add little to the delay of the latter. Pure.
 
-A daemon and a kernel take megabytes at once and send them in order, so that who puts them in does not see that they wait. The far
-end says how much has come, and when tells how long the rest waits.
+p2pd and the kernel buffer megabytes and send them in order, so a sender does not notice a queue. The receiver acknowledges the bytes
+received, and the time of the acknowledgements shows the delay.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from __future__ import annotations
 import math
 from collections import deque
 
-LEAST_BYTES = 64 << 10  # so that there is always something to measure
+LEAST_BYTES = 64 << 10  # enough to measure the delay
 MOST_BYTES = 16 << 20
 TARGET_SECONDS = 0.025  # that our bytes may add to the delay
-# By how much of itself the window grows or shrinks at most in one round trip: until it has once been too large, and from then on, where
-# what it does shows a round trip later (more than TARGET_SECONDS of one would swing).
+# The most by which the window grows or shrinks in one round trip, relative to itself: until it has been too large once, and from then
+# on. Its effect shows a round trip later, so a larger gain would oscillate.
 FIRST_GAIN, GAIN = 0.5, 0.3
 MOST_WAITING = 4096  # chunks that are under way
-BASE_SECONDS = 600.0  # for which the shortest delay seen counts: ways change
+BASE_SECONDS = 600.0  # for which the shortest delay counts: routes change
 
 
 class DelayWindow:
-    """Of one link. `send` what goes out, `ack` what has come; `open`: whether more may go out now."""
+    """The window of one link. Call `send` for sent bytes and `ack` for acknowledged ones; `open`: whether more may be sent now."""
 
     def __init__(self) -> None:
         self.window_bytes = float(LEAST_BYTES)
         self._sent = 0
         self._acked = 0
-        # What was sent up to and with each, and when; who says nothing of them loses the first.
+        # Of each chunk, the total bytes sent with it, and when; without acknowledgements the oldest are dropped.
         self._waiting: deque[tuple[int, float]] = deque(maxlen=MOST_WAITING)
         self._base, self._base_at = math.inf, 0.0
-        self._swelled = False  # it has been too large once
+        self._was_too_large = False  # at least once
 
     @property
     def open(self) -> bool:
@@ -38,7 +38,7 @@ class DelayWindow:
 
     @property
     def round_trip_seconds(self) -> float:
-        """The shortest that was seen lately; infinite before the first."""
+        """The shortest recent one; infinite before the first."""
         return self._base
 
     def send(self, size_bytes: int, now: float) -> None:
@@ -46,7 +46,7 @@ class DelayWindow:
         self._waiting.append((self._sent, now))
 
     def ack(self, total_bytes: int, now: float) -> None:
-        """So many of all bytes have come. ValueError where these are more than were sent, or fewer than before."""
+        """Note that `total_bytes` of all were received. Raises ValueError if these are more than were sent, or fewer than before."""
         if not self._acked <= total_bytes <= self._sent:
             raise ValueError(f"ack of {total_bytes} bytes, of {self._sent} that were sent")
         under_way = self._sent - self._acked
@@ -60,8 +60,10 @@ class DelayWindow:
             self._base, self._base_at = delay, now
         off_target = max(-1.0, 1.0 - (delay - self._base) / TARGET_SECONDS)
         if off_target > 0 and under_way < self.window_bytes / 2:
-            return  # so little tells nothing of more (RFC 7661)
-        self._swelled |= off_target < 0
-        gain = min(GAIN, TARGET_SECONDS / max(TARGET_SECONDS, self._base)) if self._swelled else FIRST_GAIN
+            return  # too little in flight to justify growth (RFC 7661)
+        self._was_too_large |= off_target < 0
+        gain = (
+            min(GAIN, TARGET_SECONDS / max(TARGET_SECONDS, self._base)) if self._was_too_large else FIRST_GAIN
+        )
         grown = self.window_bytes + gain * off_target * newly
         self.window_bytes = min(max(grown, float(LEAST_BYTES)), float(MOST_BYTES))

@@ -1,23 +1,23 @@
-"""Everything that can go wrong between peers, in one tree.
+"""The errors between peers, in one tree.
 
 SwarmError
   TransportError            the wire
-    DaemonDied                p2pd ended by itself: this peer has to be opened anew
+    DaemonDied                p2pd ended by itself: this peer has to be started again
     PeerUnreachable           dialled, and nobody answered
-    UnknownProtocol           the peer is there and does not speak that protocol: of another release, or just starting
-    StreamBroken              the other end vanished: reset, timeout, dead process
-    StreamClosed              the other end finished cleanly (end of stream)
+    UnknownProtocol           the peer answers but does not speak that protocol: of another release, or just starting
+    StreamBroken              the remote end vanished: reset, timeout, dead process
+    StreamClosed              the remote end closed it cleanly (end of stream)
     FrameError                bytes that are not a frame, or exceed a cap: the sender's fault
   RecordError               a record that is unsigned, forged, expired, oversized or of an unknown version
-    Forged                    what is said to be signed by somebody who did not
-  StaleTerm                 a frame from a peer that no longer owns what it speaks for
+    Forged                    a signature that is not its alleged signer's
+  StaleTerm                 a frame from a peer that no longer owns its stage
   BlobError                 a blob nobody has, or whose bytes do not match its digest
   QuotaExceeded             the disk or memory quota would be passed
   IdentityError (ValueError)  the identity file cannot be used; says what to do
   SwarmKeyError (ValueError)  the file of a swarm's key cannot be used; says what to do
-  ClosedSwarm (ValueError)  there are peers, and none of them takes us for a member of its swarm
+  ClosedSwarm (ValueError)  peers answer, but we are no member of their swarm
   RemoteError               the other peer answered with an error of its own; carries its one-line text
-    NotAdmitted             the job is not for everybody, and we showed nothing that lets us; or the peer asked may not itself
+    NotAdmitted             the job is not open, and we showed no grant that admits us; or the remote peer is not admitted
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class RemoteError(SwarmError):
 
 
 class NotAdmitted(RemoteError):
-    """`job`: which job it is; `ask`: peers that take part in it, where the one that was asked does not itself."""
+    """`job`: the job's id; `ask`: peers that take part in it, where the remote one does not."""
 
     def __init__(self, message: str, job: str, ask: tuple[str, ...] = ()) -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
-"""Who a peer is: an Ed25519 key on disk, and the libp2p peer id that carries its public half.
+"""A peer's identity: an Ed25519 key on disk, and the libp2p peer id that contains its public half.
 
-The file is libp2p's own protobuf form of a private key, so p2pd takes it as it is (`-id`). A peer id made from an
+The file is libp2p's own protobuf form of a private key, so p2pd can read it (`-id`). A peer id made from an
 Ed25519 key *contains* that key (libp2p specs, peer-ids: keys of at most 42 bytes are inlined), so a signature is
-checked with nothing but the author's id and no key ever has to be looked up.
+verified with the signer's id alone, without a key lookup.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Signer(Protocol):
 
 
 class Identity:
-    """A peer's key. Make one with `load_or_create` (kept on disk) or `generate` (for this run only)."""
+    """A peer's key. Made by `load_or_create` (stored on disk) or `generate` (for this run only)."""
 
     def __init__(self, key: Ed25519PrivateKey, path: Path | None) -> None:
         self._key = key
         self._public = key.public_key().public_bytes_raw()
-        self.path = path  # None: lives in memory only
+        self.path = path  # None: in memory only
         self.peer_id: PeerId = _peer_id(self._public)
 
     def __repr__(self) -> str:  # never the key
@@ -58,15 +58,14 @@ class Identity:
 
     @classmethod
     def generate(cls) -> Identity:
-        """A fresh identity that is written nowhere, for clients and tests."""
+        """A new identity in memory only, for clients and tests."""
         return cls(Ed25519PrivateKey.generate(), None)
 
     @classmethod
     def load_or_create(cls, path: Path | str) -> Identity:
-        """The identity kept in the file `path`, made and written (atomically, readable by its owner only) if there
-        is none.
+        """The identity stored in the file `path`, created (atomically, readable by its owner only) if there is none.
 
-        Raises IdentityError, one line that says what to do, for a file that is empty, corrupt, readable by others
+        Raises IdentityError, one line with the remedy, for a file that is empty, corrupt, readable by others
         or cannot be read or written.
         """
         path = Path(path)
@@ -85,7 +84,7 @@ class Identity:
 
     @classmethod
     def load(cls, path: Path) -> Identity:
-        """The identity kept in the file. IdentityError as `load_or_create`, and where there is none."""
+        """The identity stored in the file. Raises IdentityError as `load_or_create`, and where there is none."""
         try:
             data = _read(path)
         except OSError as error:
@@ -126,7 +125,7 @@ def is_peer_id(text: object) -> bool:
 
 
 def friendly_name(peer_id: str) -> str:
-    """A name people can say, the same on every machine: "quiet-otter-3f". Not unique: only the peer id is."""
+    """A pronounceable name, the same on every machine: "quiet-otter-3f". Not unique: only the peer id is."""
     digest = hashlib.sha256(peer_id.encode()).digest()
     return (
         f"{_ADJECTIVES[digest[0] % len(_ADJECTIVES)]}-{_ANIMALS[digest[1] % len(_ANIMALS)]}-{digest[2]:02x}"
@@ -181,7 +180,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Write `path` whole or not at all, and never over a file that is already there."""
+    """Create `path` atomically; never overwrites a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,9 +1,9 @@
-"""Which connections are given up, of those that nobody uses. Pure.
+"""Which idle connections to close. Pure.
 
-p2pd keeps whoever connects and says nothing, at 40 KiB of memory and an open file each. Peer ids are free, so what is limited
-is how many such peers there are of a public network, and in all. A peer with a stream of ours is busy and counts for nothing here:
-streams have limits of their own. Whoever has been of use lately, by a stream or a call, is given up after those who never were, and
-of these the newest stay: an honest newcomer says something at once. One that is wanted again is dialled again.
+p2pd keeps silent connections, at 40 KiB of memory and an open file each. Peer ids are free, so the limits are on such peers of a public
+network, and in all. A peer with a stream is busy and does not count: streams have limits of their own. Peers without recent use, by a
+stream or a call, are closed first, the oldest of them first: an honest newcomer sends something at once. A peer that is needed again
+is dialled again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ConnectionLimits:
 
 
 class Connections:
-    """When each peer was of use, by its id in bytes, as p2pd has it. `clock` gives seconds that only rise."""
+    """When each peer was last used, by its id in bytes, as in p2pd. `clock`: monotonic seconds."""
 
     def __init__(
         self, limits: ConnectionLimits | None = None, clock: Callable[[], float] = time.monotonic
@@ -36,15 +36,15 @@ class Connections:
         self._limits = limits or ConnectionLimits()
         self._clock = clock
         self._used: dict[bytes, float] = {}
-        self._since: dict[bytes, float] = {}  # when those that are connected were first seen to be
+        self._since: dict[bytes, float] = {}  # when connected peers were first seen
 
     def use(self, peer: bytes) -> None:
-        """The peer opened or ended a stream or a call, or we one to it."""
+        """Note that a stream or call with the peer was opened or ended."""
         self._used[peer] = self._clock()
 
     def surplus(self, connections: Iterable[tuple[bytes, str | None]], busy: Container[bytes]) -> list[bytes]:
-        """The peers to hang up on. `connections`: peer and public network (`fusion.swarm.subnets`) of each that there is; `busy`: the
-        peers with a stream."""
+        """The peers to disconnect. `connections`: peer and public network (`fusion.swarm.subnets`) of each connection; `busy`: the peers
+        with a stream."""
         limits, now = self._limits, self._clock()
         count: Counter[bytes] = Counter()
         subnets: dict[bytes, str] = {}
@@ -54,7 +54,7 @@ class Connections:
                 subnets[peer] = subnet
         self._used = {peer: at for peer, at in self._used.items() if now - at < limits.recent_seconds}
         self._since = {peer: self._since.get(peer, now) for peer in count}
-        given_up = [peer for peer, number in count.items() if number > limits.per_peer]
+        closing = [peer for peer, number in count.items() if number > limits.per_peer]
         idle = [peer for peer, number in count.items() if number <= limits.per_peer and peer not in busy]
         idle.sort(
             key=lambda peer: (peer in self._used, self._used.get(peer, self._since[peer])), reverse=True
@@ -64,9 +64,9 @@ class Connections:
             subnet, number = subnets.get(peer), count[peer]
             crowded = subnet is not None and kept_of[subnet] + number > limits.per_subnet
             if crowded or kept + number > limits.in_all:
-                given_up.append(peer)
+                closing.append(peer)
                 continue
             kept += number
             if subnet is not None:
                 kept_of[subnet] += number
-        return given_up
+        return closing

@@ -1,8 +1,6 @@
-"""Leaving out of a library what is not used of it: packages whose `__init__` loads everything, modules that others name and
-never call.
+"""Imports libraries without their unused parts: packages whose `__init__` loads everything, modules that are named but never used.
 
-For processes of ours only: afterwards such a package has no contents of its own, and its modules are imported by their
-full names.
+Only for our own processes: such a package is empty afterwards, and its modules are imported by their full names.
 """
 
 from __future__ import annotations
@@ -16,13 +14,12 @@ from types import ModuleType
 
 
 def is_installed(name: str) -> bool:
-    """Whether a package of this name could be imported; nothing of it is loaded."""
+    """Whether a package of this name could be imported; loads nothing of it."""
     return name in sys.modules or _folder_of(name) is not None
 
 
 def skip_contents(name: str) -> None:
-    """The package is there from now on, without what its `__init__` would have loaded. Nothing where it is loaded, or not
-    installed."""
+    """Put an empty package into `sys.modules`, without running its `__init__`. No-op where it is loaded, or not installed."""
     folder = None if name in sys.modules else _folder_of(name)
     if folder is not None:
         package = ModuleType(name)
@@ -31,21 +28,21 @@ def skip_contents(name: str) -> None:
 
 
 def leave_out(name: str, contents: dict[str, object]) -> None:
-    """Instead of the module, one with these contents. Nothing where it is loaded."""
+    """Put a module with only these contents into `sys.modules`. No-op where it is loaded."""
     if name not in sys.modules:
         sys.modules[name] = module = ModuleType(name)
         module.__dict__.update(contents)
 
 
 def forget(name: str) -> None:
-    """A package, and what was loaded or left out of it, as if it had never been imported."""
+    """Remove a package and its modules from `sys.modules`, as if it had never been imported."""
     for loaded in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
         del sys.modules[loaded]
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """The garbage collector walks the growing heap of modules again and again while they load, and finds nothing."""
+    """Disable the garbage collector in the block: while modules load it walks a growing heap and finds nothing."""
     collecting = gc.isenabled()
     gc.disable()
     try:

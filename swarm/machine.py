@@ -1,5 +1,4 @@
-"""What this process may use of its machine: the control groups that it is in (a container, a service's limit), and the cores that
-it may run on."""
+"""The resources of this process: its control groups (a container, a service's limit), and the cores that it may run on."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ MOUNTED = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Those that this process may run on, and no more than the time that its groups may have amounts to (`docker run --cpus`): with
-    more threads than that the kernel stops all of them for a part of each tenth of a second."""
+    """The number of cores in our affinity mask, limited by the CPU quota of our groups (`docker run --cpus`): with more threads than that
+    the kernel throttles all of them for a part of each tenth of a second."""
     if hasattr(os, "sched_getaffinity"):
         found = len(os.sched_getaffinity(0))
     else:
@@ -24,8 +23,8 @@ def usable_cores() -> int:
 
 
 def groups(controller: str) -> Iterator[Path]:
-    """The folder of our group, and of those that it lies in, where what `controller` limits may be read. A container sees its own at the
-    root, and may be told a path that is there for its host alone."""
+    """The folders of our group and its parents, where the limits of `controller` may be read. In a container the group is at the root, and
+    the path may exist on its host only."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:
@@ -41,7 +40,7 @@ def groups(controller: str) -> Iterator[Path]:
 
 
 def _cores_of_groups() -> Iterator[int]:
-    """What each group has, in whole cores, as far as it has a limit and the kernel tells."""
+    """The CPU quota of each group, in whole cores, where it has one that can be read."""
     for folder in groups("cpu"):
         with suppress(OSError, ValueError):  # of the second version: "max 100000" without a limit
             quota, period = (folder / "cpu.max").read_text().split()

@@ -1,8 +1,8 @@
-"""Text that others wrote, made harmless before it reaches a terminal, a log or a record.
+"""Makes text of others safe for a terminal, a log or a record.
 
-What Python's `str.isprintable` refuses paints over a terminal or hides what stands there: control characters (escape
-sequences among them), characters that turn the direction of writing round, lone surrogates, separators other than a
-space. The two joiners without which some scripts cannot be written are let through.
+Characters that Python's `str.isprintable` refuses can overwrite or hide terminal output: control characters (including escape
+sequences), characters that change the direction of writing, lone surrogates, separators other than a space. The two joiners
+that some scripts need are kept.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def printable(text: str, allowed: str = "") -> str:
 
 
 def one_line(text: str, limit: int = 300) -> str:
-    """`text` as one line: what is not printable becomes a space, and it is cut at `limit` characters."""
+    """`text` as one line: unprintable characters become spaces, and it is cut at `limit` characters."""
     clean = text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
     line = " ".join(clean.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def error_line(error: BaseException) -> str:
-    """The error's text as one line of bounded length; its type's name in front where the text alone says little."""
+    """The error's text as one line of bounded length, with the type's name in front unless it is a TransportError or ValueError."""
     text = one_line(str(error), ERROR_CHARACTERS)
     if not text:
         return type(error).__name__

@@ -1,7 +1,7 @@
-"""How a protocol is listed, and those that the swarm itself speaks; `fusion.runtime.job.protocol` has the others, and all.
+"""The declaration of a protocol, and the swarm's own protocols; `fusion.runtime.job.protocol` has the others, and the list of all.
 
-A protocol is opened and served under the name that stands here, by both sides. docs/protocols.md has its frames, and a
-test holds its table against these lists. Pure.
+Both sides open and serve a protocol by its declaration here. docs/protocols.md describes its frames, and a test compares its table
+with these lists. Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fusion.swarm.transport import UNASKED_BYTES
 
 MAX_TRAIN_BYTES = 2 << 20
 MAX_INDEX_BYTES = 8 << 20  # of a blob of 256 GiB
-# To and from a command: the largest are arrays that a model is given, and those that come back.
+# To and from a command: the largest are a model's input and output arrays.
 MAX_PASSED_BYTES = 64 << 20
 
 
@@ -20,14 +20,14 @@ MAX_PASSED_BYTES = 64 << 20
 class WireProtocol:
     name: str  # as libp2p negotiates it; the last part is the version
     about: str  # one line
-    # The largest payload of one frame that the serving side takes; None: the job's plan says.
+    # The largest payload of one frame that the serving side accepts; None: as in the job's plan.
     payload_bytes: int | None = UNASKED_BYTES
-    # And the largest that whoever opens a stream takes: it may be a stranger that was dialled.
+    # And the largest that the opening side accepts: the dialled peer may be a stranger.
     answer_bytes: int = UNASKED_BYTES
-    # How long neither side may say anything on a stream, in seconds: then whoever serves it hangs up. (The first frame has
-    # `fusion.swarm.streams.handlers.FIRST_FRAME_SECONDS`, on each of them.)
+    # How long a stream may be without a frame of either side, in seconds: then the serving side hangs up. (For the first frame, see
+    # `fusion.swarm.streams.handlers.FIRST_FRAME_SECONDS`.)
     idle_seconds: float
-    stripes: int = 1  # over how many of libp2p's streams one of these goes (`fusion.swarm.streams.striping`)
+    stripes: int = 1  # the libp2p streams that one of these uses (`fusion.swarm.streams.striping`)
 
 
 BLOB = WireProtocol(

@@ -1,5 +1,5 @@
-"""What was made of bytes that come back every heartbeat, for a while: a peer that has run for months holds no more than what it hears
-now. What comes back for longer is made anew now and then, as records are whenever their authors renew them.
+"""A short-lived cache for pure functions of bytes that arrive again every heartbeat: a peer that has run for months caches only what it
+receives now. Entries expire even while in use, and are then computed again.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def recent(most: int) -> Callable[[Function], Function]:
-    """A decorator for a pure function of hashable arguments, of any thread: so many of its results are kept, each for SECONDS."""
+    """Decorator: caches `most` results of a pure function of hashable arguments, each for SECONDS. Thread-safe."""
     return cast(Callable[[Function], Function], cached(TTLCache(most, SECONDS), lock=Lock()))

@@ -1,14 +1,14 @@
-"""Who holds how much of what there is not enough of, and who gives way once it has run out. Pure.
+"""Fair shares of a limited resource, with preemption. Pure.
 
-While there is room nobody is refused. When there is none, whoever asks gets in where another gives way; in this order:
+While there is room nobody is refused. When there is none, a requester gets room if an item can be preempted, in this order:
 
-    what lies idle     the item that was not used for longest, whoever holds it
-    newcomers          where a peer asks that has completed something here: peers that never did hold at most half together.
-                       Ids are free, so no share of each could bound them
-    the largest share  the peer that holds most gives its newest item, if it is left with no less than the asker has
+    idle items         the least recently used one, whoever holds it
+    newcomers          for a requester that has completed something here: peers that never did hold at most half together.
+                       Peer ids are free, so a limit per peer could not bound them
+    the largest share  the peer that holds most loses its newest item, if it is left with no less than the requester then has
 
-Otherwise the asker is told that we are busy. The last rule takes from nobody for the sake of one who holds as much,
-so what runs is not traded to and fro.
+Otherwise the requester is busy. The last rule never preempts for a requester that holds as much, so running work is not
+swapped to and fro.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Held:
 
 
 class Shares(Generic[Item]):
-    """`limit` of all amounts together; without one, `room` is for others to know. `clock` gives seconds that only rise."""
+    """`limit`: of all amounts together; without one the caller decides when there is no room. `clock`: monotonic seconds."""
 
     def __init__(
         self, clock: Callable[[], float], limit: float = math.inf, idle_seconds: float = IDLE_SECONDS
@@ -45,7 +45,7 @@ class Shares(Generic[Item]):
         self._clock = clock
         self._limit = limit
         self._idle_seconds = idle_seconds
-        self._held: dict[Item, _Held] = {}  # that which was not used for longest first
+        self._held: dict[Item, _Held] = {}  # least recently used first
         self._of: Counter[PeerId] = Counter()
         self._items: dict[PeerId, dict[Item, None]] = {}  # of each holder, oldest first
         self._known: LRUCache[PeerId, None] = LRUCache(KNOWN_PEERS)
@@ -60,34 +60,34 @@ class Shares(Generic[Item]):
         return self._of[holder]
 
     def count(self, holder: PeerId) -> int:
-        """Items of it."""
+        """How many items it holds."""
         return len(self._items.get(holder, ()))
 
     def alone(self, holder: PeerId) -> bool:
-        """Whether nobody else holds anything."""
+        """Whether no other peer holds anything."""
         return not self._items.keys() - {holder}
 
     def fits(self, amount: int) -> bool:
-        """Whether there could be room for it, if nobody held anything."""
+        """Whether it is within the limit at all."""
         return amount <= self._limit
 
     def room(self, amount: int = 1) -> bool:
         return self._of.total() + amount <= self._limit
 
     def take(self, item: Item, holder: PeerId, amount: int = 1) -> None:
-        """Count it, whether or not there is room."""
+        """Add the item, whether or not there is room."""
         self._held[item] = _Held(holder, amount, self._clock())
         self._items.setdefault(holder, {})[item] = None
         self._of[holder] += amount
 
     def use(self, item: Item) -> None:
-        """It did something. Harmless where it is not held."""
+        """Mark the item as used now. No-op where it is not held."""
         held = self._held.pop(item, None)
         if held is not None:
             self._held[item] = _Held(held.holder, held.amount, self._clock())
 
     def used(self, used_at: Mapping[Item, float]) -> None:
-        """When items did something last, where that is known afterwards only. Harmless for those that are not held."""
+        """Set when items were last used, where that is known only afterwards. No-op for those that are not held."""
         for item, at in used_at.items():
             held = self._held.get(item)
             if held is not None and at > held.used_at:
@@ -95,7 +95,7 @@ class Shares(Generic[Item]):
         self._held = dict(sorted(self._held.items(), key=lambda each: each[1].used_at))
 
     def release(self, item: Item, *, completed: bool = False) -> None:
-        """Harmless where it is not held. `completed`: it served its purpose, which speaks for its holder."""
+        """Remove the item. No-op where it is not held. `completed`: it served its purpose, which ends its holder being a newcomer."""
         held = self._held.pop(item, None)
         if held is None:
             return
@@ -107,8 +107,8 @@ class Shares(Generic[Item]):
             self._known[held.holder] = None
 
     def yields(self, asker: PeerId, amount: int = 0, *, evenly: bool = True) -> Item | None:
-        """What gives way to `amount` more for `asker`; None where nothing does. The caller releases it. `evenly` False: the largest
-        share gives nothing, as what is ended would only begin anew."""
+        """The item to preempt for `amount` more of `asker`; None where there is none. The caller releases it. `evenly` False: without the
+        rule of the largest share, for items whose holders would only start them again."""
         now = self._clock()
         idle = next(iter(self._held), None)
         if idle is not None and now - self._held[idle].used_at >= self._idle_seconds:

@@ -1,9 +1,9 @@
-"""A closed swarm: whoever holds its key is a member, and members answer nobody else.
+"""Closed swarms: the holders of a swarm's key are its members, and members answer nobody else.
 
-The key is an Ed25519 key in a file, of the form of an identity's (`fusion-peer swarm-key new FILE`). A member shows a token
-that it signs for itself with the key: good for its own peer id, which the connection proves, and for a day. It goes ahead of
-the first frame of each stream, both ways, and with every call of the DHT and its answer, so that it costs no round trip
-and nothing has to be remembered of a peer that starts again; the last token of each peer is checked once.
+The key is an Ed25519 key in a file, in the form of an identity's (`fusion-peer swarm-key new FILE`). A member signs its own token with
+the key, valid for its peer id, which the connection authenticates, and for a day. The token precedes the first frame of each stream,
+both ways, and is in every call of the DHT and its answer, so it needs no round trip and no state of a peer that restarts; the last
+token of each peer is verified once.
 
 A token is `msgpack([until, signature])`, `until` in unix seconds.
 """
@@ -24,29 +24,29 @@ from fusion.swarm.errors import IdentityError, SwarmKeyError
 from fusion.swarm.identity import Identity, verify
 from fusion.swarm.transport import PeerId
 
-KEY_FILE = "swarm.key"  # in a home: the key of the swarm that its peer is a member of
+KEY_FILE = "swarm.key"  # in a home: the key of its peer's swarm
 TOKEN_SECONDS = 86_400
 SKEW_SECONDS = 3600  # between two members' clocks
 MAX_TOKEN_BYTES = 96
 REMEMBERED_PEERS = 4096
-REFUSED_SECONDS = 1.0  # in which nothing of a peer is checked whose token was none: a signature costs 0.1 ms
+REFUSED_SECONDS = 1.0  # after a bad token, during which no other of the peer is verified: that takes 0.1 ms
 NO_MEMBER = "no peer of this swarm answered: is it closed, has it another key, is a clock an hour wrong?"
 
 
 class Authorizer:
-    """The tokens of one member: its own, and what others show it. `now` gives unix seconds."""
+    """A member's own token, and its checks of others'. `now`: unix seconds."""
 
     def __init__(self, key: Identity, peer: PeerId, now: Callable[[], float] = time.time) -> None:
         self._key = key
         self._peer = peer
         self._now = now
-        self._own: tuple[int, bytes] = (0, b"")  # until when, and the token
+        self._own: tuple[int, bytes] = (0, b"")  # its expiry, and the token
         self._admitted: FIFOCache[PeerId, tuple[bytes, int]] = FIFOCache(REMEMBERED_PEERS)
         self._refused: FIFOCache[PeerId, float] = FIFOCache(REMEMBERED_PEERS)  # and when
 
     @property
     def token(self) -> bytes:
-        """What we show, renewed by the half of its time, and where our clock has been set back."""
+        """Our token, renewed after half of its time, and when our clock was set back."""
         now = self._now()
         if not now + TOKEN_SECONDS / 2 <= self._own[0] <= now + TOKEN_SECONDS:
             until = int(now) + TOKEN_SECONDS
@@ -54,16 +54,16 @@ class Authorizer:
         return self._own[1]
 
     def admits(self, peer: PeerId, token: object) -> bool:
-        """Whether a peer, known to be that peer, has shown that it holds the key."""
+        """Whether the token proves that the (authenticated) peer holds the key."""
         now = self._now()
-        shown, until = self._admitted.get(peer, (b"", 0))
-        if shown and shown == token:
+        known, until = self._admitted.get(peer, (b"", 0))
+        if known and known == token:
             return now < until + SKEW_SECONDS
         if not isinstance(token, bytes) or len(token) > MAX_TOKEN_BYTES:
             return False
         if 0.0 <= now - self._refused.get(peer, -math.inf) < REFUSED_SECONDS:
             return False
-        until = self._checked(peer, token)
+        until = self._verified_expiry(peer, token)
         if not now - SKEW_SECONDS < until <= now + TOKEN_SECONDS + SKEW_SECONDS:
             self._refused.pop(peer, None)
             self._refused[peer] = now
@@ -72,8 +72,8 @@ class Authorizer:
         self._admitted[peer] = token, until
         return True
 
-    def _checked(self, peer: PeerId, token: bytes) -> int:
-        """Until when the token is good for the peer; 0 where it is none."""
+    def _verified_expiry(self, peer: PeerId, token: bytes) -> int:
+        """The expiry of the peer's token; 0 where it is not valid."""
         caps = {"max_str_len": 0, "max_map_len": 0, "max_ext_len": 0, "max_array_len": 2, "max_bin_len": 64}
         try:
             match msgpack.unpackb(token, **caps):
@@ -94,14 +94,15 @@ def _signed(peer: PeerId, until: int) -> bytes:
 
 
 def new_key(path: Path) -> Identity:
-    """A new key in a file that only its owner can read. SwarmKeyError where there is a file already, or none can be."""
+    """Create a key in a file that only its owner can read. Raises SwarmKeyError where the file exists or cannot be written."""
     key = Identity.generate()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(path, error) from error
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # two may be made at once
+        # Exclusive: two processes may create it at once.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise SwarmKeyError(f"{path} exists already: a swarm's key is not overwritten") from None
     except OSError as error:
@@ -117,7 +118,7 @@ def new_key(path: Path) -> Identity:
 
 
 def load_key(path: Path) -> Identity:
-    """SwarmKeyError, in one line, for a file that is none."""
+    """The key in the file. Raises SwarmKeyError, in one line, where there is none."""
     try:
         return Identity.load(path)
     except IdentityError as error:
@@ -128,7 +129,7 @@ def load_key(path: Path) -> Identity:
 
 
 def find_key(home: Path, given: Path | None) -> Identity | None:
-    """The key of the swarm: that in the file that was `given`, else that of the home; None in an open swarm."""
+    """The swarm's key: of the file `given`, else of the home; None in an open swarm. Raises SwarmKeyError."""
     kept = home / KEY_FILE
     if given is not None:
         return load_key(given)
@@ -136,9 +137,9 @@ def find_key(home: Path, given: Path | None) -> Identity | None:
 
 
 def keep_key(home: Path, key: Identity) -> None:
-    """So that the peer of this home, and its commands, find it from now on. SwarmKeyError where it cannot be written."""
+    """Store the key in the home, for its peer and commands. Raises SwarmKeyError where it cannot be written."""
     path = home / KEY_FILE
-    with suppress(SwarmKeyError):  # of a file that is damaged: this one takes its place
+    with suppress(SwarmKeyError):  # a damaged file is replaced
         if path.exists() and load_key(path).peer_id == key.peer_id:
             return
     _written(key, path)
@@ -153,7 +154,7 @@ def _written(key: Identity, path: Path) -> Identity:
         with open(descriptor, "wb") as file:
             file.write(key.private_bytes())
             file.flush()
-            os.fsync(file.fileno())  # a power cut must leave one of the two keys, and whole
+            os.fsync(file.fileno())  # a power cut must leave one of the two keys intact
         os.replace(scratch, path)
     except OSError as error:
         with suppress(OSError):

@@ -1,8 +1,8 @@
-"""What the rest of the project knows of the wire: streams of frames between peers.
+"""The interface of the network: streams of frames between peers.
 
 Two transports implement it: `fusion.swarm.streams.p2p` (libp2p, real processes) and `fusion.swarm.memory.network` (one process,
-for unit tests). Sending waits when the other side has not read for a while (bounded memory on both sides). A
-stream ends in one of three named ways: we closed it, they closed it (`StreamClosed`), it broke (`StreamBroken`).
+for unit tests). Sending waits while the other side does not read (backpressure: bounded memory on both sides). A stream ends
+in one of three ways: we closed it, the remote end closed it (`StreamClosed`), it broke (`StreamBroken`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NewType, Protocol, runtime_checkable
 
 from fusion.swarm.errors import NotAdmitted, RemoteError
 
+# The largest payload and header accepted from a stranger before its stream's handler allows more (`Stream.allow`).
 UNASKED_BYTES = 64 * 1024
 UNASKED_HEADER_BYTES = 32 * 1024
 MAX_ASK = 8  # other peers that an error names
@@ -32,7 +33,7 @@ class Frame:
 
 
 def by_itself(payload: memoryview) -> memoryview:
-    """The payload, which keeps nothing else that came in one frame with it."""
+    """The payload without references to other bytes of its frame; copied if it is a part of a larger buffer."""
     whole = isinstance(payload.obj, bytes | bytearray) and len(payload.obj) == len(payload)
     return payload if whole else memoryview(bytearray(payload))
 
@@ -43,36 +44,36 @@ class Stream(Protocol):
 
     @property
     def has_received(self) -> bool:
-        """Whether a frame of the other end has come in, or one is on its way that was allowed once it was announced."""
+        """Whether a frame was received, or one that was allowed after it was announced is being received."""
 
     @property
     def arrived_bytes(self) -> int:
-        """What has come in so far, of frames that are not whole yet as well."""
+        """The bytes received so far, including those of incomplete frames."""
 
     async def send(
         self, kind: str, header: Mapping[str, Any] | None = None, payload: Sequence[Buffer] = ()
     ) -> None:
-        """Send one frame; the payload is the buffers one after another. Safe to call from several tasks at once:
-        frames never interleave. Raises StreamBroken or StreamClosed."""
+        """Send one frame; the payload is the concatenated buffers. Safe to call from several tasks at once: frames never
+        interleave. Raises StreamBroken or StreamClosed."""
 
     async def receive(self) -> Frame:
-        """The next frame. Raises StreamClosed at a clean end, StreamBroken if the other end vanished, FrameError
-        for bytes that break a cap (the stream is then closed)."""
+        """The next frame. Raises StreamClosed at a clean end, StreamBroken if the remote end vanished, FrameError for a frame over a cap
+        (the stream is closed then)."""
 
     async def announced(self) -> int:
-        """Bytes of the payload of the next frame, once its head is here: one over what is allowed is not read before more is.
-        More than UNASKED_BYTES as well where its header is. Raises as `receive`."""
+        """The bytes of the next frame's payload, known from its head; a frame over the allowed size is not read until `allow`. More than
+        UNASKED_BYTES, too, where its header is over the allowed size. Raises as `receive`."""
 
     def allow(self, payload_bytes: int) -> None:
-        """Take frames with payloads up to this size from now on, also one that waits to be received already; for a
-        larger one `receive` raises FrameError. A stream that a stranger opened takes UNASKED_BYTES until its handler
-        knows who that is, and headers of UNASKED_HEADER_BYTES until that allows anything or has sent something; one that we opened takes what answers may have where the transport was told, else what its limits allow."""
+        """Accept frames with payloads up to this size from now on, including one that waits already; for a larger one `receive`
+        raises FrameError. Initially an incoming stream accepts UNASKED_BYTES, and headers of UNASKED_HEADER_BYTES until `allow` or our
+        first frame; an outgoing one accepts the answer size configured for its protocol, or the limits."""
 
     async def aclose(self) -> None:
-        """Finish our side after what was sent has gone out. Idempotent."""
+        """Close our side after all sent frames are delivered to the network. Idempotent."""
 
     def abort(self) -> None:
-        """Drop the stream at once. Idempotent, never raises."""
+        """End the stream at once. Idempotent, never raises."""
 
 
 Handler = Callable[[Stream], Awaitable[None]]
@@ -94,14 +95,14 @@ class Transport(Protocol):
         """Full multiaddrs (ending in /p2p/<peer id>) at which others can dial us now, the most useful first."""
 
     async def connect(self, address: str) -> PeerId:
-        """Dial a full multiaddr; afterwards `open` reaches that peer. Raises PeerUnreachable, ValueError for an
+        """Dial a full multiaddr; `open` can reach that peer afterwards. Raises PeerUnreachable, ValueError for an
         address that is not a multiaddr ending in /p2p/<peer id>."""
 
     async def open(self, peer: PeerId, protocol: str, *, stripes: int = 1) -> Stream:
         """A new stream to a peer we are connected to or that the DHT can locate; opening to ourselves works and
-        stays in the process. `stripes`: over how many of the network's streams, for payloads both ways at once (see
-        `fusion.swarm.streams.striping`). Raises PeerUnreachable, or UnknownProtocol where the peer is
-        there and does not speak `protocol`."""
+        stays in the process. `stripes`: the number of network streams to use, for payloads both ways at once (see
+        `fusion.swarm.streams.striping`). Raises PeerUnreachable, or UnknownProtocol where the peer
+        answers but does not speak `protocol`."""
 
     async def serve(self, protocol: str, handler: Handler) -> None:
         """Run `handler` for each incoming stream of `protocol`, each in a task of its own. When it returns the
@@ -116,10 +117,10 @@ class Transport(Protocol):
 
 @runtime_checkable
 class Guided(Transport, Protocol):
-    """The transport of a command that is no peer itself: one of them tells it of the swarm."""
+    """The transport of a command that is no peer itself, and uses one as its gateway."""
 
     async def gateway(self) -> PeerId:
-        """The peer to ask for what any peer can tell or do. Raises PeerUnreachable."""
+        """The peer to send requests to that any peer can answer. Raises PeerUnreachable."""
 
 
 async def call(
@@ -140,7 +141,7 @@ async def call(
 
 
 def checked(frame: Frame) -> Frame:
-    """The frame, unless it is an `error` frame: then RemoteError with the other side's one-line text."""
+    """The frame. Raises RemoteError, with the remote one-line text, for an `error` frame (NotAdmitted where it names a closed job)."""
     if frame.kind == "error":
         message = str(frame.header.get("message", "no reason given"))[:500]
         closed, ask = frame.header.get("closed"), frame.header.get("ask")

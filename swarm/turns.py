@@ -1,4 +1,4 @@
-"""Turns at what there is not enough of: whoever has one is told when it has to be given up."""
+"""Turns at a limited resource: fair shares whose holders are signalled when they are preempted."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import asyncio
 from fusion.swarm.shares import Shares
 from fusion.swarm.transport import PeerId
 
-Turn = asyncio.Future[None]  # done once it has to be given up
+Turn = asyncio.Future[None]  # done once it is preempted
 
 
 class Turns(Shares[Turn]):
     def turn(self, holder: PeerId, amount: int = 1) -> Turn | None:
-        """One of that size, be it that of others who have to give way; None where there is none. Every one that is given is
-        released."""
+        """A turn of that size, preempting others if needed; None where that is impossible. The caller must `release` it."""
         if not self.fits(amount):
             return None
         while not self.room(amount):

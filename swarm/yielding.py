@@ -1,5 +1,5 @@
-"""Long loops that let others run: what strangers say may be hundreds of keys, or thousands of records, and a loop that is held up
-renews no lease."""
+"""Long loops that yield to the event loop: strangers may send hundreds of keys, or thousands of records, and a blocked event loop renews
+no lease."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 async def yielding(items: Iterable[Item], every: int) -> AsyncIterator[Item]:
-    """One after the other; the event loop runs whatever else is ready after so many of them."""
+    """The items in order; yields to the event loop after `every` of them."""
     for number, item in enumerate(items, start=1):
         yield item
         if number % every == 0:

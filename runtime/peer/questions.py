@@ -32,7 +32,7 @@ async def serve_questions(
 ) -> None:
     """Answer from now on."""
     await context.transport.serve(STATUS.name, lambda stream: answer_status(stream, context, stages()))
-    await context.transport.serve(DIRECTORY.name, DirectoryServer(directory).attend)
+    await context.transport.serve(DIRECTORY.name, DirectoryServer(directory).serve_stream)
 
 
 async def answer_status(stream: Stream, context: Context, stages: StagesNow) -> None:

@@ -1,13 +1,13 @@
-"""What the links between peers are like, from real traffic where there is any. Knows nothing of jobs.
+"""Measures the links between peers, by real traffic where there is any. Knows nothing of jobs.
 
 probes          pings, trains of bytes and reports between two peers, and their allowances
-packet_trains   how long a train has to be, and what several say together; pure
-prober          sends trains where nothing newer is known, one at a time
-table           what is remembered of each neighbour
-monitor         all of it as one: what this peer knows and publishes of its links
-view            what the records of all peers say of the link between any two; pure
+packet_trains   the length of a train, and the rate that several show; pure
+prober          sends trains over links without newer measurements, one at a time
+table           the state of each neighbour's link
+monitor         all of it together: measures and publishes this peer's links
+view            the link between any two peers, from the records of all; pure
 routes          the cheapest path over the holders of each stage; pure
 
-Words: a link is between two peers, a line what a peer has to all others; a train, bytes sent at once to be timed; a neighbour, a peer
-that we measure.
+Words: a link is between two peers; a line is a peer's access to all others; a train, bytes sent at once to be timed; a neighbour, a peer
+whose link we measure.
 """

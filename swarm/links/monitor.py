@@ -1,9 +1,8 @@
-"""What this peer knows of its links, kept up to date from real traffic, and from short probes where there is none.
+"""Measures this peer's links, by real traffic, and by short probes where there is none.
 
-Who receives a payload times it and reports once a second to its sender; who sends therefore knows both its own other
-transfers and what came of each, and is the one that publishes the pair. Round trips are pinged: real answers include
-somebody's work. Where a link has carried nothing for long a short train of bytes stands in for traffic: few candidate
-neighbours, one at a time, within an allowance.
+The receiver of a payload times it and reports once a second to its sender. So the sender knows both its other transfers and the
+result of each, and publishes the pair. Round trips are measured by pings: real answers include computing time. A link without
+traffic for long is measured by a short train of bytes: of few candidate neighbours, one at a time, within an allowance.
 """
 
 from __future__ import annotations
@@ -44,22 +43,22 @@ from fusion.swarm.transport import PeerId, Traffic, Transport
 
 logger = logging.getLogger(__name__)
 
-PAUSE_SECONDS = 0.5  # between looks at who is to be pinged
-MOMENT_SECONDS = 0.1  # that pings and publishing may take before the next look
-PROBE_PAUSE_SECONDS = 0.15  # between looks at who is to be probed
-TRAIN_WEIGHT_SECONDS = 3.0  # of traffic: a train is sent because nothing newer is known
+PAUSE_SECONDS = 0.5  # between two checks for neighbours to ping
+MOMENT_SECONDS = 0.1  # that a tick waits for pings and publishing
+PROBE_PAUSE_SECONDS = 0.15  # between two checks for neighbours to probe
+TRAIN_WEIGHT_SECONDS = 3.0  # of traffic that a train counts as: there is no newer measurement
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkConfig:
-    neighbours: int = 6  # that are pinged and probed although nothing flows
+    neighbours: int = 6  # pinged and probed without traffic
     tick_seconds: float = 1.0
     ping_seconds: float = 5.0
     first_pings: int = 12  # of a neighbour, PAUSE_SECONDS apart
     answer_seconds: float = 3.0
-    busy_answer_seconds: float = 15.0  # while there is traffic: an answer may wait behind payloads
-    first_mute_seconds: float = 2.0  # a peer that does not answer is left alone, each time twice as long
-    mute_seconds: float = 30.0  # and no longer than that
+    busy_answer_seconds: float = 15.0  # while there is traffic: an answer may queue behind payloads
+    first_mute_seconds: float = 2.0  # a peer that does not answer gets no probes, each time twice as long
+    mute_seconds: float = 30.0  # at most
     publish_seconds: float = 8.0
     probing: ProbeConfig = field(default_factory=ProbeConfig)
 
@@ -70,7 +69,7 @@ class LinkConfig:
 
 
 class LinkMonitor:
-    """`async with LinkMonitor(...)`: measures for the length of the block. `meet` names the candidates."""
+    """`async with LinkMonitor(...)`: measures for the length of the block. `meet` adds candidates."""
 
     def __init__(
         self,
@@ -90,10 +89,10 @@ class LinkMonitor:
             receive_log, lambda: self.coordinate, self._reported, self._train_received, clock=clock
         )
         self._table = LinkTable(transport.peer_id, config.neighbours)
-        self._sent: dict[PeerId, int] = {}  # probes left out, as of the last tick
+        self._sent: dict[PeerId, int] = {}  # without probes, as of the last tick
         self._ticked_at = clock()
         self._prober = Prober(self._table, transport, config.probing, clock, self._learned, self._mute)
-        self._probed_bytes = 0  # to those who are neighbours no more
+        self._probed_bytes = 0  # to former neighbours
         self._publishing = False
         self._published_at = float("-inf")
         self._view_at = float("-inf")
@@ -111,31 +110,31 @@ class LinkMonitor:
         await self.aclose()
 
     async def serve(self) -> None:
-        """Answer others' probes; `async with` does so too."""
-        await self._transport.serve(PROBE.name, self._host.attend)
+        """Answer others' probes; done by `async with`, too."""
+        await self._transport.serve(PROBE.name, self._host.serve_stream)
 
     async def aclose(self) -> None:
-        """Stop. What was published runs out by itself. Idempotent."""
+        """Stop. Our record expires by itself. Idempotent."""
         await cancel_all(self._tasks)
         for neighbour in self._table.every():
             neighbour.line.drop()
 
-    # What is known.
+    # The results.
 
     def meet(self, peer: PeerId, *, answers: bool = True) -> None:
-        """The peer is listed in the directory now: it may become a neighbour, where it `answers` also without traffic."""
+        """Note that the directory lists the peer now. It may become a neighbour; without traffic only if it `answers` us."""
         self._table.meet(peer, self._clock(), answers=answers)
 
     def doubt(self, peer: PeerId) -> None:
-        """What we send to the peer takes longer than it did: measure the link soon, although there may be traffic, if
-        that was not done a moment ago."""
+        """Our transfers to the peer take longer than they did: measure the link soon, in spite of traffic, unless it was measured a
+        moment ago."""
         neighbour = self._table.find(peer)
         if neighbour is not None:
             neighbour.press(self._clock())
 
     @property
     def up_mbps(self) -> float:
-        """The most that we were seen to send, over all links together; 0: not known."""
+        """The highest rate seen over all links together; 0: not known."""
         return self._table.up_mbps(self._clock())
 
     @property
@@ -143,33 +142,33 @@ class LinkMonitor:
         return self._table.down_mbps(self._clock())
 
     def record(self) -> LinkRecord:
-        """What we have measured, the links in use first."""
+        """Our measurements, the links in use first."""
         return self._table.record(self._clock())
 
     @property
     def probe_bytes(self) -> int:
-        """About what our own pings, trains and reports took so far; what others ask of us is theirs."""
+        """The approximate bytes of our own pings, trains and reports so far, without answers to others'."""
         return self._probed_bytes + sum(neighbour.line.sent_bytes for neighbour in self._table.every())
 
     @property
     def peers(self) -> tuple[PeerRecord, ...]:
-        """Who is there, as of the last `refresh`."""
+        """The listed peers, as of the last `refresh`."""
         return self._records[0]
 
     def snapshot(self) -> LinkView:
-        """Links as of the last `refresh`, ours as of now."""
+        """The links as of the last `refresh`, with our own as of now."""
         peers, links = self._records
         return link_view(peers, (*links, self.record()))
 
     async def refresh(self, max_age_seconds: float = 2.0) -> LinkView:
-        """Read what the others say, unless that was done no longer ago; the view then. Raises SwarmError."""
+        """Read the others' records, unless the last read is no older than that; returns the view. Raises SwarmError."""
         now = self._clock()
         if now - self._view_at >= max_age_seconds:
             self._view_at = now
             self._records = await asyncio.gather(self._directory.peers(), self._directory.links())
         return self.snapshot()
 
-    # Once a second: what came in is timed and reported to who sent it, what changed is published.
+    # Once a second: received payloads are timed and reported to their senders, and changes are published.
 
     async def tick(self) -> None:
         now, since = self._clock(), self._ticked_at
@@ -201,7 +200,7 @@ class LinkMonitor:
         together = sum(sample.bytes_per_second for sample in samples.values()) if sharers > 1 else 0.0
         busy = [sample.busy_seconds for sample in samples.values()]
         for peer, found in samples.items():
-            if not self._table.listed(peer):  # it had its part of our line: no more, for anybody may send
+            if not self._table.listed(peer):  # it counts as a sharer of our line only, since anybody may send
                 continue
             neighbour = self._neighbour(peer)
             report = ProbeReport.of(found, sharers, max(together, found.bytes_per_second))
@@ -225,8 +224,8 @@ class LinkMonitor:
             neighbour.traffic.reporting = False
 
     def _reported(self, peer: PeerId, report: ProbeReport) -> None:
-        """How our payloads come in at `peer`, who says so about once a second. Anybody may say so: it counts where the peer is
-        listed and payloads went to it."""
+        """A report of `peer` on our payloads, about once a second. Anybody may send one: it counts only from a listed peer that we sent
+        payloads to."""
         neighbour, now = self._table.find(peer), self._clock()
         if neighbour is None or report.bytes_per_second <= 0 or not self._table.listed(peer):
             return
@@ -249,8 +248,8 @@ class LinkMonitor:
             return
         rate, high = sample.bytes_per_second, float("inf")
         if sample.sure:
-            neighbour.traffic.came = (*neighbour.traffic.came, rate)[-WITNESSES:]
-            high = max(neighbour.traffic.came) if len(neighbour.traffic.came) == WITNESSES else high
+            rates = neighbour.traffic.train_rates = (*neighbour.traffic.train_rates, rate)[-WITNESSES:]
+            high = max(rates) if len(rates) == WITNESSES else high
         known = neighbour.into.estimate or RateEstimate(bytes_per_second=rate, at=now)
         self._table.learned_incoming(
             neighbour,
@@ -263,7 +262,7 @@ class LinkMonitor:
         self._table.learned(neighbour, estimate, self._clock())
 
     def _note_traffic(self, now: float, seconds: float) -> None:
-        """Whoever we send much to is a neighbour."""
+        """Make neighbours of the peers that we send much to, and update the traffic of all."""
         total = 0
         traffic = self._transport.traffic()
         self._sent = {peer: sent for peer, sent in self._sent.items() if peer in traffic}
@@ -277,17 +276,17 @@ class LinkMonitor:
                 crossing.active_at = crossing.sent_at = now
             neighbour = self._table.find(peer)
             if neighbour is not None:
-                neighbour.traffic.went(more / seconds)
+                neighbour.traffic.add_sent(more / seconds)
         self._prober.carried(total / seconds)
 
     def _sent_since_tick(self, peer: PeerId, count: Traffic) -> int:
-        """Bytes, probes left out."""
+        """Bytes sent since the last tick, without probes."""
         neighbour = self._table.find(peer)
         sent = count.sent_bytes - (0 if neighbour is None else neighbour.line.sent_bytes)
         return max(0, sent - self._sent.get(peer, 0))
 
     def _sent_lately(self, neighbour: Neighbour, now: float) -> bool:
-        """Whether it may still be receiving a payload of ours."""
+        """Whether it may still receive a payload of ours."""
         if now - neighbour.traffic.sent_at <= LISTED_SECONDS:
             return True
         count = self._transport.traffic().get(neighbour.peer)
@@ -309,18 +308,18 @@ class LinkMonitor:
     # Pings.
 
     async def ping(self) -> None:
-        """Ping the neighbours whose turn it is, and wait a moment for their answers."""
+        """Ping the neighbours that are due, and wait a moment for their answers."""
         now = self._clock()
         await self._moment(*(self._ping(n) for n in self._chosen(now) if self._to_ping(n, now)))
 
     def _to_ping(self, neighbour: Neighbour, now: float) -> bool:
-        if neighbour.line.asking:
+        if neighbour.line.busy:
             return False
         fresh = neighbour.answers.count < self._config.first_pings
-        return fresh or now - neighbour.answers.asked_at >= self._config.ping_seconds
+        return fresh or now - neighbour.answers.pinged_at >= self._config.ping_seconds
 
     async def _ping(self, neighbour: Neighbour) -> None:
-        neighbour.answers.asked_at = self._clock()
+        neighbour.answers.pinged_at = self._clock()
         before = self._bytes_with(neighbour.peer)
         try:
             took, there = await neighbour.line.ping(self._patience(neighbour))
@@ -337,7 +336,7 @@ class LinkMonitor:
         self.coordinate = moved(self.coordinate, there, 1e3 * rtt, direction)
 
     def _patience(self, neighbour: Neighbour) -> float:
-        """Seconds to wait for an answer. One that is given up takes the stream with it, and what traffic tells."""
+        """Seconds to wait for an answer. Giving one up aborts the stream, and with it the reports on traffic."""
         config = self._config
         busy = self._clock() - neighbour.traffic.active_at <= config.answer_seconds
         return config.busy_answer_seconds if busy else config.answer_seconds
@@ -349,7 +348,7 @@ class LinkMonitor:
     # Trains.
 
     async def probe(self) -> None:
-        """Send a train to the neighbour that needs one most, if any does and we may."""
+        """Send a train to the neighbour that needs one most, if any is due and allowed."""
         await self._prober.step(self._chosen(self._clock()))
 
     # Neighbours.
@@ -377,7 +376,7 @@ class LinkMonitor:
                 logger.debug("links: %s", error_line(error))
 
     async def _moment(self, *works: Coroutine[Any, Any, None]) -> None:
-        """Wait for these, but not for long: what hangs on a slow link must not hold up the timing of the others."""
+        """Start these and wait at most MOMENT_SECONDS: a slow link must not delay the timing of the others."""
         tasks = [self._start(work) for work in works]
         if tasks:
             await asyncio.wait(tasks, timeout=MOMENT_SECONDS)

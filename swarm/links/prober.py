@@ -1,7 +1,7 @@
-"""Sends trains to neighbours of whose links nothing newer is known, one at a time and within an allowance.
+"""Sends trains over links without newer measurements, one at a time and within an allowance.
 
-A link that was never measured, or that is in doubt, gets trains until they agree; one that is idle a short check now
-and then, which sees whether it was cut.
+A link that was never measured, or that is in doubt, gets trains until they agree; an idle one gets a short check now and then,
+which detects whether it became much slower.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from fusion.swarm.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-QUIET_BYTES = 16 * 1024  # that may go out meanwhile, or in a second, without being traffic of note
+QUIET_BYTES = 16 * 1024  # sent meanwhile, or in a second, that do not count as traffic
 QUIET_SHARE = 0.2  # of a train, too
-IDLE_SECONDS = 10.0  # without traffic: a job pauses for seconds where one of its links was cut
-LEAST_PINGS = 2  # before a train: it is judged by the round trip
+IDLE_SECONDS = 10.0  # without traffic: a job may pause for seconds after one of its links was cut
+LEAST_PINGS = 2  # before a train, which is evaluated with the round trip
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
     answer_seconds: float = 12.0
-    again_seconds: float = 1.0  # between two trains to one neighbour: what held one up is over by then
-    check_seconds: float = 60.0  # for which an idle link is believed to be as it was
-    # And measured to be so, checks or not: they do not see that it became faster.
+    again_seconds: float = 1.0  # between two trains to one neighbour, so that they share no delay
+    check_seconds: float = 60.0  # between two checks of an idle link
+    # After which a link is measured again in spite of checks: they do not detect that it became faster.
     stale_seconds: float = 1800.0
-    first_bytes: float = 16e6  # of trains to measure with, at first
+    first_bytes: float = 16e6  # burst of trains for first measurements
     first_bytes_per_second: float = 8e3
-    doubt_burst_bytes: float = 768e3  # of trains to measure again with, while there is traffic
+    doubt_burst_bytes: float = 768e3  # of trains for repeated measurements, while there is traffic
     doubt_bytes_per_second: float = 1e3
     check_burst_bytes: float = 1e6
     check_bytes_per_second: float = 16e3  # while there is no traffic
-    traffic_share: float = 0.005  # of what we send, while there is
+    traffic_share: float = 0.005  # of our traffic, while there is any
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -50,7 +50,7 @@ class ProbeConfig:
 
 
 class Prober:
-    """`learned(neighbour, estimate)` takes what a train says, `failed(neighbour, error)` that one got no answer."""
+    """`learned(neighbour, estimate)` is called with the estimate from trains, `failed(neighbour, error)` for one without an answer."""
 
     def __init__(
         self,
@@ -74,18 +74,18 @@ class Prober:
         self._checks = Allowance(config.check_burst_bytes, config.check_bytes_per_second, clock)
 
     def carried(self, bytes_per_second: float) -> None:
-        """So much traffic goes out now."""
+        """Report the rate of our outgoing traffic."""
         share = self._config.traffic_share * bytes_per_second
         idle = bytes_per_second <= QUIET_BYTES
         if not idle:
             self._busy_at = self._clock()
         if self._idle and not idle:
-            self._checks.clear()  # what was put by belongs to idle times
+            self._checks.clear()  # the allowance earned is for idle times
         self._idle = idle
         self._checks.earn(self._config.check_bytes_per_second if self._idle else share)
 
     async def step(self, neighbours: list[Neighbour]) -> None:
-        """Probe the one that needs it most, if any does and may be probed."""
+        """Probe the neighbour that needs it most, if any is due and allowed."""
         now = self._clock()
         due = [n for n in neighbours if n.answers.count >= LEAST_PINGS and self._due(n, now)]
         due.sort(key=_order)
@@ -106,16 +106,16 @@ class Prober:
         return now - max(measuring.checked_at, neighbour.out.estimate.at) >= self._config.check_seconds
 
     async def _measure(self, neighbour: Neighbour) -> bool:
-        """Trains that grow until one is long enough for the link. False: it may not be probed now."""
+        """Send growing trains until one is long enough for the link. False: not allowed now."""
         measuring = neighbour.measuring
         believed, rtt = measuring.believed, neighbour.answers.rtt.seconds or 0.0
         begin = packet_trains.check_bytes(believed, rtt) if believed else packet_trains.FIRST_BYTES
         size = measuring.train_bytes or begin
         while True:
             if not self._may(size, believed):
-                measuring.train_bytes = size  # as soon as that much is allowed
+                measuring.train_bytes = size  # for when that much is allowed
                 return False
-            train, alone = await self._sent(neighbour, size)
+            train, alone = await self._send_train(neighbour, size)
             if train is None:
                 return True
             rate, now = train.rate, self._clock()
@@ -123,13 +123,13 @@ class Prober:
             if rate > known:
                 self._learned(neighbour, RateEstimate(bytes_per_second=rate, at=now))
             if await self._held_back(neighbour, train, known, rtt):
-                return True  # a lower bound, no more
+                return True  # only a lower bound
             if packet_trains.plainly_cut(train, known):
-                measuring.trains = ()  # those before are of another time
+                measuring.trains = ()  # the ones before are out of date
                 self._learned(neighbour, RateEstimate(bytes_per_second=train.most, at=now))
             if not alone:
                 return True
-            if packet_trains.long_enough(size, rate) or packet_trains.borne_out(rate, believed):
+            if packet_trains.long_enough(size, rate) or packet_trains.confirms(rate, believed):
                 break
             size = packet_trains.next_bytes(size, rate)
         measuring.trains = (*measuring.trains, rate)
@@ -141,8 +141,8 @@ class Prober:
         return True
 
     async def _held_back(self, neighbour: Neighbour, train: Train, known: float, rtt: float) -> bool:
-        """As in `packet_trains`. The round trip is asked for again after a train that would tell of a cut: what fills the
-        way back may have begun after the train did."""
+        """As in `packet_trains`, but pings again after a train that would show a cut: the reverse link may have filled after the train
+        had started."""
         if packet_trains.held_back(train, known, rtt):
             return True
         if not packet_trains.plainly_cut(train, known):
@@ -166,7 +166,7 @@ class Prober:
         size = packet_trains.check_bytes(rate, rtt)
         if not self._checks.take(size):
             return False
-        train, alone = await self._sent(neighbour, size)
+        train, alone = await self._send_train(neighbour, size)
         if train is None:
             return True
         now = neighbour.measuring.checked_at = self._clock()
@@ -180,8 +180,8 @@ class Prober:
             neighbour.doubt()
         return True
 
-    async def _sent(self, neighbour: Neighbour, size: int) -> tuple[Train | None, bool]:
-        """What a train said, None if nothing; whether it had the line for itself."""
+    async def _send_train(self, neighbour: Neighbour, size: int) -> tuple[Train | None, bool]:
+        """Send a train; returns its evaluation, None without one, and whether our line had no other traffic."""
         before = self._traffic_bytes()
         train = None
         try:
@@ -192,13 +192,13 @@ class Prober:
         except (SwarmError, TimeoutError) as error:
             self._failed(neighbour, error)
         neighbour.measuring.trained_at = self._clock()
-        if train is None:  # another is heard there first
+        if train is None:  # the peer receives another train first
             neighbour.measuring.trained_at -= random.uniform(0.2, 0.8) * self._config.again_seconds
         crossed = self._traffic_bytes() - before
         if train is not None:
             train = replace(train, crossed=crossed)
             if neighbour.measuring.pressed:
-                # It is little traffic, and goes on: it takes its part of the link.
+                # The traffic is little, and goes on: count its part of the link.
                 train, crossed = replace(train, rate=train.most, crossed=0), 0
         return train, self._alone(neighbour) and crossed <= max(QUIET_BYTES, QUIET_SHARE * size)
 
@@ -209,14 +209,14 @@ class Prober:
         )
 
     def _traffic_bytes(self) -> int:
-        """What went out so far, probes left out."""
+        """Bytes sent so far, without probes."""
         traffic = self._transport.traffic()
         probes = sum(neighbour.line.sent_bytes for neighbour in self._table.every())
         return sum(count.sent_bytes for count in traffic.values()) - probes
 
 
 def _order(neighbour: Neighbour) -> tuple[float, ...]:
-    """Links in doubt, then new ones, then checks; of a kind the slow ones first, they cost least and matter most."""
+    """Sort key: links in doubt, then new ones, then checks; slow ones first, which cost least and matter most."""
     measuring = neighbour.measuring
     kind = 2 if measuring.settled_at is not None else 0 if measuring.believed else 1
     return (kind, len(measuring.trains), measuring.train_bytes, random.random())

@@ -1,13 +1,13 @@
-"""Short probes between two peers, and how much of them a peer takes from others.
+"""Short probes between two peers, and how many a peer accepts from others.
 
-/fusion/probe/1   one stream, opened by whoever asks
+/fusion/probe/1   one stream, opened by the measuring peer
     ping {}                                    -> pong {coordinate: [ms, ..., height], error}
-    want {bytes, pressed}                      -> go {}, or busy {}: another train is on its way here, or traffic is
-                                                  and it is not pressed
+    want {bytes, pressed}                      -> go {}, or busy {}: another train is under way, or traffic is and
+                                                  it is not pressed
     train {} + as many bytes as were granted   -> rate {bytes_per_second}, by their spacing; 0: too short to tell
-    report {bytes, seconds, bytes_per_second, sure, sharers, together}: how the asked one's payloads come in here; no answer
+    report {bytes, seconds, bytes_per_second, sure, sharers, together}: how the receiver's payloads arrive at the sender; no answer
 
-Everything costs from an allowance per peer and one for all peers together: who asks for more is told so in one line,
+Everything is charged to an allowance per peer and one for all peers together: a peer that exceeds it gets an error in one line,
 and the stream ends.
 """
 
@@ -36,11 +36,11 @@ from fusion.swarm.transport import UNASKED_BYTES, PeerId, Stream, Transport, che
 STREAMS_PER_PEER = 2
 MAX_PEERS = 1024  # whose allowances are remembered
 GRANT_SECONDS = 10.0  # for a granted train to arrive
-FIRST_BYTES_SECONDS = 1.0  # for it to begin, where another waits
-UNUSED_SECONDS = 60.0  # for which whoever was granted one and sent none, or its public network, gets no other
-BUSY_SECONDS = 0.3  # after another's payload
-_MESSAGE_BYTES = 512  # what a frame without a payload costs of an allowance
-_FRAME_BYTES = 80  # about what one takes
+FIRST_BYTES_SECONDS = 1.0  # for its first bytes, where another waits
+UNUSED_SECONDS = 60.0  # for which a peer that did not use its grant, and its public network, get no other
+BUSY_SECONDS = 0.3  # after another peer's payload, during which we count as busy
+_MESSAGE_BYTES = 512  # charged for a frame without a payload
+_FRAME_BYTES = 80  # the approximate size of one
 _MAX_RATE = 1e12
 
 
@@ -52,16 +52,16 @@ class Allowance:
         self._left, self._at = burst, clock()
 
     def earn(self, per_second: float) -> None:
-        """From now on so much in the long run."""
+        """Change the rate."""
         self.take(0)
         self._per_second = per_second
 
     def clear(self) -> None:
-        """Nothing is left for now."""
+        """Empty it."""
         self._left, self._at = 0.0, self._clock()
 
     def take(self, amount: float) -> bool:
-        """Whether there was that much left; if so it is spent."""
+        """Take so much if it is left; whether it was."""
         if not self.has(amount):
             return False
         self._left -= amount
@@ -76,13 +76,13 @@ class Allowance:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeReport:
-    """How our payloads come in at a peer."""
+    """How our payloads arrive at a peer."""
 
     size: int
     seconds: float  # for which payloads were under way, of about one second
     bytes_per_second: float
     sure: bool  # as in `link_estimate.Sample`
-    sharers: int  # peers whose payloads came in there at that time, we included
+    sharers: int  # peers whose payloads arrived there at that time, including us
     together: float  # bytes per second of all of them
 
     @classmethod
@@ -98,7 +98,7 @@ class ProbeReport:
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any]) -> ProbeReport:
-        """FrameError for anything that is not a report."""
+        """Raises FrameError for anything that is not a report."""
         size, sharers = header.get("bytes"), header.get("sharers")
         if type(size) is not int or type(sharers) is not int or not (size >= 0 and 1 <= sharers <= MAX_PEERS):
             raise FrameError("report: bytes and sharers are whole numbers")
@@ -124,7 +124,7 @@ class ProbeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeLimits:
-    """What others may ask of us, in bytes."""
+    """How much others may use of us, in bytes."""
 
     peer_burst: float = 24e6
     peer_per_second: float = 32e3
@@ -133,8 +133,8 @@ class ProbeLimits:
 
 
 class ProbeHost:
-    """The answering side. `here`: where we stand, which answers tell; `on_report` takes what a peer says of our payloads,
-    `on_train` how a train came in."""
+    """The answering side. `here`: our coordinate, for pongs; `on_report` is called with a peer's report on our payloads, `on_train`
+    with the sample of a received train."""
 
     def __init__(
         self,
@@ -154,15 +154,15 @@ class ProbeHost:
         self._all = Allowance(limits.all_burst, limits.all_per_second, clock)
         self._each: FIFOCache[PeerId, Allowance] = FIFOCache(MAX_PEERS)
         self._open: Counter[PeerId] = Counter()
-        self._testing: tuple[Stream, float] | None = None  # whose train is granted, and since when
+        self._testing: tuple[Stream, float] | None = None  # the stream with the grant, and since when
         self._unused: TTLCache[str, None] = TTLCache(MAX_PEERS, UNUSED_SECONDS, timer=clock)
 
     def testing(self, peer: PeerId) -> bool:
-        """Whether what comes from `peer` now is a train."""
+        """Whether bytes from `peer` are a train's now."""
         return self._testing is not None and self._testing[0].remote == peer
 
-    async def attend(self, stream: Stream) -> None:
-        """Answer one peer's stream until it ends. FrameError, in one line, for what is no probe or too much of it."""
+    async def serve_stream(self, stream: Stream) -> None:
+        """Answer one peer's stream until it ends. Raises FrameError, in one line, for other frames or too many."""
         if self._open[stream.remote] >= STREAMS_PER_PEER:
             raise FrameError(f"probes: at most {STREAMS_PER_PEER} streams for each peer")
         self._open[stream.remote] += 1
@@ -181,7 +181,7 @@ class ProbeHost:
                         await stream.send("pong", {"coordinate": list(here.parts), "error": here.error})
                     case "want":
                         granted = self._grant(stream, frame.header)
-                        # Nothing large is read that was not granted: there are thousands of streams.
+                        # Large payloads are read only with a grant: there may be thousands of streams.
                         stream.allow(max(granted, UNASKED_BYTES))
                         began = self._clock()
                         await stream.send("go" if granted else "busy")
@@ -199,7 +199,7 @@ class ProbeHost:
                 del self._open[stream.remote]
 
     def _timed(self, stream: Stream, began: float) -> float:
-        """Bytes a second of a train that came whole, which was granted at `began`; 0 where that cannot be told."""
+        """Bytes per second of a complete train, granted at `began`; 0 where it was too short."""
         stream.allow(UNASKED_BYTES)
         self._end_grant(stream, used=True)
         sample = self._receive_log.sample(stream.remote, began, None)
@@ -210,7 +210,7 @@ class ProbeHost:
         return sample.bytes_per_second
 
     def _grant(self, stream: Stream, header: Mapping[str, Any]) -> int:
-        """How many bytes may come now; 0: not now."""
+        """How many bytes the peer may send now; 0: busy."""
         wanted = header.get("bytes")
         if type(wanted) is not int or not 0 < wanted <= MOST_BYTES:
             raise FrameError(f"want: 1 to {MOST_BYTES} bytes")
@@ -234,12 +234,12 @@ class ProbeHost:
         return wanted
 
     def _overdue(self, holder: Stream, since: float, now: float) -> bool:
-        """Whether a train that was granted then has to give way."""
+        """Whether a grant made at `since` has expired."""
         begun = holder.remote in self._receive_log.peers(since)
         return now - since >= (GRANT_SECONDS if begun else FIRST_BYTES_SECONDS)
 
     def _end_grant(self, stream: Stream, *, used: bool) -> None:
-        """Others may have trains again, where this one had been granted one."""
+        """End the stream's grant, if it has one."""
         if self._testing is None or self._testing[0] is not stream:
             return
         self._testing = None
@@ -257,28 +257,28 @@ class ProbeHost:
 
 
 def _names(stream: Stream) -> tuple[str, ...]:
-    """Who is at the far end, and its public network where that is known."""
+    """The remote peer, and its public network where that is known."""
     subnet = stream.subnet if isinstance(stream, FrameStream) else None
     return (stream.remote,) if subnet is None else (stream.remote, subnet)
 
 
 class ProbeLine:
-    """The asking side: one stream to one peer, for as long as it holds."""
+    """The measuring side: one stream to one peer, reopened when it breaks."""
 
     def __init__(self, transport: Transport, peer: PeerId, clock: Callable[[], float]) -> None:
         self.peer = peer
-        self.sent_bytes = 0  # about
+        self.sent_bytes = 0  # approximate
         self._transport = transport
         self._clock = clock
         self._stream: Stream | None = None
         self._turn = asyncio.Lock()
 
     @property
-    def asking(self) -> bool:
+    def busy(self) -> bool:
         return self._turn.locked()
 
     async def ping(self, timeout_seconds: float) -> tuple[float, Coordinate]:
-        """The round trip in seconds, and where the peer says it stands. Raises SwarmError, TimeoutError."""
+        """The round trip in seconds, and the peer's coordinate. Raises SwarmError, TimeoutError."""
         async with self._turn, asyncio.timeout(timeout_seconds):
             stream = await self._opened()
             began = self._clock()
@@ -296,13 +296,12 @@ class ProbeLine:
     async def train(
         self, size: int, rtt_seconds: float, timeout_seconds: float, *, pressed: bool = False
     ) -> Train | None:
-        """Send `size` bytes at once over a link whose round trip is `rtt_seconds` while it is idle, and be told how they
-        came in; None where the peer is busy: `pressed` means only another's train by that. Raises SwarmError,
-        TimeoutError."""
+        """Send `size` bytes at once over a link with an idle round trip of `rtt_seconds`; returns the evaluated train, None where the peer
+        is busy: with another's train or traffic, if `pressed` only with a train. Raises SwarmError, TimeoutError."""
         payload = os.urandom(size)
         async with self._turn, asyncio.timeout(timeout_seconds):
             stream = await self._opened()
-            asked = self._clock()
+            wanted_at = self._clock()
             await self._send(stream, "want", {"bytes": size, "pressed": pressed})
             frame = checked(await stream.receive())
             if frame.kind == "busy":
@@ -312,10 +311,10 @@ class ProbeLine:
             began = self._clock()
             await self._send(stream, "train", {}, payload)
             spacing = _number(await self._answer(stream, "rate"), "bytes_per_second")
-            return train(size, self._clock() - began, rtt_seconds, began - asked, spacing)
+            return train(size, self._clock() - began, rtt_seconds, began - wanted_at, spacing)
 
     async def report(self, report: ProbeReport, timeout_seconds: float) -> None:
-        """Tell the peer how its payloads come in here. SwarmError, TimeoutError."""
+        """Report to the peer how its payloads arrive here. Raises SwarmError, TimeoutError."""
         async with asyncio.timeout(timeout_seconds):
             if self._stream is None:
                 async with self._turn:
@@ -324,7 +323,7 @@ class ProbeLine:
                 await self._send(self._stream, "report", report.to_header())
 
     def drop(self) -> None:
-        """The stream is of no more use; the next question opens another."""
+        """Abort the stream; the next request opens another."""
         if self._stream is not None:
             self._stream.abort()
             self._stream = None
@@ -345,7 +344,7 @@ class ProbeLine:
     async def _send(
         self, stream: Stream, kind: str, header: Mapping[str, Any] | None = None, payload: bytes = b""
     ) -> None:
-        self.sent_bytes += _FRAME_BYTES + len(payload)  # first: what is on its way must not count as traffic
+        self.sent_bytes += _FRAME_BYTES + len(payload)  # before the send, so that it never counts as traffic
         await stream.send(kind, header, [payload])
 
     @staticmethod

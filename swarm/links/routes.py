@@ -1,6 +1,6 @@
-"""Which holder of each stage a request goes through: the cheapest path.
+"""Chooses the holder of each stage for a request: the cheapest route. Pure.
 
-Pure: the costs of peers and links go in, a route comes out. A route costs, for each stage, compute + queue, and for each
+A route costs, for each stage, compute + queue, and for each
 link on the way alpha + bytes * beta: shortest path over one layer of holders per stage.
 """
 
@@ -28,7 +28,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class LinkTime:
-    """What a link costs: one way, `alpha_seconds + bytes * seconds_per_byte`."""
+    """The one-way cost of a link: `alpha_seconds + bytes * seconds_per_byte`."""
 
     alpha_seconds: float
     seconds_per_byte: float
@@ -39,9 +39,8 @@ LinkCost = Callable[[PeerId, PeerId], LinkTime]
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What goes over the links of a route: `hop_bytes[s]` from stage s to s + 1; with `start`, `start_bytes` from there
-    to the first stage and `answer_bytes` from the last stage back to it; with `ring`, `ring_bytes` from the last stage
-    to the first."""
+    """The bytes over the links of a route: `hop_bytes[s]` from stage s to s + 1; with `start`, `start_bytes` from there to the first
+    stage and `answer_bytes` from the last stage back to it; with `ring`, `ring_bytes` from the last stage to the first."""
 
     hop_bytes: tuple[float, ...]
     start: PeerId | None = None
@@ -58,7 +57,7 @@ class Route:
 
 
 def cheapest(stages: Sequence[Sequence[Holder]], demand: Demand, link: LinkCost) -> Route:
-    """The cheapest route; of equal ones that through the holders named first. ValueError where a stage has none.
+    """The cheapest route; of equal ones that through the holders listed first. Raises ValueError where a stage has none.
 
     O(stages * holders^2), times the holders of the first stage where the route is a ring.
     """
@@ -79,7 +78,7 @@ def cheapest(stages: Sequence[Sequence[Holder]], demand: Demand, link: LinkCost)
 
 
 def seconds(route: Sequence[Holder], demand: Demand, link: LinkCost) -> float:
-    """What one given route costs."""
+    """The cost of one given route."""
     return cheapest([[holder] for holder in route], demand, link).seconds
 
 

@@ -1,8 +1,8 @@
-"""What a peer remembers of its links, one entry for each neighbour, and who the neighbours are. No I/O.
+"""The state of a peer's links, one entry for each neighbour, and who the neighbours are. No I/O.
 
-A neighbour is a peer with whom payloads are exchanged, or one of a few that stand for all the others: the same ones each
-time, and other ones for every peer, so that the swarm's measurements cover it. They are chosen among those that have answered us:
-anybody may list any number of peers that there are not.
+A neighbour is a peer that we exchange payloads with, or one of a few candidates: always the same ones for one peer, and other ones for
+each, so that the measurements cover the whole swarm. Candidates must have answered us: anybody may list any number of peers
+that do not exist.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from fusion.swarm.links.view import BYTES_PER_MBIT
 from fusion.swarm.streams.link_estimate import FALL, RateEstimate, RttEstimate, bounds
 from fusion.swarm.transport import PeerId
 
-TOGETHER_SECONDS = 1.5  # reports no further apart are of the same time
-INTO_SECONDS = 60.0  # for which our measurement of what a peer sends us is published
-SHARE_OF_BUSY = 0.2  # of the longest transfer's time: from there on one counts as sharing a link with it
-NOTICED = 1.35  # a rate, or round trip, that changed by this factor is news
-LISTED_SECONDS = 60.0  # for which a peer counts as there, and as one that there is traffic with
-EVIDENCE_BYTES, EVIDENCE_SECONDS = 128 * 1024, 0.5  # of a fall a report on so much counts as so much transfer
+TOGETHER_SECONDS = 1.5  # reports no further apart count as simultaneous
+INTO_SECONDS = 60.0  # for which our measurement of an incoming link is published
+SHARE_OF_BUSY = 0.2  # of the longest transfer's time: shorter ones do not count as sharing a link with it
+NOTICED = 1.35  # a rate or round trip that changed by this factor is published at once
+LISTED_SECONDS = 60.0  # for which a peer counts as listed, or as one with traffic
+# A report of a fall over so many bytes counts as so much transfer.
+EVIDENCE_BYTES, EVIDENCE_SECONDS = 128 * 1024, 0.5
 PEAK_SECONDS = 10.0
-SUM_SECONDS = 3.0  # that a sum over all links may lie back
-WITNESSES = 3  # trains in a row that say that a link to us became slower
-PRESS_SECONDS = 3.0  # after a link was measured it is not measured again because somebody asks for it
-DOUBT_SECONDS = 8.0  # after a link was measured it is not doubted again because of another
+SUM_SECONDS = 3.0  # over which the traffic of all links is summed
+WITNESSES = 3  # trains in a row that show that a link to us became slower
+PRESS_SECONDS = 3.0  # after a measurement, during which `press` is ignored
+DOUBT_SECONDS = 8.0  # after a measurement, during which the fall of another link casts no doubt on it
 
 
 @dataclass(eq=False)
@@ -40,8 +41,8 @@ class Answers:
 
     rtt: RttEstimate = field(default_factory=RttEstimate)
     count: int = 0
-    asked_at: float = -math.inf
-    failures: int = 0  # to answer, since it last did
+    pinged_at: float = -math.inf
+    failures: int = 0  # since the last answer
     muted_until: float = -math.inf
 
     def succeeded(self, took_seconds: float, now: float, *, quiet: bool) -> None:
@@ -49,17 +50,17 @@ class Answers:
         self.rtt = self.rtt.updated(now, took_seconds, quiet=quiet)
 
     def failed(self, now: float, first_seconds: float, longest_seconds: float) -> None:
-        """Leave it alone, each time twice as long."""
+        """Send it no probes for a while, each time twice as long."""
         self.muted_until = now + min(first_seconds * 2.0**self.failures, longest_seconds)
         self.failures += 1
 
 
 @dataclass(eq=False)
 class Direction:
-    """What a link carries one way."""
+    """The rate of a link in one direction."""
 
     estimate: RateEstimate | None = None
-    firm_at: float = -math.inf  # when it was last more than a bound
+    firm_at: float = -math.inf  # when it was last measured, and not only bounded
     stood: float = 0.0  # the rate before it began to fall
 
     @property
@@ -70,7 +71,7 @@ class Direction:
         self.firm_at = now
 
     def learned(self, estimate: RateEstimate) -> bool:
-        """Whether it fell by much."""
+        """Set the estimate; whether it fell by much."""
         self.estimate = estimate
         before, self.stood = self.stood, held(self.stood, estimate.bytes_per_second)
         return self.stood < before
@@ -78,15 +79,15 @@ class Direction:
 
 @dataclass(eq=False)
 class Measuring:
-    """How far we are with measuring what we send: what the trains said, and when."""
+    """The progress of measuring the outgoing direction by trains."""
 
-    settled_at: float | None = None  # when it was last measured and not a lower bound; None: it has to be
-    trains: tuple[float, ...] = ()  # the rates that they found since it has to be
-    believed: float = 0.0  # the rate before that, 0: nothing was known
-    train_bytes: int = 0  # how long the next one has to be; 0: that is not known
+    settled_at: float | None = None  # when it was last measured (not only bounded); None: to be measured
+    trains: tuple[float, ...] = ()  # their rates since then
+    believed: float = 0.0  # the rate before; 0: unknown
+    train_bytes: int = 0  # the length of the next one; 0: unknown
     trained_at: float = -math.inf
     checked_at: float = -math.inf
-    pressed: bool = False  # it is to be measured although there is traffic
+    pressed: bool = False  # measure it even though there is traffic
 
     def settle(self, now: float) -> None:
         self.settled_at = self.checked_at = now
@@ -99,33 +100,33 @@ class Measuring:
 
 @dataclass(eq=False)
 class Crossing:
-    """What crosses, and what is said of it."""
+    """Our traffic over the link, and the peer's reports on it."""
 
-    active_at: float = -math.inf  # a payload of note crossed
-    sent_at: float = -math.inf  # one went out
-    sent: tuple[float, float] = (0.0, 0.0)  # bytes a second that went out in each of the last two ticks
-    came: tuple[float, ...] = ()  # the rates of its last trains to us
+    active_at: float = -math.inf  # when more than QUIET_BYTES last crossed, either way
+    sent_at: float = -math.inf  # when we last sent them
+    sent: tuple[float, float] = (0.0, 0.0)  # bytes per second sent in each of the last two ticks
+    train_rates: tuple[float, ...] = ()  # of its last trains to us
     report: tuple[float, ProbeReport] | None = None  # its last, and when
-    reporting: bool = False  # a report to it is on its way
+    reporting: bool = False  # a report to it is being sent
 
     @property
     def sent_bytes_per_second(self) -> float:
         return sum(self.sent) / len(self.sent)
 
-    def went(self, bytes_per_second: float) -> None:
-        """So much went out in the last tick."""
+    def add_sent(self, bytes_per_second: float) -> None:
+        """Add the rate sent in the last tick."""
         self.sent = (self.sent[1], bytes_per_second)
 
 
 @dataclass(eq=False)
 class Neighbour:
-    """Times are on the peer's own clock, rates in bytes per second. Each part is written by one: `answers` and `traffic`
-    by the monitor, `out` and `into` by the table, `measuring` by the prober; others ask with a method."""
+    """Times are of this peer's clock, rates in bytes per second. Each part has one writer: `answers` and `traffic` the monitor, `out` and
+    `into` the table, `measuring` the prober; others use the methods."""
 
     line: ProbeLine
     answers: Answers = field(default_factory=Answers)
-    out: Direction = field(default_factory=Direction)  # ours to it, as it says
-    into: Direction = field(default_factory=Direction)  # its to us
+    out: Direction = field(default_factory=Direction)  # from us to it, as it reports
+    into: Direction = field(default_factory=Direction)  # from it to us
     measuring: Measuring = field(default_factory=Measuring)  # of `out`
     traffic: Crossing = field(default_factory=Crossing)
     published: tuple[float, float] = (0.0, 0.0)  # rate and round trip in our last record
@@ -153,24 +154,24 @@ class Neighbour:
         self.measuring.doubt(self.out.bytes_per_second)
 
     def press(self, now: float) -> None:
-        """`out` may be out of date, and what crosses is too little to tell."""
+        """`out` may be out of date, and there is too little traffic to measure it: use trains."""
         settled_at = self.measuring.settled_at
         if settled_at is None or now - settled_at >= PRESS_SECONDS:
             self.doubt()
             self.measuring.pressed = True
 
     def measured_by_traffic(self, now: float) -> bool:
-        """Whether traffic tells what `out` is."""
+        """Whether traffic measures `out` now."""
         report = self.traffic.report
         return report is not None and now - report[0] < TOGETHER_SECONDS
 
     def pair(self, now: float) -> Pair | None:
-        """For our record; None while nothing was measured."""
+        """The link's entry in our record; None while nothing was measured."""
         rate, rtt = self.newest
         if not rate and not rtt:
             return None
         at = self.answers.rtt.at if self.out.estimate is None else self.out.estimate.at
-        # A bound, or what was so a while ago, must not hold a better link down.
+        # A bound, or an old rate, must not make a better link look worse.
         into = self.into.bytes_per_second if now - self.into.firm_at <= INTO_SECONDS else 0.0
         return Pair(
             self.peer,
@@ -182,7 +183,7 @@ class Neighbour:
 
 
 class LinkTable:
-    """`candidates`: how many neighbours to keep although nothing flows."""
+    """`candidates`: how many neighbours to keep without traffic."""
 
     def __init__(self, us: PeerId, candidates: int) -> None:
         self.up, self.down = OwnLine(), OwnLine()
@@ -191,11 +192,11 @@ class LinkTable:
         self._listed: dict[PeerId, float] = {}
         self._answering: set[PeerId] = set()  # of the listed
         self._neighbours: dict[PeerId, Neighbour] = {}
-        # When a report came, the bytes it told of
+        # Received reports: when, and on how many bytes.
         self._carried: deque[tuple[float, int]] = deque(maxlen=512)
 
     def meet(self, peer: PeerId, now: float, *, answers: bool = True) -> None:
-        """The directory lists the peer now, which `answers` us, as far as we know."""
+        """Note that the directory lists the peer now, and whether it `answers` us."""
         if peer != self._us:
             self._listed[peer] = now
             if answers:
@@ -215,14 +216,14 @@ class LinkTable:
         return tuple(self._neighbours.values())
 
     def wanted(self, now: float) -> list[PeerId]:
-        """Who our neighbours should be: with whom there is traffic, then those that fill up."""
+        """Who our neighbours should be: peers with traffic, then candidates."""
         active = [n.peer for n in self._neighbours.values() if now - n.traffic.active_at <= LISTED_SECONDS]
         active = [peer for peer in active if peer in self._listed]
         fill = heapq.nsmallest(self._candidates, self._answering, key=lambda peer: tie_break(self._us, peer))
         return list(dict.fromkeys([*active, *fill]))[: max(len(active), self._candidates)][:MAX_PAIRS]
 
     def forget(self, now: float) -> list[Neighbour]:
-        """Drop who is listed no longer; those who were neighbours."""
+        """Drop peers that are no longer listed; returns those that were neighbours."""
         self._listed = {peer: at for peer, at in self._listed.items() if now - at <= LISTED_SECONDS}
         self._answering &= self._listed.keys()
         gone = [
@@ -235,15 +236,15 @@ class LinkTable:
         return gone
 
     def record(self, now: float) -> LinkRecord:
-        """What we have measured of the links to listed peers: first those that we use, then those that carry something
-        to us, which anybody may send."""
+        """Our measurements of links to listed peers: first links that we send over, then those that we receive over, where anybody may
+        send to us."""
         listed = (n for n in self._neighbours.values() if n.peer in self._listed)
         ordered = sorted(listed, key=lambda n: (-n.traffic.sent_at, -n.traffic.active_at))
         pairs = [pair for pair in (n.pair(now) for n in ordered) if pair is not None]
         return LinkRecord(peer=self._us, pairs=tuple(pairs[:MAX_PAIRS]))
 
     def sharers(self, now: float) -> list[ProbeReport]:
-        """The reports on our payloads that are of the same time as now."""
+        """The current reports on our payloads."""
         return [
             n.traffic.report[1]
             for n in self._neighbours.values()
@@ -251,8 +252,7 @@ class LinkTable:
         ]
 
     def learned(self, neighbour: Neighbour, estimate: RateEstimate, now: float) -> None:
-        """What is known of the link from us to there now. One that fell by much casts doubt on the others: it may be our
-        uplink."""
+        """Set the estimate of the link to the neighbour. A large fall casts doubt on the others: it may be due to our uplink."""
         if neighbour.out.learned(estimate):
             self.up.fell(now)
             if now - neighbour.out.firm_at < TOGETHER_SECONDS:
@@ -262,8 +262,8 @@ class LinkTable:
     def learned_incoming(
         self, neighbour: Neighbour, estimate: RateEstimate, now: float, *, firm: bool
     ) -> None:
-        """What is known of the link from there to us now; `firm`: it is more than a bound. One that fell by much casts
-        doubt on the others: it may be our own line, and lines often fall both ways."""
+        """Set the estimate of the link from the neighbour; `firm`: measured, not only bounded. A large fall casts doubt on the others:
+        it may be due to our own line, and lines often fall both ways."""
         if firm:
             neighbour.into.firm(now)
         if neighbour.into.learned(estimate):
@@ -276,18 +276,18 @@ class LinkTable:
                 other.doubt()
 
     def carried(self, size: int, now: float, span_seconds: float) -> None:
-        """One of them came: it tells of `size` bytes in the last `span_seconds`. Others tell of the same time a little
-        later, so what went out in all is known of the time before the last report of each."""
+        """Add a report on `size` bytes in the last `span_seconds`. Reports on the same time arrive a little apart, so the total is
+        computed for the time before the last report of each."""
         self._carried.append((now, size))
         begin, end = now - SUM_SECONDS * span_seconds, now - span_seconds
         total = 0.0
-        for at, came in self._carried:
+        for at, reported in self._carried:
             shared = min(at, end) - max(at - span_seconds, begin)
-            total += came * max(0.0, shared) / span_seconds
+            total += reported * max(0.0, shared) / span_seconds
         self.up.add(now, total / (end - begin))
 
     def up_mbps(self, now: float) -> float:
-        """The most that we were seen to send over all links together; 0: not known."""
+        """The highest rate seen over all links together; 0: not known."""
         return self.up.mbps([(n.out.firm_at, n.out.estimate) for n in self._neighbours.values()], now)
 
     def down_mbps(self, now: float) -> float:
@@ -295,23 +295,23 @@ class LinkTable:
 
 
 class OwnLine:
-    """A peer's own line, up or down, which all its links share: it carries what the fastest of them does, and what they
-    did together in the last PEAK_SECONDS. Once a link became slower only what was seen since counts."""
+    """A peer's own line, up or down, which all its links share: at least as fast as the fastest of them, and as their sum in the last
+    PEAK_SECONDS. After a link became slower only newer rates count."""
 
     def __init__(self) -> None:
         self._sums: deque[tuple[float, float]] = deque(maxlen=64)
         self._fell_at = -math.inf
 
     def add(self, now: float, rate: float) -> None:
-        """All links together carried `rate` bytes per second a moment ago."""
+        """Add the rate, in bytes per second, that all links together carried a moment ago."""
         self._sums.append((now, rate))
 
     def fell(self, now: float) -> None:
-        """A link became slower, and perhaps because of this line."""
+        """A link became slower, perhaps because of this line."""
         self._fell_at = now
 
     def mbps(self, estimates: Iterable[tuple[float, RateEstimate | None]], now: float) -> float:
-        """`estimates` of its links, each with when it was last more than a bound."""
+        """The line's rate; `estimates`: of its links, each with `firm_at`."""
         since = max(now - PEAK_SECONDS, self._fell_at + SUM_SECONDS)
         rates = [rate for at, rate in self._sums if at >= since]
         rates += [e.bytes_per_second for at, e in estimates if e is not None and at >= self._fell_at]
@@ -319,7 +319,7 @@ class OwnLine:
 
 
 def counted(seconds: Iterable[float]) -> int:
-    """How many transfers, that were under way for these times, share a link."""
+    """How many of the transfers with these durations count as sharing a link."""
     times = list(seconds)
     longest = max(times, default=0.0)
     return max(1, sum(each >= SHARE_OF_BUSY * longest for each in times))
@@ -328,8 +328,8 @@ def counted(seconds: Iterable[float]) -> int:
 def after(
     known: RateEstimate | None, report: ProbeReport, line: float, now: float, others_seconds: float = math.inf
 ) -> RateEstimate:
-    """The estimate with what a report adds to it. `line`: bytes a second of all transfers that were under way then, for
-    how long in all the others among them."""
+    """The estimate updated by a report. `line`: bytes per second of all transfers at that time; `others_seconds`: the total duration of
+    the others."""
     alone = 1.0 - others_seconds / report.seconds if report.seconds > 0 else 0.0
     low, high = bounds(report.bytes_per_second, line=line, sure=report.sure, alone=alone)
     if known is None:
@@ -339,24 +339,24 @@ def after(
 
 
 def corrected(report: ProbeReport, known: float, sent: float) -> ProbeReport:
-    """The report as far as our own count bears it out: a link of `known` bytes a second over which `sent` went a moment ago
-    did not fall far below that, whatever its far end says. What still waits may be counted as sent, so it raises nothing."""
+    """The report, limited by our own count: a link of rate `known` that carried `sent` a moment ago did not fall far below that, whatever
+    the other end reports. Bytes still in buffers count as sent, so this never raises a rate above `known`."""
     return replace(report, bytes_per_second=max(report.bytes_per_second, min(known, sent / FALL)))
 
 
 def held(stood: float, rate: float) -> float:
-    """What a rate stands at: it rises with it, and falls once it fell by much."""
+    """The rate with hysteresis: follows rises at once, and falls only by a factor FALL."""
     return rate if rate >= stood or rate * FALL <= stood else stood
 
 
 def differ(one: float, two: float) -> bool:
-    """Whether two figures differ so much that others should know."""
+    """Whether two figures differ so much that the new one is to be published."""
     small, large = sorted((one, two))
     return large > NOTICED * small
 
 
 @lru_cache(maxsize=1 << 16)
 def tie_break(one: PeerId, two: PeerId) -> float:
-    """A number in [0, 1) that both draw for each other."""
+    """A pseudo-random number in [0, 1), the same for both peers."""
     drawn = hashlib.sha256("/".join(sorted((one, two))).encode()).digest()
     return int.from_bytes(drawn[:6], "big") / 2**48

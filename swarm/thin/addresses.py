@@ -14,11 +14,11 @@ HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
 class Target:
     host: str
     port: int
-    peer: PeerId  # who has to answer there
+    peer: PeerId  # that has to answer there
 
 
 def parse(address: str) -> Target:
-    """Of a full multiaddr. ValueError, in one line, for what is none, and for what only a peer can dial."""
+    """The target of a full multiaddr. Raises ValueError, in one line, for other texts, and for addresses that only a peer can dial."""
     where, _, peer = address.rpartition("/p2p/")
     if not is_peer_id(peer) or not where.startswith("/"):
         raise ValueError(f"{address[:200]!r} is not a multiaddr that ends in /p2p/<peer id>")
@@ -30,7 +30,7 @@ def parse(address: str) -> Target:
 
 
 def dialable(addresses: tuple[str, ...]) -> tuple[Target, ...]:
-    """Those of a peer's addresses that can be dialled, in their order."""
+    """The targets of those of a peer's addresses that can be dialled, in their order."""
     found = []
     for address in addresses:
         try:

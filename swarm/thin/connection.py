@@ -1,8 +1,8 @@
 """A connection to one peer through py-libp2p: TCP, Noise, Yamux, and a protocol chosen for each stream. Runs in trio;
 knows nothing of frames.
 
-What py-libp2p raises depends on where a connection breaks, so everything of its own ends here: the rest meets
-PeerUnreachable, UnknownProtocol, and streams that end.
+py-libp2p's exceptions depend on where a connection breaks, so all of them are caught here: callers see PeerUnreachable,
+UnknownProtocol, and streams that end.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from fusion.swarm.transport import PeerId
 logger = logging.getLogger(__name__)
 
 NOISE, YAMUX = TProtocol("/noise"), TProtocol("/yamux/1.0.0")
-DIAL_SECONDS = 8.0  # to an address, until streams can be opened there
+DIAL_SECONDS = 8.0  # to one address, until streams can be opened
 OPEN_SECONDS = 8.0
-LINGER_SECONDS = 1.0  # for the other end of a stream that we ended to end it as well
+LINGER_SECONDS = 1.0  # for the remote end to end a stream that we ended
 CHUNK_BYTES = 64 * 1024
 LINE_CHARACTERS = 150
 
 
 class Connection:
-    """Made by `await Connection.dial(...)`; lives in the nursery that it was given, until one of the two ends it."""
+    """Made by `await Connection.dial(...)`; runs in its `nursery` until either side ends it."""
 
     def __init__(self, peer: PeerId, muxer: Yamux) -> None:
         self.peer = peer
@@ -50,7 +50,7 @@ class Connection:
 
     @classmethod
     async def dial(cls, target: Target, identity: Identity, nursery: trio.Nursery) -> Self:
-        """Raises PeerUnreachable where nobody answers, or somebody else."""
+        """Raises PeerUnreachable where nobody, or another peer, answers."""
         tcp: trio.SocketStream | None = None
         try:
             with trio.fail_after(DIAL_SECONDS):
@@ -62,7 +62,7 @@ class Connection:
                 await muxer.event_started.wait()
                 return connection
         except BaseException as error:
-            # py-libp2p raises whatever its parts do; or another address has answered
+            # py-libp2p may raise anything; or cancelled, as another address has answered
             if tcp is not None:
                 await trio.aclose_forcefully(tcp)
             if not isinstance(error, Exception):
@@ -79,9 +79,9 @@ class Connection:
         try:
             with trio.fail_after(OPEN_SECONDS):
                 stream = await self._muxer.open_stream()
-                choice, words = MultiselectClient(), MultiselectCommunicator(stream)
-                await choice.handshake(words)
-                await choice.try_select(words, TProtocol(protocol))
+                client, communicator = MultiselectClient(), MultiselectCommunicator(stream)
+                await client.handshake(communicator)
+                await client.try_select(communicator, TProtocol(protocol))
                 return stream
         except Exception as error:  # as above
             if stream is not None:
@@ -104,7 +104,7 @@ class Connection:
             await self.aclose()
 
     async def _refuse_streams(self) -> None:
-        """A client serves nothing; peers ask what it is (libp2p's identify), and go on without an answer."""
+        """A client serves nothing; peers open libp2p's identify streams, and go on without an answer."""
         with suppress(Exception):  # as above: the connection has ended
             while True:
                 stream = await self._muxer.accept_stream()
@@ -113,8 +113,8 @@ class Connection:
 
 
 async def splice(stream: YamuxStream, local: trio.SocketStream) -> None:
-    """Pass bytes on, both ways, until one of the two ends; then the other one ends too. Nothing is kept here beyond a
-    chunk each way: who does not read holds up the other."""
+    """Relay bytes, both ways, until one of the two ends; then end the other one, too. Backpressure: at most one chunk each way is
+    buffered here."""
     try:
         async with trio.open_nursery() as nursery:
             inward = trio.Event()
@@ -124,7 +124,7 @@ async def splice(stream: YamuxStream, local: trio.SocketStream) -> None:
                 await inward.wait()
             nursery.cancel_scope.cancel()
     finally:
-        await _reset(stream)  # does nothing to one that has ended both ways
+        await _reset(stream)  # no-op on one that has ended both ways
         await trio.aclose_forcefully(local)
 
 
@@ -132,7 +132,9 @@ async def _inward(stream: YamuxStream, local: trio.SocketStream, ended: trio.Eve
     try:
         while True:
             await local.send_all(await stream.read(CHUNK_BYTES))
-    except Exception as error:  # as above: its end, a reset, a connection that is gone; or ours was closed
+    except (
+        Exception
+    ) as error:  # as above: the stream ended, was reset or lost its connection; or our end was closed
         logger.debug("nothing more from %s: %r", stream.muxed_conn.peer_id, error)
     finally:
         ended.set()
@@ -162,9 +164,9 @@ async def _upgraded(tcp: trio.SocketStream, peer: PeerId, identity: Identity) ->
 
 
 async def _choose(connection: RawConnection, protocol: TProtocol) -> None:
-    choice, words = MultiselectClient(), MultiselectCommunicator(connection)
-    await choice.handshake(words)
-    await choice.try_select(words, protocol)
+    client, communicator = MultiselectClient(), MultiselectCommunicator(connection)
+    await client.handshake(communicator)
+    await client.try_select(communicator, protocol)
 
 
 async def _reset(stream: YamuxStream) -> None:
@@ -173,7 +175,7 @@ async def _reset(stream: YamuxStream) -> None:
 
 
 def _reason(error: Exception, seconds: float) -> str:
-    """In one line."""
+    """The innermost cause, in one line."""
     if isinstance(error, trio.TooSlowError):
         return f"no answer within {seconds:g} s"
     innermost: BaseException = error

@@ -16,7 +16,7 @@ from fusion.swarm.thin.connection import Connection, splice
 from fusion.swarm.thin.trio_thread import TrioThread
 from fusion.swarm.transport import PeerId
 
-STAGGER_SECONDS = 0.25  # from dialling one address of a peer to dialling the next
+STAGGER_SECONDS = 0.25  # between dialling one address of a peer and the next
 
 
 class Dialer:
@@ -26,15 +26,15 @@ class Dialer:
         self._connections: dict[PeerId, Connection] = {}
         self._dialling: defaultdict[PeerId, trio.Lock] = defaultdict(trio.Lock)
         self._open = 0  # streams
-        self._closed = trio.Event()  # the last of them is
+        self._closed = trio.Event()  # set when the last of them has ended
 
     def is_connected(self, peer: PeerId) -> bool:
-        """May be asked from any thread."""
+        """Whether there is a live connection. Thread-safe."""
         connection = self._connections.get(peer)
         return connection is not None and connection.alive
 
     async def connect(self, *targets: Target) -> Connection:
-        """To the peer of all of them, at the first that answers. Raises PeerUnreachable."""
+        """The connection to the one peer of these targets, dialled at the first that answers. Raises PeerUnreachable."""
         peer = targets[0].peer
         async with self._dialling[peer]:
             connection = self._connections.get(peer)
@@ -43,8 +43,8 @@ class Dialer:
             return connection
 
     async def _first_of(self, targets: Sequence[Target]) -> Connection:
-        """Each is dialled a moment after the one before it, or once that has failed: those of a peer's own network come first,
-        and from elsewhere nobody answers there. Raises what was wrong with the first of them."""
+        """Dial each target STAGGER_SECONDS after the one before, or once that has failed: addresses of a peer's own network come
+        first, which from elsewhere do not answer. Raises the first target's error."""
         found, failures = list[Connection](), dict[Target, PeerUnreachable]()
 
         async def dial(target: Target, failed: trio.Event) -> None:
@@ -71,16 +71,16 @@ class Dialer:
         return found[0]
 
     async def open(self, peer: PeerId, targets: tuple[Target, ...], protocol: str) -> socket.socket:
-        """A stream to the peer: one end of a pair of sockets, on which first comes an empty message, as p2pd's answer
-        would. Raises PeerUnreachable, UnknownProtocol."""
+        """A stream to the peer, as one end of a socket pair. Its first message is an empty one, in place of p2pd's answer. Raises
+        PeerUnreachable, UnknownProtocol."""
         if not targets:
             raise PeerUnreachable(f"cannot reach {peer}: nobody says where it listens")
         connection = await self.connect(*targets)
         try:
             stream = await connection.open(protocol)
         except PeerUnreachable:
-            # It may be as good as gone, which TCP notices after a quarter of an hour: whoever comes next dials anew. Should it
-            # only be slow, what is under way there goes on.
+            # The connection may be dead, which TCP notices only after a quarter of an hour: the next caller dials again. If it is
+            # only slow, its open streams go on.
             if self._connections.get(peer) is connection:
                 del self._connections[peer]
             raise
@@ -88,7 +88,7 @@ class Dialer:
         local = trio.SocketStream(trio.socket.from_stdlib_socket(far))
         await local.send_all(delimited(b""))
 
-        async def pass_on() -> None:
+        async def relay() -> None:
             self._open += 1
             try:
                 await splice(stream, local)
@@ -97,11 +97,11 @@ class Dialer:
                 if not self._open:
                     self._closed.set()
 
-        self._thread.nursery.start_soon(pass_on)
+        self._thread.nursery.start_soon(relay)
         return near
 
     async def aclose(self, seconds: float) -> None:
-        """Wait so long for streams whose other end was closed to end everywhere, then hang up."""
+        """Wait up to `seconds` for streams that were closed here to end at the peers, too, then close all connections."""
         if self._open:
             self._closed = trio.Event()
             with trio.move_on_after(seconds):

@@ -1,12 +1,12 @@
-"""`/fusion/directory/1`: the directory for clients that have no part in the DHT, as a peer serves it.
+"""`/fusion/directory/1`: a peer serves the directory to clients that have no part in the DHT.
 
-A peer looks up what a client asks it for, and hands the records on as their authors signed them: the client checks them as
-every reader does (`fusion.swarm.thin.remote_directory`), so a peer can leave records out and cannot make any up.
+The peer looks up the keys of a request and returns the records as their authors signed them. The client checks them as every
+reader does (`fusion.swarm.thin.remote_directory`), so a peer can leave records out but not forge any.
 
     read {keys} -> values {key, now}, its payload a msgpack list of sealed records, for each key in turn; then done {}
 
-`now` is the swarm's clock at the peer, in unix seconds: the client's own may be wrong by more than records live. Of as many keys
-as an answer has room for: the first ones, at least one. A client asks again for the rest.
+`now` is the swarm's clock at the peer, in unix seconds: the client's own may be wrong by more than records live. An answer has as
+many keys as fit, the first ones, at least one. The client requests the rest again.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from fusion.swarm.protocol import DIRECTORY
 from fusion.swarm.streams.frame_stream import FrameStream
 from fusion.swarm.transport import Frame, Stream
 
-MAX_KEYS = 64  # in one question
+MAX_KEYS = 64  # in one request
 KEY_BYTES = 1 << 20  # of records under one key, in an answer
 ANSWER_BYTES = 4 << 20  # in all
-# What clients may have looked up, in keys: each, and all of them together.
+# How many keys each client, and all clients together, may have looked up.
 CLIENT = BudgetConfig(per_second=32.0, burst=1024.0)
 EVERYBODY = BudgetConfig(per_second=256.0, burst=8192.0)
-# And beside a key what was found under it, once it was looked up: its signatures are checked, and other nodes told it.
+# Charged after a lookup in addition, for checked signatures and bytes received: per record, and per KiB.
 RECORD, KIB = 0.1, 0.04
-# What other nodes give us for clients, in their tokens (`fusion.swarm.dht.service`): half of what they give a peer, so that our own
-# claims always find theirs. A question, and what is told in answer.
+# Our use of other nodes for clients, in their tokens (`fusion.swarm.dht.service`): half of a peer's budget there, so that our own
+# claims keep the other half. The costs of a key, and of a KiB of the answer.
 OURS = BudgetConfig(per_second=BudgetConfig.per_second / 2, burst=BudgetConfig.burst / 2)
 OUR_KEY, OUR_KIB = 1.25, 0.05
-TOLD_SECONDS = 0.5  # for which what was found is told again
-TOLD_BYTES = 16 << 20  # of records that are remembered for that
-SUBNET_CLIENTS = 4  # a network may use as much of us as so many clients
+CACHE_SECONDS = 0.5  # for which records that were looked up are served again
+CACHE_BYTES = 16 << 20  # of such records
+SUBNET_CLIENTS = 4  # the budget of a public network, in clients'
 BUSY = "busy: ask less"
 
 _KEY = re.compile(r"(peers|jobs|links)/[0-9]{1,2}|claims/[0-9a-f]{64}/[0-9]{1,5}|providers/[0-9a-f]{64}")
 
 
 class SealedDirectory(Protocol):
-    """What a peer's directory offers beside `fusion.swarm.directory.api.Directory`."""
+    """The part of a peer's directory beside `fusion.swarm.directory.api.Directory` that the server needs."""
 
     def now(self) -> float: ...
 
@@ -55,11 +55,11 @@ class SealedDirectory(Protocol):
 
 
 class DirectoryServer:
-    """`attend` for each stream of the protocol. Keys are paid for before they are looked up, what was found under them
+    """`serve_stream` for each stream of the protocol. Keys are charged before they are looked up, the records found
     afterwards."""
 
     def __init__(self, directory: SealedDirectory, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds that only rise."""
+        """`clock`: monotonic seconds."""
         self._directory = directory
         self._clients = RequestBudget(CLIENT, clock)
         self._subnets = RequestBudget(
@@ -68,11 +68,11 @@ class DirectoryServer:
         )
         self._everybody = RequestBudget(EVERYBODY, clock)
         self._ours = RequestBudget(OURS, clock)
-        self._told: TTLCache[str, Sequence[bytes]] = TTLCache(
-            TOLD_BYTES, TOLD_SECONDS, clock, lambda records: 1024 + _size(records)
+        self._cache: TTLCache[str, Sequence[bytes]] = TTLCache(
+            CACHE_BYTES, CACHE_SECONDS, clock, lambda records: 1024 + _size(records)
         )
 
-    async def attend(self, stream: Stream) -> None:
+    async def serve_stream(self, stream: Stream) -> None:
         frame = await stream.receive()
         if frame.kind != "read":
             raise FrameError(f"{DIRECTORY.name} knows read, not {frame.kind!r:.40}")
@@ -86,25 +86,25 @@ class DirectoryServer:
         total = 0
         for key in keys:
             records = found[key]
-            told, size = [], 0
+            fitting, size = [], 0
             for data in records:
                 size += len(data)
                 if size > KEY_BYTES:
                     break
-                told.append(data)
+                fitting.append(data)
             total += min(size, KEY_BYTES)
             if total > ANSWER_BYTES and key != keys[0]:
                 break
-            await stream.send("values", {"key": key, "now": self._directory.now()}, [msgpack.packb(told)])
+            await stream.send("values", {"key": key, "now": self._directory.now()}, [msgpack.packb(fitting)])
         await stream.send("done")
 
     async def _look_up(
         self, keys: Sequence[str], accounts: Sequence[tuple[RequestBudget, str]]
     ) -> dict[str, Sequence[bytes]]:
-        """ValueError where clients have used up what other nodes give us for them."""
-        found = {key: told for key in keys if (told := self._told.get(key)) is not None}
+        """Raises ValueError where clients have used up our budget at other nodes."""
+        found = {key: cached for key in keys if (cached := self._cache.get(key)) is not None}
         unknown = [key for key in keys if key not in found]
-        # The directory looks peers and jobs up no more often by itself, however many ask.
+        # The directory caches peers and jobs itself, so reads of them cost no lookup.
         searched = [key for key in unknown if not key.startswith(("peers/", "jobs/"))]
         if not self._ours.spend("", OUR_KEY * len(searched)):
             raise ValueError(BUSY)
@@ -115,8 +115,8 @@ class DirectoryServer:
             self._ours.charge("", OUR_KIB * kib)
             for budget, account in accounts:
                 budget.charge(account, RECORD * len(found[key]) + KIB * kib)
-            if 1024 + 1024 * kib <= TOLD_BYTES:
-                self._told[key] = found[key]
+            if 1024 + 1024 * kib <= CACHE_BYTES:
+                self._cache[key] = found[key]
         return found
 
 

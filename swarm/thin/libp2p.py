@@ -1,7 +1,7 @@
-"""py-libp2p, imported for less: of its seven hundred modules a client that dials over TCP needs sixty.
+"""Imports py-libp2p without its unused parts: of its seven hundred modules a client that dials over TCP needs sixty.
 
-Its `__init__` loads every transport, discovery and the DHT, and its types name those of QUIC, of RSA and of secp256k1 keys.
-Peers of ours have Ed25519 keys; whoever shows another is refused.
+Its `__init__` loads every transport, discovery and the DHT, and its annotations name types of QUIC, RSA and secp256k1. Our peers
+have Ed25519 keys; any other is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PACKAGES = (
 
 
 class _Unused:
-    """Stands for a class that is named and not used."""
+    """A stand-in for a class that is named but not used."""
 
     @staticmethod
     def from_bytes(data: bytes) -> None:
@@ -39,14 +39,14 @@ _UNUSED = {
 
 
 def keep_quiet() -> None:
-    """It logs as errors what it raises as well, and what others' mistakes are: one line is enough, unless somebody debugs."""
+    """Silence its log, unless debugging: it logs as errors what it also raises, and others' mistakes."""
     if not logging.getLogger().isEnabledFor(logging.DEBUG):
         logging.getLogger("libp2p").setLevel(logging.CRITICAL)
 
 
 @contextmanager
 def lean_libp2p() -> Iterator[None]:
-    """Imports in the block take a quarter of the CPU time that `import libp2p` takes."""
+    """Imports in the block take a quarter of the CPU time of `import libp2p`."""
     for name in _PACKAGES:
         skip_contents(name)
     for name, contents in _UNUSED.items():
@@ -56,5 +56,5 @@ def lean_libp2p() -> Iterator[None]:
 
 
 def forget_libp2p() -> None:
-    """After an import that failed because a release has its parts elsewhere: the next one is of the whole."""
+    """Undo a failed lean import (another release with other modules), so that the next import loads all of it."""
     forget("libp2p")

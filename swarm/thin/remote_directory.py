@@ -1,5 +1,5 @@
-"""The directory, as a client without the DHT has it: what peers tell over `/fusion/directory/1`
-(`fusion.swarm.thin.directory_server`), checked as every reader checks it."""
+"""The directory for a client without the DHT: read from peers over `/fusion/directory/1` (`fusion.swarm.thin.directory_server`), and
+checked as by every reader."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SKEW_SECONDS = 1.0  # by which our clock may differ from the swarm's before the 
 
 
 class RemoteDirectory(DirectoryByKey):
-    """Implements `fusion.swarm.directory.api.Directory`, read only: what peers find for us. `gateway` gives the peer to ask,
-    `doubt` is told of one that did not answer, `learn` where peers listen."""
+    """Implements `fusion.swarm.directory.api.Directory`, read only, through peers. `gateway` gives the peer to query, `doubt` is
+    called with one that did not answer, `learn` with the addresses of peers."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class RemoteDirectory(DirectoryByKey):
         self._doubt = doubt
         self._learn = learn
         self._clock = clock
-        self._ahead = 0.0  # of our clock, the swarm's
-        self._reads: dict[str, asyncio.Future[list[Record]]] = {}  # waiting for the next question
+        self._ahead = 0.0  # seconds by which the swarm's clock is ahead of ours
+        self._reads: dict[str, asyncio.Future[list[Record]]] = {}  # waiting for the next request
         self._readers: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
@@ -81,7 +81,7 @@ class RemoteDirectory(DirectoryByKey):
     async def records(
         self, keys: Sequence[str], kind: type[R], *, max_age_seconds: float = 0.0
     ) -> tuple[R, ...]:
-        """What is asked for at the same moment goes in one question."""
+        """As in `DirectoryByKey`. Reads at the same moment share one request."""
         loop = asyncio.get_running_loop()
         if not self._reads:
             reader = loop.create_task(self._read())
@@ -92,29 +92,29 @@ class RemoteDirectory(DirectoryByKey):
         return tuple(record for records in found for record in records if isinstance(record, kind))
 
     async def _read(self) -> None:
-        await asyncio.sleep(0)  # let everybody who is ready now ask
+        await asyncio.sleep(0)  # let all callers that are ready now join
         reads, self._reads = self._reads, {}
         keys = list(reads)
-        questions = [self._read_some(keys[at : at + MAX_KEYS], reads) for at in range(0, len(keys), MAX_KEYS)]
-        await asyncio.gather(*questions)
+        requests = [self._read_some(keys[at : at + MAX_KEYS], reads) for at in range(0, len(keys), MAX_KEYS)]
+        await asyncio.gather(*requests)
 
     async def _read_some(self, keys: Sequence[str], reads: dict[str, asyncio.Future[list[Record]]]) -> None:
         try:
             left = list(keys)
             while left:
-                for key in await self._ask(left, reads):
+                for key in await self._query(left, reads):
                     left.remove(key)
-        except Exception as error:  # whoever reads a key is told why it was not read
+        except Exception as error:  # raised in the callers
             for key in keys:
                 if not reads[key].done():
                     reads[key].set_exception(error)
-                    reads[key].exception()  # whoever asked may have gone
+                    reads[key].exception()  # marks it retrieved: the caller may be gone
         finally:
             for key in keys:
-                reads[key].cancel()  # nothing to those that are done
+                reads[key].cancel()  # no-op on those that are done
 
-    async def _ask(self, keys: Sequence[str], reads: dict[str, asyncio.Future[list[Record]]]) -> list[str]:
-        """Ask for these keys, the peer that answers; those that it told of. Raises SwarmError."""
+    async def _query(self, keys: Sequence[str], reads: dict[str, asyncio.Future[list[Record]]]) -> list[str]:
+        """Query these keys from a peer that answers; returns the keys in its answer. Raises SwarmError."""
         failure: Exception | None = None
         while True:
             try:
@@ -123,39 +123,39 @@ class RemoteDirectory(DirectoryByKey):
                 raise failure or error from None
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
-                    return await self._ask_one(peer, keys, reads)
+                    return await self._query_peer(peer, keys, reads)
             except UnknownProtocol:
                 raise UnknownProtocol(
                     f"{peer} is of an older release, which tells clients nothing of the swarm; ask another with --peer"
                 ) from None
             except (PeerUnreachable, StreamBroken, StreamClosed, TimeoutError) as error:
                 silent = isinstance(error, TimeoutError)
-                told = PeerUnreachable(f"{peer} does not answer") if silent else error
-                if failure is not None and str(failure) == str(told):
+                latest = PeerUnreachable(f"{peer} does not answer") if silent else error
+                if failure is not None and str(failure) == str(latest):
                     raise failure from None
-                failure = told
+                failure = latest
                 self._doubt(peer)
 
-    async def _ask_one(
+    async def _query_peer(
         self, peer: PeerId, keys: Sequence[str], reads: dict[str, asyncio.Future[list[Record]]]
     ) -> list[str]:
         stream = await self._transport.open(peer, DIRECTORY.name)
-        told: list[str] = []
+        answered: list[str] = []
         try:
             await stream.send("read", {"keys": list(keys)})
             while (frame := checked(await stream.receive())).kind == "values":
-                key, records = self._opened(frame, keys[len(told)] if len(told) < len(keys) else "")
-                told.append(key)
+                key, records = self._opened(frame, keys[len(answered)] if len(answered) < len(keys) else "")
+                answered.append(key)
                 if not reads[key].done():
                     reads[key].set_result(records)
         finally:
             stream.abort()
-        if frame.kind != "done" or not told:
+        if frame.kind != "done" or not answered:
             raise RemoteError(f"{peer} answers {frame.kind!r:.40} where values are due")
-        return told
+        return answered
 
     def _opened(self, frame: Frame, key: str) -> tuple[str, list[Record]]:
-        """The records of an answer that pass every check. FrameError for what is no answer about this key."""
+        """The key and those records of an answer that pass every check. Raises FrameError for an answer that is not about `key`."""
         now = frame.header.get("now")
         if frame.header.get("key") != key or not isinstance(now, float):
             raise FrameError(f"values of {frame.header.get('key')!r:.100} where those of {key} were due")

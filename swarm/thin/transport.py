@@ -1,9 +1,9 @@
-"""The transport of a client without p2pd: py-libp2p dials, in a thread of trio's (`fusion.swarm.thin.trio_thread`).
+"""The transport of a client without p2pd: py-libp2p dials, in a thread that runs trio (`fusion.swarm.thin.trio_thread`).
 
-A stream is a pair of sockets: the frames are read and written at one end as at one of p2pd's, with the same caps, waits and
-ends (`fusion.swarm.streams.frame_stream`); at the other end the bytes go on to libp2p as they are.
+A stream is a socket pair: at one end frames are read and written as on p2pd's sockets, with the same caps, backpressure and ends
+(`fusion.swarm.streams.frame_stream`); at the other end the bytes are relayed to libp2p.
 
-Imports neither py-libp2p nor trio before something is dialled.
+Imports py-libp2p and trio only at the first dial.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KNOWN_PEERS = 1024  # whose addresses are remembered
-STAGGER_SECONDS = 0.25  # from dialling one of several peers to dialling the next
+STAGGER_SECONDS = 0.25  # between dialling one of several peers and the next
 FLUSH_SECONDS = 0.5  # for the ends of streams to reach the peers
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThinConfig:
     identity: Identity
-    ways: tuple[str, ...]  # multiaddrs of peers, any of which will do
+    ways: tuple[str, ...]  # multiaddrs of peers, any of which may be the gateway
     authorizer: Authorizer | None = None  # of a closed swarm
     limits: FrameLimits = FrameLimits(payload_bytes=MAX_PASSED_BYTES)  # noqa: RUF009 - frozen
-    # Payloads that are taken on a stream, by protocol, as their lists say; of others those that `limits` allow.
+    # The largest payload accepted on a stream, by protocol (`fusion.swarm.protocol`); of others that of `limits`.
     answer_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -54,16 +54,16 @@ class ThinConfig:
 
 
 class ThinTransport:
-    """Implements `fusion.swarm.transport.Guided` for a command: it opens streams and serves none. `through` is the peer
-    that is asked for what any peer can tell."""
+    """Implements `fusion.swarm.transport.Guided` for a command: it opens streams and serves none. `through` is its
+    gateway."""
 
     def __init__(self, config: ThinConfig) -> None:
         self.peer_id = config.identity.peer_id
         self.through: PeerId | None = None
         self._config = config
         self._named = {target.peer for target in dialable(config.ways)}
-        self._known: dict[PeerId, tuple[str, ...]] = {}  # learned of last comes last
-        self._failed: set[PeerId] = set()  # that are asked last, if at all
+        self._known: dict[PeerId, tuple[str, ...]] = {}  # oldest first
+        self._failed: set[PeerId] = set()  # tried last
         self._counter = TrafficCounter()
         self._streams: set[FrameStream] = set()
         self._trio: TrioThread | None = None
@@ -76,8 +76,8 @@ class ThinTransport:
         return ()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """A peer listens at these multiaddrs. Of more than KNOWN_PEERS those are forgotten that were learned of the longest ago, but
-        neither those that we are connected with nor those that the user named."""
+        """Remember the multiaddrs of a peer. Beyond KNOWN_PEERS the oldest are dropped, except connected peers and those that the user
+        named."""
         found = tuple(address for address in addresses if dialable((address,)))
         if not found:
             return
@@ -93,8 +93,8 @@ class ThinTransport:
         return peer in self._named or (self._trio is not None and self._dialer.is_connected(peer))
 
     async def gateway(self) -> PeerId:
-        """The same as before while it answers, else any that does."""
-        async with self._moving:  # whoever comes meanwhile finds it done
+        """The same peer as before while it answers, else any that does."""
+        async with self._moving:  # callers that wait for it find the new gateway
             if self.through is None or self.through in self._failed:
                 ways: dict[PeerId, dict[str, None]] = {}
                 for address in chain(self._config.ways, *self._known.values()):
@@ -104,14 +104,14 @@ class ThinTransport:
             return self.through
 
     def doubt(self, peer: PeerId) -> None:
-        """It did not answer: others are asked from now on, as far as there are any."""
+        """The peer did not answer: prefer others from now on."""
         self._failed.add(peer)
 
     async def connect(self, address: str) -> PeerId:
         return await self._connect((address,))
 
     async def _connect(self, addresses: tuple[str, ...]) -> PeerId:
-        """To the peer of all of them."""
+        """Connect to the one peer of these addresses."""
         targets = [parse(address) for address in addresses]
         peer = targets[0].peer
         self.learn(peer, dict.fromkeys((*self._known.get(peer, ()), *addresses)))
@@ -135,7 +135,7 @@ class ThinTransport:
         loop = asyncio.get_running_loop()
         if near.family == getattr(socket, "AF_UNIX", None):
             await loop.create_unix_connection(lambda: stream, sock=near)
-        else:  # Windows has pairs of TCP sockets only
+        else:  # Windows has only TCP socket pairs
             await loop.create_connection(lambda: stream, sock=near)
         return stream
 
@@ -146,11 +146,11 @@ class ThinTransport:
         return self._counter.snapshot()
 
     def has_received_from(self, peer: PeerId) -> bool:
-        """Whether it has said anything to us."""
+        """Whether we have received anything from it."""
         return self._counter.snapshot().get(peer, Traffic()).received_bytes > 0
 
     async def aclose(self) -> None:
-        """Hang up on everybody, and see to it that they know. Idempotent."""
+        """Close every stream and connection, waiting briefly until the peers have seen it. Idempotent."""
         for stream in list(self._streams):
             stream.abort()
         if self._trio is not None:
@@ -169,8 +169,8 @@ class ThinTransport:
             return self._trio
 
     async def _first_of(self, peers: list[tuple[str, ...]]) -> PeerId:
-        """The first that answers of the peers that have these addresses: each is dialled a moment after the one before it, or
-        once that has failed. Raises PeerUnreachable with what the first of them said."""
+        """The first that answers of the peers with these addresses: each is dialled STAGGER_SECONDS after the one before, or once
+        that has failed. Raises the first one's PeerUnreachable."""
         waiting, tasks = list(peers), list[asyncio.Task[PeerId]]()
         try:
             while True:

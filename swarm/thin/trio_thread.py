@@ -1,7 +1,7 @@
-"""A thread in which trio runs, beside the event loop that everything else runs in: py-libp2p knows trio alone.
+"""A thread that runs trio, beside the asyncio event loop of everything else: py-libp2p needs trio.
 
-What is called there runs in a task of its own; whoever waits for it in asyncio is woken with its result. Streams do not go
-through here: each has a pair of sockets, one end in either loop (`fusion.swarm.thin.transport`).
+Each call runs in a trio task of its own, and its asyncio caller gets the result. Streams do not pass through here: each has a
+socket pair, one end in either loop (`fusion.swarm.thin.transport`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ ENDED = "the thread has ended"
 
 
 class TrioThread:
-    """`start`, then `call`s, then `aclose`. `nursery` is for what is to live as long as the thread."""
+    """`start`, then `call`s, then `aclose`. `nursery`: for tasks that live as long as the thread."""
 
     def __init__(self) -> None:
         self.nursery: trio.Nursery
         self._token: trio.lowlevel.TrioToken
         self._ending: trio.Event
         self._running: futures.Future[None] = futures.Future()
-        # A daemon: what hangs in a library's code must not keep the command from ending.
+        # A daemon: library code that hangs must not keep the command from ending.
         self._thread = threading.Thread(target=self._main, name="trio", daemon=True)
 
     async def start(self) -> None:
@@ -41,8 +41,8 @@ class TrioThread:
     async def call(
         self, work: Callable[..., Awaitable[T]], *arguments: Any, unused: Callable[[T], object] | None = None
     ) -> T:
-        """What `work` gives, run in trio, or raises. Where the wait for it is cancelled, so is it; a result that comes all the
-        same is given to `unused`."""
+        """Run `work` in trio, and return its result or raise its error. Cancelling the call cancels the work; a result that it still
+        returns is passed to `unused`."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
         scope = trio.CancelScope()
@@ -58,15 +58,15 @@ class TrioThread:
 
         async def run() -> None:
             result: T | None = None
-            error: Exception | None = RuntimeError(ENDED)  # of what is cancelled from within
+            error: Exception | None = RuntimeError(ENDED)  # where it is cancelled from within
             try:
                 with scope:
                     try:
                         result, error = await work(*arguments), None
-                    except Exception as caught:  # for whoever waits for it, not for the thread
+                    except Exception as caught:  # raised in the caller, not in the thread
                         error = caught
             finally:
-                with suppress(RuntimeError):  # the other loop is closed: nobody waits
+                with suppress(RuntimeError):  # the other loop is closed
                     loop.call_soon_threadsafe(deliver, result, error)
 
         try:
@@ -81,19 +81,19 @@ class TrioThread:
             raise
 
     async def aclose(self) -> None:
-        """End everything that runs there. Idempotent."""
+        """End the thread and all that runs there. Idempotent."""
         if not self._thread.is_alive():
             return
         with suppress(trio.RunFinishedError):
             self._token.run_sync_soon(self._ending.set)
         async with asyncio.timeout(CLOSE_SECONDS):
-            while self._thread.is_alive():  # a wait in another thread could not be given up
+            while self._thread.is_alive():  # not joined in another thread: that wait could not be cancelled
                 await asyncio.sleep(0.002)
 
     def _main(self) -> None:
         try:
             trio.run(self._until_ending)
-        except BaseException as error:  # told to whoever started it, or nobody is left to tell
+        except BaseException as error:  # raised in `start`, if that still waits
             if not self._running.done():
                 self._running.set_exception(error)
             logger.debug("trio ended: %r", error)

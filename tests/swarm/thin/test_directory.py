@@ -82,7 +82,7 @@ async def world(
     ):
         published = MemoryDirectory(network, peer, clock or Clock())
         told = Told(published)
-        await there.serve(DIRECTORY.name, handler or DirectoryServer(told, Clock()).attend)
+        await there.serve(DIRECTORY.name, handler or DirectoryServer(told, Clock()).serve_stream)
         made: World
 
         async def gateway() -> PeerId:
@@ -327,10 +327,10 @@ def test_what_was_just_found_is_not_looked_up_again() -> None:
         clock, full = Clock(), Full()
         server = DirectoryServer(full, clock)
         for n in range(20):
-            await server.attend(Asker(f"client{n}", [f"providers/{'a' * 64}"]))  # type: ignore[arg-type]
+            await server.serve_stream(Asker(f"client{n}", [f"providers/{'a' * 64}"]))  # type: ignore[arg-type]
         assert full.asked == 1
-        clock.now += directory_server.TOLD_SECONDS
-        await server.attend(Asker("client", [f"providers/{'a' * 64}"]))  # type: ignore[arg-type]
+        clock.now += directory_server.CACHE_SECONDS
+        await server.serve_stream(Asker("client", [f"providers/{'a' * 64}"]))  # type: ignore[arg-type]
         assert full.asked == 2
 
     asyncio.run(main())
@@ -343,7 +343,7 @@ def test_full_keys_cost_a_client_what_they_cost_us_and_all_clients_half_of_what_
 
         async def read(client: str) -> None:
             key = f"providers/{full.asked:064x}"
-            await server.attend(Asker(client, [key]))  # type: ignore[arg-type]
+            await server.serve_stream(Asker(client, [key]))  # type: ignore[arg-type]
 
         with pytest.raises(ValueError, match=BUSY):
             for _ in range(30):
