@@ -37,13 +37,13 @@ def test_peers_that_measured_few_of_the_others_know_the_way_to_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "rtt_ms"),
+    ("claimed", "rtt_ms"),
     [((9999.0, 9999.0), None), ((-9999.0, 9999.0), 300.0), ((0.0, 0.0), 3000.0), (None, 3000.0)],
 )
 def test_one_neighbour_that_says_what_is_not_so_moves_us_little(
-    said: tuple[float, float] | None, rtt_ms: float | None
+    claimed: tuple[float, float] | None, rtt_ms: float | None
 ) -> None:
-    """One of six, that stands at its word or always where we do; its round trip is the true one or as late as it likes."""
+    """One of six, that stays at a coordinate or always claims ours; its round trip is the true one or as late as it likes."""
     rng = numpy.random.default_rng(7)
     places = rng.uniform(-40, 40, (12, 2))
 
@@ -55,7 +55,7 @@ def test_one_neighbour_that_says_what_is_not_so_moves_us_little(
         for a in range(12):
             for b in range(a + 1, a + 7):
                 known[a] = moved(known[a], known[b % 12], rtt(a, b % 12), float(rng.random()))
-        liar = Coordinate(said or known[0].vector, 0.1, 0.0)
+        liar = Coordinate(claimed or known[0].vector, 0.1, 0.0)
         known[0] = moved(known[0], liar, rtt_ms or 20.0, float(rng.random()))
     wrong = [abs(distance_ms(known[a], known[b]) - rtt(a, b)) for a in range(12) for b in range(a)]
     assert max(wrong) < 150 and statistics.median(wrong) < 15

@@ -45,7 +45,7 @@ def test_the_peer_id_is_libp2ps_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "reason"),
     [
         (b"", "is empty"),
         (b"\x08\x01\x12\x40" + bytes(63), "not an Ed25519"),
@@ -54,14 +54,14 @@ def test_the_peer_id_is_libp2ps_own() -> None:
         (bytes(10_000_000), "not an Ed25519"),
     ],
 )
-def test_a_file_that_is_no_key_says_so_in_one_line(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_file_that_is_no_key_says_so_in_one_line(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "id"
     path.write_bytes(content)
     path.chmod(0o600)
     with pytest.raises(IdentityError) as caught:
         Identity.load_or_create(path)
     text = str(caught.value)
-    assert words in text and str(path) in text and "\n" not in text and "remove it" in text
+    assert reason in text and str(path) in text and "\n" not in text and "remove it" in text
     assert path.read_bytes() == content  # never overwritten
 
 

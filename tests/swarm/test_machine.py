@@ -22,7 +22,7 @@ def test_without_groups_they_are_those_that_the_process_may_run_on(mounted: Path
 
 
 @pytest.mark.parametrize(
-    ("said", "cores"),
+    ("quota", "cores"),
     [
         ("max 100000", 16),
         ("200000 100000", 2),
@@ -31,9 +31,9 @@ def test_without_groups_they_are_those_that_the_process_may_run_on(mounted: Path
         ("9900000 100000", 16),
     ],
 )
-def test_a_container_has_what_its_time_amounts_to(mounted: Path, said: str, cores: int) -> None:
+def test_a_container_has_what_its_time_amounts_to(mounted: Path, quota: str, cores: int) -> None:
     (mounted / "membership").write_text("0::/\n")
-    (mounted / "cpu.max").write_text(f"{said}\n")
+    (mounted / "cpu.max").write_text(f"{quota}\n")
     assert machine.usable_cores() == cores
 
 

@@ -135,7 +135,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     new_key(file)
     file.chmod(0o644)
     with pytest.raises(SwarmKeyError, match=f"can be read by other users; run: chmod 600 {file}$"):
-        load_key(file)  # who is told to make one would have a swarm of their own
+        load_key(file)  # advice to make one would lead to another swarm
 
 
 def test_of_two_keys_that_are_made_at_once_in_one_file_the_first_stays(

@@ -842,18 +842,18 @@ def test_many_blobs_are_announced_some_at_a_time(tmp_path: Path, monkeypatch: py
             holder = await room.peer(config=BlobConfig(announce_seconds=0.01))
             for n in range(40):
                 holder.store.put(bytes([n]))
-            under_way, most, told = 0, 0, set()
+            under_way, most, announced = 0, 0, set()
 
             async def announce(digest: Digest) -> None:
                 nonlocal under_way, most
                 under_way, most = under_way + 1, max(most, under_way + 1)
                 await asyncio.sleep(0.001)
                 under_way -= 1
-                told.add(digest)
+                announced.add(digest)
 
             monkeypatch.setattr(holder._announcer, "_announce", announce)
             async with asyncio.timeout(5.0):
-                while len(told) < 40:
+                while len(announced) < 40:
                     await asyncio.sleep(0.001)
             assert most == ANNOUNCED_AT_ONCE < 40
 

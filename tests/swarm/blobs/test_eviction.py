@@ -73,10 +73,10 @@ def test_a_day_after_its_last_use_nothing_is_left_but_what_is_needed(
 
 @given(STORES, NEEDED, st.integers(1, 20))
 def test_what_is_needed_is_announced_first(held: dict[Digest, Held], needed: set[Digest], limit: int) -> None:
-    told = to_announce(held, needed, limit, NOW)
-    assert len(told) <= limit
+    announced = to_announce(held, needed, limit, NOW)
+    assert len(announced) <= limit
     here = set(held) & needed
-    assert set(told) >= here or (len(told) == limit and set(told) <= here)
+    assert set(announced) >= here or (len(announced) == limit and set(announced) <= here)
 
 
 def test_ten_thousand_blobs_that_nobody_uses_are_announced_to_nobody() -> None:

@@ -404,7 +404,7 @@ def test_whoever_fails_to_claim_stands_by_again() -> None:
         rival = Identity.generate()
         high = claim_record(rival, term=owned.term + 1, score=1.0)
         await MemoryDirectory(room.network, rival, room.clock).publish(high)
-        ours.standbys.stand_by(JOB, 0, score=0.4, step=99)  # in the middle of it: not said over the claim
+        ours.standbys.stand_by(JOB, 0, score=0.4, step=99)  # meanwhile: does not replace the claim
         assert await claiming is None
         [standing] = ours.standbys.claims()
         assert standing.role == "standby" and standing.step == 3
@@ -434,7 +434,7 @@ def test_what_changes_is_said_at_once_and_nothing_else() -> None:
                 while len(published) < 3:
                     await asyncio.sleep(0.001)
                 leases.update(JOB, 1, step=5)
-                leases.standbys.stand_by(JOB, 2, score=0.5, step=0)  # said already
+                leases.standbys.stand_by(JOB, 2, score=0.5, step=0)  # published already
                 leases.update(JOB, 1, step=6, ready=True)
                 while len(published) < 4:
                     await asyncio.sleep(0.001)
@@ -969,7 +969,7 @@ def test_one_neighbour_of_two_cannot_disown_an_owner() -> None:
         for _ in range(3):
             assert not one.voting.is_outvoted(JOB, 0, liar.peer_id, liar.voting.refusal_vote(JOB, 0, holding))
         assert not one.voting.is_outvoted(JOB, 0, third.peer_id, liar.voting.refusal_vote(JOB, 0, holding)), (
-            "another's word"
+            "another's vote"
         )
         assert not one.voting.is_outvoted(JOB, 0, third.peer_id, {"heir": 1, "word": b"x"})
         assert one.voting.is_outvoted(JOB, 0, third.peer_id, third.voting.refusal_vote(JOB, 0, holding))

@@ -64,12 +64,12 @@ def test_a_stranger_follows_nobody_by_its_own_word_or_by_one_for_another() -> No
     own = claim(MALLORY, MALLORY, BOB)
     forged = claim(MALLORY, ANN, BOB, signer=MALLORY)
     other_job = claim(MALLORY, ANN, BOB, job=JobId(digest("other")))
-    # What was said for another, or in another stage, with its own name in the place.
-    [told] = shown(claim(CAT, ANN, BOB))
-    stolen = told.replace(CAT.peer_id.encode(), MALLORY.peer_id.encode())
-    moved = told.replace(b"\x97\x01", b"\x97\x02", 1)
-    assert stolen != told != moved
-    for each in (*shown(own), *shown(forged), *shown(other_job), stolen, moved, told[:-1]):
+    # A succession of another, or in another stage, with its own name put in.
+    [succession] = shown(claim(CAT, ANN, BOB))
+    stolen = succession.replace(CAT.peer_id.encode(), MALLORY.peer_id.encode())
+    moved = succession.replace(b"\x97\x01", b"\x97\x02", 1)
+    assert stolen != succession != moved
+    for each in (*shown(own), *shown(forged), *shown(other_job), stolen, moved, succession[:-1]):
         assert view(seen, each).successors == frozenset()
     assert view(seen, *shown(claim(CAT, ANN, BOB)), law=None).successors == frozenset()
 

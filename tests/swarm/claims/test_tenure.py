@@ -122,7 +122,7 @@ def test_contenders_of_one_right_go_by_rank_for_a_while() -> None:
     later = 7.0 + CONTEST_SECONDS + 0.1
     assert owner(settle(first, [claim("bob", 6, until=20.0), rival], view(later, proven))) == ("bob", 6)
     assert owner(settle(first, [rival], view(later))) == ("cat", 7)
-    # Where nobody has a word there is nothing to wait for.
+    # Where nobody has a vote there is nothing to wait for.
     assert owner(settle(first, [rival], view(later, alone=True))) == ("bob", 6)
 
 
@@ -280,7 +280,7 @@ def test_the_voters_are_the_owners_of_the_nearest_stages() -> None:
         return sorted(sorted(seat.voters) for seat in seats(near, ann, now))
 
     # Each once, not the suspect. A vacant stage counts, so that the other neighbour is no majority by itself; who held it
-    # last has no word, whether it gave the stage up or its lease ran out.
+    # last has no vote, whether it gave the stage up or its lease ran out.
     assert found(*tenures) == [[], ["bob"], ["cat"]]
     for until in (NEVER, 0.5):
         gone = held("dan", until=until)
@@ -365,10 +365,10 @@ def claims_of_others(draw: st.DrawFn) -> list[ClaimRecord]:
 @given(st.lists(claims_of_others(), max_size=20), st.integers(1, MAX_TERM - 1))
 @settings(max_examples=examples(300), deadline=None)
 def test_nothing_that_others_say_without_a_proof_changes_a_live_tenure(
-    said: list[list[ClaimRecord]], highest: int
+    rounds: list[list[ClaimRecord]], highest: int
 ) -> None:
     known: Tenure | None = held()
-    for number, claims in enumerate(said):
+    for number, claims in enumerate(rounds):
         now = number * LEASE / 21
         known = settle(known, claims, view(now, highest=highest))
         assert known == held()
@@ -377,8 +377,8 @@ def test_nothing_that_others_say_without_a_proof_changes_a_live_tenure(
 @given(st.lists(st.tuples(claims_of_others(), st.booleans(), st.floats(0.0, 5.0)), max_size=25))
 @settings(max_examples=examples(300), deadline=None)
 def test_no_sequence_of_claims_uses_the_terms_up(steps: list[tuple[list[ClaimRecord], bool, float]]) -> None:
-    """Whoever says what, with the word of a majority or without: terms stay below the ceiling but for ROUNDS for every
-    time that a majority had its word."""
+    """Whatever is claimed, with the votes of a majority or without: terms stay below the ceiling, plus ROUNDS for every
+    vote of a majority."""
     known: Tenure | None = None
     now, votes = 0.0, 0
     for claims, majority, pause in steps:

@@ -234,7 +234,7 @@ def test_a_reader_that_does_not_read_holds_up_the_sender() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [
         b"\xff\xff\xff\xff\xff",  # a greeting that is too long
         delimited(b"/fusion/control/99"),
@@ -250,15 +250,15 @@ def test_a_reader_that_does_not_read_holds_up_the_sender() -> None:
         HELLO + frames.encode("hello", {}, ())[0][:-1],  # half a frame
     ],
 )
-def test_whatever_a_client_says_the_peer_goes_on(said: bytes) -> None:
+def test_whatever_a_client_says_the_peer_goes_on(sent: bytes) -> None:
     async def main() -> None:
         async with world(ControlConfig(first_seconds=0.2)) as w:
             reader, writer = await asyncio.open_unix_connection(str(w.server.path))
-            writer.write(said)
-            heard = b""
+            writer.write(sent)
+            received = b""
             with suppress(ConnectionError):
-                while b"error" not in heard and (more := await reader.read(1 << 16)):
-                    heard += more  # it greets, says what is wrong or hangs up
+                while b"error" not in received and (more := await reader.read(1 << 16)):
+                    received += more  # it greets, says what is wrong or hangs up
             writer.close()
             assert (await w.attach()).through == w.here.peer_id
 

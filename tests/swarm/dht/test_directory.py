@@ -138,7 +138,7 @@ def test_records_travel_between_dht_nodes() -> None:
                 await member.directory.publish(claim_record(member.identity))
             reads = await asyncio.gather(*(three.directory.claims(JOB, stage) for stage in (0, 0, 1)))
             assert [len(claims) for claims in reads] == [2, 2, 0]
-            # What is said later counts, even when it was to end sooner.
+            # The later record counts, even when it was to expire sooner.
             released = claim_record(one.identity, role="released")
             await one.directory.publish(released, ttl_seconds=0.5)
             assert released in await client.directory.claims(JOB, 0)
@@ -329,11 +329,11 @@ def test_a_node_that_does_not_tell_of_a_key_is_not_taken_at_its_word() -> None:
         kept = {key_id(key_of(record)): {subkey_of(record): seal(record, identity, time.time() + 60)}}
         short: list[Node] = []
 
-        async def told(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
+        async def fake_query(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
             few = keys[: 1 if node in short else None]
             return NodeReply({key: kept.get(key, {}) for key in few}, dict.fromkeys(few, nodes))
 
-        directory._query = told  # type: ignore[method-assign]
+        directory._query = fake_query  # type: ignore[method-assign]
         assert await directory.jobs(max_age_seconds=60.0) == (record,)
         for liar in nodes:
             short[:] = [liar]
@@ -362,11 +362,11 @@ def test_a_node_that_tells_a_thousand_names_of_its_own_hides_no_job_that_others_
             forged[subkey_of(its)] = seal(its, stranger, until)
         honest: dict[str, bytes] = {}
 
-        async def told(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
+        async def fake_query(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
             values = forged if node is liar else honest
             return NodeReply({k: values if k == place else {} for k in keys}, dict.fromkeys(keys, nodes))
 
-        directory._query = told  # type: ignore[method-assign]
+        directory._query = fake_query  # type: ignore[method-assign]
         assert len(await directory.records([key], JobRecord, max_age_seconds=60.0)) == 1024
         honest[subkey_of(record)] = seal(record, author, until)
         for _ in range(len(nodes)):
@@ -387,12 +387,12 @@ def test_the_claims_of_one_job_are_read_though_another_s_are_slow() -> None:
         kept = {subkey_of(record): seal(record, identity, time.time() + 6.0)}
         slow, slower = key_id(claims_key(JobId(digest("another job")), 0)), asyncio.Event()
 
-        async def told(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
+        async def fake_query(node: Node, keys: tuple[int, ...]) -> NodeReply | None:
             if slow in keys:
                 await slower.wait()
             return NodeReply({key: kept if key == key_id(key_of(record)) else {} for key in keys}, {})
 
-        directory._query = told  # type: ignore[method-assign]
+        directory._query = fake_query  # type: ignore[method-assign]
         other = asyncio.create_task(directory.claims(JobId(digest("another job")), 0))
         async with asyncio.timeout(10):
             assert await directory.claims(JOB, 0) == (record,)

@@ -1,4 +1,4 @@
-"""Records that are published at the same moment, and what their publishers are told."""
+"""Records that are published at the same moment, and the results that their publishers get."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_damaged_memory_is_an_empty_one(tmp_path: Path, content: bytes) -> Non
 
 
 def test_what_a_stranger_calls_an_address_costs_no_start(tmp_path: Path) -> None:
-    """Peers that were met are remembered with whatever they said."""
+    """Peers that were met are remembered with whatever addresses they had."""
     address = f"/ip4/192.0.2.1/tcp/443/tls/sni/a.b/ws/p2p-circuit/p2p/{PEER}"
     save_cached(
         tmp_path / "peers.json", [*(f"{way}/ /p2p/x" for way in ("/quic" * 30, "/ws/tls" * 15)), address]

@@ -241,7 +241,7 @@ def test_the_halves_of_a_swarm_find_each_other_again_without_a_seed() -> None:
                 await asyncio.sleep(0.001)
             room.network.partition([seed.peer_id], [other.peer_id])
             for _ in range(20):
-                room.clock.advance(0.05)  # what the other side said runs out
+                room.clock.advance(0.05)  # the other side's records expire
                 await asyncio.sleep(0.005)
             # In a memory network the list alone is whole as soon as the link is: here only dialling counts.
             first.look = second.look = nothing  # type: ignore[method-assign]
@@ -264,12 +264,12 @@ def test_a_listed_peers_addresses_are_told() -> None:
         one, _, _, seed = room.peer()
         await one.announce()
         membership, _, neighbours, _ = room.peer()
-        told: list[tuple[PeerId, tuple[str, ...], bool]] = []
-        membership._learn = lambda peer, addresses, answers: told.append((peer, tuple(addresses), answers))
+        learned: list[tuple[PeerId, tuple[str, ...], bool]] = []
+        membership._learn = lambda peer, addresses, answers: learned.append((peer, tuple(addresses), answers))
         await membership.look()
         neighbours.known = {seed.peer_id}
         await membership.look()
-        assert told == [(seed.peer_id, (address(seed),), answers) for answers in (False, True)]
+        assert learned == [(seed.peer_id, (address(seed),), answers) for answers in (False, True)]
 
     asyncio.run(scenario())
 

@@ -188,7 +188,7 @@ def test_the_next_release_reads_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a field more, which has a default."""
     ours = raw_seal(RECORDS[0], ALICE, NOW + 6)
     values = {f.name: getattr(RECORDS[0], f.name) for f in dataclasses.fields(RECORDS[0])}
-    assert values.pop("up_mbps") == 0.0, "a field of the newest release, not said before"
+    assert values.pop("up_mbps") == 0.0, "a field of the newest release, missing before"
     body = msgpack.packb([RECORD_VERSION, "peer", values])
     with pytest.raises(RecordError, match="without its up_mbps"):
         opened(raw_seal(RECORDS[0], ALICE, NOW + 6, body=body), RECORDS[0])

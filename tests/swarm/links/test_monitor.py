@@ -356,7 +356,7 @@ def test_an_answer_that_is_none_is_an_error_of_the_peer() -> None:
     swarm(2, work)
 
 
-def told(rate_mbps: float) -> ProbeReport:
+def report_of(rate_mbps: float) -> ProbeReport:
     rate = rate_mbps * MBPS
     return ProbeReport(size=1 << 20, seconds=1.0, bytes_per_second=rate, sure=True, sharers=1, together=rate)
 
@@ -374,7 +374,7 @@ def test_those_who_are_listed_nowhere_take_no_place_in_a_record() -> None:
             log.read(who, 0, began=False, ended=True)
             await swarm.links[0].tick()
             line = ProbeLine(MemoryTransport(swarm.network, who), swarm.ids[0], swarm.clock)
-            await line.report(told(40), 1.0)
+            await line.report(report_of(40), 1.0)
             await asyncio.sleep(0)
             line.drop()
         assert {pair.peer for pair in swarm.links[0].record().pairs} == set(swarm.ids[1:])
@@ -392,7 +392,7 @@ def test_what_is_said_of_payloads_that_nobody_sent_lowers_nothing(listed: bool) 
             del table._listed[swarm.ids[2]]
         line = ProbeLine(swarm.transports[2], swarm.ids[0], swarm.clock)
         for rate in (80.0, 8e-6, 8e-6, 8e-6):
-            await line.report(told(rate), 1.0)
+            await line.report(report_of(rate), 1.0)
             await asyncio.sleep(0.01)
             swarm.clock.advance(1.0)
         line.drop()
@@ -410,7 +410,7 @@ def test_a_link_did_not_fall_below_half_of_what_goes_over_it() -> None:
         for _ in range(6):
             await swarm.flow(1, ab=40)
             for _ in range(4):
-                await line.report(told(8e-6), 1.0)
+                await line.report(report_of(8e-6), 1.0)
                 await asyncio.sleep(0.01)
             assert swarm.links[0].up_mbps >= 19
         line.drop()

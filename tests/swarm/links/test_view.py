@@ -55,14 +55,14 @@ def test_a_round_trip_is_the_same_both_ways() -> None:
 RATE = st.floats(0.001, 1e7)
 
 
-@given(honest=RATE, said=RATE, trip=st.floats(0.1, 1e5), claimed=st.floats(0.001, 1e5))
+@given(honest=RATE, reported=RATE, trip=st.floats(0.1, 1e5), claimed=st.floats(0.001, 1e5))
 def test_no_link_is_better_than_the_honest_end_found_it(
-    honest: float, said: float, trip: float, claimed: float
+    honest: float, reported: float, trip: float, claimed: float
 ) -> None:
     """Alice is honest; bob lies about what he sends, and about the round trip."""
     records = [
         link_record(ALICE, pairs=(Pair(B, trip, 0.0, 0.0, honest),)),
-        link_record(BOB, pairs=(Pair(A, claimed, said, 0.0, 0.0),)),
+        link_record(BOB, pairs=(Pair(A, claimed, reported, 0.0, 0.0),)),
     ]
     liar = link_view(
         [PEERS[0], peer_record(BOB, up_mbps=1e7, down_mbps=1e7, flops_per_second=1e21)], records

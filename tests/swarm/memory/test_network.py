@@ -360,7 +360,7 @@ def test_forged_and_replayed_records_are_dropped() -> None:
         clock.advance(2)
         await one.publish(replace(old, term=2))
         key, subkey = key_of(old), subkey_of(old)
-        network.store(TWO.peer_id, key, subkey, sealed, clock())  # a replay of what was said first
+        network.store(TWO.peer_id, key, subkey, sealed, clock())  # a replay of the first record
         network.store(TWO.peer_id, key, subkey, sealed[:-1] + b"?", clock())
         network.store(TWO.peer_id, claims_key(JOB, 7), subkey, sealed, clock())
         assert [record.term for record in await two.claims(JOB, 0)] == [2]

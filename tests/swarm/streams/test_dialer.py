@@ -269,17 +269,17 @@ def test_p2pds_answer_is_used_again_until_in_doubt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("greeting", "said"),
+    ("greeting", "reason"),
     [
         (b"hello", "it hung up"),
         (b"HTTP/1.1 400 Bad Request\r\n", "no peer answers there"),
         (None, "no answer in"),
     ],
 )
-def test_what_is_no_peer_is_said(greeting: bytes | None, said: str) -> None:
+def test_what_is_no_peer_is_reported(greeting: bytes | None, reason: str) -> None:
     async def scenario() -> None:
         async with host(greeting) as address:
-            with pytest.raises(PeerUnreachable, match=said):
+            with pytest.raises(PeerUnreachable, match=reason):
                 await accepts(f"{address}/p2p/peer", 0.05 if greeting is None else SECONDS)
 
     asyncio.run(scenario())

@@ -304,7 +304,7 @@ def test_a_payload_over_what_is_allowed_waits_to_be_allowed_and_is_refused_where
         two.allow(1000)
         await one.send("hello")
         sending = asyncio.create_task(one.send("large", {}, (b"x" * 3_000_000,)))
-        await asyncio.sleep(0.01)  # it is there before anybody has said that it may come
+        await asyncio.sleep(0.01)  # it arrives before it is allowed
         assert (await two.receive()).kind == "hello"
         two.allow(3_000_000)
         assert bytes((await two.receive()).payload) == b"x" * 3_000_000

@@ -195,7 +195,7 @@ def test_a_stream_to_ourselves_stays_here(ends: Ends) -> None:
 def test_a_clean_end_and_a_broken_one_differ(ends: Ends) -> None:
     async def main(protocol: str) -> None:
         one, other = ends.one, ends.other
-        told: asyncio.Queue[tuple[type, int]] = asyncio.Queue()
+        outcomes: asyncio.Queue[tuple[type, int]] = asyncio.Queue()
 
         async def drain(stream: Stream) -> None:
             size = 0
@@ -205,7 +205,7 @@ def test_a_clean_end_and_a_broken_one_differ(ends: Ends) -> None:
                 while True:
                     size += len((await stream.receive()).payload)
             except TransportError as error:
-                told.put_nowait((type(error), size))
+                outcomes.put_nowait((type(error), size))
 
         async def gift(stream: Stream) -> None:
             for _ in range(5):
@@ -217,14 +217,14 @@ def test_a_clean_end_and_a_broken_one_differ(ends: Ends) -> None:
         for _ in range(5):
             await stream.send("k", {}, (bytes(1_000_000),))
         await stream.aclose()
-        assert await told.get() == (StreamClosed, 5_000_000)
+        assert await outcomes.get() == (StreamClosed, 5_000_000)
         stream = await one.open(other.peer_id, "/fusion/drain/1")
         assert (
             await stream.receive()
         ).kind == "ready"  # or the stream might be dropped before it is accepted
         await stream.send("k")
         stream.abort()
-        assert await told.get() == (StreamBroken, 0)
+        assert await outcomes.get() == (StreamBroken, 0)
         stream = await one.open(other.peer_id, "/fusion/gift/1")  # the handler returns: a clean end
         assert sum([len((await stream.receive()).payload) for _ in range(5)]) == 5_000_000
         with pytest.raises(StreamClosed):
@@ -270,23 +270,23 @@ def test_a_frame_over_the_caps_ends_the_stream(place: Path) -> None:
 def test_a_strangers_large_payload_is_not_even_read(ends: Ends) -> None:
     async def main(protocol: str) -> None:
         one, other = ends.one, ends.other
-        told: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+        outcomes: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
 
         async def careful(stream: Stream) -> None:
             hello = await stream.receive()
             if hello.kind == "friend":
                 stream.allow(3_000_000)
             try:
-                told.put_nowait(("", len((await stream.receive()).payload)))
+                outcomes.put_nowait(("", len((await stream.receive()).payload)))
             except FrameError as error:
-                told.put_nowait((str(error), 0))
+                outcomes.put_nowait((str(error), 0))
 
         await other.serve("/fusion/careful/1", careful)
         for kind in ("friend", "stranger"):
             stream = await one.open(other.peer_id, "/fusion/careful/1")
             await stream.send(kind)
             sending = asyncio.create_task(stream.send("gift", {}, (bytes(3_000_000),)))
-            text, size = await told.get()
+            text, size = await outcomes.get()
             if kind == "friend":
                 assert size == 3_000_000
             else:
@@ -416,11 +416,11 @@ def test_a_peer_that_was_not_there_is_reached_as_soon_as_it_is(place: Path) -> N
 
 def test_settings_are_checked() -> None:
     identity = Identity.generate()
-    for settings, word in (
+    for settings, named in (
         ({"listen": ()}, "listen"),
         ({"dial_seconds": 0}, "dial_seconds"),
     ):
-        with pytest.raises(ValueError, match=word):
+        with pytest.raises(ValueError, match=named):
             P2PConfig(identity=identity, **settings)  # type: ignore[arg-type]
     for bad in (
         "",

@@ -232,7 +232,7 @@ def test_a_peer_that_is_back_is_reached_at_once(place: Path) -> None:
 
 @asynccontextmanager
 async def forwarder(port: int, works: asyncio.Event) -> AsyncIterator[int]:
-    """A port of a router in between, which forgets connections without a word: nothing is passed on unless it `works`."""
+    """A port of a router in between, which forgets connections silently: nothing is passed on unless it `works`."""
     tasks: list[asyncio.Task[None]] = []
 
     async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

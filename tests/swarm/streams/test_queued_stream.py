@@ -17,12 +17,12 @@ LARGE = [bytes(1 << 20)]
 
 
 class Ends:
-    """A queued stream, its far end, and what was told of it."""
+    """A queued stream, its far end, and the ends that it reported."""
 
     def __init__(self, near: Stream, far: Stream) -> None:
         self.frames: list[Frame] = []
-        self.told: list[Ended] = []
-        self.near = QueuedStream(near, on_frame=self.take, on_end=self.told.append)
+        self.reported: list[Ended] = []
+        self.near = QueuedStream(near, on_frame=self.take, on_end=self.reported.append)
         self.far = far
 
     def take(self, frame: Frame) -> None:
@@ -97,7 +97,7 @@ def test_whoever_waits_is_woken_when_the_stream_breaks() -> None:
         await asyncio.sleep(0.01)
         ends.far.abort()
         await asyncio.gather(*waiting)
-        assert (await ends.near.wait()).vanished and len(ends.told) == 1
+        assert (await ends.near.wait()).vanished and len(ends.reported) == 1
         ends.near.post("late", {})  # dropped, not an error
         await ends.near.room()
 
@@ -111,7 +111,7 @@ def test_what_waits_goes_out_before_the_end() -> None:
         assert (await ends.far.receive()).kind == "failed"
         with pytest.raises(StreamClosed):
             await ends.far.receive()
-        assert not ends.told, "we closed it ourselves"
+        assert not ends.reported, "we closed it ourselves"
 
     run(test)
 
@@ -121,7 +121,9 @@ def test_a_frame_that_is_refused_ends_the_stream_and_says_why() -> None:
         await ends.far.send("fine")
         await ends.far.send("surprise")
         assert await ends.near.wait() == Ended("no surprise here")
-        assert [frame.kind for frame in ends.frames] == ["fine"] and ends.told == [Ended("no surprise here")]
+        assert [frame.kind for frame in ends.frames] == ["fine"] and ends.reported == [
+            Ended("no surprise here")
+        ]
 
     run(test)
 
@@ -130,7 +132,7 @@ def test_a_frame_that_runs_into_a_fault_of_ours_ends_the_stream_as_well() -> Non
     async def test(ends: Ends) -> None:
         await ends.far.send("fault")
         ended = await ends.near.wait()
-        assert "a fault of ours" in ended.reason and ends.told == [ended]
+        assert "a fault of ours" in ended.reason and ends.reported == [ended]
 
     run(test)
 
@@ -143,7 +145,7 @@ def test_a_frame_that_cannot_be_written_ends_the_stream_as_well() -> None:
         ends.near.stream.send = fault  # type: ignore[method-assign]
         ends.near.post("odd", {})
         ended = await ends.near.wait()
-        assert "a fault of ours" in ended.reason and ends.told == [ended]
+        assert "a fault of ours" in ended.reason and ends.reported == [ended]
 
     run(test)
 

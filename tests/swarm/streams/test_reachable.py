@@ -28,7 +28,7 @@ def tcp(*hosts: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("seen", "told"),
+    ("seen", "expected"),
     [
         (["127.0.0.1", "10.0.0.7", "192.168.1.5"], ["192.168.1.5", "10.0.0.7"]),
         (["8.8.4.4", "127.0.0.1", "10.0.0.7"], ["10.0.0.7", "8.8.4.4"]),  # the router's comes last
@@ -41,8 +41,8 @@ def tcp(*hosts: str) -> list[str]:
         ([], []),
     ],
 )
-def test_the_most_useful_addresses_come_first(seen: list[str], told: list[str]) -> None:
-    assert reachable(tcp(*seen), LAPTOP) == tuple(tcp(*told))
+def test_the_most_useful_addresses_come_first(seen: list[str], expected: list[str]) -> None:
+    assert reachable(tcp(*seen), LAPTOP) == tuple(tcp(*expected))
 
 
 def test_a_bridge_with_the_default_route_is_the_network() -> None:

@@ -44,17 +44,17 @@ class Clock:
 
 
 @dataclass
-class Told:
-    """A peer's directory, and how often it was asked for what."""
+class Served:
+    """A peer's directory, with the keys that were queried."""
 
     directory: MemoryDirectory
-    asked: list[list[str]] = field(default_factory=list)
+    queried: list[list[str]] = field(default_factory=list)
 
     def now(self) -> float:
         return self.directory.now()
 
     async def sealed_under(self, keys: Sequence[str]) -> list[list[bytes]]:
-        self.asked.append(list(keys))
+        self.queried.append(list(keys))
         return await self.directory.sealed_under(keys)
 
 
@@ -63,7 +63,7 @@ class World:
     network: MemoryNetwork
     peer: Identity
     published: MemoryDirectory
-    told: Told
+    served: Served
     client: MemoryTransport
     directory: RemoteDirectory
     doubted: list[PeerId] = field(default_factory=list)
@@ -81,8 +81,8 @@ async def world(
         MemoryTransport(network, asker.peer_id) as here,
     ):
         published = MemoryDirectory(network, peer, clock or Clock())
-        told = Told(published)
-        await there.serve(DIRECTORY.name, handler or DirectoryServer(told, Clock()).serve_stream)
+        served = Served(published)
+        await there.serve(DIRECTORY.name, handler or DirectoryServer(served, Clock()).serve_stream)
         made: World
 
         async def gateway() -> PeerId:
@@ -97,7 +97,7 @@ async def world(
             lambda peer, addresses: made.learned.update({peer: tuple(addresses)}),
             client_clock or Clock(),
         )
-        made = World(network, peer, published, told, here, directory)
+        made = World(network, peer, published, served, here, directory)
         try:
             yield made
         finally:
@@ -130,7 +130,7 @@ def test_what_is_asked_at_the_same_moment_goes_in_as_few_questions_as_have_room(
             await w.published.publish(claim)
             found = await asyncio.gather(*(w.directory.claims(claim.job, n) for n in range(MAX_KEYS + 6)))
             assert [len(each) for each in found] == [int(n == claim.stage) for n in range(MAX_KEYS + 6)]
-            assert [len(keys) for keys in w.told.asked] == [MAX_KEYS, 6]
+            assert [len(keys) for keys in w.served.queried] == [MAX_KEYS, 6]
 
     asyncio.run(main())
 
@@ -145,7 +145,7 @@ def test_an_answer_that_is_full_is_asked_on(monkeypatch: pytest.MonkeyPatch) -> 
                 await MemoryDirectory(w.network, other, Clock()).publish(peer_record(other))
             found = await w.directory.peers()
             assert {record.peer for record in found} == {other.peer_id for other in others}
-            assert len(w.told.asked) > 2
+            assert len(w.served.queried) > 2
 
     asyncio.run(main())
 
@@ -177,7 +177,7 @@ def test_nonsense_is_refused_before_anything_is_looked_up(header: dict[str, Any]
                 await call(w.client, w.peer.peer_id, DIRECTORY.name, "read", header)
             with pytest.raises(RemoteError, match="knows read"):
                 await call(w.client, w.peer.peer_id, DIRECTORY.name, "write", {"keys": ["peers/1"]})
-            assert w.told.asked == []
+            assert w.served.queried == []
 
     asyncio.run(main())
 
@@ -188,10 +188,10 @@ def test_whoever_asks_for_more_than_its_share_is_told_and_others_are_answered() 
             header = {"keys": [f"claims/{'0' * 64}/{n}" for n in range(MAX_KEYS)]}
             for _ in range(int(CLIENT.burst) // MAX_KEYS):
                 await call(w.client, w.peer.peer_id, DIRECTORY.name, "read", header)
-            asked = len(w.told.asked)
+            asked = len(w.served.queried)
             with pytest.raises(RemoteError, match=BUSY):
                 await call(w.client, w.peer.peer_id, DIRECTORY.name, "read", header)
-            assert len(w.told.asked) == asked
+            assert len(w.served.queried) == asked
             async with MemoryTransport(w.network, Identity.generate().peer_id) as other:
                 await call(other, w.peer.peer_id, DIRECTORY.name, "read", header)
 
