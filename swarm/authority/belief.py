@@ -30,6 +30,7 @@ from typing import Any
 from fusion.swarm.authority.law import JobLaw
 from fusion.swarm.authority.statements import (
     CARRIED,
+    State,
     Statement,
     latest_statements,
     open_statements,
@@ -121,6 +122,18 @@ class _Report:
     own: bool  # the record's author made the statement; otherwise the record carries it
     data: bytes = b""  # the signed statement, where it is carried
 
+    @property
+    def state(self) -> State:
+        return self.statement.state
+
+    @property
+    def term(self) -> int:
+        return self.statement.term
+
+    @property
+    def signer(self) -> PeerId:
+        return self.statement.signer
+
 
 def believe(
     records: Sequence[JobRecord], view: OwnershipView, verify: Verify = verify_signature
@@ -130,10 +143,8 @@ def believe(
     reports = _reports(records, view, verify)
     if not reports:
         return None
-    ends = [
-        report for report in reports if report.statement.state in ENDED and _plausible(report.statement, view)
-    ]
-    running = [report for report in reports if report.statement.state not in ENDED]
+    ends = [report for report in reports if report.state in ENDED and _plausible(report.statement, view)]
+    running = [report for report in reports if report.state not in ENDED]
     # A lead's end is also its report of how far the job came, which is believed before the end is.
     running += [_as_running(report) for report in ends if _led(report.statement, view)]
     standing = {id(report): _standing(report.statement, view) for report in (*reports, *running)}
@@ -150,16 +161,12 @@ def believe(
         standing |= {id(report): Standing.PROVEN for report in _agreed(running, view)}
     if not running:
         return _belief(max(reports, key=_order), Standing.BARE, reports, view, verify, known=False)
-    best = max(
-        running, key=lambda report: (standing[id(report)], report.statement.state in ENDED, _order(report))
-    )
+    best = max(running, key=lambda report: (standing[id(report)], report.state in ENDED, _order(report)))
     # Where stages have owners, a stranger's statement shows no more than that there is such a job.
     bare = owned and standing[id(best)] is Standing.BARE
     found = _belief(best, standing[id(best)], reports, view, verify, known=not bare)
     floor = 0 if lead is None else lead[1]
-    doubted = owned and any(
-        report.statement.term >= floor and report.statement.signer in view.owned_one for report in ends
-    )
+    doubted = owned and any(report.term >= floor and report.signer in view.owned_one for report in ends)
     return replace(found, doubted=doubted)
 
 
@@ -203,14 +210,12 @@ def _majority(ends: Sequence[_Report], view: OwnershipView, stages: int) -> list
     for state in ("done", "stopped", "failed"):
         # A failed job may be taken up again: an end under an earlier lead does not count against a later one.
         floor = lead[1] if lead is not None and state == "failed" else 0
-        agreed = [
-            report for report in ends if report.statement.state == state and report.statement.term >= floor
-        ]
-        signers = {report.statement.signer for report in agreed}
+        agreed = [report for report in ends if report.state == state and report.term >= floor]
+        signers = {report.signer for report in agreed}
         voters = {stage: peer for stage, peer in last.items() if peer in signers}
         voters |= {stage: peer for stage, (peer, _) in view.owners.items()}
         rest = {stage: peer for stage, peer in voters.items() if stage != 0}
-        terms = [report.statement.term for report in agreed if report.statement.signer in rest.values()]
+        terms = [report.term for report in agreed if report.signer in rest.values()]
         if lead is not None and state == "done" and terms and 0 < min(terms) <= max(terms) < lead[1]:
             voters = rest
         votes = sum(peer in signers for peer in voters.values())
@@ -220,14 +225,10 @@ def _majority(ends: Sequence[_Report], view: OwnershipView, stages: int) -> list
         early = state == "done" and view.law is not None and view.own_step < view.law.steps
         if state != "stopped" and owns_one and not early:
             floor = 0 if lead is None else lead[1]
-            led = [
-                report
-                for report in agreed
-                if (0, report.statement.term, report.statement.signer) in view.held
-            ]
+            led = [report for report in agreed if (0, report.term, report.signer) in view.held]
             if view.law is not None:
                 led = [report for report in led if _lead_suffices(report.statement, view, view.law)]
-            by_lead = [report for report in led if report.statement.term >= floor]
+            by_lead = [report for report in led if report.term >= floor]
             if by_lead:
                 return by_lead
     return []
@@ -248,13 +249,12 @@ def _most_voted(
     report whom the author proposed."""
     by_checkpoint: dict[Any, list[_Report]] = {}
     for report in agreed:
-        by_checkpoint.setdefault(
-            (report.statement.step, report.statement.snapshot, report.statement.snapshot_step), []
-        ).append(report)
+        at = report.statement
+        by_checkpoint.setdefault((at.step, at.snapshot, at.snapshot_step), []).append(report)
     chosen = frozenset[PeerId]() if view.law is None else view.law.chosen
 
     def votes(reports: Sequence[_Report]) -> tuple[int, int, bool, int]:
-        signers = {report.statement.signer for report in reports}
+        signers = {report.signer for report in reports}
         vouched = {s for s in signers if s == view.us or s in view.owned_one}
         count = sum(peer in signers for peer in voters.values())
         return count, len(vouched), view.us in signers, len(signers & chosen)
@@ -265,7 +265,7 @@ def _most_voted(
         for reports in by_checkpoint.values()
         if votes(reports) == most
         for report in reports
-        if report.statement.signer in voters.values()
+        if report.signer in voters.values()
     ]
 
 
@@ -274,12 +274,12 @@ def _agreed(running: Sequence[_Report], view: OwnershipView) -> list[_Report]:
     owners = {peer for peer, _ in view.owners.values()}
     by_snapshot: dict[Any, list[_Report]] = {}
     for report in running:
-        if report.own and report.statement.signer in owners:
+        if report.own and report.signer in owners:
             by_snapshot.setdefault((report.statement.snapshot, report.statement.snapshot_step), []).append(
                 report
             )
     for reports in by_snapshot.values():
-        signers = {report.statement.signer for report in reports}
+        signers = {report.signer for report in reports}
         if 2 * sum(peer in signers for peer, _ in view.owners.values()) > len(view.owners):
             return reports
     return []
@@ -287,10 +287,8 @@ def _agreed(running: Sequence[_Report], view: OwnershipView) -> list[_Report]:
 
 def _led(statement: Statement, view: OwnershipView) -> bool:
     """Whether the reader saw the signer lead the job under the statement's term."""
-    return (0, statement.term, statement.signer) in view.held or view.owners.get(0) == (
-        statement.signer,
-        statement.term,
-    )
+    lead = view.owners.get(0)
+    return (0, statement.term, statement.signer) in view.held or lead == (statement.signer, statement.term)
 
 
 def _as_running(report: _Report) -> _Report:
@@ -341,8 +339,8 @@ def _belief(
         record = replace(blank, lead=None, message="")
     elif not report.own:  # nobody has signed the rest of the record for the statement's signer
         lead = view.owners.get(0)
-        leads = report.statement.state in ENDED or (lead is not None and lead[0] == report.statement.signer)
-        record = replace(record, lead=report.statement.signer if leads and not final else None, message="")
+        leads = report.state in ENDED or (lead is not None and lead[0] == report.signer)
+        record = replace(record, lead=report.signer if leads and not final else None, message="")
     if not view.owners and not report.own and record.state == "running":
         record = replace(record, step=max(record.snapshot_step, 0))  # the step that the job can resume from
     if final:
@@ -361,7 +359,7 @@ def _stopped_at(record: JobRecord, reports: Sequence[_Report], view: OwnershipVi
         return record
     newest = max(
         known,
-        key=lambda report: (report.statement.term, report.statement.snapshot_step, report.statement.step),
+        key=lambda report: (report.term, report.statement.snapshot_step, report.statement.step),
     ).statement
     return replace(
         record, term=max(record.term, newest.term), step=max(record.step, newest.step), snapshot=newest.snapshot,
