@@ -231,7 +231,7 @@ _CHECKS: dict[type, dict[str, Check]] = {
         "coordinate_error": _number(LARGEST_ERROR),
         "plane": _text(32),
         "lacks": _tuple_of(_text(MAX_NAME), MAX_LACKS),
-        "speeds": _tuple_of(_number(MAX_SPEED), MAX_SPEEDS),  # more than are known here may follow
+        "speeds": _tuple_of(_number(MAX_SPEED), MAX_SPEEDS),  # newer releases may append more
         "cores": _number(1e6),
     },
     JobRecord: {

@@ -177,7 +177,7 @@ class Daemon:
 
 
 def _write_key(identity: Identity, directory: Path) -> Path:
-    """Of an identity that lives in memory alone: p2pd reads its key from a file."""
+    """Write the key of an identity that is in memory only, for p2pd; returns the file."""
     key = directory / "identity.key"
     with open(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(identity.private_bytes())
@@ -185,7 +185,7 @@ def _write_key(identity: Identity, directory: Path) -> Path:
 
 
 async def _spawn(directory: Path, program: Path, *arguments: str) -> asyncio.subprocess.Process:
-    """The guard, which runs `program` and ends it, and removes `directory`, once our end of its stdin is closed."""
+    """Start the guard, which runs `program`, and ends it and removes `directory` once our end of its stdin is closed."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", p2pd_guard.__file__, str(directory), str(program), *arguments),
         stdin=asyncio.subprocess.PIPE,
