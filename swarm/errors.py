@@ -13,8 +13,8 @@ SwarmError
   StaleTerm                 a frame from a peer that no longer owns its stage
   BlobError                 a blob nobody has, or whose bytes do not match its digest
   QuotaExceeded             the disk or memory quota would be passed
-  IdentityError (ValueError)  the identity file cannot be used; says what to do
-  SwarmKeyError (ValueError)  the file of a swarm's key cannot be used; says what to do
+  IdentityError (ValueError)  the identity file cannot be used; names the remedy
+  SwarmKeyError (ValueError)  the file of a swarm's key cannot be used; names the remedy
   ClosedSwarm (ValueError)  peers answer, but we are no member of their swarm
   RemoteError               the other peer answered with an error of its own; carries its one-line text
     NotAdmitted             the job is not open, and we showed no grant that admits us; or the remote peer is not admitted

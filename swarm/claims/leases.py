@@ -242,7 +242,7 @@ class Leases:
                 stage=stage,
                 peer=self.peer_id,
                 role="owner",
-                term=1 + max(over, self._term_to_pass(place)),
+                term=1 + max(over, self._term_to_exceed(place)),
                 score=score,
                 step=0,
                 load=0.0,
@@ -256,7 +256,7 @@ class Leases:
                 self.tenure(job, stage)
             return won
 
-    def _term_to_pass(self, place: Place) -> int:
+    def _term_to_exceed(self, place: Place) -> int:
         before = self.tenure(*place)
         vacant = before is None or not before.lives(self._directory.now())
         # Of a vacant stage also above unproven terms (`observe`): a follower of a live holder must stay close to its term.

@@ -113,7 +113,7 @@ class Calls:
         try:
             await self.ping(peer)
         except CALL_ERRORS as error:
-            logger.debug("%s does not tell of its clock: %r", peer, error)
+            logger.debug("%s did not answer for its clock: %r", peer, error)
 
     async def query(self, node: Node, keys: tuple[int, ...]) -> NodeReply | None:
         """A node's reply for the keys; None where it does not answer. It may return some of them at a time, within the time limit of
