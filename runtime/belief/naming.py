@@ -1,5 +1,5 @@
-"""Which jobs somebody means by a name (`fusion.swarm.authority.names`): those that anybody calls so are looked into, since a
-name is the manifest's and not the word of whoever speaks of the job."""
+"""Which jobs a name means (`fusion.swarm.authority.names`). The name in a record may be false, so each job with such a record is
+inspected: what counts is its manifest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import dataclass
 from itertools import islice
 
-from fusion.runtime.belief.reading import by_job, in_turn, manifest_of, weigh
+from fusion.runtime.belief.reading import by_job, manifest_of, round_robin, weigh
 from fusion.runtime.belief.shared_work import SharedWork
 from fusion.runtime.device.accounts import launches_of
 from fusion.runtime.job.context import Context
@@ -19,14 +19,14 @@ from fusion.swarm.authority.names import Named, may_mean, meant
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.transport import PeerId
 
-LOOKS = 8  # at once
-CANDIDATES = 64  # jobs that one name may mean
-CHECKS = 256  # signatures of who is meant, of which strangers may show false ones, for one name
+INSPECTIONS_AT_ONCE = 8
+CANDIDATES = 64  # jobs that are inspected for one name
+CHECKS = 256  # signatures that are verified for one name: strangers may send false ones
 
 
 @dataclass(frozen=True)
 class Known:
-    """A job as this reader sees it; `manifest` None where nobody gave it to us."""
+    """A job as this reader sees it; `manifest` None where no peer sent it."""
 
     belief: Belief
     manifest: Manifest | None
@@ -37,68 +37,68 @@ class Known:
 
     @property
     def named(self) -> Named:
-        made = self.manifest
+        manifest = self.manifest
         return Named(
             job=self.record.job,
-            name=self.record.name if made is None else made.name,
-            author=None if made is None else made.author,
+            name=self.record.name if manifest is None else manifest.name,
+            author=None if manifest is None else manifest.author,
             owned=self.belief.owned,
-            launched_at=0 if made is None else made.launched_at,
+            launched_at=0 if manifest is None else manifest.launched_at,
         )
 
 
-async def look_into(context: Context, job: JobId, said: Sequence[JobRecord]) -> Known:
-    """The job that `said` speaks of, judged by its manifest and the claims of its stages. Raises SwarmError."""
-    manifest = await manifest_of(context, job, said)
-    belief = await weigh(context, job, said, manifest)
-    assert belief is not None, "somebody speaks of the job"
+async def inspect(context: Context, job: JobId, records: Sequence[JobRecord]) -> Known:
+    """The job of these records (at least one), judged by its manifest and its stages' claims. Raises SwarmError."""
+    manifest = await manifest_of(context, job, records)
+    belief = await weigh(context, job, records, manifest)
+    assert belief is not None, "there is a record of the job"
     return Known(belief, manifest)
 
 
-Look = Callable[[JobId, Sequence[JobRecord]], Awaitable[Known]]
+Inspect = Callable[[JobId, Sequence[JobRecord]], Awaitable[Known]]
 
 
-class SharedLooks:
-    """`look_into` for many that ask: strangers may ask for any name, and publish jobs of that name."""
+class SharedInspections:
+    """`inspect` for many callers: strangers may request any name, and publish jobs of that name."""
 
     def __init__(self, context: Context, pause_seconds: float) -> None:
         self._context = context
-        self._looks: SharedWork[JobId, Known] = SharedWork(context.clock.monotonic, pause_seconds)
+        self._shared: SharedWork[JobId, Known] = SharedWork(context.clock.monotonic, pause_seconds)
 
     async def aclose(self) -> None:
-        await self._looks.aclose()
+        await self._shared.aclose()
 
-    def since(self, moment: float = -math.inf) -> Look:
-        """By looks that began then or later."""
+    def since(self, moment: float = -math.inf) -> Inspect:
+        """`inspect`, by an inspection that began at `moment` or later."""
 
-        async def look(job: JobId, said: Sequence[JobRecord]) -> Known:
-            return await self._looks.get(job, lambda: look_into(self._context, job, said), moment)
+        async def shared(job: JobId, records: Sequence[JobRecord]) -> Known:
+            return await self._shared.get(job, lambda: inspect(self._context, job, records), moment)
 
-        return look
+        return shared
 
 
 async def candidates(
     context: Context,
     records: Iterable[JobRecord],
-    look: Look | None = None,
+    inspect_job: Inspect | None = None,
     known: Collection[JobId] = (),
 ) -> tuple[Known, ...]:
-    """The jobs that `records` speak of, in the order of their ids, as `look` or else `look_into` judges each. Of more than
-    CANDIDATES those of `known`, and so many others, one of everybody who speaks of some in turn. Raises SwarmError."""
-    records = tuple(records)
-    said = by_job(records)
-    if len(said) > CANDIDATES:
-        turns = dict.fromkeys(record.job for record in in_turn(context.random, records))
+    """The jobs of these records, in the order of their ids, inspected by `inspect_job` or else `inspect`. Of more than CANDIDATES
+    jobs, those of `known` and CANDIDATES others, round robin over the records' authors. Raises SwarmError."""
+    published = tuple(records)
+    of_jobs = by_job(published)
+    if len(of_jobs) > CANDIDATES:
+        turns = dict.fromkeys(record.job for record in round_robin(context.random, published))
         others = (job for job in turns if job not in known)
         chosen = {*known, *islice(others, CANDIDATES)}
-        said = {job: of_job for job, of_job in said.items() if job in chosen}
-    busy = asyncio.Semaphore(LOOKS)
+        of_jobs = {job: of_job for job, of_job in of_jobs.items() if job in chosen}
+    slots = asyncio.Semaphore(INSPECTIONS_AT_ONCE)
 
-    async def one(job: JobId, said: Sequence[JobRecord]) -> Known:
-        async with busy:
-            return await (look_into(context, job, said) if look is None else look(job, said))
+    async def one(job: JobId, of_job: Sequence[JobRecord]) -> Known:
+        async with slots:
+            return await (inspect(context, job, of_job) if inspect_job is None else inspect_job(job, of_job))
 
-    return tuple(await asyncio.gather(*(one(job, of_job) for job, of_job in said.items())))
+    return tuple(await asyncio.gather(*(one(job, of_job) for job, of_job in of_jobs.items())))
 
 
 async def find(
@@ -106,27 +106,28 @@ async def find(
     wanted: str,
     known: Collection[PeerId] = (),
     records: Iterable[JobRecord] | None = None,
-    look: Look | None = None,
+    inspect_job: Inspect | None = None,
 ) -> tuple[Known, ...]:
-    """The jobs that are meant by a name or the beginning of an id, best first (`fusion.swarm.authority.names`), of all that
-    `records` speak of, as `look` or else `look_into` judges each. Raises Ambiguous, SwarmError."""
-    records = tuple(await context.directory.job_records() if records is None else records)
-    jobs = {record.job for record in records if may_mean(wanted, record.name, record.job)}
+    """The jobs that `wanted`, a name or the beginning of an id, means, best first (`fusion.swarm.authority.names`), of those with
+    `records` (by default all that are published). `known`: authors whom the reader knows. `inspect_job`: as for `candidates`.
+    Raises Ambiguous, SwarmError."""
+    published = tuple(await context.directory.job_records() if records is None else records)
+    jobs = {record.job for record in published if may_mean(wanted, record.name, record.job)}
     if len(jobs) > CANDIDATES:
-        said = by_job(record for record in records if record.job in jobs)
-        jobs = set(_likely(context, said, wanted, known)[:CANDIDATES])
-    fitting = [record for record in records if record.job in jobs]
-    found = {each.record.job: each for each in await candidates(context, fitting, look)}
+        of_jobs = by_job(record for record in published if record.job in jobs)
+        jobs = set(_likely(context, of_jobs, wanted, known)[:CANDIDATES])
+    fitting = [record for record in published if record.job in jobs]
+    found = {each.record.job: each for each in await candidates(context, fitting, inspect_job)}
     return tuple(found[each.job] for each in meant([each.named for each in found.values()], wanted, known))
 
 
 def _likely(
-    context: Context, said: Mapping[JobId, Sequence[JobRecord]], wanted: str, known: Collection[PeerId]
+    context: Context, records: Mapping[JobId, Sequence[JobRecord]], wanted: str, known: Collection[PeerId]
 ) -> list[JobId]:
-    """These jobs, those first that an author launched whom `wanted` names or the reader knows, in each class one of everybody who
-    speaks of some in turn: a stranger may call any number of jobs so, and chooses how their ids begin."""
+    """These jobs, first those launched by an author whom `wanted` names or the reader knows; each class round robin over the
+    records' authors, as a stranger may give any number of jobs this name, and chooses how their ids begin."""
     name, _, author = wanted.rpartition("@")
-    turns = in_turn(context.random, (record for of_job in said.values() for record in of_job))
+    turns = round_robin(context.random, (record for of_job in records.values() for record in of_job))
     checks = 0
 
     def is_meant(peer: PeerId) -> bool:

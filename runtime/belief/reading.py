@@ -1,5 +1,5 @@
-"""What is said of jobs, and what of it this process believes (`fusion.swarm.authority.belief`): it reads the claims of a job's
-stages, remembers who owned them, and judges all records by that, anew whenever either has changed."""
+"""The job records of others, and which of them this process believes (`fusion.swarm.authority.belief`). It reads the claims of
+a job's stages, remembers their owners, and judges all records by them, again whenever records or claims have changed."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ if TYPE_CHECKING:
     from fusion.runtime.job.context import Context
     from fusion.runtime.job.manifest import Manifest
 
-READ_STAGES = 256  # of one job, by whoever has no part in it
-# Stages, where all jobs are looked at: anybody may speak of hundreds, with thousands of stages each.
+READ_STAGES = 256  # of one job that this peer has no part in
+# Stages, in an overview of all jobs: anybody may publish records of hundreds of jobs, with thousands of stages each.
 READ_IN_ALL = 2048
 MANIFEST_SECONDS = 5.0
 ALL_MANIFESTS_SECONDS, MANIFESTS_AT_ONCE, MANIFESTS_IN_ALL = 1.0, 16, 64
 HINTS = 8
-UNKNOWN_STAGES = 16  # of a job whose manifest is not here
+UNKNOWN_STAGES = 16  # that are read of a job without a manifest
 
 
 def by_job(records: Iterable[JobRecord]) -> dict[JobId, tuple[JobRecord, ...]]:
-    """All that is said of each job, in the order of job ids."""
-    found: dict[JobId, list[JobRecord]] = {}
+    """The records of each job, in the order of job ids."""
+    grouped: dict[JobId, list[JobRecord]] = {}
     for record in records:
-        found.setdefault(record.job, []).append(record)
-    return {job: tuple(found[job]) for job in sorted(found)}
+        grouped.setdefault(record.job, []).append(record)
+    return {job: tuple(grouped[job]) for job in sorted(grouped)}
 
 
-def in_turn(random: Random, records: Iterable[JobRecord]) -> list[JobRecord]:
-    """The same records, one of everybody who speaks at a time, whoever is first: a stranger may speak of any number of jobs, and
-    chooses how their ids begin."""
-    by_speaker: dict[PeerId, list[JobRecord]] = {}
+def round_robin(random: Random, records: Iterable[JobRecord]) -> list[JobRecord]:
+    """The same records, one of each author at a time, the authors in random order: a stranger may publish records of any number
+    of jobs, and chooses how their ids begin."""
+    by_author: dict[PeerId, list[JobRecord]] = {}
     for record in records:
-        by_speaker.setdefault(record.author, []).append(record)
-    speakers = list(by_speaker.values())
-    random.shuffle(speakers)
-    return [record for turn in zip_longest(*speakers) for record in turn if record is not None]
+        by_author.setdefault(record.author, []).append(record)
+    authors = list(by_author.values())
+    random.shuffle(authors)
+    return [record for turn in zip_longest(*authors) for record in turn if record is not None]
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What was believed of these records, and by which view of the job's owners: the same of both give the same again."""
+    """A belief, with the records and the view of the job's owners that it follows from."""
 
     records: Sequence[JobRecord]
     view: OwnershipView
@@ -62,7 +62,7 @@ class Judgement:
 def judged(
     context: Context, job: JobId, records: Sequence[JobRecord], manifest: Manifest | None, claims: Claims
 ) -> Belief | None:
-    """What to believe of `records`, by these live claims; None where there are none."""
+    """What to believe of `records`, given these live claims; None where there are no records."""
     return judgement(context, job, records, manifest, claims).belief
 
 
@@ -72,9 +72,9 @@ def judgement(
     records: Sequence[JobRecord],
     manifest: Manifest | None,
     claims: Claims,
-    before: Judgement | None = None,
+    previous: Judgement | None = None,
 ) -> Judgement:
-    """`judged`, with what it went by. `before`: the last one of the job, which is most of the work where nothing is new."""
+    """As `judged`, with its inputs. `previous`: the job's last judgement, returned as it is where its inputs have not changed."""
     law = None if manifest is None else manifest.law(job)
     if law is not None and law.admission.kind == "granted":
         context.leases.know(law)
@@ -85,24 +85,24 @@ def judgement(
     view = context.seen.ownership_view(
         job, law, stages, claims, context.peer_id, shown=[record.proof for record in records], verify=verify
     )
-    if before is not None and before.records == records and before.view == view:
-        return before
+    if previous is not None and previous.records == records and previous.view == view:
+        return previous
     return Judgement(records, view, believe(records, view, verify))
 
 
 async def newest(context: Context, job: JobId, manifest: Manifest) -> JobRecord | None:
-    """What to believe of a job that we have a part in, of whose claims we need not read more than we know."""
+    """The believed record of a job that we have a part in, by the claims that `Leases` knows already."""
     records = await context.directory.job_records(job)
     claims = {stage: context.leases.recent(job, stage) for stage in range(manifest.stages)}
-    found = judged(context, job, records, manifest, claims)
-    return None if found is None else found.record
+    belief = judged(context, job, records, manifest, claims)
+    return None if belief is None else belief.record
 
 
 async def look(
     context: Context, job: JobId, records: Sequence[JobRecord] | None = None, manifest: Manifest | None = None
 ) -> Belief | None:
-    """What to believe of any job: its manifest, all that is said of it, and the claims of its stages are read. None where
-    nobody speaks of it. Raises SwarmError."""
+    """What to believe of any job, by its records, its manifest and its stages' claims, which are read where they are not given.
+    None where nobody publishes a record of it. Raises SwarmError."""
     records = await context.directory.job_records(job) if records is None else records
     if records and manifest is None:
         manifest = await manifest_of(context, job, records)
@@ -118,7 +118,7 @@ async def weigh(
     """What to believe of these records, by the claims of the job's stages, which are read. Raises SwarmError."""
     if manifest is not None:
         numbers = range(min(manifest.stages, READ_STAGES))
-    else:  # it has as many as whoever speaks of it says
+    else:  # as many as a record states, which may be false
         numbers = range(min(max((record.stages for record in records), default=0), UNKNOWN_STAGES))
     claims = await context.leases.claims_of(job, numbers)
     return judged(context, job, records, manifest, dict(zip(numbers, claims, strict=True)))
@@ -126,53 +126,50 @@ async def weigh(
 
 @dataclass(frozen=True)
 class Seen:
-    """A job in a look at all of them. `claims`: the live ones of its stages, of those to own one the one that counts."""
+    """A job in an overview. `claims`: the live ones of its stages; of several owners' claims to one stage, the one that counts."""
 
     belief: Belief
     claims: Claims
 
 
 async def overview(context: Context) -> tuple[Seen, ...]:
-    """All jobs, in the order of their ids, by the claims of READ_STAGES of each, READ_IN_ALL in all; and by their manifests, as
-    far as these are given to us at once. Raises SwarmError."""
-    records = await context.directory.job_records()
-    records_by_job = by_job(records)
-    jobs = list(dict.fromkeys(record.job for record in in_turn(context.random, records)))
-    manifests = await _manifests(context, jobs[:MANIFESTS_IN_ALL], records_by_job)
+    """All jobs, in the order of their ids, by the claims of READ_STAGES of each, READ_IN_ALL in all, and by the manifests that
+    peers give us within ALL_MANIFESTS_SECONDS. Raises SwarmError."""
+    published = await context.directory.job_records()
+    records = by_job(published)
+    jobs = list(dict.fromkeys(record.job for record in round_robin(context.random, published)))
+    manifests = await _manifests(context, jobs[:MANIFESTS_IN_ALL], records)
     for job, manifest in manifests.items():
         context.leases.know(manifest.law(job))
-    stages = {job: max(record.stages for record in said) for job, said in records_by_job.items()}
+    stages = {job: max(record.stages for record in of_job) for job, of_job in records.items()}
     stages |= {job: manifest.stages for job, manifest in manifests.items()}
-    places = tuple(islice(_stages_in_turn(jobs, stages), READ_IN_ALL))
-    found = await asyncio.gather(*(context.leases.claims(job, stage) for job, stage in places))
-    claims: dict[JobId, dict[int, Sequence[ClaimRecord]]] = {job: {} for job in records_by_job}
-    for (job, stage), live in zip(places, found, strict=True):
+    places = tuple(islice(_diagonal(jobs, stages), READ_IN_ALL))
+    read = await asyncio.gather(*(context.leases.claims(job, stage) for job, stage in places))
+    claims: dict[JobId, dict[int, Sequence[ClaimRecord]]] = {job: {} for job in records}
+    for (job, stage), live in zip(places, read, strict=True):
         claims[job][stage] = live
-    beliefs = {
-        job: judged(context, job, records_by_job[job], manifests.get(job), claims[job])
-        for job in records_by_job
-    }
+    beliefs = {job: judged(context, job, records[job], manifests.get(job), claims[job]) for job in records}
     return tuple(Seen(belief, claims[job]) for job, belief in beliefs.items() if belief is not None)
 
 
-def _stages_in_turn(jobs: Sequence[JobId], stages: Mapping[JobId, int]) -> Iterator[Place]:
-    """READ_STAGES of each job, those first whose place in it and its own place among the jobs are the least together: neither many
-    jobs nor jobs of many stages keep others from being looked at."""
-    for both in range(len(jobs) + READ_STAGES - 1):
-        for place in range(max(0, both - READ_STAGES + 1), min(both + 1, len(jobs))):
-            if both - place < stages[jobs[place]]:
-                yield jobs[place], both - place
+def _diagonal(jobs: Sequence[JobId], stages: Mapping[JobId, int]) -> Iterator[Place]:
+    """READ_STAGES of each job, by the sum of the job's index and the stage's number, the least first: neither many jobs nor jobs
+    of many stages keep others from being read."""
+    for total in range(len(jobs) + READ_STAGES - 1):
+        for index in range(max(0, total - READ_STAGES + 1), min(total + 1, len(jobs))):
+            if total - index < stages[jobs[index]]:
+                yield jobs[index], total - index
 
 
 async def _manifests(
-    context: Context, jobs: Iterable[JobId], records_by_job: Mapping[JobId, Sequence[JobRecord]]
+    context: Context, jobs: Iterable[JobId], records: Mapping[JobId, Sequence[JobRecord]]
 ) -> Mapping[JobId, Manifest]:
-    """Those that somebody gives us in ALL_MANIFESTS_SECONDS."""
-    found, busy = dict[JobId, "Manifest"](), asyncio.Semaphore(MANIFESTS_AT_ONCE)
+    """Those that a peer gives us within ALL_MANIFESTS_SECONDS."""
+    found, slots = dict[JobId, "Manifest"](), asyncio.Semaphore(MANIFESTS_AT_ONCE)
 
     async def read(job: JobId) -> None:
-        async with busy:
-            manifest = await manifest_of(context, job, records_by_job[job])
+        async with slots:
+            manifest = await manifest_of(context, job, records[job])
         if manifest is not None:
             found[job] = manifest
 
@@ -184,7 +181,7 @@ async def _manifests(
 
 
 async def manifest_of(context: Context, job: JobId, records: Sequence[JobRecord]) -> Manifest | None:
-    """None where nobody gives it to us in time, or it is none."""
+    """Fetched from peers, first from those that `records` name; None where no peer sends a valid one within MANIFEST_SECONDS."""
     from fusion.runtime.job import manifest_wire as manifests  # only now: it knows the codecs
 
     hints = list(

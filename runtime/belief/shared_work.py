@@ -1,4 +1,4 @@
-"""Work that many ask for and that is done once for all of them: strangers may ask for it as often as they like."""
+"""Work that many callers request and that is done once for all of them: strangers may request it as often as they like."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class _Shared(Generic[K, R]):
     key: K
     began: float
     task: asyncio.Task[R]
-    askers: int = 0
+    waiters: int = 0
     over: asyncio.Event = field(default_factory=asyncio.Event)  # once another may begin
 
 
 class SharedWork(Generic[K, R]):
-    """One at a time for each key, and what came of it, a failure too, does for those that ask within `pause_seconds` after it. The
-    work is a task of its own: a single flight that one of those who ask leads ends with it, and strangers that hang up would keep
-    others waiting. `clock` gives seconds that only rise."""
+    """At most one run at a time for each key. Its result or failure also serves calls within `pause_seconds` after it. The work is
+    a task of its own: if one of the callers ran it, a stranger that hangs up would cancel it for the others. `clock`: monotonic
+    seconds."""
 
     def __init__(self, clock: Callable[[], float], pause_seconds: float) -> None:
         self._clock = clock
@@ -38,7 +38,7 @@ class SharedWork(Generic[K, R]):
         await cancel_all(shared.task for shared in self._shared.values())
 
     async def get(self, key: K, work: Callable[[], Coroutine[Any, Any, R]], since: float = -math.inf) -> R:
-        """What comes of `work`, or of another's for the same key that began at `since` or later."""
+        """The result of `work`, or of a run for the same key that began at `since` or later. Raises what the run raises."""
         while (shared := self._shared.get(key)) is not None and shared.began < since:
             await shared.over.wait()
         return await self._join(shared or self._begin(key, work()))
@@ -50,12 +50,12 @@ class SharedWork(Generic[K, R]):
         return shared
 
     async def _join(self, shared: _Shared[K, R]) -> R:
-        shared.askers += 1
+        shared.waiters += 1
         try:
             return await asyncio.shield(shared.task)
         finally:
-            shared.askers -= 1
-            if not shared.askers and not shared.task.done():  # nobody works for those that are gone
+            shared.waiters -= 1
+            if not shared.waiters and not shared.task.done():
                 shared.task.cancel()
                 self._end(shared)
 
@@ -63,7 +63,7 @@ class SharedWork(Generic[K, R]):
         if task.cancelled():
             self._end(shared)
         else:
-            task.exception()  # whoever waits for it has it
+            task.exception()  # marks it as retrieved; each waiter gets it, too
             asyncio.get_running_loop().call_later(self._pause_seconds, self._end, shared)
 
     def _end(self, shared: _Shared[K, R]) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 
 from cachetools import FIFOCache, LRUCache
 
-from fusion.runtime.belief.naming import Known, SharedLooks, candidates, find
+from fusion.runtime.belief.naming import Known, SharedInspections, candidates, find
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest
@@ -52,7 +52,7 @@ class Catalog:
         self._models: FIFOCache[JobId, ServedModel] = FIFOCache(MAX_MODEL_BYTES, _share)
         self._jobs: tuple[float, tuple[JobRecord, ...]] = (float("-inf"), ())  # and when we began to look
         self._reading = asyncio.Lock()
-        self._judging = SharedLooks(context, REFRESH_SECONDS)
+        self._judging = SharedInspections(context, REFRESH_SECONDS)
         self._loader = ModelLoader(context, self.check_admitted, REFRESH_SECONDS)
         self._meant: FIFOCache[str, tuple[JobId, float]] = FIFOCache(MAX_NAMES)  # and when we looked
         self._finding: dict[str, asyncio.Task[ServedModel]] = {}

@@ -1,4 +1,4 @@
-"""Which jobs are looked into for a name that strangers use too."""
+"""Which jobs are inspected for a name that strangers use too."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ def launched(number: int, author: Identity) -> JobRecord:
         job=JobId(f"{number:064x}"), name="tiny", kind="serve", state="running", term=1, step=0, lead=None,
         stages=1, snapshot=None, snapshot_step=-1, author=author.peer_id,
     )  # fmt: skip
-    said = statement_of(replace(record, state="launching"), author.peer_id, 0)
-    return replace(record, proof=(seal_statement(said, author.sign),))
+    statement = statement_of(replace(record, state="launching"), author.peer_id, 0)
+    return replace(record, proof=(seal_statement(statement, author.sign),))
 
 
-@pytest.mark.parametrize("asked", ["its author", "known", "nobody's"])
+@pytest.mark.parametrize("requested", ["its author", "known", "nobody's"])
 def test_a_stranger_who_calls_hundreds_of_jobs_so_hides_nobodys(
-    monkeypatch: pytest.MonkeyPatch, asked: str
+    monkeypatch: pytest.MonkeyPatch, requested: str
 ) -> None:
-    """Ids are looked into in their order, and a stranger chooses how those of its jobs begin."""
+    """Ids are inspected in their order, and a stranger chooses how those of its jobs begin."""
     honest = launched(1 << 200, ALICE)
-    words = [*(launched(number, MALLORY) for number in range(3 * CANDIDATES)), honest]
-    looked: list[JobId] = []
+    records = [*(launched(number, MALLORY) for number in range(3 * CANDIDATES)), honest]
+    inspected: list[JobId] = []
 
-    async def look_into(context: Any, job: JobId, said: Any) -> Any:
-        looked.append(job)
+    async def inspect(context: Any, job: JobId, records: Any) -> Any:
+        inspected.append(job)
         author = ALICE.peer_id if job == honest.job else MALLORY.peer_id
         named = naming.Named(job=job, name="tiny", author=author, owned=True)
-        return SimpleNamespace(record=said[0], named=named)
+        return SimpleNamespace(record=records[0], named=named)
 
-    monkeypatch.setattr(naming, "look_into", look_into)
+    monkeypatch.setattr(naming, "inspect", inspect)
     context: Any = SimpleNamespace(directory=SimpleNamespace(verify=verify), random=Random(7))
-    wanted = f"tiny@{ALICE.peer_id}" if asked == "its author" else "tiny"
-    known: tuple[PeerId, ...] = (ALICE.peer_id,) if asked == "known" else ()
+    wanted = f"tiny@{ALICE.peer_id}" if requested == "its author" else "tiny"
+    known: tuple[PeerId, ...] = (ALICE.peer_id,) if requested == "known" else ()
 
     async def main() -> None:
-        if asked == "nobody's":
+        if requested == "nobody's":
             with pytest.raises(ValueError, match="2 authors"):
-                await find(context, wanted, known, words)
+                await find(context, wanted, known, records)
         else:
-            (found,) = await find(context, wanted, known, words)
+            (found,) = await find(context, wanted, known, records)
             assert found.record.job == honest.job
-        assert honest.job in looked and len(looked) == CANDIDATES
+        assert honest.job in inspected and len(inspected) == CANDIDATES
 
     run(main())
 
@@ -76,16 +76,16 @@ def test_a_leads_word_counts_for_the_author_that_launched_the_job_and_forgeries_
     honest = replace(launched(1 << 200, ALICE), author=lead)
     forged = [replace(launched(number, MALLORY), author=forger) for number in range(2 * CHECKS)]
     statements = [statement_of(replace(each, state="launching"), ALICE.peer_id, 0) for each in forged]
-    words = [
+    records = [
         honest,
         *(
-            replace(each, proof=(seal_statement(said, MALLORY.sign),))
-            for each, said in zip(forged, statements, strict=True)
+            replace(each, proof=(seal_statement(statement, MALLORY.sign),))
+            for each, statement in zip(forged, statements, strict=True)
         ),
     ]
     context: Any = SimpleNamespace(directory=SimpleNamespace(verify=counted), random=Random(7))
-    found = naming._likely(context, by_job(words), "tiny", (ALICE.peer_id,))
-    assert found[0] == honest.job and len(found) == len(words)
+    found = naming._likely(context, by_job(records), "tiny", (ALICE.peer_id,))
+    assert found[0] == honest.job and len(found) == len(records)
     assert 0 < checked <= CHECKS
 
 
@@ -104,26 +104,26 @@ def test_of_a_job_whose_manifest_nobody_gives_few_stages_are_read(monkeypatch: p
     monkeypatch.setattr("fusion.runtime.belief.reading.judged", lambda *_: SimpleNamespace())
     context: Any = SimpleNamespace(leases=SimpleNamespace(claims_of=claims_of))
     record = replace(launched(1, MALLORY), stages=4096)
-    assert run(naming.look_into(context, record.job, [record])).manifest is None
+    assert run(naming.inspect(context, record.job, [record])).manifest is None
     assert len(read) == UNKNOWN_STAGES
 
 
 def test_of_all_jobs_that_are_spoken_of_a_stranger_s_hide_nobody_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids are looked into in their order, and a stranger chooses how those of its jobs begin."""
+    """Ids are inspected in their order, and a stranger chooses how those of its jobs begin."""
     honest, known = launched(1 << 200, ALICE), launched(1 << 201, MALLORY)
-    words = [*(launched(number, MALLORY) for number in range(3 * CANDIDATES)), honest, known]
+    records = [*(launched(number, MALLORY) for number in range(3 * CANDIDATES)), honest, known]
 
-    async def look_into(context: Any, job: JobId, said: Any) -> Any:
-        return SimpleNamespace(record=said[0])
+    async def inspect(context: Any, job: JobId, records: Any) -> Any:
+        return SimpleNamespace(record=records[0])
 
-    monkeypatch.setattr(naming, "look_into", look_into)
+    monkeypatch.setattr(naming, "inspect", inspect)
     context: Any = SimpleNamespace(random=Random(7))
 
     async def main() -> None:
-        found: Any = await naming.candidates(context, words)
+        found: Any = await naming.candidates(context, records)
         jobs = [each.record.job for each in found]
         assert honest.job in jobs and len(jobs) == CANDIDATES and jobs == sorted(jobs)
-        found = await naming.candidates(context, words, known={known.job, JobId("f" * 64)})
+        found = await naming.candidates(context, records, known={known.job, JobId("f" * 64)})
         jobs = [each.record.job for each in found]
         assert {honest.job, known.job} <= {*jobs} and len(jobs) == CANDIDATES + 1
 

@@ -48,8 +48,8 @@ async def lie(made: Swarm, job: JobId) -> None:
     failed = job_record(
         stranger, job=job, kind="serve", stages=2, state="failed", term=9, lead=stranger.peer_id
     )
-    said = statement_of(failed, stranger.peer_id, 0)
-    await directory.publish(replace(failed, proof=(seal_statement(said, stranger.sign),)))
+    statement = statement_of(failed, stranger.peer_id, 0)
+    await directory.publish(replace(failed, proof=(seal_statement(statement, stranger.sign),)))
     for stage in (0, 1):
         await directory.publish(claim_record(stranger, job=job, stage=stage, term=9, ready=True))
 
@@ -63,19 +63,19 @@ async def fresh_look(made: Swarm, job: JobId) -> Seen:
 
 
 def test_of_many_jobs_of_thousands_of_stages_few_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[tuple[str, int]] = []
-    asked: list[str] = []
-    said: list[JobRecord] = []
+    read: list[tuple[str, int]] = []
+    requested: list[str] = []
+    published: list[JobRecord] = []
 
     async def claims(job: str, stage: int) -> tuple[()]:
-        looked.append((job, stage))
+        read.append((job, stage))
         return ()
 
     async def job_records() -> tuple[JobRecord, ...]:
-        return tuple(said)
+        return tuple(published)
 
     async def manifest_of(_: Any, job: JobId, __: Any) -> None:
-        asked.append(job)
+        requested.append(job)
         await asyncio.sleep(3600)  # nobody gives it
 
     monkeypatch.setattr(reading, "manifest_of", manifest_of)
@@ -84,22 +84,24 @@ def test_of_many_jobs_of_thousands_of_stages_few_are_looked_at(monkeypatch: pyte
     context: Any = SimpleNamespace(leases=leases, directory=directory, random=Random(7))
     mallory = Identity.generate()
     few = job_record(mallory, job=JobId("b" * 64), stages=3)
-    said = [job_record(mallory, job=JobId("a" * 64), stages=4096), few]
+    published = [job_record(mallory, job=JobId("a" * 64), stages=4096), few]
     assert [len(seen.claims) for seen in run(overview(context))] == [READ_STAGES, 3]
-    assert len(looked) == READ_STAGES + 3 and len(asked) == 2
-    looked.clear()
-    asked.clear()
-    said += [job_record(mallory, job=JobId(f"{number:064x}"), stages=4096) for number in range(100)]
-    found = dict(zip(sorted(record.job for record in said), run(overview(context)), strict=True))
-    assert len(looked) == READ_IN_ALL and len(asked) <= MANIFESTS_IN_ALL
+    assert len(read) == READ_STAGES + 3 and len(requested) == 2
+    read.clear()
+    requested.clear()
+    published += [job_record(mallory, job=JobId(f"{number:064x}"), stages=4096) for number in range(100)]
+    found = dict(zip(sorted(record.job for record in published), run(overview(context)), strict=True))
+    assert len(read) == READ_IN_ALL and len(requested) <= MANIFESTS_IN_ALL
     assert sorted(found[few.job].claims) == [0, 1, 2]
     alice = job_record(Identity.generate(), job=JobId("f" * 64), stages=2)
-    said += [
+    published += [
         *(job_record(mallory, job=JobId(f"{number:064x}"), stages=1) for number in range(100, 3000)),
         alice,
     ]
-    looked.clear()
-    asked.clear()
+    read.clear()
+    requested.clear()
     *_, last = run(overview(context))
-    assert sorted(last.claims) == [0, 1] and alice.job in asked, "a stranger with many jobs hides nobody's"
-    assert len(looked) == READ_IN_ALL and len(asked) <= MANIFESTS_IN_ALL
+    assert sorted(last.claims) == [0, 1] and alice.job in requested, (
+        "a stranger with many jobs hides nobody's"
+    )
+    assert len(read) == READ_IN_ALL and len(requested) <= MANIFESTS_IN_ALL
