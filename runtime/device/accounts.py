@@ -63,7 +63,7 @@ class Accounts:
         return Whose(self.of(job, author), job, serves)
 
 
-def speaker(record: JobRecord, verify: Verify) -> PeerId:
+def payer(record: JobRecord, verify: Verify) -> PeerId:
     """Who answers for a word on a job whose manifest is not here: whoever signed that it was launched, if anybody did."""
     launches = launches_of(record, verify)
     return launches[0][0].signer if launches else record.author

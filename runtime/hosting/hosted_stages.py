@@ -213,7 +213,7 @@ class HostedStages:
             self._failed(claim, manifest, error, self._clock() - began)
         finally:
             if stage == 0:
-                self._board.rest(job, *final)
+                self._board.stop_leading(job, *final)
 
     def _failed(self, claim: ClaimRecord, manifest: Manifest, error: Exception, ran_seconds: float) -> None:
         """The stage cannot go on here, for now."""

@@ -1,7 +1,7 @@
 """A peer at work: it looks for jobs in the directory, claims stages and runs them.
 
-This is the loop. What there is to know of jobs is in `job_view`, and what the peer says of them in
-`fusion.runtime.hosting.jobs`; what runs here in `hosted_stages`, and how it comes here in `stage_claims`.
+This is the loop. What the peer knows of jobs is in `job_view`, the records that it publishes of them in
+`fusion.runtime.hosting.jobs`, what runs here in `hosted_stages`, and how stages are claimed in `stage_claims`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ REST_SECONDS = 1.0
 @dataclass(frozen=True, kw_only=True)
 class HostingConfig:
     heartbeat_seconds: float = HEARTBEAT_SECONDS
-    nudge_seconds: float = 0.2  # from one look to the next, however many ask us to look
+    nudge_seconds: float = 0.2  # between two beats at least, however often other peers request one
     cool_down_seconds: float = 5.0  # after a stage failed here, doubling, before this peer claims it again
-    max_stages: int = 32  # at once: each renews a claim at every heartbeat, which all who keep it check
-    places: int = 512  # stages looked at in one heartbeat
+    max_stages: int = (
+        32  # at once: each renews a claim at every heartbeat, whose signature all peers that store it check
+    )
+    places: int = 512  # stages whose claims are read in one heartbeat
     handover: HandoverConfig = HandoverConfig()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
@@ -53,8 +55,8 @@ class HostingConfig:
 class Hosting:
     """Claims stages for this peer and runs them until their job ends, they are lost, or the peer leaves.
 
-    `fitness` is the score of our claims that nobody proposed, from 0 to below 1. `run` does it all; `beat` is one
-    heartbeat of it, for tests that drive the context's clock themselves.
+    `fitness` is the score, from 0 to below 1, of our claims to stages that no placement proposed us for. `run` does it all;
+    `beat` is one heartbeat of it, for tests that drive the context's clock themselves.
     """
 
     def __init__(
@@ -65,10 +67,10 @@ class Hosting:
         config: HostingConfig | None = None,
         files: JobFiles | None = None,
     ) -> None:
-        assert context.takeover is not None, "whoever holds stages takes others over"
+        assert context.takeover is not None, "a peer that holds stages takes over others"
         config = config or HostingConfig()
-        # Called when stages have ended here, or stand by no more, once for all that did so within REST_SECONDS: a stranger's job may end in
-        # dozens of them, and whoever collects garbage then stops the loop for as long as it takes.
+        # Called when stages or standbys have ended here, once for all within REST_SECONDS: a stranger's job may end dozens
+        # of them, and the garbage collection that follows stops the loop.
         self.on_rest: Callable[[], object] = lambda: None
         self._rest_due = False
         self._context = context
@@ -97,8 +99,8 @@ class Hosting:
 
     @property
     def _engaged(self) -> bool:
-        """Whether we have a part in a job: a stage, one that we stand by for, or a last word on it."""
-        return bool(self._stages.occupied or self._pool.jobs or self.board.repeated)
+        """Whether we have a part in a job: a stage, a standby, or a record to publish."""
+        return bool(self._stages.occupied or self._pool.jobs or self.board.republished)
 
     @property
     def hosted(self) -> tuple[Place, ...]:
@@ -106,7 +108,7 @@ class Hosting:
         return self._stages.places
 
     def nudge(self) -> None:
-        """Look at the jobs now rather than at the next heartbeat."""
+        """Beat now rather than at the next heartbeat."""
         self._nudged.set()
 
     async def start(self) -> None:
@@ -118,12 +120,12 @@ class Hosting:
         await self._server.start()
 
     async def run(self) -> None:
-        """Look, claim, host and publish until cancelled; then release what we hold."""
+        """Read the directory, claim, host and publish until cancelled; then release what we hold."""
         async with asyncio.TaskGroup() as tasks:
             self._stages.tasks = tasks
-            tasks.create_task(self._gossip.follow())
+            tasks.create_task(self._gossip.poll())
             try:
-                await self._gossip.publish()  # after a cold start nobody else may know of what was on disk
+                await self._gossip.publish()  # after a cold start ours may be the only records
                 await self._beat_for_ever()
             finally:
                 self._stages.tasks = None
@@ -132,7 +134,7 @@ class Hosting:
                 await self._stages.aclose(self._pool.aclose())
 
     async def _beat_for_ever(self) -> None:
-        """At each heartbeat, and at once where somebody nudges, though no more often than `nudge_seconds` allow."""
+        """Beat at each heartbeat, and at once after a nudge, but at least `nudge_seconds` apart."""
         loop = asyncio.get_running_loop()
         while True:
             again = loop.time() + self._config.nudge_seconds
@@ -145,46 +147,44 @@ class Hosting:
             await asyncio.sleep(again - loop.time())
 
     async def beat(self, *, nudged: bool = True) -> None:
-        """Look at the directory once, claim what we should, say what we have to say; only while `run` runs. Not `nudged`:
-        nobody waits for it, and a peer that has no part in any job need not know the newest."""
+        """Read the directory once, claim what we should and publish; only while `run` runs. Not `nudged`: nobody waits for
+        it, so a peer that has no part in any job may read cached records."""
         async with self._beating:
             try:
                 await self._claims.give_back()
-                await self._look(0.0 if nudged or self._engaged else GLANCE_SECONDS)
+                await self._decide(0.0 if nudged or self._engaged else GLANCE_SECONDS)
                 await self._gossip.publish()
             except (SwarmError, OSError) as error:
                 log.warning("directory: %s", error)
 
-    # --- one look, decision by decision
+    # --- one beat, decision by decision
 
-    async def _look(self, max_age_seconds: float) -> None:
-        """What follows from what the directory says now. Each decision counts on those before it."""
+    async def _decide(self, max_age_seconds: float) -> None:
+        """Act on the records and claims in the directory. Each decision depends on those before it."""
         records = await self._view.job_records(max_age_seconds)
         known = self._view.manifests(records, self._our_jobs)
         claims = await self._view.claims(known, records, self._stages.running, self._our_jobs)
-        # Whose word counts (`fusion.swarm.authority.belief`). What is over: nothing of it is stood by for or claimed any
-        # more.
+        # Which records to believe (`fusion.swarm.authority.belief`). Of jobs that are over nothing is claimed or stood by
+        # for any more.
         beliefs = await self._view.beliefs(records, known, claims)
         self._end([belief.record for belief in beliefs.values() if belief.settled])
         jobs = self._view.open_jobs(beliefs, known)
-        self.board.see(jobs)
-        # Of them, those that our plane can run (`runnable_stages`); what we cannot is neither stood by for nor claimed.
+        self.board.set_open(jobs)
+        # Of them, those that our plane can run (`runnable_stages`); others are neither stood by for nor claimed.
         claims = {
-            (job, stage): held
-            for (job, stage), held in claims.items()
+            (job, stage): live
+            for (job, stage), live in claims.items()
             if job in jobs and self._claims.runs(job, jobs[job][1], stage)
         }
         # Which stages to stand by for (`standby_assignment`). Then it is known which jobs concern us, and which states are
         # on this peer.
         if not self._stages.leaving:
             await self._pool.beat(jobs, claims, self.hosted, self._context.memory.free_bytes)
-        # Which jobs to speak for, because nobody else does: whoever leaves does so as well.
-        ours = self._our_jobs
-        # An end that nobody proves is kept by nobody.
-        said = [belief.record for belief in beliefs.values() if belief.settled or not belief.over]
-        self.board.update_from_directory(
-            said, ours, await self._view.leaderless(ours, self._stages.running, claims)
-        )
+        # Which jobs to publish because nobody else does, also while we leave. Ends without proof are not among them.
+        own = self._our_jobs
+        believed = [belief.record for belief in beliefs.values() if belief.settled or not belief.over]
+        leaderless = await self._view.leaderless(own, self._stages.running, claims)
+        self.board.update_from_directory(believed, own, leaderless)
         if self._stages.leaving:
             return
         # Which of our stages an idle peer should have (`claim_choice.one_to_hand_on`): before there are more of them.
@@ -200,7 +200,7 @@ class Hosting:
             if not self._gossip.concludes(record):
                 self._stages.cancel(record.job)
 
-    # --- what else happens between two looks
+    # --- what else happens between two beats
 
     def _begun(self, place: Place) -> None:
         self._claims.filled(place)
@@ -223,7 +223,7 @@ class Hosting:
         self._pool.follow(record)
 
     def _finish(self, job: JobId) -> bool:
-        """Have a job that we lead come to its last snapshot and end; False where there is nothing to wait for."""
+        """Have a job that we lead save its last snapshot and end; False where there is nothing to wait for."""
         first = self._stages.running.get((job, 0))
         return first is not None and first.service.stop(job)
 
@@ -236,7 +236,7 @@ class Hosting:
         cancelled then. Nothing is claimed any more. The time it takes is bounded."""
         self._stages.leaving = True
         with suppress(SwarmError, OSError):
-            await self._gossip.publish_all()  # whoever leads next should know all that we do
+            await self._gossip.publish_all()  # for the next leads
         await self._pool.aclose()
         await self._handovers.leave()
 
@@ -259,8 +259,8 @@ class Hosting:
         handover: Mapping[str, Any] | None,
         proof: tuple[bytes, ...] = (),
     ) -> ClaimRecord | None:
-        """Claim the stage above the term `over`, which is known to be free, as `proof` shows, and begin to host it. None
-        where we cannot or another was first."""
+        """Claim the stage above the term `over`, whose holder is gone or has released it, as `proof` shows, and begin to
+        host it. None where we cannot or another peer was first."""
         return await self._claims.take_over((job, stage), over, handover, proof)
 
     def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:

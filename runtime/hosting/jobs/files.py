@@ -1,5 +1,5 @@
-"""The last record of each job that this peer holds or stands by for, on its disk, so that a job outlives even the moment
-at which nobody is left: whoever starts again says it, and the job goes on from the newest snapshot.
+"""The last record of each job that this peer holds or stands by for, on its disk. A job survives the stop of all its peers:
+one that starts again publishes the record, and the job goes on from the newest snapshot.
 
 FOLDER/<job>.json    version and fields of the job's record; its `step` is that of the snapshot, which is what can be
                      gone back to
@@ -30,10 +30,10 @@ VERSION = 1
 MAX_BYTES = 16 << 10
 MAX_FILES = 1000
 MAX_AGE_SECONDS = 14 * 86400.0
-REFRESH_SECONDS = 6 * 3600.0  # a file that is much older speaks of a job that may have ended long ago
+REFRESH_SECONDS = 6 * 3600.0  # the job of a file that is much older may have ended long ago
 
 T = TypeVar("T")
-Version = tuple[int, Digest | None, frozenset[bytes]]  # term, snapshot and lists of grants taken back
+Version = tuple[int, Digest | None, frozenset[bytes]]  # term, snapshot and lists of revoked grants
 
 
 class JobFiles:
@@ -44,8 +44,8 @@ class JobFiles:
         self._now = now
 
     def load(self) -> tuple[JobRecord, ...]:
-        """Every record that is there and sound; one line in the log for each that is not. Files that nobody has
-        touched for long are deleted: the job has probably ended without us. Never raises."""
+        """All valid records; logs one line for each file that is not. Deletes files older than MAX_AGE_SECONDS: the job has
+        probably ended without us. Never raises."""
         found = []
         try:
             paths = sorted(self._folder.glob("*.json"))[:MAX_FILES]
@@ -65,7 +65,7 @@ class JobFiles:
         return tuple(found)
 
     def save(self, record: JobRecord) -> None:
-        """Replace what is said of the job, at once or not at all. Raises OSError."""
+        """Replace the job's record atomically. Raises OSError."""
         values = fields_of(record)
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(record.job)
@@ -90,29 +90,29 @@ class JobFiles:
 
 
 class KeptJobRecords:
-    """What of the board is on the disk. `clock` gives seconds that only rise."""
+    """Which of the board's records are on the disk. `clock`: monotonic seconds."""
 
     def __init__(self, files: JobFiles, clock: Callable[[], float] = time.monotonic) -> None:
         self._files = files
         self._clock = clock
-        self._kept: dict[JobId, tuple[Version, float]] = {}  # what the files say, and since when
-        self._writing = asyncio.Lock()  # of two that write, the later one knows better
+        self._kept: dict[JobId, tuple[Version, float]] = {}  # what is on disk, and since when
+        self._writing = asyncio.Lock()  # so that the later of two writes is the one that stays
 
     async def load(self) -> tuple[JobRecord, ...]:
         records = await asyncio.to_thread(self._files.load)
         for record in records:
-            self._kept[record.job] = (_version(record), -math.inf)  # written again soon: the job lives
+            self._kept[record.job] = (_version(record), -math.inf)  # due for a refresh: the job lives
         return records
 
     async def keep(self, records: Iterable[JobRecord], gone: Callable[[JobId], bool]) -> None:
-        """Bring the files up to date: `records` are the records of the jobs that concern us, and `gone` tells of any
-        other whether its file is needed no more."""
+        """Bring the files up to date: `records` are those of the jobs that concern us; `gone` is whether the file of any other
+        job is needed no more."""
         async with self._writing:
             live = {record.job: record for record in records if record.state not in ENDED}
             for job, record in live.items():
                 version, since = self._kept.get(job, (None, 0.0))
                 if version != _version(record) or self._clock() - since >= REFRESH_SECONDS:
-                    # A disk that does not take it is told of once.
+                    # Before the write: a disk that refuses it is logged once.
                     self._kept[job] = (_version(record), self._clock())
                     await self._write(self._files.save, record, record.name)
             for job in [job for job in self._kept if job not in live and gone(job)]:
@@ -127,14 +127,14 @@ class KeptJobRecords:
 
 
 def fields_of(record: JobRecord) -> dict[str, Any]:
-    """What JSON holds of the record: the step is that of the snapshot, which is what can be gone back to."""
+    """The record as JSON values; its step is that of the snapshot, from which the job would resume."""
     values = {field.name: getattr(record, field.name) for field in fields(record)}
     proof = [data.hex() for data in record.proof]
     return {**values, "step": max(record.snapshot_step, 0), "proof": proof}
 
 
 def record_of(values: object) -> JobRecord:
-    """What `fields_of` was made from. Raises ValueError."""
+    """The inverse of `fields_of`. Raises ValueError."""
     if isinstance(values, dict) and isinstance(values.get("proof"), list):
         values = {**values, "proof": [bytes.fromhex(str(data)) for data in values["proof"]]}
     return build(JobRecord, values, "record")

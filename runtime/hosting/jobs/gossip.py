@@ -1,9 +1,9 @@
-"""What a peer says about jobs without being asked: the records that it publishes of them.
+"""The job records that a peer publishes.
 
-It speaks for the jobs that it leads. On those that it does not lead but holds, or held, stages of, it repeats the
-newest word while nobody else says it: a job that no record names any more could never find another lead. A new
-snapshot is said at once, to the directory and straight to the job's standbys. What has not changed is said again by every other
-heartbeat: each time costs whoever keeps the record a signature to check, and there may be dozens of jobs.
+It publishes records of the jobs that it leads. Of those that it does not lead but holds, or held, stages of, it republishes
+the newest record while nobody else publishes it: a job without any record could never find another lead. A new snapshot is
+published at once, and sent straight to the job's standbys. A record that has not changed is published again at every other
+heartbeat: each time the peers that store it check a signature, and there may be dozens of jobs.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from fusion.swarm.transport import PeerId, call
 
 log = logging.getLogger(__name__)
 
-FOLLOW_SECONDS = 0.25  # between two looks at what our services know
-RENEWED_SECONDS = 1.5 * HEARTBEAT_SECONDS  # after which a record is said again that has not changed
-SAID_JOBS = 1024  # of which we know what we said last
+POLL_SECONDS = 0.25  # between two readings of our services' progress
+REPUBLISH_SECONDS = 1.5 * HEARTBEAT_SECONDS  # after which a record that has not changed is published again
+PUBLISHED_JOBS = 1024  # whose last published record is remembered
 LEADERLESS = "waiting for a peer to take the lead"
-TELL_SECONDS = 2.0
-TOLD_PEERS = 256
+NOTIFY_SECONDS = 2.0
+NOTIFIED_PEERS = 256
 
 
 class JobGossip:
-    """Of the jobs on `board`. `snapshotted` is called with the record of a job that has come to a new snapshot. `files`
+    """Publishes the jobs on `board`. `snapshotted` is called with the record of a job that has come to a new snapshot. `files`
     None: nothing is kept on disk."""
 
     def __init__(
@@ -56,7 +56,7 @@ class JobGossip:
         snapshotted: Callable[[JobRecord], None] = lambda record: None,
         files: KeptJobRecords | None = None,
     ) -> None:
-        # Within it, what a service does wrong concerns one job (`fusion.runtime.hosting.job_faults`).
+        # Confines an error of a service to one job (`fusion.runtime.hosting.job_faults`).
         self.isolated: Callable[[JobId], AbstractContextManager[None]] = lambda job: nullcontext()
         self._context = context
         self._services = services
@@ -64,17 +64,17 @@ class JobGossip:
         self._snapshotted = snapshotted
         self._files = files
         self._proofs = RecordProofs(context, board)
-        # As signed, for as long as it need not be said again.
-        self._said: TTLCache[JobId, JobRecord] = TTLCache(
-            SAID_JOBS, RENEWED_SECONDS, timer=context.clock.monotonic
+        # As signed, for as long as it need not be published again.
+        self._published: TTLCache[JobId, JobRecord] = TTLCache(
+            PUBLISHED_JOBS, REPUBLISH_SECONDS, timer=context.clock.monotonic
         )
-        self._saying: WeakValueDictionary[JobId, asyncio.Lock] = WeakValueDictionary()
-        # What jobs need that our disk told us of and in which we have no part yet: whoever else has one may come back later.
+        self._publishing: WeakValueDictionary[JobId, asyncio.Lock] = WeakValueDictionary()
+        # Blobs of jobs from our disk that we have no part in yet: the other peers of these jobs may come back later.
         self._recalled: dict[JobId, frozenset[Digest]] = {}
         self._recalled_until = context.clock.monotonic() + MAX_AGE_SECONDS
 
     async def start(self) -> None:
-        """Say what our disk knows of: after a cold start nobody else may."""
+        """Publish the records on our disk: after a cold start there may be no others."""
         if self._files is not None:
             for record in await self._files.load():
                 self._board.remember(record)
@@ -82,17 +82,17 @@ class JobGossip:
                 self._recalled[record.job] = await asyncio.to_thread(blobs_of, record, store)
         self._hold()
         self._board.update_from_directory((), (), ())
-        await self._publish_all(*self._repeated())
+        await self._publish_all(*self._republished())
 
     # --- what our own stages know
 
     def lead(self, claim: ClaimRecord, manifest: Manifest, before: JobRecord | None) -> None:
-        """We own the first stage from now on; `before` is what the swarm said of the job."""
+        """We own the first stage from now on; `before` is the job's record until now."""
         known = [self._newest(r) for r in (before, self._board.record(claim.job)) if r is not None]
         self._board.lead(claim, manifest, max(known, key=job_order, default=None))
 
-    def figures(self, job: JobId) -> Progress | None:
-        """How a job stands of which we run a stage, or ran one to its end: what a watcher is told."""
+    def progress(self, job: JobId) -> Progress | None:
+        """Of a job that we run a stage of, or ran one of to its end: what watchers get."""
         record = self._board.record(job)
         progress = None if record is None else self._progress(record)
         self._board.update(job, progress)
@@ -103,67 +103,66 @@ class JobGossip:
             self._board.update(record.job, self._progress(record))
 
     def _progress(self, record: JobRecord) -> Progress | None:
-        """How the job stands, as our own stage says."""
+        """From our own stage of the job."""
         with self.isolated(record.job):
             return self._services[record.kind].progress(record.job)
         return None
 
     def _newest(self, record: JobRecord) -> JobRecord:
-        """What a word on a job that goes on says with what our own stage knows."""
+        """The record of a job that goes on, with the newest snapshot that our own stage knows of."""
         return record if record.state in ENDED else advanced(record, self._progress(record))
 
     async def conclude(self, record: JobRecord, progress: Progress | None = None) -> None:
-        """A stage of the job ran here to the job's end, which `progress` tells of. If its lead vanishes now, nobody
-        else may ever say so: say it before the stage is free, and from now on against all who believe that the job
-        goes on."""
+        """A stage of the job ran here to the job's end, with `progress`. If its lead vanishes now, nobody else may ever publish
+        the end: publish it before the stage is released, and from now on wherever a record states that the job goes on."""
         if progress is None or progress.state not in CONCLUDED:
             return
         self._board.conclude(record, progress, record.term)
         with suppress(TimeoutError):
-            async with asyncio.timeout(TELL_SECONDS):
+            async with asyncio.timeout(NOTIFY_SECONDS):
                 await self.publish_job(record.job)
 
     def concludes(self, record: JobRecord) -> bool:
-        """Whether our own lead has ended the job, and may have last words to say. It has not where we took the lead
-        while the one before us was ending the job, which another stage of ours heard of."""
+        """Whether our own lead has ended the job, and may have messages left to send. It has not where we took the lead while the
+        one before us was ending the job, as another stage of ours learned from it."""
         progress = self._progress(record)
-        ours = record.author == self._context.peer_id and self._board.leads(record.job)
-        return ours and progress is not None and progress.finished
+        own = record.author == self._context.peer_id and self._board.leads(record.job)
+        return own and progress is not None and progress.finished
 
-    # --- what the directory gets to hear
+    # --- what goes into the directory
 
-    def _repeat(self, record: JobRecord) -> JobRecord:
-        """The newest word on a job, as we say it ourselves."""
+    def _as_own(self, record: JobRecord) -> JobRecord:
+        """The newest record of a job that we do not lead, with us as its author."""
         us = self._context.peer_id
         record = replace(self._newest(record), author=us)
         if record.state not in ENDED:
             return replace(record, lead=None, message=LEADERLESS)
-        # The lead of a job that has ended is whoever can tell how it went.
+        # The lead of a job that has ended is a peer that has its final figures.
         return replace(record, lead=None if self._board.final(record.job) is None else us)
 
-    def _repeated(self) -> list[JobRecord]:
-        return [self._repeat(record) for record in self._board.repeated]
+    def _republished(self) -> list[JobRecord]:
+        return [self._as_own(record) for record in self._board.republished]
 
     async def publish(self) -> None:
-        """Say how the jobs stand that we speak for, where that was not said lately."""
+        """Publish the records of our jobs that have changed or are due again."""
         self._update()
-        await asyncio.gather(self._publish_if_due(*self._board.led, *self._repeated()), self._keep())
+        await asyncio.gather(self._publish_if_due(*self._board.led, *self._republished()), self._keep())
 
     async def publish_all(self) -> None:
-        """We leave: say what we know of every job, so that whoever leads next knows it too. Before our claims are
-        released, or others would see a job without a lead and without its newest snapshot."""
+        """Publish all that we know, for the next leads. Before our claims are released, or others would see a job without a lead
+        and without its newest snapshot."""
         self._update()
-        ours = [self._repeat(record) for record in self._board.led]
-        await asyncio.gather(self._publish_all(*ours, *self._repeated()), self._keep())
+        led = [self._as_own(record) for record in self._board.led]
+        await asyncio.gather(self._publish_all(*led, *self._republished()), self._keep())
 
-    async def follow(self) -> None:
-        """Say at once, for ever, when a job that we lead has come to a new snapshot or to its end."""
+    async def poll(self) -> None:
+        """`publish_changes`, for ever."""
         while True:
-            await asyncio.sleep(FOLLOW_SECONDS)
-            await self.catch_up()
+            await asyncio.sleep(POLL_SECONDS)
+            await self.publish_changes()
 
-    async def catch_up(self) -> None:
-        """What `follow` does each time."""
+    async def publish_changes(self) -> None:
+        """Publish the jobs that we lead that have come to a new snapshot or to their end, and notify their standbys."""
         self._update()
         changed = self._board.changed()
         running = [record for record in changed if record.state not in ENDED]
@@ -172,14 +171,14 @@ class JobGossip:
         )
 
     async def publish_job(self, job: JobId) -> None:
-        """What we have to say of one job, where that was not said lately: anybody may ask for it, as often as they like."""
+        """Publish our record of one job, if it has changed or is due again: any peer may cause this, as often as it likes."""
         record = self._board.record(job)
         if record is None:
             return
-        await self._publish_if_due(record if self._board.leads(job) else self._repeat(record))
+        await self._publish_if_due(record if self._board.leads(job) else self._as_own(record))
 
     def _hold(self) -> None:
-        """What the jobs need that we speak for is not deleted."""
+        """Protect the blobs that our jobs need from deletion."""
         board, late = self._board, self._context.clock.monotonic() >= self._recalled_until
         for job in [
             j for j in self._recalled if late or j in board.concerned or board.leads(j) or board.gone(j)
@@ -190,7 +189,7 @@ class JobGossip:
     async def _keep(self) -> None:
         self._hold()
         if self._files is not None:
-            records = (self._proofs.repeated(self._newest(record)) for record in self._board.to_keep())
+            records = (self._proofs.republished(self._newest(record)) for record in self._board.to_keep())
             await self._files.keep(records, self._board.gone)
 
     async def _publish_all(self, *records: JobRecord) -> None:
@@ -200,10 +199,10 @@ class JobGossip:
         await asyncio.gather(*map(self._publish_one_if_due, records))
 
     async def _publish_one_if_due(self, record: JobRecord) -> None:
-        """Where what we say of the job has changed, or was said too long ago. Whoever is on the way of saying it is waited for."""
-        async with self._saying.setdefault(record.job, asyncio.Lock()):
+        """Where the record has changed, or is due again. Waits for a publication of the same job that is under way."""
+        async with self._publishing.setdefault(record.job, asyncio.Lock()):
             signed = self._proofs.signed(record)
-            if self._said.get(signed.job) != signed:
+            if self._published.get(signed.job) != signed:
                 await self._publish(signed)
 
     async def _publish(self, signed: JobRecord) -> None:
@@ -212,45 +211,49 @@ class JobGossip:
         except SwarmError as error:
             log.warning("job %s (%s): not published: %s", signed.name, signed.job[:12], error)
         else:
-            self._said[signed.job] = signed
+            self._published[signed.job] = signed
 
-    # --- what single peers get to hear
+    # --- what single peers are sent
 
     async def notify_owners(self, record: JobRecord) -> None:
-        """The owners of the other stages need not wait for their next heartbeat to learn that the job has ended."""
+        """Have the owners of the other stages look at the job now: it has ended, and their next heartbeat may be seconds away."""
+        stages = range(1, min(record.stages, NOTIFIED_PEERS))
         claims = await asyncio.gather(
-            *(self._context.directory.claims(record.job, s) for s in range(1, min(record.stages, TOLD_PEERS)))
+            *(self._context.directory.claims(record.job, stage) for stage in stages)
         )
         owners = {owner.peer for owner in map(winner, claims) if owner is not None}
         owners.discard(self._context.peer_id)
         await asyncio.gather(*(self._notify(peer, "launch", {"job": record.job}) for peer in owners))
 
     async def _notify_standbys(self, record: JobRecord) -> None:
-        """They bring the snapshot to themselves now, and not when they look into the directory next."""
+        """Send them the record, so that they fetch the snapshot now and not when they read the directory next."""
         self._snapshotted(record)
-        stages = range(min(record.stages, TOLD_PEERS))
+        stages = range(min(record.stages, NOTIFIED_PEERS))
         known = [claim for stage in stages for claim in self._context.leases.recent(record.job, stage)]
         standbys = sorted(
             {claim.peer for claim in known if claim.role == "standby"} - {self._context.peer_id}
         )
-        if len(standbys) > TOLD_PEERS:
-            # Anybody may stand by, under any number of ids; whom we do not tell reads it in the directory.
-            standbys = self._context.random.sample(standbys, TOLD_PEERS)
+        if len(standbys) > NOTIFIED_PEERS:
+            # Anybody may stand by, under any number of ids; the others read it in the directory.
+            standbys = self._context.random.sample(standbys, NOTIFIED_PEERS)
         sealed = self._context.directory.sealed(self._proofs.signed(record), ttl_seconds=JOB_TTL_SECONDS)
         await asyncio.gather(*(self._notify(peer, "snapshot", {"record": sealed}) for peer in standbys))
 
-    async def pass_on(self, job: JobId, revocation: bytes) -> None:
-        """All who have to do with the job learn of a revocation that was new to us: its lead may be whom it is about."""
+    async def forward_revocation(self, job: JobId, revocation: bytes) -> None:
+        """Send a revocation that was new to us to all owners and standbys of the job: it may be of the lead's own grants."""
         law = self._context.access.law(job)
-        stages = range(0 if law is None else min(law.stages, TOLD_PEERS))
+        stages = range(0 if law is None else min(law.stages, NOTIFIED_PEERS))
         known = {claim.peer for stage in stages for claim in self._context.leases.recent(job, stage)}
         header = {"job": job, "revocation": revocation}
         known.discard(self._context.peer_id)
-        await asyncio.gather(*(self._notify(peer, "revoke", header) for peer in sorted(known)[:TOLD_PEERS]))
+        await asyncio.gather(
+            *(self._notify(peer, "revoke", header) for peer in sorted(known)[:NOTIFIED_PEERS])
+        )
 
-    def follow_lead(self, sender: PeerId, data: object) -> None:
-        """A lead told us, its standby, of a new snapshot. Raises RecordError, ValueError. Others than the lead as we
-        know it may be right, but the directory will say so. That the job has ended is not for the lead alone to say."""
+    def receive_snapshot(self, sender: PeerId, data: object) -> None:
+        """The lead sent us, its standby, the sealed record with a new snapshot. Raises RecordError, ValueError. Ignored from
+        any peer but the lead that we know of: the directory decides there. Ignored where it states that the job has ended:
+        that takes more than the lead."""
         record = self._context.directory.unsealed(data) if isinstance(data, bytes) else None
         if not isinstance(record, JobRecord) or record.author != sender:
             raise ValueError("snapshot needs the sealed job record of whoever sends it")
@@ -265,5 +268,5 @@ class JobGossip:
 
     async def _notify(self, peer: PeerId, kind: str, header: Mapping[str, Any]) -> None:
         with suppress(SwarmError, TimeoutError):
-            async with asyncio.timeout(TELL_SECONDS):
+            async with asyncio.timeout(NOTIFY_SECONDS):
                 await call(self._context.transport, peer, JOB.name, kind, header)

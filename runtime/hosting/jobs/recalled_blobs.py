@@ -1,4 +1,4 @@
-"""What a peer that starts again has to keep of the jobs that its disk tells of, until somebody has spoken of them."""
+"""The blobs that a peer that starts again keeps for the jobs on its disk, until other peers publish these jobs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from fusion.swarm.errors import SwarmError
 
 
 def blobs_of(record: JobRecord, store: BlobStore) -> frozenset[Digest]:
-    """The job's manifest and what that begins with, its snapshot and the shards of that, as far as the store has what names them.
+    """The job's manifest and the blobs that it names, its snapshot and the shards that it names, as far as the store has them.
     Blocking."""
-    from fusion.runtime.training.snapshots import (
-        snapshot,
-    )  # with all that reads weights, for which a command has no use
+    from fusion.runtime.training.snapshots import snapshot  # not at start: loads what reads weights
 
     found = {Digest(record.job)}
     if record.snapshot is not None:

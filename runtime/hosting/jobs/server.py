@@ -1,4 +1,4 @@
-"""What a peer answers to whoever asks it about a job.
+"""Serves /fusion/job/1: requests of other peers and of clients about a job.
 
 The frames of /fusion/job/1: docs/protocols.md.
 """
@@ -28,14 +28,14 @@ from fusion.swarm.errors import StreamBroken, SwarmError
 from fusion.swarm.transport import PeerId, Stream
 
 WATCH_SECONDS = 0.25
-READ_SECONDS = 0.5  # for which what was read of a job's lead does for all who ask for it
-READS = 8  # of leads, at once: strangers may ask for any number of jobs
-UNREAD_SECONDS = 30.0  # for a watcher to take what it is told
+READ_SECONDS = 0.5  # for which a job's lead, once read, is the answer to all who request it
+READS = 8  # of leads, at once: strangers may request any number of jobs
+UNREAD_SECONDS = 30.0  # for a watcher to read a frame
 
 
 class JobServer:
-    """`nudged` is called when somebody asks us to look at the jobs now, `stopped` when a job that we lead was stopped
-    by whoever launched it."""
+    """`nudged` is called when a peer requests that we look at the jobs now, `finish` to end a job that we lead at its next
+    snapshot (whether that began), `stopped` when its author has stopped it at once."""
 
     def __init__(
         self,
@@ -76,16 +76,16 @@ class JobServer:
             try:
                 ended = {"state": record.state, "step": record.step, "snapshot_step": record.snapshot_step}
                 await stream.send("ok", ended)
-            finally:  # whoever asked may not have waited
+            finally:  # the client may have gone
                 await self._gossip.notify_owners(record)
         elif frame.kind == "revoke":
             new = self._revoke(job, frame.header.get("revocation"))
             await stream.send("ok")
             if new is not None:
                 await self._gossip.publish_job(job)
-                await self._gossip.pass_on(job, new)
+                await self._gossip.forward_revocation(job, new)
         elif frame.kind == "snapshot":
-            self._gossip.follow_lead(stream.remote, frame.header.get("record"))
+            self._gossip.receive_snapshot(stream.remote, frame.header.get("record"))
             await stream.send("ok")
         else:
             raise ValueError(
@@ -93,7 +93,7 @@ class JobServer:
             )
 
     def _invited(self, grants: object) -> None:
-        """Whoever launched a job lets us take part in it."""
+        """The author of a job grants us a part in it."""
         wallet = self._context.access.wallet
         chain = chain_of(grants)
         if chain and wallet is not None:
@@ -113,15 +113,15 @@ class JobServer:
         return None if lead is None else lead.peer
 
     async def _follow(self, stream: Stream, job: JobId, turn: Turn) -> None:
-        """Tell of the job until it ends, the watcher goes or another one needs its turn."""
-        gone = asyncio.ensure_future(stream.receive())  # a watcher says nothing more
+        """Send the job's progress until it ends, the watcher goes or another one needs its turn."""
+        gone = asyncio.ensure_future(stream.receive())  # a watcher sends nothing more
         last: Progress | None = None
         try:
             while self._board.leads(job) or self._board.final(job):
-                progress = self._gossip.figures(job)
+                progress = self._gossip.progress(job)
                 if progress is not None and progress != last:
                     if progress.finished:
-                        # Whoever sees the end asks the directory next: it must know of it, and of the last snapshot.
+                        # A watcher that sees the end reads the directory next: it must have the end and the last snapshot.
                         await self._gossip.publish_job(job)
                     await _send_progress(stream, progress)
                     self._watchers.notified(turn)
@@ -137,8 +137,8 @@ class JobServer:
             await asyncio.gather(gone, return_exceptions=True)
 
     def _revoke(self, job: JobId, data: object) -> bytes | None:
-        """From now on the grants on the list are void, for us and for whoever reads our words; the list, if new. JobError
-        where the list is none, or not of somebody who gives grants in the job."""
+        """Revoke the grants on the list, for us and for readers of our records; gives the list, if new. JobError where it is
+        not one, or not signed by a peer that gives grants in the job."""
         access = self._context.access
         if access.law(job) is None:
             raise JobError(f"this peer does not know the job {job[:12]}")
@@ -149,34 +149,37 @@ class JobServer:
         return data
 
     async def _stop(
-        self, job: JobId, shown: object, saving: Callable[[], Awaitable[None]] | None
+        self, job: JobId, sealed: object, saving: Callable[[], Awaitable[None]] | None
     ) -> JobRecord:
-        """The record of the job once it is stopped; `saving`: with a snapshot of the step that is under way, if that takes no longer than
-        SAVE_SECONDS, and it is called when that begins. JobError where it is not for the asker, or for us, to stop it."""
+        """Stop the job, by the author's signed statement `sealed`; gives its last record. With `saving`, which is called when
+        that begins, at a snapshot of the step under way, if that takes no longer than SAVE_SECONDS. JobError where the
+        statement is not the author's, or we do not lead the job."""
         self._check_led(job)
-        given = [shown] if isinstance(shown, bytes) else []
-        said = next((each for each, _ in open_statements(given, job, self._context.directory.verify)), None)
-        if not isinstance(shown, bytes) or said is None or said.state != "stopped":
+        given = [sealed] if isinstance(sealed, bytes) else []
+        statement = next(
+            (each for each, _ in open_statements(given, job, self._context.directory.verify)), None
+        )
+        if not isinstance(sealed, bytes) or statement is None or statement.state != "stopped":
             raise JobError("stop needs the signed statement that the job is stopped")
-        if said.signer != self._board.author(job):
+        if statement.signer != self._board.author(job):
             raise JobError("only whoever launched the job may stop it")
         if saving is not None:
-            self._board.stop_at_end(job, (shown,))
+            self._board.stop_at_end(job, (sealed,))
             if self._finish(job):
-                with suppress(SwarmError):  # whoever asked may not wait
+                with suppress(SwarmError):  # the client may have gone
                     await saving()
                 if (ended := await self._end_of(job)) is not None:
                     return ended
             self._check_led(job)
-        # Whoever reads the record checks that for itself.
-        progress = self._gossip.figures(job)
-        record = self._board.cut_short(job, "stopped", STOPPED, progress, proof=(shown,))
+        # Readers of the record verify the statement, too.
+        progress = self._gossip.progress(job)
+        record = self._board.cut_short(job, "stopped", STOPPED, progress, proof=(sealed,))
         self._stopped(job)
         return record
 
     def _check_led(self, job: JobId) -> None:
         """JobError for a job that has ended, or that we do not lead."""
-        self._gossip.figures(job)
+        self._gossip.progress(job)  # updates the board
         record = self._board.record(job)
         if record is not None and record.state in ENDED:
             raise JobError(f"the job {record.name} is {record.state} already")
@@ -188,7 +191,7 @@ class JobServer:
         clock = self._context.clock
         until = clock.monotonic() + SAVE_SECONDS
         while clock.monotonic() < until:
-            self._gossip.figures(job)
+            self._gossip.progress(job)  # updates the board
             record = self._board.record(job)
             if record is not None and record.state in ENDED:
                 return record
@@ -199,7 +202,7 @@ class JobServer:
 
 
 async def _send_progress(stream: Stream, progress: Progress) -> None:
-    """StreamBroken for a watcher that takes nothing."""
+    """StreamBroken for a watcher that reads nothing for UNREAD_SECONDS."""
     try:
         async with asyncio.timeout(UNREAD_SECONDS):
             await stream.send("progress", progress.to_header())

@@ -1,4 +1,4 @@
-"""Those who follow jobs here: each holds a stream and a task for as long as it likes, so there are only so many."""
+"""A limit on the streams that follow jobs here: each keeps a stream and a task for as long as its peer likes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ BUSY = "busy: too many follow jobs here"
 
 
 class Watchers:
-    """`clock` gives seconds that only rise."""
+    """`clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._shares = Turns(clock, WATCHERS, IDLE_SECONDS)
 
     @contextmanager
     def turn(self, peer: PeerId) -> Iterator[Turn]:
-        """One for a stream of `peer`. ValueError where it has its share, or nobody gives way."""
+        """One for a stream of `peer`. ValueError where it has WATCHERS_PER_PEER, or all WATCHERS are in use and none is idle."""
         if self._shares.of(peer) >= WATCHERS_PER_PEER:
             raise ValueError(BUSY)
         turn = self._shares.turn(peer)
@@ -37,5 +37,5 @@ class Watchers:
             turn.cancel()
 
     def notified(self, turn: Turn) -> None:
-        """It was told something new."""
+        """Its stream was sent news: it is not idle."""
         self._shares.use(turn)

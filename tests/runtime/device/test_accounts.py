@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.directory_records import job_record
 
-from fusion.runtime.device.accounts import UNSIGNED, Accounts, speaker
+from fusion.runtime.device.accounts import UNSIGNED, Accounts, payer
 from fusion.swarm.authority.statements import open_statements, seal_statement, statement_of
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.identity import Identity, verify
@@ -57,11 +57,11 @@ def test_a_job_is_its_author_s_once_the_author_has_signed(word: JobRecord, accou
 
 
 def test_whoever_signed_a_launch_answers_for_what_is_said_of_the_job() -> None:
-    assert speaker(WORD, verify) == OTHER.peer_id
-    assert speaker(signed(WORD, WORD, AUTHOR), verify) == AUTHOR.peer_id
-    assert speaker(signed(WORD, WORD, AUTHOR, by=OTHER), verify) == OTHER.peer_id
+    assert payer(WORD, verify) == OTHER.peer_id
+    assert payer(signed(WORD, WORD, AUTHOR), verify) == AUTHOR.peer_id
+    assert payer(signed(WORD, WORD, AUTHOR, by=OTHER), verify) == OTHER.peer_id
     running = replace(WORD, state="running")
-    assert speaker(signed(WORD, running, AUTHOR), verify) == OTHER.peer_id
+    assert payer(signed(WORD, running, AUTHOR), verify) == OTHER.peer_id
 
 
 def test_what_the_author_signed_is_carried_on_as_no_word_of_its_own() -> None:
@@ -76,5 +76,5 @@ def test_what_the_author_signed_is_carried_on_as_no_word_of_its_own() -> None:
     assert accounts.carried(ended) == ended
     later = Accounts()
     later.record_launch(JOB, AUTHOR.peer_id, [carried], verify)
-    assert later.of(JOB, AUTHOR.peer_id) == AUTHOR.peer_id == speaker(carried, verify)
+    assert later.of(JOB, AUTHOR.peer_id) == AUTHOR.peer_id == payer(carried, verify)
     assert later.carried(running) == carried

@@ -49,7 +49,7 @@ async def two_stages(made: Swarm) -> tuple[JobId, Peer, Peer, Peer]:
 
 
 def ends(peer: Peer, job: JobId, stage: int, state: Literal["done", "stopped"] = "done") -> None:
-    """The lead told the stage that the job has ended."""
+    """The lead reported to the stage that the job has ended."""
     peer.service.figures[job] = Progress(
         job=job, state=state, step=90, steps=90, loss=1.5, recent=((88, 1.6), (89, 1.5)), samples=720,
         ledger="7" * 64, snapshot=LAST, snapshot_step=90,
@@ -65,13 +65,13 @@ async def says(made: Swarm, peer: Peer, job: JobId) -> str | None:
 
 @pytest.mark.parametrize("state", ["done", "stopped", "failed"])
 def test_a_lead_that_tells_of_an_end_as_of_a_snapshot_is_not_repeated(tmp_path: Path, state: str) -> None:
-    """Whoever came to a vacant first stage could stop a job so: the other owners signed what it said."""
+    """A peer that claims a vacant first stage could stop a job so: the other owners signed what it published."""
 
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
             job, lead, other, standby = await two_stages(made)
-            word = replace(await made.record(job), state=state, author=lead.id, lead=lead.id)
-            sealed = lead.context.directory.sealed(word)
+            record = replace(await made.record(job), state=state, author=lead.id, lead=lead.id)
+            sealed = lead.context.directory.sealed(record)
             for peer in (other, standby):
                 await call(lead.context.transport, peer.id, JOB.name, "snapshot", {"record": sealed})
             for _ in range(5):
@@ -87,7 +87,7 @@ def test_a_lead_that_tells_of_an_end_as_of_a_snapshot_is_not_repeated(tmp_path: 
 
 
 @pytest.mark.parametrize("state", ["done", "stopped"])
-def test_the_end_is_said_by_who_knows_it_when_the_lead_vanishes(
+def test_the_end_is_published_by_who_knows_it_when_the_lead_vanishes(
     tmp_path: Path, state: Literal["done", "stopped"]
 ) -> None:
     async def main() -> None:
@@ -107,7 +107,7 @@ def test_the_end_is_said_by_who_knows_it_when_the_lead_vanishes(
             assert standby.service.begun == [] and len(other.service.begun) == 1
             for peer in (other, standby):
                 assert JobFiles(peer.blobs.store.root / "jobs").load() == ()
-            # Whoever has heard it says it when nobody else does.
+            # A peer that knows it publishes it when nobody else does.
             await other.leave()
             made.clock.advance(100.0)
             await standby.look()
@@ -119,7 +119,7 @@ def test_the_end_is_said_by_who_knows_it_when_the_lead_vanishes(
 def test_an_owner_that_has_just_taken_the_lead_gives_it_up_when_its_other_stage_hears_of_the_end(
     tmp_path: Path,
 ) -> None:
-    """The lead dies while its last word is on the way."""
+    """The lead dies while its last record is on the way."""
 
     async def main() -> None:
         async with swarm(tmp_path) as made:
@@ -129,8 +129,8 @@ def test_an_owner_that_has_just_taken_the_lead_gives_it_up_when_its_other_stage_
                 await peer.look()
             await until(lambda: bool(lead.service.running and other.service.running))
             made.network.kill(lead.id)
-            word = other.context.leases.voting.vote(job, 0, Holding(lead.id, 1), other.id)
-            await other.hosting.take_over(job, 0, 1, None, (word,))
+            vote = other.context.leases.voting.vote(job, 0, Holding(lead.id, 1), other.id)
+            await other.hosting.take_over(job, 0, 1, None, (vote,))
             await until(lambda: set(other.service.running) == {(job, 0), (job, 1)})
             ends(other, job, 1)
             await until(lambda: (job, 1) not in other.service.running)
@@ -144,9 +144,9 @@ def test_an_owner_that_has_just_taken_the_lead_gives_it_up_when_its_other_stage_
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("said", [False, True])
-def test_whoever_watches_hears_how_the_job_went_when_its_lead_vanishes(tmp_path: Path, said: bool) -> None:
-    """Before it has said that the job is done, or right after."""
+@pytest.mark.parametrize("published", [False, True])
+def test_watchers_get_how_the_job_went_when_its_lead_vanishes(tmp_path: Path, published: bool) -> None:
+    """Before it has published that the job is done, or right after."""
 
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
@@ -164,14 +164,14 @@ def test_whoever_watches_hears_how_the_job_went_when_its_lead_vanishes(tmp_path:
 
             watching = asyncio.create_task(watch())
             await until(lambda: seen == [running])
-            if said:
+            if published:
                 done = replace(await made.record(job), state="done", step=90)
                 await lead.context.directory.publish(done, ttl_seconds=100.0)
             made.network.kill(lead.id)
             ends(other, job, 1)
             await over(other, (job, 1))
             final = other.service.figures.pop(job)
-            if not said:  # one owner's word is no majority while the lead's claim lives
+            if not published:  # one owner alone is no majority while the lead's claim lives
                 made.clock.advance(20.0)
                 await other.look()
             await watching
@@ -195,7 +195,7 @@ def test_an_end_that_an_owner_says_names_that_owner_which_knows_how_it_went(tmp_
 def test_whoever_comes_when_all_is_over_believes_the_end_that_nobody_proposed_has_seen(
     tmp_path: Path,
 ) -> None:
-    """A peer has followed both owners, which died; whoever likes goes on repeating what the first one said of the job."""
+    """A peer has followed both owners, which died; a stranger goes on republishing what the first one stated of the job."""
 
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
@@ -215,8 +215,8 @@ def test_whoever_comes_when_all_is_over_believes_the_end_that_nobody_proposed_ha
             await standby.look()
             stranger = Identity.generate()
             mallory = MemoryDirectory(made.network, stranger, made.clock)
-            words = seal_statement(statement_of(before, lead.id, 7), lead.identity.sign)
-            replayed = replace(before, author=stranger.peer_id, lead=None, proof=(words,))
+            statement = seal_statement(statement_of(before, lead.id, 7), lead.identity.sign)
+            replayed = replace(before, author=stranger.peer_id, lead=None, proof=(statement,))
             await mallory.publish(replayed, ttl_seconds=100.0)
 
             newcomer = await made.join()
@@ -248,7 +248,10 @@ def test_a_standby_that_leads_an_ended_job_ends_it_when_it_hears(tmp_path: Path)
                 await standby.look()
                 await other.look()
                 assert await says(made, other, job) == "done"
-            assert await says(made, standby, job) in ("done", None)  # what it said as the lead has run out
+            assert await says(made, standby, job) in (
+                "done",
+                None,
+            )  # what it published as the lead has expired
             assert (
                 standby.service.begun == [(job, 0)]
                 and JobFiles(standby.blobs.store.root / "jobs").load() == ()
@@ -276,7 +279,7 @@ def test_a_lead_whose_stage_was_taken_at_the_end_says_it_against_its_heir(tmp_pa
 
 
 def test_another_stage_that_runs_here_goes_with_the_job(tmp_path: Path) -> None:
-    """The lead's last word reached one of our stages and not the other one."""
+    """The lead's last report reached one of our stages and not the other one."""
 
     async def main() -> None:
         async with swarm(tmp_path) as made:

@@ -38,7 +38,7 @@ def test_one_author_has_no_more_than_a_share_of_what_is_looked_at() -> None:
     assert len(read) == 512 // job_view.AUTHORS + 3
 
 
-def test_others_run_while_what_is_said_of_many_jobs_is_judged(
+def test_others_run_while_the_records_of_many_jobs_are_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = Calls()

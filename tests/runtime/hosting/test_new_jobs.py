@@ -105,7 +105,7 @@ def test_jobs_that_are_on_its_disk_wait_for_nothing_after_a_cold_start(tmp_path:
                 jobs += await launched(made, peer, Identity.generate(), 1)
             await look(peer, 3)
             assert {job for job, _ in peer.service.begun} == {*jobs}
-            await peer.hosting._gossip.catch_up()
+            await peer.hosting._gossip.publish_changes()
             await peer.leave()
 
             made.network, made.peers = MemoryNetwork(), []

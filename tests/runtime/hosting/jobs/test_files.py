@@ -113,24 +113,24 @@ def test_a_file_is_written_when_the_snapshot_changes_and_now_and_then(tmp_path: 
     async def main() -> None:
         clock = ManualClock()
         files = JobFiles(tmp_path)
-        words = KeptJobRecords(files, clock)
+        kept = KeptJobRecords(files, clock)
         running = record(step=0, snapshot=None, snapshot_step=0)
         path = tmp_path / f"{running.job}.json"
 
         def gone(job: JobId) -> bool:
             return False
 
-        await words.keep([running], gone)
+        await kept.keep([running], gone)
         path.unlink()
-        await words.keep([replace(running, step=5, message="busy")], gone)  # the file would say the same
+        await kept.keep([replace(running, step=5, message="busy")], gone)  # the file would say the same
         assert not path.exists()
-        await words.keep([replace(running, snapshot=SNAPSHOT, snapshot_step=5)], gone)
+        await kept.keep([replace(running, snapshot=SNAPSHOT, snapshot_step=5)], gone)
         assert [each.step for each in files.load()] == [5]
         path.unlink()
         clock.advance(REFRESH_SECONDS)
-        await words.keep([replace(running, snapshot=SNAPSHOT, snapshot_step=5)], gone)
+        await kept.keep([replace(running, snapshot=SNAPSHOT, snapshot_step=5)], gone)
         assert path.exists()
-        await words.keep([], lambda job: True)
+        await kept.keep([], lambda job: True)
         assert not path.exists()
 
     asyncio.run(main())
@@ -139,13 +139,13 @@ def test_a_file_is_written_when_the_snapshot_changes_and_now_and_then(tmp_path: 
 def test_a_file_is_written_when_somebody_is_revoked(tmp_path: Path) -> None:
     async def main() -> None:
         files = JobFiles(tmp_path)
-        words = KeptJobRecords(files, ManualClock())
+        kept = KeptJobRecords(files, ManualClock())
         issuer = Identity.generate()
         for at in (1, 2):
             gone = seal_revocation(record().job, [mark(PEER)], at, issuer)
             listed = record(proof=(b"a statement", gone))
-            await words.keep([record()], lambda job: False)
-            await words.keep([listed], lambda job: False)
+            await kept.keep([record()], lambda job: False)
+            await kept.keep([listed], lambda job: False)
             assert [each.proof for each in files.load()] == [listed.proof]
 
     asyncio.run(main())

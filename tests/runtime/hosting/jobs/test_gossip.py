@@ -1,4 +1,4 @@
-"""What outlives a lead, a leave and the death of everybody: the last word on a job."""
+"""What outlives a lead, a leave and the death of everybody: the last record of a job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from support.hosting import SNAPSHOT, Peer, Swarm, lead_figures, over, published_by, swarm, until
 
 from fusion.runtime.hosting.jobs.files import JobFiles
-from fusion.runtime.hosting.jobs.gossip import RENEWED_SECONDS, TOLD_PEERS, JobGossip
+from fusion.runtime.hosting.jobs.gossip import NOTIFIED_PEERS, REPUBLISH_SECONDS, JobGossip
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import JOB
@@ -58,27 +58,27 @@ async def standing_by(made: Swarm) -> tuple[JobId, Peer, Peer]:
     return job, lead, standby
 
 
-def test_a_new_snapshot_is_said_at_once_and_straight_to_the_standbys(tmp_path: Path) -> None:
+def test_a_new_snapshot_is_published_at_once_and_straight_to_the_standbys(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
             job, lead, standby = await standing_by(made)
-            await gossip(lead).catch_up()
+            await gossip(lead).publish_changes()
             lead.service.figures[job] = lead_figures(job)
-            await gossip(lead).catch_up()
+            await gossip(lead).publish_changes()
             assert (await made.record(job)).snapshot == SNAPSHOT
             await until(lambda: len(standby.service.prepared) == 2)  # nobody has had a heartbeat
-            await gossip(standby).catch_up()
+            await gossip(standby).publish_changes()
             assert [(each.snapshot, each.step) for each in files_of(standby).load()] == [(SNAPSHOT, 20)]
             assert [(each.snapshot, each.step) for each in files_of(lead).load()] == [(SNAPSHOT, 20)]
             before = made.client().traffic()
-            await gossip(lead).catch_up()
-            await gossip(lead).catch_up()
+            await gossip(lead).publish_changes()
+            await gossip(lead).publish_changes()
             assert len(standby.service.prepared) == 2 and made.client().traffic() == before
 
     asyncio.run(main())
 
 
-def test_a_new_snapshot_is_not_said_to_all_that_call_themselves_standbys(
+def test_a_new_snapshot_is_not_sent_to_all_that_claim_to_stand_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A key of claims has room for two thousand of them: each was dialled for each snapshot."""
@@ -86,9 +86,9 @@ def test_a_new_snapshot_is_not_said_to_all_that_call_themselves_standbys(
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
             job, lead, _ = await standing_by(made)
-            (ours,) = [c for c in lead.context.leases.recent(job, 0) if c.role == "standby"]
-            strangers = [replace(ours, peer=PeerId(f"stranger {i}")) for i in range(2 * TOLD_PEERS)]
-            lead.context.leases._cache.read((job, 0), (ours, *strangers))
+            (own,) = [c for c in lead.context.leases.recent(job, 0) if c.role == "standby"]
+            strangers = [replace(own, peer=PeerId(f"stranger {i}")) for i in range(2 * NOTIFIED_PEERS)]
+            lead.context.leases._cache.read((job, 0), (own, *strangers))
             dialled, reach = list[PeerId](), lead.context.transport.open
 
             async def noted(peer: PeerId, protocol: str, **options: Any) -> Any:
@@ -97,13 +97,13 @@ def test_a_new_snapshot_is_not_said_to_all_that_call_themselves_standbys(
 
             monkeypatch.setattr(lead.context.transport, "open", noted)
             lead.service.figures[job] = lead_figures(job)
-            await gossip(lead).catch_up()
-            assert len(dialled) == len(set(dialled)) == TOLD_PEERS
+            await gossip(lead).publish_changes()
+            assert len(dialled) == len(set(dialled)) == NOTIFIED_PEERS
 
     asyncio.run(main())
 
 
-def test_what_has_not_changed_is_not_said_at_every_look(
+def test_an_unchanged_record_is_not_published_at_every_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever keeps a record checks its signature each time, and a stranger has peers look five times a second."""
@@ -117,23 +117,23 @@ def test_what_has_not_changed_is_not_said_at_every_look(
             await lead.hosting.beat()
             published = published_by(lead, monkeypatch)
 
-            def said() -> list[JobRecord]:
+            def job_records() -> list[JobRecord]:
                 return [record for record in published if isinstance(record, JobRecord)]
 
             for _ in range(5):
                 made.clock.advance(0.2)
                 await lead.hosting.beat()
-            assert not said()
-            made.clock.advance(RENEWED_SECONDS)
+            assert not job_records()
+            made.clock.advance(REPUBLISH_SECONDS)
             await lead.hosting.beat()
-            made.clock.advance(RENEWED_SECONDS)
+            made.clock.advance(REPUBLISH_SECONDS)
             await lead.hosting.beat()
-            first, again = said()
+            first, again = job_records()
             assert first == again  # with the same statement: it is checked once
             lead.service.figures[job] = lead_figures(job)
             await lead.hosting.beat()
-            assert [record.step for record in said()] == [0, 0, 30]
-            assert RENEWED_SECONDS + HEARTBEAT_SECONDS < JOB_TTL_SECONDS / 2
+            assert [record.step for record in job_records()] == [0, 0, 30]
+            assert REPUBLISH_SECONDS + HEARTBEAT_SECONDS < JOB_TTL_SECONDS / 2
 
     asyncio.run(main())
 
@@ -156,7 +156,7 @@ def test_a_service_that_fails_to_say_how_a_job_stands_loses_that_job_alone(
 
             monkeypatch.setattr(lead.service, "progress", progress)
             lead.service.figures[good] = lead_figures(good)
-            await gossip(lead).catch_up()
+            await gossip(lead).publish_changes()
             assert (await made.record(good)).snapshot == SNAPSHOT
             await until(lambda: (bad, 0) not in lead.service.running)
             await lead.look()
@@ -184,13 +184,13 @@ def test_nobody_but_the_lead_speaks_of_new_snapshots(tmp_path: Path) -> None:
                 with pytest.raises(RemoteError):
                     await call(client, standby.id, JOB.name, "snapshot", {"record": bad})
             assert len(standby.service.prepared) == 1
-            await gossip(standby).catch_up()
+            await gossip(standby).publish_changes()
             assert [each.snapshot for each in files_of(standby).load()] == [None]
 
     asyncio.run(main())
 
 
-def test_a_lead_that_leaves_has_said_what_it_knows_before_its_stage_is_free(tmp_path: Path) -> None:
+def test_a_lead_that_leaves_has_published_what_it_knows_before_its_stage_is_free(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:
             lead = await made.join()
@@ -199,20 +199,20 @@ def test_a_lead_that_leaves_has_said_what_it_knows_before_its_stage_is_free(tmp_
             await until(lambda: (job, 0) in lead.service.running)
             lead.service.figures[job] = lead_figures(job)
             directory = lead.context.directory
-            said: list[tuple[str, Any]] = []
+            published: list[tuple[str, Any]] = []
             publish = directory.publish
 
             async def noted(record: Record, **options: Any) -> None:
                 if isinstance(record, JobRecord):
-                    said.append(("job", (record.snapshot, record.lead)))
+                    published.append(("job", (record.snapshot, record.lead)))
                 if isinstance(record, ClaimRecord):
-                    said.append((record.role, record.stage))
+                    published.append((record.role, record.stage))
                 await publish(record, **options)
 
             directory.publish = noted  # type: ignore[method-assign]
             await lead.leave()
-            assert said[0] == ("job", (SNAPSHOT, None))
-            assert ("released", 0) in said
+            assert published[0] == ("job", (SNAPSHOT, None))
+            assert ("released", 0) in published
             made.clock.advance(11.0)  # it outlives every claim
             assert (await made.record(job)).snapshot == SNAPSHOT
 
@@ -222,18 +222,18 @@ def test_a_lead_that_leaves_has_said_what_it_knows_before_its_stage_is_free(tmp_
 def test_a_job_whose_only_host_failed_is_not_forgotten_while_that_cools_down(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:
-            ours = await made.join(cool_down_seconds=60.0)
-            job = await made.launch(made.manifest(ours))
-            await ours.look()
-            await until(lambda: (job, 0) in ours.service.running)
-            ours.service.figures[job] = lead_figures(job)
-            ours.service.end(job, 0, RuntimeError("out of luck"))
-            await over(ours, (job, 0))
+            own = await made.join(cool_down_seconds=60.0)
+            job = await made.launch(made.manifest(own))
+            await own.look()
+            await until(lambda: (job, 0) in own.service.running)
+            own.service.figures[job] = lead_figures(job)
+            own.service.end(job, 0, RuntimeError("out of luck"))
+            await over(own, (job, 0))
             for _ in range(20):
                 made.clock.advance(5.0)
-                await ours.look()
+                await own.look()
                 assert (await made.record(job)).snapshot == SNAPSHOT
-            await until(lambda: len(ours.service.begun) == 2)
+            await until(lambda: len(own.service.begun) == 2)
 
     asyncio.run(main())
 
@@ -252,10 +252,10 @@ def test_a_job_outlives_the_death_of_everybody_at_once(tmp_path: Path, first: in
                     await peer.look()
                     await peer.context.leases.beat()
             assert peers[2].hosting._pool.jobs == {job}
-            for owner in peers[:2]:  # the first stage leads, the second one has heard of the snapshot from it
+            for owner in peers[:2]:  # the first stage leads, the second one has received the snapshot from it
                 owner.service.figures[job] = lead_figures(job)
             for peer in peers:
-                await gossip(peer).catch_up()
+                await gossip(peer).publish_changes()
             for peer in peers:
                 made.network.kill(peer.id)
             for peer in peers:
@@ -308,7 +308,7 @@ def test_what_a_disk_has_of_a_job_is_kept_until_somebody_speaks_of_it(tmp_path: 
             assert needs is not None and {Digest(job), weights, index, *shards} <= needs.all()
             gossip(again)._board.end(job, 1, replace(record, state="stopped"))
             gossip(again)._board.remember(replace(record, state="stopped"))
-            await gossip(again).catch_up()
+            await gossip(again).publish_changes()
             assert not {weights, *shards} & needs.all()
 
     asyncio.run(main())
@@ -353,7 +353,7 @@ def test_the_file_of_a_job_goes_when_the_job_has_ended_or_others_run_it(tmp_path
             await other.look()
             assert [len(files_of(peer).load()) for peer in (lead, other)] == [1, 0]
             lead.service.figures[job] = replace(lead_figures(job), state="done")
-            await gossip(lead).catch_up()
+            await gossip(lead).publish_changes()
             assert (await made.record(job)).state == "done"
             assert files_of(lead).load() == ()
 
@@ -368,7 +368,7 @@ def revoked(made: Swarm, job: JobId) -> bytes:
     return seal_revocation(job, [mark(Identity.generate().peer_id)], made.clock(), made.trainer)
 
 
-def test_a_revocation_is_told_of_while_nobody_leads(tmp_path: Path) -> None:
+def test_a_revocation_is_published_while_nobody_leads(tmp_path: Path) -> None:
     """The lead alone carried it: while its machine slept, whoever revoked somebody else made it void."""
 
     async def main() -> None:
@@ -387,42 +387,44 @@ def test_a_revocation_is_told_of_while_nobody_leads(tmp_path: Path) -> None:
             await gossip(other).publish_job(job)
             reader = MemoryDirectory(made.network, made.trainer, made.clock)
 
-            async def told() -> bool:
+            async def is_published() -> bool:
                 records = await reader.job_records(job)
                 return any(gone in record.proof for record in records if record.author == other.id)
 
-            assert await told()
+            assert await is_published()
             for _ in range(5):
                 made.clock.advance(JOB_TTL_SECONDS / 2)
                 await other.context.leases.beat()
                 await other.look()
-                assert await told()
-            (record,) = [each for each in await reader.job_records(job) if each.author == other.id]
+                assert await is_published()
+            (record,) = [record for record in await reader.job_records(job) if record.author == other.id]
             assert len(lists_in(record.proof)) == 1
 
     asyncio.run(main())
 
 
-def test_a_record_of_many_words_has_room_for_the_lists(tmp_path: Path) -> None:
+def test_a_record_of_many_statements_has_room_for_the_lists(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:
-            ours, root = await made.join(), Identity.generate()
-            admission = Admission(kind="granted", roots=(ours.id, root.peer_id))
-            job = await made.launch(made.manifest(ours, admission=admission))
-            await ours.look()
-            said = await made.record(job)
+            own, root = await made.join(), Identity.generate()
+            admission = Admission(kind="granted", roots=(own.id, root.peer_id))
+            job = await made.launch(made.manifest(own, admission=admission))
+            await own.look()
+            record = await made.record(job)
             signers = [Identity.generate() for _ in range(CARRIED)]
-            words = [seal_statement(statement_of(said, signer.peer_id, 1), signer.sign) for signer in signers]
+            statements = [
+                seal_statement(statement_of(record, signer.peer_id, 1), signer.sign) for signer in signers
+            ]
             marks = [bytes([i]) * MARK_BYTES for i in range(MAX_REVOKED)]
             lists = [seal_revocation(job, marks, 1, issuer) for issuer in (made.trainer, root)]
             for each in lists:
-                assert ours.context.access.revoke(job, each)
+                assert own.context.access.revoke(job, each)
             old = seal_revocation(job, [], 0, root)
-            full = replace(said, message="x" * 200, proof=(*words, old))
-            found = gossip(ours)._proofs._with_lists(full).proof
-            assert set(lists) <= set(found) and old not in found and set(words) & set(found)
-            launch = b"author:" + words[0]
-            await ours.context.directory.publish(replace(full, author=ours.id, proof=(*found, launch)))
+            full = replace(record, message="x" * 200, proof=(*statements, old))
+            found = gossip(own)._proofs._with_lists(full).proof
+            assert set(lists) <= set(found) and old not in found and set(statements) & set(found)
+            launch = b"author:" + statements[0]
+            await own.context.directory.publish(replace(full, author=own.id, proof=(*found, launch)))
 
     asyncio.run(main())
 
@@ -431,18 +433,18 @@ def test_a_revocation_outlives_the_death_of_everybody(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path) as made:
             identity = Identity.generate()
-            ours = await made.join(identity=identity, persistent=True)
-            admission = Admission(kind="granted", roots=(ours.id,))
-            job = await made.launch(made.manifest(ours, admission=admission))
-            await ours.look()
-            await until(lambda: (job, 0) in ours.service.running)
-            await gossip(ours).catch_up()
+            own = await made.join(identity=identity, persistent=True)
+            admission = Admission(kind="granted", roots=(own.id,))
+            job = await made.launch(made.manifest(own, admission=admission))
+            await own.look()
+            await until(lambda: (job, 0) in own.service.running)
+            await gossip(own).publish_changes()
             gone = revoked(made, job)
-            assert ours.context.access.revoke(job, gone)
-            await gossip(ours).catch_up()
-            assert [gone in each.proof for each in files_of(ours).load()] == [True]
-            made.network.kill(ours.id)
-            await ours.leave()
+            assert own.context.access.revoke(job, gone)
+            await gossip(own).publish_changes()
+            assert [gone in each.proof for each in files_of(own).load()] == [True]
+            made.network.kill(own.id)
+            await own.leave()
 
             made.network, made.peers = MemoryNetwork(), []
             made.clock.advance(1000.0)

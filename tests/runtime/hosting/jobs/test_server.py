@@ -48,7 +48,7 @@ def test_the_lead_publishes_what_its_service_knows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_job_outlives_its_lead_and_keeps_its_snapshot(tmp_path: Path, killed: bool) -> None:
     """Nobody but the lead publishes the job, and the idle peer may only claim it after a head start that is longer
-    than a record lives: whoever holds another stage has to repeat the last word."""
+    than a record lives: whoever holds another stage has to republish the last record."""
 
     async def main() -> None:
         async with swarm(tmp_path) as made:
@@ -260,10 +260,10 @@ def test_the_end_is_published_once_for_all_that_ask_for_it(
             job = await made.launch(made.manifest(lead))
             await lead.look()
             await until(lambda: (job, 0) in lead.service.running)
-            said = published_by(lead, monkeypatch)
+            published = published_by(lead, monkeypatch)
             lead.service.end(job, 0, JobFailed("the graph makes no sense"))
             await over(lead, (job, 0))
-            said.clear()
+            published.clear()
 
             async def watch() -> None:
                 reply = await call(made.client(), lead.id, JOB.name, "watch", {"job": job})
@@ -271,7 +271,7 @@ def test_the_end_is_published_once_for_all_that_ask_for_it(
 
             for _ in range(20):
                 await watch()
-            assert len(said) <= 1  # or it was said when the stage was released
+            assert len(published) <= 1  # or at the release of the stage
             publish = lead.context.directory.publish
 
             async def slow(*record: Any, **options: Any) -> None:
@@ -279,10 +279,10 @@ def test_the_end_is_published_once_for_all_that_ask_for_it(
                 await asyncio.sleep(0.1)
 
             monkeypatch.setattr(lead.context.directory, "publish", slow)
-            said.clear()
+            published.clear()
             made.clock.advance(JOB_TTL_SECONDS + 1)
             await asyncio.gather(*(watch() for _ in range(20)))
-            assert len(said) == 1
+            assert len(published) == 1
 
     asyncio.run(main())
 
@@ -312,8 +312,8 @@ def test_a_watcher_that_goes_leaves_no_handler_behind(tmp_path: Path) -> None:
 
 
 def signed(identity: Identity, job: JobId, **changes: Any) -> dict[str, Any]:
-    said = replace(stop_statement(job, identity.peer_id, 1_000_000), **changes)
-    return {"job": job, "statement": seal_statement(said, identity.sign)}
+    statement = replace(stop_statement(job, identity.peer_id, 1_000_000), **changes)
+    return {"job": job, "statement": seal_statement(statement, identity.sign)}
 
 
 async def two_owners(made: Swarm) -> tuple[Peer, Peer, JobId]:
@@ -333,7 +333,7 @@ def test_whoever_launched_a_job_stops_it_on_every_peer(tmp_path: Path) -> None:
             request = signed(made.trainer, job)
             assert (await call(made.client(), lead.id, JOB.name, "stop", request)).kind == "ok"
             await over(lead, (job, 0))
-            await over(other, (job, 1))  # it was told; nobody has had a heartbeat
+            await over(other, (job, 1))  # it was notified; nobody has had a heartbeat
             record = await made.record(job)
             assert (record.state, record.snapshot, record.step) == ("stopped", SNAPSHOT, 30)
             stream = await made.client().open(lead.id, JOB.name)
@@ -370,7 +370,9 @@ def test_a_job_that_is_to_stop_comes_to_its_last_snapshot_first(
             await stream.send("stop", request)
             assert checked(await stream.receive()).kind == "saving"
             await lead.look()
-            assert (await made.record(job)).state == "running", "nobody is told before it has come to its end"
+            assert (await made.record(job)).state == "running", (
+                "nothing is published before it has come to its end"
+            )
             step, snapshot = (33, last) if saved else (30, SNAPSHOT)
             if how == "nobody waits":
                 stream.abort()
@@ -379,7 +381,7 @@ def test_a_job_that_is_to_stop_comes_to_its_last_snapshot_first(
                 wanted = {"state": "stopped", "step": step, "snapshot_step": 33 if saved else 20}
                 assert (answer.kind, answer.header) == ("ok", wanted)
             await over(lead, (job, 0))
-            await over(other, (job, 1))  # the author's word is there with the record
+            await over(other, (job, 1))  # the record carries the author's statement
             record = await made.record(job)
             assert (record.state, record.snapshot, record.step) == ("stopped", snapshot, step)
             assert record.message == STOPPED
