@@ -1,14 +1,13 @@
-"""Who follows an owner that vanished or leaves, without waiting for the directory to notice.
+"""Failover: which peer takes over from an owner that vanished or leaves, before its lease expires in the directory.
 
-Whoever sees an owner vanish asks the stage's standbys, best first. A standby believes nobody's word: it looks for itself
-whether the owner is there. Where it is gone, and a majority of the stage's voters have seen so for themselves and say it
-in favour of this standby (`fusion.swarm.claims.tenure`), it takes the stage over. The answer carries the new owner's
-signed claim.
+A peer that sees an owner vanish reports it to the stage's standbys, best first. A standby does not trust a report: it probes the
+owner itself. If the owner is gone, and a majority of the stage's voters have probed it, too, and vote for this standby
+(`fusion.swarm.claims.tenure`), it takes the stage over. The reply carries the new owner's signed claim.
 
-A standby with stages of its own asks those without first (`yours`): whoever is asked so asks nobody else.
+A standby with stages of its own forwards the report to standbys without any first (`yours`); they forward it no further.
 
-An owner that cannot be dialled, or whose stream breaks, twice in a row, is gone. One that says nothing is frozen or asleep,
-and keeps its stage until its claim has run out in the directory: then it is gone as well.
+An owner that cannot be dialled, or whose stream breaks, twice in a row, is gone. One that does not answer in time is frozen or
+asleep, and keeps its stage until its claim has expired in the directory: then it is gone as well.
 """
 
 from __future__ import annotations
@@ -48,18 +47,17 @@ from fusion.swarm.transport import Frame, PeerId, Stream, Transport, call
 
 log = logging.getLogger(__name__)
 
-CHECK_SECONDS = 1.0  # for an owner that is there to say so
-HEDGE_SECONDS = 1.5  # until the next standby is asked as well
+CHECK_SECONDS = 1.0  # for an owner that is there to answer
+HEDGE_SECONDS = 1.5  # until the report goes to the next standby as well
 
 
 def verdict_on(
     claims: Sequence[ClaimRecord], signs: Mapping[PeerId, Sign]
 ) -> Literal["take", "alive", "frozen"]:
-    """What a standby does about the report that whoever held the stage has vanished. `claims` are those of the stage,
-    `signs` what we saw of that peer and of the owner that the claims name.
+    """What a standby does about a report that the holder of a stage has vanished. `claims` are those of the stage,
+    `signs` the probes of the reported peer and of the owner by the claims.
 
-    A report may be wrong or a lie: whoever owns the stage as far as anybody knows must be gone, or be silent with its
-    claim run out.
+    A report may be wrong or a lie: the owner by the claims must be gone, or silent with its claim expired.
     """
     owner = winner(claims)
     if any(sign.kind == "holds" for sign in signs.values()):
@@ -71,12 +69,12 @@ def verdict_on(
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """That whoever held a stage is gone, as it came to a standby."""
+    """To a standby: the holder of a stage is gone."""
 
     place: Place
-    holding: Holding  # of whoever is said to be gone
-    votes: tuple[bytes, ...] = ()  # that came with it
-    yours: bool = False  # we are meant, though we may have stages: those without were asked
+    holding: Holding  # of the peer that is reported gone
+    votes: tuple[bytes, ...] = ()  # that were sent with it
+    yours: bool = False  # take the stage although you have others: idle standbys did not
 
 
 def _alive(signs: Mapping[PeerId, Sign], owner: ClaimRecord | None) -> SuspectReply:
@@ -86,7 +84,7 @@ def _alive(signs: Mapping[PeerId, Sign], owner: ClaimRecord | None) -> SuspectRe
 
 
 class Takeovers:
-    """Implements `fusion.runtime.job.context.Takeover`. Before it is started it only asks others."""
+    """Implements `fusion.runtime.job.context.Takeover`. Before `start` it only sends requests."""
 
     def __init__(self, transport: Transport, leases: Leases, check_seconds: float = CHECK_SECONDS) -> None:
         self._transport = transport
@@ -105,12 +103,12 @@ class Takeovers:
         await self._transport.serve(HOLD.name, self._handle)
 
     async def _read(self, place: Place) -> tuple[ClaimRecord, ...]:
-        """The claims of a stage now, read once at a time however many tell us of it, with any peer and term that they like; what
-        we knew of them where the directory does not answer soon."""
+        """The claims of a stage now, with one read at a time for all reports of it, whatever peers and terms these name; the
+        known ones where the directory does not answer within PATIENCE_SECONDS."""
         read = partial(self._leases.claims_or_recent, *place, PATIENCE_SECONDS)
         return await self._flights.once(("read", place), read)
 
-    # --- whoever sees an owner vanish, or do nothing
+    # --- a peer that sees an owner vanish, or do nothing
 
     def vote_against(self, job: JobId, stage: int, peer: PeerId, term: int, seconds: float) -> None:
         """As in `Takeover`."""
@@ -125,7 +123,7 @@ class Takeovers:
         self._idle.forget(job)
 
     async def suspect(self, job: JobId, stage: int, peer: PeerId, term: int) -> ClaimRecord | None:
-        """As in `Takeover`. Asked several times at once, it happens once."""
+        """As in `Takeover`. Concurrent calls share one run."""
         report = Report(place=(job, stage), holding=Holding(peer, term))
         return await self._flights.once(("suspect", report), lambda: self._find_successor(report))
 
@@ -134,64 +132,65 @@ class Takeovers:
         known = winner(self._leases.recent(*place))
         if known is not None and known.term > term:
             return known
-        asked: set[PeerId] = {peer}
-        answer = await self._ask_successors(report, self._leases.recent(*place), asked)
-        if answer is None or answer.claim is None:
-            # What we knew of the stage is old, or somebody may have followed already.
+        reported_to: set[PeerId] = {peer}
+        reply = await self._report_to_standbys(report, self._leases.recent(*place), reported_to)
+        if reply is None or reply.claim is None:
+            # Our claims of the stage may be old, or there is a new owner already.
             fresh = await self._leases.claims_or_recent(*place)
-            answer = answer or await self._ask_successors(report, fresh, asked)
-        if answer is not None and answer.claim is not None:
-            log.info("stage %d of job %.8s goes on at %s", place[1], place[0], answer.claim.peer)
-            return answer.claim
+            reply = reply or await self._report_to_standbys(report, fresh, reported_to)
+        if reply is not None and reply.claim is not None:
+            log.info("stage %d of job %.8s goes on at %s", place[1], place[0], reply.claim.peer)
+            return reply.claim
         known = winner(self._leases.recent(*place))
         return known if known is not None and known.term > term else None
 
-    async def _ask_successors(
-        self, report: Report, claims: Sequence[ClaimRecord], asked: set[PeerId]
+    async def _report_to_standbys(
+        self, report: Report, claims: Sequence[ClaimRecord], reported_to: set[PeerId]
     ) -> SuspectReply | None:
-        """What the first standby says that settles it, the next one asked when one has no answer for a while."""
+        """The first reply that settles the report, of standbys to which it goes one by one, HEDGE_SECONDS apart. None where none
+        does."""
         us = self._leases.peer_id if self._idle.has(report.place, report.holding) else None
 
-        def turn(standby: PeerId) -> tuple[bool, bool]:
-            """Of an owner that does nothing the best standbys may be allies: we know that we are none, and ask the idle ones."""
+        def rank(standby: PeerId) -> tuple[bool, bool]:
+            """The best standbys of an idle owner may be its allies: we are first, and avoided peers last."""
             return self._idle.avoids(report.place[0], standby), standby != us
 
-        standbys = [standby.peer for standby in successors(claims) if standby.peer not in asked]
-        order = deque(sorted(standbys, key=turn))
+        standbys = [standby.peer for standby in successors(claims) if standby.peer not in reported_to]
+        order = deque(sorted(standbys, key=rank))
         pending: set[asyncio.Future[SuspectReply]] = set()
         try:
             while order or pending:
                 if order:
-                    asked.add(order[0])
-                    pending.add(asyncio.ensure_future(self._ask(order.popleft(), report)))
+                    reported_to.add(order[0])
+                    pending.add(asyncio.ensure_future(self._report_to(order.popleft(), report)))
                 done, pending = await asyncio.wait(
                     pending,
                     timeout=HEDGE_SECONDS if order else None,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 for task in done:
-                    if (answer := task.result()).settles:
-                        return answer
+                    if (reply := task.result()).settles:
+                        return reply
             return None
         finally:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
 
-    async def _ask(self, successor: PeerId, report: Report) -> SuspectReply:
-        if successor == self._leases.peer_id:
-            return await self._succeed(report)
+    async def _report_to(self, standby: PeerId, report: Report) -> SuspectReply:
+        if standby == self._leases.peer_id:
+            return await self._handle_report(report)
         place, (peer, term) = report.place, report.holding
         header = {"job": place[0], "stage": place[1], "peer": peer, "term": term, "yours": report.yours}
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                header["word"] = await self._votes.vote_soon(place, report.holding, successor)
-                reply = await call(self._transport, successor, HOLD.name, "suspect", header)
-            return await self._answer(place, reply)
+                header["word"] = await self._votes.vote_soon(place, report.holding, standby)
+                reply = await call(self._transport, standby, HOLD.name, "suspect", header)
+            return await self._read_reply(place, reply)
         except (SwarmError, ValueError, TimeoutError) as error:
             return refused(one_line(str(error)) or "no answer")
 
-    async def _answer(self, place: Place, reply: Frame) -> SuspectReply:
+    async def _read_reply(self, place: Place, reply: Frame) -> SuspectReply:
         if reply.kind == "owner":
             sealed = claim_bytes(reply.header.get("claim"))
             try:
@@ -209,43 +208,43 @@ class Takeovers:
 
     # --- a standby
 
-    async def _succeed(self, report: Report) -> SuspectReply:
+    async def _handle_report(self, report: Report) -> SuspectReply:
         place, leases = report.place, self._leases
         if (own := self._own(place)) is not None and own.term > report.holding.term:
             return own
-        # Anybody may report anything: no vote is checked for a stage that we would not take.
+        # Anybody may report anything: votes are verified only for stages that we stand by for.
         stands_by = any((claim.job, claim.stage) == place for claim in leases.standbys.claims())
         if self._holder is None or not stands_by:
             return refused("not a standby of that stage")
         owner = winner(leases.recent(*place))
         known = report.holding if owner is None else Holding(owner.peer, owner.term)
         outvoted = self._votes.is_voted_against(place, known, report.votes)
-        # Apart, or two that ask each other would both wait; and anybody may report without a vote.
+        # Keys apart, or two standbys that forward to each other would deadlock; and a report without votes must not replace
+        # one with them.
         key = ("take" if report.yours else "succeed", place, report.holding, outvoted)
-        return await self._flights.once(key, lambda: self._look_and_take(report, known, outvoted=outvoted))
+        return await self._flights.once(key, lambda: self._collect_and_take(report, known, outvoted=outvoted))
 
-    async def _look_and_take(self, report: Report, known: Holding, *, outvoted: bool) -> SuspectReply:
-        """`known`: who owns the stage as far as we know; who is reported, where nobody does. `outvoted`: one of the voters says that
-        this one is gone, whatever it answers."""
-        asking = asyncio.ensure_future(self._votes.collect(report.place, known, report.votes))
+    async def _collect_and_take(self, report: Report, known: Holding, *, outvoted: bool) -> SuspectReply:
+        """`known`: the owner that we know of, or else the reported one. `outvoted`: a voter votes against it, even if it answers."""
+        collecting = asyncio.ensure_future(self._votes.collect(report.place, known, report.votes))
         try:
-            return await self._judge_and_take(report, known, asking, outvoted=outvoted)
+            return await self._judge_and_take(report, known, collecting, outvoted=outvoted)
         finally:
-            asking.cancel()
-            await asyncio.wait([asking])
+            collecting.cancel()
+            await asyncio.wait([collecting])
 
     async def _judge_and_take(
-        self, report: Report, known: Holding, asking: asyncio.Future[tuple[bytes, ...]], *, outvoted: bool
+        self, report: Report, known: Holding, collecting: asyncio.Future[tuple[bytes, ...]], *, outvoted: bool
     ) -> SuspectReply:
-        """`asking`: for the votes that we need, should the owner be gone, against the one of `known`."""
+        """`collecting`: the votes against `known`, for the case that it is gone."""
         assert self._holder is not None
         place, peer, leases = report.place, report.holding.peer, self._leases
-        # Whoever reports may name anybody: others are looked at only if they claim the stage.
+        # A report may name any peer: those that do not claim the stage are probed only where nobody owns it.
         suspected = {known.peer} | ({peer} & {claim.peer for claim in leases.recent(*place)})
-        signs, claims = await asyncio.gather(self._look_at(suspected, place), self._read(place))
+        signs, claims = await asyncio.gather(self._probe_all(suspected, place), self._read(place))
         owner = winner(claims)
         claimed = {claim.peer for claim in claims} & {peer} | (set() if owner is None else {owner.peer})
-        signs |= await self._look_at((claimed or {peer}) - signs.keys(), place)
+        signs |= await self._probe_all((claimed or {peer}) - signs.keys(), place)
         verdict = verdict_on(claims, signs)
         held = None if owner is None else Holding(owner.peer, owner.term)
         stays = _alive(signs, owner) if verdict == "alive" else SuspectReply("frozen")
@@ -253,16 +252,16 @@ class Takeovers:
             return stays
         log.info("stage %d of job %.8s: its owner %s is gone", place[1], place[0], peer)
         if self._holder.occupied and not report.yours:
-            taken = await self._ask_the_idle(report, claims, signs)
+            taken = await self._forward_to_idle(report, claims, signs)
             if taken is not None:
                 return taken
         if held is None:
-            # Its lease is over, and we may never have read it: who has just begun to stand by would use its term again.
+            # Its lease has expired, and a new standby may never have read it and would use its term again.
             leases.observe(*place, report.holding.term)
             return await self._take_over(place, ())
-        votes = await (asking if held == known else self._votes.collect(place, held))
+        votes = await (collecting if held == known else self._votes.collect(place, held))
         if not leases.voting.is_proof_to_all(*place, held, leases.peer_id, votes):
-            votes = await self._votes.collect_after_a_look(place, held, votes)
+            votes = await self._votes.collect_from_new_voters(place, held, votes)
         if not leases.voting.is_proof(*place, held, leases.peer_id, votes):
             log.info("stage %d of job %.8s: its neighbours do not say so", *place[::-1])
             return stays
@@ -271,24 +270,24 @@ class Takeovers:
         return await self._take_over(place, votes)
 
     async def _take_over(self, place: Place, votes: tuple[bytes, ...]) -> SuspectReply:
-        """With these votes that its owner is gone. Reports of several kinds may come to this at once."""
+        """With these votes that its owner is gone. Several reports may arrive here at once."""
         assert self._holder is not None
         take = partial(self._holder.take_over, *place, self._leases.known_term(*place), None, votes)
         await self._flights.once(("taken over", place), take)
         return self._own(place) or refused("the stage could not be taken over here")
 
-    async def _ask_the_idle(
+    async def _forward_to_idle(
         self, report: Report, claims: Sequence[ClaimRecord], gone: Collection[PeerId]
     ) -> SuspectReply | None:
-        """The claim of a standby without stages of its own that takes this one; None where none does soon."""
+        """The claim of a standby without stages of its own that takes this one; None where none does in HEDGE_SECONDS."""
         passed = {self._leases.peer_id, *gone}
         idle = [claim.peer for claim in successors(claims) if is_idle(claim) and claim.peer not in passed]
         with suppress(TimeoutError):
             async with asyncio.timeout(HEDGE_SECONDS):
                 for peer in idle:
-                    answer = await self._ask(peer, replace(report, yours=True))
-                    if answer.claim is not None:
-                        return answer
+                    reply = await self._report_to(peer, replace(report, yours=True))
+                    if reply.claim is not None:
+                        return reply
         return None
 
     def _own(self, place: Place) -> SuspectReply | None:
@@ -297,10 +296,10 @@ class Takeovers:
             return None
         return SuspectReply("owner", held.term, held, sealed)
 
-    async def _look_at(self, peers: set[PeerId], place: Place) -> dict[PeerId, Sign]:
+    async def _probe_all(self, peers: set[PeerId], place: Place) -> dict[PeerId, Sign]:
         others = sorted(peers - {self._leases.peer_id})
-        looks = (self._flights.once((place, p), partial(self._probe.look, p, *place)) for p in others)
-        return dict(zip(others, await asyncio.gather(*looks), strict=True))
+        probes = (self._flights.once((place, p), partial(self._probe.look, p, *place)) for p in others)
+        return dict(zip(others, await asyncio.gather(*probes), strict=True))
 
     # --- an owner that leaves, or gives a stage away
 
@@ -323,7 +322,7 @@ class Takeovers:
         """As in `Takeover`."""
         return await self._transfer.give(job, stage, term, handover, order)
 
-    # --- what others ask
+    # --- requests of other peers
 
     async def _handle(self, stream: Stream) -> None:
         frame = await stream.receive()
@@ -339,18 +338,19 @@ class Takeovers:
         elif frame.kind == "suspect":
             gone = Holding(peer_of(header), term)
             yours = header.get("yours") is True
-            answer = await self._succeed(Report(place=place, holding=gone, votes=(vote,), yours=yours))
-            await stream.send(answer.kind, answer.header())
+            report = Report(place=place, holding=gone, votes=(vote,), yours=yours)
+            reply = await self._handle_report(report)
+            await stream.send(reply.kind, reply.header())
         elif frame.kind == "take":
-            answer = await self._take(stream.remote, place, term, header.get("handover"), vote)
-            await stream.send("taking" if answer.kind == "owner" else answer.kind, answer.header())
+            reply = await self._take(stream.remote, place, term, header.get("handover"), vote)
+            await stream.send("taking" if reply.kind == "owner" else reply.kind, reply.header())
         else:
             raise ValueError(f"{HOLD.name} knows suspect, holds, gone and take, not {frame.kind[:40]!r}")
 
     async def _take(
         self, remote: PeerId, place: Place, term: int, handover: object, vote: bytes
     ) -> SuspectReply:
-        why_not = await self._transfer.take(self._holder, remote, place, term, handover, vote)
-        if why_not is not None:
-            return refused(why_not)
+        refusal = await self._transfer.take(self._holder, remote, place, term, handover, vote)
+        if refusal is not None:
+            return refused(refusal)
         return self._own(place) or refused("the stage could not be taken over here")
