@@ -1,4 +1,4 @@
-"""Which stages a peer should claim now: a pure decision. When a stage is free to claim is `fusion.swarm.claims.election`'s."""
+"""Which stages a peer should claim now: a pure decision. `fusion.swarm.claims.election` decides when a stage is free to claim."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, JobId, PeerRecord, Place
 from fusion.swarm.transport import PeerId
 
-# Idle peers may see a hole a heartbeat later than we did, and look at it again a heartbeat after it is theirs.
+# Idle peers may see a vacant stage a heartbeat later than we did, and claim it a heartbeat after their turn has begun.
 IDLE_FIRST_SECONDS = HEAD_START_SECONDS + 2 * HEARTBEAT_SECONDS
 NOTHING_RUNS: Mapping[PeerId, int] = {}
 
@@ -28,7 +28,7 @@ class VacantStage:
     account: PeerId = PeerId("")  # noqa: RUF009 - that its job is charged to
     early: bool = False  # before the head start, because the newest state of the stage is on this peer
     standby: bool = False  # this peer stands by for it
-    idle_standby: bool = False  # so does another one that owns no stage
+    idle_standby: bool = False  # another peer, which owns no stage, stands by for it
 
 
 def stages_to_claim(
@@ -37,9 +37,9 @@ def stages_to_claim(
     free_stages: int,
     running: Mapping[PeerId, int] = NOTHING_RUNS,
 ) -> tuple[VacantStage, ...]:
-    """Those of `vacancies` to claim: at most `free_stages`, and together they fit the memory. Authors take turns, whose
-    stages are the fewest here first (`running`: how many of each), and have no more than their share of what may run here: to
-    name us in many manifests moves nobody else out. Of one author's the best score first, then the longest empty."""
+    """Those of `vacancies` to claim: at most `free_stages`, and together they fit the memory. Accounts take turns, those with the
+    fewest stages here first (`running`: stages of each account), and get no more than `share_of_one`: a stranger's many
+    manifests that propose us displace no other jobs. Of one account the best score first, then the longest vacant."""
     most = share_of_one(free_stages + sum(running.values()))
     turns = Counter(running)
     chosen: list[VacantStage] = []
@@ -61,8 +61,8 @@ def share_of_one(stages: int) -> int:
     return stages - stages // 4
 
 
-def asks_who_is_idle(vacancies: Sequence[VacantStage], *, busy: bool) -> bool:
-    """Whether it matters to our choice which other peers are idle. Reading all peers is dear. `busy`: stages run here."""
+def depends_on_idle_peers(vacancies: Sequence[VacantStage], *, busy: bool) -> bool:
+    """Whether our choice depends on which other peers are idle: reading all peers is expensive. `busy`: stages run here."""
     return (busy or len(vacancies) > 1) and any(vacancy.score < 1.0 for vacancy in vacancies)
 
 
@@ -76,8 +76,8 @@ def our_share(
 def beside_the_idle(
     vacancies: Sequence[VacantStage], us: PeerId, peers: Sequence[PeerRecord]
 ) -> tuple[VacantStage, ...]:
-    """Those of `vacancies` that a peer with work of its own claims now: a hole that a peer without any could fill is
-    left to it for a while, so that work spreads."""
+    """Those of `vacancies` that a peer that runs stages claims now: one that an idle peer could take is left to it for
+    IDLE_FIRST_SECONDS, so that work spreads."""
     idle = [peer for peer in peers if peer.peer != us and peer.role == "peer" and peer.idle]
 
     def has_taker(vacancy: VacantStage) -> bool:
@@ -96,9 +96,8 @@ def beside_the_idle(
 def one_each(
     vacancies: Sequence[VacantStage], us: PeerId, peers: Sequence[PeerRecord]
 ) -> tuple[VacantStage, ...]:
-    """Those of `vacancies` that a peer without work claims now: what was proposed to it, else one of them, each peer
-    another, and more where there are not enough idle peers for all. The copies of a job that lie on one peer are lost
-    together."""
+    """Those of `vacancies` that an idle peer claims now: those that it was proposed for, else one, each peer another, and
+    more where there are not enough idle peers for all. The stages of a job that one peer holds are lost together."""
     if any(vacancy.score >= 1.0 for vacancy in vacancies):
         return beside_the_idle(vacancies, us, peers)
     first = min(
@@ -111,16 +110,16 @@ def one_each(
 
 
 def one_to_hand_on(
-    ours: Mapping[Place, Sequence[ClaimRecord]], proposed: Collection[Place]
+    hosted: Mapping[Place, Sequence[ClaimRecord]], proposed: Collection[Place]
 ) -> tuple[JobId, int, tuple[PeerId, ...]] | None:
-    """Of the stages that run here, with their claims: one that idle peers stand by for and that is not the only one of
-    its job here, nor was proposed to us; and those peers, best first. The lead's stage last."""
-    jobs = Counter(job for job, _ in ours)
-    for job, stage in sorted(ours, key=lambda place: (place[0], -place[1])):
+    """A stage to hand to an idle standby: of the stages `hosted` here, with their claims, one that is not the only one of its
+    job here and not in `proposed`, the lead's last; and its idle standbys that are ready, best first."""
+    jobs = Counter(job for job, _ in hosted)
+    for job, stage in sorted(hosted, key=lambda place: (place[0], -place[1])):
         if jobs[job] < 2 or (job, stage) in proposed:
             continue
         idle = [
-            standby.peer for standby in successors(ours[job, stage]) if standby.ready and is_idle(standby)
+            standby.peer for standby in successors(hosted[job, stage]) if standby.ready and is_idle(standby)
         ]
         if idle:
             return job, stage, tuple(idle)
@@ -128,9 +127,9 @@ def one_to_hand_on(
 
 
 def one_early(vacancies: Sequence[VacantStage], us: PeerId) -> tuple[VacantStage, ...]:
-    """`vacancies` with at most one of those that are claimed before the head start, and none beside one that was
-    proposed to us. After a cold start each peer has the state of several stages, of some as a standby's or a
-    neighbour's copy: the first to come must not take them all."""
+    """`vacancies` with at most one that is `early`, and none beside one that we were proposed for. After a cold start each
+    peer has the state of several stages, of some as a standby's or a neighbour's copy: the first peer that starts must not
+    take them all."""
     early = [vacancy for vacancy in vacancies if vacancy.early]
     if any(vacancy.score >= 1.0 for vacancy in vacancies):
         early = []

@@ -1,6 +1,5 @@
-"""Stages on their way from this peer to another, handed over at a boundary where nothing is lost: all of them when the
-peer leaves, one of several of a job as soon as an idle peer stands by for it, and one that the job's lead wants
-elsewhere."""
+"""Hands stages over to other peers at a boundary where nothing is lost: all of them when this peer leaves, one of several of a
+job once an idle peer stands by for it, and one that the job's lead moves."""
 
 from __future__ import annotations
 
@@ -27,21 +26,23 @@ from fusion.swarm.transport import PeerId
 log = logging.getLogger(__name__)
 
 PASS_SECONDS = 6.0  # for a stage to come to a boundary where it can be handed over
-PATIENCE_SECONDS = 120.0  # for one of a peer that stays: nobody is in a hurry
-SPREAD_SECONDS = 10.0  # from one stage that such a peer hands on to the next
-LONGEST_SPREAD_SECONDS = 600.0  # doubling up to that, for a stage that nobody took: each time it stands still
-OFFERS = 2  # idle peers that a stage is offered to at once: one that does not answer takes seconds
-ASKED = 16  # the best, whether they are there
+PATIENCE_SECONDS = 120.0  # the same, where the peer stays
+SPREAD_SECONDS = 10.0  # between two stages that a peer that stays hands on
+LONGEST_SPREAD_SECONDS = 600.0  # doubling up to that, for a stage that no peer took: each offer pauses it
+OFFERS = (
+    2  # idle peers that a stage is offered to one after the other: one that does not answer takes seconds
+)
+PROBED = 16  # the best standbys, before an offer
 LAST_OFFERS = 3  # standbys that a stage is offered to where its owner leaves, and the job waits
-# Whether they are there: anybody may stand by under any number of ids, with the best of scores.
-LAST_ASKED = 256
-ASKED_AT_ONCE = 64
+# Standbys that are probed then: anybody may stand by under any number of ids, with the best of scores.
+LAST_PROBED = 256
+PROBED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class HandoverConfig:
-    settle_seconds: float = 5.0  # for whoever takes a stage over to run it
-    look_seconds: float = 0.1  # from one look whether it does to the next
+    settle_seconds: float = 5.0  # for the successor to run the stage
+    look_seconds: float = 0.1  # between two reads of whether it does
 
     def __post_init__(self) -> None:
         if min(self.settle_seconds, self.look_seconds) <= 0:
@@ -68,7 +69,7 @@ class Handovers:
         self._untaken: CoolDown[Place] = CoolDown(SPREAD_SECONDS, LONGEST_SPREAD_SECONDS, self._clock)
 
     async def leave(self) -> None:
-        """Hand over all that runs here, as far as anybody stands by for it."""
+        """Hand over all stages that have standbys."""
         if self._handing is not None:
             self._handing.cancel()
             await asyncio.wait([self._handing])
@@ -81,8 +82,7 @@ class Handovers:
             await self._pass_on(place, hosted)
 
     def spread(self) -> None:
-        """Begin to hand a stage on if we have more of one job than we should: the copies of its state that lie here
-        are lost together."""
+        """Begin to hand a stage on if we run several of one job: all their state on this peer is lost together."""
         if self._clock() - self._handed_at < SPREAD_SECONDS:
             return
         if self._handing is not None and not self._handing.done():
@@ -104,7 +104,7 @@ class Handovers:
             self._handing = self._stages.spawn(job, self._hand_on((job, stage), hosts[job, stage], order))
 
     def give_away(self, place: Place, peer: PeerId) -> None:
-        """Begin to hand the stage to that peer, unless another one is on its way. It stays here if the peer does not take it."""
+        """Begin to hand the stage to that peer, unless another handover is under way. It stays here if the peer does not take it."""
         hosted = self._stages.running.get(place)
         if hosted is None or not self._stages.accepting:
             return
@@ -113,14 +113,14 @@ class Handovers:
 
     async def _hand_on(self, place: Place, hosted: Hosted, order: Sequence[PeerId]) -> None:
         """To one of these peers; it stays here if none of them takes it."""
-        order = (await attending(self._takeover, place, order[:ASKED]))[:OFFERS]
+        order = (await attending(self._takeover, place, order[:PROBED]))[:OFFERS]
         if not order:
             return
         log.info("stage %d of %s goes to an idle peer", place[1], hosted.manifest.name)
         try:
             gone = await self._pass_on(place, hosted, order)
         except Exception as error:
-            # As with `Service.host`: what a stranger's job does here must not take the peer along.
+            # Isolates the job, as with `Service.host`: no error of a stranger's job may end the peer.
             log.error(
                 "stage %d of %s: %s: %s",
                 place[1],
@@ -133,14 +133,14 @@ class Handovers:
             self._handed_at = self._clock()
         if gone:
             self._untaken.forget(place)
-        elif await self._is_ours(place):
+        elif await self._still_owns(place):
             self._untaken.start(place)
             hosted.service.stay(*place)
         else:
             hosted.task.cancel()
 
-    async def _is_ours(self, place: Place) -> bool:
-        """Whether nobody has taken the stage whose answer was lost."""
+    async def _still_owns(self, place: Place) -> bool:
+        """Whether no peer has taken the stage: its reply may be lost."""
         with suppress(SwarmError):
             await self._leases.claims(*place)
         owner = winner(self._leases.recent(*place))
@@ -160,15 +160,15 @@ class Handovers:
 
 
 async def attending(takeover: Takeover, place: Place, peers: Sequence[PeerId]) -> list[PeerId]:
-    """Those of `peers` that are there, in their order."""
-    turns = asyncio.Semaphore(ASKED_AT_ONCE)
+    """Those of `peers` that answer (`Takeover.attends`), in their order."""
+    turns = asyncio.Semaphore(PROBED_AT_ONCE)
 
     async def attends(peer: PeerId) -> bool:
         async with turns:
             return await takeover.attends(peer, *place)
 
-    there = await asyncio.gather(*map(attends, peers))
-    return [peer for peer, is_there in zip(peers, there, strict=True) if is_there]
+    answers = await asyncio.gather(*map(attends, peers))
+    return [peer for peer, answered in zip(peers, answers, strict=True) if answered]
 
 
 async def pass_on(
@@ -179,9 +179,8 @@ async def pass_on(
     config: HandoverConfig,
     order: Sequence[PeerId] | None = None,
 ) -> bool:
-    """Hand a stage of ours to the first of `order` that takes it, or without one, in a hurry, to the best standby, and wait
-    until it runs there. False, and one line in the log where that is news, if nobody has it now; whatever happens, it takes only so
-    long. Afterwards the stage may stand still here, or still serve."""
+    """Hand our stage to the first of `order` that takes it, or without `order`, as we leave, to the best standby, and wait until it
+    runs there. False if no peer took it; the stage may then be paused here, or still run. Takes a bounded time."""
     place = (claim.job, claim.stage)
     try:
         seconds = PATIENCE_SECONDS
@@ -190,10 +189,10 @@ async def pass_on(
             claims = await leases.claims(*place)
             owner = winner(claims)
             if owner is not None and owner.peer != claim.peer:
-                return True  # whose answer was lost
+                return True  # its reply was lost
             standbys = [standby.peer for standby in successors(claims)]
-            # Before the stage stands still: those that are not there would keep the job waiting, one after the other.
-            order = (await attending(takeover, place, standbys[:LAST_ASKED]))[:LAST_OFFERS]
+            # Before the stage is paused: offers to peers that do not answer would keep the job waiting, one after the other.
+            order = (await attending(takeover, place, standbys[:LAST_PROBED]))[:LAST_OFFERS]
         if not order:
             return False
         async with asyncio.timeout(seconds):
@@ -211,7 +210,7 @@ async def pass_on(
 
 
 async def _until_ready(taken: ClaimRecord, leases: Leases, config: HandoverConfig) -> None:
-    """Wait until the peer that took a stage of ours over runs it, but not for ever."""
+    """Wait until the peer that took our stage runs it, for `settle_seconds` at most."""
     with suppress(TimeoutError):
         async with asyncio.timeout(config.settle_seconds):
             while True:

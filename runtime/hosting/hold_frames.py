@@ -1,8 +1,8 @@
-"""What is said over `/fusion/hold/2`, about who holds a stage.
+"""The frames of `/fusion/hold/2`, about who holds a stage.
 
 suspect {job, stage, peer, term, yours, word} -> owner {claim} | alive {term} | frozen {} | no {message}
 holds   {job, stage}             -> holds {term}, 0 where the stage is not held
-gone    {job, stage, peer, term} -> gone {word}, empty where we see otherwise; from who would follow
+gone    {job, stage, peer, term} -> gone {word}, the vote, empty where the voter sees the holder; from the successor
 take    {job, stage, term, handover, word} -> taking {claim} | no {message}; from the stage's owner, who leaves
 """
 
@@ -20,7 +20,7 @@ from fusion.swarm.transport import PeerId
 
 @dataclass(frozen=True)
 class SuspectReply:
-    """What came of a report. `claim` and `sealed` where there is a new owner."""
+    """To a report. `claim` and `sealed` where there is a new owner."""
 
     kind: Literal["owner", "alive", "frozen", "no"]
     term: int = 0
@@ -30,7 +30,7 @@ class SuspectReply:
 
     @property
     def settles(self) -> bool:
-        """Whether other standbys need not be asked."""
+        """Whether the report need not go to other standbys."""
         return self.kind != "no"
 
     def header(self) -> dict[str, Any]:
@@ -61,8 +61,8 @@ def whole(value: object) -> int:
 
 
 def credited(leases: Leases, place: Place, data: bytes) -> ClaimRecord:
-    """The sealed claim of whoever owns that stage now, as another peer shows it. Raises RecordError for any other claim: one
-    that counts elsewhere says nothing here."""
+    """The claim of the stage's owner, as another peer sent it sealed. Raises RecordError for any other claim, of another stage,
+    too."""
     claim = leases.accept_claim(data)
     if (claim.job, claim.stage) != place:
         raise RecordError(f"a claim of stage {claim.stage} of job {claim.job[:12]} in place of another")
@@ -70,7 +70,7 @@ def credited(leases: Leases, place: Place, data: bytes) -> ClaimRecord:
 
 
 def claim_bytes(value: object) -> bytes:
-    """Raises ValueError for anything but a sealed claim or a word."""
+    """A sealed claim or vote. Raises ValueError for anything but bytes."""
     if not isinstance(value, bytes):
         raise ValueError("a claim is bytes")
     return value

@@ -1,4 +1,4 @@
-"""The stages that run on this peer, from our claim to its release: what it holds, and how each of them comes to its end."""
+"""The stages that run on this peer, from our claim to its release, and how each of them ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.cool_down import CoolDown
 from fusion.runtime.job.errors import JobFailed, Refused, Unrunnable
 from fusion.runtime.job.manifest import Manifest
-from fusion.runtime.job.progress import MAX_REASON, TOLD_FAILURES, Progress, StageFailure
+from fusion.runtime.job.progress import MAX_FAILURES, MAX_REASON, Progress, StageFailure
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, JobRecord, Place
 from fusion.swarm.errors import StaleTerm, SwarmError
 from fusion.swarm.printable import error_line, one_line
@@ -30,17 +30,17 @@ from fusion.swarm.transport import PeerId
 log = logging.getLogger(__name__)
 
 LONGEST_COOL_DOWN_SECONDS = 300.0
-OVERTAKEN_SECONDS = 5.0  # once in so long a stage is claimed anew at once
+OVERTAKEN_SECONDS = 5.0  # within which only one failure by a stale term goes without a cool-down
 UNRUNNABLE = 256  # workloads remembered
-SETTLED_SECONDS = 60.0  # a stage that ran for so long did not fail at once
+SETTLED_SECONDS = 60.0  # a stage that ran for so long before it failed starts a new back-off
 
 
 Workload = tuple[str, bool, Digest, tuple[int, ...]]
 
 
 def workload_of(manifest: Manifest) -> Workload:
-    """What a job has in common with others that do the same under other ids: a graph that generates nothing may still answer in one
-    run."""
+    """A key that is the same for jobs that run the same under other ids, and in the same mode: a graph that cannot generate may still
+    answer in one run."""
     in_one_run = manifest.serve is not None and bool(manifest.serve.outputs)
     return manifest.kind, in_one_run, manifest.graph, tuple(manifest.cuts)
 
@@ -52,12 +52,12 @@ class Hosted:
     task: asyncio.Task[None]
     manifest: Manifest
     service: Service
-    passing: bool = False  # it is being handed to another peer: its loss is what we want
+    passing: bool = False  # it is being handed to another peer: we expect to lose the claim
 
 
 class HostedStages:
-    """Stages run as tasks of `tasks`, None while nothing is hosted. `cool_down_seconds` after a stage has failed here,
-    doubling, it may be claimed again."""
+    """Stages run as tasks of `tasks`, None while nothing is hosted. A stage that failed here may be claimed again after
+    `cool_down_seconds`, doubling."""
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class HostedStages:
         self.faults = JobFaults()
         self.faults.leave = self._leave
         self.on_begin: Callable[[Place], object] = lambda place: None  # a stage runs here from now on
-        self.on_release: Callable[[], object] = lambda: None  # one has ended here, and others may have it
+        self.on_release: Callable[[], object] = lambda: None  # one has ended here and is released
         self.cooling: CoolDown[Place] = CoolDown(cool_down_seconds, LONGEST_COOL_DOWN_SECONDS, clock)
-        # What jobs ran that no peer could run: whoever launches another one of it is not worth a claim, nor words on its end.
+        # Of jobs that no peer could run: another job of the same workload is neither claimed nor published.
         self.unrunnable: FIFOCache[Workload, None] = FIFOCache(UNRUNNABLE)
         self._overtaken: CoolDown[Place] = CoolDown(OVERTAKEN_SECONDS, OVERTAKEN_SECONDS, clock)
-        # Why the last one of a stage ended here
-        self._reasons: FIFOCache[Place, str] = FIFOCache(TOLD_FAILURES)
+        # Of the last failure of each stage here
+        self._reasons: FIFOCache[Place, str] = FIFOCache(MAX_FAILURES)
         self._claiming: list[Place] = []
         self._context = context
         context.pace.beside = self._run_beside
@@ -97,10 +97,10 @@ class HostedStages:
         return {job for job, _ in self.running}
 
     def failures(self) -> tuple[StageFailure, ...]:
-        """The stages that did not work out here and do not run here now, the newest first."""
-        told = [(place, reason) for place, reason in self._reasons.items() if place not in self.running]
+        """The stages that failed here and do not run here now, the newest first."""
+        failed = [(place, reason) for place, reason in self._reasons.items() if place not in self.running]
         return tuple(
-            StageFailure(job=job, stage=stage, reason=reason) for (job, stage), reason in reversed(told)
+            StageFailure(job=job, stage=stage, reason=reason) for (job, stage), reason in reversed(failed)
         )
 
     @property
@@ -114,7 +114,7 @@ class HostedStages:
         return self.tasks is not None and not self.leaving
 
     def claims(self, place: Place) -> bool:
-        """Whether the stage is being claimed for us now, its memory set aside."""
+        """Whether we are claiming the stage now, with its memory reserved."""
         return place in self._claiming
 
     def holds(self, place: Place) -> int:
@@ -126,7 +126,7 @@ class HostedStages:
         """Run `work` for the job beside the stages: it ends none but the job's own."""
         assert self.tasks is not None, "nothing is hosted"
         task = self.tasks.create_task(self.faults.isolate(job, work), name=repr(work))
-        # It was not awaited where the task is cancelled at once
+        # A task that is cancelled at once never awaits it
         task.add_done_callback(lambda _: work.close())
         return task
 
@@ -135,7 +135,7 @@ class HostedStages:
         return any(other != account for other in self.accounts())
 
     def accounts(self) -> Iterator[PeerId]:
-        """Whom each of the stages that run here is charged to."""
+        """The account that each of the stages that run here is charged to."""
         for (job, _), hosted in self.running.items():
             yield self._context.accounts.of(job, hosted.manifest.author)
 
@@ -143,8 +143,8 @@ class HostedStages:
 
     @contextmanager
     def room(self, place: Place, manifest: Manifest) -> Iterator[bool]:
-        """While the stage is claimed: its memory is set aside, so that claims on their way cannot together take more
-        than there is, and what begins keeps it. Whether there is so much."""
+        """Reserves the stage's memory while it is claimed, so that concurrent claims together do not exceed the budget; a stage that
+        begins keeps it. Yields whether there was enough."""
         try:
             self._context.memory.hold(place, manifest.needed_bytes(place[1]))
         except MemoryError:
@@ -159,8 +159,8 @@ class HostedStages:
                 self._context.memory.release(place)
 
     def unused(self) -> Iterator[Place]:
-        """What we own and nothing runs of: claims that came too late, when the job had ended or we were leaving. Nobody
-        else could have the stage."""
+        """Stages that we own and that do not run here: they were granted after the job had ended or we began to leave, and are
+        blocked for other peers."""
         for claim in self._context.leases.owned():
             place = (claim.job, claim.stage)
             if place not in self.running and place not in self._claiming:
@@ -173,7 +173,7 @@ class HostedStages:
         manifest: Manifest,
         handover: Mapping[str, Any] | None = None,
     ) -> None:
-        """Run a stage that we have claimed. It may have been begun by another way, or lost already."""
+        """Run a stage that we have claimed, unless it runs already, or we have lost it."""
         claim = self._context.leases.holds(*place)
         over = not self.accepting or self._board.get(place[0]) is None
         if over or place in self.running or claim is None:
@@ -208,8 +208,7 @@ class HostedStages:
             if stage == 0:
                 self._board.cut_short(job, "failed", str(error), *final)
         except Exception as error:
-            # The boundary of one stage, made of what a stranger sent: whatever goes wrong in it must not take the
-            # peer's other stages along.
+            # Isolates a stage, which is built from what a stranger sent: no error of it may end the peer's other stages.
             self._failed(claim, manifest, error, self._clock() - began)
         finally:
             if stage == 0:
@@ -220,10 +219,10 @@ class HostedStages:
         place = (claim.job, claim.stage)
         if self._context.leases.holds(*place) is None:
             log.info("stage %d of %s is over here: %s", claim.stage, manifest.name, one_line(str(error)))
-            return  # it is another's: no wonder that it was refused
+            return  # another peer owns it: an expected refusal
         self._reasons.pop(place, None)
         self._reasons[place] = _reason(error, str(self._context.home))
-        if isinstance(error, Refused):  # others may think otherwise, and see that it is free
+        if isinstance(error, Refused):  # other peers may accept it
             log.warning("refused: %s", one_line(str(error)))
             self.cooling.refuse(place)
             return
@@ -232,13 +231,13 @@ class HostedStages:
         log.debug("where it happened", exc_info=error)
         if isinstance(error, StaleTerm) and not self._overtaken.lasts(place):
             self._overtaken.start(place)
-            return  # the neighbours knew of a term that we did not: now we do, and claim the stage above it
+            return  # the neighbours refused our term with a higher one: the next claim is above that
         if ran_seconds >= SETTLED_SECONDS:
             self.cooling.forget(place)
         self.cooling.start(place)
 
     def _ended(self, place: Place) -> None:
-        """A stage is over here, even one that was cancelled before it began: others may have it."""
+        """Release a stage that has ended here, even one that was cancelled before it began."""
         if self.tasks is not None:
             self.spawn(place[0], self._release(place))
 
@@ -262,7 +261,7 @@ class HostedStages:
             hosted.task.cancel()
 
     def end(self, job: JobId, record: JobRecord | None = None) -> None:
-        """The job has ended, as `record` says where somebody has said it: nothing more begins of it."""
+        """The job has ended, as `record` states, if there is one: none of its stages begins any more."""
         self._board.end(job, self._context.leases.known_term(job, 0), record)
         for place in [place for place in self._reasons if place[0] == job]:
             del self._reasons[place]
@@ -278,7 +277,7 @@ class HostedStages:
                 hosted.task.cancel()
 
     async def aclose(self, *others: Coroutine[Any, Any, None]) -> None:
-        """Stop and release all stages, beside what `others` there is to close."""
+        """Stop and release all stages, and await `others` meanwhile."""
         for hosted in self.running.values():
             hosted.task.cancel()
         releases = (self._context.leases.release(*place) for place in self.running)
@@ -288,10 +287,10 @@ class HostedStages:
 
 
 def _reason(error: Exception, home: str) -> str:
-    """For whoever launched the job, and for anybody else: no paths of this machine."""
+    """One line for the job's launcher and any other peer, without paths of this machine."""
     if isinstance(error, OSError):
         return one_line(error.strerror or type(error).__name__)
-    ours = type(error).__module__.startswith("fusion.") or isinstance(error, MemoryError)
+    shown = type(error).__module__.startswith("fusion.") or isinstance(error, MemoryError)
     line = str(error).replace(home, "HOME") if os.path.isabs(home) else str(error)
-    line = one_line(line[:MAX_REASON]) if ours else ""
+    line = one_line(line[:MAX_REASON]) if shown else ""
     return line or type(error).__name__

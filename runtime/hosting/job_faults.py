@@ -1,4 +1,4 @@
-"""Jobs whose work raised here what nobody expected: this peer leaves them, and goes on with the others."""
+"""Jobs whose work raised an unexpected error here: this peer leaves them, and goes on with the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REMEMBERED_JOBS = 1024
 
 
 class JobFaults:
-    """`leave` is called once with each job that has failed so. A job in it is not looked at any more."""
+    """`leave` is called once with each job that has failed so. Its members are those jobs, which are ignored from then on."""
 
     def __init__(self) -> None:
         self.leave: Callable[[JobId], object] = lambda job: None
@@ -30,18 +30,18 @@ class JobFaults:
 
     @contextmanager
     def isolated(self, job: JobId) -> Iterator[None]:
-        """What goes wrong inside concerns this job alone. SwarmError and OSError, of the directory and the disk, are raised
-        on: they are nobody's fault."""
+        """Any error inside makes this peer leave this job alone. SwarmError and OSError are raised on: the directory or the disk
+        fails, not the job."""
         try:
             yield
         except (SwarmError, OSError):
             raise
         except Exception as error:
-            # The boundary of one job, made of what a stranger sent.
+            # Isolates a job, which is built from what a stranger sent.
             self._leave(job, error)
 
     async def isolate(self, job: JobId, work: Coroutine[Any, Any, None]) -> None:
-        """`work` for this job as a task of its own: it raises nothing."""
+        """Run `work` for this job, as `isolated` but for a task of its own: it raises nothing."""
         try:
             await work
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Looking for oneself whether an owner is there, by asking it."""
+"""A probe of whether an owner is there and holds its stage."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fusion.swarm.transport import PeerId, Transport, call
 
 log = logging.getLogger(__name__)
 
-LOOKS = 2  # at an owner, before it is gone
+ATTEMPTS = 2  # to reach an owner, before it counts as gone
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What we saw of an owner: it holds the stage (under `term`), it is gone, or it is silent."""
+    """The result of a probe: the peer holds the stage (under `term`), it is gone, or it does not answer in time."""
 
     kind: Literal["holds", "gone", "silent"]
     term: int = 0
@@ -31,18 +31,18 @@ SILENT = Sign("silent")
 
 
 class OwnerProbe:
-    """`check_seconds`: for an owner that is there to say so."""
+    """`check_seconds`: for an owner to answer."""
 
     def __init__(self, transport: Transport, check_seconds: float) -> None:
         self._transport = transport
         self._check_seconds = check_seconds
 
     async def look(self, peer: PeerId, job: JobId, stage: int) -> Sign:
-        """Whether `peer` holds the stage, by asking it. A connection may break although both ends live, on a machine that
-        is too busy to keep it: only a peer that is not there over a new one either is gone."""
-        for _ in range(LOOKS):
+        """Whether `peer` holds the stage, by a request to it. On a busy machine a connection may break although both ends live: a
+        peer is gone only if it cannot be reached over a new one either."""
+        for _ in range(ATTEMPTS):
             try:
-                term = await self._ask_term(peer, job, stage)
+                term = await self._request_term(peer, job, stage)
             except (PeerUnreachable, StreamBroken, StreamClosed) as error:
                 log.debug("%s is gone: %s", peer, error)
                 continue
@@ -54,12 +54,12 @@ class OwnerProbe:
     async def answers(self, peer: PeerId, job: JobId, stage: int) -> bool:
         """Whether `peer` answers at all."""
         try:
-            await self._ask_term(peer, job, stage)
+            await self._request_term(peer, job, stage)
         except (SwarmError, ValueError, TimeoutError):
             return False
         return True
 
-    async def _ask_term(self, peer: PeerId, job: JobId, stage: int) -> int:
+    async def _request_term(self, peer: PeerId, job: JobId, stage: int) -> int:
         async with asyncio.timeout(self._check_seconds):
             reply = await call(self._transport, peer, HOLD.name, "holds", {"job": job, "stage": stage})
         return whole(reply.header.get("term"))

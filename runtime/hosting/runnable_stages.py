@@ -1,7 +1,7 @@
-"""Which stages of jobs the plane of this peer can run: a plane may lack operators, and a manifest does not say where they are.
+"""Which stages of jobs the plane of this peer can run: a plane may lack operators, and a manifest does not list a stage's.
 
-A plane that lacks none can run them all, and nothing is read. For another one the graph of a job is fetched before a stage of it is
-claimed or stood by for; until it is here, none of them is ours.
+A plane that lacks none can run all stages, and no graph is read. For another one the graph of a job is fetched before a stage of it
+is claimed or stood by for; until then it runs none of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fusion.swarm.printable import one_line
 log = logging.getLogger(__name__)
 
 REMEMBERED_JOBS = 1024
-COOL_DOWN_SECONDS, LONGEST_COOL_DOWN_SECONDS = 5.0, 300.0  # after a graph could not be had
+COOL_DOWN_SECONDS, LONGEST_COOL_DOWN_SECONDS = 5.0, 300.0  # after a graph could not be fetched
 
 
 class RunnableStages:
@@ -82,6 +82,6 @@ class RunnableStages:
 
 
 def lacking_stages(stages: Sequence[Stage], lacks: frozenset[str]) -> dict[int, list[str]]:
-    """The stages that have operators among these, and which."""
+    """The stages with operators that the plane lacks, and which these are."""
     found = {stage.index: sorted(operators(stage.graph) & lacks) for stage in stages}
     return {stage: ops for stage, ops in found.items() if ops}

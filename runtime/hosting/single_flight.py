@@ -1,4 +1,4 @@
-"""Work that several want at the same time and that is done once."""
+"""Work that several callers request at the same time and that is done once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class SingleFlight:
         self._running: dict[Hashable, asyncio.Future[Any]] = {}
 
     async def once(self, key: Hashable, work: Callable[[], Awaitable[R]]) -> R:
-        """`work`, shared by all who want the same at the same time. Where whoever does it is cancelled, another does
-        it anew."""
+        """The result of `work`, shared by all concurrent calls with the same key. The first caller runs it; if that one is cancelled,
+        another runs it again."""
         while (running := self._running.get(key)) is not None:
             await asyncio.wait([running])
             if not running.cancelled():

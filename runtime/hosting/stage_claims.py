@@ -1,7 +1,7 @@
-"""How this peer comes to a stage: it claims one that is vacant, or takes one over whose owner is gone or leaves. In each
-case its memory is set aside first, then it is claimed, then it begins.
+"""How this peer gets a stage: it claims one that is vacant, or takes one over whose owner is gone or leaves. Either way it first
+reserves the memory, then claims the stage, then runs it.
 
-Which vacant stages it claims is decided in `claim_choice`, when one is vacant for us in `vacant_stages`.
+`claim_choice` decides which vacant stages it claims, `vacant_stages` from when on it may.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from fusion.runtime.belief.reading import newest
 from fusion.runtime.hosting.claim_choice import (
     VacantStage,
-    asks_who_is_idle,
+    depends_on_idle_peers,
     one_early,
     our_share,
     stages_to_claim,
@@ -26,7 +26,7 @@ from fusion.runtime.hosting.hosted_stages import HostedStages, workload_of
 from fusion.runtime.hosting.job_view import OpenJob, OpenJobs, StagesClaims
 from fusion.runtime.hosting.jobs.board import JobBoard
 from fusion.runtime.hosting.runnable_stages import RunnableStages
-from fusion.runtime.hosting.vacant_stages import WORD_ALONE_SECONDS, VacantStages
+from fusion.runtime.hosting.vacant_stages import NO_CLAIM_SECONDS, VacantStages
 from fusion.runtime.job.context import Context, Takeover
 from fusion.runtime.job.manifest import Manifest
 from fusion.swarm.directory.job_order import newest_jobs
@@ -36,11 +36,12 @@ from fusion.swarm.transport import PeerId
 
 log = logging.getLogger(__name__)
 
-RECORD_SECONDS = 0.3  # for the directory to say how the job stands, while somebody waits for us to lead it
+RECORD_SECONDS = 0.3  # to read the job's record, while other peers wait for us to lead it
 
 
 class StageClaims:
-    """At most `max_stages` at once. `nudge` is called when it is known of more stages whether our plane can run them. `fitness` is the score of the claims that nobody proposed."""
+    """At most `max_stages` run here at once. `fitness`: the score of claims to stages that we were not proposed for. `nudge` is
+    called when a graph that was read shows which stages our plane can run."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class StageClaims:
         step_here: Callable[[Place], int],
     ) -> VacantStage | None:
         record, manifest = known
-        # After a cold start whoever has the state of a stage need not fetch it.
+        # After a cold start a peer that has the state of a stage need not fetch it.
         stocked = record.snapshot is not None and step_here(place) >= record.snapshot_step
         early = stocked and not self._stages.running
         if self._context.leases.refusal(*place, "own") is not None:
@@ -109,17 +110,17 @@ class StageClaims:
         return self._context.leases.stale_claim(*place) is not None
 
     async def choose(self, vacant: Sequence[VacantStage]) -> tuple[VacantStage, ...]:
-        """Those to claim now, beside what other peers should take."""
+        """Those to claim now; the others are left to other peers."""
         busy = bool(self._stages.running)
-        if asks_who_is_idle(vacant, busy=busy):
+        if depends_on_idle_peers(vacant, busy=busy):
             peers = await self._context.directory.peers()
             vacant = our_share(vacant, self._context.peer_id, peers, busy=busy)
         running = Counter(self._stages.accounts())
         return stages_to_claim(vacant, self._context.memory.free_bytes, self._free_stages, running)
 
     async def claim(self, vacancy: VacantStage, known: OpenJob) -> None:
-        """Claim a vacant stage and begin it, unless its last owner, of whom the directory knows no more, is there all the
-        same: it gets WORD_ALONE_SECONDS to show a claim again."""
+        """Claim a vacant stage and run it, unless its last owner, whose claim the directory has no more, answers that it holds it:
+        that peer gets NO_CLAIM_SECONDS to publish a claim again."""
         with self._stages.faults.isolated(vacancy.job):
             await self._claim(vacancy, known)
 
@@ -128,7 +129,7 @@ class StageClaims:
         vanished = self._vacancies.vanished(place, self._context.leases.recent(*place))
         if (
             vanished is not None
-            and vacancy.empty_seconds < WORD_ALONE_SECONDS
+            and vacancy.empty_seconds < NO_CLAIM_SECONDS
             and self._may_own(vanished, place)
             and await self._takeover.holds(vanished, *place)
         ):
@@ -147,13 +148,13 @@ class StageClaims:
         await self.give_back()
 
     def _may_own(self, peer: PeerId, place: Place) -> bool:
-        """Whether the job still lets its last owner have the stage: one that it does not may go on all the same."""
+        """Whether the job still admits its last owner: one that it does not admit may go on all the same."""
         last, access = self._context.leases.known_tenure(*place), self._context.leases.access
         grants = last.claim.grants if last is not None and last.claim.peer == peer else ()
         return access.refusal(place[0], peer, "own", place[1], grants) is None
 
     def filled(self, place: Place) -> None:
-        """The stage runs here."""
+        """The stage runs here now."""
         self._vacancies.filled(place)
 
     # --- stages whose owner is gone, or leaves
@@ -177,22 +178,22 @@ class StageClaims:
         with self._stages.room(place, manifest) as fits:
             if not fits:
                 return None
-            newest = asyncio.ensure_future(self._newest(record, manifest)) if stage == 0 else None
+            reading = asyncio.ensure_future(self._newest(record, manifest)) if stage == 0 else None
             try:
                 claim = await self._context.leases.claim(
                     job, stage, self._fitness, over=over, proof=proof, confirm=handover is None
                 )
                 if claim is None:
                     return None
-                if newest is not None:
-                    record = await newest  # whoever leads must know the newest snapshot
+                if reading is not None:
+                    record = await reading  # a lead must know the newest snapshot
                 self._stages.begin(place, record, manifest, handover)
             except SwarmError as error:
                 log.warning("stage %d of %s not claimed: %s", stage, manifest.name, error)
                 return None
             finally:
-                if newest is not None:
-                    newest.cancel()
+                if reading is not None:
+                    reading.cancel()
         await self.give_back()
         return self._context.leases.holds(job, stage)
 
@@ -203,10 +204,10 @@ class StageClaims:
                 return newest_jobs([record, found])[0] if found is not None else record
         return record
 
-    # --- claims that came too late
+    # --- claims that were granted too late
 
     async def give_back(self) -> None:
-        """Release what we own and nothing runs of."""
+        """Release the stages that we own and that do not run here."""
         for place in self._stages.unused():
             with self._stages.faults.isolated(place[0]), suppress(SwarmError):
                 await self._context.leases.release(*place)

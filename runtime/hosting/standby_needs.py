@@ -1,5 +1,5 @@
-"""What each stage lacks of standbys, from look to look: since when it is short of them, and for how long its owner may still load it; and who else
-could come."""
+"""Which stages are short of standbys, and since when; until when an owner may still be loading its stage; and the other candidates
+to stand by."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import ClaimRecord, Place
 from fusion.swarm.errors import SwarmError
 
-# For an owner to load its stage, alone with the launcher's uplink: one that never does must not be left without standbys.
+# For an owner to load its stage without competing for the launcher's uplink. Bounded: one that never loads needs standbys, too.
 LOADING_SECONDS = 180.0
 KEPT_SNAPSHOTS = 2  # that a standby of a training job has on disk
 REMEMBERED_PLACES = 65_536
@@ -43,9 +43,9 @@ class StandbyNeeds:
         claims: tuple[ClaimRecord, ...],
         owners: Mapping[Place, ClaimRecord | None],
         *,
-        ours: bool,
+        covered: bool,
     ) -> UncoveredStage:
-        """`claims`: all of the stage; `owners`: of this one and the next, where they are known; `ours`: we stand by for it."""
+        """`claims`: all of the stage; `owners`: of this one and the next, where they are known; `covered`: we stand by for it."""
         (job, stage), now = place, self._clock()
         owner, next_owner = owners.get(place), owners.get((job, (stage + 1) % manifest.stages))
         standbys = tuple(
@@ -53,7 +53,7 @@ class StandbyNeeds:
             for claim in claims
             if stands_by(claim) and claim.peer != self._peer_id
         )
-        if is_short(len(standbys) + ours):
+        if is_short(len(standbys) + covered):
             since = self._short_since.setdefault(place, now)
         else:
             since = now
@@ -69,13 +69,13 @@ class StandbyNeeds:
             disk_bytes=memory_bytes * (KEPT_SNAPSHOTS if manifest.kind == "train" else 1),
             opset=manifest.opset,
             standbys=standbys,
-            ours=ours,
+            covered=covered,
             short_seconds=max(0.0, now - max(since, may_load_until)),
             next_owner=next_owner.peer if next_owner is not None else None,
         )
 
     def _may_load_until(self, place: Place, owner: ClaimRecord | None, now: float) -> float:
-        """Until when nobody should come to stand by, so that the owner can load the stage."""
+        """Until when no standby should be added, so that the owner can load the stage."""
         if owner is None or owner.ready:
             self._loading_since.pop(place, None)
             return 0.0
@@ -85,7 +85,7 @@ class StandbyNeeds:
         return since + LOADING_SECONDS
 
     async def candidates(self) -> Sequence[Candidate]:
-        """Who else could stand by; reading all peers is dear, and a stage may be short of standbys for long."""
+        """The other peers that could stand by. Cached: reading all peers is expensive, and a stage may be short of standbys for long."""
         if self._clock() - self._peers_read_at < PEERS_SECONDS:
             return self._peers
         try:

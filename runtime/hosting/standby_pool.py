@@ -1,7 +1,7 @@
-"""The backup pool, as one peer of it sees it: stages that it stands by for, and what it brings here ahead of time.
+"""The stages that this peer stands by for, and what it fetches for them ahead of time.
 
-Which stages those are is decided by `fusion.runtime.hosting.standby_assignment`; what "ready to host" means for a stage, by the service
-that would host it. The pool announces itself through `Standbys.stand_by` and follows the job's snapshots.
+`fusion.runtime.hosting.standby_assignment` decides which stages; the service that would host a stage prepares it. The pool publishes
+its claims through `Standbys.stand_by` and follows each job's snapshots.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from fusion.swarm.printable import one_line
 
 log = logging.getLogger(__name__)
 
-BUSY_SCORE = 1e-3  # of its fitness is what a peer with stages of its own offers: idle standbys go first
+BUSY_SCORE = 1e-3  # of its fitness is the score of a peer with stages of its own: idle standbys go first
 MOST_COVERED = 64  # stages at once
 DISK_SHARE = 0.8  # of the blob store's quota, for stages that we only stand by for
 PREPARES = 2  # at once
-GRACE_SECONDS = 10.0  # a job that the directory does not name for so long is given up
+GRACE_SECONDS = 10.0  # after which a job without a record in the directory is given up
 COOL_DOWN_SECONDS = 5.0  # after a stage could not be prepared, doubling
 LONGEST_COOL_DOWN_SECONDS = 120.0
 
@@ -55,15 +55,15 @@ class _Covered:
     manifest: Manifest
     score: float
     busy: bool
-    seen_at: float
-    step: int = -1  # that is here, ready to be hosted; -1 while nothing is
+    seen_at: float  # when the job was open last
+    step: int = -1  # whose state is here, ready to be hosted; -1 for none
     done: tuple[Digest | None, int] | None = None  # the snapshot that was prepared last
     task: asyncio.Task[None] | None = None
 
 
 class Pool:
-    """`spawn` runs work for a job beside everything else (it ends when the peer leaves); `fitness` is the score of our claims,
-    from 0 to below 1."""
+    """`spawn` runs work for a job as a task (which ends when the peer leaves); `fitness` is the score of our claims, from 0 to
+    below 1."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class Pool:
         spawn: Callable[[JobId, Coroutine[Any, Any, None]], asyncio.Task[None]],
         fitness: float = 0.0,
     ) -> None:
-        # We stand by for a stage no more, and what was kept for it may go
+        # Called when we stop standing by for a stage: its memory may be freed
         self.on_stop: Callable[[], object] = lambda: None
-        # Whether hosting claims the stage now: what is warm is for it.
+        # Whether hosting is claiming the stage now, and will use what is prepared.
         self.claims: Callable[[Place], bool] = lambda place: False
         self._context = context
         self._services = services
@@ -99,8 +99,8 @@ class Pool:
         return {job for job, _ in self._covered}
 
     def step_here(self, place: Place) -> int:
-        """The step whose state of the stage is on this peer, as far as the last `beat` knows: that of the job's newest
-        snapshot, or -1 where its shard is not here. Whoever has it should host the stage before others."""
+        """The step whose state of the stage is on this peer, as of the last `beat`: that of the job's newest snapshot, or -1
+        where its shard is not here."""
         if (covered := self._covered.get(place)) is not None and covered.step >= 0:
             return covered.step
         return self._shards.step(place)
@@ -112,13 +112,12 @@ class Pool:
         hosted: Collection[Place],
         free_memory_bytes: int,
     ) -> None:
-        """One heartbeat: stand by for what we should, no longer for what we should not, and bring here what is missing
-        of it. `jobs` are the open ones, `claims` all claims of the stages that we might host; a stage that is missing
-        in them is left as it is."""
+        """One heartbeat: begin and stop standing by as assigned, and prepare what is missing. `jobs` are the open ones, `claims` all
+        claims of the stages that we might host; a stage that is missing in them is left as it is."""
         jobs = dict(jobs)  # the caller's may change while we read
         await self._shards.look(jobs)
         for place in hosted:
-            self.promoted(place)  # whatever took it there: what the host uses must not be forgotten
+            self.promoted(place)  # however it was claimed: the host uses what `_stop` would free
         us = Candidate(
             peer=self._context.peer_id,
             free_memory_bytes=free_memory_bytes,
@@ -130,13 +129,13 @@ class Pool:
         wanted = WANTED if us.idle else BUSY_WANTED
         short = any(
             o.owner is not None
-            and not o.ours
+            and not o.covered
             and len(o.standbys) < wanted
             and o.memory_bytes <= free_memory_bytes
             for o in openings
         )
         others = await self._needs.candidates() if short else ()
-        # What we came to own while we read is hosting's.
+        # Without the stages that we have claimed in the meantime.
         openings = [opening for opening in openings if self._context.leases.holds(*opening.place) is None]
         chosen = () if self._closed else places_to_cover(openings, us, others, score, self._room())
         chosen = (*chosen, *self._needing_us(openings, chosen, free_memory_bytes))
@@ -149,7 +148,7 @@ class Pool:
             self._follow(place)
 
     def promoted(self, place: Place) -> None:
-        """Hosting took the stage: what is warm stays for it. From now on idle standbys go before us elsewhere."""
+        """Hosting runs the stage now and uses what is prepared. For other stages we score as a busy standby from now on."""
         covered = self._covered.pop(place, None)
         if covered is not None and covered.task is not None:
             covered.task.cancel()
@@ -159,14 +158,14 @@ class Pool:
                 self._publish_standby(other, covered)
 
     def follow(self, record: JobRecord) -> None:
-        """The job has come to a new snapshot: bring it here now rather than at the next heartbeat."""
+        """The job has a new snapshot: fetch it now rather than at the next heartbeat."""
         for place, covered in self._covered.items():
             if place[0] == record.job and job_order(record) > job_order(covered.record):
                 covered.record = record
                 self._follow(place)
 
     async def aclose(self) -> None:
-        """Stop standing by for anything, for good. Idempotent."""
+        """Stop standing by for all stages, for good. Idempotent."""
         self._closed = True
         tasks = [covered.task for covered in self._covered.values() if covered.task is not None]
         for place in list(self._covered):
@@ -184,7 +183,7 @@ class Pool:
         now, needs = self._clock(), self._needs
         owners = {place: winner(held) for place, held in claims.items()}
         found = [
-            needs.of(place, jobs[place[0]][1], claims[place], owners, ours=place in self._covered)
+            needs.of(place, jobs[place[0]][1], claims[place], owners, covered=place in self._covered)
             for place in claims
             if place[0] in jobs
             and place not in hosted
@@ -196,7 +195,7 @@ class Pool:
             absent = place[0] not in jobs and now - covered.seen_at >= GRACE_SECONDS
             left = place not in seen | self._refused.keys() and place not in hosted and not absent
             if left and self._admitted(place):
-                found.append(needs.of(place, covered.manifest, (), {}, ours=True))
+                found.append(needs.of(place, covered.manifest, (), {}, covered=True))
         return found
 
     def _admitted(self, place: Place) -> bool:
@@ -207,7 +206,7 @@ class Pool:
     def _needing_us(
         self, openings: Sequence[UncoveredStage], chosen: Collection[Place], free_memory_bytes: int
     ) -> list[Place]:
-        """The stages of a job that stands still with their owners, whoever else says that it stands by for them."""
+        """The stages whose idle owners stall a job, and that no other standby takes over (`Takeover.needs_us`)."""
         takeover = self._context.takeover
         if takeover is None or self._closed:
             return []
@@ -257,7 +256,7 @@ class Pool:
         standbys.stand_by(*place, score=covered.score, step=step, ready=ready, busy=covered.busy)
 
     def _follow(self, place: Place) -> None:
-        """Prepare the stage unless that is done, under way, or failed lately."""
+        """Prepare the stage unless that is done, under way, or has just failed."""
         covered = self._covered[place]
         idle = covered.task is None or covered.task.done()
         if idle and covered.done != _version(covered.record) and not self._cooling.lasts(place):
@@ -271,14 +270,13 @@ class Pool:
                 async with self._prepares:
                     covered.step = await service.prepare(place[0], covered.manifest, place[1], record)
             except Exception as error:
-                # The boundary of one stage, made of what a stranger sent: what goes wrong in it must not take the
-                # peer's other work along.
+                # Isolates a stage, which is built from what a stranger sent: no error of it may end the peer's other work.
                 log.warning(
                     "stage %d of %s is not ready here: %s: %s",
                     place[1], covered.manifest.name, type(error).__name__, one_line(str(error)),
                 )  # fmt: skip
                 log.debug("where it happened", exc_info=error)
-                if isinstance(error, Refused):  # others may stand by for it, as soon as we do not
+                if isinstance(error, Refused):  # leave it to other standbys
                     self._refused[place] = None
                 self._cooling.start(place)
                 return
@@ -289,5 +287,5 @@ class Pool:
 
 
 def _version(record: JobRecord) -> tuple[Digest | None, int]:
-    """What a standby follows of a job."""
+    """Of a job's state, for a standby."""
     return record.snapshot, record.snapshot_step

@@ -1,5 +1,5 @@
-"""One stage passed from its owner to who follows it: the owner's signed release and what it hands over go, the successor's
-claim comes back. `handover` decides which stages, to whom and when."""
+"""The transfer of one stage from its owner to a successor: the owner sends its signed release and its handover, the successor
+replies with its claim. `handover` decides which stages, to whom and when."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fusion.swarm.transport import PeerId, Transport, call
 log = logging.getLogger(__name__)
 
 MAX_HANDOVER_BYTES = 16 * 1024
-ANSWER_SECONDS = 4.0  # for a successor to look, claim and answer
+ANSWER_SECONDS = 4.0  # for a successor to probe, claim and reply
 
 
 class Transfer:
@@ -43,8 +43,8 @@ class Transfer:
     async def give(
         self, job: JobId, stage: int, term: int, handover: Mapping[str, Any], order: Sequence[PeerId]
     ) -> ClaimRecord | None:
-        """Give the stage, which we own under `term`, to the first of these peers that takes it; its claim. Cancelled, it goes on
-        until the peer that was asked last has answered, or should have: it has our release."""
+        """Give the stage, which we own under `term`, to the first of these peers that takes it; gives its claim, None where none
+        does. A cancelled call still waits for the reply to the last offer, as that peer has our release."""
         leases = self._leases
         header: dict[str, Any] = {"job": job, "stage": stage, "term": term, "handover": dict(handover)}
         if len(msgpack.packb(header)) > MAX_HANDOVER_BYTES:
@@ -54,16 +54,16 @@ class Transfer:
             vote = leases.voting.vote(job, stage, Holding(leases.peer_id, term), peer)
             offer = asyncio.create_task(self._offer(peer, (job, stage), {**header, "word": vote}))
             try:
-                taken = await asyncio.shield(offer)
+                claim = await asyncio.shield(offer)
             except asyncio.CancelledError:
                 await asyncio.wait([offer])
                 raise
-            if taken is not None:
-                return taken
+            if claim is not None:
+                return claim
         return None
 
     async def _offer(self, peer: PeerId, place: Place, header: Mapping[str, Any]) -> ClaimRecord | None:
-        """The claim of whoever has the stage, once `peer` has answered or should have; None where we have it still."""
+        """The claim of the stage's next owner, after the reply of `peer` or its timeout; None where we still own the stage."""
         leases = self._leases
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -91,7 +91,7 @@ class Transfer:
         handover: object,
         vote: bytes,
     ) -> str | None:
-        """Have `holder` claim the stage that `remote` gives us. Why it is not ours to take; None where it was."""
+        """Have `holder` claim the stage that `remote` gives us, by its release `vote`. Gives the reason of a refusal, or None."""
         leases = self._leases
         if holder is None or not isinstance(handover, dict):
             return "nothing is taken over here"
@@ -99,16 +99,16 @@ class Transfer:
             return f"a handover is at most {MAX_HANDOVER_BYTES} bytes"
         if leases.access.law(place[0]) is None:
             return "nothing is known of that job here"
-        gives = Holding(remote, term)
-        if not _holds(gives, leases.recent(*place)) and not _holds(gives, await self._read(place)):
+        released = Holding(remote, term)
+        if not _holds(released, leases.recent(*place)) and not _holds(released, await self._read(place)):
             return f"{remote} does not own the stage under term {term}"
-        if not leases.voting.is_proof(*place, gives, leases.peer_id, (vote,)):
+        if not leases.voting.is_proof(*place, released, leases.peer_id, (vote,)):
             return f"{remote} has not released the stage"
         await holder.take_over(*place, term, handover, (vote,))
         return None
 
 
 def _holds(holding: Holding, claims: Sequence[ClaimRecord]) -> bool:
-    """Whether that is who owns the stage of these claims."""
+    """Whether `holding` is the owner, with its term, by these claims."""
     owner = winner(claims)
     return owner is not None and (owner.peer, owner.term) == holding

@@ -1,4 +1,4 @@
-"""Stages without an owner, as one peer sees them from look to look: since when, and who owned them last."""
+"""Stages without an owner, as one peer sees them: since when, and who owned them last."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fusion.swarm.directory.records import ClaimRecord, Place
 from fusion.swarm.transport import PeerId
 
 REMEMBERED_PLACES = 65_536
-# For an owner that knows no better than to go on under a term that was used before: its neighbours tell it for as long as a
-# lease lasts, and it claims the stage above that.
+# For an owner that goes on under a stale term without knowing: its neighbours refuse it for as long as a lease lasts, and it
+# claims the stage under a higher one.
 BEHIND_SECONDS = 2 * RECORD_TTL_SECONDS
-# For an owner whose claim the directory has lost, and that says that it holds the stage: it renews that claim at every heartbeat, so
-# whoever has shown none for so long has only its word.
-WORD_ALONE_SECONDS = 5 * RECORD_TTL_SECONDS
+# For an owner that answers that it holds the stage although the directory has no claim of it. It would publish one at every
+# heartbeat: after so long without one its answer does not count.
+NO_CLAIM_SECONDS = 5 * RECORD_TTL_SECONDS
 
 
 class VacantStages:
-    """`us` and `fitness`: the peer that may claim them and the score of its claims that nobody proposed; `clock` gives
-    seconds that only rise."""
+    """`us`: the peer that may claim them; `fitness`: its score for stages that it was not proposed for; `clock`: monotonic
+    seconds."""
 
     def __init__(self, us: PeerId, fitness: float, clock: Callable[[], float]) -> None:
         self._us = us
@@ -43,9 +43,9 @@ class VacantStages:
         early: bool,
         behind: Callable[[], bool] = lambda: False,
     ) -> VacantStage | None:
-        """The stage, where it has no owner and it is our turn to claim it. `claims` are those that the directory has
-        now; `account`: whom its job is charged to; `early`: we have its newest state and nothing else to do, so that we need not wait where nobody stands by;
-        `behind`: whether somebody else claims it under a term that was used before, and should be told so first."""
+        """The stage, if it has no owner and it is our turn to claim it. `claims`: those in the directory now; `account`: whom its job
+        is charged to; `early`: we have its newest state and are idle, so that we need not wait where it has no standby;
+        `behind`: whether a peer claims it under a stale term, and gets time to learn of it."""
         us, (job, stage) = self._us, place
         owner = winner(claims)
         if owner is not None:
@@ -76,11 +76,11 @@ class VacantStages:
         )
 
     def vanished(self, place: Place, claims: Sequence[ClaimRecord]) -> PeerId | None:
-        """Who owned the stage last, unless that peer has said since that it does not any more."""
+        """The last owner of the stage, unless it has published since that it released it."""
         owner = self._last_owner.get(place)
         return None if owner == self._us or any(claim.peer == owner for claim in claims) else owner
 
     def filled(self, place: Place) -> None:
-        """We own it."""
+        """We own the stage now."""
         self._empty_since.pop(place, None)
         self._last_owner.pop(place, None)

@@ -85,7 +85,7 @@ class StageLoad:
     tokens: int  # passed since the stage began to run there; the first stage alone counts them
 
 
-TOLD_LOADING = 64  # stages that are on their way, in one answer
+MAX_LOADING = 64  # stages that are on their way, in one answer
 LoadingPhase = Literal["fetching", "loading"]
 
 
@@ -139,11 +139,11 @@ class StageLoading:
 def stages_loading(answer: Mapping[str, Any]) -> list[StageLoading]:
     """Of a peer's answer to `status`, which is checked because anybody may have written it; none of an older peer's."""
     said = answer.get("loading")
-    found = map(StageLoading.from_list, said[:TOLD_LOADING] if isinstance(said, list) else ())
+    found = map(StageLoading.from_list, said[:MAX_LOADING] if isinstance(said, list) else ())
     return [each for each in found if each is not None]
 
 
-TOLD_FAILURES = 32  # stages that did not work out, in one answer
+MAX_FAILURES = 32  # stages that did not work out, in one answer
 MAX_REASON = 200  # characters
 
 
@@ -170,5 +170,5 @@ class StageFailure:
 def stages_failed(answer: Mapping[str, Any]) -> list[StageFailure]:
     """As `stages_loading`."""
     said = answer.get("failed")
-    found = map(StageFailure.from_list, said[:TOLD_FAILURES] if isinstance(said, list) else ())
+    found = map(StageFailure.from_list, said[:MAX_FAILURES] if isinstance(said, list) else ())
     return [each for each in found if each is not None]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fusion.runtime.job.context import Context
-from fusion.runtime.job.progress import TOLD_FAILURES, TOLD_LOADING, StageFailure, StageLoading
+from fusion.runtime.job.progress import MAX_FAILURES, MAX_LOADING, StageFailure, StageLoading
 from fusion.runtime.job.protocol import STATUS
 from fusion.swarm.directory.records import Place
 from fusion.swarm.identity import friendly_name
@@ -49,8 +49,8 @@ async def answer_status(stream: Stream, context: Context, stages: StagesNow) -> 
         "name": friendly_name(context.peer_id),
         "hosted": places,
         "holds": [[job, stage, memory_bytes] for (job, stage), memory_bytes in held],
-        "loading": [each.to_list() for each in stages.loading[:TOLD_LOADING]],
-        "failed": [each.to_list() for each in stages.failed[:TOLD_FAILURES]],
+        "loading": [each.to_list() for each in stages.loading[:MAX_LOADING]],
+        "failed": [each.to_list() for each in stages.failed[:MAX_FAILURES]],
         "traffic": traffic,
     }
     await stream.send("status", header)

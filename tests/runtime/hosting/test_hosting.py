@@ -13,7 +13,7 @@ from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.dag.ir.serialise import encode
 from fusion.runtime.hosting import job_view
 from fusion.runtime.hosting.hosting import HostingConfig
-from fusion.runtime.hosting.vacant_stages import WORD_ALONE_SECONDS
+from fusion.runtime.hosting.vacant_stages import NO_CLAIM_SECONDS
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.errors import JobError, JobFailed, Understated, Unrunnable, Unsupported
 from fusion.runtime.job.manifest import ServeConfig
@@ -823,14 +823,14 @@ def test_an_owner_whose_lease_ran_out_keeps_its_stage_by_its_word_alone_only_for
             await owner.context.leases.beat()
             await successor.look()
             begun = made.clock()
-            while not successor.service.begun and made.clock() < begun + 10 * WORD_ALONE_SECONDS:
+            while not successor.service.begun and made.clock() < begun + 10 * NO_CLAIM_SECONDS:
                 made.clock.advance(2.0)  # it claims the stage no more, and says that it has it
                 await made.announce(job)
                 await successor.look()
                 assert owner.hosting.holds(job, 0)
                 await asyncio.sleep(0.01)
             assert successor.service.begun == [(job, 0)]
-            assert made.clock() >= begun + WORD_ALONE_SECONDS
+            assert made.clock() >= begun + NO_CLAIM_SECONDS
 
     asyncio.run(main())
 

@@ -67,7 +67,7 @@ class World:
                         for p in self.peers
                         if p != us and stage in self.held[p.peer]
                     ),
-                    ours=stage in self.held[us.peer],
+                    covered=stage in self.held[us.peer],
                     owner=PeerId(self.owners[stage]),
                     next_owner=PeerId(self.owners[(stage + 1) % len(self.owners)]),
                     short_seconds=self.short[stage],
@@ -120,7 +120,7 @@ def test_a_peer_that_cannot_run_the_graph_is_not_waited_for() -> None:
 def test_a_stage_without_a_ready_owner_gets_no_new_standby_and_keeps_its_own() -> None:
     us = candidate("us")
     assert places_to_cover([opening(0, owner=None)], us, [], SCORE, ROOMY) == ()
-    assert places_to_cover([opening(0, owner=None, ours=True)], us, [], SCORE, ROOMY) == ((JOB, 0),)
+    assert places_to_cover([opening(0, owner=None, covered=True)], us, [], SCORE, ROOMY) == ((JOB, 0),)
     assert places_to_cover([opening(0, owner=us.peer)], us, [], SCORE, ROOMY) == ()
 
 
@@ -162,11 +162,11 @@ def test_a_candidate_that_does_not_come_is_not_waited_for() -> None:
 def test_a_surplus_leaves_once_enough_others_are_ready() -> None:
     many = [standby(f"peer-{n}", score=0.9) for n in range(WANTED + SPARE)]
     us = candidate("us")
-    assert places_to_cover([opening(0, *many, ours=True)], us, [], 0.1, ROOMY) == ()
-    assert places_to_cover([opening(0, *many, ours=True)], us, [], 1.0, ROOMY) == ((JOB, 0),)
+    assert places_to_cover([opening(0, *many, covered=True)], us, [], 0.1, ROOMY) == ()
+    assert places_to_cover([opening(0, *many, covered=True)], us, [], 1.0, ROOMY) == ((JOB, 0),)
     loading = [replace(each, ready=False) for each in many]
-    assert places_to_cover([opening(0, *loading, ours=True)], us, [], 0.1, ROOMY) == ((JOB, 0),)
-    assert places_to_cover([opening(0, *many[1:], ours=True)], us, [], 0.1, ROOMY) == ((JOB, 0),)
+    assert places_to_cover([opening(0, *loading, covered=True)], us, [], 0.1, ROOMY) == ((JOB, 0),)
+    assert places_to_cover([opening(0, *many[1:], covered=True)], us, [], 0.1, ROOMY) == ((JOB, 0),)
 
 
 peers = st.lists(
@@ -227,7 +227,7 @@ def test_the_choice_keeps_its_bounds_and_does_not_depend_on_the_order(
 ) -> None:
     everybody = candidates(drawn)
     us, room = everybody[0], StandbyCapacity(disk_bytes=disk, max_stages=most)
-    openings = [opening(stage, ours=stage % 2 == 0) for stage in range(count)]
+    openings = [opening(stage, covered=stage % 2 == 0) for stage in range(count)]
     chosen = places_to_cover(openings, us, everybody, SCORE, room)
     assert len(chosen) <= most and sum(1200 for _ in chosen) <= disk
     assert us.free_memory_bytes >= 600 or not chosen

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from fusion.runtime.job.progress import (
+    MAX_FAILURES,
+    MAX_LOADING,
     MAX_REASON,
-    TOLD_FAILURES,
-    TOLD_LOADING,
     StageFailure,
     StageLoading,
     stages_failed,
@@ -47,7 +47,7 @@ def test_what_is_shown_is_one_clean_line_and_not_too_many() -> None:
     loud = [*FETCHING.to_list()[:6], "first\nsecond\x1b[2J" + "x" * 1000]
     (found,) = stages_loading({"loading": [loud]})
     assert "\n" not in found.line() and "\x1b" not in found.line() and len(found.line()) < 400
-    assert len(stages_loading({"loading": [loud] * 1000})) == TOLD_LOADING
+    assert len(stages_loading({"loading": [loud] * 1000})) == MAX_LOADING
 
 
 def test_a_line_says_how_far_and_since_when() -> None:
@@ -63,6 +63,6 @@ def test_what_a_peer_says_of_stages_that_did_not_work_out_arrives_in_clean_lines
     assert stages_failed({"failed": [failure.to_list()]}) == [failure] and stages_failed({}) == []
     (loud,) = stages_failed({"failed": [[FETCHING.job, 0, "first\nsecond\x1b[2J" + "x" * 1000]]})
     assert "\n" not in loud.reason and "\x1b" not in loud.reason and len(loud.reason) <= 2 * MAX_REASON
-    assert len(stages_failed({"failed": [failure.to_list()] * 1000})) == TOLD_FAILURES
+    assert len(stages_failed({"failed": [failure.to_list()] * 1000})) == MAX_FAILURES
     for nonsense in ("x", {"a": 1}, [7], [[]], [["job", -1, "why"]], [["job", 0, 5]]):
         assert stages_failed({"failed": nonsense}) == []
