@@ -1,11 +1,11 @@
-"""Whom what a job costs this peer is charged to. Pure.
+"""The accounts that the cost of jobs is charged to. Pure.
 
-Seats, looks and time of the device are shared out among the authors of jobs, and a manifest names any author that its writer likes.
-So a job is its author's only once something on it was seen that the author signed: its launch. All other jobs are one account
-together, however many authors they name.
+Stages, directory reads and device time are shared among the authors of jobs, and a manifest may name any author. So a job is
+charged to its author only once this peer has seen the author's signature on its launch. All other jobs share one account, however
+many authors they name.
 
-Whoever speaks of a job carries that signature on (`carried`), long after the launcher has left, in a form in which it is no word on
-how the job stands: that it was launched once must not count beside what became of it.
+Records of a job carry that signature (`carried`), long after the launcher has left, with a mark that keeps it from counting as a
+statement of the job's state, which may have changed since.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ MARK = b"author:"  # before a statement that only shows who signed it
 
 
 class Accounts:
-    """Of all jobs that this process hears of; those that it asked for last are remembered."""
+    """Of all jobs that this process sees records of; the most recently used ones are remembered."""
 
     def __init__(self) -> None:
-        # The author that has signed, and what; nothing where it said so itself.
+        # The author that has signed, and the signed launch; none where the author's own record was seen.
         self._signed: LRUCache[JobId, tuple[PeerId, tuple[bytes, ...]]] = LRUCache(REMEMBERED)
 
     def record_launch(self, job: JobId, author: PeerId, records: Iterable[JobRecord], verify: Verify) -> None:
-        """From records of the job, signed by their own authors; its manifest names `author`."""
+        """Look for the author's launch in records of the job, which are signed by their own authors; its manifest names `author`."""
         known = self._signed.get(job, (None, ()))
         if known[0] == author and known[1]:
             return
         for record in records:
-            signed = [data for said, data in launches_of(record, verify) if said.signer == author]
+            signed = [data for launch, data in launches_of(record, verify) if launch.signer == author]
             if signed:
                 self._signed[job] = author, (MARK + signed[0],)
                 return
@@ -52,19 +52,19 @@ class Accounts:
         return author if self._signed.get(job, ("", ()))[0] == author else UNSIGNED
 
     def carried(self, record: JobRecord) -> JobRecord:
-        """The word with what its job's author signed, if that was heard and the job goes on."""
-        _, shown = self._signed.get(record.job, ("", ()))
-        if record.state in ENDED or set(shown) <= set(record.proof):
+        """The record with its author's signed launch as proof, if that was seen and the job goes on."""
+        _, launch = self._signed.get(record.job, ("", ()))
+        if record.state in ENDED or set(launch) <= set(record.proof):
             return record
-        return replace(record, proof=(*record.proof[: MAX_STATEMENTS - 1], *shown))
+        return replace(record, proof=(*record.proof[: MAX_STATEMENTS - 1], *launch))
 
     def whose(self, job: JobId, author: PeerId, *, serves: bool = False) -> Whose:
-        """For what the job computes on the device."""
+        """The account and job of calls on the device."""
         return Whose(self.of(job, author), job, serves)
 
 
 def payer(record: JobRecord, verify: Verify) -> PeerId:
-    """Who answers for a word on a job whose manifest is not here: whoever signed that it was launched, if anybody did."""
+    """The account for fetching the manifest of a record's job: the signer of its launch, or else the record's author."""
     launches = launches_of(record, verify)
     return launches[0][0].signer if launches else record.author
 
@@ -72,9 +72,9 @@ def payer(record: JobRecord, verify: Verify) -> PeerId:
 def launches_of(
     record: JobRecord, verify: Verify, matters: Callable[[PeerId], bool] = lambda signer: True
 ) -> list[tuple[Statement, bytes]]:
-    """That the job was launched, as the record carries it; signatures are checked only of who `matters`. Nothing else counts: a
-    manifest may name a peer that runs the job, and signs words on it for that reason."""
+    """The signed launches that the record carries, of signers that `matters`; only their signatures are verified. Other statements
+    do not count: a manifest may name as its author a peer that runs the job, and signs statements for that reason."""
     plain = [data.removeprefix(MARK) for data in record.proof]
     return open_statements(
-        plain, record.job, verify, lambda said: said.state == "launching" and matters(said.signer)
+        plain, record.job, verify, lambda each: each.state == "launching" and matters(each.signer)
     )

@@ -1,9 +1,9 @@
 """Errors after which a device may compute no more. CUDA keeps some of them (an illegal address, a failed assertion) for as long as the
-process lives: every call raises them again, whoever makes it. Pure."""
+process lives: every call of every job raises them again. Pure."""
 
 from __future__ import annotations
 
-_SAID = ("CUDA error", "CUDA_ERROR", "CUDA driver error")  # by PyTorch, by JAX
+_MESSAGES = ("CUDA error", "CUDA_ERROR", "CUDA driver error")  # of PyTorch, of JAX
 
 
 class DeviceLost(RuntimeError):
@@ -11,7 +11,7 @@ class DeviceLost(RuntimeError):
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Whether the device itself says so, for another reason than that its memory is full. It may go on all the same."""
+    """Whether the device itself raised it, other than for lack of memory. The device may compute again all the same."""
     text = str(error)
     full = "out of memory" in text.lower() or "OUT_OF_MEMORY" in text
-    return isinstance(error, RuntimeError) and not full and any(said in text for said in _SAID)
+    return isinstance(error, RuntimeError) and not full and any(message in text for message in _MESSAGES)

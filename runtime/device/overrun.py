@@ -1,5 +1,5 @@
-"""Calls that take ten times what their graph promises, or that promise to take minutes: an operator cannot be interrupted, so
-whoever asks for the first is let go, and a stage of the second is not begun. Pure.
+"""Calls that take ten times their estimate, or that are estimated to take minutes: an operator cannot be interrupted, so a stage
+with the first is ended, and one with the second is not begun. Pure.
 
 Seconds of a call = FLOPs / measured rate + bytes moved / BYTES_PER_SECOND + nodes * NODE_SECONDS: a bound from above for what a
 device usually does, not the estimate that placement goes by.
@@ -14,8 +14,8 @@ from fusion.dag.cutting.stage import Stage
 
 TIMES = 10.0
 SPARE_SECONDS = 1.0  # that any call may take
-# What a graph may promise of one call, on this device: others may have to wait for one operator of it. A stage of a billion parameters
-# and 4096 positions, trained, promises 330 s on a CPU of 75 GFLOP/s.
+# The longest estimate of one call, on this device: other jobs may have to wait for one operator of it. A stage of a billion parameters
+# and 4096 positions, trained, is estimated at 330 s on a CPU of 75 GFLOP/s.
 LONGEST_SECONDS = 600.0
 IN_A_ROW = 3  # one may be late because the machine slept, or had more to do
 BYTES_PER_SECOND = 1e9
@@ -23,11 +23,12 @@ NODE_SECONDS = 0.001
 
 
 def call_seconds(stage: Stage, sizes: Mapping[str, int], flops_per_second: float) -> float:
-    """The longest call of a stage on one microbatch, forward or backward, on a device of that measured rate. `sizes`: of the
-    graph's symbols, at most; rows all choose experts that are held here. Takes a while for a graph of thousands of nodes."""
+    """An upper estimate of the longest call of a stage on one microbatch, forward or backward, on a device of that measured rate.
+    `sizes`: of the graph's symbols, at most; all rows are routed to experts of this stage. Takes a while for a graph of
+    thousands of nodes."""
     costs = stage_costs(stage, sizes, most=True)
     flops = sum(max(cost.forward_flops, cost.backward_flops) for cost in costs)
-    # A backward pass reads what the forward read and made
+    # A backward pass reads the inputs and outputs of the forward
     moved = sum(2 * cost.moved_bytes for cost in costs)
     return flops / flops_per_second + moved / BYTES_PER_SECOND + len(costs) * NODE_SECONDS
 
@@ -41,6 +42,6 @@ class Overrun:
         self._late = 0
 
     def took(self, seconds: float) -> bool:
-        """Whether the stage is to be let go, after a call of so long."""
+        """Whether to end the stage, after a call of so many seconds."""
         self._late = self._late + 1 if seconds > self.most_seconds else 0
         return self._late >= IN_A_ROW

@@ -1,4 +1,4 @@
-"""Who a trainer lets take part in a job: `[admission]` and `[limits]` of a job file, or the options of `serve`."""
+"""Which peers a trainer admits to a job: `[admission]` and `[limits]` of a job file, or the options of `serve`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionSpec:
-    """`open`: everybody may. `listed`: `peers`, for good. `granted`: whoever shows a grant; `peers` get one when the job is
-    launched, others by `fusion-peer jobs invite`. `roots`: whose grants count besides the trainer's."""
+    """`open`: all peers. `listed`: `peers`, for good. `granted`: peers that show a grant; `peers` get one when the job is
+    launched, others by `fusion-peer jobs invite`. `roots`: peers whose grants count besides the trainer's."""
 
     kind: Literal["open", "listed", "granted"] = "open"
     peers: tuple[str, ...] = ()

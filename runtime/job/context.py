@@ -1,4 +1,4 @@
-"""What the parts of one peer process share. Made by `fusion.runtime.peer.peer`, by tests over the in-memory transport."""
+"""What the parts of one peer process share. `fusion.runtime.peer.machine` makes it, tests make it over the in-memory transport."""
 
 from __future__ import annotations
 
@@ -47,30 +47,30 @@ class StageHolder(Protocol):
     async def take_over(
         self, job: JobId, stage: int, over: int, handover: Mapping[str, Any] | None, proof: tuple[bytes, ...]
     ) -> ClaimRecord | None:
-        """Claim the stage above the term `over`, with votes that its holder is gone, and begin to host it; our claim,
-        or None where we did not get it."""
+        """Claim the stage above the term `over`, with votes that its holder is gone (`proof`), and begin to host it; gives our
+        claim, or None where we did not get it."""
 
     def give_away(self, job: JobId, stage: int, peer: PeerId) -> None:
         """As in `Takeover`."""
 
 
 class Takeover(Protocol):
-    """How a stage gets its next owner: what whoever works with an owner, or is one, asks for.
+    """Failover and handover of stages, for the services of an owner and of its neighbours.
     `fusion.runtime.hosting.takeover` implements it."""
 
     async def start(self, holder: StageHolder) -> None:
-        """Answer other peers from now on, and let `holder` take stages over."""
+        """Serve other peers from now on, and let `holder` take stages over."""
 
     async def suspect(self, job: JobId, stage: int, peer: PeerId, term: int) -> ClaimRecord | None:
-        """`peer`, who held the stage under `term`, does not answer us: ask its standbys to take over. The claim of the
-        new owner (which `Leases.owner` knows of then, too), or None where nobody can take over now."""
+        """`peer`, which held the stage under `term`, does not answer us: report it to its standbys. Gives the claim of the new
+        owner (which `Leases.owner` knows of then, too), or None where no standby can take over now."""
 
     def vote_against(self, job: JobId, stage: int, peer: PeerId, term: int, seconds: float) -> None:
-        """We have seen that `peer`, who holds the stage under `term` or a higher one, does nothing for it: for so long say so to
-        any standby that is ready to follow, though it answers."""
+        """`peer`, which holds the stage under `term` or a higher one, answers but does no work for it: for `seconds`, vote against
+        it for any standby that is ready."""
 
     def needs_us(self, job: JobId, stage: int) -> bool:
-        """Whether we have voted so for long, and none of those who stand by for the stage has followed."""
+        """Whether we have voted against the stage's owner for long, and no standby has taken over."""
 
     def withdraw_votes(self, job: JobId) -> None:
         """The job goes on: from now on vote against no owner of its stages."""
@@ -80,15 +80,15 @@ class Takeover(Protocol):
         the peer does not take it."""
 
     async def holds(self, peer: PeerId, job: JobId, stage: int) -> bool:
-        """Whether `peer` says that it holds the stage; it is asked now."""
+        """Whether `peer` answers that it holds the stage, to a request made now."""
 
     async def attends(self, peer: PeerId, job: JobId, stage: int) -> bool:
-        """Whether `peer` answers at all, and no stage of the job was taken from it lately because it did nothing."""
+        """Whether `peer` answers at all, and has not recently lost a stage of the job because it did no work."""
 
     async def hand_over(
         self, job: JobId, stage: int, term: int, handover: Mapping[str, Any], order: Sequence[PeerId]
     ) -> ClaimRecord | None:
-        """Give the stage, which we own under `term`, to the first of these peers that takes it; its claim."""
+        """Give the stage, which we own under `term`, to the first of these peers that takes it; gives that peer's claim."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,19 +101,19 @@ class Context:
     worker: Worker | None  # None in a client: it computes nothing
     # The thread that tensors are encoded and decoded in, beside the device's.
     codec_worker: Worker | None = None
-    plane: str = ""  # what computes: its name, and which operators it lacks; nothing does in a client
-    lacks: frozenset[str] = frozenset()
-    flops_per_second: float = 0.0  # of the device, as measured at start; 0: nobody did
-    real_pace: RealPace | None = None  # told of every step; None where nobody asks
+    plane: str = ""  # name of what computes; empty in a client
+    lacks: frozenset[str] = frozenset()  # operators that the plane cannot run
+    flops_per_second: float = 0.0  # of the device, as measured at start; 0: not measured
+    real_pace: RealPace | None = None  # gets the time of every step; None where it is not needed
     memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(4 << 30))  # that the volunteer lends
-    accounts: Accounts = field(default_factory=Accounts)  # whom what jobs cost is charged to
+    accounts: Accounts = field(default_factory=Accounts)  # that the cost of jobs is charged to
     pace: NewJobPace = field(default_factory=NewJobPace)  # of jobs that are new to this peer
     home: Path = Path(".")
-    # For which a step of a training job may stand still at least, before its stages look for the owner that is to blame. A machine may
-    # sleep for half of it, or do others' work.
+    # For which a step of a training job may stall at least, before its stages look for the owner at fault. A machine may sleep for
+    # half of it, or do other work.
     stall_seconds: float = 60.0
     takeover: Takeover | None = None  # None in a client: it holds nothing
-    seen: OwnersSeen = field(default_factory=OwnersSeen)  # who had the stages of jobs
+    seen: OwnersSeen = field(default_factory=OwnersSeen)  # the owners of jobs' stages until now
     links: LinkMonitor | None = None  # None in a client: it measures nothing
     clock: Clock = Clock()  # noqa: RUF009 - frozen
     watch: Watch = Watch()  # noqa: RUF009 - does nothing
@@ -131,7 +131,7 @@ class Context:
         return self.worker
 
     def on_behalf_of(self, author: PeerId, job: JobId, *, serves: bool = False) -> Context:
-        """For what one job computes: the device is shared out."""
+        """The context of one job: its calls on the device are scheduled and charged as that job's."""
         whose = self.accounts.whose(job, author, serves=serves)
         codec_worker = None if self.codec_worker is None else self.codec_worker.of(whose)
         return replace(self, worker=self.compute.of(whose), codec_worker=codec_worker)
@@ -139,8 +139,7 @@ class Context:
     async def work_for(
         self, job: JobId, author: PeerId, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """`asyncio.to_thread` for a job, which is charged the processor time (`pace`), also where nobody waits for the end any
-        more."""
+        """`asyncio.to_thread` for a job, which is charged the processor time (`pace`), even if the caller is cancelled."""
         loop, account = asyncio.get_running_loop(), self.accounts.of(job, author)
 
         def timed() -> T:

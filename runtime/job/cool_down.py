@@ -1,4 +1,4 @@
-"""What failed is left alone for a while, longer each time it fails again."""
+"""Exponential back-off: what failed is not tried again for a while, longer each time it fails again."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from cachetools import FIFOCache
 
 K = TypeVar("K")
 
-REMEMBERED = 65_536  # what failed, the oldest forgotten first
+REMEMBERED = 65_536  # failures, the oldest forgotten first
 
 
 class CoolDown(Generic[K]):
-    """`first_seconds` after the first failure, doubling up to `longest_seconds`. `clock` gives seconds that only rise."""
+    """`first_seconds` after the first failure, doubling up to `longest_seconds`. `clock`: monotonic seconds."""
 
     def __init__(self, first_seconds: float, longest_seconds: float, clock: Callable[[], float]) -> None:
         if not 0 < first_seconds <= longest_seconds:
@@ -34,11 +34,11 @@ class CoolDown(Generic[K]):
         self._failed[key] = (self._clock() + seconds, seconds)
 
     def refuse(self, key: K) -> None:
-        """It will fail whenever it is tried."""
+        """It would always fail: it lasts for ever."""
         self._failed[key] = (math.inf, self._longest_seconds)
 
     def lasts(self, key: K) -> bool:
-        """Whether it is still to be left alone."""
+        """Whether it must not be tried yet."""
         found = self._failed.get(key)
         return found is not None and self._clock() < found[0]
 

@@ -14,15 +14,15 @@ class CaptureError(JobError):
 
 
 class Refused(JobError):
-    """A stage in which this peer has no part; others may."""
+    """A stage that this peer does not run; others may."""
 
 
 class Understated(Refused):
-    """A stage that needs more than its manifest says, or takes far longer."""
+    """A stage that needs more memory than its manifest states, or takes far longer."""
 
 
 class Unsupported(Refused):
-    """A stage of a graph that this peer's software does not understand: a newer one's, perhaps."""
+    """A stage of a graph that this peer's software does not know, perhaps of a newer release."""
 
 
 class JobFailed(RuntimeError):
@@ -30,15 +30,15 @@ class JobFailed(RuntimeError):
 
 
 class Unrunnable(JobFailed):
-    """A job that no peer could run, whichever others there are of its graph and cuts; says why."""
+    """A job that no peer could run, nor another job of its graph and cuts; says why."""
 
 
 class StagesFull(JobFailed):
-    """Those who run some stage of the model have no room for another answer now; says who."""
+    """The peers that run some stage of the model have no room for another session now; names them."""
 
 
 class StageFailed(RuntimeError):
-    """A stage that does not work out at this peer, and may at another; says why."""
+    """A stage that fails at this peer, and may run at another; says why."""
 
 
 class NoRoute(RuntimeError):

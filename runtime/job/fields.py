@@ -1,7 +1,8 @@
-"""Frozen dataclasses from mappings that somebody else wrote (a TOML file, a msgpack map off the wire).
+"""Frozen dataclasses from untrusted mappings (a TOML file, a msgpack map off the wire).
 
-Strict on purpose: unknown keys, missing keys and wrong types are errors that name the field. Only what a newer release
-may have added to a message is passed over (`known_only`). Types understood: None, bool, int, float, str, Literal, unions, fixed and open tuples, NewType and nested dataclasses.
+Strict on purpose: unknown keys, missing keys and wrong types are errors that name the field. Only keys that a newer release
+may have added to a message are ignored (`known_only`). Types: None, bool, int, float, str, Literal, unions, fixed and open
+tuples, NewType and nested dataclasses.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_ITEMS = 100_000
 def build(cls: type[T], value: object, where: str = "", *, known_only: bool = False) -> T:
     """An instance of the dataclass `cls` from a mapping. ValueError names the field (`where.field`) and the rule;
     a `__post_init__` that raises ValueError is reported the same way. `known_only`: keys that are no fields of `cls` are
-    passed over, here and in what is nested in it."""
+    ignored, here and in nested dataclasses."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{where or cls.__name__} must be a table, not {_kind(value)}")
     known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]

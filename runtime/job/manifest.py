@@ -11,16 +11,15 @@ from fusion.swarm.authority.law import Admission, JobLaw, Limits
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId
 
-MANIFEST_VERSION = 3  # 1 had no compression, 2 other names and no word of who may take part
+MANIFEST_VERSION = 3  # 1 had no compression, 2 other names and no admission
 MAX_STAGES = 4096
 
 # (edge, codec of its values, codec of the gradients that come back), see `fusion.compression.spec`; or a tied variable
-# and the codec of its gradient. What is not named goes as it is.
+# and the codec of its gradient. Edges that are not named are not compressed.
 EdgeCodecs = tuple[tuple[str, str, str], ...]
 
 
-# What products are computed in; weights and what is made of them in an update are float32 with each
-# (`fusion.dag.rewrites.mixed_precision`).
+# Of products; weights, gradients and updates are float32 with each (`fusion.dag.rewrites.mixed_precision`).
 Precision = Literal["float32", "bf16", "fp16"]
 
 
@@ -52,8 +51,8 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
-    """How much is taken away from what stages send each other. `uniform`: every edge goes with `codec`. `adaptive`: the
-    slower a link, the more, and only as much as pays (AdaTopK, `fusion.compression.adaptive`)."""
+    """How the tensors that stages send each other are compressed. `uniform`: every edge with `codec`. `adaptive`: the slower a
+    link, the more, and only as much as pays (AdaTopK, `fusion.compression.adaptive`)."""
 
     kind: Literal["none", "uniform", "adaptive"] = "none"
     codec: str = "int8"  # uniform: none, fp16, bf16, int8, int4 or topk:<density>
@@ -61,7 +60,7 @@ class CompressionConfig:
     families: tuple[str, ...] = ("bf16", "int8")  # adaptive: what may be chosen; "topk" allows any ratio
     # The gradient of a sparse edge at the positions that were sent; False: its own choice.
     reuse_mask: bool = True
-    error_feedback: bool = False  # what is left out of a gradient is added to the next one
+    error_feedback: bool = False  # the compression error of a gradient is added to the next one
     # Codecs (adaptive) and stages follow the links; False: the job stays as it was launched.
     live: bool = True
 
@@ -77,12 +76,12 @@ class TrainConfig:
     data: DataConfig
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     depth: int = 2  # of 1f1b: microbatches in flight for each stage ahead; above 1 hides the latency of links
-    snapshot_every: int = 0  # steps; 0: as often as the losses that were seen make worth while
+    snapshot_every: int = 0  # steps; 0: as often as the rate of observed failures makes worth while
     evaluate_every: int = 0  # 0: only at the end
     evaluate_batches: int = 8
     compression: CompressionConfig = CompressionConfig()
     codecs: EdgeCodecs = ()  # what the job begins with
-    # The graph says what is rounded; "fp16": and gradients are scaled (`fusion.runtime.training.compute.loss_scale`).
+    # The graph has the casts; "fp16": and gradients are scaled (`fusion.runtime.training.compute.loss_scale`).
     precision: Precision = "float32"
 
     @property
@@ -93,14 +92,14 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """What an encoder-decoder is given to read before it answers: token ids, or features of sound. `start`: the tokens that an
-    answer follows."""
+    """The encoder's input of an encoder-decoder: token ids, or features of audio. `start`: the tokens that the decoder begins
+    with."""
 
     start: tuple[int, ...]
     length: int  # ids at most, or frames: exactly so many
     channels: int = 0  # numbers of a frame, float32, the frames of a channel together; 0: token ids
-    suppress_tokens: tuple[int, ...] = ()  # tokens that no answer has
-    begin_suppress_tokens: tuple[int, ...] = ()  # and those that it does not begin with
+    suppress_tokens: tuple[int, ...] = ()  # tokens that are never sampled
+    begin_suppress_tokens: tuple[int, ...] = ()  # nor these as the first one
 
     @property
     def unit_bytes(self) -> int:
@@ -157,10 +156,10 @@ class Manifest:
     serve: ServeConfig | None = None
     tokenizer: Digest | None = None  # blob: tokenizer.json; None with byte_level False: prompts are ids
     byte_level: bool = False  # token ids are the bytes of UTF-8 text
-    # What export writes beside the weights (config.json, ...); of a served model, for gateways, how to chat with it, and for
-    # the first stage the draft model (`fusion.runtime.serving.drafts.draft_files`). Whoever does not know a name leaves it.
+    # What export writes beside the weights (config.json, ...); of a served model, for gateways, its chat template, and for the
+    # first stage the draft model (`fusion.runtime.serving.drafts.draft_files`). Unknown names are ignored.
     files: tuple[tuple[str, Digest], ...] = ()
-    author: PeerId  # the key of whoever launched it: the job's word begins, and may end, with that key
+    author: PeerId  # the key of its launcher: it signs the launch, and may sign the job's stop
     admission: Admission = Admission()  # noqa: RUF009 - frozen
     limits: Limits = Limits()  # noqa: RUF009 - frozen
     launched_at: int = 0  # unix seconds
@@ -173,14 +172,14 @@ class Manifest:
 
     @cached_property
     def blobs(self) -> frozenset[Digest]:
-        """Every blob that the job begins with."""
+        """Every blob that the manifest names."""
         named = [self.graph, *self.weights, *(digest for _, digest in self.files), self.tokenizer]
         if self.train is not None:
             named += [self.train.data.train, self.train.data.held_out]
         return frozenset(digest for digest in named if digest is not None)
 
     def law(self, job: JobId) -> JobLaw:
-        """What the swarm must know of it to tell who may take part; `job` is its digest."""
+        """The part of it by which the swarm decides who may do what; `job` is its digest."""
         return JobLaw(
             job=job,
             author=self.author,
@@ -194,5 +193,5 @@ class Manifest:
         )
 
     def needed_bytes(self, stage: int) -> int:
-        """Of memory that a stage takes on its peer; 0 where the launcher did not say."""
+        """Of memory that a stage takes on its peer; 0 where the launcher did not declare it."""
         return self.memory_bytes[stage] if self.memory_bytes else 0

@@ -1,5 +1,5 @@
-"""The manifests of the swarm's jobs, fetched in the background: a job whose manifest does not come, or is none, keeps
-nobody from the other jobs."""
+"""The manifests of the swarm's jobs, fetched in the background: a job whose manifest does not arrive, or is not valid, does not
+delay other jobs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ FETCH_SECONDS = 20.0  # for one manifest to arrive
 COOL_DOWN_SECONDS = 5.0  # after one did not, doubling
 LONGEST_COOL_DOWN_SECONDS = 300.0
 FETCHES = 32  # at once
-FETCHES_PER_AUTHOR = 4  # of a job's record: many jobs that nobody has must not keep others waiting
+FETCHES_PER_AUTHOR = 4  # of a job's record: an author's many jobs without manifests must not delay others
 KEPT_BYTES = 64 << 20  # of manifests in memory; others are read from the disk again
-REFUSED_JOBS = 4096  # whose blob is known to be no manifest
+REFUSED_JOBS = 4096  # whose blob is known not to be a manifest
 
 
 class ManifestShelf:
-    """`spawn` runs a job's fetch beside everything else; `arrived` is called when it brought a manifest."""
+    """`spawn` runs a job's fetch as a task; `arrived` is called when it got a manifest."""
 
     def __init__(
         self,
@@ -50,15 +50,15 @@ class ManifestShelf:
         self._cooling: CoolDown[JobId] = CoolDown(COOL_DOWN_SECONDS, LONGEST_COOL_DOWN_SECONDS, clock)
         self._known: dict[JobId, tuple[Manifest, int]] = {}  # with its size in bytes, the oldest first
         self._refused: FIFOCache[JobId, None] = FIFOCache(REFUSED_JOBS)
-        self._fetching: dict[JobId, PeerId] = {}  # whose record we have it from
+        self._fetching: dict[JobId, PeerId] = {}  # and the author of the record that led to it
 
     def get(self, job: JobId) -> Manifest | None:
         """The job's manifest, if it is here."""
         return self._known[job][0] if job in self._known else None
 
     def fetch(self, record: JobRecord) -> bool:
-        """Begin to fetch the manifest of the record's job in the background: not where that failed lately, nor while too many
-        are on their way. Whether it has begun."""
+        """Begin to fetch the manifest of the record's job in the background, unless that has just failed, or too many fetches are
+        under way. Whether it has begun."""
         job = record.job
         if job in self._known or job in self._refused or job in self._fetching or self._cooling.lasts(job):
             return False
@@ -76,7 +76,7 @@ class ManifestShelf:
     async def _fetch(self, record: JobRecord) -> None:
         job = record.job
         hints = [peer for peer in (record.author, record.lead) if peer is not None]
-        # A stranger may call a job what is here for something else: then it is not ours to delete.
+        # A stranger may name any blob as a job: one that was here before must not be deleted.
         here = self._blobs.has(Digest(job))
         try:
             async with asyncio.timeout(FETCH_SECONDS):
@@ -97,7 +97,7 @@ class ManifestShelf:
             del self._fetching[job]
 
     async def _refuse(self, job: JobId, *, drop: bool) -> None:
-        """The digest fixes the bytes: they will never be a manifest."""
+        """For good: the digest fixes the bytes, so they will never be a manifest."""
         self._refused[job] = None
         try:
             if drop:

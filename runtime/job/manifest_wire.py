@@ -1,4 +1,4 @@
-"""The bytes of a `Manifest`, and everything a peer checks before it believes one."""
+"""The bytes of a `Manifest`, and all checks of one that a peer reads."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from fusion.swarm.authority.law import MAX_ADMITTED
 from fusion.swarm.identity import is_peer_id
 
 MAX_MANIFEST_BYTES = 1 << 20
-MAX_SUPPRESSED = 4096  # tokens that an encoder-decoder does not say
+MAX_SUPPRESSED = 4096  # tokens that an encoder-decoder never samples
 MAX_OUTPUTS = 256  # of a model that answers in one run
 MAX_REPLICAS = 64  # that are proposed for one stage
-MAX_STEP_SAMPLES = 1 << 15  # in a step, and in an evaluation: whoever leads knows them by number
+MAX_STEP_SAMPLES = 1 << 15  # in a step, and in an evaluation: the lead keeps their numbers
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]{0,99}")
@@ -43,17 +43,18 @@ def encode(manifest: Manifest) -> bytes:
     validate(manifest)
     fields = plain(manifest)
     if manifest.serve is not None and manifest.serve.source is None:
-        del fields["serve"]["source"]  # as peers know it that have no part in encoder-decoders
+        del fields["serve"]["source"]  # for releases without encoder-decoders
     if manifest.serve is not None and not manifest.serve.outputs:
-        del fields["serve"]["outputs"], fields["serve"]["batch"]  # nor in models that answer in one run
+        # For releases without models that answer in one run
+        del fields["serve"]["outputs"], fields["serve"]["batch"]
     if manifest.train is not None and manifest.train.precision == "float32":
-        del fields["train"]["precision"]  # as peers know it that train in float32 alone
+        del fields["train"]["precision"]  # for releases that train in float32 only
     packed: bytes = msgpack.packb(fields, use_bin_type=True)
     return packed
 
 
 def decode(data: bytes) -> Manifest:
-    """Raises JobError for anything that is not the bytes of a sound manifest of our version."""
+    """Raises JobError for anything but the bytes of a valid manifest of our version."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise JobError(f"a manifest of {len(data)} bytes: the limit is {MAX_MANIFEST_BYTES}")
     try:
@@ -75,7 +76,7 @@ def decode(data: bytes) -> Manifest:
 
 
 def is_name(text: str) -> bool:
-    """Whether a job can be called so."""
+    """Whether it is a valid name of a job."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -168,7 +169,7 @@ def _validate_law(manifest: Manifest) -> None:
 
 
 def validate_amounts(train: Mapping[str, Any]) -> None:
-    """Of the fields of a training, as its job file or its manifest has them. Raises JobError naming the first that is out of range."""
+    """Raises JobError naming the first field of a training, of a job file or a manifest, that is out of range."""
     for name, low, high in (
         ("steps", 1, 10**9), ("microbatches", 1, 4096), ("microbatch_size", 1, MAX_STEP_SAMPLES), ("sequence", 0, 1 << 24),
         ("seed", 0, 2**63 - 1), ("snapshot_every", 0, 10**9), ("evaluate_every", 0, 10**9),
@@ -202,7 +203,7 @@ def _validate_train(train: TrainConfig) -> None:
 
 
 def validate_compression(config: CompressionConfig, where: str = "compression.") -> None:
-    """Raises JobError naming the field that no codec of ours can follow."""
+    """Raises JobError naming the field that no codec of ours has."""
     _check_codec(config.codec, where + "codec")
     _require(math.isfinite(config.ratio) and 1 <= config.ratio <= 1e6, where + "ratio", "from 1 to 1000000")
     known = (*codecs.PLAIN[1:], "topk")

@@ -1,9 +1,9 @@
-"""The memory that a peer lends, and what it is set aside for: the one account of it, for all that runs here.
+"""The memory that a peer lends, and its reservations: the one account of it, for all that runs here.
 
 A stage is *held* from before it is claimed until it has ended here. One that the peer stands by for is *kept* while there
-is room, and given up as soon as something that runs needs the room: what nobody uses first, then replicas. Where a stage is
-both, as one that stood by and was promoted is for a moment, the larger counts. Some of a stage's memory may be *loose*: of use
-while nobody else needs it, and given up before anything else. What is set aside never exceeds what is lent.
+is room, and evicted as soon as a stage that runs needs the room: unused ones first, then replicas. Where a stage is both, as a
+promoted standby is for a moment, the larger reservation counts. Some of a stage's memory may be *loose*: a cache, which is shed
+before anything else. Reservations never exceed what is lent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fusion.swarm.directory.records import Place
 
 @dataclass(frozen=True)
 class _Loose:
-    bytes: int  # of what is set aside for the stage
+    bytes: int  # of the stage's reservation
     shed: Callable[[int], object]
 
 
@@ -29,8 +29,8 @@ class _Kept:
 
 
 class MemoryBudget:
-    """Thread-safe: sessions are opened in the worker's thread, everything else happens in the loop's. What `keep` is
-    told to call runs in whichever thread needs the room, and must not wait for anything."""
+    """Thread-safe: sessions are opened in the worker's thread, everything else happens in the loop's. The callbacks of `keep` run
+    in the thread that needs the room, and must not block."""
 
     def __init__(self, lent_bytes: int) -> None:
         if lent_bytes < 0:
@@ -43,7 +43,7 @@ class MemoryBudget:
 
     @property
     def free_bytes(self) -> int:
-        """For another stage to run: standbys give way, and what is loose."""
+        """For another stage to run: standbys and loose memory count as free."""
         with self._lock:
             loose = sum(self._loose[place].bytes for place in self._held if place in self._loose)
             return self.lent_bytes - sum(self._held.values()) + loose
@@ -55,7 +55,7 @@ class MemoryBudget:
 
     @property
     def by_place(self) -> Mapping[Place, int]:
-        """The bytes that are set aside for each stage."""
+        """The bytes that are reserved for each stage."""
         with self._lock:
             kept = {place: max(kept.bytes, self._held.get(place, 0)) for place, kept in self._kept.items()}
             return {**self._held, **kept}
@@ -63,15 +63,15 @@ class MemoryBudget:
     # --- what runs
 
     def hold(self, place: Place, bytes_: int) -> None:
-        """Set memory aside for a stage that is to run here, or change how much; standbys are given up for it as far as
-        it takes. MemoryError, in one line, where it does not fit: then nothing changes."""
+        """Reserve memory for a stage that is to run here, or change how much; evicts standbys as far as needed. MemoryError, in one
+        line, where it does not fit: then nothing changes."""
         with self._lock:
             self._make_room(place, bytes_, spare_used=False)
             self._held[place] = bytes_
             self._loose.pop(place, None)
 
     def release(self, place: Place) -> None:
-        """The stage does not run here, or no more. Harmless where it was not held."""
+        """The stage does not run here any more. Idempotent."""
         with self._lock:
             self._held.pop(place, None)
             self._loose.pop(place, None)
@@ -79,10 +79,9 @@ class MemoryBudget:
     def resize(
         self, place: Place, bytes_: int, loose: int = 0, shed: Callable[[int], object] = lambda _: None
     ) -> None:
-        """A stage that takes sessions, held or kept, needs so much now. Only standbys that nobody uses are given up for
-        it, and what is loose at others: MemoryError where that is not enough. Of a stage that is neither, nothing is known or
-        changed. `loose` of the bytes are: `shed` is called with how many of them another stage has taken, and frees as
-        many."""
+        """Change the reservation of a stage that serves sessions, held or kept. Evicts only unused standbys and other stages' loose
+        memory: MemoryError where that is not enough. Does nothing for a stage that is neither held nor kept. `loose` of the
+        bytes may be taken by another stage: `shed` is then called with how many, and must free as many."""
         with self._lock:
             kept = self._kept.get(place)
             if place in self._held:
@@ -105,8 +104,8 @@ class MemoryBudget:
         in_use: Callable[[], bool] = lambda: False,
         beside: int = 0,
     ) -> bool:
-        """Set memory aside for a standby, or change how much, if there is room and `beside` bytes more; whether there
-        was. `give_up` is called when the room is needed, later where the stage is `in_use`."""
+        """Reserve memory for a standby, or change how much, if `beside` bytes stay free; whether that was so. `give_up` is called
+        when it is evicted, after other standbys where the stage is `in_use`."""
         with self._lock:
             others = sum(size for other, size in self.by_place.items() if other != place)
             short = others + max(bytes_, self._held.get(place, 0)) + beside - self.lent_bytes
@@ -119,11 +118,11 @@ class MemoryBudget:
             return fits
 
     def keeps(self, place: Place) -> bool:
-        """Whether the memory of a standby is still set aside."""
+        """Whether the memory of a standby is still reserved."""
         return place in self._kept
 
     def forget(self, place: Place) -> None:
-        """The stage is not kept ready any more. Harmless where it was not kept."""
+        """The stage is not kept any more. Idempotent."""
         with self._lock:
             self._kept.pop(place, None)
             if place not in self._held:
@@ -133,7 +132,7 @@ class MemoryBudget:
         return sum(loose.bytes for other, loose in self._loose.items() if other != place)
 
     def _shed_beside(self, place: Place, short: int) -> None:
-        """Take so many bytes of what is loose at others, as far as there are any."""
+        """Take up to `short` bytes of the loose memory of other stages."""
         for other, loose in list(self._loose.items()):
             taken = min(short, loose.bytes)
             if other == place or taken <= 0:

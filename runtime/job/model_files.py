@@ -1,5 +1,5 @@
-"""What must lie in a model's directory or file, looked at before anything slow is loaded or anybody is asked: whoever names
-the wrong one hears of it at once. Loads no library."""
+"""Checks of a model's directory or file, before anything slow is loaded and any peer is contacted: a user who names the wrong one
+gets the error at once. Loads no library."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"
 MAX_JSON_BYTES = 64 << 20  # the index of a model of 100,000 tensors has about 10 MB
-# How a chat is written as a prompt, as Hugging Face names and writes it; both go with a job, for gateways.
+# How a chat is written as a prompt, under Hugging Face's names and in its formats; both are files of a job, for gateways.
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
-TOOL_TEMPLATE_FILE = "chat_template_tool_use.jinja"  # rendered in the place of the other where tools are given; with a job alone
+TOOL_TEMPLATE_FILE = (
+    "chat_template_tool_use.jinja"  # rendered instead of the other where tools are given; in jobs only
+)
 TEMPLATES_FOLDER = "additional_chat_templates"
 PROCESSOR_TEMPLATE_FILE = "chat_template.json"
 CHAT_FILES = {
     **dict.fromkeys((CHAT_TEMPLATE_FILE, TOOL_TEMPLATE_FILE), 256 << 10),
     SPECIAL_TOKENS_FILE: 16 << 10,
 }  # the most bytes of each
-# Where a directory has it, if not under its name.
+# Its path in a model's directory, if not its name.
 WRITTEN_AS = {TOOL_TEMPLATE_FILE: f"{TEMPLATES_FOLDER}/tool_use.jinja"}
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 GGUF_MAGIC = b"GGUF"
 GGUF_VERSIONS = (2, 3)
-_POINTER = b"version https://git-lfs.github.com/spec/"  # what git has in the place of a large file begins so
-# Names of files with weights that are not read.
+_POINTER = b"version https://git-lfs.github.com/spec/"  # the beginning of a Git LFS pointer file
+# Names of files with weights in formats that are not read.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.npz", "*.onnx")
-_WITHIN = ("*", "snapshots/*")  # where checkpoints of a run lie, and a model in Hugging Face's cache
+_WITHIN = ("*", "snapshots/*")  # folders of a run's checkpoints, and of a model in Hugging Face's cache
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -63,7 +65,7 @@ def check_model(path: Path) -> None:
 
 
 def _of_hub(path: Path) -> str:
-    """What to do for a name as the Hugging Face hub has them, OWNER/NAME, of which nothing is here."""
+    """A hint for a name of the Hugging Face hub, OWNER/NAME, that is no path here."""
     parts = path.parts
     if len(parts) != 2 or not all(_HUB_NAME.fullmatch(part) for part in parts) or path.parent.exists():
         return ""
@@ -71,7 +73,7 @@ def _of_hub(path: Path) -> str:
 
 
 def check_fetched(path: Path) -> None:
-    """JobError for a file that a clone of a repository has not fetched. Whether it can be read is for others to say."""
+    """JobError for a Git LFS pointer in the place of a file. Does not check whether the file can be read."""
     try:
         with path.open("rb") as file:
             start = file.read(len(_POINTER))
@@ -82,8 +84,8 @@ def check_fetched(path: Path) -> None:
 
 
 def check_whole(path: Path) -> None:
-    """JobError for a safetensors file that ends before its tensors do, as one whose download was cut off. What else is wrong with
-    it is for its reader to say."""
+    """JobError for a safetensors file that ends before its tensors do, as after an interrupted download. Other errors are left to
+    its reader."""
     check_fetched(path)
     try:
         with path.open("rb") as file:
@@ -102,7 +104,7 @@ def check_whole(path: Path) -> None:
 
 
 def _end_of_tensors(header: bytes) -> int:
-    """Where the last tensor ends, behind the header; 0 where that cannot be told."""
+    """Where the last tensor ends, in bytes behind the header; 0 for an invalid header."""
     try:
         entries: dict[str, Any] = json.loads(header)
         return max(int(e["data_offsets"][1]) for key, e in entries.items() if key != "__metadata__")
@@ -181,8 +183,8 @@ def _installed(package: str) -> bool:
 
 
 def indexed_files(directory: Path) -> dict[str, Path] | None:
-    """The file of each stored tensor as the directory's index has it; None where it has none that counts: as to transformers,
-    WEIGHTS_FILE goes before it. JobError where files are missing."""
+    """The file of each stored tensor by the directory's index; None where there is none, or WEIGHTS_FILE, which goes before it, as
+    in transformers. JobError where files are missing."""
     index = directory / INDEX_FILE
     if (directory / WEIGHTS_FILE).is_file() or not index.is_file():
         held = sorted(directory.glob("*.safetensors"))
@@ -204,7 +206,7 @@ def indexed_files(directory: Path) -> dict[str, Path] | None:
 
 
 def _other_weights(directory: Path) -> str:
-    """What the directory has in their place."""
+    """A hint at weights of another format that the directory has."""
     found = (path for pattern in _OTHER_WEIGHTS for path in sorted(directory.glob(pattern)))
     other = next((path.name for path in found if path.name != "training_args.bin"), None)
     if other is None:
@@ -216,8 +218,8 @@ def _other_weights(directory: Path) -> str:
 
 
 def check_own(path: Path, directory: Path) -> None:
-    """JobError unless a file of a model's directory is in it, or where Hugging Face's cache has its files: a link that came with a
-    model may lead to anything that its user can read, and whoever serves the model would give that to the swarm."""
+    """JobError unless a file of a model's directory is in it, or among the blobs of Hugging Face's cache: a link in a downloaded
+    model may lead to any file that the user can read, and serving the model would publish it to the swarm."""
     own, found = directory.resolve(), path.resolve()
     if not any(found.is_relative_to(each) for each in (own, own.parent.parent / "blobs")):
         raise JobError(
@@ -247,7 +249,7 @@ def json_value(path: Path) -> Any:
 
 
 def read_capped(path: Path, most: int) -> bytes:
-    """The bytes of a file that came with a model. JobError where it cannot be read, or has more than `most`."""
+    """The bytes of a model's file. JobError where it cannot be read, or has more than `most`."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -260,20 +262,20 @@ def read_capped(path: Path, most: int) -> bytes:
 
 
 def chat_files(directory: Path) -> dict[str, bytes]:
-    """The contents of CHAT_FILES for the model in a directory, wherever its files say them; none for a model without a
+    """The contents of CHAT_FILES for the model in a directory, from whichever of its files has them; none for a model without a
     chat template. JobError for files that cannot be read, or a template that is too long."""
-    config = directory / TOKENIZER_CONFIG_FILE
-    said = json_object(config) if config.is_file() else {}
-    templates = _chat_templates(directory, said)
+    path = directory / TOKENIZER_CONFIG_FILE
+    config = json_object(path) if path.is_file() else {}
+    templates = _chat_templates(directory, config)
     if "default" not in templates:
         return {}
     path = directory / SPECIAL_TOKENS_FILE
-    tokens = {**special_tokens(json_object(path) if path.is_file() else {}), **special_tokens(said)}
+    tokens = {**special_tokens(json_object(path) if path.is_file() else {}), **special_tokens(config)}
     return chat_contents(templates["default"], tokens, directory, templates.get("tool_use"))
 
 
 def chat_without_default(directory: Path) -> str:
-    """A line on chat templates of which none is that of chats without a name; empty where there are none, or one is."""
+    """A line for a model with named chat templates only, none of them "default"; empty for others."""
     config = directory / TOKENIZER_CONFIG_FILE
     templates = _chat_templates(directory, json_object(config) if config.is_file() else {})
     if not templates or "default" in templates:
@@ -285,13 +287,13 @@ def chat_without_default(directory: Path) -> str:
 def chat_contents(
     template: str, tokens: Mapping[str, str], model: Path, tool_template: str | None = None
 ) -> dict[str, bytes]:
-    """The contents of CHAT_FILES for a template and the special tokens that it may name. `tool_template`: in its place where tools
-    are given. JobError for one that is too long, or no text."""
+    """The contents of CHAT_FILES for a template and the special tokens that it may name. `tool_template`: instead of it where tools
+    are given. JobError for one that is too long, or cannot be encoded."""
     try:
         contents = {CHAT_TEMPLATE_FILE: template.encode()}
         if tool_template is not None:
             contents[TOOL_TEMPLATE_FILE] = tool_template.encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can say
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can hold
         raise JobError(f"{model}: chat_template cannot be read: {error}") from None
     contents[SPECIAL_TOKENS_FILE] = json.dumps(tokens).encode()
     for name, content in contents.items():
@@ -300,11 +302,11 @@ def chat_contents(
     return contents
 
 
-def special_tokens(said: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """The text of each special token that a chat template may name."""
     found = {}
     for name in SPECIAL_TOKENS:
-        token = said.get(name)
+        token = config.get(name)
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
             found[name] = text
@@ -312,22 +314,22 @@ def special_tokens(said: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name, as transformers has them. Files of their own go before what the tokenizer's configuration says, and this before what
-    a processor's file says."""
+    """By name, in transformers' order of precedence: files of their own, then the tokenizer's configuration, then the processor's
+    file."""
     written = {"default": directory / CHAT_TEMPLATE_FILE}
     written |= {path.stem: path for path in sorted((directory / TEMPLATES_FOLDER).glob("*.jinja"))}
     found = {name: _template_text(path) for name, path in written.items() if path.is_file()}
-    said, processor = config.get("chat_template"), directory / PROCESSOR_TEMPLATE_FILE
+    templates, processor = config.get("chat_template"), directory / PROCESSOR_TEMPLATE_FILE
     if found:
         return found
-    if said is None and processor.is_file():
+    if templates is None and processor.is_file():
         check_own(processor, directory)
-        said = json_object(processor).get("chat_template")
-    if isinstance(said, list):
-        said = {str(each.get("name")): each.get("template") for each in said if isinstance(each, dict)}
-    if isinstance(said, str):
-        said = {"default": said}
-    named = said.items() if isinstance(said, dict) else ()
+        templates = json_object(processor).get("chat_template")
+    if isinstance(templates, list):
+        templates = {str(t.get("name")): t.get("template") for t in templates if isinstance(t, dict)}
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    named = templates.items() if isinstance(templates, dict) else ()
     return {str(name): template for name, template in named if isinstance(template, str)}
 
 

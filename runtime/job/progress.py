@@ -1,5 +1,5 @@
-"""How a training job stands, as its lead knows it: what `jobs watch` and `train` show, one frame a
-change; and what a stage that is served has to do."""
+"""The progress of a training job, as its lead knows it, which `jobs watch` and `train` show, one frame a change; and the load, the
+loading and the failures of stages, as their peers know them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusion.swarm.directory.records import MAX_STEP, Digest, JobId, is_digest
 from fusion.swarm.printable import one_line
 
 State = Literal["launching", "running", "done", "stopped", "failed"]
-RECENT = 64  # losses that a frame repeats, so that a watcher who polls misses none
+RECENT = 64  # losses that a frame repeats, so that a watcher that polls misses none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +27,11 @@ class Progress:
     recent: tuple[tuple[int, float], ...] = ()  # (step, loss) of the last committed steps, oldest first
     tokens_per_second: float = 0.0  # of the last few steps; samples where the graph has no sequence
     busy: tuple[float, ...] = ()  # share of the last step that each stage computed, 0..1
-    codecs: str = ""  # what goes over the edges now; empty where nothing is compressed
+    codecs: str = ""  # of the edges now; empty where nothing is compressed
     sent_bytes: int = 0  # payload between stages since this lead began, all stages together
     received_bytes: int = 0
     stages: int = 0
-    owners: tuple[str | None, ...] = ()  # peer id of each stage; None where nobody is linked
+    owners: tuple[str | None, ...] = ()  # peer id of each stage; None where none is linked
     attempts: int = 0  # how often a step was begun after the first time: discards and restores
     snapshot: Digest | None = None  # blob: index of the newest snapshot that all stages hold
     snapshot_step: int = 0
@@ -45,7 +45,7 @@ class Progress:
     error: str = ""  # one line: why it failed
 
     def __post_init__(self) -> None:
-        # A lead may tell of the end, and what a job record cannot carry would keep us from speaking of any job.
+        # A progress ends up in our job record: one with values that a record cannot carry would fail our whole heartbeat.
         steps = -1 <= self.step <= MAX_STEP and -1 <= self.snapshot_step <= MAX_STEP
         if not steps or not (self.snapshot is None or is_digest(self.snapshot)):
             raise ValueError("steps of at least -1, and the digest of a blob")
@@ -55,7 +55,7 @@ class Progress:
         return self.state in ("done", "stopped", "failed")
 
     def with_fields(self, **fields: object) -> Progress:
-        """With these fields changed. What another peer said ends up here too, and a record carries only clean lines."""
+        """With these fields changed. Text of other peers ends up here, too, and a record carries only clean lines."""
         clean = {name: one_line(value) if isinstance(value, str) else value for name, value in fields.items()}
         return replace(self, **clean)  # type: ignore[arg-type]
 
@@ -75,23 +75,23 @@ def _listed(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class StageLoad:
-    """What a stage that is served has to do just now, as the peer that runs it knows it."""
+    """The load of a stage that is served, as the peer that runs it knows it."""
 
     job: JobId
     stage: int
     sessions: int
-    kv_bytes: int  # set aside for them
+    kv_bytes: int  # reserved for them
     retained_bytes: int  # of sessions that have ended, until others need the memory
     tokens: int  # passed since the stage began to run there; the first stage alone counts them
 
 
-MAX_LOADING = 64  # stages that are on their way, in one answer
+MAX_LOADING = 64  # stages that are being loaded, in one reply
 LoadingPhase = Literal["fetching", "loading"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageLoading:
-    """How far a stage that is to be served is on its way into a peer's memory."""
+    """How far the loading of a stage that is to be served has come on a peer."""
 
     job: JobId
     stage: int
@@ -99,7 +99,7 @@ class StageLoading:
     bytes: int  # of the weights, on the disk
     of_bytes: int  # 0: not known yet
     seconds: float = field(compare=False)  # in this phase
-    trouble: str = ""  # one line: of the last peer that should have sent them and did not
+    trouble: str = ""  # one line: on the last peer that failed to send them
 
     def line(self) -> str:
         """For people."""
@@ -109,41 +109,41 @@ class StageLoading:
             return f"looking for its weights for {self.seconds:.0f} s" + (
                 f": {self.trouble}" if self.trouble else ""
             )
-        got = f"{self.bytes / 1e6:,.0f} of {self.of_bytes / 1e6:,.0f} MB fetched in {self.seconds:.0f} s"
-        return got + (f" ({self.trouble})" if self.trouble else "")
+        fetched = f"{self.bytes / 1e6:,.0f} of {self.of_bytes / 1e6:,.0f} MB fetched in {self.seconds:.0f} s"
+        return fetched + (f" ({self.trouble})" if self.trouble else "")
 
     def to_list(self) -> list[Any]:
         return [self.job, self.stage, self.phase, self.bytes, self.of_bytes, self.seconds, self.trouble]
 
     @classmethod
-    def from_list(cls, said: object) -> StageLoading | None:
-        """What another peer says; None for nonsense."""
-        match said:
+    def from_list(cls, value: object) -> StageLoading | None:
+        """From another peer's reply; None for nonsense."""
+        match value:
             case [
                 str() as job,
                 int() as stage,
                 "fetching" | "loading" as phase,
-                int() as got,
+                int() as fetched,
                 int() as of,
                 seconds,
                 str() as trouble,
                 *_,
-            ] if isinstance(seconds, (int, float)) and stage >= 0 and 0 <= got <= of and seconds >= 0:
+            ] if isinstance(seconds, (int, float)) and stage >= 0 and 0 <= fetched <= of and seconds >= 0:
                 return cls(
-                    job=JobId(job), stage=stage, phase=phase, bytes=got, of_bytes=of, seconds=float(seconds),
+                    job=JobId(job), stage=stage, phase=phase, bytes=fetched, of_bytes=of, seconds=float(seconds),
                     trouble=one_line(trouble[:200]),
                 )  # fmt: skip
         return None
 
 
-def stages_loading(answer: Mapping[str, Any]) -> list[StageLoading]:
-    """Of a peer's answer to `status`, which is checked because anybody may have written it; none of an older peer's."""
-    said = answer.get("loading")
-    found = map(StageLoading.from_list, said[:MAX_LOADING] if isinstance(said, list) else ())
+def stages_loading(reply: Mapping[str, Any]) -> list[StageLoading]:
+    """The valid entries of a peer's reply to `status`; none in an older peer's."""
+    entries = reply.get("loading")
+    found = map(StageLoading.from_list, entries[:MAX_LOADING] if isinstance(entries, list) else ())
     return [each for each in found if each is not None]
 
 
-MAX_FAILURES = 32  # stages that did not work out, in one answer
+MAX_FAILURES = 32  # failed stages, in one reply
 MAX_REASON = 200  # characters
 
 
@@ -159,16 +159,16 @@ class StageFailure:
         return [self.job, self.stage, self.reason]
 
     @classmethod
-    def from_list(cls, said: object) -> StageFailure | None:
-        """What another peer says; None for nonsense."""
-        match said:
+    def from_list(cls, value: object) -> StageFailure | None:
+        """From another peer's reply; None for nonsense."""
+        match value:
             case [str() as job, int() as stage, str() as reason, *_] if stage >= 0:
                 return cls(job=JobId(job), stage=stage, reason=one_line(reason[:MAX_REASON]))
         return None
 
 
-def stages_failed(answer: Mapping[str, Any]) -> list[StageFailure]:
+def stages_failed(reply: Mapping[str, Any]) -> list[StageFailure]:
     """As `stages_loading`."""
-    said = answer.get("failed")
-    found = map(StageFailure.from_list, said[:MAX_FAILURES] if isinstance(said, list) else ())
+    entries = reply.get("failed")
+    found = map(StageFailure.from_list, entries[:MAX_FAILURES] if isinstance(entries, list) else ())
     return [each for each in found if each is not None]

@@ -1,6 +1,6 @@
 """Every protocol that peers speak, by name and cap: servers and callers take them from here. Pure.
 
-What is said over them: docs/protocols.md.
+Their frames: docs/protocols.md.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from fusion.swarm.protocol import SWARM_PROTOCOLS, WireProtocol
 
 MAX_PROMPT_BYTES = 8 << 20  # a million token ids, or that many characters and more
-MAX_SOURCE_BYTES = MAX_PROMPT_BYTES // 2  # of what an encoder-decoder reads, which travels with a prompt
+MAX_SOURCE_BYTES = MAX_PROMPT_BYTES // 2  # of an encoder-decoder's source, which is sent with a prompt
 
-MAX_RUN_BYTES = 64 << 20  # of arrays that a model is given, that a stage sends on, and that come back
+MAX_RUN_BYTES = 64 << 20  # of arrays: the inputs of a model, what a stage sends on, and the outputs
 MAX_LOGITS_BYTES = 64 << 20  # of the largest vocabulary that a manifest may have, in float32
 
 STAGE = WireProtocol(
@@ -34,8 +34,8 @@ GENERATE = WireProtocol(
     answer_bytes=MAX_LOGITS_BYTES,
     idle_seconds=600.0,  # a token may wait for a stage to be taken over
 )
-# The frames of /1, for requests that say what the release before would pass over; where it is not spoken another peer is
-# asked.
+# The frames of /1, for requests with settings that the release before would ignore; a peer that does not serve it is passed over
+# for another.
 GENERATE_MORE = WireProtocol(
     name="/fusion/generate/2",
     about="the same, with settings that peers of the release before do not know",
@@ -53,9 +53,9 @@ RUN = WireProtocol(
 JOB = WireProtocol(
     name="/fusion/job/1",
     about="launch, watch and stop a job; the news of a snapshot",
-    idle_seconds=3600.0,  # between two steps that a watcher is told of
+    idle_seconds=3600.0,  # between two steps that a watcher sees
 )
-SAVE_SECONDS = 600.0  # that a job which is to stop has for its last snapshot
+SAVE_SECONDS = 600.0  # for the last snapshot of a job that is to stop
 HOLD = WireProtocol(
     name="/fusion/hold/2",
     about="who holds a stage; an owner that is gone or leaves, and its successor",
@@ -67,5 +67,5 @@ PROTOCOLS = (STAGE, RING, GENERATE, GENERATE_MORE, RUN, JOB, HOLD, STATUS, *SWAR
 
 # For how long a stream of each may be idle where it is served, by name.
 IDLE_SECONDS = {protocol.name: protocol.idle_seconds for protocol in PROTOCOLS}
-# The largest payload that is taken on a stream of each where it was opened, the same.
+# The largest payload that the opener of a stream of each accepts, by name.
 ANSWER_BYTES = {protocol.name: protocol.answer_bytes for protocol in PROTOCOLS}

@@ -1,4 +1,4 @@
-"""Sizes as people write them, and as they are told what is missing."""
+"""Sizes as people write them and read them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def parse_size(text: str, where: str) -> int:
 
 
 def needs(stage: int, memory_bytes: Sequence[int], of: str = "") -> str:
-    """E.g. "stage 2 of demo needs a peer with 1.2 GiB free". `memory_bytes`: of each stage, as far as it is known; `of`:
-    the job's name, where it does not go without saying."""
+    """E.g. "stage 2 of demo needs a peer with 1.2 GiB free". `memory_bytes`: of each stage, where it is known; `of`: the job's name,
+    or empty to leave it out."""
     named = f"stage {stage} of {of}" if of else f"stage {stage}"
     if stage >= len(memory_bytes):
         return f"{named} needs a peer"

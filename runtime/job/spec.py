@@ -1,4 +1,4 @@
-"""`job.toml`: what a trainer asks for. Parsed strictly, so that a typing error is an answer and not a surprise.
+"""`job.toml`: a training job. Parsed strictly, so that a typing error is reported and not ignored.
 
 name = "stdlib-gpt"
 
@@ -14,19 +14,19 @@ held_out = 0.05              # share of the files, or a list of patterns
 [train]
 steps = 200
 sequence = 128
-precision = "bf16"           # of products and of what crosses between stages; left out: float32
+precision = "bf16"           # of products and of the edges between stages; left out: float32
 
 [optimizer]
 learning_rate = 1e-3
 
-[compression]                # of what stages send each other; left out: none
+[compression]                # of the edges between stages; left out: none
 kind = "adaptive"            # the slower a link, the more; or "uniform" with codec = "int8"
 ratio = 8                    # the slowest link carries at least an eighth of its bytes
 families = ["bf16", "int8"]  # what may be chosen; "topk" allows any ratio
 
-[admission]                  # left out: everybody may take part
-kind = "granted"             # whom you invite; or "listed": `peers`, for good
-peers = ["12D3KooW..."]      # who is invited at once
+[admission]                  # left out: all peers may take part
+kind = "granted"             # those that you invite; or "listed": `peers`, for good
+peers = ["12D3KooW..."]      # that are invited at launch
 
 [limits]
 stages_per_owner = 1
@@ -104,7 +104,7 @@ class PythonConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSpec:
-    """Samples with names for what they hold.
+    """Samples of named arrays.
 
     npz: every array of the file, the first dimension counting samples. images: a folder for each class; `images` uint8
     (3, height, width) and `labels` int64, the place of the class among the folders' names in order. jsonl: an object a line;
@@ -181,7 +181,7 @@ class JobSpec:
 
 
 def load(path: Path) -> JobSpec:
-    """Read a job file. JobError says in one line which field is wrong and what would be right."""
+    """Read a job file. JobError names in one line the field that is wrong and what would be right."""
     text = toml_files.read(path, MAX_SPEC_BYTES)
     try:
         return parse(text, path.resolve().parent)
@@ -465,7 +465,7 @@ def _expand(patterns: tuple[str, ...], base: Path, where: str) -> tuple[Path, ..
 
 
 def _expanded(text: str, where: str) -> Path:
-    """With the home of a user in the place of ~ or ~name."""
+    """With ~ or ~name replaced by the user's home."""
     try:
         return Path(text).expanduser()
     except RuntimeError:

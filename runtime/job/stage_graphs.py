@@ -1,7 +1,7 @@
-"""The stages of a job's graph: its blob read, checked and cut as the manifest says, once for all stages that are loaded
-here; and what each needs, worked out from the graph: the manifest is somebody else's word.
+"""The stages of a job's graph: its blob read, checked and cut by the manifest's cuts, once for all stages that are loaded here; and
+what each needs, computed from the graph, as the manifest's figures are untrusted.
 
-Nothing that costs more than the graph is fetched for a stage whose manifest says less than it needs.
+Nothing more expensive than the graph is fetched for a stage whose manifest declares less than it needs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fusion.runtime.job.manifest import CompressionConfig, Manifest, OptimizerCo
 from fusion.swarm.directory.records import Digest, JobId
 
 MAX_GRAPH_BYTES = 64 << 20
-# Of a stage: all become one Python function, and a peer's loop waits while that is compiled, a quarter of a second for so many.
+# Of a stage: all become one Python function, whose compilation blocks a peer's loop, a quarter of a second for so many.
 MAX_STAGE_NODES = 25_000
 REMEMBERED_GRAPHS = 8
 REMEMBERED_READS = 1024
-TOLERATED_RATIO, TOLERATED_BYTES = 1.25, 16 << 20  # that a stage may need beyond what its manifest says
+TOLERATED_RATIO, TOLERATED_BYTES = 1.25, 16 << 20  # that a stage may need beyond what its manifest declares
 SAFETENSORS_HEADER_BYTES = 1 << 20  # and as much again for each thousand tensors
 
 Config = TrainConfig | ServeConfig
@@ -42,7 +42,7 @@ Stages = tuple[tuple[Stage, ...], tuple[TieGroup, ...]]
 
 
 async def load_stages(context: Context, job: JobId, manifest: Manifest) -> Stages:
-    """Raises BlobError where the graph cannot be had, Unsupported where it is none, or none that we understand."""
+    """Raises BlobError where the graph cannot be fetched, Unsupported where it is not valid, or not for this release."""
     return await _cut(context, job, await _read(context, job, manifest), manifest)
 
 
@@ -79,9 +79,9 @@ class StageGraphs:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._known: LRUCache[tuple[Digest, tuple[int, ...]], Stages] = LRUCache(REMEMBERED_GRAPHS)
-        # The jobs whose graph was read as theirs: it may be for other readers than another job's that has the same.
+        # The jobs whose graph was read as theirs: another job with the same graph may admit other readers.
         self._read: LRUCache[tuple[JobId, Digest], None] = LRUCache(REMEMBERED_READS)
-        # Python at work in many threads keeps the loop waiting, in each for as long as threads take turns.
+        # One graph at a time: each thread that runs Python delays the loop by a switch interval.
         self._turn = asyncio.Lock()
 
     async def of(self, job: JobId, manifest: Manifest) -> Stages:
@@ -97,10 +97,9 @@ class StageGraphs:
         return self._known[cut]
 
     async def check(self, job: JobId, manifest: Manifest, stage: int, beside_bytes: int = 0) -> None:
-        """Understated where the stage, and `beside_bytes`, needs clearly more memory than the manifest says (nothing is set aside
-        for one that says nothing), Refused where it has more than MAX_STAGE_NODES or a call of it would take longer here than
-        LONGEST_SECONDS, Unsupported where the job could not be trained wherever it ran, or its sizes are beyond all measure.
-        Raises as `of`."""
+        """Understated where the stage, with `beside_bytes`, needs clearly more memory than the manifest declares (without a
+        declaration, none is reserved), Refused where it has more than MAX_STAGE_NODES or a call of it would take longer here than
+        LONGEST_SECONDS, Unsupported where no peer could train the job, or its sizes overflow. Raises as `of`."""
         try:
             await self._check(job, manifest, stage, beside_bytes)
         except GraphError as error:
@@ -122,11 +121,11 @@ class StageGraphs:
         if rate > 0:
             config = manifest.train or manifest.serve
             assert config is not None, "a manifest without one is refused"
-            promised = await work_for(job, manifest.author, longest_call, stages[stage], config, rate)
-            if promised > LONGEST_SECONDS:
+            seconds = await work_for(job, manifest.author, longest_call, stages[stage], config, rate)
+            if seconds > LONGEST_SECONDS:
                 raise Refused(
                     f"stage {stage} of {manifest.name}: one call of it would take this device about "
-                    f"{promised:.3g} s; at most {LONGEST_SECONDS:.0f} s"
+                    f"{seconds:.3g} s; at most {LONGEST_SECONDS:.0f} s"
                 )
 
 
@@ -136,7 +135,7 @@ def _require_few_nodes(stage: Stage, name: str) -> None:
 
 
 def _check_loss(stages: Sequence[Stage], manifest: Manifest) -> None:
-    """It is one number: otherwise whoever has computed a step of it finds out, one peer after the other."""
+    """The loss must be one number: otherwise peer after peer would find out after a whole step."""
     if manifest.train is None:
         return
     maker = next((stage for stage in reversed(stages) if 0 in stage.results), None)
@@ -149,9 +148,8 @@ def _check_loss(stages: Sequence[Stage], manifest: Manifest) -> None:
 
 
 def needed_bytes(stage: Stage, manifest: Manifest) -> int:
-    """What a stage needs in memory at least: what whoever launches a job works out for all stages, but for
-    residuals of what it shares. From the stage alone, as a job may have thousands of them. GraphError where its sizes are beyond
-    all measure."""
+    """The memory that a stage needs at least: what the launcher declares for it, less the residuals of variables that it shares.
+    From the stage alone, as a job may have thousands of them. GraphError where its sizes overflow."""
     config = manifest.train or manifest.serve
     assert config is not None, "a manifest without one is refused"
     in_flight, training = 1, isinstance(config, TrainConfig)
@@ -172,8 +170,8 @@ def needed_bytes(stage: Stage, manifest: Manifest) -> int:
 
 
 def longest_call(stage: Stage, config: Config, flops_per_second: float) -> float:
-    """Seconds of one microbatch, of a piece of a session, or of a run of a model that generates nothing, as `call_seconds` has
-    them. Without a cache a long session takes longer, but whoever serves such a model means short ones as well."""
+    """`call_seconds` of one microbatch, of a prefill chunk, or of a run of a model that does not generate. Without a KV cache a long
+    session takes longer, but short ones can be served all the same."""
     sizes = config.sizes
     if isinstance(config, ServeConfig) and not config.outputs:
         sizes["sequence"] = min(config.prefill_chunk, config.max_sequence)

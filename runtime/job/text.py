@@ -1,4 +1,4 @@
-"""Prompts to token ids, and token ids to text that can be shown while it is still being made.
+"""Prompts to token ids, and token ids to text that can be shown while it is still generated.
 
 Two things make streaming text harder than decoding it: a character may be spread over several tokens, and some
 tokenizers give a piece other text after a neighbour than alone (a leading space that is dropped at the start). So a
@@ -34,12 +34,12 @@ MAX_GROWN_BYTES, MAX_TOKEN_BYTES = 32 << 20, 8 << 10
 MAX_BESIDE = 1 << 16  # tokens that are put around each text
 # Characters of a word that WordPiece looks up, which takes time with their square or more; 100 is usual.
 MAX_WORD_CHARACTERS = 256
-# What the library takes seconds and gigabytes for while a file is read, and the whole process waits: it looks words of some models up
-# in a tree with a node for each byte, and all tokens that were added in an automaton.
+# Reading a file blocks the whole process, and could take seconds and gigabytes: the library keeps the words of some models in a tree
+# with a node for each byte, and all added tokens in an automaton.
 MAX_TREE_BYTES, MAX_ADDED_BYTES = 4 << 20, 2 << 20
 MAX_STEPS, MAX_PATTERN_BYTES = 1024, 64 << 10
 _NODE_BYTES = 420  # of memory for each byte of the words in a tree
-_FILE_TIMES = 21  # as much memory as the file has bytes, at most, otherwise
+_FILE_TIMES = 21  # bytes of memory for each byte of the file, at most, beside the tree
 REPLACEMENT = "\ufffd"  # what an unfinished or impossible byte sequence decodes to
 CONTEXT_TOKENS = 6  # tokens of the prompt that give the first piece its neighbours
 # A character has at most four bytes: text that is still broken after this many tokens that brought none will never be whole.
@@ -51,39 +51,38 @@ class TextStream(Protocol):
 
     @property
     def begins(self) -> int:
-        """Where the text of the token that was pushed last begins: in characters, those before it that are not certain yet
-        included. Of a token in the middle of a character, where that does."""
+        """Where the text of the token that was pushed last begins, in characters, counting those that are not certain yet. For a
+        token inside a character: where the character begins."""
 
     def push(self, token: int) -> str:
-        """The text that is certain now and was not before; often one piece, "" while a character is unfinished."""
+        """The text that became certain with this token; "" while a character is unfinished."""
 
     def finish(self) -> str:
-        """What is left; a character that never became whole is dropped."""
+        """The rest of the text; an unfinished character is dropped."""
 
 
 class Text(Protocol):
-    """How a model reads and writes text."""
+    """A model's tokenizer."""
 
     def encode(self, prompt: str, *, plain: bool = True) -> list[int]:
-        """`plain` False: a text that has its special tokens already, as a chat template writes it."""
+        """`plain` False: no special tokens are added, as a chat template has written them into the text."""
 
     def stream(self, prompt: Sequence[int]) -> TextStream: ...
 
     def spell(self, token: int) -> bytes:
-        """The bytes that the token stands for by itself, which may be a part of a character; b"" for one that stands for no
-        text."""
+        """The bytes of the token by itself, which may be a part of a character; b"" for one without text."""
 
     @property
     def memory_bytes(self) -> int:
-        """That it may take."""
+        """The most memory that it takes."""
 
     @property
     def literal(self) -> bool:
-        """Whether the text of an answer is what its tokens spell, one after another."""
+        """Whether the text of an answer is the concatenation of what `spell` gives for its tokens."""
 
     @property
     def special(self) -> frozenset[int]:
-        """Tokens that were added to those of the text, for what is not text."""
+        """The tokens that do not stand for text, as those for the end of a text."""
 
 
 class ByteText:
@@ -117,7 +116,7 @@ class NoText:
 
 
 def check_tokenizer(path: Path) -> None:
-    """JobError for a tokenizer.json with which no peer could read a prompt."""
+    """JobError for a tokenizer.json that no peer could load."""
     check_fetched(path)
     size = path.stat().st_size
     if size > MAX_TOKENIZER_BYTES:
@@ -129,8 +128,8 @@ def check_tokenizer(path: Path) -> None:
 
 
 def of_any_length(tokenizer: Tokenizer) -> Tokenizer:
-    """The same, for texts of any length: a file may repeat to what length its author cut and padded batches, which transformers
-    passes over unless it is asked for."""
+    """The same, for texts of any length: without the truncation and padding that a file may set, which transformers ignores by
+    default."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -138,8 +137,8 @@ def of_any_length(tokenizer: Tokenizer) -> Tokenizer:
 
 @contextmanager
 def _failing_as(kind: type[JobError] | type[JobFailed], what: str) -> Iterator[None]:
-    """`kind` in one line for what the library raises: plain Exception, or where its Rust panics, which a file can bring about,
-    what is not even that."""
+    """Raises `kind`, in one line, for errors of the library: Exception, or a BaseException where its Rust code panics, as a file
+    may cause."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -149,8 +148,8 @@ def _failing_as(kind: type[JobError] | type[JobFailed], what: str) -> Iterator[N
 
 
 class TokenizerText:
-    """A Hugging Face `tokenizers` JSON file. JobError for bytes that are not one, and for a text that it cannot read; JobFailed
-    for tokens that it cannot write."""
+    """A Hugging Face `tokenizers` JSON file. JobError for bytes that are not one, and for a text that it cannot encode; JobFailed
+    for tokens that it cannot decode."""
 
     def __init__(self, data: bytes) -> None:
         with _failing_as(JobError, "the model's tokenizer cannot be read"):
@@ -246,7 +245,7 @@ def _checked_tree(file: Any) -> int:
 
 
 def _checked_growth(file: Any) -> float:
-    """How many times as long a text becomes, at most. ValueError for a file whose tokens or words would be too long."""
+    """The factor by which the tokenizer lengthens a text, at most. ValueError for a file with tokens or words that are too long."""
     file = file if isinstance(file, dict) else {}
     written, decoded = _growth(file.get("normalizer")), _growth(file.get("decoder"))
     added = [entry.get("content") for entry in file.get("added_tokens") or [] if isinstance(entry, dict)]
@@ -266,7 +265,7 @@ def _checked_growth(file: Any) -> float:
 
 
 def _growth(step: Any) -> float:
-    """Of a step, or several: by its fields, as a file need not say its kind."""
+    """Of a step, or several: by its fields, as a file need not name its kind."""
     if not isinstance(step, dict):
         return 1.0
     times = float(_GROWTH.get(str(step.get("type")), _OTHER_GROWTH))
@@ -299,7 +298,7 @@ def _copies(step: Any) -> tuple[float, float]:
 
 
 def _size(text: Any) -> int:
-    """In bytes; 0 for what is no text."""
+    """In bytes; 0 for anything but a text."""
     return len(text.encode(errors="surrogatepass")) if isinstance(text, str) else 0
 
 

@@ -1,4 +1,4 @@
-"""TOML that somebody wrote: small files, read whole, and every mistake in one line."""
+"""TOML files of users: small, read whole, every mistake in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def read(path: Path, most_bytes: int) -> str:
     """The text of a file. JobError if it cannot be read, is larger, or no UTF-8."""
     try:
         with path.open("rb") as file:
-            data = file.read(most_bytes + 1)  # what is named by mistake may be larger than the memory
+            data = file.read(most_bytes + 1)  # a file named by mistake may be larger than the memory
     except OSError as error:
         raise JobError(f"{path}: {error.strerror or error}") from None
     if len(data) > most_bytes:

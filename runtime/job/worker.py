@@ -1,9 +1,9 @@
-"""The thread that runs torch work of one device, so that the asyncio loop waits for no arithmetic but that of short calls (`submit_short`).
+"""The thread that runs torch work of one device, so that only short calls (`submit_short`) block the asyncio loop.
 
-Calls run one at a time: those of one job in the order in which they were made, those of several by what each has had of
-the device (`fusion.runtime.device.share`). A call that runs for long rests between two operators (`rest`), and calls of other
-jobs may overtake it there, in another thread. Cancelling an awaiting task does not stop a call that has begun; a call that has
-not begun is dropped.
+Calls run one at a time: those of one job in the order in which they were made, those of several jobs by fair queueing
+(`fusion.runtime.device.share`). A long call yields between two operators (`rest`): calls of other jobs may then run before it
+goes on, in another thread. Cancelling an awaiting task does not stop a call that has begun; a call that has not begun is
+dropped.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fusion.runtime.device.lost_device import DeviceLost, is_device_error
 from fusion.runtime.device.share import NOBODY, DeviceShare, Waiting, Whose
 from fusion.swarm.printable import error_line
 
-SLICE_SECONDS = 0.01  # for which a call runs before it may rest
-IDLE_THREADS = 4  # kept for calls that overtake others
-NICE = 5  # that a thread which computes is above its process
+SLICE_SECONDS = 0.01  # for which a call runs before it may yield
+IDLE_THREADS = 4  # kept for calls that run while others have yielded
+NICE = 5  # added to the process's nice value for a thread that computes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,8 +38,8 @@ _here = local()
 
 
 def rest() -> bool:
-    """Between two operators of a call, in the thread that runs it: calls of other jobs run now, if it is their turn. Whether
-    it was time for that. Elsewhere it does nothing."""
+    """Yield between two operators of a call, in the thread that runs it: calls of other jobs run now, if it is their turn. Whether
+    the slice was over. Does nothing in other threads."""
     here: Callable[[], bool] | None = getattr(_here, "rest", None)
     return here is not None and here()
 
@@ -76,7 +76,7 @@ class Worker:
         return await self.result(self.submit(function, *args, **kwargs))
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-        """As `run`, without waiting: `result` waits for what comes of it. RuntimeError once it is closed."""
+        """As `run`, without waiting: `result` awaits its result. RuntimeError once it is closed."""
         call = self._call(partial(function, *args, **kwargs))
         self._queue.submit(self._whose, call)
         return call.outcome
@@ -104,8 +104,8 @@ class Worker:
             del outcome  # an error that it holds would hold it
 
     def doubt(self, error: BaseException) -> None:
-        """Find out whether the device still computes, if `error`, of a call on it, may say that it does not. `result` does so
-        with what it raises."""
+        """Probe whether the device still computes, if `error`, raised by a call on it, may be a device error. `result` does so with
+        what it raises."""
         loss = self._loss
         if is_device_error(error) and not self.is_lost and (loss.looking is None or loss.looking.done()):
             loss.looking = asyncio.create_task(self._look())
@@ -115,8 +115,8 @@ class Worker:
             await self.of(NOBODY).run(probe, torch.device(self.device))
         except RuntimeError as error:
             if is_device_error(error):
-                said = f'the device "{self.device}" computes no more ({error_line(error)}); start this peer again'
-                self._loss.error = DeviceLost(said)
+                line = f'the device "{self.device}" computes no more ({error_line(error)}); start this peer again'
+                self._loss.error = DeviceLost(line)
                 self._loss.known.set()
 
     @property
@@ -125,17 +125,17 @@ class Worker:
         return self._loss.error is not None
 
     async def lost(self) -> DeviceLost:
-        """Wait until it computes no more; why."""
+        """Wait until it computes no more; gives the error."""
         await self._loss.known.wait()
         assert self._loss.error is not None, "it was set before"
         return self._loss.error
 
     def between_parts(self, look: Callable[[], None]) -> None:
-        """From now on `look()` is called in the thread that computes, after each part of a call that was long enough to rest."""
+        """From now on `look()` is called in the thread that computes, after each slice of a call."""
         self._queue.look = look
 
     async def aclose(self) -> None:
-        """Drop what has not begun and wait for what has. Idempotent."""
+        """Drop the calls that have not begun and wait for the others. Idempotent."""
         await self._queue.aclose()
         if self._loss.looking is not None:
             self._loss.looking.cancel()
@@ -155,7 +155,7 @@ class Worker:
 
 @dataclass(eq=False)
 class _Loss:
-    """What is known of the end of a device, by all who have its worker."""
+    """Whether the device is lost, shared by all copies of its worker (`of`)."""
 
     known: asyncio.Event = field(default_factory=asyncio.Event)
     error: DeviceLost | None = None
@@ -163,36 +163,36 @@ class _Loss:
 
 
 @dataclass(eq=False)
-class _Hand:
+class _Thread:
     """A thread of the device's. One of them has the device, the others wait for it."""
 
     turn: Condition
-    given: tuple[Waiting, _Call] | None = None  # to run next
+    next: tuple[Waiting, _Call] | None = None  # to run next
 
 
 class _Queue:
-    """What waits for a device, which one thread has at a time. Which call runs is chosen when it is free, by the thread that had
-    it last. There is one thread, but for calls that others overtake: each of these keeps its own until it has ended."""
+    """The calls that wait for a device, which one thread has at a time. When the device is free, the thread that had it last
+    chooses the next call. There is one thread, and one more for each call that has yielded, which keeps its own until it ends."""
 
     def __init__(self, name: str, prepare: Callable[[], None]) -> None:
         self._name = name
         self._prepare = prepare
         self._lock = Lock()
-        self._changed = Condition(self._lock)  # for whoever has the device
+        self._changed = Condition(self._lock)  # for the thread that has the device
         self._share = DeviceShare(time.monotonic)
         self._calls: dict[int, tuple[Waiting, _Call]] = {}  # in order, by id of the first
-        self._resting: dict[int, tuple[Waiting, _Hand]] = {}  # calls that have begun, the same
-        self._holder: _Hand | None = None
-        self._idle: list[_Hand] = []
+        self._resting: dict[int, tuple[Waiting, _Thread]] = {}  # calls that have begun and yielded, the same
+        self._holder: _Thread | None = None
+        self._idle: list[_Thread] = []
         self._threads: list[Thread] = []
         self._closed = False
-        self._whose, self._began = NOBODY, 0.0  # what runs, and since when without a rest
+        self._whose, self._began = NOBODY, 0.0  # of the call that runs; since when, without a yield
         self._prepare_here = cache(prepare)  # of the event loop's thread
         self.look: Callable[[], None] = lambda: None
 
     def submit(self, whose: Whose, call: _Call, *, here: bool = False) -> None:
-        """`here`: it has run when this returns, in the thread that asks, if nobody has the device, or waits for it, and it need not
-        be held free."""
+        """`here`: run the call in this thread before this returns, if the device is idle, no call waits and it is not held free for
+        another job."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the worker is closed")
@@ -205,7 +205,7 @@ class _Queue:
                 self._calls[id(waiting)] = waiting, call
                 self._changed.notify()
                 if self._holder is None:
-                    self._holder = self._new_hand()
+                    self._holder = self._new_thread()
         if here:
             _settle(call, self._prepare_here)()
             self._ended()
@@ -218,8 +218,8 @@ class _Queue:
             self._closed = True
             dropped, self._calls = list(self._calls.values()), {}
             self._changed.notify()
-            for hand in self._idle:
-                hand.turn.notify()
+            for thread in self._idle:
+                thread.turn.notify()
         for _, call in dropped:
             call.outcome.cancel()
         while self._threads:
@@ -227,26 +227,26 @@ class _Queue:
 
     # --- the threads
 
-    def rest(self, hand: _Hand) -> bool:
-        """In a call, between two operators: whoever is to run before it goes on does. False while it has not run for long."""
+    def rest(self, thread: _Thread) -> bool:
+        """Yield in a call, between two operators, to calls whose turn it is. False, at once, before SLICE_SECONDS."""
         if time.monotonic() - self._began < SLICE_SECONDS:
             return False
         self.look()
         with self._lock:
             waiting = self._share.rests(self._whose, time.monotonic() - self._began)
-            self._resting[id(waiting)] = waiting, hand
-            self._pass_on(hand)
-            while self._holder is not hand:
-                hand.turn.wait()
+            self._resting[id(waiting)] = waiting, thread
+            self._schedule(thread)
+            while self._holder is not thread:
+                thread.turn.wait()
         return True
 
-    def _work(self, hand: _Hand) -> None:
-        _give_way()
+    def _work(self, thread: _Thread) -> None:
+        _lower_priority()
         prepare = cache(self._prepare)  # in the first call, which raises what is wrong with the device
-        _here.rest = partial(self.rest, hand)
-        while (given := self._next(hand)) is not None:
-            _do(given[1], prepare, self._ended)
-            del given  # or what it holds would stay until the next one
+        _here.rest = partial(self.rest, thread)
+        while (chosen := self._next(thread)) is not None:
+            _do(chosen[1], prepare, self._ended)
+            del chosen  # or what it holds would stay until the next one
             if time.monotonic() - self._began >= SLICE_SECONDS:
                 self.look()
 
@@ -257,24 +257,25 @@ class _Queue:
     def _ended(self) -> None:
         with self._lock:
             self._share.ends(self._whose, time.monotonic() - self._began)
-            self._changed.notify()  # for what was asked for while it ran in the event loop's thread
+            self._changed.notify()  # for calls that were submitted while it ran in the event loop's thread
 
-    def _next(self, hand: _Hand) -> tuple[Waiting, _Call] | None:
-        """What this thread runs now; None where it is to end."""
+    def _next(self, thread: _Thread) -> tuple[Waiting, _Call] | None:
+        """The call that this thread runs now; None where the thread is to end."""
         with self._lock:
-            if self._holder is hand and hand.given is None and not self._pass_on(hand):
+            if self._holder is thread and thread.next is None and not self._schedule(thread):
                 return None
-            if self._holder is not hand:
+            if self._holder is not thread:
                 if len(self._idle) >= IDLE_THREADS:
                     return None
-                self._idle.append(hand)
-                while hand.given is None and not self._closed:
-                    hand.turn.wait()
-            given, hand.given = hand.given, None
-            return given
+                self._idle.append(thread)
+                while thread.next is None and not self._closed:
+                    thread.turn.wait()
+            chosen, thread.next = thread.next, None
+            return chosen
 
-    def _pass_on(self, hand: _Hand) -> bool:
-        """Choose what runs now, and give its thread the device, which `hand` has. False once the queue is closed and empty."""
+    def _schedule(self, thread: _Thread) -> bool:
+        """Choose the call that runs now, and give its thread the device, which `thread` has. False once the queue is closed and
+        empty."""
         while True:
             self._calls = {key: each for key, each in self._calls.items() if not each[1].outcome.cancelled()}
             waiting = [each for each, _ in (*self._resting.values(), *self._calls.values())]
@@ -288,28 +289,28 @@ class _Queue:
         if (resting := self._resting.pop(id(choice), None)) is not None:
             self._holder = resting[1]
         else:
-            if any(hand is other for _, other in self._resting.values()):
-                hand = self._idle.pop() if self._idle else self._new_hand()
-            hand.given = self._calls.pop(id(choice))
-            self._holder = hand
+            if any(thread is other for _, other in self._resting.values()):
+                thread = self._idle.pop() if self._idle else self._new_thread()
+            thread.next = self._calls.pop(id(choice))
+            self._holder = thread
         self._holder.turn.notify()
         return True
 
-    def _new_hand(self) -> _Hand:
-        hand = _Hand(Condition(self._lock))
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(Thread(target=self._work, args=(hand,), name=self._name, daemon=True))
+    def _new_thread(self) -> _Thread:
+        thread = _Thread(Condition(self._lock))
+        self._threads = [each for each in self._threads if each.is_alive()]
+        self._threads.append(Thread(target=self._work, args=(thread,), name=self._name, daemon=True))
         self._threads[-1].start()
-        return hand
+        return thread
 
 
-def _give_way() -> None:
-    """Messages go first: the event loop and libp2p's daemon need a core for some hundred microseconds at a time, and other peers wait
-    for what they carry. On Linux, where a thread has a priority of its own, which those that it starts inherit."""
+def _lower_priority() -> None:
+    """Below the event loop and libp2p's daemon, which need a core for some hundred microseconds at a time, and whose messages other
+    peers wait for. On Linux only, where each thread has a priority of its own, which those that it starts inherit."""
     if sys.platform == "linux":
         own = os.getpriority(os.PRIO_PROCESS, get_native_id())
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, get_native_id(), own + NICE)  # at most 19, says the kernel
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), own + NICE)  # the kernel caps it at 19
 
 
 def _do(call: _Call, prepare: Callable[[], None], ended: Callable[[], None]) -> None:
@@ -321,18 +322,18 @@ def _do(call: _Call, prepare: Callable[[], None], ended: Callable[[], None]) -> 
 
 
 def _settle(call: _Call, prepare: Callable[[], None]) -> Callable[[], None]:
-    """Run it: what tells whoever waits for it what came, in the loop's thread."""
+    """Run the call. Gives a function for the loop's thread that sets its outcome."""
     try:
         prepare()
         return partial(_give, call.outcome, call.function())
-    except BaseException as error:  # whoever waits for the call raises it
+    except BaseException as error:  # awaiting the call raises it
         return partial(_fail, call.outcome, error)
     finally:
         del call
 
 
 def _give(outcome: asyncio.Future[Any], value: object) -> None:
-    if not outcome.done():  # nobody waits for it any more
+    if not outcome.done():  # it is, where its waiter was cancelled
         outcome.set_result(value)
 
 
@@ -355,7 +356,7 @@ def _prepare(threads: int, device: torch.device) -> None:
 
 
 def probe(device: torch.device) -> None:
-    """In the worker's thread: a moment's work, which raises what every other one would."""
+    """In the worker's thread: a tiny computation, which raises what every other one would."""
     float(torch.ones(2, device=device).sum())
     if device.type == "cuda":
         torch.cuda.synchronize(device)
