@@ -79,7 +79,7 @@ async def plan_model(context: Context, spec: ServingSpec, output: Output) -> boo
     """Show what serving a model would take on the swarm; whether it fits. Raises as `read_servable`."""
     from fusion.runtime.launch.prepare_serving import remarks
     from fusion.runtime.launch.servable import read_servable
-    from fusion.runtime.launch.serving_plan import plan_serving, with_what_is_there
+    from fusion.runtime.launch.serving_plan import plan_serving, with_stored_weights
 
     model = await asyncio.to_thread(read_servable, spec, output.status)
     for line in await asyncio.to_thread(remarks, spec.path, model):
@@ -89,7 +89,7 @@ async def plan_model(context: Context, spec: ServingSpec, output: Output) -> boo
     planned = await asyncio.to_thread(
         plan_serving, model, peers, links, spec.stages, output.status, context.home
     )
-    found = await with_what_is_there(context, planned)
+    found = await with_stored_weights(context, planned)
     output.emit({"event": "plan", **found.to_json()})
     serving_plan.show(found, output, {peer.peer: peer.name for peer in peers})
     return bool(found.stages)

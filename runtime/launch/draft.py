@@ -29,7 +29,7 @@ class PreparedDraft:
 
 
 def prepare_draft(draft: LanguageModel, model: LanguageModel, config: ServeConfig) -> PreparedDraft:
-    """JobError, in one line, for a draft that cannot guess for the model. Blocking, for seconds."""
+    """JobError, in one line, for a model that cannot be a draft of the other. Blocking, for seconds."""
     _check(draft, model)
     positions = draft.about.max_sequence
     try:
@@ -52,12 +52,12 @@ def prepare_draft(draft: LanguageModel, model: LanguageModel, config: ServeConfi
 
 
 def _check(draft: LanguageModel, model: LanguageModel) -> None:
-    ours, theirs = draft.about, model.about
-    if ours.vocabulary != theirs.vocabulary:
+    drafting, target = draft.about, model.about
+    if drafting.vocabulary != target.vocabulary:
         raise JobError(
-            f"draft: a model of the same vocabulary of {theirs.vocabulary} tokens, not of {ours.vocabulary}"
+            f"draft: a model of the same vocabulary of {target.vocabulary} tokens, not of {drafting.vocabulary}"
         )
-    if ours.byte_level != theirs.byte_level or _tokens(draft.tokenizer) != _tokens(model.tokenizer):
+    if drafting.byte_level != target.byte_level or _tokens(draft.tokenizer) != _tokens(model.tokenizer):
         raise JobError("draft: a model with the same tokenizer; these two give the same text other ids")
 
 

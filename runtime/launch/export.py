@@ -1,5 +1,5 @@
-"""A trained job as a directory: `model.safetensors` with the original names, loadable strictly into the original
-module, and beside it what makes the directory servable (`fusion.runtime.capture.sources`)."""
+"""Export of a trained job to a directory: `model.safetensors` with the original names, loadable strictly into the original
+module, and beside it the files that make the directory servable (`fusion.runtime.capture.sources`)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.errors import BlobError, SwarmError
 from fusion.swarm.transport import PeerId
 
-MOST_HOLDERS = 256  # who are asked for a blob that nobody announces
+MOST_HOLDERS = 256  # that are tried for a blob without a provider record
 EXPORT_TRIES, EXPORT_PAUSE_SECONDS = 5, 1.0
 
 
 async def export(context: Context, job: JobId, directory: Path, known: Known | None = None) -> int:
-    """Write the newest snapshot of a job into `directory`, which must be new or empty; returns the step it is of
-    (0: the initial weights). `known`: what we believe of it, if we have looked. Raises JobError, BlobError, OSError."""
+    """Write the newest snapshot of a job into `directory`, which must be new or empty; returns its step (0: the initial weights).
+    `known`: the job, if it was inspected already. Raises JobError, BlobError, OSError."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise JobError(f"{directory} is there already and is not an empty directory")
     belief = await look(context, job) if known is None else known.belief
@@ -57,8 +57,8 @@ async def export(context: Context, job: JobId, directory: Path, known: Known | N
 
 
 async def export_newest(context: Context, known: Known, directory: Path) -> int:
-    """As `export`, of a job that goes on. Peers drop a snapshot once there are newer ones: what we know of the job may be too old,
-    or become so while its shards are fetched."""
+    """As `export`, of a job that goes on. Tries again with the job's newest record, as peers drop a snapshot once there are newer
+    ones, perhaps while we fetch its shards."""
     for _ in range(EXPORT_TRIES - 1):
         try:
             return await export(context, known.record.job, directory, known)
@@ -71,16 +71,16 @@ async def export_newest(context: Context, known: Known, directory: Path) -> int:
 
 
 async def _perhaps_holders(context: Context, likely: Iterable[PeerId], manifest: Manifest) -> list[PeerId]:
-    """Whom to ask for the blobs of a job, likely holders first: where it has ended they lie where its stages ran, for a day, but
-    soon nobody announces them any more. A stage may have gone to any peer since the job was launched."""
+    """Peers that may hold the blobs of a job, likely ones first. After its end they stay for a day where its stages ran, but without
+    provider records; and a stage may have moved to any peer since the launch."""
     peers = [peer.peer for peer in await context.directory.peers() if peer.role == "peer"]
     proposed = (peer for peer in manifest.proposed if peer)
     return list(dict.fromkeys([*likely, *proposed, *peers]))[:MOST_HOLDERS]
 
 
 async def _written(directory: Path, files: Mapping[str, Path], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Once all is there; whoever is cancelled waits for that too: the writing would go on behind whoever removes the directory,
-    or end with the process, in the middle."""
+    """`_write` in a thread. A cancelled call waits for its end, too: otherwise it would go on after the caller removes the directory,
+    or be cut off by the end of the process."""
     writing = asyncio.ensure_future(asyncio.to_thread(_write, directory, files, tensors))
     try:
         await asyncio.shield(writing)
@@ -90,8 +90,8 @@ async def _written(directory: Path, files: Mapping[str, Path], tensors: Mapping[
 
 
 def _write(directory: Path, files: Mapping[str, Path], tensors: Mapping[str, torch.Tensor]) -> None:
-    """All of it, or where the disk is full nothing: half a model would be in the way of the next try. Raises OSError."""
-    there = directory.exists()
+    """All of it, or where the disk is full nothing: half a model would block the next attempt. Raises OSError."""
+    existed = directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     try:
         for name, path in files.items():
@@ -102,11 +102,11 @@ def _write(directory: Path, files: Mapping[str, Path], tensors: Mapping[str, tor
         for name in (*files, WEIGHTS_FILE):
             (directory / name).unlink(missing_ok=True)
         for folder in {(directory / name).parent for name in files} - {directory}:
-            with suppress(OSError):  # what lay in it before stays
+            with suppress(OSError):  # it has other files, which stay
                 folder.rmdir()
-        if not there:
+        if not existed:
             directory.rmdir()
-        # By itself it names the file that was copied, or none.
+        # The error itself names the file that was copied, or none.
         raise OSError(error.errno, error.strerror, str(directory)) from error
 
 

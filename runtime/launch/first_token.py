@@ -1,4 +1,4 @@
-"""A served model is ready once a token has gone around the ring."""
+"""The check that a served model works: one token through all of its stages."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ RETRY_SECONDS = 0.5
 @dataclass(frozen=True, kw_only=True)
 class FirstToken:
     token: int
-    seconds: float  # from the question to the answer
-    route: tuple[str, ...]  # the peers that it went through
+    seconds: float  # from the request to the answer
+    route: tuple[str, ...]  # the peers of its stages
 
 
 async def first_token(context: Context, prepared: Prepared, patience_seconds: float) -> FirstToken | None:
-    """Ask the model for one token after token 0, or of silence where it hears, through whoever has its first stage. None where we may not ask it. JobFailed
-    where none comes in so long; why, in one line."""
+    """Request one token of the model, after token 0 or, of an audio model, after silence, from the owner of its first stage, until
+    there is one. None where we are not admitted. JobFailed, with the last reason, after `patience_seconds`."""
     is_open = prepared.manifest.admission.kind == "open"
     grants = () if is_open else tuple(context.access.chain(prepared.job))
     source = prepared.manifest.serve.source if prepared.manifest.serve is not None else None
@@ -37,7 +37,7 @@ async def first_token(context: Context, prepared: Prepared, patience_seconds: fl
     if source is not None and source.channels:
         given = {"features": bytes(source.length * source.unit_bytes)}
     request = GenerateRequest(model=prepared.job, max_tokens=1, grants=grants, **given)
-    trouble = "no answer"
+    reason = "no answer"
     try:
         async with asyncio.timeout(patience_seconds):
             while True:
@@ -46,18 +46,18 @@ async def first_token(context: Context, prepared: Prepared, patience_seconds: fl
                     found = await _one(context, owner.peer, request)
                     if isinstance(found, FirstToken):
                         return found
-                    trouble = found
+                    reason = found
                 await asyncio.sleep(RETRY_SECONDS)
     except NotAdmitted:
         return None
     except TimeoutError:
         raise JobFailed(
-            f"the swarm holds {prepared.manifest.name}, and no token came around in {patience_seconds:.0f} s: {trouble}"
+            f"the swarm holds {prepared.manifest.name}, and no token came around in {patience_seconds:.0f} s: {reason}"
         ) from None
 
 
 async def _one(context: Context, owner: PeerId, request: GenerateRequest) -> FirstToken | str:
-    """What came of asking: a token, or why there is none, in one line. NotAdmitted where we may not ask."""
+    """A token, or the reason why there is none, in one line. NotAdmitted where we may not prompt the model."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     try:
@@ -72,5 +72,5 @@ async def _one(context: Context, owner: PeerId, request: GenerateRequest) -> Fir
 
 
 async def _first_owner(context: Context, job: JobId) -> ClaimRecord | None:
-    """Of those who claim the first stage the one whose claim counts."""
+    """The winner of the claims to the first stage."""
     return winner(await context.leases.claims_or_recent(job, 0))

@@ -18,7 +18,7 @@ from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId, call
 
 MARKS = 64
-ASKED_SECONDS = 2.0  # for which a peer may be silent when it is asked how far a stage is
+STATUS_SECONDS = 2.0  # for a peer to reply to `status`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +26,12 @@ class Waiting:
     """A stage that is not ready."""
 
     stage: int
-    owner: PeerId | None  # who has claimed it
-    loading: StageLoading | None = None  # as the owner says it, if it does
-    failed: tuple[PeerId, str] | None = None  # where it did not work out, and why, as that peer says it
+    owner: PeerId | None  # that has claimed it
+    loading: StageLoading | None = None  # as the owner reports it, if it does
+    failed: tuple[PeerId, str] | None = None  # the peer where it failed, and the reason that it reports
 
     def line(self, name: Callable[[str], str]) -> str:
-        """For people, who know a peer by its name."""
+        """For users, with peers by name."""
         if self.owner is None:
             line = f"stage {self.stage}: nobody has it yet"
             return line if self.failed is None else f"{line} ({name(self.failed[0])}: {self.failed[1]})"
@@ -46,17 +46,17 @@ class Held:
     claimed: int  # stages with a live owner
     ready: int  # stages that are loaded
     stages: int
-    copied: int  # blobs that another peer with a stage of the job holds too
+    copied: int  # blobs that another peer with a stage of the job holds as well
     blobs: int
     waiting: tuple[Waiting, ...] = ()  # the stages that are not ready
 
     @property
     def mark(self) -> tuple[object, ...]:
-        """How far that is, with what owners say of their stages in MARKS steps at most for each."""
-        told = ((each.stage, each.owner, each.loading) for each in self.waiting)
+        """Changes with each progress: of a stage's loading, in MARKS steps at most."""
+        stages = ((each.stage, each.owner, each.loading) for each in self.waiting)
         waiting = tuple(
             (stage, owner, loading and (loading.phase, MARKS * loading.bytes // max(1, loading.of_bytes)))
-            for stage, owner, loading in told
+            for stage, owner, loading in stages
         )
         return self.claimed, self.ready, self.copied, waiting
 
@@ -66,8 +66,8 @@ class Held:
 
 
 async def look_held(context: Context, prepared: Prepared) -> Held:
-    """As the directory and the owners of what is not ready say now. Anybody may claim a stage or say that he holds a blob: what
-    counts is the claims that count (`fusion.swarm.claims.tenure`), and blobs at those who make them. Raises SwarmError."""
+    """The state now, by the directory and by the owners of stages that are not ready. Any peer may publish claims and providers of
+    blobs: those count that win (`fusion.swarm.claims.tenure`), and blobs at their peers. Raises SwarmError."""
     claims = await context.leases.claims_of(prepared.job, range(prepared.manifest.stages))
     winners = [winner(found) for found in claims]
     owners = [owner for owner in winners if owner is not None]
@@ -77,31 +77,31 @@ async def look_held(context: Context, prepared: Prepared) -> Held:
         if owner is None or not owner.ready
     }
     proposed = prepared.manifest.proposed
-    asked = {stage: owner or PeerId(proposed[stage]) for stage, owner in late.items()}
-    said = await _statuses(context, set(asked.values()))
-    awaited = [digest for digest in prepared.blobs if digest not in _unasked(prepared)]
-    takers = {owner.peer for owner in owners}
-    if context.peer_id in takers:  # others come to hold what is for our own stage as they stand by for it
-        takers |= {claim.peer for found in claims for claim in found if stands_by(claim)}
-    takers.discard(context.peer_id)
+    loaders = {stage: owner or PeerId(proposed[stage]) for stage, owner in late.items()}
+    statuses = await _statuses(context, set(loaders.values()))
+    awaited = [digest for digest in prepared.blobs if digest not in _optional(prepared)]
+    holders = {owner.peer for owner in owners}
+    if context.peer_id in holders:  # our own stage's blobs are copied to its standbys
+        holders |= {claim.peer for found in claims for claim in found if stands_by(claim)}
+    holders.discard(context.peer_id)
     providers = await asyncio.gather(*(context.directory.providers(digest) for digest in awaited))
     return Held(
         claimed=len(owners),
         ready=sum(owner.ready for owner in owners),
         stages=len(claims),
-        copied=sum(any(provider.peer in takers for provider in found) for found in providers),
+        copied=sum(any(provider.peer in holders for provider in found) for found in providers),
         blobs=len(awaited),
         waiting=tuple(
-            _waiting((prepared.job, stage), owner, asked[stage], said.get(asked[stage], {}))
+            _waiting((prepared.job, stage), owner, loaders[stage], statuses.get(loaders[stage], {}))
             for stage, owner in late.items()
         ),
     )
 
 
-def _waiting(place: Place, owner: PeerId | None, asked: PeerId, said: Mapping[str, Any]) -> Waiting:
-    """`asked`: the owner, or who should have been it, that answers so."""
-    loading = (each for each in stages_loading(said) if (each.job, each.stage) == place)
-    failed = ((asked, each.reason) for each in stages_failed(said) if (each.job, each.stage) == place)
+def _waiting(place: Place, owner: PeerId | None, loader: PeerId, status: Mapping[str, Any]) -> Waiting:
+    """`status`: of `loader`, the owner or else the proposed one."""
+    loading = (each for each in stages_loading(status) if (each.job, each.stage) == place)
+    failed = ((loader, each.reason) for each in stages_failed(status) if (each.job, each.stage) == place)
     return Waiting(
         stage=place[1],
         owner=owner,
@@ -111,19 +111,19 @@ def _waiting(place: Place, owner: PeerId | None, asked: PeerId, said: Mapping[st
 
 
 async def _statuses(context: Context, peers: set[PeerId]) -> dict[PeerId, Mapping[str, Any]]:
-    """What each of the peers answers to `status`; nothing where it is silent, or is us."""
+    """The reply of each of the peers to `status`; empty where it does not reply, none of our own."""
 
-    async def ask(peer: PeerId) -> Mapping[str, Any]:
+    async def status(peer: PeerId) -> Mapping[str, Any]:
         with suppress(SwarmError, TimeoutError):
-            async with asyncio.timeout(ASKED_SECONDS):
+            async with asyncio.timeout(STATUS_SECONDS):
                 return (await call(context.transport, peer, STATUS.name, "status")).header
         return {}
 
     others = sorted(peer for peer in peers if peer and peer != context.peer_id)
-    return dict(zip(others, await asyncio.gather(*map(ask, others)), strict=True))
+    return dict(zip(others, await asyncio.gather(*map(status, others)), strict=True))
 
 
-def _unasked(prepared: Prepared) -> frozenset[Digest]:
-    """What owners of an older release do not fetch: how to chat with a served model. Others have it when they are ready."""
+def _optional(prepared: Prepared) -> frozenset[Digest]:
+    """Blobs that owners of an older release do not fetch: a served model's chat files. Others have them once they are ready."""
     manifest = prepared.manifest
     return frozenset(digest for _, digest in manifest.files) if manifest.serve is not None else frozenset()

@@ -44,13 +44,13 @@ __all__ = [
 NUDGE_SECONDS = 5.0
 LOOK_SECONDS = 0.5
 OFFER_SECONDS = 60.0
-INVITED_SECONDS = 90 * 86_400  # for which whoever is invited at launch may take part
+INVITED_SECONDS = 90 * 86_400  # for which peers that are invited at launch may take part
 
 
 async def launch(context: Context, prepared: Prepared) -> JobId:
-    """Offer the blobs, publish the job, nudge the proposed peers. Returns at once; see `wait_until_held`."""
+    """Offer the blobs, publish the job, nudge the proposed peers. Does not wait for them; see `wait_until_held`."""
     context.leases.know(prepared.manifest.law(prepared.job))
-    # Afterwards the blobs announce themselves; peers should not have to wait for their next turn.
+    # The store announces its blobs in turn, too, but peers should not wait for that.
     await asyncio.gather(*(_offer(context, digest) for digest in prepared.blobs))
     await _publish(context, prepared)
     await asyncio.gather(
@@ -66,9 +66,8 @@ async def launch(context: Context, prepared: Prepared) -> JobId:
 async def wait_until_held(
     context: Context, prepared: Prepared, *, on_change: Callable[[Held], None] = lambda held: None
 ) -> None:
-    """Until every stage is claimed and loaded and every blob lies on a peer other than us: the launcher may then
-    leave. Republishes the job meanwhile. Waits for ever, while nobody can be reached too; put a deadline around it. JobFailed if the
-    job failed."""
+    """Until every stage is claimed and loaded and every blob lies on a peer other than us: the launcher may then leave. Republishes
+    the job meanwhile. Waits for ever, also while no peer can be reached: put a deadline around it. JobFailed if the job failed."""
     last: Held | None = None
     published = asyncio.get_running_loop().time()
     while True:
@@ -85,7 +84,9 @@ async def wait_until_held(
                 published = now
         except DaemonDied:
             raise
-        except TransportError as error:  # our own link may be down for a while, and we alone have the blobs
+        except (
+            TransportError
+        ) as error:  # our own link may be down for a while, and no other peer has the blobs
             log.debug("the swarm cannot be reached: %s", error)
         await asyncio.sleep(LOOK_SECONDS)
 
@@ -115,9 +116,9 @@ async def _publish(context: Context, prepared: Prepared) -> None:
         snapshot_step=-1,
         author=context.peer_id,
     )
-    # The key that the manifest names says so, whoever publishes it.
-    said = statement_of(record, prepared.author.peer_id, manifest.launched_at)
-    proof = (seal_statement(said, prepared.author.sign),)
+    # Signed with the key that the manifest names: the record itself has that of this process.
+    statement = statement_of(record, prepared.author.peer_id, manifest.launched_at)
+    proof = (seal_statement(statement, prepared.author.sign),)
     await context.directory.publish(replace(record, proof=proof))
 
 
@@ -128,7 +129,7 @@ async def _offer(context: Context, digest: Digest) -> None:
 
 
 def _grants(prepared: Prepared, peer: PeerId) -> list[bytes]:
-    """What an invited peer gets to take part."""
+    """For an invited peer, its grant."""
     if peer not in prepared.invited:
         return []
     since = prepared.manifest.launched_at

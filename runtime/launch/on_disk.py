@@ -1,4 +1,4 @@
-"""Which peers have which blobs on their disks: they are asked, and who does not say has none."""
+"""Which peers have which blobs on their disks, by a request to each; a peer that does not reply counts as having none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusion.swarm.errors import SwarmError
 from fusion.swarm.protocol import BLOB
 from fusion.swarm.transport import PeerId, call
 
-ASKED_SECONDS = 10.0  # for which a peer may be silent
+REPLY_SECONDS = 10.0  # for a peer to reply
 
 
 async def on_disk(context: Context, places: Sequence[tuple[PeerId, Digest]]) -> list[bool]:
@@ -24,7 +24,7 @@ async def _has(context: Context, peer: PeerId, digest: Digest) -> bool:
     if peer == context.peer_id:
         return context.blobs.has(digest)
     with suppress(SwarmError, TimeoutError):
-        async with asyncio.timeout(ASKED_SECONDS):
+        async with asyncio.timeout(REPLY_SECONDS):
             await call(context.transport, peer, BLOB.name, "index", {"digest": digest})
             return True
     return False

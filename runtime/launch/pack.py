@@ -30,7 +30,8 @@ def pack_data(
     report: ReportLine,
     note: ReportLine,
 ) -> DataConfig:
-    """Texts for a language model, one behind the other; `note` gets a line on what of them is not trained on. JobError where they do not make one sample of `sequence` tokens."""
+    """Concatenated texts for a language model; `note` gets lines on text that is not trained on. JobError where they do not make one
+    sample of `sequence` tokens."""
     rows = (
         _pack_files(data, tokenizer, vocabulary, note)
         if isinstance(data, DataSpec)
@@ -56,11 +57,11 @@ def _pack_files(data: DataSpec, tokenizer: Tokenizer | None, vocabulary: int, no
         odd = list[Path]()
         row = pack_text(files, tokenizer, limit_bytes, vocabulary, odd.append)
         if odd:
-            said = f"{odd[0]} is" if len(odd) == 1 else f"{odd[0]} and {len(odd) - 1} more are"
-            note(f"{said} not in UTF-8: U+FFFD stands for what cannot be read")
-        there = sum(file.stat().st_size for file in files)
-        if there > limit_bytes:
-            note(f"read {limit_bytes:,} of {there:,} bytes of {what} (data.limit_bytes)")
+            named = f"{odd[0]} is" if len(odd) == 1 else f"{odd[0]} and {len(odd) - 1} more are"
+            note(f"{named} not in UTF-8: U+FFFD stands for what cannot be read")
+        total = sum(file.stat().st_size for file in files)
+        if total > limit_bytes:
+            note(f"read {limit_bytes:,} of {total:,} bytes of {what} (data.limit_bytes)")
         return row
 
     train = read(data.files, data.limit_bytes - held_out_limit, "text")

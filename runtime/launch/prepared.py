@@ -1,4 +1,4 @@
-"""A job that is ready to be handed to the swarm."""
+"""A job that is ready to be launched."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Prepared:
     blobs: tuple[Digest, ...]  # everything that peers will fetch, the manifest included
     predicted_seconds: float  # a step, or a token, by the placement's model; 0: not known
     parameters: int
-    invited: tuple[PeerId, ...] = ()  # who gets a grant when the job is launched
+    invited: tuple[PeerId, ...] = ()  # that get a grant when the job is launched
     plan: Plan | None = None  # of a training job that was placed here: what launching it will set going
     stage_count: StageChoice | None = None  # of a model to serve: over how many peers, and why
 
 
 def expected_seconds(placed: Placed) -> float:
-    """Of a step or a token for whoever waits, as the placement has it; of training, snapshots take their share."""
+    """Of a step or a token on the wall clock, by the placement's model; of a step, with its share of snapshots."""
     config, seconds = placed.config, placed.predicted_seconds
     if not isinstance(config, TrainConfig):
         return seconds

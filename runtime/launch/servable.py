@@ -23,8 +23,8 @@ from fusion.runtime.placing.placed_before import PlacementsBefore, as_before
 from fusion.runtime.placing.placed_job import Placed
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
 
-SAMPLES_AT_ONCE = 64  # that a model takes which answers in one run: its stages have memory for so many
-TOKENS_AT_ONCE = 16384  # of all texts that one takes which makes vectors of them, if one text is not longer
+SAMPLES_AT_ONCE = 64  # of a batch of a model that answers in one run: its stages have memory for so many
+TOKENS_AT_ONCE = 16384  # of a batch of a model that embeds texts, if one text is not longer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class Servable:
         stages: int | None,
         home: Path | None = None,
     ) -> tuple[Graph, Placed]:
-        """On as few of the peers as pay, or where `home` says that it was the last time, if that is nearly as good. With the graph,
-        which has layers of experts in parts where they would fit nobody. PlacementError where nobody can hold it."""
+        """The graph and its placement on as few of the peers as pay, or as the last time, by `home`, if that is nearly as good. The
+        graph has its layers of experts in groups where whole ones fit no peer. PlacementError where it fits no peers."""
         beside = self.beside_bytes
         graph, found = place_model(beside, self.graph, self.config, peers, links, stages)
         last = None if home is None else PlacementsBefore(home).of(graph)
@@ -93,7 +93,7 @@ def read_servable(spec: ServingSpec, report: Callable[[str], None]) -> Servable:
         cache=cache,
         max_sequence=about.max_sequence,
         vocabulary=about.vocabulary,
-        # Configurations keep ids of the model that they were written for; those that this one cannot say end nothing.
+        # A configuration may keep ids of the model that it was written for: those outside this vocabulary are dropped.
         end_tokens=tuple(token for token in about.end_tokens if 0 <= token < about.vocabulary),
         source=model.source,
     )
@@ -107,7 +107,7 @@ def read_servable(spec: ServingSpec, report: Callable[[str], None]) -> Servable:
 def _decoding_graph(
     spec: ServingSpec, model: sources.LanguageModel, report: Callable[[str], None]
 ) -> tuple[Graph, Literal["kv", "recompute"]]:
-    """The graph that makes a token after the other, and what it keeps of those before."""
+    """The graph of one decoding step, and whether it has a KV cache."""
     source = model.source
     try:
         graph = serving_graph(
@@ -141,7 +141,7 @@ def _of_context(model: sources.LanguageModel, tokens: int) -> sources.LanguageMo
 
 
 def _one_run(spec: ServingSpec, model: sources.LanguageModel) -> Servable:
-    """A model that generates nothing: its graph is served as it is."""
+    """A model that does not generate: its graph is served as it is."""
     path = spec.path
     for option, value in (("--draft", spec.draft), ("--quantization", spec.quantization)):
         if value is not None:

@@ -1,7 +1,7 @@
-"""A training job's newest snapshot, served while the job goes on, and each newer one in its place.
+"""Serves a training job's newest snapshot while the job goes on, and replaces it with each newer one.
 
-Peers that hold a model are told of the next one under the same name; the one before ends once gateways mean the newer one and
-answers under way have had a while.
+Each is a serving job of its own under the same name; the previous one is stopped DRAIN_SECONDS after the newer one is held, when
+gateways resolve the name to the newer one and most answers under way have ended.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from fusion.swarm.authority.belief import Belief
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import SwarmError
 
-DRAIN_SECONDS = 60.0  # for which answers of the model before may go on
+DRAIN_SECONDS = 60.0  # for which answers of the previous model may go on
 LAST_TRIES, LAST_PAUSE_SECONDS = 4, 30.0  # at the last snapshot of a job that is over
-SILENCE_SECONDS = 120.0  # without a word on the job
+SILENCE_SECONDS = 120.0  # without a record of the job
 
 
 @dataclass(frozen=True, kw_only=True)
 class Callbacks:
-    """What the command does: `hand_over` gives the model in a directory, the snapshot of a step, to the swarm until that holds
-    it; `stop` ends a job; `status` and `note` say how it goes, `replaced` which job has ended."""
+    """Of the command: `hand_over` launches the model in a directory, the snapshot of a step, and waits until the swarm holds it;
+    `stop` ends a job; `status` and `note` take lines for the user, `replaced` the job that has ended."""
 
     hand_over: Callable[[Path, int], Awaitable[Prepared]]
     stop: Callable[[JobRecord], Awaitable[object]]
@@ -44,15 +44,15 @@ class Callbacks:
 async def serve_snapshots(
     context: Context, known: Known, callbacks: Callbacks, *, once: bool = False
 ) -> None:
-    """Until the job is over and its last snapshot served; `once`: until one is. The store of `context` keeps what is served
-    and nothing else. ValueError where there is no snapshot and will be none; SwarmError, JobFailed, PlacementError where the
-    first cannot be served, or nobody speaks for the job any more; JobFailed where the last cannot be, after a few tries."""
+    """Until the job is over and its last snapshot served; `once`: until one is. The store of `context` keeps what is served and
+    nothing else. ValueError where there is no snapshot and will be none; SwarmError, JobFailed, PlacementError where the first
+    cannot be served, or there is no record of the job for SILENCE_SECONDS; JobFailed where the last cannot be, after LAST_TRIES."""
     name, clock = known.record.name, context.clock.monotonic
     served: int | None = None
-    tried: int | None = None  # what could not be served in its place
+    tried: int | None = None  # the snapshot that could not replace it
     failures = 0  # since the job is over
     before: Prepared | None = None
-    rested_at, heard_at = 0.0, clock()
+    rested_at, seen_at = 0.0, clock()
     while True:
         record = known.record
         newest = None if record.snapshot is None else record.snapshot_step
@@ -60,10 +60,10 @@ async def serve_snapshots(
         match turn(seen, served, clock(), rested_at, tried=tried):
             case "serve":
                 began = clock()
-                step, made = await _serve(context, known, callbacks, before)
+                step, after = await _serve(context, known, callbacks, before)
                 rested_at = rest_until(began, clock())
-                if made is not before:
-                    served, before = step, made
+                if after is not before:
+                    served, before = step, after
                 elif not seen.over:
                     tried = step
                 else:
@@ -85,14 +85,14 @@ async def serve_snapshots(
                 waits = "the first snapshot" if served is None else f"a snapshot after step {served}"
                 callbacks.status(f"waiting for {waits} of {name}; Ctrl-C ends that, and what is served stays")
                 await asyncio.sleep(LOOK_SECONDS)
-        if (belief := await _looked(context, known)) is not None:
-            known, heard_at = replace(known, belief=belief), clock()
-        elif clock() - heard_at > SILENCE_SECONDS:
+        if (belief := await _read(context, known)) is not None:
+            known, seen_at = replace(known, belief=belief), clock()
+        elif clock() - seen_at > SILENCE_SECONDS:
             raise SwarmError(f"nobody speaks for the job {name} any more")
 
 
-async def _looked(context: Context, known: Known) -> Belief | None:
-    """What to believe of the job now; None where nobody can tell for the moment."""
+async def _read(context: Context, known: Known) -> Belief | None:
+    """What to believe of the job now; None where there is no record, or the directory cannot be read."""
     try:
         return await look(context, known.record.job, manifest=known.manifest)
     except SwarmError:
@@ -102,14 +102,14 @@ async def _looked(context: Context, known: Known) -> Belief | None:
 async def _serve(
     context: Context, known: Known, callbacks: Callbacks, before: Prepared | None
 ) -> tuple[int, Prepared]:
-    """Serve the newest snapshot in the place of `before`, which stays where that cannot be: the step that was tried, and what
-    is served now."""
+    """Replace `before` with the newest snapshot, or keep it where that fails. Gives the step that was tried, and the job that is
+    served now."""
     step = known.record.snapshot_step
     try:
         with tempfile.TemporaryDirectory(prefix="fusion-serve-") as folder:
             callbacks.status(f"fetching the newest snapshot of {known.record.name}")
             step = await export_newest(context, known, Path(folder) / "model")
-            made = await callbacks.hand_over(Path(folder) / "model", step)
+            after = await callbacks.hand_over(Path(folder) / "model", step)
     except (PlacementError, JobError, JobFailed, SwarmError, OSError) as error:  # a full disk, for one
         if before is None:
             raise
@@ -118,12 +118,12 @@ async def _serve(
         return step, before
     if before is not None:
         await _end(context, before, callbacks)
-    await _keep_only(context, made)
-    return step, made
+    await _keep_only(context, after)
+    return step, after
 
 
 async def _keep_only(context: Context, served: Prepared) -> None:
-    """The store is for what is served: whatever else is there would add up, snapshot after snapshot."""
+    """Delete all other blobs from the store, which would fill up snapshot by snapshot."""
     store = context.blobs.store
     for digest in set(store.held()) - {*served.blobs}:
         await asyncio.to_thread(store.delete, digest)

@@ -1,4 +1,4 @@
-"""What it would take to serve a model on the peers that there are: said before anything starts."""
+"""What it would take to serve a model on the peers of the swarm; starts nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusion.runtime.placing.stage_memory import kept_bytes, least_memory, model_
 from fusion.swarm.directory.records import Digest, LinkRecord, PeerRecord
 from fusion.swarm.transport import PeerId
 
-MOST_STAGES = 6  # over how many peers is looked at, where it does not fit
+MOST_STAGES = 6  # that are tried, where it does not fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,8 @@ def plan_serving(
     report: Callable[[str], None],
     home: Path | None = None,
 ) -> ServingPlan:
-    """`home`: see `prepare_serving`. Blocking: the weights are read, to tell by their hashes who has them. Raises JobError, and PlacementError where it would
-    not be a matter of memory."""
+    """`home`: see `prepare_serving`. Blocking: the weights are read and hashed, to find out which peers have them. Raises JobError,
+    and PlacementError for other reasons than a lack of memory."""
     whole = ServingPlan(
         dtype=found.model.dtype,
         cache=found.config.cache,
@@ -116,8 +116,8 @@ def plan_serving(
     )
 
 
-async def with_what_is_there(context: Context, plan: ServingPlan) -> ServingPlan:
-    """With what its peers and our own store have of the weights."""
+async def with_stored_weights(context: Context, plan: ServingPlan) -> ServingPlan:
+    """The plan with the weights that its peers and our own store have already."""
     has = await on_disk(context, [(stage.peer, stage.weights) for stage in plan.stages])
     stages = [replace(stage, on_disk=found) for stage, found in zip(plan.stages, has, strict=True)]
     here = sum(stage.weights_bytes for stage in stages if context.blobs.has(stage.weights))

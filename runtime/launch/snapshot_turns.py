@@ -1,7 +1,7 @@
 """A training job whose newest snapshot is served while it goes on: which of them, and when. Pure.
 
-To hand a model over costs bandwidth and, until the one before it is gone, twice the memory. So it takes at most a share of the
-time, however often the job takes snapshots: those between are left out.
+Each replacement costs bandwidth and, until the previous model has stopped, twice the memory. So replacements take at most a share of
+the time, however often the job takes snapshots: those between are skipped.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-LOOK_SECONDS = 5.0  # between two looks at the job
-REST = 4.0  # times as long as the last handing over took, nothing newer is handed over
+LOOK_SECONDS = 5.0  # between two reads of the job's record
+REST = 4.0  # pause after a replacement, in times of its duration
 
 Turn = Literal["serve", "wait", "end"]
 
@@ -24,9 +24,9 @@ class Seen:
 
 
 def turn(seen: Seen, served: int | None, now: float, rested_at: float, *, tried: int | None = None) -> Turn:
-    """`served`: the step of the snapshot that is served, None while none is; `rested_at`: when the next may follow; `tried`: the
-    step of the last one that could not be served, which is left out while the job goes on. The last snapshot of a job that is
-    over is always served, without waiting."""
+    """What to do now. `served`: the step of the snapshot that is served, None while none is; `rested_at`: when the next may follow;
+    `tried`: the step of the last one that could not be served, which is skipped while the job goes on. The last snapshot of a
+    job that is over is always served, without waiting."""
     newest = seen.snapshot_step
     if newest is None or (served is not None and newest <= served):
         return "end" if seen.over else "wait"

@@ -57,7 +57,7 @@ def _language_job(spec: JobSpec, store: BlobStore, report: ReportLine, note: Rep
     if isinstance(spec.model, HuggingFaceConfig):
         model = sources.huggingface(spec.model, training=True, seed=spec.train.seed)
         tokenizer = tokenizer or read_tokenizer(model.tokenizer)
-        # Whoever asks what was trained has to write as its data were read, whatever else lies beside the model.
+        # Prompts of the trained model must be tokenized as its data were, whatever tokenizer lies beside the model.
         about = replace(model.about, byte_level=tokenizer is None)
         model = replace(model, about=about, tokenizer=spec.data.tokenizer or model.tokenizer)
     else:
@@ -120,6 +120,6 @@ def _python_job(spec: JobSpec, store: BlobStore, report: ReportLine, note: Repor
 
 
 def _evaluated(train: TrainSpec, samples: int) -> int:
-    """Microbatches of an evaluation, of so many samples held out."""
-    asked = train.evaluate_batches
-    return even_batches(samples, train.microbatch_size, asked) if samples else asked
+    """Microbatches of an evaluation, of so many held-out samples."""
+    most = train.evaluate_batches
+    return even_batches(samples, train.microbatch_size, most) if samples else most

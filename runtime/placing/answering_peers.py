@@ -1,5 +1,5 @@
-"""On whom jobs are placed: peers that answer. Anybody may list peers that there are not, by the thousand and with more memory than
-all others have; what is cut for one of them nobody else could hold."""
+"""The peers that jobs are placed on: those that answer. Anybody may publish records of peers that do not exist, by the thousand and
+with more memory than all others; no other peer could hold a stage that is cut for one of them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import PeerId, call
 
-ASKED = 256  # peers, whether they are there; as many as a job is placed on
-ASKED_AT_ONCE = 64
-ANSWERS_SECONDS = 10.0  # for all of them; a loaded machine may take seconds to take a stream
+PROBED = 256  # peers; as many as a job is placed on
+PROBED_AT_ONCE = 64
+ANSWERS_SECONDS = 10.0  # for all of them; a loaded machine may take seconds to accept a stream
 
 
 async def answering_peers(
@@ -27,22 +27,22 @@ async def answering_peers(
     """Of the `listed` peers those that answer, and those `wanted` (ids or names); all of them where none answers."""
     directory = context.directory
     near = frozenset(directory.neighbours()) if isinstance(directory, Neighbourhood) else frozenset()
-    turns, there = asyncio.Semaphore(ASKED_AT_ONCE), set[PeerId]()
+    slots, answered = asyncio.Semaphore(PROBED_AT_ONCE), set[PeerId]()
 
-    async def ask(peer: PeerId) -> None:
-        async with turns:
+    async def probe(peer: PeerId) -> None:
+        async with slots:
             with suppress(SwarmError):
                 await call(context.transport, peer, STATUS.name, "status")
-                there.add(peer)
+                answered.add(peer)
 
-    # Those first whom we have met on our way in: among thousands that are only listed they would hardly be found.
+    # Neighbours in the DHT first: among thousands of false records a random sample would hardly contain them.
     order = sorted(random.sample(listed, len(listed)), key=lambda record: record.peer not in near)
-    asking = [asyncio.create_task(ask(record.peer)) for record in order[:ASKED]]
+    probes = [asyncio.create_task(probe(record.peer)) for record in order[:PROBED]]
     try:
-        if asking:
-            await asyncio.wait(asking, timeout=ANSWERS_SECONDS)
+        if probes:
+            await asyncio.wait(probes, timeout=ANSWERS_SECONDS)
     finally:
-        await cancel_all(asking)
+        await cancel_all(probes)
     named = set(wanted)
-    found = (record for record in listed if record.peer in there or {record.peer, record.name} & named)
+    found = (record for record in listed if record.peer in answered or {record.peer, record.name} & named)
     return tuple(found) or tuple(listed)

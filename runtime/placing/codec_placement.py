@@ -1,9 +1,9 @@
-"""A training job's placement together with the codecs of its edges, since each depends on the other: what crosses a slow
-link costs what its codec leaves of it, and which links are slow depends on who works for whom.
+"""A training job's placement together with the codecs of its edges, since each depends on the other: the cost of an edge over a
+slow link depends on its codec, and which edges cross slow links depends on the placement.
 
-The job is placed as if everything went dense, and as if everything went with the gentlest and with the strongest codec
-that it allows; codecs are chosen for each of these placements, and the one whose simulated step is shortest is taken.
-For each, the gentlest choice that is nearly as fast as any.
+The job is placed as if all edges were dense, and as if all had the gentlest and the strongest codec that it allows; codecs are
+chosen for each of these placements, the gentlest that are nearly as fast as any, and the placement with the shortest simulated
+step is taken.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from fusion.runtime.placing.codec_choice import (
     ties_of,
 )
 
-_ELEMENTS = 1 << 18  # of the tensor that stands for all: bytes per element hardly depend on it
+_ELEMENTS = 1 << 18  # of a typical tensor: bytes per element hardly depend on it
 _ITEMSIZE = 4
-_DEEPEST = 8  # times as many microbatches under way as there are stages
-_DEEPER = 0.01  # for a smaller share of the step no more memory is taken
+_DEEPEST = 8  # microbatches in flight for each stage ahead, at most
+_DEEPER = 0.01  # share of the step that a deeper pipeline must save
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,29 +57,29 @@ def place_with_codecs(
     speeds: Mapping[str, CodecSpeed],
     memory: MemoryConfig,
     *,
-    asked: Schedule,
+    requested: Schedule,
     stages: int | None = None,
     scheduler: Scheduler = "op-fence",
 ) -> CodecPlacement:
-    """`sizes` are those of one microbatch, `speeds` those of codecs, `asked` the schedule of the job's file. Every
-    stage fits its owner as it is launched. Raises PlacementError."""
+    """`sizes` are those of one microbatch, `speeds` those of codecs, `requested` the schedule of the job's file. Every stage fits
+    its owner. Raises PlacementError."""
     lay = partial(pipeline, graph, network=network, sizes=sizes, memory=memory)
     found: dict[tuple[tuple[int, ...], tuple[str, ...]], tuple[float, CodecPlacement]] = {}
     for wire in _assumed(compression, speeds):
         placed = place(
             graph, network, sizes, microbatches, stages=stages, scheduler=scheduler, wire=wire, memory=memory,
-            gpipe=asked == "gpipe",
+            gpipe=requested == "gpipe",
         )  # fmt: skip
         if (placed.cuts, placed.owners) not in found:
-            runs = as_launched(placed, asked, lambda runs: _fits(lay(runs)))
+            runs = as_launched(placed, requested, lambda runs: _fits(lay(runs)))
             found[placed.cuts, placed.owners] = _wired(graph, network, sizes, runs, compression, speeds, lay)
     return min(found.values(), key=lambda item: item[0])[1]
 
 
-def as_launched(found: Placement, asked: Schedule, fits: Callable[[Placement], bool]) -> Placement:
-    """With the schedule that a job takes where memory permits: GPipe if its file says so, else what was found, and no
-    fewer microbatches in flight than by default, since real stages do not keep time as predicted ones do."""
-    if asked == "gpipe":
+def as_launched(found: Placement, requested: Schedule, fits: Callable[[Placement], bool]) -> Placement:
+    """With the schedule of the job: GPipe if its file requests it, else that of the placement, with the default number of
+    microbatches in flight at least, where memory permits, since real stages are less regular than predicted ones."""
+    if requested == "gpipe":
         return replace(found, schedule="gpipe")
     runs = replace(found, depth=max(found.depth, TrainConfig.depth))
     while runs.depth > found.depth and not fits(runs):
@@ -88,7 +88,7 @@ def as_launched(found: Placement, asked: Schedule, fits: Callable[[Placement], b
 
 
 def codec_families(compression: CompressionConfig) -> tuple[str, ...]:
-    """Those whose speed choosing codecs for the job asks for."""
+    """Those whose speeds are needed to choose the job's codecs."""
     match compression.kind:
         case "none":
             return ()
@@ -115,19 +115,19 @@ def _wired(
     busiest = max(stage.forward_seconds + stage.backward_seconds for stage in dense.stages)
 
     @lru_cache(maxsize=2)
-    def played(codecs: EdgeCodecs, depth: int) -> Trace:
+    def traced(codecs: EdgeCodecs, depth: int) -> Trace:
         costs = codec_costs(codecs, edges, sizes, speeds, compression.reuse_mask)
         return simulate(lay(replace(runs, depth=depth), edge_costs=costs))
 
     first = runs.depth
 
     def simulated(codecs: EdgeCodecs, depth: int = first) -> float:
-        return played(codecs, depth).step_seconds
+        return traced(codecs, depth).step_seconds
 
     traffic = StageTraffic(edges=edges, ties=ties, sizes=sizes, owners=runs.owners, network=network)
     codecs = fastest_codecs(traffic, compression, speeds, busiest, simulated)
     seconds = simulated(codecs)
-    # With less to send latency weighs more, and more microbatches under way hide it.
+    # With fewer bytes latency weighs more, and more microbatches in flight hide it.
     for depth in range(runs.depth + 1, _DEEPEST + 1):
         deep = replace(runs, depth=depth)
         if runs.schedule != "1f1b" or not _fits(lay(deep)):
@@ -136,7 +136,7 @@ def _wired(
         if took < seconds * (1 - _DEEPER):
             runs, seconds = deep, took
     costs = codec_costs(codecs, edges, sizes, speeds, compression.reuse_mask)
-    trace = played(codecs, runs.depth)
+    trace = traced(codecs, runs.depth)
     return seconds, CodecPlacement(placement=runs, codecs=codecs, costs=costs, trace=trace)
 
 
@@ -149,7 +149,7 @@ def _fits(pipe: Pipeline) -> bool:
 
 
 def _assumed(compression: CompressionConfig, speeds: Mapping[str, CodecSpeed]) -> list[CodecCost | None]:
-    """What every floating value is taken to cost, one placement for each; None is dense."""
+    """The assumed codec of all floating-point edges, one placement for each; None is dense."""
     match compression.kind:
         case "none":
             return [None]

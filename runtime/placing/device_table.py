@@ -20,7 +20,7 @@ _OFFERED = 6  # names in a message
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRow:
-    """TFLOPS are peaks, without sparsity. `memory` None: a CPU, whose machine says how much it has."""
+    """TFLOPS are peaks, without sparsity. `memory` None: a CPU, whose memory is that of its machine."""
 
     float32_tflops: float
     bfloat16_tflops: float | None = None
@@ -49,7 +49,7 @@ class DeviceRow:
             parse_size(self.memory, "memory")
 
     def peak_flops_per_second(self, precision: Precision = "float32") -> float:
-        """A dtype that its matrix units do not have brings it nothing: it counts as float32."""
+        """That of float32 for a dtype that its matrix units do not have."""
         fast = {"bf16": self.bfloat16_tflops, "fp16": self.float16_tflops}.get(precision)
         return 1e12 * (fast or self.float32_tflops)
 
@@ -62,11 +62,11 @@ def device_table() -> Mapping[str, DeviceRow]:
 
 
 def device_row(name: str) -> DeviceRow:
-    """The row of a device by its name. JobError says which names there are."""
+    """The row of a device by its name. JobError names similar devices."""
     table = device_table()
     if name in table:
         return table[name]
-    words = [word for word in name.lower().replace("_", "-").split("-") if word]
-    alike = [known for known in table if any(word in known.split("-") for word in words)]
+    parts = [part for part in name.lower().replace("_", "-").split("-") if part]
+    alike = [known for known in table if any(part in known.split("-") for part in parts)]
     offered = ", ".join((alike or list(table))[:_OFFERED])
     raise JobError(f"device: {name!r:.60} is not in the table of devices (for example: {offered})")

@@ -1,4 +1,4 @@
-"""The swarm as placement sees it: what its records say of links, and a guess where they say nothing."""
+"""The swarm as placement sees it: the links of its records, and guesses for all others."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fusion.swarm.links.packet_trains import FAST
 from fusion.swarm.links.view import LinkView, PairLink
 from fusion.swarm.transport import PeerId
 
-# Of the cores of a machine, of sender and reader together, through both daemons: as seen between peers of one machine that train,
-# twice what a message costs where nothing else has filled the caches.
+# Of the cores of a machine, of sender and reader together, through both daemons: measured between training peers of one machine,
+# twice what a message costs with warm caches.
 MESSAGE_SECONDS, BYTE_SECONDS = 1e-3, 2e-8
 
 
@@ -32,8 +32,8 @@ class KnownNetwork:
 
 
 def known_network(peers: Sequence[PeerRecord], view: LinkView) -> KnownNetwork:
-    """Of every ordered pair what was measured; else what coordinates, uplinks and downlinks come to; else a guess from
-    addresses. A line of which nothing is known has no limit. Who came last is the last of the devices."""
+    """Of every ordered pair what was measured; else an estimate from coordinates, uplinks and downlinks; else a guess from addresses.
+    A line that was not measured has no limit. Devices are in the order in which their peers started."""
     peers = sorted(peers, key=lambda peer: (peer.started_at, peer.peer))
     best_out, best_in = _best(view)
     machines = machines_of(peers)
@@ -53,8 +53,8 @@ def known_network(peers: Sequence[PeerRecord], view: LinkView) -> KnownNetwork:
 
 
 class _KnownLinks(Mapping[tuple[str, str], Link]):
-    """Every ordered pair of `peers`, worked out when it is asked for: anybody may list thousands of peers, and placement looks
-    at the links of a shortlist."""
+    """Every ordered pair of `peers`, computed on access: anybody may publish thousands of peers, and placement reads the links of a
+    shortlist only."""
 
     def __init__(self, peers: Sequence[PeerRecord], view: LinkView) -> None:
         self._peers = frozenset(peer.peer for peer in peers)
@@ -82,7 +82,7 @@ class _KnownLinks(Mapping[tuple[str, str], Link]):
 def _speeds(peer: PeerRecord) -> Speeds | None:
     try:
         return Speeds.of(peer.speeds)
-    except ValueError:  # an older release says nothing
+    except ValueError:  # an older release announces none
         return None
 
 
@@ -103,8 +103,7 @@ def _link(known: PairLink, guess: Link) -> Link:
 
 
 def _line(seen: float | None, best_pair: float) -> float:
-    """A line carries what one of its links was measured to carry, whatever its owner says; and more, where nobody looks
-    closer."""
+    """The rate of a peer's line: at least that of its fastest measured link, whatever it announces; without limit from FAST on."""
     rate = inf if seen is None else max(seen, best_pair)
     return inf if rate >= FAST else rate
 

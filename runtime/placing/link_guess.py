@@ -1,5 +1,5 @@
-"""What addresses alone tell of two peers: whether they are one machine, and what a link between them is probably like, until
-somebody has measured it."""
+"""Guesses from the addresses of two peers: whether they run on one machine, and the latency and rate of a link between them that was
+not measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def link_guess(peers: Sequence[PeerRecord]) -> Callable[[str, str], Link]:
     private = {name: frozenset(_network(a) for a in found if a.is_private) for name, found in beyond.items()}
 
     def guess(one: str, two: str) -> Link:
-        # Nothing but loopback is announced where nothing else can be reached.
+        # Peers announce only loopback where they can be reached only there.
         if not beyond[one].isdisjoint(beyond[two]) or not (beyond[one] or beyond[two]):
             return SAME_MACHINE
         return UNKNOWN_LINK if private[one].isdisjoint(private[two]) else SAME_NETWORK
@@ -28,7 +28,7 @@ def link_guess(peers: Sequence[PeerRecord]) -> Callable[[str, str], Link]:
 
 
 def machines_of(peers: Sequence[PeerRecord]) -> dict[str, str]:
-    """By peer, a name that those have in common who announce the same addresses, which is who runs on one machine."""
+    """By peer, a name of its machine: peers that announce the same addresses have the same."""
     found: dict[str, str] = {}
     for peer in peers:
         addresses = _addresses(peer)

@@ -41,7 +41,7 @@ def plan_graph(graph: Graph, spec: JobSpec, swarm: SwarmFile, scheduler: Schedul
         spec.compression,
         REFERENCE,
         memory,
-        asked=train.schedule,
+        requested=train.schedule,
         stages=spec.placement.stages,
         scheduler=scheduler,
     )

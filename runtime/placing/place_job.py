@@ -15,7 +15,7 @@ from fusion.runtime.job.stage_graphs import MAX_STAGE_NODES, Config, longest_cal
 from fusion.runtime.placing.codec_placement import codec_families, place_with_codecs
 from fusion.runtime.placing.known_network import KnownNetwork, known_network
 from fusion.runtime.placing.place_serving import place_serving
-from fusion.runtime.placing.placed_job import Placed, able, as_asked
+from fusion.runtime.placing.placed_job import Placed, able, as_requested
 from fusion.runtime.placing.plan import planned
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.links.view import link_view
@@ -101,12 +101,12 @@ def _training(
         config.compression,
         measure_families(codec_families(config.compression)),
         memory,
-        asked=config.schedule,
+        requested=config.schedule,
         stages=stages,
     )
     runs = found.placement
     config = replace(config, schedule=runs.schedule, depth=runs.depth, codecs=found.codecs)
-    placed = as_asked(graph, config, runs.cuts, tuple(map(PeerId, runs.owners)), peers)
+    placed = as_requested(graph, config, runs.cuts, tuple(map(PeerId, runs.owners)), peers)
     plan = planned(
         graph,
         runs,

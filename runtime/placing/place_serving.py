@@ -14,7 +14,7 @@ from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.manifest_wire import MAX_REPLICAS
 from fusion.runtime.job.stage_graphs import serving_memory
 from fusion.runtime.placing.known_network import KnownNetwork, known_network
-from fusion.runtime.placing.placed_job import Placed, as_asked
+from fusion.runtime.placing.placed_job import Placed, as_requested
 from fusion.runtime.placing.stage_count import Candidate, StageChoice, choose_stages
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.links.view import link_view
@@ -88,7 +88,7 @@ def place_serving(
         choice = replace(choice, of="run")
     best = found[choice.chosen]
     replicas = [list(map(PeerId, others[:MAX_REPLICAS])) for others in best.replicas]
-    placed = as_asked(graph, config, best.cuts, tuple(map(PeerId, best.owners)), peers, replicas)
+    placed = as_requested(graph, config, best.cuts, tuple(map(PeerId, best.owners)), peers, replicas)
     return replace(placed, predicted_seconds=choice.chosen.token_seconds, stage_count=choice)
 
 

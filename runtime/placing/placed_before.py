@@ -1,5 +1,5 @@
-"""A model that was served before goes where it was, if that is still nearly as good, or as good as fetching it anew would make
-it: its weights lie there on the disks."""
+"""A model that was served before is placed as the last time, if that is nearly as good, counting the cost of fetching its weights
+anew: they are still on those peers' disks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fusion.dag.ir.errors import GraphError, PlacementError
 from fusion.dag.ir.graph import Graph
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.placing.place_serving import token_seconds
-from fusion.runtime.placing.placed_job import Placed, as_asked
+from fusion.runtime.placing.placed_job import Placed, as_requested
 from fusion.runtime.placing.stage_count import Candidate
 from fusion.swarm.blobs.index import digest_of
 from fusion.swarm.directory.records import LinkRecord, PeerRecord
 from fusion.swarm.transport import PeerId
 
-NEARLY = 0.25  # of the time per token that it may cost: what peers are measured at varies as much from start to start
-# A stage that goes elsewhere is fetched and loaded at about so much, and has to be worth that after so many tokens.
+NEARLY = 0.25  # of the time per token that it may cost: the measured speeds of peers vary as much from start to start
+# The rate at which a moved stage is fetched and loaded, and the tokens after which that must have paid.
 _MOVED_BYTES_PER_SECOND = 12.5e6
 _MOVED_TOKENS = 1000
 MOST_BYTES = 1 << 20
 FOLDER = "placed"
-REMEMBERED = 64  # graphs, of which those that were served last
+REMEMBERED = 64  # graphs, the most recently served ones
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def as_before(
     links: Sequence[LinkRecord],
     beside_bytes: int = 0,
 ) -> Placed:
-    """`placed`, or the placement of before where its peers are there, have room (the first one for `beside_bytes` more) and are
-    hardly slower."""
+    """`placed`, or the placement `before` if its peers are there, have room (the first one for `beside_bytes` more) and are hardly
+    slower."""
     free = {peer.peer: peer.free_memory_bytes for peer in peers}
     same = before is not None and (before.cuts, before.owners) == (placed.cuts, placed.proposed)
     if before is None or same or not free.keys() >= set(before.owners):
@@ -54,7 +54,7 @@ def as_before(
     ):
         return placed
     try:
-        found = as_asked(graph, config, before.cuts, before.owners, peers)
+        found = as_requested(graph, config, before.cuts, before.owners, peers)
         seconds, on_links = token_seconds(graph, config, peers, links, before.cuts, before.owners)
     except (GraphError, PlacementError, ValueError, IndexError):
         return placed
@@ -68,14 +68,14 @@ def as_before(
 
 
 def _moved_bytes(placed: Placed, before: Before) -> int:
-    """Of the stages of `placed` that were not where they are to be."""
+    """Of the stages of `placed` that were elsewhere."""
     stages = zip((0, *placed.cuts), (*placed.cuts, None), placed.proposed, placed.memory_bytes, strict=True)
     were = set(zip((0, *before.cuts), (*before.cuts, None), before.owners, strict=True))
     return sum(size for first, end, owner, size in stages if (first, end, owner) not in were)
 
 
 class PlacementsBefore:
-    """In a home: of each graph, where it was served last. Files that are damaged are none."""
+    """The last placement of each graph, in a home. Damaged files are ignored."""
 
     def __init__(self, home: Path) -> None:
         self._folder = home / FOLDER
@@ -83,10 +83,10 @@ class PlacementsBefore:
     def of(self, graph: Graph) -> Before | None:
         try:
             with self._path(graph).open("rb") as file:
-                said = json.loads(file.read(MOST_BYTES))
+                value = json.loads(file.read(MOST_BYTES))
         except (OSError, ValueError, RecursionError):
             return None
-        match said:
+        match value:
             case {"cuts": [*cuts], "owners": [*owners]} if (
                 all(type(cut) is int for cut in cuts)
                 and all(isinstance(owner, str) for owner in owners)
@@ -96,7 +96,7 @@ class PlacementsBefore:
         return None
 
     def remember(self, graph: Graph, placed: Placed) -> None:
-        """A folder that cannot be written to remembers nothing."""
+        """Does nothing where the folder cannot be written to."""
         path = self._path(graph)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ class Placed:
     plan: Plan | None = None
 
 
-def as_asked(
+def as_requested(
     graph: Graph,
     config: Config,
     cuts: Sequence[int],

@@ -1,7 +1,7 @@
-"""Over how many peers a model is served: as few as give nearly the shortest time per token, and why, in one line. Pure.
+"""The number of stages of a served model: as few as give nearly the shortest time per token, and the reason in one line. Pure.
 
-Each stage more puts one link more into the trip that every token makes; it pays where one peer has no room for the model, or
-takes longer to compute than a link takes to cross.
+Each further stage adds a link to the path of every token; it pays where one peer has no room for the model, or where it saves more
+computing than the link costs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from fusion.dag.ir.errors import PlacementError
 
-NEAR = 0.05  # for so small a share of the time per token nobody is given a stage
-NAMED = 4  # peers, before the others are only counted
+NEAR = 0.05  # share of the time per token below which no stage is added
+NAMED = 4  # peers in a line; the others are counted
 
 # The best placement over exactly so many stages, or with None over as many as help. PlacementError where there is none.
 PlaceOver = Callable[[int | None], "Candidate"]
@@ -26,7 +26,7 @@ class Candidate:
 
     peers: tuple[str, ...]  # by stage
     token_seconds: float
-    link_seconds: float  # of these, on the way from peer to peer
+    link_seconds: float  # of these, on links
 
     @property
     def stages(self) -> int:
@@ -39,14 +39,14 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class StageChoice:
-    """`others`: what else was looked at, by the number of stages; `misfits`: with how many it does not fit."""
+    """`others`: the other candidates, by their number of stages; `misfits`: numbers of stages with which it does not fit."""
 
     chosen: Candidate
     others: tuple[Candidate, ...] = ()
     misfits: tuple[int, ...] = ()
-    asked: bool = False  # the number was given
-    before: bool = False  # it is where it was the last time
-    of: Literal["token", "run"] = "token"  # what the seconds are of
+    asked: bool = False  # the user requested this number
+    before: bool = False  # it is the last placement
+    of: Literal["token", "run"] = "token"  # that the seconds are of
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
@@ -55,13 +55,13 @@ class StageChoice:
         return found
 
     def line(self, names: Callable[[str], str]) -> str:
-        """For people, who know a peer by its name."""
+        """For users, with peers by name."""
         chosen = self.chosen
-        said = [f"{_count(chosen.stages)} on {listed([names(p) for p in chosen.peers], NAMED)}"
+        parts = [f"{_count(chosen.stages)} on {listed([names(p) for p in chosen.peers], NAMED)}"
                 f"{', as asked' if self.asked else ''}{', as before' if self.before else ''}: {_text(chosen.token_seconds)} a {self.of} predicted{_links(chosen)}"]  # fmt: skip
-        said += [f"{_count(count)} would not fit" for count in self.misfits]
-        said += [f"{_count(o.stages)} would take {_text(o.token_seconds)}{_links(o)}" for o in self.others]
-        return "; ".join(said)
+        parts += [f"{_count(count)} would not fit" for count in self.misfits]
+        parts += [f"{_count(o.stages)} would take {_text(o.token_seconds)}{_links(o)}" for o in self.others]
+        return "; ".join(parts)
 
 
 def fewest(candidates: Sequence[Candidate]) -> Candidate:
@@ -72,8 +72,8 @@ def fewest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def choose_stages(place: PlaceOver) -> StageChoice:
-    """Ask for the fastest placement, then for fewer stages for as long as that costs next to nothing, and for one more, to
-    tell what it would cost. PlacementError where the model does not fit at all."""
+    """Place the model over any number of stages, then over fewer for as long as that is nearly as fast, and over one more, to show
+    its cost. PlacementError where the model does not fit at all."""
     best = place(None)
     found, misfits = {best.stages: best}, list[int]()
     for count in range(best.stages - 1, 0, -1):
@@ -86,7 +86,7 @@ def choose_stages(place: PlaceOver) -> StageChoice:
             break
     more = fewest([*found.values()]).stages + 1
     if more not in found:
-        with suppress(PlacementError):  # as many peers there are not, or the model has no cut more
+        with suppress(PlacementError):  # there are not as many peers, or cuts of the model
             found[more] = place(more)
     chosen = fewest([*found.values()])
     others = tuple(each for _, each in sorted(found.items()) if each is not chosen)

@@ -28,10 +28,10 @@ rtt_ms = 20                  # where both ends are peers, nothing is added to it
 [default]                    # all other pairs
 rtt_ms = 30
 
-Two peers between which nothing says otherwise are 40 ms apart (0 where both have an rtt_ms of their own), at 10 Mbps (or
-as fast as up_mbps and down_mbps allow, where there are both). `queue_ms` and `loss` describe a pair further for those
-who emulate it; placement reads neither. `memory_gb_per_second` paces what is not arithmetic. `price_usd` is what a peer
-costs, if that of its device's row is not right.
+Two peers without any such rule are 40 ms apart (0 where both have an rtt_ms of their own), at 10 Mbps (or as fast as up_mbps
+and down_mbps allow, where there are both). `queue_ms` and `loss` describe a pair further for emulation; placement reads
+neither. `memory_gb_per_second` limits operators that are not arithmetic. `price_usd` is what a peer costs, if that of its
+device's row is not right.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Pair:
 
     mbps: float = math.inf
     rtt_ms: float
-    queue_ms: float | None = None  # how long a full queue takes to drain; None: whoever emulates it decides
+    queue_ms: float | None = None  # how long a full queue takes to drain; None: left to the emulator
     loss: float = 0.0
     known: bool = True  # False: nothing in the file names it
 
@@ -105,12 +105,11 @@ class PeerEntry:
         if self.efficiency is not None and (self.device is None or not 0 < self.efficiency <= 1):
             raise ValueError("efficiency is of a device, above 0 and at most 1")
         if self.memory is None and (self.row is None or self.row.memory is None):
-            said = (
+            raise ValueError(
                 "memory is missing"
                 if self.row is None
                 else f"memory must be set: {self.device} has none of its own"
             )
-            raise ValueError(said)
         if self.memory_bytes < 1:
             raise ValueError(f"memory must be a size such as 4GiB, not {self.memory}")
 
@@ -119,7 +118,7 @@ class PeerEntry:
         return None if self.device is None else device_row(self.device)
 
     def flops_per_second(self, precision: Precision = "float32") -> float:
-        """What it reaches. Of a peer whose gflops are said, no more is known of other precisions."""
+        """That it reaches; the same at all precisions for a peer given by its gflops."""
         if self.row is not None:
             return self.row.peak_flops_per_second(precision) * (self.efficiency or EFFICIENCY)
         return self.gflops * 1e9 if self.gflops is not None else (self.mflops or 0.0) * 1e6
@@ -138,7 +137,7 @@ class PeerEntry:
 
     @property
     def price(self) -> float | None:
-        """In dollars; None where nobody says."""
+        """In dollars; None where it is not given."""
         return self.row.price_usd if self.price_usd is None and self.row else self.price_usd
 
     def of_device(self, precision: Precision) -> Device:
@@ -216,7 +215,7 @@ class SwarmFile:
         )
 
     def network(self, precision: Precision = "float32") -> Network:
-        """As placement sees it. Its links are worked out when they are asked for: there may be 10^8 of them."""
+        """As placement sees it. Its links are computed on access: there may be 10^8 of them."""
         return Network(
             devices=tuple(peer.of_device(precision) for peer in self.peers), links=_LinksByRule(self)
         )
@@ -255,7 +254,7 @@ class _LinksByRule(Mapping[tuple[str, str], Link]):
 
 
 def load(path: Path) -> SwarmFile:
-    """Read a swarm file. JobError says in one line which field is wrong and what would be right."""
+    """Read a swarm file. JobError names in one line the field that is wrong and what would be right."""
     text = toml_files.read(path, MAX_SWARM_BYTES)
     try:
         return parse(text)

@@ -18,7 +18,7 @@ from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.launch import Prepared
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
-from fusion.runtime.placing.placed_job import as_asked
+from fusion.runtime.placing.placed_job import as_requested
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest
 from fusion.swarm.blobs.store import BlobStore
@@ -48,7 +48,7 @@ def served_model(store: BlobStore, author: Identity, owners: Sequence[PeerId]) -
     config = ServeConfig(cache="kv", max_sequence=MODEL.sequence, vocabulary=MODEL.vocabulary)
     variables = variables_from_module(module)
     job = GraphJob(name=NAME, graph=graph, variables=variables, byte_level=True, author=author)
-    return prepare_graph(job, as_asked(graph, config, (len(graph.nodes) // 2,), owners), store)
+    return prepare_graph(job, as_requested(graph, config, (len(graph.nodes) // 2,), owners), store)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from fusion.runtime.job.manifest import CompressionConfig, DataConfig, Optimizer
 from fusion.runtime.launch.launch import Prepared
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.peer.plane_choice import TORCH, choose
-from fusion.runtime.placing.placed_job import as_asked
+from fusion.runtime.placing.placed_job import as_requested
 from fusion.runtime.planes.learning_rate import clip_factor, learning_rate
 from fusion.runtime.planes.plane import RngKey, TrainingStage
 from fusion.runtime.training.data.batches import Batches
@@ -87,7 +87,7 @@ def training_job(
     config = replace(_config(store.put(save(arrays))), steps=steps)
     job = GraphJob(name=name, graph=graph, variables=variables_from_module(module), author=author)
     cuts = even_cuts(graph, len(owners))
-    return prepare_graph(job, as_asked(graph, config, cuts, owners), store)
+    return prepare_graph(job, as_requested(graph, config, cuts, owners), store)
 
 
 def faults(committed: Committed, store: BlobStore, prepared: Prepared, plane: str = TORCH) -> list[str]:

@@ -173,7 +173,7 @@ def placed(bench: Bench, case: Case) -> CodecPlacement:
         scheduler, stages = bench.schedulers[case.scheduler]
         found = bench.placements[case] = place_with_codecs(
             bench.graph, bench.network, bench.sizes, bench.microbatches, CODECS[case.codec],
-            REFERENCE, MemoryConfig(), asked="1f1b", stages=stages, scheduler=scheduler,
+            REFERENCE, MemoryConfig(), requested="1f1b", stages=stages, scheduler=scheduler,
         )  # fmt: skip
     return found
 

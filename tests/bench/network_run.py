@@ -21,7 +21,7 @@ from fusion.runtime.launch.launch import launch, wait_until_held
 from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.peer.client import ClientConfig, open_client
-from fusion.runtime.placing.placed_job import as_asked
+from fusion.runtime.placing.placed_job import as_requested
 from fusion.runtime.training.data.batches import pack_text
 from fusion.swarm.transport import PeerId
 
@@ -180,7 +180,7 @@ class Testbed:
             variables=bench.language_model.read,
             byte_level=True,
         )
-        stages = as_asked(bench.graph, config, found.placement.cuts, proposed)
+        stages = as_requested(bench.graph, config, found.placement.cuts, proposed)
         return prepare_graph(job, stages, self._client.blobs.store)
 
     def _cpu_seconds(self) -> float:

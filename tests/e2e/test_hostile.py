@@ -38,7 +38,7 @@ from fusion.runtime.job.protocol import GENERATE, JOB, RING, RUN, STAGE, STATUS
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.launch import Prepared, launch, prepare_training, wait_until_held
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
-from fusion.runtime.placing.placed_job import as_asked
+from fusion.runtime.placing.placed_job import as_requested
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest
 from fusion.swarm.blobs.store import BlobStore
@@ -366,7 +366,7 @@ def served_model(
     serve = ServeConfig(cache="kv", max_sequence=config.sequence, vocabulary=config.vocabulary)
     return prepare_graph(
         GraphJob(name=name, graph=graph, variables=variables_from_module(module), byte_level=True),
-        as_asked(graph, serve, (), [owner]),
+        as_requested(graph, serve, (), [owner]),
         context.blobs.store,
     )
 

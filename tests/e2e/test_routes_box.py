@@ -32,7 +32,7 @@ from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.peer.client import ClientConfig, open_client
-from fusion.runtime.placing.placed_job import as_asked
+from fusion.runtime.placing.placed_job import as_requested
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest, Piece
 from fusion.swarm.blobs.store import BlobStore
@@ -101,7 +101,7 @@ async def serving(tmp_path: Path, box: Box, fleet: Fleet) -> AsyncIterator[Swarm
 
     def prepare(store: BlobStore, proposed: tuple[PeerId, ...], replicas: tuple[Any, ...]) -> Prepared:
         job = GraphJob(name="wide", graph=graph, variables=variables_from_module(module))
-        return prepare_graph(job, as_asked(graph, config, (cut,), proposed, replicas=replicas), store)
+        return prepare_graph(job, as_requested(graph, config, (cut,), proposed, replicas=replicas), store)
 
     needed = prepare(BlobStore(tmp_path / "scratch", 1 << 30), (), ()).manifest.memory_bytes
     room = str(sum(needed) - min(needed) // 2)  # for one stage, not for two

@@ -29,7 +29,7 @@ from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
-from fusion.runtime.placing.placed_job import as_asked
+from fusion.runtime.placing.placed_job import as_requested
 from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.transport import PeerId
 
@@ -96,7 +96,7 @@ def one_step(
     proposed = [peers[i % len(peers)] for i in range(stages)]
     return prepare_graph(
         GraphJob(name=name, graph=case.graph, variables=variables_from_module(case.module)),
-        as_asked(case.graph, config, even_cuts(case.graph, stages), proposed),
+        as_requested(case.graph, config, even_cuts(case.graph, stages), proposed),
         store,
     )
 
@@ -117,7 +117,7 @@ def fifty_steps(store: BlobStore, peers: Sequence[PeerId]) -> tuple[nn.Module, P
     )
     prepared = prepare_graph(
         GraphJob(name="fifty", graph=graph, variables=variables_from_module(module)),
-        as_asked(graph, config, even_cuts(graph, len(peers)), peers),
+        as_requested(graph, config, even_cuts(graph, len(peers)), peers),
         store,
     )
     return module, prepared

@@ -36,7 +36,7 @@ from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.launch.export import export
 from fusion.runtime.launch.launch import Prepared, launch
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
-from fusion.runtime.placing.placed_job import as_asked
+from fusion.runtime.placing.placed_job import as_requested
 from fusion.runtime.planes.learning_rate import clip_factor, learning_rate
 from fusion.runtime.planes.plane import Plane
 from fusion.runtime.training.data.batches import Batches
@@ -319,7 +319,7 @@ def job(
     train = replace(train, data=replace(train.data, train=digests[0], held_out=digests[1]))
     key = hashlib.sha256(f"trainer at {peer.context.peer_id}".encode()).digest()
     author = Identity(Ed25519PrivateKey.from_private_bytes(key), None)
-    placed = as_asked(graph, train, cuts or _even(graph, stages))
+    placed = as_requested(graph, train, cuts or _even(graph, stages))
     job = GraphJob(name="test", graph=graph, variables=variables, files=files or {}, author=author)
     prepared = prepare_graph(job, placed, store, random=peer.context.random, now=peer.context.clock.unix)
     return Job(prepared, store.path(digests[0]), store.path(digests[1]))

@@ -20,7 +20,7 @@ from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.capture.sources import huggingface
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.spec import HuggingFaceConfig
-from fusion.runtime.placing.placed_job import as_asked
+from fusion.runtime.placing.placed_job import as_requested
 
 MODEL, STAGES = "small", 2
 POSITIONS = 512
@@ -108,7 +108,7 @@ def _lent_bytes(path: Path, sessions: float) -> int:
     source = huggingface(HuggingFaceConfig(path=path), training=False)
     graph = serving_graph(source.inference, cache="kv", maximum_sequence=POSITIONS)
     serve = ServeConfig(cache="kv", max_sequence=POSITIONS, vocabulary=VOCABULARY)
-    [needed] = as_asked(graph, serve, ()).memory_bytes
+    [needed] = as_requested(graph, serve, ()).memory_bytes
     llama = config("llama")
     width = 2 * llama.num_key_value_heads * llama.hidden_size // llama.num_attention_heads
     layers = -(-llama.num_hidden_layers // STAGES)

@@ -39,7 +39,7 @@ from fusion.runtime.launch.serving_plan import plan_serving
 from fusion.runtime.launch.serving_spec import ServingSpec
 from fusion.runtime.launch.shard import ReportLine, silent
 from fusion.runtime.placing.link_guess import SAME_MACHINE, SAME_NETWORK, link_guess
-from fusion.runtime.placing.placed_job import as_asked
+from fusion.runtime.placing.placed_job import as_requested
 from fusion.runtime.serving.drafts.draft_files import AboutDraft, draft_files
 from fusion.runtime.training.snapshots.snapshot_period import share
 from fusion.swarm.blobs.store import BlobStore
@@ -477,7 +477,7 @@ def test_a_uniform_codec_is_on_every_edge_and_error_feedback_needs_memory(
     assert ("tokens.weight", "int4", "none") in plain.train.codecs  # both stages hold it
     # At the same cuts: codecs are timed anew for each placement.
     feedback = replace(plain.train, compression=replace(plain.train.compression, error_feedback=True))
-    kept = as_asked(serialise.decode(store.path(plain.graph).read_bytes()), feedback, plain.cuts)
+    kept = as_requested(serialise.decode(store.path(plain.graph).read_bytes()), feedback, plain.cuts)
     more = [a - b for a, b in zip(kept.memory_bytes, plain.memory_bytes, strict=True)]
     tied, edge = 4 * 256 * 16, 4 * (4 * 8 * 16)  # 4 samples of 8 positions, 16 wide
     assert more[0] == tied and more[1] > tied and (more[1] - tied) % edge == 0

@@ -70,9 +70,9 @@ class Following:
         self._looks, self._fails = list(looks), fails
         for name in ("LOOK_SECONDS", "DRAIN_SECONDS", "LAST_PAUSE_SECONDS"):
             monkeypatch.setattr(served_snapshots, name, 0.0)
-        monkeypatch.setattr(served_snapshots, "_looked", self._looked)
+        monkeypatch.setattr(served_snapshots, "_read", self._belief)
         monkeypatch.setattr(served_snapshots, "export_newest", self._fetch)
-        monkeypatch.setattr(served_snapshots, "look", self._looked)
+        monkeypatch.setattr(served_snapshots, "look", self._belief)
 
     async def run(self) -> None:
         store = SimpleNamespace(held=dict, delete=dict)
@@ -84,7 +84,7 @@ class Following:
         known: Any = Known(self._looks.pop(0))
         await served_snapshots.serve_snapshots(context, known, hands)
 
-    async def _looked(self, *_: object, **__: object) -> Any:
+    async def _belief(self, *_: object, **__: object) -> Any:
         return self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
 
     async def _fetch(self, context: Any, known: Any, folder: object) -> int:

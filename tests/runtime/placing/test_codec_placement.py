@@ -40,7 +40,7 @@ def placed(
         config,
         speeds or dict(REFERENCE),
         MemoryConfig(),
-        asked="1f1b",
+        requested="1f1b",
         stages=stages,
     )
 

@@ -55,7 +55,7 @@ def test_a_job_goes_to_peers_whose_planes_run_its_operators(graph: Graph) -> Non
     with pytest.raises(
         PlacementError, match=rf"^stage 0 needs {op}.*: the plane of lacking does not run that$"
     ):
-        placed_job.as_asked(graph, CONFIG, (), (lacking.peer,), [lacking, whole])
+        placed_job.as_requested(graph, CONFIG, (), (lacking.peer,), [lacking, whole])
 
 
 def test_a_job_of_which_every_peer_would_refuse_a_stage_is_refused_at_once(graph: Graph) -> None:

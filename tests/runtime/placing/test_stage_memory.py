@@ -17,7 +17,7 @@ from fusion.runtime.job.manifest import (
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.job.stage_graphs import serving_memory, training_memory
 from fusion.runtime.placing.place_job import place_job
-from fusion.runtime.placing.placed_job import as_asked
+from fusion.runtime.placing.placed_job import as_requested
 from fusion.swarm.directory.records import Digest, PeerRecord
 from fusion.swarm.transport import PeerId
 
@@ -73,13 +73,13 @@ def test_every_stage_fits_its_owner_or_the_job_is_refused(
 
 def test_the_placement_a_caller_asks_for_is_refused_where_a_stage_fits_nobody(graph: Graph) -> None:
     cuts = (len(graph.nodes) // 2,)
-    roomy = as_asked(graph, TRAIN, cuts)
+    roomy = as_requested(graph, TRAIN, cuts)
     owners, need = (PeerId("a"), PeerId("b")), roomy.memory_bytes[1]
     with pytest.raises(PlacementError, match=r"stage 1 needs [\d.]+ MiB: its peer quiet-b offers [\d.]+ MiB"):
-        as_asked(graph, TRAIN, cuts, owners, [peer("a", 1 << 40), peer("b", need - 1)])
+        as_requested(graph, TRAIN, cuts, owners, [peer("a", 1 << 40), peer("b", need - 1)])
     with pytest.raises(PlacementError, match=r"stage \d needs [\d.]+ MiB: no peer offers more than"):
-        as_asked(graph, TRAIN, cuts, peers=[peer("a", need // 4)])
-    assert as_asked(graph, TRAIN, cuts, owners, [peer("a", 1 << 40)]).memory_bytes == roomy.memory_bytes
+        as_requested(graph, TRAIN, cuts, peers=[peer("a", need // 4)])
+    assert as_requested(graph, TRAIN, cuts, owners, [peer("a", 1 << 40)]).memory_bytes == roomy.memory_bytes
 
 
 def test_the_search_and_the_manifest_say_the_same(graph: Graph) -> None:
@@ -97,8 +97,8 @@ def test_a_served_stage_needs_its_weights_a_session_and_what_runs(graph: Graph) 
     )
     graph = serving_graph(captured, cache="kv", maximum_sequence=SEQUENCE)
     config = ServeConfig(cache="kv", max_sequence=SEQUENCE, vocabulary=256)
-    (whole,) = as_asked(graph, config, ()).memory_bytes
-    (brief,) = as_asked(graph, replace(config, prefill_chunk=1), ()).memory_bytes
+    (whole,) = as_requested(graph, config, ()).memory_bytes
+    (brief,) = as_requested(graph, replace(config, prefill_chunk=1), ()).memory_bytes
     weights = sum(4 * v.type.shape[0] * (v.type.shape[1:] or (1,))[0] for v in graph.variables)  # type: ignore[operator]
     cache = 2 * 2 * SEQUENCE * 32 * 4
     assert weights + cache < brief < whole

@@ -20,7 +20,7 @@ from fusion.runtime.job.manifest import EMBEDDING, ServeConfig
 from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.launch.launch import launch
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
-from fusion.runtime.placing.placed_job import as_asked
+from fusion.runtime.placing.placed_job import as_requested
 from fusion.runtime.planes.torch_plane import TorchPlane
 from fusion.runtime.serving.answers.catalog import Catalog
 from fusion.runtime.serving.answers.served_model import ServedModel
@@ -66,7 +66,7 @@ def test_each_text_has_its_own_vector_wherever_it_stands(
         async with swarm(tmp_path, 1) as made:
             context = made.peers[0].context
             job = GraphJob(name="vectors", graph=graph, variables=lambda v: model.read(v))
-            placed = as_asked(graph, config(), (cut,))
+            placed = as_requested(graph, config(), (cut,))
             prepared = prepare_graph(job, placed, context.blobs.store)
             graphs, catalog = StageGraphs(context), Catalog(context, fresh_seconds=0.0)
             stages = GraphStages(

@@ -30,7 +30,7 @@ from fusion.runtime.job.protocol import RUN
 from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.launch.launch import Prepared, launch
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
-from fusion.runtime.placing.placed_job import as_asked
+from fusion.runtime.placing.placed_job import as_requested
 from fusion.runtime.planes.torch_plane import TorchPlane
 from fusion.runtime.serving.answers.catalog import Catalog
 from fusion.runtime.serving.graphs.arrays import Array
@@ -93,7 +93,7 @@ async def served(root: Path, peers: int) -> AsyncIterator[Served]:
     async with swarm(root, peers) as made:
         first: Peer = made.peers[0]
         job = GraphJob(name="unet", graph=graph, variables=variables_from_module(case.module))
-        prepared = prepare_graph(job, as_asked(graph, config, cuts), first.context.blobs.store)
+        prepared = prepare_graph(job, as_requested(graph, config, cuts), first.context.blobs.store)
         stages = []
         for peer in made.peers:
             graphs = StageGraphs(peer.context)
