@@ -1,4 +1,4 @@
-"""Samples with names for what they hold, read on the launching machine. Knows no blobs: `fusion.runtime.launch.pack` makes
+"""Samples as named arrays, read on the launching machine. Knows no blobs: `fusion.runtime.launch.pack` makes
 them.
 
 dataset         what is read of them, and what is held out

@@ -1,4 +1,4 @@
-"""Named arrays whose first dimension counts samples: what is read of them, and what is held out."""
+"""Named arrays whose first dimension counts samples: how they are read, checked and held out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusion.dag.ir.graph import DTYPE_BYTES
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.spec import spread
 
-SAY_SECONDS = 1.0  # between two words on how far it is
+REPORT_SECONDS = 1.0  # between two reports of progress
 
 Array = npt.NDArray[Any]
 ReportLine = Callable[[str], None]
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Source(Protocol):
-    """Where samples come from. JobError, in one line, for what cannot be read."""
+    """A file or folder of samples. JobError, in one line, for what cannot be read."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,8 +86,8 @@ def checked(arrays: Mapping[str, Array], where: str) -> dict[str, Array]:
         found[name] = np.ascontiguousarray(made, dtype=made.dtype.newbyteorder("="))
     lengths = {len(array) for array in found.values()}
     if len(lengths) > 1:
-        said = ", ".join(f"{name} has {len(array)}" for name, array in found.items())
-        raise JobError(f"{where}: the arrays must have as many samples each: {said}")
+        counts = ", ".join(f"{name} has {len(array)}" for name, array in found.items())
+        raise JobError(f"{where}: the arrays must have as many samples each: {counts}")
     return found
 
 
@@ -106,17 +106,17 @@ def in_single(array: Array, name: str, where: str, first: int = 0) -> Array:
 
 
 def require_room(needed_bytes: int, limit_bytes: int, where: str) -> None:
-    """JobError where it is more than `limit_bytes`, what other arrays have left of data.limit_bytes."""
+    """JobError where it is more than `limit_bytes`, the rest of data.limit_bytes."""
     if needed_bytes > limit_bytes:
         left = f"data.limit_bytes leaves room for {limit_bytes}"
         raise JobError(f"{where}: {needed_bytes} bytes of samples; {left}")
 
 
 def with_progress(items: Iterable[T], total: int, what: str, report: ReportLine) -> Iterator[T]:
-    """`items`, with a word now and then on how many have been read: "packing the data: 1,200 of 5,000 images"."""
+    """`items`; reports now and then how many have been read: "packing the data: 1,200 of 5,000 images"."""
     last = time.monotonic()
     for count, item in enumerate(items):
-        if time.monotonic() - last >= SAY_SECONDS:
+        if time.monotonic() - last >= REPORT_SECONDS:
             last = time.monotonic()
             report(f"packing the data: {count:,} of {total:,} {what}")
         yield item

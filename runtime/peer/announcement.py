@@ -1,5 +1,5 @@
-"""What a peer says about itself: its record in the directory, and where it is to commands on this machine; it answers whoever
-asks for more."""
+"""A peer's membership of the swarm: its record in the directory, its peer file and control socket for commands on this machine, and
+its status for other peers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusion.runtime.peer.capability import Capability
 from fusion.runtime.peer.client import CACHED_PEERS_FILE
 from fusion.runtime.peer.network import Network
 from fusion.runtime.peer.peer_file import RunningPeer, written_down
-from fusion.runtime.peer.questions import StagesNow, serve_questions
+from fusion.runtime.peer.status_server import StagesNow, serve_status
 from fusion.swarm.control.server import ControlServer
 from fusion.swarm.directory.membership import Membership, MembershipConfig
 from fusion.swarm.directory.records import MAX_ADDRESS, MAX_ADDRESSES, PeerRecord
@@ -31,8 +31,8 @@ CONTROL_SOCKET = "control.sock"
 @dataclass(frozen=True)
 class Announcement:
     record: Callable[[], PeerRecord]  # as it is now
-    done: asyncio.Event  # set once the swarm knows this peer
-    # Set once the bootstrap peers turn out to be of another swarm, and nobody else is there
+    done: asyncio.Event  # set once the record is published
+    # Set once the bootstrap peers turn out to be of another swarm, and no other peer is there
     refused: asyncio.Event
 
 
@@ -45,8 +45,9 @@ async def announced(
     stages: Callable[[], StagesNow],
     http: str = "",
 ) -> AsyncIterator[Announcement]:
-    """Be in the swarm and answer for oneself until the block ends. `capability` is as measured last; `bootstrap` are multiaddrs, none of which has to answer;
-    `http` is where this peer's HTTP API is, for commands on this machine. Raises OSError in one line (a full or read-only disk)."""
+    """Be a member of the swarm until the block ends. `capability`: as measured last; `bootstrap`: multiaddrs, none of which has to
+    answer; `http`: URL of this peer's HTTP API, for commands on this machine. Raises OSError in one line (a full or read-only
+    disk)."""
     transport, directory, started_at = network.transport, network.directory, context.clock.unix()
 
     def meet(other: PeerId, addresses: Sequence[str], answers: bool) -> None:
@@ -59,7 +60,7 @@ async def announced(
 
     ways = MembershipConfig(bootstrap=bootstrap, cache_path=context.home / CACHED_PEERS_FILE)
     membership = Membership(transport, directory, directory, record, ways, meet)
-    await serve_questions(context, directory, stages)
+    await serve_status(context, directory, stages)
     running = RunningPeer(
         peer_id=context.peer_id,
         addresses=tuple(transport.all_addresses),
@@ -73,7 +74,7 @@ async def announced(
 
 
 def record_of(context: Context, capability: Capability, started_at: float) -> PeerRecord:
-    """What this peer says about itself now; `started_at` in unix seconds."""
+    """This peer's record now; `started_at` in unix seconds."""
     links = context.links
     return PeerRecord(
         peer=context.peer_id,
@@ -99,5 +100,5 @@ def record_of(context: Context, capability: Capability, started_at: float) -> Pe
 
 
 def _recorded(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Those of the addresses, the most useful ones first, that a record has room for: it would be refused with more."""
+    """The addresses, the most useful ones first, that a record has room for: with more it would be refused."""
     return tuple(each for each in addresses if len(each) <= MAX_ADDRESS)[:MAX_ADDRESSES]

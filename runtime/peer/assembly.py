@@ -1,4 +1,4 @@
-"""What computes and decides in a peer, put together over whatever transport, directory and device there are."""
+"""The services and the hosting of a peer, put together over any transport, directory and device."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Services = Callable[[Context], AbstractAsyncContextManager[Mapping[str, Service]
 class Assembly:
     services: Mapping[str, Service]
     hosting: Hosting
-    work: asyncio.Task[None]  # the hosting; it never ends by itself unless something is wrong
+    work: asyncio.Task[None]  # the hosting; it ends by itself only with an error
 
 
 @asynccontextmanager
 async def training_and_serving(plane: Plane, context: Context) -> AsyncIterator[Mapping[str, Service]]:
-    """What the product's peers run, computed by `plane`."""
+    """The services of the product's peers, computed by `plane`."""
     graphs = StageGraphs(context)
     training = TrainingService(context, TrainingLoader(context, plane, StageSource(context, graphs)))
     loader = ServingLoader(context, plane, graphs)
@@ -59,7 +59,7 @@ async def training_and_serving(plane: Plane, context: Context) -> AsyncIterator[
 
 
 def job_files(context: Context) -> JobFiles:
-    """What the product's peers keep of jobs on disk."""
+    """The job files of the product's peers."""
     return JobFiles(context.home / "jobs", context.clock.unix)
 
 
@@ -73,8 +73,8 @@ async def assemble(
     files: JobFiles | None = None,
     reachable: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[Assembly]:
-    """Look for jobs, claim their stages and run them until the block ends; then hand over, while others are `reachable`.
-    `fitness` is the score of claims that nobody proposed, from 0 to below 1; `files` keep what is known of jobs."""
+    """Look for jobs, claim their stages and run them until the block ends; then hand over, if other peers are `reachable`.
+    `fitness`: as for `Hosting`; `files` keep the records of jobs."""
     async with services(context) as running:
         hosting = Hosting(context, running, fitness, config, files)
         await hosting.start()
@@ -89,7 +89,7 @@ async def assemble(
 
 
 async def _hand_over(hosting: Hosting) -> None:
-    """Give our stages to their standbys, in bounded time. What fails here, the others recover from."""
+    """Give our stages to their standbys, in bounded time. Other peers recover from failures here."""
     try:
         async with asyncio.timeout(LEAVE_SECONDS):
             await hosting.leave()

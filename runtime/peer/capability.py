@@ -1,4 +1,4 @@
-"""What this machine can do, measured in a moment at start and again while it has nothing to do: the numbers a peer announces."""
+"""The speeds of this machine that a peer announces, measured quickly at start and again while the peer is idle."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ log = logging.getLogger(__name__)
 
 # Of each probe: on a busy machine one run that nothing interrupts is among so many.
 RUNS, RUN_SECONDS = 8, 0.06
-# Of each but the first, before the peer is announced: to some percent what more of them show, and more are run once the peer is
-# idle. No kind is left to a guess, which is up to four times off: a job can come at once.
+# Of each but the first, before the peer is announced: within some per cent of what more runs show, which follow once the peer is
+# idle. All kinds are measured, as a guess is up to four times off, and a job may arrive at once.
 RUNS_AT_START, RUN_SECONDS_AT_START = 4, 0.02
 # Probes that are run before the peer is announced where each has to be compiled first and a GPU computes: the first ones.
 AT_START_COMPILED_CUDA = 2
-# Written through before each: in a step hundreds of operators run between two of one kind, so that what one reads is in no cache
-# near the core, where a probe that is run again and again would find all of it.
+# Written before each run, to clear the caches: in a step hundreds of operators run between two of one kind, so that their inputs are
+# not in a cache near the core, as those of a repeated probe would be.
 SWEPT_BYTES = 8 << 20
-WARM_UP = 2  # runs, in which libraries set themselves up and code is compiled
-# A volunteer who says nothing lends half of what is free now: the machine stays usable.
+WARM_UP = 2  # runs, in which libraries initialize and code is compiled
+# Of the free memory, by default: the machine stays usable.
 LENT_SHARE = 0.5
 OPTIMIZER = OptimizerConfig()
-# Measured again while nothing runs here: what was measured beside other work would stay for a month.
-AGAIN_SECONDS = (10.0, 120.0, 1800.0)  # from one time to the next; then always the last
-REMEMBERED = 4  # times, of which the best counts
+# Measured again while nothing runs here: a measurement beside other work would otherwise stay for good.
+AGAIN_SECONDS = (10.0, 120.0, 1800.0)  # between measurements; then always the last
+REMEMBERED = 4  # measurements, of which the best counts
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,16 @@ class Measured:
 
     @property
     def working_bytes(self) -> int:
-        """As the plane has it."""
+        """The plane's."""
         return self._plane.working_bytes
 
     @property
     def speeds(self) -> Speeds:
-        """As steps have shown them to be; at first, what probes reach."""
+        """As corrected by steps; at first, those of the probes."""
         return self.pace.speeds
 
     def _at_best(self) -> Speeds:
-        """Of what probes reached in the last few times."""
+        """The best of the last few measurements."""
         return reduce(Speeds.best, self._found)
 
     async def look(self, *, at_start: bool = False) -> None:
@@ -99,13 +99,13 @@ class Measured:
         for probe in every[: self._at_start] if at_start else every:
             quick = at_start and self._quick and bool(found)
             found.append((probe, await self._worker.run(_run, self._plane, probe, self._place, quick)))
-        if not self._thorough:  # what was said then is known better now
+        if not self._thorough:  # replaces the quick one
             self._found.clear()
         self._thorough = not at_start
         self._found.append(fitted(found))
 
     async def first_look(self) -> None:
-        """`look` as a peer begins with. ValueError, in one line, where others have filled the GPU, or it runs nothing."""
+        """`look` at the start of a peer. ValueError, in one line, where other processes have filled the GPU, or it runs nothing."""
         try:
             await self.look(at_start=True)
         except RuntimeError as error:
@@ -120,13 +120,13 @@ class Measured:
             raise ValueError(f'device: "{self._device}" {wrong}, or "cpu"') from error
 
     async def keep_looking(self, idle: Callable[[], bool], then: Callable[[], object]) -> None:
-        """For as long as the peer runs: measure again now and then, while it is `idle`, and do what there is to be done `then`."""
+        """For as long as the peer runs: measure again now and then, if it is `idle`, and call `then` after that."""
         for pause in chain(AGAIN_SECONDS, repeat(AGAIN_SECONDS[-1])):
             await asyncio.sleep(pause)
             if idle():
                 try:
                     await self.look()
-                except RuntimeError as error:  # a device that others have filled
+                except RuntimeError as error:  # a device that other processes have filled
                     log.warning("this machine could not be measured again: %s", error_line(error))
                 then()
 
@@ -143,21 +143,21 @@ def unused_gpu(device: str) -> bool:
 
 
 def lent_bytes(device: str) -> int:
-    """What a volunteer lends who says nothing. In the worker's thread."""
+    """The default of what a volunteer lends. In the worker's thread."""
     cuda = device.startswith("cuda")
     free = torch.cuda.mem_get_info(device)[0] if cuda else free_bytes()
     return int(free * LENT_SHARE)
 
 
 def cores_of(device: str, threads: int) -> float:
-    """As `Capability.cores`: of those that this process may run on."""
+    """As `Capability.cores`, of the cores that this process may run on."""
     if device.startswith("cuda"):
         return 0.0
     return max(1.0, usable_cores() / threads)
 
 
 def _cooler() -> Callable[[], object]:
-    """What leaves caches as a step does."""
+    """A function that clears caches as a step does."""
     swept = torch.zeros(SWEPT_BYTES, dtype=torch.uint8)
     return lambda: swept.add_(1)
 
@@ -169,8 +169,8 @@ def _run(
     quick: bool = False,
     cool: Callable[[], object] | None = None,
 ) -> float:
-    """In the worker's thread: seconds of the fastest of some runs, of a few where it has to be `quick`, of what lies at `place`,
-    with `cool` called before each."""
+    """In the worker's thread: seconds of the fastest of some runs, of fewer if `quick`, with inputs on the device `place`, and `cool`
+    called before each."""
     cool = cool or _cooler()
     graph, draw = probe.graph, torch.Generator().manual_seed(0)
 

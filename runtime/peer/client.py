@@ -1,5 +1,5 @@
-"""Using the swarm without lending anything: through the peer that runs with this home where there is one
-(`open_attached`), else by joining it for as long as the command runs (`open_client`). Neither loads torch of its own.
+"""Using the swarm without lending anything: through the peer that runs with this home where there is one (`open_attached`), else by
+joining it for as long as the command runs (`open_client`). Neither loads torch itself.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fusion.swarm.identity import Identity
 from fusion.swarm.swarm_key import NO_MEMBER, find_key
 from fusion.swarm.thin.addresses import Target, dialable
 
-CACHED_PEERS_FILE = "peers.txt"  # in a home: whom the peer has met
+CACHED_PEERS_FILE = "peers.txt"  # in a home: peers that its peer has met
 NO_WAY = "no peer to join through; name one with --peer or --bootstrap, or run: fusion-peer start"
 KILLED = "the peer of this home was killed; start it with: fusion-peer start"
-KNOCK_SECONDS = 0.5  # for a peer of this home that may run on another machine, which shares the home with us
+DIAL_SECONDS = 0.5  # for a peer of this home that may run on another machine, which shares the home with us
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,10 @@ async def open_attached(home: Path, elsewhere: Elsewhere | None = None) -> Async
 
 @asynccontextmanager
 async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
-    """Join the swarm without lending anything: launch, ask, watch. The identity lasts as long as the block.
+    """Join the swarm without lending anything: to launch, prompt and watch. The identity lasts as long as the block.
 
-    Raises PeerUnreachable, in one line, if no peer of the swarm answers within `join_seconds`, at once if there is nobody to ask;
-    ClosedSwarm at once if those that do are of another swarm, or of a closed one whose key we have not; SwarmKeyError.
+    Raises PeerUnreachable, in one line, if no peer of the swarm answers within `join_seconds`, at once if there is no address;
+    ClosedSwarm at once if those that do are of another swarm, or of a closed one whose key we do not have; SwarmKeyError.
     """
     from fusion.runtime.peer.network import open_network
     from fusion.swarm.dht.directory import DhtConfig
@@ -119,8 +119,8 @@ async def _joined(
 
 
 def ways_in(config: ClientConfig) -> tuple[str, ...]:
-    """The addresses to join through, and none where there are none; it may knock at doors, for KNOCK_SECONDS. Of a peer that was
-    killed the home still says where it was: then they are those that are named and those whom it had met."""
+    """The addresses to join through; may dial, for DIAL_SECONDS. The peer file may be left over from a peer that was killed: then they
+    are the bootstrap addresses and those of peers that it had met."""
     if config.peer:
         return (config.peer,)
     here = running_peer(config.home)
@@ -136,16 +136,16 @@ def ways_in(config: ClientConfig) -> tuple[str, ...]:
 
 
 def no_way(home: Path) -> PeerUnreachable:
-    """What to raise where `ways_in` finds none."""
+    """The error where `ways_in` finds none."""
     return PeerUnreachable(NO_WAY if running_peer(home) is None else KILLED)
 
 
 def is_there(peer: RunningPeer) -> bool:
-    """Whether somebody listens where the peer of a home wrote that it does. Its pid says little: it may be one of another container,
-    or of another machine that shares the home, where its control socket is none of ours either."""
+    """Whether the addresses in a home's peer file accept connections. Its pid does not show that the peer runs: it may be of another
+    container, or of another machine that shares the home, where its control socket cannot be reached either."""
     if peer.control and hasattr(socket, "AF_UNIX"):
         with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as control:
-            control.settimeout(KNOCK_SECONDS)
+            control.settimeout(DIAL_SECONDS)
             control.connect(peer.control)
             return True
     targets = dialable(peer.addresses)
@@ -157,7 +157,7 @@ def is_there(peer: RunningPeer) -> bool:
 
 def _listens(target: Target) -> bool:
     try:
-        socket.create_connection((target.host, target.port), KNOCK_SECONDS).close()
+        socket.create_connection((target.host, target.port), DIAL_SECONDS).close()
     except (OSError, ValueError):
         return False
     return True

@@ -1,4 +1,4 @@
-"""What a command works with while it uses the swarm: nothing lent, nothing offered, nothing left behind."""
+"""The context of a command that uses the swarm: it lends nothing, offers nothing and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-BLOB_QUOTA_BYTES = 50 << 30  # of a peer, unless its user says otherwise
+BLOB_QUOTA_BYTES = 50 << 30  # of a peer, by default
 OWN_QUOTA_BYTES = 1 << 50  # of a command, which works for its user alone: the disk is the limit
 LOCK = "lock"  # in a command's store
 FRESH_SECONDS = 60.0  # for which a store without a lock may be one that is just made
@@ -35,7 +35,7 @@ FRESH_SECONDS = 60.0  # for which a store without a lock may be one that is just
 async def client_context(
     transport: Transport, directory: Directory, access: Access, home: Path
 ) -> AsyncIterator[Context]:
-    """Of a command: it lends nothing, and what it fetches is offered to nobody and gone with the block."""
+    """Of a command: it lends nothing, and what it fetches is not offered to others and is deleted with the block."""
     async with own_store(home / "clients") as store:
         blobs = Blobs(store, transport, directory, BlobConfig(offer=False), access=access)
         try:
@@ -54,18 +54,18 @@ async def client_context(
 
 
 def keep_torch_cache(folder: Path) -> None:
-    """Torch makes a folder for its caches, used or not, which would stay behind in the system's temporary one."""
+    """Have torch put its caches there: it always makes a folder for them, by default in the system's temporary one, and leaves it."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "torch"))
 
 
 @asynccontextmanager
 async def own_store(folder: Path) -> AsyncIterator[BlobStore]:
-    """A blob store for this process alone, removed afterwards with the folders that were made for it, unless others use
-    them by now; the stores of clients that were killed go as well. It may have all that the disk has to spare."""
+    """A blob store for this process alone, removed afterwards with the folders that were made for it, unless others use them by now.
+    Also removes the stores of clients that were killed. Its quota is the whole disk."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    with suppress(FileNotFoundError):  # there is none, or whoever made it is just removing it
-        for left in folder.iterdir():
-            _remove_left(left)
+    with suppress(FileNotFoundError):  # there is none, or another client is just removing it
+        for store in folder.iterdir():
+            _remove_stale(store)
     own, lock = _new_folder(folder)
     keep_torch_cache(own)
     try:
@@ -80,26 +80,26 @@ async def own_store(folder: Path) -> AsyncIterator[BlobStore]:
 
 
 def _new_folder(parent: Path) -> tuple[Path, int | None]:
-    """A folder for a store, and its lock, which is to be held for as long as that is in use. A pid alone would not tell: a home may
-    be shared with containers and machines, where another client has the same one and ours is nobody's."""
+    """A folder for a store, and its lock, to be held while the store is in use. A pid alone does not do: a home may be shared with
+    containers and machines, where another client may have the same pid, and ours does not exist."""
     while True:
         own = parent / f"{os.getpid()}-{secrets.token_hex(4)}"
         own.mkdir(parents=True)
         if fcntl is None:
             return own, None
         lock = os.open(own / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        with suppress(OSError):  # a file system that knows no locks
+        with suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         if (own / LOCK).exists():
             return own, lock
-        os.close(lock)  # another client has taken it for one that was left
+        os.close(lock)  # another client has removed it as stale
 
 
-def _remove_left(own: Path) -> None:
-    """A store whose client was killed: nobody holds its lock."""
-    pid = own.name.partition("-")[0]
-    # On Windows, and of the release before, there is no lock.
-    if (fcntl is None or pid == own.name) and pid.isdecimal():
+def _remove_stale(store: Path) -> None:
+    """Remove a store whose client was killed: its lock is free."""
+    pid = store.name.partition("-")[0]
+    # On Windows, and in stores of the release before, there is no lock.
+    if (fcntl is None or pid == store.name) and pid.isdecimal():
         import psutil  # only now: most find nothing
 
         if psutil.pid_exists(int(pid)):
@@ -107,12 +107,12 @@ def _remove_left(own: Path) -> None:
     with suppress(OSError):  # it is in use
         lock = None
         try:
-            if fcntl is not None and (own / LOCK).exists():
-                lock = os.open(own / LOCK, os.O_RDWR)
+            if fcntl is not None and (store / LOCK).exists():
+                lock = os.open(store / LOCK, os.O_RDWR)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            elif time.time() - own.stat().st_mtime < FRESH_SECONDS:
+            elif time.time() - store.stat().st_mtime < FRESH_SECONDS:
                 return  # perhaps it is just being made
-            shutil.rmtree(own, ignore_errors=True)
+            shutil.rmtree(store, ignore_errors=True)
         finally:
             if lock is not None:
                 os.close(lock)

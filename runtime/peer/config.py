@@ -1,4 +1,4 @@
-"""What a volunteer says of the peer to run."""
+"""A volunteer's options for a peer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class PeerConfig:
     threads: int | None = None  # None: one per core that this process may run on
     memory_bytes: int | None = None  # None: half of what is free
     device: str = "cpu"
-    plane: str = "torch"  # what computes: a name that `fusion.runtime.peer.plane_choice` knows
+    plane: str = "torch"  # a name of `fusion.runtime.peer.plane_choice`
     blob_quota_bytes: int = BLOB_QUOTA_BYTES  # of the disk, for weights, data and snapshots of jobs
     swarm_key: Path | None = None  # of a closed swarm; default: that in the home, where there is one
     upload_mbps: float | None = None  # for blobs that others fetch; None: unlimited
-    # Where programs of this machine, or others with a key, ask the swarm's models.
+    # Of the API for programs of this machine, or others with a key.
     http: HttpConfig | None = None
 
     @property

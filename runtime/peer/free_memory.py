@@ -1,5 +1,5 @@
-"""How much memory this process may still have: the machine's, and where control groups (a container, a service's limit) allow less,
-what these leave. The kernel ends a process that takes more than its group may have, whatever the machine has."""
+"""How much memory this process may still take: of the machine's free memory, as much as its control groups (a container, a service's
+limit) allow. The kernel kills a process whose group exceeds its limit, whatever the machine has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 from fusion.swarm.machine import groups
 
-# Of the second and the first version: limit and usage of a group, and what of the usage the kernel takes back when it needs room.
+# Of version 2 and 1 of control groups: limit and usage of a group, and the reclaimable part of the usage.
 FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -24,7 +24,7 @@ def free_bytes() -> int:
 
 
 def _left_by_groups() -> Iterator[int]:
-    """What each group that we are in leaves, as far as it has a limit and the kernel tells."""
+    """What each group that we are in has left, where it has a limit."""
     for folder in groups("memory"):
         for limit, usage, cached in FILES:
             with suppress(OSError, ValueError):  # of the other version; "max": there is no limit

@@ -1,6 +1,6 @@
-"""When this process looks for memory that is held by cycles only. It stands still for as long as that takes, a tenth of a second
-where it has loaded what it trains with, and strangers' jobs begin and end as often as they like: so all that together is
-kept to a share of the time, unless a large stage has ended, whose memory the next one needs.
+"""When this process collects reference cycles. A collection stops it for a tenth of a second with the training libraries loaded, and
+strangers' jobs may begin and end as often as they like: so collections are limited to a share of the time, unless a large stage has
+ended, whose memory the next one needs.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from fusion.runtime.peer.resident_memory import STATM, resident_bytes
 
 SHARE = 0.01  # of the time
 LOOK_SECONDS = 2.0
-# Collections of the younger generations, after which Python itself would look through the oldest one.
+# Collections of the younger generations, after which Python itself would collect the oldest one.
 OLD = 10
-LARGE_BYTES = 128 << 20  # that the process holds more than after the last collection
-NEVER = 1000  # such collections: a backstop, should nobody look here
+LARGE_BYTES = 128 << 20  # by which the process has grown since the last collection
+NEVER = 1000  # such collections: a backstop, should `look` not be called
 
 
 class Garbage:
-    """`collect` looks through everything; `clock` gives seconds that only rise; `resident`: bytes that the process holds."""
+    """`collect` collects all generations; `clock`: monotonic seconds; `young`: collections of the younger generations since the last
+    full one; `resident`: bytes that the process holds."""
 
     def __init__(
         self,
@@ -40,14 +41,14 @@ class Garbage:
         self._not_before = 0.0
 
     def soon(self) -> None:
-        """There may be some, of something that has ended."""
+        """A stage has ended: collect at the next `look`, or now if it was large."""
         self._wanted = True
         if self._resident() - self._left >= LARGE_BYTES:
             self._not_before = 0.0
             self.look()
 
     def look(self) -> None:
-        """Collect now if there may be something, and if that has not been done for as long as the last time makes necessary."""
+        """Collect now if there may be cycles, and if enough time has passed since the last collection, in proportion to its duration."""
         began = self._clock()
         if began < self._not_before or not (self._wanted or self._young() >= OLD):
             return
@@ -59,8 +60,8 @@ class Garbage:
 
 @asynccontextmanager
 async def collected() -> AsyncIterator[Garbage]:
-    """Until the block ends garbage is collected here, of the oldest generation by nobody else. What there is now will stay, and is
-    not looked at."""
+    """Collect cycles until the block ends, in place of Python's own full collections. Objects that exist now are taken to stay, and are
+    not examined."""
     gc.freeze()
     garbage, before = Garbage(resident=resident_bytes if STATM.exists() else lambda: 0), gc.get_threshold()
     gc.set_threshold(*before[:2], NEVER)

@@ -22,19 +22,19 @@ TRAINER_FILE = "trainer"  # in a home: the key that signs what its user launches
 
 
 def keys_of(home: Path) -> tuple[Identity, ...]:
-    """The keys of the user of a home, as far as they are there: the peer's, and the one that jobs are launched with."""
+    """The existing keys of the user of a home: the peer's, and the one that jobs are launched with."""
     paths = (home / IDENTITY_FILE, home / TRAINER_FILE)
     return tuple(Identity.load(path) for path in paths if path.exists())
 
 
 def access_of(peer_id: PeerId, directory: Directory, home: Path | None, keys: Sequence[Signer]) -> Access:
-    """What a process that others know as `peer_id` may, by the invites in `home` and the keys of its user."""
+    """The access rights of a process with the id `peer_id`, by the invites in `home` and the keys of its user."""
     folder = None if home is None else home / INVITES_FOLDER
     return Access(Wallet(peer_id, folder, keys, directory.now), directory.now, directory.verify)
 
 
 async def law_here(store: BlobStore, job: JobId) -> JobLaw | None:
-    """The law of a job whose manifest lies in `store`; None where it does not."""
+    """The law of a job whose manifest is in `store`; None where it is not."""
     from fusion.runtime.job import manifest_wire as manifests  # only now: it knows the codecs
 
     try:

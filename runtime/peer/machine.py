@@ -29,7 +29,7 @@ from fusion.swarm.identity import Identity
 from fusion.swarm.links.monitor import LinkMonitor
 from fusion.swarm.swarm_key import find_key
 
-# A thread at work in Python keeps the loop waiting for so long: a fifth of what is usual.
+# For which a thread that runs Python may delay the loop: a fifth of the default.
 SWITCH_SECONDS = 0.001
 
 
@@ -40,8 +40,8 @@ async def opened(
     lacks: frozenset[str],
     measuring: Callable[[Worker, str], Measured],
 ) -> AsyncIterator[tuple[Network, Context, Callable[[], Capability]]]:
-    """Until the block ends; `plane` is what computes, and `lacks` the operators that it does not run. The last of the three is
-    measured anew now and then, by `measuring` in its worker on its device. Raises as `fusion.runtime.peer.peer.open_peer`."""
+    """Open until the block ends. `plane`: its name; `lacks`: the operators that it does not run. The capability is measured again now
+    and then, by `measuring(worker, device)`. Raises as `fusion.runtime.peer.peer.open_peer`."""
     config.home.mkdir(parents=True, exist_ok=True)
     keep_torch_cache(config.home)
     allow_more_files()

@@ -43,8 +43,8 @@ async def open_network(
     home: Path | None = None,
     keys: Sequence[Signer] = (),
 ) -> AsyncIterator[Network]:
-    """Closed in the opposite order: claims, blobs, directory, and p2pd last. With the key of a closed swarm its members
-    alone are asked and answered. `home`: where invites lie; `keys`: those of the user, besides `identity`. Raises
+    """Closed in the opposite order: claims, blobs, directory, and p2pd last. With the key of a closed swarm, streams are opened to and
+    accepted from its members only. `home`: the folder of invites; `keys`: those of the user, besides `identity`. Raises
     TransportError (a taken port)."""
     authorizer = None if swarm_key is None else Authorizer(swarm_key, identity.peer_id)
     config = P2PConfig(
@@ -69,7 +69,7 @@ async def open_network(
 
 
 def allow_more_files() -> None:
-    """Raise this process's limit of open files as far as it may, up to FILES; p2pd, started afterwards, has it too."""
+    """Raise this process's limit of open files as far as it may, up to FILES; p2pd, started afterwards, inherits it."""
     try:
         import resource
     except ImportError:

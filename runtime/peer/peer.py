@@ -21,7 +21,7 @@ from fusion.runtime.peer.garbage import collected
 from fusion.runtime.peer.machine import opened
 from fusion.runtime.peer.network import Network
 from fusion.runtime.peer.plane_choice import choose
-from fusion.runtime.peer.questions import StagesNow
+from fusion.runtime.peer.status_server import StagesNow
 from fusion.runtime.serving.http.port.server import HttpServer, open_http
 from fusion.runtime.serving.models import ServedModels
 from fusion.swarm.errors import ClosedSwarm
@@ -42,8 +42,7 @@ class Peer:
     unused_gpu: bool  # there is one, and a CPU computes
 
     async def failed(self) -> BaseException:
-        """Wait until p2pd, the device or the hosting ends by itself, or the bootstrap peers turn out to be of another swarm; why
-        it did."""
+        """Wait until p2pd, the device or the hosting fails, or the bootstrap peers turn out to be of another swarm; gives the error."""
         daemon = asyncio.ensure_future(self.network.transport.failed())
         refused = asyncio.ensure_future(self.announcement.refused.wait())
         lost = asyncio.ensure_future(self.context.compute.lost())
@@ -53,7 +52,7 @@ class Peer:
                 return ClosedSwarm(NO_MEMBER)
             if lost.done():
                 return lost.result()
-            # What p2pd's end broke may be noticed before the end itself.
+            # A failure that p2pd's end caused may be seen before that end.
             await asyncio.wait([daemon], timeout=BLAME_SECONDS)
             if daemon.done():
                 return daemon.result()
@@ -85,7 +84,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
             ) as parts,
             collected() as garbage,
         ):
-            # Generated code and its tensors sit in cycles: hundreds of MiB would wait for a collection by chance.
+            # Generated code and its tensors are in reference cycles: hundreds of MiB would wait for the next collection.
             parts.hosting.on_rest = garbage.soon
             served = parts.services["serve"]
             assert isinstance(served, ServedModels)
@@ -109,7 +108,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
 async def _http(
     config: PeerConfig, context: Context, served: ServedModels
 ) -> AsyncIterator[HttpServer | None]:
-    """The API, if there is to be one, in front of this peer's gateway."""
+    """The HTTP API in front of this peer's gateway; None where it is not configured."""
     if config.http is None:
         yield None
         return
@@ -119,6 +118,6 @@ async def _http(
 
 
 def _fitness(capability: Capability) -> float:
-    """Score of a claim that nobody proposed, below 1: the faster machine goes first."""
+    """Score of claims to stages that we were not proposed for, below 1: the faster machine goes first."""
     gigaflops = capability.flops_per_second / 1e9
     return gigaflops / (gigaflops + 1000.0)

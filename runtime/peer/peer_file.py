@@ -1,5 +1,5 @@
-"""`peer.json` in a home: where the peer is that runs with it, for commands on this machine. It may be left over from a
-peer that was killed, so nothing in it is more than a hint."""
+"""`peer.json` in a home: the addresses of the peer that runs with it, for commands on this machine. It may be left over from a peer
+that was killed, so all of it is a hint only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RunningPeer:
 
 
 def running_peer(home: Path) -> RunningPeer | None:
-    """What the peer that runs with this home wrote down; None where none did."""
+    """What the peer that runs with this home wrote; None where there is no valid file."""
     try:
         found = json.loads((home / PEER_FILE).read_text())
         return RunningPeer(
@@ -42,8 +42,7 @@ def running_peer(home: Path) -> RunningPeer | None:
 
 @contextmanager
 def written_down(home: Path, peer: RunningPeer) -> Iterator[None]:
-    """Tell commands on this machine where the running peer is, for the length of the block. Raises OSError in one
-    line."""
+    """Keep the file of the running peer, for the length of the block. Raises OSError in one line."""
     path = home / PEER_FILE
     scratch = path.with_suffix(".new")
     try:

@@ -1,4 +1,4 @@
-"""Which plane computes: the one place that knows them all by name. A plane's library is loaded when it is chosen."""
+"""The planes, by name. A plane's library is loaded when the plane is chosen."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ TORCH, JAX = "torch", "jax"
 
 
 def choose(name: str, device: str, threads: int) -> Plane:
-    """The plane of that name on `device`, as the plane spells it, with so many threads on a CPU. ValueError for one that there is
-    not, or whose library is not installed."""
+    """The plane of that name on `device`, in the plane's own spelling, with `threads` on a CPU. ValueError for an unknown plane, or one
+    whose library is not installed."""
     make = _PLANES.get(name)
     if make is None:
         raise ValueError(f"plane: {' or '.join(_PLANES)}, not {name!r:.40}")

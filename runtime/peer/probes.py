@@ -1,8 +1,8 @@
-"""Microbenchmarks: small graphs that show how fast a plane runs operators on a device: each asks mostly for one of the things that
-`fusion.dag.placement.speeds` tells apart. Pure: graphs, and what follows from how long they took.
+"""Microbenchmarks: small graphs that measure how fast a plane runs operators on a device. Each has mostly one of the kinds of work of
+`fusion.dag.placement.speeds`. Pure: the graphs, and the speeds that follow from their times.
 
-A probe is run as a stage that is trained is, by the plane that will run the stages, so what is measured is what a job gets: kernels, compiled
-code, and what lies around them. Only forward: what a backward pass asks for is counted.
+A probe is run as a stage of a training job, by the plane that will run the stages, so the measurement includes all that a job gets:
+kernels, compiled code and overheads. Forward passes only: a backward pass's work is computed from its operators.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ from fusion.dag.placement.speeds import (
     asked,
 )
 
-X = Ref("x")  # what a probe reads that gets no gradient
-# Times the width of everything: for a CPU, and for a GPU, which a small product does not fill.
+X = Ref("x")  # the input of a probe, without a gradient
+# Factor of all widths: for a CPU, and for a GPU, which a small product does not fill.
 SMALL, LARGE = 1, 4
 # One thread of a server's CPU, between an EPYC of 2023 and a Xeon with AVX-512, with PyTorch and caches that other work has filled.
 TYPICAL = Speeds(
     product_flop=1.1e-11, attention_flop=1.8e-11, convolution_flop=2.2e-11, streamed_byte=1.8e-10, touched_byte=2e-10,
     normed_byte=6e-10, drawn_element=1.3e-8, convolution=1.2e-4, node=1.5e-5, updated_byte=9e-11,
 )  # fmt: skip
-SWEEPS = 4  # over the probes: each is taken for what the others leave of it
-LEAST_SHARE = 0.2  # of a probe's time that is left for what it is there to show, whatever the others claim
+SWEEPS = (
+    4  # over the probes (Gauss-Seidel): each gets the part of its time that the other kinds do not explain
+)
+LEAST_SHARE = 0.2  # of a probe's time that counts for its own kind, whatever the others explain
 
 
 @dataclass(frozen=True)
 class Probe:
-    """`shows`: the kind, by its place in `Speeds.seconds`. Weights are parameters, as a stage's are: what comes in is copied to where
-    a plane computes, each time."""
+    """`shows`: the kind that it measures, as its index in `Speeds.seconds`. Weights are variables, as a stage's are: inputs are copied
+    to the device each time."""
 
     shows: int
     graph: Graph
@@ -56,14 +58,14 @@ class Probe:
 
     @property
     def asks(self) -> Rows:
-        """Of each kind."""
+        """The work of each kind, (KINDS,)."""
         forward, _ = asked(node_costs(self.graph, {}))
         found: Rows = forward.sum(axis=1)
         return found
 
 
 def probes(scale: int = SMALL) -> tuple[Probe, ...]:
-    """Those that matter most first."""
+    """The most important ones first."""
     return (
         Probe(PRODUCTS, _products(256 * scale, 384 * scale)),
         Probe(NODES, _many_nodes()),
@@ -78,7 +80,8 @@ def probes(scale: int = SMALL) -> tuple[Probe, ...]:
 
 
 def fitted(found: Sequence[tuple[Probe, float]]) -> Speeds:
-    """What follows from how long some probes took. Of what was not measured, updates among it, it is as on the machine that TYPICAL is of, but for how much faster or slower the first probe ran."""
+    """The speeds that follow from the times of some probes. Kinds that were not measured, updates among them, are TYPICAL's, scaled by
+    the time of the first probe."""
     first, took = found[0]
     pace = took / float(first.asks @ TYPICAL.seconds)
     seconds = TYPICAL.seconds * pace
@@ -90,7 +93,7 @@ def fitted(found: Sequence[tuple[Probe, float]]) -> Speeds:
 
 
 class _Making:
-    """A graph on its way: float32, every size a number."""
+    """A graph builder: float32, all sizes fixed."""
 
     def __init__(self, *shape: int) -> None:
         self._variables: list[Variable] = []

@@ -1,6 +1,6 @@
-"""What this process holds of the machine's memory, kept to what is set aside for stages (`fusion.runtime.device.surplus`).
+"""The resident memory of this process, trimmed to what is reserved for stages (`fusion.runtime.device.surplus`).
 
-Only where the kernel tells and the allocator listens, which is Linux with glibc; elsewhere nothing is done.
+Only on Linux with glibc, where the kernel reports it and the allocator can return it; elsewhere nothing is done.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ STATM, MAPS = Path("/proc/self/statm"), Path("/proc/self/maps")
 
 
 def lent_memory(lent_bytes: int, working_bytes: int, worker: Worker) -> MemoryBudget:
-    """Of which nothing is set aside yet; from now on `worker` looks whether the process keeps to it. `working_bytes`: as
-    `fusion.runtime.planes.plane.Plane` has it."""
+    """A budget without reservations; from now on `worker` trims the process's memory to it. `working_bytes`: as in
+    `fusion.runtime.planes.plane.Plane`."""
     budget = MemoryBudget(lent_bytes)
     worker.between_parts(_look(budget, working_bytes))
     return budget
 
 
 def _look(budget: MemoryBudget, working_bytes: int) -> Callable[[], None]:
-    """For one thread at a time. Takes 20 us, and milliseconds where something is returned."""
+    """For one thread at a time. Takes 20 us, and milliseconds where memory is returned."""
     trim = _trim()
     if trim is None or not STATM.exists():
         return lambda: None
-    trim()  # what measuring the device has left
+    trim()  # what measuring the device has freed
     surplus = Surplus(private_bytes(), budget.lent_bytes, working_bytes)
 
     def look() -> None:
@@ -44,21 +44,21 @@ def _look(budget: MemoryBudget, working_bytes: int) -> Callable[[], None]:
 
 
 def drop_code_pages() -> None:
-    """Drop the resident pages of libraries' code: what is run comes back from the file cache in a few milliseconds. To import them and to
-    measure the device runs more of it than a stage does, 160 MiB with PyTorch."""
+    """Drop the resident pages of libraries' code: pages that run again come back from the file cache in a few milliseconds. Imports and
+    measuring the device run more of it than a stage does, 160 MiB with PyTorch."""
     with suppress(OSError, AttributeError, ValueError):
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         for line in MAPS.read_text().splitlines():
             where, access, _, _, _, *path = line.split(maxsplit=5)
-            # Nobody writes to those, so that the file has all of them.
+            # Not writable, so that all of it can be read from the file again.
             if access == "r-xp" and path and ".so" in path[0]:
                 begin, end = (int(each, 16) for each in where.split("-"))
                 madvise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
 def private_bytes() -> int:
-    """Resident, and not of a file: RssAnon."""
+    """Resident bytes that are not of a file: RssAnon."""
     _, resident, shared, *_ = STATM.read_bytes().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,7 +1,7 @@
 """Using the swarm from where there is neither hivemind nor PyTorch: through the first peer that answers, over py-libp2p.
 
-A command goes by the key of its home's peer where there is one, so that others see the peer that they invited; while a peer runs
-with that home, and where there is none, by a key of its own, to which what the home's keys and invites allow is passed on.
+A command uses the identity of its home's peer where there is one, so that other peers see the peer that they invited. While a peer
+runs with that home, and where there is none, it uses a new key, to which grants of the home's keys and invites are delegated.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fusion.swarm.thin.addresses import dialable
 from fusion.swarm.thin.remote_directory import RemoteDirectory
 from fusion.swarm.thin.transport import ThinConfig, ThinTransport
 
-LOOK_AROUND_SECONDS = 1.0  # after which other peers are looked for, should ours vanish
+LOOK_AROUND_SECONDS = 1.0  # after which other peers are looked up, in case our gateway vanishes
 
 
 @asynccontextmanager
 async def open_thin(config: ClientConfig) -> AsyncIterator[Context]:
-    """Ask the swarm without joining it, until the block ends. Raises as `fusion.runtime.peer.client.open_client`; ValueError
-    for an address that only peers can dial."""
+    """Use the swarm without joining it, until the block ends. Raises as `fusion.runtime.peer.client.open_client`; ValueError for
+    an address that only peers can dial."""
     identity, key = _identity(config.home), find_key(config.home, config.swarm_key)
     ways = await asyncio.to_thread(ways_in, config)
     if not ways:
@@ -56,7 +56,7 @@ async def open_thin(config: ClientConfig) -> AsyncIterator[Context]:
             except StreamBroken as error:
                 if transport.has_received_from(gateway):
                     raise
-                raise ClosedSwarm(NO_MEMBER) from error  # it hangs up on whoever is no member
+                raise ClosedSwarm(NO_MEMBER) from error  # its peers close streams of non-members
     finally:
         if around is not None:
             around.cancel()
@@ -70,7 +70,7 @@ def _identity(home: Path) -> Identity:
 
 
 async def _look_around(directory: RemoteDirectory) -> None:
-    """Where other peers are, for when the one that we ask vanishes; not at once, as most commands have ended by then."""
+    """Learn other peers' addresses, in case our gateway vanishes; not at once, as most commands have ended by then."""
     await asyncio.sleep(LOOK_AROUND_SECONDS)
     with suppress(SwarmError):
         await directory.peers()

@@ -402,6 +402,6 @@ def test_two_samples_stand_for_all() -> None:
 
 def test_packing_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(dataset, "SAY_SECONDS", 0.0)
+    monkeypatch.setattr(dataset, "REPORT_SECONDS", 0.0)
     assert list(with_progress(range(3), 3, "lines", said.append)) == [0, 1, 2]
     assert said[-1] == "packing the data: 2 of 3 lines"

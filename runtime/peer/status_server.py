@@ -1,4 +1,4 @@
-"""What a peer tells whoever asks: its status, beyond its record, and to clients without the DHT what the directory holds."""
+"""Serves a peer's status, beyond its record, and the directory to clients without the DHT."""
 
 from __future__ import annotations
 
@@ -14,37 +14,35 @@ from fusion.swarm.protocol import DIRECTORY
 from fusion.swarm.thin.directory_server import DirectoryServer, SealedDirectory
 from fusion.swarm.transport import Stream
 
-TOLD_PEERS = 256  # in one answer, which has to fit into a header
-TOLD_PLACES = 512
+MAX_PEERS = 256  # in one reply, which has to fit into a header
+MAX_PLACES = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagesNow:
-    """The stages of this peer: those that run, those that are on their way into memory, those that did not work out."""
+    """The stages of this peer: those that run, those that are being loaded, and those that failed."""
 
     hosted: Sequence[Place]
     loading: Sequence[StageLoading] = ()
     failed: Sequence[StageFailure] = ()
 
 
-async def serve_questions(
-    context: Context, directory: SealedDirectory, stages: Callable[[], StagesNow]
-) -> None:
-    """Answer from now on."""
+async def serve_status(context: Context, directory: SealedDirectory, stages: Callable[[], StagesNow]) -> None:
+    """Serve STATUS and DIRECTORY from now on."""
     await context.transport.serve(STATUS.name, lambda stream: answer_status(stream, context, stages()))
     await context.transport.serve(DIRECTORY.name, DirectoryServer(directory).serve_stream)
 
 
 async def answer_status(stream: Stream, context: Context, stages: StagesNow) -> None:
-    """What `fusion-peer status` shows of one peer beyond its record."""
+    """Send what `fusion-peer status` shows of one peer beyond its record."""
     frame = await stream.receive()
     if frame.kind != "status":
         raise ValueError(f"{STATUS.name} knows status, not {frame.kind[:40]!r}")
     counts = context.transport.traffic().items()
     most = sorted(counts, key=lambda each: each[1].sent_bytes + each[1].received_bytes, reverse=True)
-    traffic = {other: [count.sent_bytes, count.received_bytes] for other, count in most[:TOLD_PEERS]}
+    traffic = {other: [count.sent_bytes, count.received_bytes] for other, count in most[:MAX_PEERS]}
     places = [[job, stage] for job, stage in stages.hosted]
-    held = sorted(context.memory.by_place.items(), key=lambda each: -each[1])[:TOLD_PLACES]
+    held = sorted(context.memory.by_place.items(), key=lambda each: -each[1])[:MAX_PLACES]
     header = {
         "name": friendly_name(context.peer_id),
         "hosted": places,
