@@ -1,7 +1,7 @@
-"""The codecs of a job's edges, chosen from what is known of its links. Pure arithmetic, without torch: for the launcher,
+"""The codecs of a job's edges, chosen by its links. Pure arithmetic, without torch: for the launcher,
 for `plan`, and for the lead, which chooses anew when links change.
 
-The rule is `fusion.compression.adaptive`; here the edges of a placement become the uses of links that it is asked about.
+The rule is `fusion.compression.adaptive`; here the edges of a placement become the uses of links that are its input.
 All that leaves a peer shares its uplink, all that reaches it shares its downlink, and all that goes from one peer to
 another shares their link, each use in proportion to its dense bytes.
 """
@@ -53,7 +53,7 @@ class Tie:
 
 @dataclass(frozen=True, kw_only=True)
 class StageTraffic:
-    """What the stages of a job send each other, and over what."""
+    """What the stages of a job send each other, and over which links."""
 
     edges: tuple[Edge, ...]
     ties: tuple[Tie, ...]
@@ -68,7 +68,7 @@ def edges_of(stages: Iterable[Stage]) -> tuple[Edge, ...]:
 
 
 def ties_of(stages: Sequence[Stage], sizes: Mapping[str, int]) -> tuple[Tie, ...]:
-    """The tied variables whose gradients a codec can take."""
+    """The tied variables whose gradients a codec can compress."""
     types = {v.name: v.type for stage in stages for v in stage.graph.variables}
     return tuple(
         Tie(
@@ -88,7 +88,7 @@ def choose_codecs(
     speeds: Mapping[str, CodecSpeed],
     compute_seconds: float,
 ) -> EdgeCodecs:
-    """The job's table: edges in their order, then ties; what goes dense is not in it.
+    """The job's table: edges in their order, then ties; dense ones are not in it.
 
     `speeds` of the codecs, by family: one that it does not have is not chosen. `compute_seconds`: of the busiest stage for
     one microbatch, forward and backward."""
@@ -148,8 +148,8 @@ def codec_costs(
     speeds: Mapping[str, CodecSpeed],
     reuse_mask: bool,
 ) -> pipeline.EdgeCosts:
-    """What `codecs` makes of the edges, for the step model: bytes exactly as they are sent. A family that `speeds` does not
-    have takes no time."""
+    """The costs of the edges with `codecs`, for the step model: the exact bytes that are sent. A family without `speeds` takes no
+    time."""
     table = {name: (specs.parse(forward), specs.parse(backward)) for name, forward, backward in codecs}
     found: dict[tuple[str, str], CodecCost] = {}
     for edge in edges:
@@ -190,7 +190,7 @@ def _uniform(traffic: StageTraffic, codec: str) -> EdgeCodecs:
 
 
 def _uses(traffic: StageTraffic) -> list[EdgeUse]:
-    """Of edges that a codec can take; the others only take their part of what they share."""
+    """Of edges that a codec can compress; the others only take their share of lines."""
     sizes, network = traffic.sizes, traffic.network
     moves = [
         (edge, direction, sender, receiver, elements_of(edge.type, sizes) * DTYPE_BYTES[edge.type.dtype])
@@ -259,5 +259,5 @@ def elements_of(kind: TensorType, sizes: Mapping[str, int]) -> int:
 
 
 def _floating(kind: TensorType) -> bool:
-    """Whether a codec can take it."""
+    """Whether a codec can compress it."""
     return "float" in kind.dtype and DTYPE_BYTES[kind.dtype] in (2, 4)

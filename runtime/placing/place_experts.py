@@ -1,5 +1,5 @@
-"""Where to run a model whose layers may be larger than any peer: where it does not fit, its experts go in groups, and a stage
-may then hold a part of a layer."""
+"""The placement of a model whose layers may be larger than any peer: where it does not fit, its experts are split into groups, and
+a stage may then hold a part of a layer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def place_model(
     links: Sequence[LinkRecord],
     stages: int | None = None,
 ) -> tuple[Graph, Placed]:
-    """The graph as it is, or with its experts in 2, 4, 8, ... groups, as few as it needs to fit; `place_beside` says where.
-    DoesNotFit, as for the whole layers, where that does not help."""
+    """The graph as it is, or with its experts in 2, 4, 8, ... groups, as few as it needs to fit, and its placement by `place_beside`.
+    DoesNotFit, as for whole layers, where no number of groups fits."""
     try:
         return graph, place_beside(draft_bytes, graph, config, peers, links, stages)
     except DoesNotFit as misfit:

@@ -1,4 +1,4 @@
-"""Where to run the stages of a job, found for the peers that there are."""
+"""The placement of a job on the peers of the swarm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def place_job(
 ) -> Placed:
     """Placed on `peers`, of whose links `links` is known; a training job with codecs, for peers that are taken to encode
     as fast as this machine. `beside_bytes`: that the first stage of one that is served needs beside its own memory. Raises
-    PlacementError, in one line, where nobody can hold it, knows its operators, or would take a stage of it."""
+    PlacementError, in one line, where no peers can hold it, know its operators, or would accept a stage of it."""
     peers = able(graph, peers)
     swarm = known_network(peers, link_view(peers, links))
     try:
@@ -60,7 +60,7 @@ def _require_few_nodes(placed: Placed) -> None:
 def _require_short_calls(placed: Placed, peers: Sequence[PeerRecord]) -> None:
     """PlacementError where one call of a stage is so long that all of these peers would refuse it (`StageGraphs.check`)."""
     rates = [peer.flops_per_second for peer in peers]
-    if not rates or min(rates) <= 0:  # who measured nothing takes what it gets
+    if not rates or min(rates) <= 0:  # a peer that has not measured its device refuses nothing
         return
     for part in placed.parts:
         seconds = longest_call(part, placed.config, max(rates))
@@ -80,7 +80,7 @@ def place_beside(
     links: Sequence[LinkRecord],
     stages: int | None = None,
 ) -> Placed:
-    """As `place_job`, for a model whose first stage needs so much more, for its draft model."""
+    """As `place_job`, for a model whose first stage needs `draft_bytes` more."""
     placed = place_job(graph, config, peers, links, stages, draft_bytes)
     return replace(placed, memory_bytes=(placed.memory_bytes[0] + draft_bytes, *placed.memory_bytes[1:]))
 

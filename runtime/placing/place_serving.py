@@ -1,4 +1,4 @@
-"""Where to run the stages of a model that is served, and what a token takes there."""
+"""The placement of a model that is served, and its predicted time per token."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def token_seconds(
     cuts: Sequence[int],
     owners: Sequence[PeerId],
 ) -> tuple[float, float]:
-    """What a token takes with this placement, as `place_job` predicts it, and how much of that on links. PlacementError for an
-    owner that is none of `peers`."""
+    """Seconds of a token with this placement, as `place_job` predicts them, and seconds of these on links. PlacementError for an
+    owner that is not among `peers`."""
     network = known_network(peers, link_view(peers, links)).network
     layout = Layout(cuts=tuple(cuts), owners=tuple(owners), microbatches=1, training=False)
     running, memory = _running(config)
@@ -45,7 +45,7 @@ def token_seconds(
 
 
 def _running(config: ServeConfig) -> tuple[dict[str, int], MemoryConfig]:
-    """What a token takes counts, and room for the longest session. Without a cache a token runs the whole sequence."""
+    """Placed by the time of a token, with memory for the longest session. Without a KV cache a token runs the whole sequence."""
     sizes = config.sizes
     running = {**sizes, "sequence": 1} if config.cache == "kv" else dict(sizes)
     return running, replace(serving_memory(config), positions=sizes["sequence"])
@@ -95,8 +95,9 @@ def place_serving(
 def _for_one_and_many(
     candidates: Sequence[Candidate], placements: Mapping[Candidate, Placement]
 ) -> Candidate:
-    """The one with the shortest time per token, of one answer and of several at once alike: what one loses by it in per cent is less
-    than what several gain, and at most MOST_SLOWER. For one alone all on the fastest peer but for one small operator would do."""
+    """The one with the shortest time per token, of one answer and of several at once alike: what one answer loses by it in per cent is
+    less than what several gain, and at most MOST_SLOWER. By the time of one answer alone, nearly all of the model might go to the
+    fastest peer."""
 
     def both_seconds(candidate: Candidate) -> float:
         predicted = placements[candidate].prediction

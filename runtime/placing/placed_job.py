@@ -1,4 +1,4 @@
-"""Where the stages of a job are to run, as its manifest says it: cuts, owners, memory, schedule and codecs."""
+"""A placement in the manifest's terms: cuts, owners, memory, schedule and codecs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Placed:
     cuts: tuple[int, ...]
     parts: tuple[Stage, ...]
     proposed: tuple[PeerId, ...]
-    replicas: tuple[tuple[PeerId, ...], ...]  # by stage: who is to serve it beside its owner; or empty
+    replicas: tuple[tuple[PeerId, ...], ...]  # by stage: peers that serve it beside its owner; or empty
     memory_bytes: tuple[int, ...]  # that each stage needs
     predicted_seconds: float = 0.0  # a step, or a token; 0: not known
     stage_count: StageChoice | None = None  # of a model that is served: over how many peers, and why
@@ -42,8 +42,8 @@ def as_requested(
     peers: Sequence[PeerRecord] = (),
     replicas: Sequence[Sequence[PeerId]] = (),
 ) -> Placed:
-    """The placement is the caller's own; only the depth of the pipeline is fitted to the memory of `peers`.
-    PlacementError where that is not enough."""
+    """The caller's own placement; only the depth of the pipeline is reduced to fit the memory of `peers`. PlacementError where that is
+    not enough."""
     parts = split(graph, tuple(cuts))
     _require_planes(parts, proposed, peers)
     owners = tuple(proposed) or (PeerId(""),) * len(parts)
@@ -72,8 +72,8 @@ def _require_planes(parts: Sequence[Stage], proposed: Sequence[PeerId], peers: S
 
 
 def able(graph: Graph, peers: Sequence[PeerRecord]) -> list[PeerRecord]:
-    """Those that know the graph's op-set, and whose planes lack none of its operators. PlacementError where there are peers, and
-    none of them does."""
+    """Those that know the graph's op-set, and whose planes have all of its operators. PlacementError where there are peers, but none
+    of these."""
     opset = needed_version(graph)
     known = [peer for peer in peers if peer.opset >= opset]
     if peers and not known:

@@ -1,4 +1,4 @@
-"""A placement for people: which peer computes what, what it sends to whom, how long a step takes and why."""
+"""A placement as users read it: what each peer computes and sends, how long a step takes and why."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def planned(
     price_usd: float | None = None,
     trace: Trace | None = None,
 ) -> Plan:
-    """`sizes` are those of one microbatch; `known` tells which ordered pairs of peers `network` does not guess; `price_usd` is
-    that of the peers in `network`; `trace`: of a step of it, where that has been simulated already."""
+    """`sizes`: of one microbatch; `known`: whether the link of an ordered pair of peers was measured; `price_usd`: of the peers in
+    `network`; `trace`: of a simulated step, where there is one already."""
     pipe = pipeline(graph, placement, network, sizes, edge_costs, memory)
     prediction, trace = step_seconds(pipe), trace or simulate(pipe)
     flops = [c.forward_flops + c.backward_flops * placement.training for c in node_costs(graph, sizes)]

@@ -1,4 +1,4 @@
-"""What each stage of a job needs on its peer, and how deep a pipeline its peers have memory for."""
+"""The memory that each stage of a job needs on its peer, and the depth of the pipeline that its peers have memory for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model_bytes(graph: Graph) -> int:
 
 
 def kept_bytes(graph: Graph, config: ServeConfig) -> int:
-    """What all stages keep of the longest text, where it is kept."""
+    """Of the KV caches of all stages for the longest text; 0 without a cache."""
     types = bound_types(graph, config.sizes)
     return sum(type_bytes(types[ref]) for node in graph.nodes if (cache := kept(node)) for ref in cache[1])
 
@@ -36,8 +36,8 @@ def kept_bytes(graph: Graph, config: ServeConfig) -> int:
 def least_memory(
     graph: Graph, config: ServeConfig, most_stages: int, beside_bytes: int = 0
 ) -> tuple[int, ...]:
-    """What the fullest of 1, 2, ... peers needs at least, however the model is cut; `beside_bytes`: what the first stage needs
-    beside its own memory. As many as the model has pieces, and `most_stages` at most."""
+    """The least memory of the fullest of 1, 2, ... peers, over all ways to cut the model, up to `most_stages` peers and as many as
+    there are cuts; `beside_bytes`: what the first stage needs beside its own memory."""
     bounds = (0, *legal_cuts(graph), len(graph.nodes))
     memory = serving_memory(config)
     tables = measure_memory(graph, bounds, config.sizes, False, memory)
@@ -61,7 +61,7 @@ def fitted(
 ) -> tuple[Config, tuple[int, ...]]:
     """The configuration with the deepest pipeline, up to its own, that the owners have memory for, and the bytes that
     each stage needs then. An owner that is not one of `peers` is taken to have enough; a stage without an owner needs
-    one of them, if there are any. PlacementError where some stage fits nobody who may have it."""
+    one of them, if there are any. PlacementError where some stage fits no peer that may have it."""
     training = isinstance(config, TrainConfig)
     first, count = np.arange(len(owners)), len(owners)
     tables = measure_memory(

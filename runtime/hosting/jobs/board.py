@@ -54,9 +54,8 @@ class JobBoard:
 
     def __init__(self, us: PeerId) -> None:
         self.concerned: frozenset[JobId] = frozenset()  # jobs that we hold stages of, or stand by for
-        self.republished: tuple[
-            JobRecord, ...
-        ] = ()  # of jobs that we do not lead, which nobody else publishes
+        # Of jobs that we do not lead, which no other peer publishes
+        self.republished: tuple[JobRecord, ...] = ()
         self._us = us
         self._open: dict[JobId, tuple[JobRecord, Manifest]] = {}
         self._led: dict[JobId, Led] = {}
