@@ -127,14 +127,14 @@ class Pretence:
 
 
 class CountedBlobs(Blobs):
-    """Knows which manifests were asked for."""
+    """Records which manifests were requested."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.asked: list[Digest] = []
+        self.requested: list[Digest] = []
 
     async def read(self, digest: Digest, max_bytes: int, hints: Any = (), *job: Any) -> bytes:
-        self.asked.append(digest)
+        self.requested.append(digest)
         return await super().read(digest, max_bytes, hints, *job)
 
 
@@ -152,7 +152,7 @@ class Peer:
         return self.context.peer_id
 
     async def look(self) -> None:
-        """A heartbeat, and another one with the manifests that the first one asked for."""
+        """A heartbeat, and another one with the manifests that the first one requested."""
         await self.hosting.beat()
         await manifests_read()
         await self.hosting.beat()

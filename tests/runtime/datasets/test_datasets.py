@@ -1,4 +1,4 @@
-"""Samples from files: what is read, what is held out, and what a wrong file gets said."""
+"""Samples from files: what is read, what is held out, and the error for a wrong file."""
 
 from __future__ import annotations
 
@@ -153,9 +153,9 @@ def test_a_file_that_is_no_npz(tmp_path: Path, content: bytes) -> None:
     ],
 )
 def test_an_array_whose_header_makes_no_sense(tmp_path: Path, header: str) -> None:
-    path, said = tmp_path / "data.npz", header.encode() + b"\n"
+    path, text = tmp_path / "data.npz", header.encode() + b"\n"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("x.npy", b"\x93NUMPY\x01\0" + len(said).to_bytes(2, "little") + said + bytes(64))
+        archive.writestr("x.npy", b"\x93NUMPY\x01\0" + len(text).to_bytes(2, "little") + text + bytes(64))
     with pytest.raises(JobError, match=r"data\.npz is damaged"):
         Npz(path).read(["x"], LIMIT, silent)
 
@@ -330,7 +330,7 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, rows: list[Any
 
 
 def test_a_field_that_the_first_line_lacks_is_none_that_nobody_knows_of(tmp_path: Path) -> None:
-    """A parameter with a default that is called so would keep it without a word."""
+    """A parameter with a default that is called so would keep it without an error."""
     lines = JsonLines(jsonl(tmp_path, [{"y": 1}, {"y": 2, "weight": 0.5}]), (), encoder(None), 0)
     assert lines.names == ("y", "weight")
     with pytest.raises(JobError, match=r":1: no field 'weight' \(it has: y\)"):
@@ -401,7 +401,7 @@ def test_two_samples_stand_for_all() -> None:
 
 
 def test_packing_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     monkeypatch.setattr(dataset, "REPORT_SECONDS", 0.0)
-    assert list(with_progress(range(3), 3, "lines", said.append)) == [0, 1, 2]
-    assert said[-1] == "packing the data: 2 of 3 lines"
+    assert list(with_progress(range(3), 3, "lines", lines.append)) == [0, 1, 2]
+    assert lines[-1] == "packing the data: 2 of 3 lines"

@@ -78,10 +78,12 @@ def test_the_choice_fits_takes_all_it_can_and_does_not_depend_on_the_order(
     st.integers(0, 12),
     st.dictionaries(st.sampled_from("abc"), st.integers(0, 6)),
 )
-def test_authors_share_the_stages(asked: list[tuple[str, float]], free: int, running: dict[str, int]) -> None:
+def test_authors_share_the_stages(
+    wanted: list[tuple[str, float]], free: int, running: dict[str, int]
+) -> None:
     found = [
         replace(vacancy(stage=i, score=score, memory=0), account=PeerId(author))
-        for i, (author, score) in enumerate(asked)
+        for i, (author, score) in enumerate(wanted)
     ]
     chosen = stages_to_claim(found, 100, free, {PeerId(a): n for a, n in running.items()})
     most = share_of_one(free + sum(running.values()))

@@ -248,10 +248,8 @@ def test_a_standby_that_leads_an_ended_job_ends_it_when_it_hears(tmp_path: Path)
                 await standby.look()
                 await other.look()
                 assert await says(made, other, job) == "done"
-            assert await says(made, standby, job) in (
-                "done",
-                None,
-            )  # what it published as the lead has expired
+            # What it published as the lead has expired
+            assert await says(made, standby, job) in ("done", None)
             assert (
                 standby.service.begun == [(job, 0)]
                 and JobFiles(standby.blobs.store.root / "jobs").load() == ()

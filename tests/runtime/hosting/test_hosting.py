@@ -494,7 +494,7 @@ def test_a_stage_that_was_overtaken_is_claimed_anew_at_once_but_only_once(tmp_pa
             job = await made.launch(made.manifest(ours))
             await ours.look()
             await until(lambda: (job, 0) in ours.service.running)
-            ours.context.leases.observe(job, 0, 7)  # as the neighbour told it
+            ours.context.leases.observe(job, 0, 7)  # as the neighbour reported it
             ours.service.end(job, 0, StaleTerm("stage 0 was held under term 7"))
             await until(lambda: ours.service.terms[job, 0] == 8)
             ours.service.end(job, 0, StaleTerm("stage 0 was held under term 9"))
@@ -550,7 +550,7 @@ def test_a_job_that_failed_says_so_in_one_line_and_is_not_claimed_again(tmp_path
             record = await made.record(job)
             assert (record.state, record.message) == ("failed", "the loss is not a number")
             made.clock.advance(HEAD_START_SECONDS + 1)
-            await made.announce(job)  # the launcher has not heard of it
+            await made.announce(job)  # the launcher does not know of it
             await ours.hosting.beat()
             for peer in (ours, idle):
                 await peer.look()
@@ -593,7 +593,8 @@ def test_an_end_that_another_peer_tells_of_ends_our_stages(tmp_path: Path) -> No
             await lead.look()
             await ours.look()
             await over(ours, (job, 1))
-            assert lead.service.running  # our own stages end by themselves: they may have last words to say
+            # Our own stages end by themselves: they may have messages left to send
+            assert lead.service.running
             await ours.look()
             assert len(ours.service.begun) == 1
 
@@ -677,14 +678,15 @@ def test_a_manifest_that_nobody_has_is_asked_for_now_and_then(tmp_path: Path) ->
         async with swarm(tmp_path) as made:
             ours = await made.join()
             missing = JobId("0" * 64)
-            asked = []
+            requests = []
             for second in range(40):
                 await made.announce(missing)
                 await ours.look()
-                asked.append(len(ours.blobs.asked))
+                requests.append(len(ours.blobs.requested))
                 made.clock.advance(1.0)
-                assert second < 5 or asked[-1] <= 4
-            assert asked[0] == 1 and asked[4] == 1 and asked[-1] == 4  # after 0, 5, 15 and 35 seconds
+                assert second < 5 or requests[-1] <= 4
+            # After 0, 5, 15 and 35 seconds
+            assert requests[0] == 1 and requests[4] == 1 and requests[-1] == 4
 
     asyncio.run(main())
 
@@ -707,7 +709,7 @@ def test_manifests_that_never_come_keep_nobody_waiting(tmp_path: Path) -> None:
             await ours.hosting.beat()
             await until(lambda: (job, 0) in ours.service.running)
             assert (
-                len(ours.blobs.asked) == FETCHES_PER_AUTHOR + 1
+                len(ours.blobs.requested) == FETCHES_PER_AUTHOR + 1
             )  # so many at a time of one author's, and the good one
 
     asyncio.run(main())
@@ -729,7 +731,7 @@ def test_garbage_is_refused_once_and_for_all(
                 await made.announce(bad, lead=holder.context.peer_id)
                 await made.announce(job)
             assert set(ours.service.running) == {(job, 0)}
-            assert ours.blobs.asked.count(Digest(bad)) == 1 and not ours.blobs.has(Digest(bad))
+            assert ours.blobs.requested.count(Digest(bad)) == 1 and not ours.blobs.has(Digest(bad))
             lines = [r.getMessage() for r in caplog.records if bad[:12] in r.getMessage()]
             assert len(lines) == 1 and "is refused" in lines[0] and "\n" not in lines[0]
 
@@ -745,7 +747,7 @@ def test_a_job_that_is_called_as_a_blob_of_something_else_does_not_take_it_along
             other = ours.blobs.store.put(b"a graph")
             await made.announce(JobId(other))
             await ours.look()
-            assert ours.blobs.asked == [other] and ours.blobs.has(other)
+            assert ours.blobs.requested == [other] and ours.blobs.has(other)
 
     asyncio.run(main())
 

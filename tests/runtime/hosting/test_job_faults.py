@@ -80,8 +80,8 @@ def test_what_nobody_expected_of_one_job_ends_no_other(
             await ours.look()
             await until(lambda: set(ours.service.running) == {(first, 0), (second, 0)})
             assert ours.work is not None and not ours.work.done()
-            said = [record.message for record in caplog.records if spoilt[:12] in record.message]
-            assert said == [
+            messages = [record.message for record in caplog.records if spoilt[:12] in record.message]
+            assert messages == [
                 f"job {spoilt[:12]} fails here and is left to others: RecursionError: maximum recursion depth exceeded"
             ]
 

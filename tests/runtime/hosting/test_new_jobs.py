@@ -132,7 +132,7 @@ def test_a_stranger_that_speaks_of_others_new_jobs_does_not_hold_them_up(tmp_pat
             made.clock.advance((DEBT_SECONDS + READ_SECONDS / 2) / SHARE)
             await peer.hosting.beat()
             await manifests_read()
-            assert peer.blobs.asked[-1] == job
+            assert peer.blobs.requested[-1] == job
 
     asyncio.run(main())
 

@@ -101,11 +101,11 @@ class Peer:
     def id(self) -> PeerId:
         return self.context.peer_id
 
-    async def beat(self, said: JobRecord | None = None, made: Manifest | None = None, **more: object) -> None:
-        """A heartbeat of the hosting, as far as the pool sees it. `said` is the job's record."""
+    async def beat(self, job: JobRecord | None = None, made: Manifest | None = None, **more: object) -> None:
+        """A heartbeat of the hosting, as far as the pool sees it. `job` is the job's record."""
         await self.context.leases.beat()
         claims = {(JOB, s): await self.context.leases.claims(JOB, s) for s in range(STAGES)}
-        jobs = {JOB: (said or record(self.id), made or manifest())} if not more.get("ended") else {}
+        jobs = {JOB: (job or record(self.id), made or manifest())} if not more.get("ended") else {}
         await self.pool.beat(jobs, claims if jobs else {}, self.hosted, self.free_memory_bytes)
 
     async def claims(self) -> dict[int, ClaimRecord]:
@@ -287,8 +287,8 @@ def test_what_fails_is_tried_again_later_and_only_then(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_stage_that_hosting_took_keeps_what_is_warm(tmp_path: Path, told: bool) -> None:
+@pytest.mark.parametrize("promoted", [True, False])
+def test_a_stage_that_hosting_took_keeps_what_is_warm(tmp_path: Path, promoted: bool) -> None:
     async def scenario(made: Swarm) -> None:
         owner = await made.own(0, 1)
         ours = made.join()
@@ -296,7 +296,7 @@ def test_a_stage_that_hosting_took_keeps_what_is_warm(tmp_path: Path, told: bool
         await settled(ours)
         await owner.context.leases.release(JOB, 1)
         assert await ours.context.leases.claim(JOB, 1, 0.5)
-        if told:
+        if promoted:
             ours.pool.promoted((JOB, 1))
         ours.hosted.add((JOB, 1))
         ours.free_memory_bytes = 400

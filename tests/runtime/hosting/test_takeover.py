@@ -36,7 +36,7 @@ async def one_job(
     made: Swarm, standbys: int, *, alone: bool = True, vacant: int = 0, **changes: Any
 ) -> tuple[JobId, Peer, list[Peer]]:
     """A job of one stage that its owner runs, and peers that stand by for it, the best first. Not `alone`: with a second
-    stage, whose owner has a word on the first. `vacant`: stages behind it that nobody holds."""
+    stage, whose owner votes on the first. `vacant`: stages behind it that nobody holds."""
     owner = await made.join()
     idle = [await made.join() for _ in range(standbys)]
     others = (not alone) + vacant
@@ -190,7 +190,7 @@ def test_a_neighbour_that_has_just_come_is_asked_for_its_word(tmp_path: Path) ->
             before = NEIGHBOURS[job]
             await before.release(job, 1)
             made.network.kill(before.peer_id)
-            after = await neighbour(made, job)  # the successor has not heard of it
+            after = await neighbour(made, job)  # the successor does not know of it
             assert before.peer_id in successor.context.leases.voting.voters(job, 0, owner.id)
             vanish(made, owner)
             claim = await witness.context.takeover.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
@@ -277,9 +277,9 @@ def test_reports_of_every_kind_at_once_make_one_takeover(tmp_path: Path) -> None
             holder.take_over = slowly
             vanish(made, owner)
             about = {"job": job, "stage": 0, "peer": owner.id, "term": 1}
-            word = await votes._votes.vote((job, 0), Holding(owner.id, 1), first.id)
-            assert word
-            kinds = [{"word": said, "yours": yours} for said in (word, b"") for yours in (False, True)]
+            vote = await votes._votes.vote((job, 0), Holding(owner.id, 1), first.id)
+            assert vote
+            kinds = [{"word": each, "yours": yours} for each in (vote, b"") for yours in (False, True)]
             witness = await onlooker(made, job)
             replies = await asyncio.gather(
                 *(
@@ -385,7 +385,7 @@ def test_standbys_asked_at_the_same_moment_leave_one_owner_and_never_two_of_one_
 
 
 def answering(peer: Peer, kind: str, header: dict[str, Any]) -> None:
-    """From now on the peer says that to whatever it is asked of a stage."""
+    """From now on the peer answers so to all requests about a stage."""
 
     async def answer(stream: Stream) -> None:
         frame = await stream.receive()
@@ -444,7 +444,7 @@ def test_an_owner_that_the_standby_alone_does_not_reach_keeps_its_stage(tmp_path
             handlers[HOLD.name] = busy
             claim = await witness.context.takeover.suspect(job, 0, owner.id, 1)  # type: ignore[union-attr]
             assert len(broken) == breaks
-            # Twice each is gone: for the standby that is asked, and for the neighbour that has a word.
+            # Twice each is gone: for the standby that gets the report, and for the neighbour that votes.
             assert (claim is None) == (first.service.begun == []) == (breaks < 4)
 
     run(main())
@@ -481,14 +481,16 @@ def test_a_report_with_a_false_word_does_not_hold_a_takeover_up(tmp_path: Path, 
         async with swarm(tmp_path, pooled=True) as made:
             job, owner, (first,) = await one_job(made, 1, alone=False)
             vanish(made, owner)
-            word = {"nonsense": b"nonsense", "long": bytes(4096)}.get(kind, b"")
+            vote = {"nonsense": b"nonsense", "long": bytes(4096)}.get(kind, b"")
             if kind == "forged":
-                said = Word(voter=NEIGHBOURS[job].peer_id, holding=Holding(owner.id, 1), at=int(made.clock()))
-                word = seal_vote(said, job, 0, first.id, Identity.generate().sign)
-            header = {"job": job, "stage": 0, "peer": owner.id, "term": 1, "word": word}
+                statement = Word(
+                    voter=NEIGHBOURS[job].peer_id, holding=Holding(owner.id, 1), at=int(made.clock())
+                )
+                vote = seal_vote(statement, job, 0, first.id, Identity.generate().sign)
+            header = {"job": job, "stage": 0, "peer": owner.id, "term": 1, "word": vote}
             reply = await call(made.client(), first.id, HOLD.name, "suspect", header)
             claim = first.context.leases.holds(job, 0)
-            assert reply.kind == "owner" and claim is not None and word not in claim.proof
+            assert reply.kind == "owner" and claim is not None and vote not in claim.proof
 
     run(main())
 
@@ -633,8 +635,8 @@ def test_an_owner_that_finds_a_higher_claim_shown_to_it_gives_way_at_once(tmp_pa
             await owner.context.leases.beat()
             with pytest.raises(RecordError):  # nobody bears it out
                 owner.context.leases.accept_claim(directory.sealed(claim))
-            word = NEIGHBOURS[job].voting.vote(job, 0, Holding(owner.id, 1), rival.peer_id)
-            claim = replace(claim, proof=(word,))
+            vote = NEIGHBOURS[job].voting.vote(job, 0, Holding(owner.id, 1), rival.peer_id)
+            claim = replace(claim, proof=(vote,))
             assert owner.context.leases.accept_claim(directory.sealed(claim)) == claim
             await until(lambda: owner.hosting.hosted == ())
             assert owner.context.leases.owned() == () and owner.hosting.holds(job, 0) == 0
@@ -678,11 +680,11 @@ def test_whoever_asks_for_our_word_on_many_terms_has_the_stage_read_once(
             assert ours.id in ours.context.leases.voting.voters(job, 0, owner.id)
             read = reads_of(ours, monkeypatch)
             stranger = made.client()
-            asked = [{"job": job, "stage": 0, "peer": owner.id, "term": term} for term in range(2, 42)]
-            for header in asked[:20]:
+            headers = [{"job": job, "stage": 0, "peer": owner.id, "term": term} for term in range(2, 42)]
+            for header in headers[:20]:
                 assert (await call(stranger, ours.id, HOLD.name, "gone", header)).header["word"] == b""
             await asyncio.gather(
-                *(call(stranger, ours.id, HOLD.name, "gone", header) for header in asked[20:])
+                *(call(stranger, ours.id, HOLD.name, "gone", header) for header in headers[20:])
             )
             assert len(read) <= 2
 
@@ -700,8 +702,8 @@ def test_a_stage_is_taken_without_the_directory_and_a_stranger_has_none_read(
             for unknown in ("4" * 64, "x"):
                 header = {"job": unknown, "stage": 0, "term": 1, "handover": {}}
                 assert (await call(made.client(), first.id, HOLD.name, "take", header)).kind == "no"
-            word = owner.context.leases.voting.vote(job, 0, Holding(owner.id, 1), first.id)
-            header = {"job": job, "stage": 0, "term": 1, "handover": {"step": 7}, "word": word}
+            vote = owner.context.leases.voting.vote(job, 0, Holding(owner.id, 1), first.id)
+            header = {"job": job, "stage": 0, "term": 1, "handover": {"step": 7}, "word": vote}
             reply = await call(owner.context.transport, first.id, HOLD.name, "take", header)
             assert reply.kind == "taking" and read == []
 
@@ -731,7 +733,7 @@ def test_strangers_have_a_stage_read_once_and_nobody_dialled_who_does_not_claim_
             await first.context.leases.claims(job, 0)
             read = reads_of(first, monkeypatch)
             about = {"job": job, "stage": 0, "word": b""}
-            said = await asyncio.gather(
+            replies = await asyncio.gather(
                 *(
                     call(stranger, first.id, HOLD.name, kind, {**about, **more, "term": term})
                     for term in range(20)
@@ -741,7 +743,7 @@ def test_strangers_have_a_stage_read_once_and_nobody_dialled_who_does_not_claim_
                     )
                 )
             )
-            assert {each.kind for each in said} == {"alive", "no"} and dialled == [] and len(read) <= 2
+            assert {each.kind for each in replies} == {"alive", "no"} and dialled == [] and len(read) <= 2
             assert (job, 0) in owner.service.running and first.service.begun == []
 
     run(main())
@@ -784,12 +786,12 @@ def test_who_takes_a_stage_with_a_claim_of_another_or_of_its_owner_has_not_taken
 
 async def false_standbys(made: Swarm, job: JobId, count: int, *, there: bool) -> list[str]:
     """So many stand by for the first stage with the best of scores, and say nothing when it is offered to them; nor that they are
-    `there`. What they are asked."""
-    asked = list[str]()
+    `there`. Gives the kinds of frames that they receive."""
+    received = list[str]()
 
     async def hang(stream: Stream) -> None:
-        asked.append((await stream.receive()).kind)
-        if there and asked[-1] == "holds":
+        received.append((await stream.receive()).kind)
+        if there and received[-1] == "holds":
             await stream.send("holds", {"term": 0})
         else:
             await stream.receive()
@@ -801,16 +803,16 @@ async def false_standbys(made: Swarm, job: JobId, count: int, *, there: bool) ->
             job=job, stage=0, peer=identity.peer_id, role="standby", term=0, score=0.9, step=2**40, load=0.0, ready=True
         )  # fmt: skip
         await MemoryDirectory(made.network, identity, made.clock).publish(claim, ttl_seconds=6.0)
-    return asked
+    return received
 
 
 def test_those_who_stand_by_and_are_not_there_do_not_keep_an_owner_from_leaving(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
             job, owner, (first,) = await one_job(made, 1)
-            asked = await false_standbys(made, job, 100, there=False)
+            received = await false_standbys(made, job, 100, there=False)
             await owner.hosting.leave()
-            assert (job, 0) in first.service.running and asked == ["holds"] * 100
+            assert (job, 0) in first.service.running and received == ["holds"] * 100
 
     run(main())
 
@@ -819,9 +821,9 @@ def test_an_owner_leaves_in_time_among_those_who_are_there_and_take_nothing(tmp_
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
             job, owner, _ = await one_job(made, 1)
-            asked = await false_standbys(made, job, 100, there=True)
+            received = await false_standbys(made, job, 100, there=True)
             await owner.hosting.leave()
-            assert asked.count("take") == LAST_OFFERS and (job, 0) in owner.service.running
+            assert received.count("take") == LAST_OFFERS and (job, 0) in owner.service.running
 
     run(main())
 
@@ -968,10 +970,10 @@ def test_an_owner_that_does_nothing_is_followed_though_it_answers(tmp_path: Path
             await owner.context.leases.beat()
             await until(lambda: (job, 0) not in owner.service.running)
             # Idle as it is now, it stands by before all others, and must not be handed the stage.
-            for asked in (votes, successor.context.takeover):
-                assert asked is not None
-                assert not await asked.attends(owner.id, job, 0)
-                assert await asked.attends(owner.id, JobId("another"), 0)
+            for takeover in (votes, successor.context.takeover):
+                assert takeover is not None
+                assert not await takeover.attends(owner.id, job, 0)
+                assert await takeover.attends(owner.id, JobId("another"), 0)
 
     run(main())
 
@@ -990,8 +992,8 @@ def test_an_owner_that_answers_keeps_its_stage_where_nobody_votes_against_it(
             else:
                 votes.withdraw_votes(job)
             witness = await onlooker(made, job)
-            asked = witness.context.takeover if how == "nobody votes" else votes
-            assert asked is not None and await asked.suspect(job, 0, owner.id, 1) is None
+            takeover = witness.context.takeover if how == "nobody votes" else votes
+            assert takeover is not None and await takeover.suspect(job, 0, owner.id, 1) is None
             assert (job, 0) in owner.service.running and successor.service.begun == []
 
     run(main())
@@ -1007,12 +1009,12 @@ def test_a_report_without_a_vote_takes_nothing_though_there_is_one(tmp_path: Pat
             assert await witness.context.takeover.suspect(job, 0, owner.id, 1) is None  # type: ignore[union-attr]
             about = {"job": job, "stage": 0, "peer": owner.id, "term": 1}
             stranger = Identity.generate()
-            word = seal_vote(
+            vote = seal_vote(
                 Word(voter=stranger.peer_id, holding=Holding(owner.id, 1), at=int(made.clock())),
                 *(job, 0, successor.id, stranger.sign),
             )
             reply = await call(
-                witness.context.transport, successor.id, HOLD.name, "suspect", {**about, "word": word}
+                witness.context.transport, successor.id, HOLD.name, "suspect", {**about, "word": vote}
             )
             assert reply.kind == "alive" and successor.service.begun == []
             # A report of that kind under way does not hold up one with a vote.
@@ -1092,7 +1094,7 @@ def test_whoever_votes_against_an_owner_and_stands_by_asks_none_of_its_allies_fi
     async def main() -> None:
         async with swarm(tmp_path, pooled=True) as made:
             job, owner, successor, _ = await idle_owner(made)
-            asked = []
+            reported_to = []
             for _ in range(5):
                 ally = await onlooker(made, job)
                 leases = ally.context.leases
@@ -1101,7 +1103,7 @@ def test_whoever_votes_against_an_owner_and_stands_by_asks_none_of_its_allies_fi
 
                 async def hang(stream: Stream, ally: Peer = ally) -> None:
                     if (await stream.receive()).kind == "suspect":
-                        asked.append(ally.id)
+                        reported_to.append(ally.id)
                     await asyncio.Event().wait()
 
                 ally.context.transport.handlers._handlers[HOLD.name] = hang  # type: ignore[attr-defined]
@@ -1110,7 +1112,7 @@ def test_whoever_votes_against_an_owner_and_stands_by_asks_none_of_its_allies_fi
             assert taking is not None
             taking.vote_against(job, 0, owner.id, 1, 60.0)
             claim = await taking.suspect(job, 0, owner.id, 1)
-            assert claim is not None and claim.peer == successor.id and asked == []
+            assert claim is not None and claim.peer == successor.id and reported_to == []
 
     run(main())
 

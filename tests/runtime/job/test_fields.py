@@ -27,8 +27,8 @@ def test_a_user_is_told_of_every_key_that_means_nothing() -> None:
 
 
 def test_what_a_newer_peer_adds_to_a_message_is_passed_over() -> None:
-    said = {"name": "x", "mood": 1, "inner": {"a": 2, "mood": 1}, "more": [{"b": 1}, {"a": 3}]}
-    assert build(Outer, said, known_only=True) == Outer("x", Inner(2), (Inner(), Inner(3)))
+    value = {"name": "x", "mood": 1, "inner": {"a": 2, "mood": 1}, "more": [{"b": 1}, {"a": 3}]}
+    assert build(Outer, value, known_only=True) == Outer("x", Inner(2), (Inner(), Inner(3)))
     with pytest.raises(ValueError, match="name is missing"):
         build(Outer, {"mood": 1}, known_only=True)
     with pytest.raises(ValueError, match=r"inner\.a must be a whole number"):

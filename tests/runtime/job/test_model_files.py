@@ -85,8 +85,8 @@ def test_the_special_tokens_that_it_may_name(tmp_path: Path) -> None:
     }
     tokens = {"unk_token": "<unk>", "eos_token": "older", "additional_special_tokens": ["<a>"]}
     write(tmp_path, chat_template__jinja="x", tokenizer_config__json=config, special_tokens_map__json=tokens)
-    said = json.loads(chat_files(tmp_path)["special_tokens_map.json"])
-    assert said == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokens = json.loads(chat_files(tmp_path)["special_tokens_map.json"])
+    assert tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,11 @@ def test_templates_of_which_none_is_the_default_are_said(files: dict[str, Any], 
     """transformers raises, too."""
     write(tmp_path, **files)
     assert chat_files(tmp_path) == {}
-    said = "its chat templates are 'rag', 'tool_use', and none is called default: it cannot be chatted with"
-    assert chat_without_default(tmp_path) == said
+    line = "its chat templates are 'rag', 'tool_use', and none is called default: it cannot be chatted with"
+    assert chat_without_default(tmp_path) == line
     served = ServeConfig(cache="kv", max_sequence=8, vocabulary=50)
     (tmp_path / "config.json").write_text("{}")
-    assert passed_over(tmp_path, served, ()) == [said]
+    assert passed_over(tmp_path, served, ()) == [line]
 
 
 def test_one_that_is_too_long_or_no_text(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_what_a_peer_says_of_its_loading_arrives() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "value",
     [
         "x",
         {"a": 1},
@@ -39,8 +39,8 @@ def test_what_a_peer_says_of_its_loading_arrives() -> None:
         [["job", 0, "fetching", 0, 4, -1.0, ""]],
     ],
 )
-def test_nonsense_is_left_out(said: object) -> None:
-    assert stages_loading({"loading": said}) == []
+def test_nonsense_is_left_out(value: object) -> None:
+    assert stages_loading({"loading": value}) == []
 
 
 def test_what_is_shown_is_one_clean_line_and_not_too_many() -> None:

@@ -189,10 +189,10 @@ def test_classes_that_take_turns_are_held_out_alike(classes: int, part: float) -
 
 def test_compression_is_none_unless_the_file_asks_for_it(base: Path) -> None:
     assert spec.parse(SOUND, base).compression == CompressionConfig()
-    asked = (
+    text = (
         SOUND + '[compression]\nkind = "adaptive"\nratio = 100\nfamilies = ["int8", "topk"]\nlive = false\n'
     )
-    assert spec.parse(asked, base).compression == CompressionConfig(
+    assert spec.parse(text, base).compression == CompressionConfig(
         kind="adaptive", ratio=100.0, families=("int8", "topk"), live=False
     )
 

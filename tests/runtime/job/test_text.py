@@ -169,8 +169,8 @@ def test_whatever_ends_inside_a_character_the_text_is_that_of_all_tokens(ids: li
     for token in ids:
         pieces.append(stream.push(token))
         assert len(getattr(stream, "_ids", [])) <= 2 * PATIENCE_TOKENS
-    said = "".join((*pieces, stream.finish()))
-    assert said.replace(REPLACEMENT, "") == ACROSS._decode(ids).replace(REPLACEMENT, "")
+    text = "".join((*pieces, stream.finish()))
+    assert text.replace(REPLACEMENT, "") == ACROSS._decode(ids).replace(REPLACEMENT, "")
 
 
 def test_other_threads_run_while_a_text_is_read() -> None:

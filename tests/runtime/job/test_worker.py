@@ -305,11 +305,11 @@ def test_what_is_asked_for_during_a_short_call_runs_after_it() -> None:
     seen: list[str] = []
 
     async def main() -> None:
-        begun, asked = threading.Event(), threading.Event()
+        begun, submitted = threading.Event(), threading.Event()
 
         async def ask(worker: Worker) -> None:
             call = worker.submit(seen.append, "asked for elsewhere")
-            asked.set()
+            submitted.set()
             await worker.result(call)
 
         def elsewhere(worker: Worker) -> None:
@@ -318,7 +318,7 @@ def test_what_is_asked_for_during_a_short_call_runs_after_it() -> None:
 
         def short() -> None:
             begun.set()
-            assert asked.wait(10)
+            assert submitted.wait(10)
             time.sleep(0.05)
             seen.append("short")
 

@@ -1,4 +1,4 @@
-"""The first token of a model that was put on the swarm is asked of the owner of its first stage, and of nobody else."""
+"""The first token of a model that was put on the swarm is requested of the owner of its first stage only."""
 
 from __future__ import annotations
 
@@ -70,17 +70,17 @@ async def offered(root: Path) -> AsyncIterator[Offered]:
 
 
 def test_the_first_token_is_asked_of_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[PeerId] = []
+    requested: list[PeerId] = []
 
     async def complete(transport: Any, peer: PeerId, request: Any) -> Answer:
-        asked.append(peer)
+        requested.append(peer)
         return Answer(text="", tokens=(3,), finish="length", prompt_tokens=1, route=(peer,), seconds=0.1)
 
     async def main() -> None:
         async with offered(tmp_path) as job:
             await job.claims(job.owner, 1, ready=True)
             found = await first_token(job.context, job.prepared, 10.0)
-            assert found is not None and asked == [job.owner.peer_id]
+            assert found is not None and requested == [job.owner.peer_id]
 
     monkeypatch.setattr(tokens, "complete", complete)
     asyncio.run(main())

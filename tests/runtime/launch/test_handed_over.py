@@ -78,11 +78,11 @@ def test_whoever_could_not_run_a_stage_says_why_to_a_launcher_that_waits_for_it(
         launcher, tried = Somebody(network, clock), Somebody(network, clock)
         ours, theirs = (MemoryTransport(network, each.peer) for each in (launcher, tried))
         failure = StageFailure(job=JOB, stage=0, reason="no room for 5 MB on the disk")
-        told: list[list[Any]] = [["x", 0, "of another job"], failure.to_list()]
+        failures: list[list[Any]] = [["x", 0, "of another job"], failure.to_list()]
 
         async def answer(stream: Stream) -> None:
             await stream.receive()
-            await stream.send("status", {"failed": told})
+            await stream.send("status", {"failed": failures})
 
         await theirs.serve(STATUS.name, answer)
         manifest = SimpleNamespace(stages=1, serve=None, proposed=(tried.peer,))
@@ -94,7 +94,7 @@ def test_whoever_could_not_run_a_stage_says_why_to_a_launcher_that_waits_for_it(
         assert waiting.line(lambda peer: "otter") == (
             "stage 0: nobody has it yet (otter: no room for 5 MB on the disk)"
         )
-        told.clear()
+        failures.clear()
         (waiting,) = (await look_held(context, prepared)).waiting
         assert waiting.line(str) == "stage 0: nobody has it yet"
 

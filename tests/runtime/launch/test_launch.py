@@ -74,9 +74,9 @@ def prepare_serving(
     *,
     report: ReportLine = silent,
     note: ReportLine = silent,
-    **asked: Any,
+    **options: Any,
 ) -> Prepared:
-    return prepare(ServingSpec(path=path, name=name, **asked), peers, store, report=report, note=note)
+    return prepare(ServingSpec(path=path, name=name, **options), peers, store, report=report, note=note)
 
 
 def peer(name: str, address: str = "/ip4/127.0.0.1/tcp/1", memory: int = 1 << 30) -> PeerRecord:
@@ -114,13 +114,13 @@ def prepared_job(job_file: Path, store: BlobStore, peers: list[PeerRecord]) -> P
 
 def test_a_job_file_becomes_blobs_that_hold_everything(job_file: Path, store: BlobStore) -> None:
     (job_file.parent / "held.txt").write_text("held " * 8)
-    said: list[str] = []
+    lines: list[str] = []
     prepared = prepare_training(
         spec.load(job_file),
         [peer("A"), peer("B")],
         store,
         author=ME,
-        report=said.append,
+        report=lines.append,
         now=lambda: 1234.5,
     )
     manifest = manifests.decode(store.path(prepared.job).read_bytes())  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_a_job_file_becomes_blobs_that_hold_everything(job_file: Path, store: Bl
     assert manifest.train.evaluate_batches == 5  # of 8: four times each of the samples, which are five
     assert b"held" not in store.path(manifest.train.data.train).read_bytes()
     assert {name for name, _ in manifest.files} == {"inference.graph", "fusion.json"}
-    assert any("placing" in line for line in said)
+    assert any("placing" in line for line in lines)
 
 
 def test_what_is_not_trained_on_is_a_lasting_line(job_file: Path, store: BlobStore) -> None:
@@ -236,12 +236,12 @@ def test_a_directory_as_export_writes_it_is_served(job_file: Path, store: BlobSt
 
 
 def test_what_is_not_followed_of_its_files_is_said(tmp_path: Path, store: BlobStore) -> None:
-    directory, said = exported_gpt(tmp_path / "m"), list[str]()
-    prepare_serving(directory, "m", [peer("A")], store, note=said.append)
-    assert said == []
+    directory, lines = exported_gpt(tmp_path / "m"), list[str]()
+    prepare_serving(directory, "m", [peer("A")], store, note=lines.append)
+    assert lines == []
     (directory / "generation_config.json").write_text('{"repetition_penalty": 1.3}')
-    prepare_serving(directory, "m", [peer("A")], store, note=said.append)
-    (line,) = said
+    prepare_serving(directory, "m", [peer("A")], store, note=lines.append)
+    (line,) = lines
     assert line.startswith("generation_config.json asks for repetition_penalty 1.3, which answers do not")
 
 
@@ -255,10 +255,10 @@ def test_an_export_runs_in_the_dtype_of_its_graph_alone(tmp_path: Path, store: B
 
 
 def test_what_serving_would_take_is_said_before_anything_starts(tmp_path: Path, store: BlobStore) -> None:
-    directory, said = exported_gpt(tmp_path / "m"), list[str]()
-    found = read_servable(ServingSpec(path=directory), said.append)
+    directory, lines = exported_gpt(tmp_path / "m"), list[str]()
+    found = read_servable(ServingSpec(path=directory), lines.append)
     peers = [peer("A"), peer("B"), peer("C", memory=10)]
-    plan = plan_serving(found, peers, (), 2, said.append)
+    plan = plan_serving(found, peers, (), 2, lines.append)
     assert not store.held()
     served = prepare_serving(directory, "m", peers, store, stages=2).manifest
     assert tuple(stage.weights for stage in plan.stages) == served.weights
@@ -291,11 +291,11 @@ def test_a_plan_that_does_not_fit_says_what_would(tmp_path: Path, store: BlobSto
 
 
 def test_a_shorter_longest_text_takes_less_memory(tmp_path: Path, store: BlobStore) -> None:
-    directory, said = exported_gpt(tmp_path / "m"), list[str]()
-    whole = read_servable(ServingSpec(path=directory), said.append)
-    half = read_servable(ServingSpec(path=directory, context=4), said.append)
+    directory, lines = exported_gpt(tmp_path / "m"), list[str]()
+    whole = read_servable(ServingSpec(path=directory), lines.append)
+    half = read_servable(ServingSpec(path=directory, context=4), lines.append)
     assert whole.config.max_sequence == 8 and half.config.max_sequence == 4
-    plans = [plan_serving(found, [peer("A")], (), None, said.append) for found in (whole, half)]
+    plans = [plan_serving(found, [peer("A")], (), None, lines.append) for found in (whole, half)]
     saved = plans[0].stages[0].memory_bytes - plans[1].stages[0].memory_bytes
     assert plans[0].cache_bytes == 8 * 2 * 2 * 16 * 4  # keys and values of two layers, 16 wide, in float32
     assert saved >= plans[1].cache_bytes == plans[0].cache_bytes // 2 and plans[1].max_sequence == 4
@@ -308,7 +308,7 @@ def test_a_shorter_longest_text_takes_less_memory(tmp_path: Path, store: BlobSto
     prepare_serving(directory, "m", tight, store, context=4)
     for tokens in (1, 9):
         with pytest.raises(JobError, match=f"--context: from 2 to the 8 tokens .* not {tokens}"):
-            read_servable(ServingSpec(path=directory, context=tokens), said.append)
+            read_servable(ServingSpec(path=directory, context=tokens), lines.append)
 
 
 def test_ends_that_a_model_cannot_say_end_nothing(tmp_path: Path, store: BlobStore) -> None:
@@ -551,8 +551,8 @@ def test_a_gguf_file_is_served_as_it_is_stored(store: BlobStore, tmp_path: Path)
     )
     gguf_files.write(path, build(llama), "Q8_0", tokenizer=write)
     peers = [replace(peer(name), opset=2) for name in ("A", "B")]
-    said: list[str] = []
-    served = prepare_serving(path, "m", peers, store, stages=2, draft=path, report=said.append).manifest
+    lines: list[str] = []
+    served = prepare_serving(path, "m", peers, store, stages=2, draft=path, report=lines.append).manifest
     assert served.serve is not None and served.serve.cache == "kv" and served.opset == 2
     files = dict(served.files)
     assert store.path(files["chat_template.jinja"]).read_text() == "{{ messages }}"

@@ -35,19 +35,19 @@ def test_text_that_is_cut_at_the_limit_is_reported(tmp_path: Path) -> None:
     files = tuple(tmp_path / f"{name}.txt" for name in "abc")
     for file in files:
         file.write_text(file.stem * 1000)
-    store, heard = BlobStore(tmp_path / "blobs", 1 << 20), list[str]()
+    store, notes = BlobStore(tmp_path / "blobs", 1 << 20), list[str]()
 
     def packed(data: DataSpec) -> int:
-        return store.path(pack_data(data, None, 256, 4, store, print, heard.append).train).stat().st_size
+        return store.path(pack_data(data, None, 256, 4, store, print, notes.append).train).stat().st_size
 
     assert (
         packed(DataSpec(files=files, limit_bytes=3000)) == 3003
     )  # a byte between files; nothing for held-out text
-    assert not heard
+    assert not notes
     packed(DataSpec(files=files, limit_bytes=1500))
-    assert heard == ["read 1,500 of 3,000 bytes of text (data.limit_bytes)"]
+    assert notes == ["read 1,500 of 3,000 bytes of text (data.limit_bytes)"]
     packed(DataSpec(files=files[:2], held_out=files[2:], limit_bytes=1500))
-    assert heard[1:] == [
+    assert notes[1:] == [
         "read 1,350 of 2,000 bytes of text (data.limit_bytes)",
         "read 150 of 1,000 bytes of held-out text (data.limit_bytes)",
     ]
@@ -62,16 +62,16 @@ def test_text_in_another_encoding_is_told_of(tmp_path: Path) -> None:
         ("c", b"\xff\xfeh\0"),
     ):
         (tmp_path / name).write_bytes(data)
-    store, heard = BlobStore(tmp_path / "blobs", 1 << 20), list[str]()
+    store, notes = BlobStore(tmp_path / "blobs", 1 << 20), list[str]()
 
     def packed(names: str, limit_bytes: int = 100) -> list[str]:
         data = DataSpec(files=tuple(tmp_path / name for name in names), limit_bytes=limit_bytes)
-        heard.clear()
-        pack_data(data, tokenizer, 256, len(names) - 1, store, print, heard.append)
-        return heard
+        notes.clear()
+        pack_data(data, tokenizer, 256, len(names) - 1, store, print, notes.append)
+        return notes
 
     assert packed("bb") == []
-    said = "not in UTF-8: U+FFFD stands for what cannot be read"
-    assert packed("ab") == [f"{tmp_path / 'a'} is {said}"]
-    assert packed("abc") == [f"{tmp_path / 'a'} and 1 more are {said}"]
+    why = "not in UTF-8: U+FFFD stands for what cannot be read"
+    assert packed("ab") == [f"{tmp_path / 'a'} is {why}"]
+    assert packed("abc") == [f"{tmp_path / 'a'} and 1 more are {why}"]
     assert packed("bb", 9) == ["read 9 of 10 bytes of text (data.limit_bytes)"]

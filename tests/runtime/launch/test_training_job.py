@@ -30,7 +30,7 @@ train = { steps = 1, sequence = 4 }
 SHAPE: dict[str, Any] = {**GROUPED, "num_hidden_layers": 1, "vocab_size": 300}
 
 
-def words(path: Path, *names: str) -> Path:
+def tokenizer_file(path: Path, *names: str) -> Path:
     tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(path))
@@ -38,15 +38,15 @@ def words(path: Path, *names: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "data", ["the model's", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ours", "bytes"))]
+    "data", ["the model's", *(pytest.param(each, marks=pytest.mark.slow) for each in ("named", "bytes"))]
 )
 def test_a_model_is_asked_in_the_tokens_that_it_was_trained_on(tmp_path: Path, data: str) -> None:
     model = tmp_path / "model"
     build(transformers.LlamaConfig(**SHAPE)).save_pretrained(model)
-    theirs = None if data == "bytes" else words(model / "tokenizer.json", "?", "to", "be")
-    ours = words(tmp_path / "ours.json", "?", "be", "to")
+    of_model = None if data == "bytes" else tokenizer_file(model / "tokenizer.json", "?", "to", "be")
+    named = tokenizer_file(tmp_path / "ours.json", "?", "be", "to")
     (tmp_path / "text.txt").write_text("to be or not to be")
-    spec = parse(JOB % ("ours.json" if data == "ours" else "bytes"), tmp_path)
+    spec = parse(JOB % ("ours.json" if data == "named" else "bytes"), tmp_path)
     store = BlobStore(tmp_path / "blobs", 1 << 30)
     made = training_job(spec, store, lambda line: None)
     row = store.path(made.data.train).read_bytes()[:: made.data.token_bytes]
@@ -55,8 +55,8 @@ def test_a_model_is_asked_in_the_tokens_that_it_was_trained_on(tmp_path: Path, d
     if data == "bytes":
         assert row == b"to be or not to be\0" and made.tokenizer is None
     else:
-        source = ours if data == "ours" else theirs
-        assert row[:2] == (b"\2\1" if data == "ours" else b"\1\2") and made.tokenizer == source
+        source = named if data == "named" else of_model
+        assert row[:2] == (b"\2\1" if data == "named" else b"\1\2") and made.tokenizer == source
     assert made.byte_level is About.from_json(about, "").byte_level is (data == "bytes")
 
 
@@ -92,7 +92,7 @@ train = { steps = 1, sequence = %d }
 
 
 def test_a_job_that_is_to_be_evaluated_has_samples_that_are_held_out(tmp_path: Path) -> None:
-    """Of one sample no share can be held out: such a job was trained without a word, and never evaluated."""
+    """Of one sample no share can be held out: such a job was trained without a warning, and never evaluated."""
     (tmp_path / "model.py").write_text(MODEL)
     store = BlobStore(tmp_path / "blobs", 1 << 30)
     text = OWN % ("plain", 'kind = "npz", path = "data.npz"', "0.5", 0)
@@ -112,9 +112,9 @@ def test_labels_beyond_the_classes_are_refused_by_both_commands(tmp_path: Path) 
     np.savez(tmp_path / "data.npz", **arrays)
     spec = parse(OWN % ("plain", 'kind = "npz", path = "data.npz"', "0.0", 0), tmp_path)
     store = BlobStore(tmp_path / "blobs", 1 << 30)
-    for asked in (lambda: training_job(spec, store, lambda line: None), lambda: training_graph(spec)):
+    for read in (lambda: training_job(spec, store, lambda line: None), lambda: training_graph(spec)):
         with pytest.raises(JobError, match=r"data: targets is from 0 to 3; the classes of the loss are 3"):
-            asked()
+            read()
 
 
 def test_a_batch_normalisation_of_single_numbers_is_refused_by_both_commands(tmp_path: Path) -> None:

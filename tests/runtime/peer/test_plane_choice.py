@@ -36,8 +36,8 @@ def test_start_says_what_to_install_and_exits_with_2(
 ) -> None:
     monkeypatch.setattr(extras, "is_installed", lambda name: name != "jax")
     assert main(["start", "--plane", "jax", "--home", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert said == "fusion-peer: --plane jax needs the jax extra: pip install 'fusion-peer[jax]'\n"
+    error_output = capsys.readouterr().err
+    assert error_output == "fusion-peer: --plane jax needs the jax extra: pip install 'fusion-peer[jax]'\n"
 
 
 TRAINS = """

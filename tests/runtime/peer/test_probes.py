@@ -70,12 +70,12 @@ def test_measuring_again_keeps_the_best_and_goes_on_while_idle(monkeypatch: pyte
     monkeypatch.setattr(capability, "AGAIN_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(capability, "RUNS", 1)
     monkeypatch.setattr(capability, "RUN_SECONDS", 0.0)
-    asked = 0
+    calls = 0
 
     def idle() -> bool:
-        nonlocal asked
-        asked += 1
-        return asked > 2
+        nonlocal calls
+        calls += 1
+        return calls > 2
 
     async def run() -> None:
         done: list[int] = []
@@ -84,11 +84,11 @@ def test_measuring_again_keeps_the_best_and_goes_on_while_idle(monkeypatch: pyte
             await measured.look()
             first = measured.speeds
             measured._found[0] = Speeds.of([1000 * part for part in first.parts])  # beside something else
-            task = asyncio.create_task(measured.keep_looking(idle, lambda: done.append(asked)))
+            task = asyncio.create_task(measured.keep_looking(idle, lambda: done.append(calls)))
             while not done:
                 await asyncio.sleep(0.01)
             task.cancel()
-            assert asked >= 3 and done[0] >= 3 and len(measured._found) >= 2
+            assert calls >= 3 and done[0] >= 3 and len(measured._found) >= 2
             assert measured.speeds.seconds[PRODUCTS] < 1000 * first.seconds[PRODUCTS]
             assert measured.speeds.seconds[NODES] < 1000 * first.seconds[NODES]
 
@@ -149,7 +149,7 @@ BROKEN = 'device: "cuda:1" does not compute (RuntimeError: no kernel image is av
 
 
 @pytest.mark.parametrize(
-    ("device", "error", "said"),
+    ("device", "error", "message"),
     [
         ("cuda:1", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), FULL),
         ("cuda:1", RuntimeError("CUDA error: out of memory\nKernel errors may come later"), FULL),
@@ -158,7 +158,7 @@ BROKEN = 'device: "cuda:1" does not compute (RuntimeError: no kernel image is av
     ],
 )
 def test_a_gpu_without_room_is_bad_input_in_one_line(
-    device: str, error: RuntimeError, said: str | None
+    device: str, error: RuntimeError, message: str | None
 ) -> None:
     class Full:
         name = "full"
@@ -170,9 +170,9 @@ def test_a_gpu_without_room_is_bad_input_in_one_line(
         async with Worker() as worker:
             await Measured(Full(), worker, device).first_look()  # type: ignore[arg-type]
 
-    with pytest.raises(RuntimeError if said is None else ValueError) as raised:
+    with pytest.raises(RuntimeError if message is None else ValueError) as raised:
         asyncio.run(main())
-    assert raised.value is error if said is None else explain(raised.value) == Verdict(said, BAD_INPUT)
+    assert raised.value is error if message is None else explain(raised.value) == Verdict(message, BAD_INPUT)
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,9 @@ def job(tmp_path):
 
 
 def test_the_graph_is_the_one_that_would_be_launched(job):
-    asked = job(blocks=2, width=64)
-    launched = sources.builtin(asked.model, asked.train.seed, byte_level=True, tokenizer=None)
-    assert serialise.encode(training_graph(asked)) == serialise.encode(clean(launched.training))
+    spec = job(blocks=2, width=64)
+    launched = sources.builtin(spec.model, spec.train.seed, byte_level=True, tokenizer=None)
+    assert serialise.encode(training_graph(spec)) == serialise.encode(clean(launched.training))
 
 
 def test_a_model_that_no_machine_here_could_hold_is_captured(job):
@@ -62,26 +62,26 @@ def captured_once(monkeypatch):
     capture_once(monkeypatch, offline_graph)
 
 
-def placed(asked, memory):
-    return plan_training(asked, parse(SWARM.format(memory=memory) + LAN), "equal-flops")
+def placed(spec, memory):
+    return plan_training(spec, parse(SWARM.format(memory=memory) + LAN), "equal-flops")
 
 
 @pytest.mark.usefixtures("captured_once")
 def test_as_deep_as_by_default_or_deeper_where_memory_permits(job):
-    asked = job(blocks=3, width=64)
-    roomy = placed(asked, 1 << 30)
+    spec = job(blocks=3, width=64)
+    roomy = placed(spec, 1 << 30)
     assert roomy.in_flight >= 1 + 2 * 2
-    tight = placed(asked, max(stage.memory_bytes for stage in roomy.stages) - 1)
+    tight = placed(spec, max(stage.memory_bytes for stage in roomy.stages) - 1)
     assert tight.in_flight < roomy.in_flight
     assert all(stage.memory_bytes <= stage.lent_bytes for stage in tight.stages)
 
 
 @pytest.mark.usefixtures("captured_once")
 def test_gpipe_is_for_the_job_to_ask(job):
-    asked = job(blocks=3, width=64)
-    assert placed(asked, 1 << 30).schedule == "1f1b"
-    asked = replace(asked, train=replace(asked.train, schedule="gpipe"))
-    assert placed(asked, 1 << 30).schedule == "gpipe"
+    spec = job(blocks=3, width=64)
+    assert placed(spec, 1 << 30).schedule == "1f1b"
+    spec = replace(spec, train=replace(spec.train, schedule="gpipe"))
+    assert placed(spec, 1 << 30).schedule == "gpipe"
 
 
 @pytest.mark.usefixtures("captured_once")

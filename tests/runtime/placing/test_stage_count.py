@@ -39,10 +39,10 @@ def test_few_stages_that_are_nearly_as_fast_as_the_fastest(found: list[tuple[int
 @given(st.dictionaries(st.integers(1, 8), seconds, min_size=1))
 def test_what_is_looked_at_is_little_and_enough_to_say_why(table: dict[int, float]) -> None:
     """Of a swarm in which those counts are possible."""
-    asked: list[int | None] = []
+    requested: list[int | None] = []
 
     def place(count: int | None) -> Candidate:
-        asked.append(count)
+        requested.append(count)
         if count is None:
             count = min(table, key=lambda each: (table[each], each))
         if count not in table:
@@ -52,7 +52,7 @@ def test_what_is_looked_at_is_little_and_enough_to_say_why(table: dict[int, floa
     choice = choose_stages(place)
     chosen = choice.chosen
     assert chosen.token_seconds <= min(table.values()) * (1 + NEAR)
-    assert len(asked) == len(set(asked)) <= len(table) + 3
+    assert len(requested) == len(set(requested)) <= len(table) + 3
     seen = {chosen.stages, *(each.stages for each in choice.others)}
     assert chosen.stages == 1 or chosen.stages - 1 in {*seen, *choice.misfits}
     assert (chosen.stages + 1 in seen) == (chosen.stages + 1 in table)

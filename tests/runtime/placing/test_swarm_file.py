@@ -132,7 +132,7 @@ def test_our_networks(name):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", r"no peer: add a \[\[peers\]\]"),
         ("peers = 3", r"peers must be tables, each under \[\[peers\]\]"),
@@ -188,15 +188,15 @@ def test_our_networks(name):
         (TWO + "[default]\nmbps = 1\n", "default.rtt_ms is missing"),
     ],
 )
-def test_one_line_says_what_is_wrong(text, said):
-    with pytest.raises(JobError, match=said) as caught:
+def test_one_line_says_what_is_wrong(text, message):
+    with pytest.raises(JobError, match=message) as caught:
         parse(text)
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
-    for path, said in ((tmp_path / "none.toml", "No such file"), (tmp_path, "directory")):
-        with pytest.raises(JobError, match=said):
+    for path, message in ((tmp_path / "none.toml", "No such file"), (tmp_path, "directory")):
+        with pytest.raises(JobError, match=message):
             load(path)
     (tmp_path / "x.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(JobError, match="not UTF-8"):
@@ -273,7 +273,7 @@ def test_every_peer_with_a_line_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (FIFTY.replace("rtx-3080", "rtx-308"), "peers[0].device: 'rtx-308' is not in the table of devices (for example: "),
         (FIFTY + "gflops = 3\n", "peers[0].gflops (or mflops) must be set, or device: one of the three"),
@@ -289,7 +289,7 @@ def test_every_peer_with_a_line_of_its_own():
         (FIFTY + 'site = "x"\n', "peers[0].site: no [[sites]] is called 'x'"),
     ],
 )  # fmt: skip
-def test_devices_and_counts_that_cannot_be(text, said):
+def test_devices_and_counts_that_cannot_be(text, message):
     with pytest.raises(JobError) as caught:
         parse(text)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
