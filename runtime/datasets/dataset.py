@@ -26,14 +26,14 @@ class Source(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the arrays that there are."""
+        """Of all arrays."""
 
     @property
     def classes(self) -> Mapping[str, Sequence[str]]:
-        """Of each array of labels that was read the names that these are the places of."""
+        """By array of labels that was read, the class names that its values index."""
 
     def read(self, names: Sequence[str], limit_bytes: int, report: ReportLine) -> dict[str, Array]:
-        """These of them, all of one length of at least 1, together at most so large."""
+        """These arrays, all of one length of at least 1, together at most `limit_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Dataset:
 
 
 def parted(arrays: Mapping[str, Array], held_out: float | Mapping[str, Array], where: str) -> Dataset:
-    """`held_out`: a share of the samples, spread over them, or samples of their own. JobError where they do not go together."""
+    """`held_out`: a share of the samples, spread over them, or separate samples. JobError where these have other shapes or dtypes."""
     if isinstance(held_out, Mapping):
         for name, array in arrays.items():
             other = held_out[name]
@@ -71,8 +71,8 @@ def parted(arrays: Mapping[str, Array], held_out: float | Mapping[str, Array], w
 
 
 def checked(arrays: Mapping[str, Array], where: str) -> dict[str, Array]:
-    """As they are trained on: of dtypes that a graph has, in native byte order, float64 as float32, all of one length. JobError
-    where they are none, or a number is too large for float32."""
+    """As they are trained on: of dtypes that a graph has, in native byte order, float64 as float32, all of one length. JobError where
+    there is none, or a number is too large for float32."""
     found: dict[str, Array] = {}
     for name, array in arrays.items():
         if array.ndim == 0 or len(array) == 0:

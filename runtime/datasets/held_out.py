@@ -1,5 +1,5 @@
-"""Which of the samples that are held out an evaluation reads. Peers read so many microbatches, spread evenly over what the launcher
-packed (`fusion.runtime.training.data.samples.held_out_indices`): it chooses how many, and what lies where. Pure."""
+"""Which of the held-out samples an evaluation reads. Peers read a number of microbatches, spread evenly over the samples that the
+launcher packed (`fusion.runtime.training.data.samples.held_out_indices`): the launcher chooses the number, and the order. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fusion.runtime.job.spec import somewhere
 
 
 def even_batches(samples: int, size: int, most: int) -> int:
-    """How many microbatches of `size`, `most` at most, count so many samples most alike: all equally often if that is possible, as
-    each counts in a mean over all of them. Where there are enough samples: `most`, in which each is once at most."""
+    """The number of microbatches of `size`, at most `most`, that reads the samples most equally often, since each read counts in the
+    mean. Where there are enough samples: `most`, with each sample once at most."""
 
     def unlike(count: int) -> float:
         """The variance of how often a sample is read, in units of the mean squared."""
@@ -25,8 +25,8 @@ def even_batches(samples: int, size: int, most: int) -> int:
 
 
 def in_unlike_places(arrays: Mapping[str, Array], wanted: int) -> dict[str, Array]:
-    """The same samples, of which every first one of `wanted` equal pieces, those that are read, was taken from somewhere in its piece:
-    at even distances, samples whose classes take turns would all be of one class."""
+    """The same samples in another order: the first of each of `wanted` equal pieces, which are those that are read, is drawn from its
+    piece. At even distances, samples in order of alternating classes would all be of one class."""
     total = len(next(iter(arrays.values())))
     if wanted >= total:
         return dict(arrays)

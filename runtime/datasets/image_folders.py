@@ -17,8 +17,8 @@ _WIDE = ("I", "F")
 
 
 class ImageFolders:
-    """`size`: height and width that every image is scaled to; `classes`: what labels are the places of, if that is known. Hidden
-    files and folders are passed over."""
+    """`size`: height and width that every image is scaled to; `classes`: the names that labels index, if they are given. Hidden files
+    and folders are skipped."""
 
     names = (IMAGES, LABELS)
 

@@ -1,4 +1,4 @@
-"""Samples in a file of JSON lines: an object each, all with the fields that are asked for."""
+"""Samples in a file of JSON lines: an object each, all with the requested fields."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 from fusion.runtime.datasets.dataset import Array, ReportLine, checked, in_single, require_room, with_progress
 from fusion.runtime.job.errors import JobError
 
-MASK = "_mask"  # what the mask of a text adds to its name
-BLOCK_LINES = 4096  # whose numbers are Python's at once: they take several times the bytes of an array's
-PADDING = 0  # the id behind a text that is shorter than a sample
+MASK = "_mask"  # suffix of the name of a text's mask
+BLOCK_LINES = 4096  # that are Python objects at once: these take several times the bytes of an array
+PADDING = 0  # the id after a text that is shorter than a sample
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -38,7 +38,7 @@ class JsonLines:
         self.classes = dict(known or {})
         self._encode = encode
         self._sequence = sequence
-        # All, also those that the first line lacks: to read one that a line lacks is an error, not to know of it would be none.
+        # All, also those that the first line lacks: a line that lacks a requested field must be an error.
         texts, self._count = dict[str, bool](), 0
         for _, line in _lines(path):
             self._count += 1
@@ -51,7 +51,7 @@ class JsonLines:
             if name not in texts:
                 raise JobError(f"data.classes: {path} has no field {name!r:.80} (it has: {', '.join(texts)})")
         self._texts = tuple(name for name, text in texts.items() if text and name not in self._classes)
-        # A field of the file's own that is called so is what is meant by the name.
+        # A field of the file with the name of a mask goes before the mask.
         self._masks = {name + MASK: name for name in self._texts if name + MASK not in texts}
         self.names = (*texts, *self._masks)
 
@@ -59,7 +59,7 @@ class JsonLines:
         return self._count
 
     def texts(self, field: str) -> Iterator[str]:
-        """This field of each line. JobError where it is no text."""
+        """This field of each line. JobError where it is not a text."""
         for number, value in self._values(field):
             yield self._text(number, field, value)
 
@@ -128,7 +128,7 @@ class JsonLines:
         """In single precision where it has fractions; `first`: the number of its first sample."""
         if array.dtype.kind != "f":
             return array
-        # What JSON itself does not know: NaN, and 1e400, which Python reads as infinite
+        # Not valid JSON: NaN, and 1e400, which Python reads as infinite
         if not np.isfinite(array).all():
             sample = first + int(np.argwhere(~np.isfinite(array))[0][0])
             raise JobError(
@@ -160,7 +160,7 @@ class JsonLines:
 
 
 def _is_whole(text: str) -> bool:
-    """Whether UTF-8 can say it: JSON can name each half of a pair that stands for one character."""
+    """Whether UTF-8 can encode it: JSON can hold half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -169,7 +169,7 @@ def _is_whole(text: str) -> bool:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Those with something in them, by number from 1."""
+    """Non-empty lines, with their numbers from 1."""
     for number, line in enumerate(_read(path), 1):
         if line.strip():
             try:

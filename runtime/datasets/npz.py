@@ -1,5 +1,4 @@
-"""Arrays in a file of numpy's (`np.savez`): a zip of .npy files. Arrays of objects, which are pickles, are refused by numpy's
-own reader of the format."""
+"""Arrays in an .npz file (`np.savez`), a zip of .npy files. Numpy's reader refuses arrays of objects, which are pickles."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from fusion.runtime.datasets.dataset import Array, ReportLine, checked, require_
 from fusion.runtime.job.errors import JobError
 
 SUFFIX = ".npy"
-BLOCK_BYTES = 1 << 24  # of an array that is looked through at once
+BLOCK_BYTES = 1 << 24  # of an array that are checked at once
 
 
 class Npz:
-    """Reads nothing but the names at first."""
+    """Reads only the names at first."""
 
     classes: Mapping[str, Sequence[str]] = {}  # its labels are numbers already
 
@@ -64,13 +63,13 @@ class Npz:
         except (zlib.error, tokenize.TokenError, KeyError, TypeError, OverflowError) as error:
             raise JobError(f"{self._path} is damaged: {error}") from None
         except (ValueError, RuntimeError) as error:
-            # Encrypted, or packed in a way that zipfile does not know.
+            # Encrypted, or compressed by a method that zipfile does not support.
             raise JobError(f"{self._path}: {error}") from None
 
 
 def _refuse_nan(array: Array, name: str, where: str) -> None:
-    """JobError, naming the first sample, where a number is none: one of them is enough for all weights to become NaN. An
-    infinity may be somebody's own, in a mask."""
+    """JobError, naming the first sample, where there is a NaN: a single one makes all weights NaN. Infinities are allowed: a mask may
+    have them."""
     if array.dtype.kind != "f":
         return
     step = max(1, BLOCK_BYTES * len(array) // max(1, array.nbytes))
@@ -84,7 +83,7 @@ def _refuse_nan(array: Array, name: str, where: str) -> None:
 
 
 def _size(archive: zipfile.ZipFile, name: str) -> int:
-    """Of an array, as its header says: checked before it is read."""
+    """Of an array, by its header: checked before it is read."""
     with archive.open(name + SUFFIX) as file:
         version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
         header = (

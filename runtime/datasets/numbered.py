@@ -1,4 +1,4 @@
-"""Arrays that number something of the model, classes or rows of a table, held against how many of it there are."""
+"""Arrays of indices into the model's classes or the rows of an embedding, checked against the number of these."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd")
 
 @dataclass(frozen=True)
 class _Limit:
-    """What is numbered: `size` of it. `ignored`: the number that means nothing."""
+    """`size` things that are indexed. `ignored`: the index that a loss ignores."""
 
     what: str
     size: int
     ignored: int | None = None
 
     def broken(self, array: Array) -> str | None:
-        """The range of the numbers, if one of them numbers nothing."""
+        """The range of the indices, if one of them is out of range."""
         low, high = _whole(array.min()), _whole(array.max())
         if self.ignored is not None and not 0 <= low <= high < self.size:  # only then: it takes a copy
             rest = array[(np.trunc(array) if array.dtype.kind == "f" else array) != self.ignored]
@@ -48,8 +48,8 @@ class _Limit:
 
 
 def check_numbered(graph: Graph, data: Dataset) -> None:
-    """JobError where an input of `graph` goes as it is into a loss over classes or an embedding, and its array in `data` has
-    a number that is none of theirs: at the peers that index would end the step."""
+    """JobError where an input of `graph` is the index of a loss over classes or of an embedding, and its array in `data` is out of
+    range: on the peers such an index would fail the step."""
     limits = _limits(graph)
     parts: Mapping[str, Mapping[str, Array]] = {"data": data.train, "data, held out": data.held_out or {}}
     for where, arrays in parts.items():
@@ -59,7 +59,7 @@ def check_numbered(graph: Graph, data: Dataset) -> None:
 
 
 def _limits(graph: Graph) -> list[tuple[str, _Limit]]:
-    """By input, what reads it."""
+    """By input, the things that it indexes."""
     types = graph.types
     source = {Ref(each.name): each.name for each in graph.inputs}
     found: list[tuple[str, _Limit]] = []

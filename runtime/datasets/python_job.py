@@ -1,4 +1,4 @@
-"""The model of a Python file and the samples that it is trained on: each says what of the other it is."""
+"""The model of a Python file and the samples that it is trained on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT_INPUTS = ("input_ids", "position_ids", "targets")  # of samples of text, in
 
 
 def python_job(spec: JobSpec, tokenizer: Tokenizer | None, report: ReportLine) -> tuple[PythonModel, Dataset]:
-    """With a model of kind python. Of texts the samples are two that stand for all. Raises JobError. Blocking: it reads the
+    """With a model of kind python. Of texts, two samples are made up for the capture. Raises JobError. Blocking: it reads the
     samples."""
     assert isinstance(spec.model, PythonConfig)
     data, sequence, seed = spec.data, spec.train.sequence, spec.train.seed

@@ -1,4 +1,4 @@
-"""Which source of samples a job file means, and the tokenizer for its texts."""
+"""The source of samples that a job file names, and the tokenizer for its texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusion.runtime.job.text import of_any_length
 
 
 def read_tokenizer(source: Path | bytes | None) -> Tokenizer | None:
-    """A tokenizer.json, or what would stand in it. JobError where it cannot be read."""
+    """From a tokenizer.json, or its contents. JobError where it cannot be read."""
     if source is None:
         return None
     try:
@@ -36,7 +36,7 @@ def source(
     sequence: int,
     classes: Mapping[str, Sequence[str]] | None = None,
 ) -> Source:
-    """Of the samples at `path`. `classes`: those of another source, of which its labels are the places too. Raises JobError."""
+    """Of the samples at `path`. `classes`: class names of another source, which its labels index as well. Raises JobError."""
     match spec.kind:
         case "npz":
             return Npz(path)

@@ -146,7 +146,7 @@ class Manifest:
     kind: Literal["train", "serve"]
     graph: Digest  # blob: canonical bytes of the whole graph (already rewritten)
     cuts: tuple[int, ...]  # node indices at which a new stage starts, ascending; stages = len(cuts) + 1
-    opset: int = 1  # the op-set that the graph needs: whoever knows only older ones has no part in the job
+    opset: int = 1  # the op-set that the graph needs: peers with older ones leave the job alone
     weights: tuple[Digest, ...]  # blob per stage: safetensors of that stage's variables, by variable name
     proposed: tuple[PeerId, ...]  # proposed owner of each stage; a hint, anyone may fill a hole
     # By stage: who is proposed to serve it beside its owner; a hint

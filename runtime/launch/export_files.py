@@ -1,4 +1,4 @@
-"""What goes into a job beside its weights, so that the directory that `export` writes can be served."""
+"""The files of a job beside its weights, so that the directory that `export` writes can be served."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusion.runtime.launch.weights import contiguous
 
 def export_files(model: sources.LanguageModel) -> dict[str, bytes | Path]:
     """By file name: the graph, the configuration, the chat template and the constants that `fusion.runtime.capture.sources` reads.
-    JobError for a configuration that is no part of the model."""
+    JobError for a configuration that is a link out of the model."""
     for path in model.config:
         check_own(path, path.parent)
     files: dict[str, bytes | Path] = {**{path.name: path for path in model.config}, **model.chat}
@@ -24,7 +24,7 @@ def export_files(model: sources.LanguageModel) -> dict[str, bytes | Path]:
 
 
 def graph_files(inference: Graph, about: sources.About, read: sources.Read) -> dict[str, bytes | Path]:
-    """Of these the graph, what it is, and its constants."""
+    """Of these the graph, its description, and its constants."""
     files: dict[str, bytes | Path] = {
         GRAPH_FILE: serialise.encode(clean(inference)),
         ABOUT_FILE: about.to_json(),

@@ -31,8 +31,9 @@ def prepare_training(
     note: ReportLine = silent,
     now: Callable[[], float] = time.time,
 ) -> Prepared:
-    """Capture the model, place it on `peers`, shard weights, pack data; `links` is what they have measured, `now` gives unix seconds;
-    `note` gets a line on what of the data is not trained on. Raises JobError, CaptureError, PlacementError. Blocking, for seconds: run it in a thread."""
+    """Capture the model, place it on `peers`, shard weights, pack data. `links`: as measured by peers; `now`: unix seconds; `note` gets
+    lines on data that are not trained on. Raises JobError, CaptureError, PlacementError. Blocking, for seconds: run it in a
+    thread."""
     from fusion.runtime.launch.training_job import training_job  # with all that captures a model
 
     made = training_job(spec, store, report, note)
@@ -56,7 +57,7 @@ def prepare_training(
 
 
 def train_config(spec: JobSpec, data: DataConfig) -> TrainConfig:
-    """What a job file says of the training, with its data as they are packed."""
+    """The manifest's training, from a job file and its packed data."""
     train = spec.train
     return TrainConfig(
         steps=train.steps,
@@ -76,7 +77,7 @@ def train_config(spec: JobSpec, data: DataConfig) -> TrainConfig:
 
 
 def _chosen(peers: Sequence[PeerRecord], names: Sequence[str]) -> list[PeerRecord]:
-    """The peers of these ids or friendly names; all where none is named. JobError for one that is not there."""
+    """The peers of these ids or friendly names; all where none is named. JobError for an unknown one."""
     if not names:
         return list(peers)
     known = {name: peer for peer in peers for name in (peer.peer, peer.name, friendly_name(peer.peer))}

@@ -33,10 +33,9 @@ def prepare_serving(
     note: ReportLine = silent,
     now: Callable[[], float] = time.time,
 ) -> Prepared:
-    """The model as a job that serves it. One whose attention is not recognised is served by computing the whole prefix anew for each
-    token, which is exact. `home`: where it is kept on which peers models were served the last time, if it is to count.
-    `note`: for a line that should last, on what of its files is not followed. `now` gives unix seconds. Raises JobError,
-    CaptureError, PlacementError."""
+    """A job that serves the model. One whose attention is not recognised is served without a KV cache: each token computes the whole
+    prefix, which is exact. `home`: of the last placements, if they are to count (`PlacementsBefore`). `note` gets the lines of
+    `remarks`. `now`: unix seconds. Raises JobError, CaptureError, PlacementError."""
     found = read_servable(spec, report)
     for line in remarks(spec.path, found):
         note(line)
@@ -61,8 +60,8 @@ def prepare_serving(
 
 
 def remarks(path: Path, found: Servable) -> list[str]:
-    """Lines on what of a model's files answers do not follow, on a chat template that does not work, and on a tokenizer that is not
-    the model's. Blocking: the template is tried."""
+    """Lines on settings of a model's files that serving ignores, on a chat template that fails, and on a tokenizer that is not the
+    model's. Blocking: the template is rendered once."""
     fault, unknown = chat_fault(found.model.chat), found.model.unknown_tokens
     tokens = f"its tokenizer has tokens that the model does not have ({unknown}): a text with one of them is refused"
     lines = [*passed_over(path, found.config, found.model.unread), fault, tokens if unknown else ""]

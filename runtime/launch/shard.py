@@ -28,17 +28,17 @@ from fusion.swarm.blobs.store import BlobStore
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.identity import Identity, friendly_name
 
-ReportLine = Callable[[str], None]  # gets one line each time the work enters another phase
+ReportLine = Callable[[str], None]  # gets one line for each phase of the work
 SYSTEM_RANDOM = SystemRandom()
 
 
 def silent(line: str) -> None:
-    """Says nothing."""
+    """Drops the line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphJob:
-    """A captured graph with its variables by name, and what else goes into the manifest."""
+    """A captured graph with its variables by name, and the rest of what the manifest needs."""
 
     name: str
     graph: Graph
@@ -46,10 +46,10 @@ class GraphJob:
     files: Mapping[str, bytes | Path] = field(default_factory=dict)  # that export writes beside the weights
     tokenizer: Path | bytes | None = None
     byte_level: bool = False
-    author: Identity = field(default_factory=Identity.generate)  # whose key may end the job
+    author: Identity = field(default_factory=Identity.generate)  # its key may stop the job
     admission: AdmissionSpec = field(default_factory=AdmissionSpec)
     limits: LimitsSpec = field(default_factory=LimitsSpec)
-    parameters: int | None = None  # of the model, where its graph stores them in another way
+    parameters: int | None = None  # of the model, where its graph stores them in another form
 
 
 def prepare_graph(
@@ -60,8 +60,7 @@ def prepare_graph(
     random: Random = SYSTEM_RANDOM,
     now: Callable[[], float] = time.time,
 ) -> Prepared:
-    """`placed`: where its stages are to run, and how (`fusion.runtime.placing.placed_job`). Blocking: run it in a
-    thread."""
+    """Cut, shard and store a job. `placed`: its placement (`fusion.runtime.placing.placed_job`). Blocking: run it in a thread."""
     config, parts, graph = placed.config, placed.parts, job.graph
     report(f"sharding its weights into {len(parts)} stages")
     read = job.variables if callable(job.variables) else _reader(job.variables)
@@ -107,7 +106,7 @@ def prepare_graph(
 
 
 def _check_limits(manifest: Manifest) -> None:
-    """JobError where the job cannot be as it is placed."""
+    """JobError where the job cannot run as placed."""
     most = manifest.limits.stages_per_owner
     peer, count = Counter(manifest.proposed).most_common(1)[0]
     if 0 < most < count:

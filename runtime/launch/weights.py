@@ -15,13 +15,13 @@ from fusion.swarm.directory.records import Digest
 
 
 def put_weights(store: BlobStore, variables: Iterable[Variable], read: Read) -> Digest:
-    """Read, written and hashed one variable after the other. Raises JobError, QuotaExceeded, BlobError."""
+    """Store them, read, written and hashed one variable after the other; gives the digest. Raises JobError, QuotaExceeded, BlobError."""
     found = weights_bytes_of(variables, read)
     return store.put_pieces(found.size_bytes, found.pieces)
 
 
 def weights_digest(variables: Iterable[Variable], read: Read) -> Digest:
-    """What `put_weights` would call them; nothing is stored. Raises JobError."""
+    """The digest that `put_weights` would give; nothing is stored. Raises JobError."""
     return index_of(chunks_of(weights_bytes_of(variables, read).pieces)).digest
 
 
