@@ -168,7 +168,7 @@ async def find_served(context: Context, name: str, option: str) -> tuple[JobId, 
 async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
     """The job's progress, whenever it changes, from its lead, or from a peer that knows how it ended. SwarmError once no peer has
     reported it for SILENCE_SECONDS."""
-    from fusion.runtime.belief.reading import manifest_of, weigh
+    from fusion.runtime.belief.reading import judge_by_claims, manifest_of
     from fusion.runtime.job.progress import Progress
 
     last_seen = time.monotonic()
@@ -178,7 +178,7 @@ async def watch(context: Context, job: JobId) -> AsyncIterator[Progress]:
         records = await context.directory.job_records(job)
         if records and manifest is None:
             manifest = await manifest_of(context, job, records)
-        belief = await weigh(context, job, records, manifest)
+        belief = await judge_by_claims(context, job, records, manifest)
         record = None if belief is None else belief.record
         if record is not None:  # one that is not renewed expires
             async with aclosing(_reports(context, record)) as reports:

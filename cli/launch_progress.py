@@ -122,9 +122,9 @@ async def until_answering(context: Context, prepared: Prepared, output: Output) 
 
 async def take_back(context: Context, prepared: Prepared, author: Identity) -> None:
     """End what does not come to answer: names mean the newest job of their author, and the model before is to stay."""
-    from fusion.runtime.belief.reading import look
+    from fusion.runtime.belief.reading import read_belief
 
     with suppress(SwarmError):
-        belief = await look(context, prepared.job, manifest=prepared.manifest)
+        belief = await read_belief(context, prepared.job, manifest=prepared.manifest)
         if belief is not None and not belief.over:
             await job_client.stop(context, belief.record, author)

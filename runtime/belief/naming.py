@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import dataclass
 from itertools import islice
 
-from fusion.runtime.belief.reading import by_job, manifest_of, round_robin, weigh
+from fusion.runtime.belief.reading import by_job, judge_by_claims, manifest_of, round_robin
 from fusion.runtime.belief.shared_work import SharedWork
 from fusion.runtime.device.accounts import launches_of
 from fusion.runtime.job.context import Context
@@ -50,7 +50,7 @@ class Known:
 async def inspect(context: Context, job: JobId, records: Sequence[JobRecord]) -> Known:
     """The job of these records (at least one), judged by its manifest and its stages' claims. Raises SwarmError."""
     manifest = await manifest_of(context, job, records)
-    belief = await weigh(context, job, records, manifest)
+    belief = await judge_by_claims(context, job, records, manifest)
     assert belief is not None, "there is a record of the job"
     return Known(belief, manifest)
 

@@ -98,7 +98,7 @@ async def newest(context: Context, job: JobId, manifest: Manifest) -> JobRecord 
     return None if belief is None else belief.record
 
 
-async def look(
+async def read_belief(
     context: Context, job: JobId, records: Sequence[JobRecord] | None = None, manifest: Manifest | None = None
 ) -> Belief | None:
     """What to believe of any job, by its records, its manifest and its stages' claims, which are read where they are not given.
@@ -106,10 +106,10 @@ async def look(
     records = await context.directory.job_records(job) if records is None else records
     if records and manifest is None:
         manifest = await manifest_of(context, job, records)
-    return await weigh(context, job, records, manifest)
+    return await judge_by_claims(context, job, records, manifest)
 
 
-async def weigh(
+async def judge_by_claims(
     context: Context,
     job: JobId,
     records: Sequence[JobRecord],

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from fusion.runtime.belief.naming import Known
-from fusion.runtime.belief.reading import look
+from fusion.runtime.belief.reading import read_belief
 from fusion.runtime.capture.sources import TOKENIZER_FILE
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.context import Context
@@ -36,7 +36,7 @@ async def export(context: Context, job: JobId, directory: Path, known: Known | N
     `known`: the job, if it was inspected already. Raises JobError, BlobError, OSError."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise JobError(f"{directory} is there already and is not an empty directory")
-    belief = await look(context, job) if known is None else known.belief
+    belief = await read_belief(context, job) if known is None else known.belief
     if belief is None:
         raise JobError(f"nobody in the swarm speaks for the job {job[:12]}")
     record = belief.record
@@ -65,7 +65,7 @@ async def export_newest(context: Context, known: Known, directory: Path) -> int:
         except BlobError:
             await asyncio.sleep(EXPORT_PAUSE_SECONDS)
             with suppress(SwarmError):
-                belief = await look(context, known.record.job, manifest=known.manifest)
+                belief = await read_belief(context, known.record.job, manifest=known.manifest)
                 known = known if belief is None else replace(known, belief=belief)
     return await export(context, known.record.job, directory, known)
 

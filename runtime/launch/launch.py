@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from fusion.runtime.belief.reading import look
+from fusion.runtime.belief.reading import read_belief
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.protocol import JOB
@@ -93,7 +93,7 @@ async def wait_until_held(
 
 async def _is_over(context: Context, prepared: Prepared) -> bool:
     """Whether the job has ended already. JobFailed if it failed."""
-    belief = await look(context, prepared.job, manifest=prepared.manifest)
+    belief = await read_belief(context, prepared.job, manifest=prepared.manifest)
     if belief is None or not (belief.over and belief.vouched):
         return False
     if belief.record.state == "failed":

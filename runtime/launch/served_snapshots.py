@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fusion.dag.ir.errors import PlacementError
 from fusion.runtime.belief.naming import Known
-from fusion.runtime.belief.reading import look
+from fusion.runtime.belief.reading import read_belief
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.launch.export import export_newest
@@ -94,7 +94,7 @@ async def serve_snapshots(
 async def _read(context: Context, known: Known) -> Belief | None:
     """What to believe of the job now; None where there is no record, or the directory cannot be read."""
     try:
-        return await look(context, known.record.job, manifest=known.manifest)
+        return await read_belief(context, known.record.job, manifest=known.manifest)
     except SwarmError:
         return None
 
@@ -138,7 +138,7 @@ async def _end(context: Context, before: Prepared, callbacks: Callbacks) -> None
         callbacks.note(f"the model before goes on as well; {left}")
         raise
     try:
-        belief = await look(context, before.job, manifest=before.manifest)
+        belief = await read_belief(context, before.job, manifest=before.manifest)
         if belief is not None and not belief.over:
             await callbacks.stop(belief.record)
     except SwarmError as error:

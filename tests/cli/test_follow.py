@@ -140,11 +140,13 @@ def _all_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def manifest_of(*_: Any) -> None:
         return None
 
-    async def weigh(context: Any, job: JobId, words: tuple[JobRecord, ...], manifest: None) -> Belief | None:
+    async def judge_by_claims(
+        context: Any, job: JobId, words: tuple[JobRecord, ...], manifest: None
+    ) -> Belief | None:
         return Belief(record=words[0], standing=Standing.PROVEN, owned=True) if words else None
 
     monkeypatch.setattr(reading, "manifest_of", manifest_of)
-    monkeypatch.setattr(reading, "weigh", weigh)
+    monkeypatch.setattr(reading, "judge_by_claims", judge_by_claims)
 
 
 def said(progress: Progress) -> Frame:

@@ -27,11 +27,11 @@ def test_a_model_in_the_place_of_another_needs_no_name(
     async def manifest(context: Any, job: JobId, said: Any) -> Any:
         return SimpleNamespace(name="n", author=PeerId("a"), launched_at=JOBS.index(job))
 
-    async def weigh(context: Any, job: JobId, said: Any, manifest: Any) -> Any:
+    async def judge_by_claims(context: Any, job: JobId, said: Any, manifest: Any) -> Any:
         return SimpleNamespace(record=said[0], owned=True, over=False)
 
     monkeypatch.setattr("fusion.runtime.belief.naming.manifest_of", manifest)
-    monkeypatch.setattr("fusion.runtime.belief.naming.weigh", weigh)
+    monkeypatch.setattr("fusion.runtime.belief.naming.judge_by_claims", judge_by_claims)
     context: Any = SimpleNamespace(home=tmp_path, directory=SimpleNamespace(job_records=job_records))
     for name in ("n", ""):
         found, _ = asyncio.run(job_client.find_served(context, name, "NAME"))
@@ -110,7 +110,7 @@ def test_a_job_without_news_is_not_one_that_nobody_speaks_for(monkeypatch: pytes
     async def manifest(*_: Any) -> None:
         return None
 
-    async def weigh(context: Any, job: JobId, said: Any, manifest: Any) -> Any:
+    async def judge_by_claims(context: Any, job: JobId, said: Any, manifest: Any) -> Any:
         return SimpleNamespace(record=said[0]) if said else None
 
     async def ask(*_: Any) -> AsyncIterator[Progress]:
@@ -123,7 +123,7 @@ def test_a_job_without_news_is_not_one_that_nobody_speaks_for(monkeypatch: pytes
         now[0] += seconds
 
     monkeypatch.setattr("fusion.runtime.belief.reading.manifest_of", manifest)
-    monkeypatch.setattr("fusion.runtime.belief.reading.weigh", weigh)
+    monkeypatch.setattr("fusion.runtime.belief.reading.judge_by_claims", judge_by_claims)
     monkeypatch.setattr(job_client, "_progress", ask)
     monkeypatch.setattr(job_client, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(job_client, "asyncio", SimpleNamespace(sleep=sleep))

@@ -60,7 +60,7 @@ def test_a_snapshot_that_is_dropped_while_it_is_exported_gives_way_to_a_newer_on
     async def find_current(*_: object) -> Any:
         return Known(belief)
 
-    async def look(*_: object, **__: object) -> Any:
+    async def read_belief(*_: object, **__: object) -> Any:
         record = SimpleNamespace(**{**vars(belief.record), "step": 6})
         return SimpleNamespace(**{**vars(belief), "record": record})
 
@@ -72,7 +72,7 @@ def test_a_snapshot_that_is_dropped_while_it_is_exported_gives_way_to_a_newer_on
     monkeypatch.setattr(client, "connect", connect)
     monkeypatch.setattr(jobs.job_client, "find_current", find_current)
     monkeypatch.setattr("fusion.runtime.launch.export.export", export)
-    monkeypatch.setattr("fusion.runtime.launch.export.look", look)
+    monkeypatch.setattr("fusion.runtime.launch.export.read_belief", read_belief)
     monkeypatch.setattr("fusion.runtime.launch.export.EXPORT_PAUSE_SECONDS", 0.0, raising=False)
     asyncio.run(jobs._export("m", tmp_path / "out", client.JoinOptions(home=tmp_path), Output()))
     assert "m at step 6 is in" in capsys.readouterr().out

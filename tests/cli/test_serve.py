@@ -45,7 +45,7 @@ def test_what_does_not_come_to_answer_is_taken_back(
     async def fails(*_: object) -> None:
         raise error("nothing moved for 180 s")
 
-    async def look(*_: object, **__: object) -> Any:
+    async def read_belief(*_: object, **__: object) -> Any:
         return SimpleNamespace(over=False, record=record)
 
     async def stop(context: object, given: object, author: object) -> None:
@@ -54,7 +54,7 @@ def test_what_does_not_come_to_answer_is_taken_back(
     monkeypatch.setattr(client, "working_peers", nothing)
     monkeypatch.setattr(serve, "offer", offer)
     monkeypatch.setattr(serve, "until_held", fails)
-    monkeypatch.setattr(reading, "look", look)
+    monkeypatch.setattr(reading, "read_belief", read_belief)
     monkeypatch.setattr(job_client, "stop", stop)
     prepared = SimpleNamespace(job="ab" * 32, manifest=None)
 

@@ -38,7 +38,7 @@ from sweeps.endurance.traffic import identity_of
 from sweeps.reports import say, tell
 
 from fusion.cli.local.fleet import LocalPeer
-from fusion.runtime.belief.reading import look
+from fusion.runtime.belief.reading import read_belief
 from fusion.runtime.job.protocol import STATUS
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import SwarmError
@@ -249,7 +249,7 @@ async def _believed(ground: Ground, hosted: Sequence[list[Any]], seed: int) -> l
                 found.append(
                     f"stage {stage} of {prepared.manifest.name} is said to be {owner and owner.peer}'s"
                 )
-        belief = await look(ground.user, job)
+        belief = await read_belief(ground.user, job)
         record = None if belief is None else belief.record
         if record is None or record.state != "running" or enemies & {record.lead, record.author}:
             found.append(f"of {prepared.manifest.name} is believed: {record}")

@@ -22,7 +22,7 @@ from attacks.stranger import Offer, Stranger, store_request
 from attacks.verdict import Verdict
 from support.directory_records import claim_record, digest, job_record
 
-from fusion.runtime.belief.reading import look
+from fusion.runtime.belief.reading import read_belief
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.launch.export import export
 from fusion.runtime.serving.requests.client import complete
@@ -208,7 +208,7 @@ def _any_signature(data: bytes) -> bytes:
 
 async def both_go_on(ground: Ground, verdict: Verdict) -> None:
     for prepared in (ground.training, ground.serving):
-        belief = await look(ground.user, prepared.job, manifest=prepared.manifest)
+        belief = await read_belief(ground.user, prepared.job, manifest=prepared.manifest)
         if belief is None or belief.over or belief.record.lead is None:
             verdict.notes[f"fault: {prepared.manifest.name}"] = f"a client that looks now believes {belief}"
     for peer in ground.peers[:2]:
@@ -217,7 +217,7 @@ async def both_go_on(ground: Ground, verdict: Verdict) -> None:
 
 
 async def own_snapshots_alone(ground: Ground, verdict: Verdict) -> None:
-    belief = await look(ground.user, ground.training.job, manifest=ground.training.manifest)
+    belief = await read_belief(ground.user, ground.training.job, manifest=ground.training.manifest)
     if belief is None or belief.record.snapshot == FORGED or belief.record.step >= FORGED_STEP:
         verdict.notes["fault: snapshot"] = f"a client that looks now believes {belief}"
     with tempfile.TemporaryDirectory() as folder:

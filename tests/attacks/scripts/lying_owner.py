@@ -14,7 +14,7 @@ from attacks.honest_training import Committed, training_job
 from attacks.verdict import Verdict
 
 from fusion.cli import job_client
-from fusion.runtime.belief.reading import look
+from fusion.runtime.belief.reading import read_belief
 from fusion.runtime.job.protocol import HOLD
 from fusion.runtime.launch.launch import launch
 from fusion.swarm.directory.records import Place
@@ -65,7 +65,7 @@ async def goes_on_with_a_lying_owner(
         verdict.notes["fault: lied to"] = found[0]
     # The next one is not to be held up by it.
     try:
-        belief = await look(ground.user, prepared.job)
+        belief = await read_belief(ground.user, prepared.job)
         assert belief is not None, "its owners speak of it"
         await job_client.stop(ground.user, belief.record, author)
     except SwarmError as error:

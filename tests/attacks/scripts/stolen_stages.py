@@ -18,7 +18,7 @@ from attacks.stranger import Offer, Stranger, store_request
 from attacks.verdict import Verdict
 from support.directory_records import claim_record
 
-from fusion.runtime.belief.reading import look
+from fusion.runtime.belief.reading import read_belief
 from fusion.runtime.job.fields import plain
 from fusion.runtime.job.protocol import HOLD, RING, STAGE
 from fusion.runtime.training.step.messages import Failed, Hello, Ready, encode
@@ -213,7 +213,7 @@ async def nobody_was_deposed(ground: Ground, verdict: Verdict) -> None:
     if not set(verdict.notes["answers"]) - {"claims", "TimeoutError"}:
         verdict.notes["fault: reach"] = f"nobody was reached: {verdict.notes['answers']}"
     for prepared in (ground.training, ground.serving):
-        belief = await look(ground.user, prepared.job, manifest=prepared.manifest)
+        belief = await read_belief(ground.user, prepared.job, manifest=prepared.manifest)
         if belief is None or belief.over or belief.record.lead is None:
             verdict.notes[f"fault: {prepared.manifest.name}"] = f"a client that looks now believes {belief}"
 

@@ -12,7 +12,7 @@ from support import training
 from support.hosting import Peer, Swarm, over, swarm, until
 
 from fusion.cli import job_client
-from fusion.runtime.belief.reading import look
+from fusion.runtime.belief.reading import read_belief
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.hosting.jobs.files import JobFiles
 from fusion.runtime.job.progress import Progress
@@ -221,7 +221,7 @@ def test_whoever_comes_when_all_is_over_believes_the_end_that_nobody_proposed_ha
 
             newcomer = await made.join()
             newcomer.blobs.store.put(standby.blobs.store.path(Digest(job)))
-            found = await look(newcomer.context, job)
+            found = await read_belief(newcomer.context, job)
             assert found is not None and found.vouched
             assert (found.record.state, found.record.snapshot) == ("done", LAST)
 

@@ -116,11 +116,11 @@ def test_a_launcher_that_reaches_nobody_for_a_while_stays(
             raise found
         return found
 
-    async def no_word(*_: object, **__: object) -> None:
+    async def no_belief(*_: object, **__: object) -> None:
         return None
 
     monkeypatch.setattr(launch, "look_held", looked)
-    monkeypatch.setattr(launch, "look", no_word)
+    monkeypatch.setattr(launch, "read_belief", no_belief)
     context: Any = None
     prepared: Any = SimpleNamespace(job=JOB, manifest=None)
     waits = launch.wait_until_held(context, prepared, on_change=seen.append)

@@ -72,7 +72,7 @@ class Following:
             monkeypatch.setattr(served_snapshots, name, 0.0)
         monkeypatch.setattr(served_snapshots, "_read", self._belief)
         monkeypatch.setattr(served_snapshots, "export_newest", self._fetch)
-        monkeypatch.setattr(served_snapshots, "look", self._belief)
+        monkeypatch.setattr(served_snapshots, "read_belief", self._belief)
 
     async def run(self) -> None:
         store = SimpleNamespace(held=dict, delete=dict)

@@ -64,7 +64,7 @@ class _Published:
         )
         monkeypatch.setattr("fusion.runtime.serving.answers.catalog.REFRESH_SECONDS", 0.1)
         monkeypatch.setattr("fusion.runtime.belief.naming.manifest_of", self._manifest)
-        monkeypatch.setattr("fusion.runtime.belief.naming.weigh", self._weigh)
+        monkeypatch.setattr("fusion.runtime.belief.naming.judge_by_claims", self._judge_by_claims)
         self.catalog = Catalog(context)
         self.catalog._model = self._model  # type: ignore[method-assign]
 
@@ -78,7 +78,7 @@ class _Published:
         manifest = SimpleNamespace(name="n", author=PeerId(f"author {job}"), launched_at=0)
         return manifest if job in self.given else None
 
-    async def _weigh(self, context: Any, job: JobId, said: Any, manifest: Any) -> Any:
+    async def _judge_by_claims(self, context: Any, job: JobId, said: Any, manifest: Any) -> Any:
         self.looks[job] += 1
         self.under_way += 1
         try:
