@@ -201,10 +201,6 @@ def test_at_a_bound_the_gradient_is_torch_s() -> None:
             lambda m, x: functional.embedding_bag(words(x).flatten(), m.table.weight, words(x)[:, 0]),
             "aten.embedding_bag",
         ),
-        (
-            lambda m, x: functional.instance_norm(x, torch.zeros(4), torch.ones(4)),
-            "aten.instance_norm, with running",
-        ),
     ],
 )
 def test_what_is_lacking_is_named_as_the_model_calls_it(function: Callable[..., Any], called: str) -> None:
