@@ -20,7 +20,7 @@ from fusion.swarm.identity import friendly_name
 from fusion.swarm.lean_imports import is_installed
 
 if TYPE_CHECKING:
-    from fusion.runtime.serving.graphs.client import Asking, Made
+    from fusion.runtime.serving.graphs.client import ModelRuns, RunResult
 
 
 @options.grouped
@@ -69,16 +69,16 @@ async def _run(
     model: str, arrays: Mapping[str, Any], path: Path, batch: int, way: client.JoinOptions, output: Output
 ) -> None:
     found: dict[str, list[Any]] = {}
-    last: Made | None = None
-    from fusion.runtime.serving.graphs.client import Asking
+    last: RunResult | None = None
+    from fusion.runtime.serving.graphs.client import ModelRuns
     from fusion.runtime.serving.requests.client import another_peer
 
     async with client.connect(way) as context:
         gateway = await client.gateway(context, way.peer)
         others = another_peer(context.directory)  # one of them takes over if the gateway vanishes
-        asking = Asking(context.transport, gateway, others, grants.grants_from(context))
+        runs = ModelRuns(context.transport, gateway, others, grants.grants_from(context))
         for part in _parts(arrays, batch):
-            last = await _ask(context, asking, model, part)
+            last = await _ask(context, runs, model, part)
             for array in last.arrays:
                 found.setdefault(array.name, []).append(_numbers(array))
     assert last is not None
@@ -91,12 +91,12 @@ async def _run(
     output.print_line(f"{path}: {outputs}; the last of it in {seconds_text(last.seconds)} through {through}")
 
 
-async def _ask(context: Any, asking: Asking, model: str, part: Mapping[str, Any]) -> Made:
+async def _ask(context: Any, runs: ModelRuns, model: str, part: Mapping[str, Any]) -> RunResult:
     from fusion.runtime.serving.graphs.arrays import Array
 
     given = [Array(name, value.dtype.name, value.shape, value.tobytes()) for name, value in part.items()]
     try:
-        return await asking.run(model, given)
+        return await runs.run(model, given)
     except NotAdmitted:
         raise
     except RemoteError as error:

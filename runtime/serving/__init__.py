@@ -1,16 +1,16 @@
-"""Answers. Any peer is a gateway; a session runs around the ring of stages. Knows nothing of training or of claiming.
+"""Inference. Any peer is a gateway; a session runs around the ring of stages. Knows nothing of training or of claiming.
 
-requests/      what a client asks, and what it gets
-grammar/       answers held to a JSON schema
-drafts/        a small model that guesses for a large one
+requests/      requests and completions
+grammar/       completions constrained by a JSON schema
+drafts/        a draft model, for speculative decoding
 ring/          the stages' side of a session
 answers/       the gateway's side
-graphs/        models that answer in one run
-http/          OpenAI's API, for programs that are no peers
-draft_loader   draft models on their way into memory
+graphs/        models that run once for each request
+http/          OpenAI's API, for programs that are not peers
+draft_loader   loads draft models
 loaded_stage   a stage in memory
-stage_blobs    what a stage needs, on this disk, and how far it is on its way
-stage_loader   stages on their way into memory
-service        models that generate on this peer: stages in memory, replicas, the gateway
-models         those, and models that answer in one run
+stage_blobs    fetches the blobs of a stage
+stage_loader   loads stages
+service        generating models on this peer: stages in memory, replicas, the gateway
+models         those, and models that run once for each request
 """

@@ -1,5 +1,5 @@
-"""The draft model of a served model on its way into memory, with the first stage. Whatever is wrong with it, answers go on
-without one: it is said once, and that is all."""
+"""Loads the draft model of a served model, with the first stage. If that fails, one warning is logged, and the model is served without
+speculation."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from fusion.swarm.printable import error_line
 
 log = logging.getLogger(__name__)
 
-NO_DRAFT = (SwarmError, *PLANE_ERRORS)  # what a draft raises that cannot be had, or made anything of
+NO_DRAFT = (SwarmError, *PLANE_ERRORS)  # errors of fetching or loading a draft
 
 
 @dataclass(frozen=True)
 class DraftOnDisk:
     stage: Stage
     weights: Path
-    positions: int  # that it can read at most
+    positions: int  # of its context
 
 
 class DraftLoader:
@@ -48,27 +48,27 @@ class DraftLoader:
         self._graphs = graphs
 
     async def fetch(self, job: JobId, manifest: Manifest) -> None:
-        """The draft on this disk, if it can be had: for whoever has the first stage or stands by for it."""
+        """Fetch the draft to this disk, if there is one: for the owner of the first stage and its standbys."""
         with suppress(*NO_DRAFT):
             await self._fetch(job, manifest)
 
     async def load(self, job: JobId, manifest: Manifest) -> DraftModel | None:
-        """The draft in memory. None where the job has none, or none that can be run beside the first stage in the memory that
-        the manifest says."""
+        """Load the draft. None where the job has none, or none that fits beside the first stage into the memory that the manifest
+        declares."""
         try:
-            found = await self._fetch(job, manifest)
-            if found is None or manifest.serve is None:
+            draft = await self._fetch(job, manifest)
+            if draft is None or manifest.serve is None:
                 return None
             compute = self._context.on_behalf_of(manifest.author, job).compute
-            return await compute.run(self._make, found, manifest.serve.vocabulary)
+            return await compute.run(self._make, draft, manifest.serve.vocabulary)
         except NO_DRAFT as error:
             log.warning("%s is served without its draft model: %s", manifest.name, error_line(error))
             return None
 
-    def _make(self, found: DraftOnDisk, vocabulary: int) -> DraftModel:
-        weights = WeightsFile(found.weights, len(found.stage.graph.variables))
-        plane = self._plane.decoding(found.stage, weights)
-        return DraftModel(plane, vocabulary, found.positions, weights_bytes(found.stage))
+    def _make(self, draft: DraftOnDisk, vocabulary: int) -> DraftModel:
+        weights = WeightsFile(draft.weights, len(draft.stage.graph.variables))
+        plane = self._plane.decoding(draft.stage, weights)
+        return DraftModel(plane, vocabulary, draft.positions, weights_bytes(draft.stage))
 
     async def _fetch(self, job: JobId, manifest: Manifest) -> DraftOnDisk | None:
         files = draft_files(manifest)

@@ -1,4 +1,4 @@
-"""A stage in memory, with what lies beside it."""
+"""A stage in memory, with its draft model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from fusion.runtime.serving.ring.stage_session import StageRunner
 
 @dataclass(eq=False)
 class LoadedStage:
-    """A stage in memory: hosted, or warm for when we have to. The first one may have a draft model beside it, whose memory
-    counts as the stage's."""
+    """A stage in memory, hosted or on standby. The first stage may have a draft model, whose memory counts as the stage's."""
 
     plan: RingPlan
     plane: DecodingStage
@@ -27,7 +26,7 @@ class LoadedStage:
 
     @property
     def kv_bytes(self) -> int:
-        """Set aside for sessions, and kept of those that have ended."""
+        """Reserved for sessions, and retained prefixes."""
         return self.plane.used_bytes() + (0 if self.draft is None else self.draft.used_bytes())
 
     def runner(self, max_sequence: int, account: Callable[[], None]) -> StageRunner:

@@ -1,4 +1,4 @@
-"""What serves models on a peer: those that generate, token after token, and those that answer in one run."""
+"""The models that a peer serves: those that generate token by token, and those that run once for each request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusion.swarm.directory.records import JobId, JobRecord
 
 
 class ServedModels:
-    """A service of jobs (`fusion.runtime.hosting.jobs.service`): each goes to those who know its kind of model."""
+    """A service of jobs (`fusion.runtime.hosting.jobs.service`), which dispatches on the kind of model."""
 
     def __init__(self, generating: ServingService, graphs: GraphStages, runs: GraphGateway) -> None:
         self.generating = generating
@@ -44,20 +44,20 @@ class ServedModels:
         return record.step
 
     def progress(self, job: JobId) -> Progress | None:
-        """How the job stands, as the owner of its first stage knows it."""
+        """Progress of the job, at the owner of its first stage; else None."""
         return self._graphs.progress(job) or self.generating.progress(job)
 
     def forget(self, job: JobId, stage: int) -> None:
         self.generating.forget(job, stage)
 
     async def pass_on(self, job: JobId, stage: int) -> Mapping[str, Any]:
-        """The peer leaves. A run keeps nothing, so its successor needs nothing."""
+        """Hand over, as the peer leaves. A model that runs once for each request has no state to hand over."""
         if self._graphs.held(job, stage) is not None:
             return {}
         return await self.generating.pass_on(job, stage)
 
     def stop(self, job: JobId) -> bool:
-        """Nothing of a served model is to be saved."""
+        """A served model has no state to save."""
         return False
 
     def stay(self, job: JobId, stage: int) -> None:

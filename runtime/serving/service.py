@@ -1,4 +1,4 @@
-"""Serving as a peer does it: stages of served models, and a gateway for every model of the swarm."""
+"""Serving on a peer: stages of served models, and a gateway for every model of the swarm."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fusion.runtime.serving.ring.links import (
     GATEWAY,
     LinkEnds,
     RingPosition,
-    hears_acks,
+    accepts_acks,
+    accepts_batches,
+    grants_of,
     refusal,
-    shown,
-    takes_batches,
 )
 from fusion.runtime.serving.ring.stage import RingStage
 from fusion.runtime.serving.stage_loader import StageLoader
@@ -36,14 +36,14 @@ from fusion.swarm.transport import Stream
 log = logging.getLogger(__name__)
 
 LOADING_SECONDS = 60.0  # for which a stream waits for a stage that is being loaded
-LOADING_WORD_SECONDS = 0.4  # between two words to a gateway that waits
+LOADING_NOTICE_SECONDS = 0.4  # between two `loading` frames to a gateway that waits
 COPY_RETRY_SECONDS = 30.0
-LOAD_SECONDS = 1.0  # between two looks at how many sessions a stage has
+LOAD_SECONDS = 1.0  # between two reports of how many sessions a stage has
 
 
 @dataclass(eq=False)
 class _Hosted:
-    """A stage that takes sessions: we own it, or run it beside its owner, as a replica."""
+    """A stage that accepts sessions: owned, or run beside its owner as a replica."""
 
     stage: RingStage
     manifest: Manifest
@@ -51,14 +51,14 @@ class _Hosted:
     running: asyncio.Task[None]
     owned: bool
     tokens_per_second: float = 0.0
-    kv_bytes: int = 0  # set aside for its sessions
-    retained_bytes: int = 0  # of sessions that have ended, until others need the memory
+    kv_bytes: int = 0  # reserved for its sessions
+    retained_bytes: int = 0  # of its prefix cache
 
 
 class ServingService:
-    """Registers the ring and generate protocols; runs the stages that `host` is called for, and keeps those that
-    `prepare` is called for ready to run. Of these an idle peer serves what is in its memory, beside the owner: the
-    owner's death then costs a session a move, and the stage the time that a claim takes."""
+    """Registers the ring and generate protocols; runs the stages of `host`, and keeps those of `prepare` ready as standbys. A standby in
+    memory also serves as a replica while the peer is idle: if the owner dies, its sessions only move, and the stage is without an
+    owner for the time of a claim."""
 
     def __init__(self, context: Context, loader: StageLoader, gateway: GatewayConfig | None = None) -> None:
         self._context = context
@@ -91,9 +91,8 @@ class ServingService:
         handover: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Serve one stage until cancelled. Raises JobFailed for a job that no peer could serve (its graph, its
-        weights), BlobError where a blob cannot be had, MemoryError where the weights do not fit. Nobody needs to know how
-        the job stood when it left."""
+        """Serve one stage until cancelled; `handover` is ignored. Raises JobFailed for a job that no peer could serve (its graph, its
+        weights), BlobError where a blob is not available, MemoryError where the weights do not fit."""
         place, memory = (job, stage), self._context.memory
         if manifest.serve is None:
             raise JobFailed(f"job {manifest.name} is not one that serves a model")
@@ -102,7 +101,7 @@ class ServingService:
             try:
                 loaded = await self._load(place, manifest)
                 memory.hold(place, _used_bytes(manifest, loaded))
-            finally:  # what was kept ready is what runs
+            finally:  # the standby's stage is the one that runs now
                 self._warm.pop(place, None)
                 memory.forget(place)
             await self._serve(place, manifest, loaded, term)
@@ -117,20 +116,20 @@ class ServingService:
                 tasks.create_task(_to_the_end(hosted.running))
                 tasks.create_task(self._report(job, stage, hosted))
                 tasks.create_task(self._keep_copy(place, manifest))
-        except ExceptionGroup as group:  # the first cause, as callers of any other coroutine would see it
+        except ExceptionGroup as group:  # only the first cause, without the group
             raise first_cause(group) from group
         finally:
             if self._hosted.get(place) is hosted:
                 del self._hosted[place]
 
     async def prepare(self, job: JobId, manifest: Manifest, stage: int, record: JobRecord) -> int:
-        """Stand by: the weights on disk, and in memory where there is room beside what runs here. Idempotent. Raises
-        JobError, BlobError, QuotaExceeded."""
+        """Stand by: fetch the weights, and load them where there is memory beside what runs here. Idempotent. Raises JobError, BlobError,
+        QuotaExceeded."""
         place = (job, stage)
         if manifest.serve is None:
             raise JobError(f"job {manifest.name} is not one that serves a model")
         if place in self._hosted and place not in self._warm and place in self._replicas:
-            await asyncio.wait([self._replicas[place]])  # its sessions are being seen off
+            await asyncio.wait([self._replicas[place]])  # its sessions are being drained
         if place not in self._hosted and place not in self._warm:
             try:
                 await self._loader.fetch(place, manifest)
@@ -144,7 +143,7 @@ class ServingService:
         memory = self._context.memory
         try:
             loaded = await self._load(place, manifest)
-            # Else it was promoted, or given up, meanwhile, or has no room with its draft model.
+            # Else it was promoted or given up meanwhile, or does not fit with its draft model.
             kept = place not in self._hosted and memory.keeps(place)
             if kept and self._keep(place, manifest, loaded.weights_bytes):
                 self._warm[place] = loaded
@@ -154,15 +153,15 @@ class ServingService:
                 memory.forget(place)
 
     def forget(self, job: JobId, stage: int) -> None:
-        """No longer standing by for the stage. Sessions that run here have a moment to move."""
+        """Stop standing by for the stage. Sessions that run here are drained."""
         self._warm.pop((job, stage), None)
         self._context.memory.forget((job, stage))
         self._end_replica((job, stage))
         self._loader.cancel((job, stage))
 
     async def pass_on(self, job: JobId, stage: int) -> Mapping[str, Any]:
-        """The peer leaves: the stage is served until the host is cancelled, and its sessions then have a moment to
-        move to the successor, who needs nothing from us. JobError where the stage does not run here."""
+        """Hand over, as the peer leaves: the stage is served until `host` is cancelled, and its sessions are then drained. The successor
+        needs no state. JobError where the stage does not run here."""
         hosted = self._hosted.get((job, stage))
         if hosted is None or not hosted.owned:
             raise JobError(f"stage {stage} of job {job[:12]} does not run here")
@@ -175,7 +174,7 @@ class ServingService:
             hosted.stage.stay()
 
     def progress(self, job: JobId) -> Progress | None:
-        """How the job stands, as the owner of its first stage knows it; None on other peers."""
+        """Progress of the job, at the owner of its first stage; None on other peers."""
         hosted = self._hosted.get((job, 0))
         if hosted is None or not hosted.owned:
             return None
@@ -187,11 +186,11 @@ class ServingService:
         )
 
     def loading(self) -> list[StageLoading]:
-        """Of the stages that are on their way into memory."""
+        """The stages that are being loaded."""
         return self._loader.under_way()
 
     def loads(self) -> list[StageLoad]:
-        """Of the stages that run here."""
+        """The loads of the stages that run here."""
         return [
             StageLoad(
                 job=job,
@@ -201,23 +200,23 @@ class ServingService:
                 retained_bytes=hosted.retained_bytes,
                 tokens=hosted.stage.tokens,
             )
-            for (job, stage), hosted in list(self._hosted.items())  # the worker's thread gives some up
+            for (job, stage), hosted in list(self._hosted.items())  # the worker's thread removes some
         ]
 
     async def _ring(self, stream: Stream) -> None:
-        said, access = await hello(stream), self._context.access
-        ends = LinkEnds.from_hello(said, self._context.peer_id)
-        grants = shown(said)
+        fields, access = await hello(stream), self._context.access
+        ends = LinkEnds.from_hello(fields, self._context.peer_id)
+        grants = grants_of(fields)
         hosted = await self._running(stream, ends)
         await hosted.stage.attend(
             *(stream, ends.sender, lambda: refusal(access, stream.remote, ends, grants)),
-            batches=takes_batches(said),
-            acks=hears_acks(said),
+            batches=accepts_batches(fields),
+            acks=accepts_acks(fields),
         )
 
     async def _running(self, stream: Stream, ends: LinkEnds) -> _Hosted:
-        """The stage that the stream is for. One that is ours and not in memory yet is worth waiting for: whoever asks
-        has learned of our claim and has nowhere else to go."""
+        """The stage that the stream is for. Waits for one that this peer has claimed and not loaded yet: the caller found the claim and has
+        no other holder."""
         place = (ends.job, ends.stage)
         clock = self._context.clock.monotonic
         until = clock() + LOADING_SECONDS
@@ -226,11 +225,11 @@ class ServingService:
                 raise StaleTerm(f"stage {ends.stage} of job {ends.job[:12]} is not served here")
             began = self._began
             try:
-                async with asyncio.timeout(LOADING_WORD_SECONDS):
+                async with asyncio.timeout(LOADING_NOTICE_SECONDS):
                     await began.wait()
             except TimeoutError:
                 if ends.sender == GATEWAY:
-                    await stream.send("loading")  # we are here
+                    await stream.send("loading")  # a sign of life
         return hosted
 
     def _run(
@@ -258,11 +257,11 @@ class ServingService:
     # --- replicas
 
     async def _replicate(self, place: Place, manifest: Manifest, loaded: LoadedStage) -> None:
-        """For as long as the stage is warm here: serve it beside its owner whenever we may."""
+        """While the stage is on standby in memory: serve it as a replica whenever that is allowed."""
         standbys = self._context.leases.standbys
         try:
             while self._warm.get(place) is loaded:
-                # Whether sessions would fit beside the weights, as many as the launcher thought of.
+                # Whether the sessions that the launcher planned for would fit beside the weights.
                 if self._keep(place, manifest, _used_bytes(manifest, loaded)):
                     if term := standbys.serve_beside(*place):
                         await self._serve_beside(place, manifest, loaded, term)
@@ -278,7 +277,7 @@ class ServingService:
         log.info("stage %d of %s is served here as well (term %d)", place[1], manifest.name, term)
         hosted = self._run(place, manifest, loaded, term, owned=False)
         try:
-            # Of a stage that has come to be ours until whoever hosts it takes over what runs.
+            # Also after this peer has become the owner, until `host` takes the running stage over.
             while (
                 leases.standbys.is_beside(*place) or leases.holds(*place) is not None
             ) and not hosted.running.done():
@@ -294,7 +293,7 @@ class ServingService:
                     del self._hosted[place]
 
     async def _promoted(self, place: Place, term: int) -> _Hosted | None:
-        """The stage that we ran as a replica, with its sessions, ours under `term` from now on."""
+        """Promote the replica that runs here, with its sessions, to owner under `term`. None where none runs."""
         hosted, replica = self._hosted.get(place), self._replicas.get(place)
         promoted = None
         if hosted is not None and not hosted.running.done() and not hosted.running.cancelling():
@@ -312,20 +311,20 @@ class ServingService:
             replica.cancel()
 
     def _kept_for_replicas(self, place: Place, manifest: Manifest) -> int:
-        """What is to stay free for other stages of the job that we are proposed to serve, and do not yet."""
+        """Memory to keep free for other stages of the job that this peer is proposed to serve and does not yet."""
         job, stage = place
-        us = self._context.peer_id
-        proposed = [other for other, peers in enumerate(manifest.replicas) if us in peers]
+        own_id = self._context.peer_id
+        proposed = [other for other, peers in enumerate(manifest.replicas) if own_id in peers]
         awaited = [other for other in proposed if (job, other) not in self._hosted]
         return 0 if stage in proposed else sum(manifest.needed_bytes(other) for other in awaited)
 
     # --- memory
 
     def _keep(self, place: Place, manifest: Manifest, bytes_: int) -> bool:
-        """Set so much memory aside for a stage that we stand by for, if there is room."""
+        """Reserve memory for a stage on standby, if there is room."""
 
         def give_up() -> None:
-            # The loop's and the worker's thread both come here.
+            # Called from the loop's and the worker's thread.
             self._warm.pop(place, None)
             if (hosted := self._hosted.get(place)) is not None and not hosted.owned:
                 self._hosted.pop(place, None)
@@ -339,7 +338,7 @@ class ServingService:
         return self._context.memory.keep(place, bytes_, give_up, in_use, beside)
 
     def _account(self, place: Place) -> None:
-        """A session was opened or closed: in the worker thread, the only one that does."""
+        """A session was opened or closed. Runs in the worker thread."""
         hosted = self._hosted.get(place)
         if hosted is None:
             return
@@ -360,7 +359,7 @@ class ServingService:
             ) from None
 
     async def _report(self, job: JobId, stage: int, hosted: _Hosted) -> None:
-        """Say that the stage takes frames, and how many sessions it has."""
+        """Publish that the stage is ready, and how many sessions it has."""
         self._context.leases.update(job, stage, ready=True, load=float(hosted.stage.sessions))
         self._began.set()
         self._began = asyncio.Event()
@@ -374,7 +373,7 @@ class ServingService:
             then, tokens = now, tokens_now
 
     async def _keep_copy(self, place: Place, manifest: Manifest) -> None:
-        """Hold the weights of the stage before as well, so that they outlive its owner where nobody stands by."""
+        """Keep a copy of the weights of the stage before, so that they survive its owner where it has no standby."""
         job, stage = place
         before = (stage - 1) % manifest.stages
         while True:
@@ -389,12 +388,12 @@ class ServingService:
             await asyncio.sleep(COPY_RETRY_SECONDS)
 
     async def _load(self, place: Place, manifest: Manifest) -> LoadedStage:
-        """The stage in memory: the one that is warm here, if it is."""
+        """The loaded stage: from standby, or loaded now."""
         return self._warm.get(place) or await self._loader.load(place, manifest)
 
 
 async def _to_the_end(task: asyncio.Task[None]) -> None:
-    """Wait for it as if it were ours: it is cancelled with us, and we end when it has."""
+    """Await a task and own it: it is cancelled with the caller, and has ended when this returns."""
     try:
         await asyncio.shield(task)
     finally:
@@ -403,5 +402,5 @@ async def _to_the_end(task: asyncio.Task[None]) -> None:
 
 
 def _used_bytes(manifest: Manifest, loaded: LoadedStage) -> int:
-    """Weights and sessions, and no less than the launcher estimated."""
+    """Bytes of weights and sessions, at least the launcher's estimate."""
     return max(manifest.needed_bytes(loaded.plan.index), loaded.weights_bytes + loaded.kv_bytes)

@@ -1,4 +1,4 @@
-"""What a stage needs on this disk before it can be loaded: its weights, and what its peers keep for gateways."""
+"""Fetches the blobs of a stage: its weights, and files that its holders keep for gateways."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class StageBlobs:
         self._drafts = drafts
 
     async def fetch(self, place: Place, manifest: Manifest) -> Path:
-        """Everything that the stage needs, on this disk; where its weights are. Raises BlobError, Unsupported, Understated
-        where the manifest says less than the stage needs: then nothing but the graph was fetched."""
+        """Fetch everything that the stage needs; returns the path of its weights. Raises BlobError, Unsupported, and Understated where the
+        manifest declares less memory than the stage needs: then only the graph was fetched."""
         job, stage = place
         stages, _ = await self._graphs.of(job, manifest)
         part = stages[stage]
@@ -37,7 +37,7 @@ class StageBlobs:
         most = file_bytes(weights_bytes(part), len(part.graph.variables))
         wanted: list[Awaitable[Path | None]] = [blobs.fetch(manifest.weights[stage], max_bytes=most)]
         if manifest.tokenizer is not None and stage in (0, manifest.stages - 1):
-            # No stage reads it, any gateway may: the swarm has to hold it once the launcher is gone.
+            # Only gateways read it: the swarm has to keep it once the launcher has left.
             wanted.append(blobs.fetch(manifest.tokenizer, max_bytes=MAX_TOKENIZER_BYTES))
         if stage == 0:
             wanted.append(self._drafts.fetch(job, manifest))
@@ -50,8 +50,7 @@ class StageBlobs:
 
 
 async def _if_there_is(blobs: JobBlobs, digest: Digest, max_bytes: int) -> None:
-    """Keep a copy for gateways. Owners of an older release have none, so nobody may have one any more; answers to prompts
-    need none."""
+    """Keep a copy for gateways. Owners of an older release have none, so it may be lost; completions do not need it."""
     try:
         await blobs.fetch(digest, max_bytes=max_bytes)
     except (BlobError, QuotaExceeded) as error:

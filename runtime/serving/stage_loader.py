@@ -1,4 +1,4 @@
-"""Stages of served models on their way into this peer's memory: blobs to the disk, graph and weights to a plane."""
+"""Loads stages of served models: fetches their blobs, and loads graph and weights into a plane."""
 
 from __future__ import annotations
 
@@ -35,28 +35,29 @@ class _Step:
 
 
 class StageLoader:
-    """Loads each stage once, however many wait for it."""
+    """Loads each stage once, however many callers wait for it."""
 
     def __init__(self, context: Context, plane: Plane, graphs: StageGraphs) -> None:
         self._context = context
-        self.grammars = Grammars(context)  # for answers that follow a schema
+        self.grammars = Grammars(context)  # for completions with a schema
         self._plane = plane
         self._graphs = graphs
         self._drafts = DraftLoader(context, plane, graphs)
         self._blobs = StageBlobs(context, graphs, self._drafts)
         self._steps: dict[Place, _Step] = {}
         self._loading: dict[Place, asyncio.Task[LoadedStage]] = {}
-        # Of each ring, by its graph and cuts, what all its stages have in common: its last reader of token ids, or why it is
-        # none. Worked out once and not beside another: of a stranger's job of thousands of stages dozens are loaded at once.
+        # Ring, by its graph and cuts -> its last reader of token ids, or why it is not valid. Computed once, and one ring at a time: of
+        # a stranger's job of thousands of stages dozens are loaded at once.
         self._rings: LRUCache[tuple[Digest, tuple[int, ...]], LastReader | JobError] = LRUCache(
             REMEMBERED_RINGS
         )
         self._planning = asyncio.Lock()
 
     async def load(self, place: Place, manifest: Manifest) -> LoadedStage:
-        """The stage in memory: one that stands by and is promoted in the middle of its preparations goes on with them.
-        Raises JobFailed where no peer could load it (its weights), Unsupported where we do not understand its graph, JobError where it was cancelled, BlobError
-        where a blob cannot be had."""
+        """The loaded stage; joins a load that runs already, as when a standby is promoted while it prepares.
+
+        Raises JobFailed where no peer could load it (its weights), Unsupported where this release does not know its graph, JobError
+        where the load was cancelled by `cancel`, BlobError where a blob is not available."""
         loading = self._loading.get(place)
         if loading is None:
             loading = self._loading[place] = asyncio.create_task(self._load(place, manifest))
@@ -64,13 +65,13 @@ class StageLoader:
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
-            # Ours, or that of the work itself (`cancel`): then it was not we who were cancelled.
+            # Either this caller was cancelled, or the load (`cancel`).
             if loading.cancelled() and not _cancelled_ourselves():
                 raise JobError(f"stage {place[1]} of {manifest.name} is not wanted here any more") from None
             raise
 
     def cancel(self, place: Place) -> None:
-        """The stage is not wanted here any more."""
+        """Cancel the load: the stage is not needed any more."""
         loading = self._loading.get(place)
         if loading is not None:
             loading.cancel()
@@ -85,7 +86,7 @@ class StageLoader:
         return await self._blobs.fetch(place, manifest)
 
     def under_way(self) -> list[StageLoading]:
-        """The stages that are on their way into memory."""
+        """The stages that are being loaded."""
         return [self._stage_loading(place, step) for place, step in self._steps.items()]
 
     def _stage_loading(self, place: Place, step: _Step) -> StageLoading:
@@ -104,7 +105,7 @@ class StageLoader:
         self._steps[place] = _Step(phase, self._context.clock.monotonic(), manifest.weights[place[1]])
 
     async def stages(self, job: JobId, manifest: Manifest) -> tuple[Stage, ...]:
-        """All stages of the job. Raises BlobError, Unsupported for a graph that is none."""
+        """All stages of the job. Raises BlobError, and Unsupported for an invalid graph."""
         stages, _ = await self._graphs.of(job, manifest)
         return stages
 
@@ -142,10 +143,10 @@ class StageLoader:
             if ring not in self._rings:
                 work_for = self._context.work_for
                 self._rings[ring] = await work_for(job, manifest.author, _reader_or_error, stages)
-            found = self._rings[ring]
-        if isinstance(found, JobError):
-            raise Unrunnable(str(found))
-        return found
+            reader = self._rings[ring]
+        if isinstance(reader, JobError):
+            raise Unrunnable(str(reader))
+        return reader
 
 
 def _reader_or_error(stages: tuple[Stage, ...]) -> LastReader | JobError:

@@ -14,7 +14,7 @@ import pytest
 
 from fusion.cli import main
 from fusion.cli.run import _ask, _joined, _write
-from fusion.runtime.serving.graphs.client import Asking
+from fusion.runtime.serving.graphs.client import ModelRuns
 from fusion.swarm.errors import FrameError, RemoteError
 from fusion.swarm.transport import PeerId
 
@@ -66,7 +66,7 @@ def test_a_name_that_is_not_served_is_called_what_the_command_calls_it(
     monkeypatch.setattr("fusion.runtime.serving.graphs.client.run_model", refused)
     monkeypatch.setattr("fusion.cli.job_client.RETRY_SECONDS", 0.0)
     context: Any = SimpleNamespace(transport=None, directory=SimpleNamespace(job_records=job_records))
-    asking = Asking(context.transport, PeerId("gateway"))
+    asking = ModelRuns(context.transport, PeerId("gateway"))
     with pytest.raises(ValueError, match=r"^NAME: 'digits' is not served"):
         asyncio.run(_ask(context, asking, "digits", {}))
 

@@ -27,7 +27,7 @@ from fusion.runtime.serving.drafts.draft_model import DraftModel
 from fusion.runtime.serving.requests.header_fields import pack_tokens
 from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.frames import plan_ring
-from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition, hears_acks, takes_batches
+from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingPosition, accepts_acks, accepts_batches
 from fusion.runtime.serving.ring.sampling import sample
 from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
 from fusion.runtime.serving.ring.stage import RingStage
@@ -335,7 +335,7 @@ async def ring_of(
         async def handler(stream: Stream, stage: RingStage = stage, old: bool = i in older) -> None:
             said = await hello(stream)
             ends = LinkEnds.from_hello(said, PeerId("us"))
-            knows = {"batches": takes_batches(said), "acks": hears_acks(said)}
+            knows = {"batches": accepts_batches(said), "acks": accepts_acks(said)}
             await stage.attend(stream, ends.sender, **({} if old else knows))
 
         await transport.serve(RING.name, handler)

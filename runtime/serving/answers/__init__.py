@@ -1,24 +1,24 @@
-"""What a gateway does: from a prompt to a stream of tokens, whatever happens to the stages.
+"""The gateway: from a prompt to a stream of tokens, with failover between the peers that run the stages.
 
-failover          whose fault it is, and what to do; pure
-slowdown          whether tokens come clearly slower; pure
-route_choice      which holder of each stage; pure
-served_model      a model as a gateway has it: its manifest and its tokenizer
-routes            who runs the stages of a model
+failover          the response to each fault; pure
+slowdown          detects that tokens have become clearly slower; pure
+route_choice      the cheapest route; pure
+served_model      a model at the gateway: its manifest and its tokenizer
+routes            which peers run the stages of a model
 catalog           which models are served
-task              what is to be answered, and what the model reads of it; pure
-expected_prefixes   which prefixes stages should retain; pure
-gateway_session   sessions as a gateway holds them
-session_pair      the session of an answer that runs, and the next
-liveness          whether the stages are there and get on
-moves             to the next session while one runs
-owner_reports     owners that seem to have vanished, reported once for all answers
-recovery          to the next session after a fault
-generation        one answer: tokens in order, over as many sessions as it takes
-answer_text       the text of its tokens, up to a stop text
-text_threads      text to token ids and back, where tokenizers run
-clients           large questions on their way, answers that nobody reads
-gateway           requests and clients
+task              one completion to generate, and the model's inputs; pure
+expected_prefixes   which prefixes the stages should have cached; pure
+gateway_session   sessions at the gateway's end
+session_pair      the current session of a completion, and the next
+liveness          whether the stages are alive and make progress
+moves             planned moves to another session
+owner_reports     owners that seem to have failed, reported once for all completions
+recovery          failover to another session after a fault
+generation        one completion: tokens in order, over as many sessions as it takes
+answer_text       detokenization, up to a stop string
+text_threads      tokenization and detokenization, in threads
+clients           large requests that arrive, responses that are not read
+gateway           admission, and requests of clients
 
-Words: a route is one holder for each stage.
+Words: a route is one holder for each stage; a tenant is a client with its share of the gateway and a prefix cache of its own.
 """

@@ -1,5 +1,4 @@
-"""The text of one answer, of its tokens: as much as may be shown so far, and no more than before the first stop text.
-Runs where tokenizers do."""
+"""Incremental detokenization of one completion, up to the first stop string. Runs in the tokenizers' threads."""
 
 from __future__ import annotations
 
@@ -11,15 +10,14 @@ from fusion.runtime.serving.requests.stop import StopTexts
 
 
 class PromptText:
-    """The text of a prompt's own tokens, from its beginning."""
+    """The text of an echoed prompt."""
 
     def __init__(self, text: Text) -> None:
         self._stream = text.stream(())
         self.length = 0  # so far, in characters
 
     def read(self, tokens: Sequence[int], *, last: bool) -> tuple[str, tuple[int, ...]]:
-        """What these add to the text, and where that of each begins. `last`: there are no more, and the beginning of a
-        character is no text."""
+        """The text that these tokens add, and the offset of each. `last`: there are no more, so an incomplete character is dropped."""
         pieces, begins = list[str](), list[int]()
         for token in tokens:
             pieces.append(self._stream.push(token))
@@ -32,33 +30,31 @@ class PromptText:
 
 
 class AnswerText:
-    """A pure function of the tokens: whoever goes on with an answer, of which it is told the tokens, goes on with its
-    text."""
+    """A pure function of the tokens, so that another gateway that resumes a completion gets the same text."""
 
     def __init__(self, text: Text, prompt: Sequence[int], stops: Sequence[str], least: int = 0) -> None:
-        """None of `stops` ends in the text of the first `least` tokens. JobError where there are `stops` and no text that could
-        have them."""
+        """`least`: min_tokens, in whose text no stop string ends. JobError for `stops` and a model without a tokenizer."""
         if stops and isinstance(text, NoText):
             raise JobError("stop: this model has no tokenizer, so its answers have no text")
         self._pieces: list[str] = []
         self._stream = text.stream(prompt)
         self._stops = StopTexts(stops)
         self._least, self._tokens = least, 0
-        self._length = 0  # in characters, without an end at a stop text
+        self._length = 0  # in characters, ignoring stop strings
 
     @property
     def whole(self) -> str:
-        """So far."""
+        """The text so far."""
         return "".join(self._pieces)
 
     @property
     def begins(self) -> int:
-        """Where the token that was pushed last begins, in characters of the text that there would be without a stop text."""
+        """Offset of the last token in the text, in characters, ignoring stop strings."""
         return self._stream.begins
 
     @property
     def ends(self) -> int:
-        """Where that text ends so far, without an unfinished character."""
+        """Length of that text so far, without an incomplete character."""
         return self._length
 
     @property
@@ -66,19 +62,19 @@ class AnswerText:
         return self._stops.found
 
     def push(self, token: int) -> str:
-        """What this token adds to the text, as far as that is certain."""
+        """The text that has become certain with this token."""
         self._tokens += 1
         piece = self._stream.push(token)
         self._length += len(piece)
         return self._add(self._stops.push(piece, counts=self._counts))
 
     def read(self, tokens: Sequence[int]) -> None:
-        """The tokens that the user has already, and their text."""
+        """Push the tokens that the client has already."""
         for token in tokens:
             self.push(token)
 
     def finish(self) -> None:
-        """There are no more tokens: what was held back is text, unless it is the beginning of a character."""
+        """At the end of the tokens: what was held back is text, except for an incomplete character."""
         self._add(self._stops.push(self._stream.finish(), counts=self._counts))
         self._add(self._stops.finish())
 

@@ -1,4 +1,4 @@
-"""Clients at the other end of a stream, and what they cost the others: frames that are large and slow, answers that nobody reads."""
+"""Limits on clients: large frames that arrive slowly, responses that are not read."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from fusion.swarm.shares import Shares
 from fusion.swarm.transport import UNASKED_BYTES, Buffer, Frame, PeerId, Stream
 from fusion.swarm.turns import Turn
 
-# Of a large frame: one of which so little comes in so long gives way to another.
+# A large frame that arrives more slowly than this may be preempted.
 ARRIVING_BYTES, ARRIVING_SECONDS = 16 << 10, 1.0
 UNREAD_SECONDS = 30.0  # for a client to read a token
-SLOWEST_BYTES_PER_SECOND = 128 << 10  # beyond that, where an answer is large
+SLOWEST_BYTES_PER_SECOND = 128 << 10  # on top of that, for a large payload
 PAYLOAD_BYTES = {each.name: each.payload_bytes for each in PROTOCOLS if each.payload_bytes is not None}
 
 
 class Arrivals:
-    """First frames of more than UNASKED_BYTES on their way here, at most `places` at once. One of which nothing comes any more
-    gives way to another; a newcomer's that comes does so for the sake alone of a peer whose frames came whole before, where
-    newcomers hold more than half. `clock` gives seconds that only rise."""
+    """Admission of first frames of more than UNASKED_BYTES, at most `places` at once. A stalled one is preempted for another; one of a
+    new peer that still arrives is preempted only for a peer whose frames were complete before, and only while new peers hold more
+    than half. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float], places: int) -> None:
         self._shares: Shares[Stream] = Shares(clock, places, ARRIVING_SECONDS)
-        self._arrived: dict[Stream, int] = {}  # bytes of each, when it was last found to come
+        self._arrived: dict[Stream, int] = {}  # bytes of each, when it last made progress
 
     async def first(self, stream: Stream) -> Frame | None:
-        """The first frame; None where it is large, and as many arrive as may. Raises as `Stream.receive`."""
+        """The first frame; None where it is large and not admitted. Raises as `Stream.receive`."""
         if await stream.announced() <= UNASKED_BYTES:
             return await stream.receive()
         if not self._has_room(stream.remote):
@@ -48,14 +48,14 @@ class Arrivals:
             self._shares.release(stream, completed=whole)
             del self._arrived[stream]
 
-    def _has_room(self, asker: PeerId) -> bool:
+    def _has_room(self, peer: PeerId) -> bool:
         if self._shares.room():
             return True
         for stream, before in self._arrived.items():
             if stream.arrived_bytes - before >= ARRIVING_BYTES:
                 self._shares.use(stream)
                 self._arrived[stream] = stream.arrived_bytes
-        other = self._shares.yields(asker, 1, evenly=False)
+        other = self._shares.yields(peer, 1, evenly=False)
         if other is None:
             return False
         self._shares.release(other)
@@ -63,20 +63,20 @@ class Arrivals:
         return True
 
 
-async def answer_while_there(
-    client: Stream, place: Turn, answer: Coroutine[Any, Any, bool], leave: Callable[[bool], None]
+async def answer_until_disconnect(
+    client: Stream, turn: Turn, answer: Coroutine[Any, Any, bool], release: Callable[[bool], None]
 ) -> None:
-    """Run `answer`, which says whether it was given to its end. The client vanishing, or saying anything more, ends it; so does
-    `place`, once somebody else is given it. `leave` is told at the end whether it was completed. Raises as `answer` does."""
+    """Run `answer`, which returns whether it was sent to its end. It is cancelled if the client vanishes or sends anything more, or once
+    `turn` is preempted. `release` is called at the end with whether it was completed. Raises as `answer`."""
     answering = asyncio.create_task(answer)
-    gone = asyncio.create_task(client.receive())
+    disconnected = asyncio.create_task(client.receive())
     try:
-        await asyncio.wait((answering, gone, place), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((answering, disconnected, turn), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        gone.cancel()
+        disconnected.cancel()
         answering.cancel()
-        _, outcome = await asyncio.gather(gone, answering, return_exceptions=True)
-        leave(outcome is True)
+        _, outcome = await asyncio.gather(disconnected, answering, return_exceptions=True)
+        release(outcome is True)
     if isinstance(outcome, Exception):
         raise outcome
 
@@ -84,7 +84,7 @@ async def answer_while_there(
 async def send(
     client: Stream, kind: str, header: Mapping[str, object], payload: Sequence[Buffer] = ()
 ) -> None:
-    """A part of an answer. StreamBroken where the client does not read it."""
+    """Send one frame of a response. StreamBroken where the client does not read it."""
     try:
         async with asyncio.timeout(UNREAD_SECONDS + sum(map(len, payload)) / SLOWEST_BYTES_PER_SECOND):
             await client.send(kind, header, payload)
@@ -93,8 +93,8 @@ async def send(
         raise StreamBroken(f"{client.remote} does not read its answer") from None
 
 
-async def send_error(client: Stream, wrong: str | BaseException, **more: object) -> None:
-    """What went wrong, in one line."""
-    message = wrong if isinstance(wrong, str) else error_line(wrong)
+async def send_error(client: Stream, error: str | BaseException, **more: object) -> None:
+    """Send an error, in one line."""
+    message = error if isinstance(error, str) else error_line(error)
     with suppress(SwarmError):  # the client may have gone as well
         await send(client, "error", {"message": message, **more})

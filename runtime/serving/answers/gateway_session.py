@@ -1,7 +1,7 @@
-"""Sessions as a gateway holds them: opened on every stage of a route, heard, closed on all of them.
+"""Sessions at the gateway's end: opened on every stage of a route, received from, closed on all of them.
 
-One long-lived link to each stage serves all sessions. Its end is how a gateway learns that a stage has vanished;
-that anything comes over it is how it knows that one is still there.
+One long-lived link to each stage serves all sessions. Its end tells the gateway that a stage has failed; any frame over it shows that
+the stage is alive.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusion.runtime.serving.answers.served_model import ServedModel
 from fusion.runtime.serving.requests.header_fields import pack_tokens, whole
 from fusion.runtime.serving.requests.request import Logprobs
 from fusion.runtime.serving.ring.batches import frames_of
-from fusion.runtime.serving.ring.links import GATEWAY, LinkEnds, RingLinks, ShownGrants, no_grants
+from fusion.runtime.serving.ring.links import GATEWAY, GrantsOf, LinkEnds, RingLinks, no_grants
 from fusion.runtime.serving.ring.prefix import PrefixHash, positions_of
 from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
 from fusion.swarm.directory.records import JobId
@@ -33,9 +33,9 @@ from fusion.swarm.transport import Frame, PeerId, Transport
 
 log = logging.getLogger(__name__)
 
-# Of logits and log-probabilities that may wait here for a client which reads slowly.
+# Of logits and log-probabilities that wait for a slow client.
 UNREAD_BYTES = 16 << 20
-UNREAD_EVENTS = 1024  # that may wait, beside a token for each position of two sessions
+UNREAD_EVENTS = 1024  # beside a token for each position of two sessions
 
 
 @dataclass(eq=False)
@@ -45,18 +45,18 @@ class GatewaySession:
     events: asyncio.Queue[Event]
     links: dict[int, QueuedStream] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)  # stages that have not opened it yet
-    # stage -> when it last said anything about this session
-    heard: dict[int, float] = field(default_factory=dict)
-    knows: dict[int, frozenset[str]] = field(default_factory=dict)  # stage -> what it has said that it knows
-    new: bool = False  # no stage can hold anything of it
-    expected: int = 0  # positions that every stage should hold, as it retained them of one that has ended
+    # stage -> when its last frame about this session arrived
+    received_at: dict[int, float] = field(default_factory=dict)
+    capabilities: dict[int, frozenset[str]] = field(default_factory=dict)  # stage -> what it announced
+    new: bool = False  # no stage can have cached a prefix of it
+    expected: int = 0  # positions that every stage should have in its prefix cache
     prompted: bool = False
-    # stage -> chunks of this session that it has run, as it said
+    # stage -> chunks of this session that it has run, by its last pong
     ran: dict[int, int] = field(default_factory=dict)
-    held: dict[int, int] = field(default_factory=dict)  # stage -> positions that it had when it opened it
-    reused: int = 0  # positions that no stage has to run, as all have them
-    told: int = 0  # tokens of the prompt of which it has told log-probabilities
-    reached: int = 0  # the position of the newest token that it gave: every stage has run what comes before
+    held: dict[int, int] = field(default_factory=dict)  # stage -> cached positions when it opened the session
+    reused: int = 0  # positions that no stage has to run, as all have cached them
+    scored: int = 0  # tokens of the prompt whose log-probabilities have arrived
+    reached: int = 0  # the position of the newest token: every stage has run those before
     unread_bytes: int = 0  # of logits and log-probabilities among the events
 
     @property
@@ -72,9 +72,9 @@ class GatewaySession:
 
     @property
     def begins_early(self) -> bool:
-        """Whether the ring may begin while stages still open the session: each keeps what comes before, we know what need not be
-        run, and the last one knows all settings. Grammars take long to open."""
-        known = [self.knows.get(stage, frozenset()) for stage in range(len(self.route))]
+        """Whether to send the prompt while stages still open the session: every stage queues early frames, it is known what is cached,
+        and the last stage supports all settings. Not with a schema, which takes long to open."""
+        known = [self.capabilities.get(stage, frozenset()) for stage in range(len(self.route))]
         newer = {*self.opening.newer}
         needed = "early" if self.new else "expects"
         return (
@@ -85,36 +85,36 @@ class GatewaySession:
         )
 
     def prompt(self, tokens: Sequence[int], *, guesses: bool, source: bytes = b"") -> None:
-        """Let the ring begin, after what all stages hold. The last position always runs: the first token comes of it. `guesses`: the
-        first stage may guess, where all of them know of it; `source`: what an encoder reads first."""
+        """Send the prompt, to be run from the first position that some stage has not cached. The last position always runs, as the first
+        token is sampled after it. `guesses`: allow speculation, if all stages support it; `source`: input of an encoder."""
         self.prompted = True
         held = [self.expected] if self.waiting else self.held.values()
         self.reused = min(*held, len(tokens) - 1)
-        said: dict[str, Any] = {"from": self.reused} if self.reused else {}
-        if guesses and all("guesses" in self.knows.get(stage, ()) for stage in range(len(self.route))):
-            said["guesses"] = True
-        self.links[0].post("prompt", {"session": self.id, **said}, [source, pack_tokens(tokens)])
+        fields: dict[str, Any] = {"from": self.reused} if self.reused else {}
+        if guesses and all("guesses" in self.capabilities.get(stage, ()) for stage in range(len(self.route))):
+            fields["guesses"] = True
+        self.links[0].post("prompt", {"session": self.id, **fields}, [source, pack_tokens(tokens)])
 
     def put_event(self, stage: int, what: Frame | Fault) -> None:
-        """FrameError where more waits than a session has to say."""
+        """FrameError where more events wait than a session can have."""
         if self.events.qsize() > UNREAD_EVENTS + 2 * self.opening.capacity:
             raise FrameError("more than a session has to say")
         self.events.put_nowait(Event(self, stage, what))
 
     def slow(self) -> None:
-        """Tell every stage that the tokens come slower than they did."""
+        """Report to every stage that tokens have become slower."""
         for link in self.links.values():
             link.post("slow", {"session": self.id})
 
     def ping(self) -> None:
-        """Ask every stage whether it is there and how far it is."""
+        """Ping every stage."""
         for link in self.links.values():
             link.post("ping", {"session": self.id})
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a stage said about a session (`opened`, `token`, `leaving`), or what went wrong with it."""
+    """A frame of a stage about a session (`opened`, `token`, `leaving`), or a fault."""
 
     session: GatewaySession
     stage: int
@@ -122,16 +122,16 @@ class Event:
 
 
 class GatewaySessions:
-    """The sessions of one gateway. What happens to each goes to the queue that it was opened with."""
+    """The sessions of one gateway. The events of each go to the queue that it was opened with."""
 
     def __init__(
         self,
         transport: Transport,
         reach_seconds: float,
         clock: Callable[[], float],
-        chain: ShownGrants = no_grants,
+        chain: GrantsOf = no_grants,
     ) -> None:
-        """`chain`: the grants that we show in a job."""
+        """`chain`: our grants in a job."""
         self._links = RingLinks(
             transport,
             on_frame=self._received,
@@ -144,23 +144,23 @@ class GatewaySessions:
         self._clock = clock
         self._sessions: dict[SessionId, GatewaySession] = {}
         self._prefix_key = secrets.token_bytes(32)
-        self._knows: WeakKeyDictionary[QueuedStream, frozenset[str]] = WeakKeyDictionary()
+        self._capabilities: WeakKeyDictionary[QueuedStream, frozenset[str]] = WeakKeyDictionary()
         self._expected = ExpectedPrefixes()
 
     async def aclose(self) -> None:
         await self._links.aclose()
 
-    def through(self, job: JobId) -> Counter[tuple[int, PeerId]]:
+    def sessions_per_holder(self, job: JobId) -> Counter[tuple[int, PeerId]]:
         """How many sessions run at each holder of a stage of the job."""
         routes = (session.route for session in self._sessions.values() if session.model.job == job)
         return Counter((stage, hop.peer) for route in routes for stage, hop in enumerate(route))
 
-    def prefixes(self, model: ServedModel, holder: PeerId) -> PrefixHash | None:
-        """By what stages find what they have of the holder's sequences. None: without a KV cache they have nothing, and of an
-        encoder-decoder nothing that another source would not change."""
+    def prefixes(self, model: ServedModel, tenant: PeerId) -> PrefixHash | None:
+        """The hash of prefixes for the tenant's sequences. None: there is nothing to reuse without a KV cache, or in an encoder-decoder,
+        where it depends on the source."""
         if model.serve.cache != "kv" or model.serve.source is not None:
             return None
-        return PrefixHash(self._prefix_key, f"{model.job} {holder}")
+        return PrefixHash(self._prefix_key, f"{model.job} {tenant}")
 
     async def open(
         self,
@@ -170,9 +170,9 @@ class GatewaySessions:
         prompt: Sequence[int],
         schema: bytes = b"",
     ) -> GatewaySession:
-        """Reach every stage and ask it to open the session; each answers with an event. Faulted where one cannot
-        be reached. Whoever gets the session has to `close` it. `prompt`: its first `prompt_length` tokens go with it to
-        the last stage, where penalties or the `schema`, which goes before them, need them."""
+        """Connect to every stage and request the session; each replies with an event. Faulted where one cannot be reached. The caller
+        must `close` the session. `prompt`: its first `prompt_length` tokens are sent to the last stage, after the `schema`, where
+        penalties or the schema need them."""
         session = GatewaySession(opening, model, events, waiting=set(range(len(opening.route))))
         self._sessions[session.id] = session
         try:
@@ -184,8 +184,8 @@ class GatewaySessions:
         session.new, session.expected = expected is None, expected or 0
         header, now = opening.to_header(), self._clock()
         for stage, link in session.links.items():
-            session.heard[stage] = now
-            session.knows[stage] = self._knows.get(link, frozenset())
+            session.received_at[stage] = now
+            session.capabilities[stage] = self._capabilities.get(link, frozenset())
             needed = opening.reads_prompt and stage == len(opening.route) - 1
             link.post(
                 "open", header, [schema, pack_tokens(prompt[: opening.prompt_length])] if needed else ()
@@ -193,7 +193,7 @@ class GatewaySessions:
         return session
 
     def close(self, session: GatewaySession, chain: bytes = b"") -> None:
-        """Free it on every stage that is reached, which may keep what it has of the blocks of `chain`. Idempotent."""
+        """Free it on every stage that was reached, which may retain the blocks of `chain`. Idempotent."""
         if self._sessions.pop(session.id, None) is not None:
             self._expected.end(chain, session.route, session.reached)
             kept = {"prefix": chain} if chain else {}
@@ -218,35 +218,35 @@ class GatewaySessions:
             raise Faulted(Fault("vanished", message, (stage,))) from None
 
     def _received(self, ends: LinkEnds, frame: Frame) -> None:
-        if frame.kind in ("leaving", "loading"):  # said once for all sessions of the stage
-            for session in self._through(ends):
-                session.heard[ends.stage] = self._clock()
+        if frame.kind in ("leaving", "loading"):  # one frame for all sessions of the stage
+            for each in self._sessions_over(ends):
+                each.received_at[ends.stage] = self._clock()
                 if frame.kind == "leaving":
-                    session.put_event(ends.stage, frame)
+                    each.put_event(ends.stage, frame)
             return
         if frame.kind == "tokens":
-            for each in frames_of(frame):
-                self._received(ends, each)
+            for part in frames_of(frame):
+                self._received(ends, part)
             return
         name = frame.header.get("session")
-        found = self._sessions.get(SessionId(name)) if isinstance(name, str) else None
-        if found is None:
-            return  # closed while the frame was under way
-        if ends.stage not in found.links or found.route[ends.stage].peer != ends.peer:
+        session = self._sessions.get(SessionId(name)) if isinstance(name, str) else None
+        if session is None:
+            return  # closed while the frame was in flight
+        if ends.stage not in session.links or session.route[ends.stage].peer != ends.peer:
             raise FrameError("a frame for a session of other stages")
-        found.heard[ends.stage] = self._clock()
+        session.received_at[ends.stage] = self._clock()
         match frame.kind:
             case "pong":
-                found.ran[ends.stage] = whole(frame.header, "ran", 0)
+                session.ran[ends.stage] = whole(frame.header, "ran", 0)
             case "failed":
-                fault = Fault.from_failed(frame.header, ends.stage, len(found.route))
-                found.put_event(ends.stage, fault)
+                fault = Fault.from_failed(frame.header, ends.stage, len(session.route))
+                session.put_event(ends.stage, fault)
             case "token":
-                self._received_token(found, ends.stage, frame)
+                self._received_token(session, ends.stage, frame)
             case "prompt_logprobs":
-                self._received_prompt_logprobs(found, ends.stage, frame)
+                self._received_prompt_logprobs(session, ends.stage, frame)
             case "opened":
-                self._received_opened(found, ends.stage, frame)
+                self._received_opened(session, ends.stage, frame)
             case _:
                 raise FrameError(
                     f"stages send opened, prompt_logprobs, token, failed and pong, not {frame.kind!r:.40}"
@@ -268,35 +268,37 @@ class GatewaySessions:
     def _received_prompt_logprobs(self, session: GatewaySession, stage: int, frame: Frame) -> None:
         if stage != len(session.route) - 1:
             raise FrameError("only the last stage tells of the prompt")
-        found = prompt_logprobs_of(session, frame)
-        if frame.header["position"] != session.told + 1:
+        logprobs = prompt_logprobs_of(session, frame)
+        if frame.header["position"] != session.scored + 1:
             session.put_event(stage, Fault("broken", f"{session.where(stage)} left log-probabilities out"))
             return
-        session.told += len(found)
+        session.scored += len(logprobs)
         session.put_event(stage, frame)
         self._weigh(session, stage, frame)
 
     def _weigh(self, session: GatewaySession, stage: int, frame: Frame) -> None:
-        """What waits for the client has become more by this frame."""
+        """Count the frame's bytes, which wait for the client. Too many end the session."""
         session.unread_bytes += unread_bytes(frame)
-        if session.unread_bytes > UNREAD_BYTES:  # another session goes on once these have been read
+        if session.unread_bytes > UNREAD_BYTES:  # another session continues once these have been read
             session.put_event(stage, Fault("moved", "the client reads its answer too slowly"))
             self.close(session)
 
     def _received_opened(self, session: GatewaySession, stage: int, frame: Frame) -> None:
         if stage in session.held:
             raise FrameError("a session that is opened twice")
-        held = whole(frame.header, "held", 0)  # the release before says nothing of it
+        held = whole(frame.header, "held", 0)  # older releases do not send it
         session.held[stage] = max(0, min(held, positions_of(session.opening.prefix)))
-        what = _older(session, stage, frame) or self._lacking(session, stage) or frame
+        what = _outdated(session, stage, frame) or self._missing_prefix(session, stage) or frame
         link = session.links[stage]
-        said = {"guesses", "early", "expects", *session.opening.newer} & {*_known(frame)}
-        session.knows[stage] = self._knows[link] = self._knows.get(link, frozenset()) | said
+        capabilities = {"guesses", "early", "expects", *session.opening.newer} & {*_capabilities_in(frame)}
+        session.capabilities[stage] = self._capabilities[link] = (
+            self._capabilities.get(link, frozenset()) | capabilities
+        )
         session.put_event(stage, what)
 
-    def _lacking(self, session: GatewaySession, stage: int) -> Fault | None:
-        """What is wrong with a stage that holds less than was expected when the prompt went out. It may have needed the memory: the next
-        session of the answer asks first."""
+    def _missing_prefix(self, session: GatewaySession, stage: int) -> Fault | None:
+        """The fault of a stage that has cached less than was expected when the prompt was sent. It may have evicted it: the next session
+        waits for confirmation."""
         if session.held[stage] >= session.reused:
             return None
         self._expected.forget(session.opening.prefix)
@@ -304,12 +306,12 @@ class GatewaySessions:
 
     def _lost(self, ends: LinkEnds, reason: str) -> None:
         log.info("ring: stage %d on %s: %s", ends.stage, friendly_name(ends.peer), reason)
-        for session in self._through(ends):
+        for session in self._sessions_over(ends):
             fault = Fault("vanished", f"{session.where(ends.stage)} vanished", (ends.stage,))
             session.events.put_nowait(Event(session, ends.stage, fault))
 
-    def _through(self, ends: LinkEnds) -> list[GatewaySession]:
-        """The sessions that have reached the stage over the link with these ends."""
+    def _sessions_over(self, ends: LinkEnds) -> list[GatewaySession]:
+        """The sessions that use the link with these ends."""
         return [
             s
             for s in self._sessions.values()
@@ -327,26 +329,26 @@ def token_of(frame: Frame) -> tuple[int, int]:
 
 
 def prompt_logprobs_of(session: GatewaySession, frame: Frame) -> list[Logprobs]:
-    """What a `prompt_logprobs` frame has. JobError where it is nothing that the session may tell."""
+    """The log-probabilities in a `prompt_logprobs` frame. JobError where they are not valid for the session."""
     position, vocabulary = whole(frame.header, "position", 0), session.model.serve.vocabulary
     return session.opening.prompt_logprobs_of(position, frame.payload, vocabulary)
 
 
 def unread_bytes(frame: Frame) -> int:
-    """Of memory that a `token` frame takes for what was asked for beside the token."""
+    """Bytes of memory of a frame's logits and log-probabilities."""
     return len(frame.payload) + memory_bytes(frame.header.get("top_logprobs"))
 
 
-def _known(opened: Frame) -> list[str]:
-    """What the stage says that it knows."""
+def _capabilities_in(opened: Frame) -> list[str]:
+    """The capabilities that an `opened` frame announces."""
     known = opened.header.get("knows")
     return [each for each in known if isinstance(each, str)] if isinstance(known, list) else []
 
 
-def _older(session: GatewaySession, stage: int, opened: Frame) -> Fault | None:
-    """What is wrong with a last stage that has opened the session without knowing all of its settings: it would give
-    other tokens than were asked for. The peers of the release before are such."""
-    known = _known(opened)
+def _outdated(session: GatewaySession, stage: int, opened: Frame) -> Fault | None:
+    """The fault of a last stage of an older release, which opened the session without support for all of its settings: it would generate
+    other tokens than requested."""
+    known = _capabilities_in(opened)
     missing = [name for name in session.opening.newer if name not in known]
     if stage != len(session.route) - 1 or not missing:
         return None

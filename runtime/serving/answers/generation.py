@@ -1,14 +1,14 @@
-"""One answer, whatever happens to the peers that run its stages: tokens in order, over as many sessions as it takes.
+"""One completion: its tokens in order, over as many sessions as it takes, whatever happens to the peers of its stages.
 
-Positions and sampling are absolute, so a session that starts with the prompt and the tokens so far goes on with the
-very tokens that the lost one would have given. Three ways from one session to the next:
+Sampling depends on absolute positions, so a session that starts with the prompt and the tokens so far generates the very tokens that
+the lost one would have. Three ways from one session to the next:
 
-    a stage dies     its owner is reported, the session is opened anew on another route; the user sees a pause
-    a stage leaves   it says so while it still serves: the next session is opened beside the one that runs, and takes
-                     over with its first token; the user sees nothing
-    a way is better  a link has become slow, a stage busy, a replica has come: the same, as far as it pays
+    a stage fails    its owner is reported, and a new session is opened on another route; the client sees a pause
+    a stage leaves   it announces that while it still serves: the next session is opened beside the current one, and takes
+                     over with its first token; the client notices nothing
+    better route     a link has become slow, a stage busy, a replica was added: the same, where it pays
 
-The first is `recovery`, by the rules of `failover`; the other two are `moves`; whether the stages are there, `liveness`.
+The first is `recovery`, by the policy in `failover`; the other two are `moves`; `liveness` detects silent stages.
 """
 
 from __future__ import annotations
@@ -47,35 +47,35 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Chosen:
-    """One token of the answer."""
+    """One token of the completion."""
 
     id: int
     logits: bytes
     logprobs: Logprobs | None = None
 
     def piece(self, index: int, text: str, begins: int = 0, route: tuple[PeerId, ...] = ()) -> Piece:
-        found = self.logprobs
+        logprobs = self.logprobs
         return Piece(
             index=index,
             id=self.id,
             text=text,
             begins=begins,
             logits=self.logits,
-            logprob=None if found is None else found.chosen,
-            top_logprobs=() if found is None else found.top,
+            logprob=None if logprobs is None else logprobs.chosen,
+            top_logprobs=() if logprobs is None else logprobs.top,
             route=route,
         )
 
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Of the next tokens of the prompt."""
+    """Log-probabilities of the next tokens of the prompt."""
 
     logprobs: tuple[Logprobs, ...]
 
 
 class Generation:
-    """`tokens` runs it. `finish`: whether it has ended, and why."""
+    """`tokens` runs it. `finish`: "" until it has ended, then why."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Generation:
         config: FailoverConfig,
     ) -> None:
         self.finish = _ended(task)
-        self.cached_tokens = 0  # of the prompt, that no stage had to run
+        self.cached_tokens = 0  # of the prompt, cached at every stage
         self._clock = context.clock.monotonic
         self._routes = routes
         self._pair = SessionPair(task, sessions, context.random)
@@ -98,11 +98,12 @@ class Generation:
 
     @property
     def route(self) -> tuple[Hop, ...]:
-        """Who runs each stage, as far as is known."""
+        """The peer of each stage."""
         return self._pair.route
 
     async def tokens(self) -> AsyncGenerator[Chosen | PromptLogprobs, None]:
-        """What is told of the prompt's own tokens, from the second on, then the tokens that the user does not have yet. NoRoute or JobFailed, in one line, when it is given up."""
+        """Log-probabilities of an echoed prompt, from its second token on, then the tokens that the client does not have yet. NoRoute or
+        JobFailed, in one line, when the completion fails."""
         watching = asyncio.create_task(self._moves.watch())
         try:
             while not self.finish:
@@ -122,12 +123,12 @@ class Generation:
                 await asyncio.gather(
                     watching, self._moves.aclose(), self._recovery.aclose(), return_exceptions=True
                 )
-            finally:  # also where we are cancelled while we end: the client has gone, too
+            finally:  # also if cancelled again during this cleanup
                 self._pair.drop_current()
                 self._pair.drop_next()
 
     async def _begin(self) -> None:
-        """Begin a session. Faulted where a stage is missing or cannot be reached."""
+        """Begin a session. Faulted where a stage has no holder or cannot be reached."""
         pair = self._pair
         if pair.next is not None:
             self._promote()
@@ -136,7 +137,7 @@ class Generation:
             route = await self._routes.route(pair.task.model, pair.remaining)
         except NoOwner as error:
             raise Faulted(Fault("absent", str(error), (error.stage,))) from None
-        except SwarmError as error:  # the directory is out of reach for now
+        except SwarmError as error:  # the directory cannot be reached now
             raise Faulted(Fault("absent", error_line(error))) from None
         await pair.begin(route)
         assert pair.current is not None
@@ -151,7 +152,7 @@ class Generation:
         self._slowdown.begin()
 
     async def _event(self) -> Event | None:
-        """What happens next. None after a silence: the stages were asked whether they are there."""
+        """The next event. None after a silence, when the stages were pinged."""
         events = self._pair.events
         with suppress(asyncio.QueueEmpty):
             return events.get_nowait()
@@ -164,10 +165,10 @@ class Generation:
             return None
 
     async def _take(self, event: Event) -> Chosen | PromptLogprobs | None:
-        """Act on what happened. Faulted where the session that runs has ended."""
+        """Handle an event. Faulted where the current session has ended."""
         session, what, pair = event.session, event.what, self._pair
         if session is not pair.current and session is not pair.next:
-            return None  # closed since
+            return None  # it has been closed
         if isinstance(what, Fault):
             self._lose(session, what)
             return None
@@ -190,19 +191,19 @@ class Generation:
 
     def _prompt_logprobs(self, session: GatewaySession, frame: Frame) -> PromptLogprobs | None:
         pair = self._pair
-        new = pair.tell(frame.header["position"], prompt_logprobs_of(session, frame))
-        if not pair.left_to_tell and not pair.task.max_tokens:
+        new = pair.add_prompt_logprobs(frame.header["position"], prompt_logprobs_of(session, frame))
+        if not pair.left_to_score and not pair.task.max_tokens:
             self.finish = "length"
         return PromptLogprobs(new) if new else None
 
     def _count_cached(self, session: GatewaySession) -> None:
-        """Its prompt has gone out."""
+        """Its prompt has been sent."""
         if not self._begun:
             self.cached_tokens = min(session.reused, len(self._pair.task.prompt))
 
     @property
     def _begun(self) -> bool:
-        """Whether there is a token that the user did not have."""
+        """Whether a new token has been generated."""
         task = self._pair.task
         return len(self._pair.known) > len(task.prompt) + len(task.answered)
 
@@ -211,12 +212,12 @@ class Generation:
         if session is self._pair.next:
             self._promote()
         position, token = token_of(frame)
-        if self._pair.left_to_tell:
+        if self._pair.left_to_score:
             raise Faulted(
                 Fault("broken", f"{session.where(len(session.route) - 1)} left log-probabilities out")
             )
         if position < len(known):
-            return None  # the session before gave it
+            return None  # the previous session generated it
         if position > len(known):
             raise Faulted(Fault("broken", f"{session.where(len(session.route) - 1)} left a token out"))
         finish = await self._finish(session, frame, token)
@@ -228,16 +229,16 @@ class Generation:
             log.debug("%s: tokens come slower", session.model.manifest.name)
             session.slow()
         self.finish = finish
-        told = session.opening.logprobs_of(frame.header, session.model.serve.vocabulary)
-        return Chosen(token, bytes(frame.payload), told)
+        logprobs = session.opening.logprobs_of(frame.header, session.model.serve.vocabulary)
+        return Chosen(token, bytes(frame.payload), logprobs)
 
     async def _finish(self, session: GatewaySession, frame: Frame, token: int) -> Finish:
-        """Whether the answer ends with the token, and why: also where the last stage does not say so. Faulted where it has no
-        place in an answer that follows a schema: the last stage was to see to that."""
+        """Whether the completion ends with the token, and why, even where the last stage does not say so. Faulted where the token
+        violates the schema, which the last stage has to enforce."""
         grammar, ends = self._pair.task.grammar, session.model.serve.end_tokens
-        said = _finish(frame) or session.opening.finish(token, frame.header["position"], ends)
+        reason = _finish(frame) or session.opening.finish(token, frame.header["position"], ends)
         if grammar is None:
-            return said
+            return reason
         fits = grammar.accepts if token in ends else await grammar.push_soon((token,))
         if fits and (grammar.complete or token in ends or token in session.opening.ends.stop_token_ids):
             return "stop"
@@ -245,10 +246,12 @@ class Generation:
         fault = Fault("broken", f"{session.where(last)} does not follow response_format", (last,))
         if not fits:
             raise Faulted(fault)
-        if said == "stop":
-            session.put_event(last, fault)  # it gives no more; what it gave may stay, and the grammar has it
+        if reason == "stop":
+            session.put_event(
+                last, fault
+            )  # it has stopped too early; the tokens so far are valid, and the grammar has them
             return ""
-        return said
+        return reason
 
     def _lose(self, session: GatewaySession, fault: Fault) -> None:
         if session is self._pair.next:
@@ -260,7 +263,7 @@ class Generation:
 
 
 def _ended(task: Task) -> Finish:
-    """Whether what the user has already is the whole answer."""
+    """Whether the tokens that the client has already are the whole completion, and why."""
     if task.answered and task.ends_with(task.answered[-1], len(task.answered) - 1):
         return "stop"
     if task.grammar is not None and task.grammar.complete:

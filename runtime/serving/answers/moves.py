@@ -1,5 +1,5 @@
-"""Moving an answer while it goes on: away from a peer that is about to leave, and to a better way wherever there is one.
-The next session is opened beside the one that runs; where that fails, the one that runs goes on."""
+"""Moves of a running completion: away from a peer that is about to leave, and to a better route when there is one. The next session is
+opened beside the current one, which goes on if that fails."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fusion.swarm.printable import error_line
 
 log = logging.getLogger(__name__)
 
-MOVE_TRIES = 10  # looks for the peer that follows one that leaves; its claim may not have come round yet
+MOVE_TRIES = 10  # to find the successor of a peer that leaves, whose claim may not be in the directory yet
 MOVE_PAUSE_SECONDS = 0.2
-LOOK_SECONDS = 1.0  # between two looks for a better way
-CHOICELESS_LOOKS = 5  # of these one is taken while no stage has a replica
-SETTLE_SECONDS = 5.0  # from one move to a better way to the next
+LOOK_SECONDS = 1.0  # between two searches for a better route
+CHOICELESS_LOOKS = 5  # only every so many searches run while no stage has a replica
+SETTLE_SECONDS = 5.0  # between two moves to a better route
 
 
 class Moves:
-    """`flows`: whether tokens come; while they do not there is a fault, and nobody moves."""
+    """`flows`: whether tokens arrive; after a fault they do not, and no move begins."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class Moves:
         self._flows = flows
         self._clock = clock
         self._random = random
-        self._settled_at = clock()  # when the session may move to a better way again
+        self._settled_at = clock()  # when the session may move to a better route again
         self._opening: asyncio.Task[None] | None = None
 
     @property
     def under_way(self) -> bool:
-        """Whether the next session is open, or being opened."""
+        """Whether a next session is open or being opened."""
         return self._pair.next is not None or (self._opening is not None and not self._opening.done())
 
     async def aclose(self) -> None:
@@ -60,10 +60,10 @@ class Moves:
         """The peer that runs `stage` of the current session is about to leave."""
         if not self.under_way:
             self._routes.avoid(session.model.job, stage, session.route[stage].peer)
-            self._opening = asyncio.create_task(self._follow(session))
+            self._opening = asyncio.create_task(self._move_to_successor(session))
 
-    async def _follow(self, session: GatewaySession) -> None:
-        """Where this fails the end of the session is a fault like any other."""
+    async def _move_to_successor(self, session: GatewaySession) -> None:
+        """Move to the leaving peer's successor. If this fails, the end of the session is a fault like any other."""
         for _ in range(MOVE_TRIES):
             self._routes.forget(session.model.job)
             try:
@@ -76,7 +76,7 @@ class Moves:
             await asyncio.sleep(MOVE_PAUSE_SECONDS)
 
     async def watch(self) -> None:
-        """Move to a better way whenever there is one, for as long as the answer lasts."""
+        """Move to a better route whenever there is one, until the completion ends."""
         pair, model, looks = self._pair, self._pair.task.model, 0
         while True:
             await asyncio.sleep(LOOK_SECONDS * self._random.uniform(0.8, 1.2))
@@ -98,9 +98,9 @@ class Moves:
             self._settled_at = self._clock() + SETTLE_SECONDS
             names = ", ".join(friendly_name(hop.peer) for hop in route)
             log.info("%s: the way over %s is better", model.manifest.name, names)
-            self._opening = asyncio.create_task(self._try(route))
+            self._opening = asyncio.create_task(self._move_to(route))
 
-    async def _try(self, route: tuple[Hop, ...]) -> None:
+    async def _move_to(self, route: tuple[Hop, ...]) -> None:
         try:
             await self._pair.open_next(route)
         except Faulted as error:
@@ -108,7 +108,7 @@ class Moves:
             self._avoid(route, error.fault)
 
     def lost(self, session: GatewaySession, fault: Fault) -> None:
-        """The next session, which does not run yet, has failed."""
+        """The next session has failed before it took over."""
         log.debug("the session opened meanwhile was lost: %s", fault.message)
         self._pair.drop_next()
         self._avoid(session.route, fault)

@@ -1,4 +1,4 @@
-"""Owners that seem to have vanished, reported to those who could take their stages over."""
+"""Reports of owners that seem to have failed, to the peers that could take their stages over."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fusion.swarm.printable import error_line
 
 log = logging.getLogger(__name__)
 
-REPORT_SECONDS = 8.0  # for those who could replace an owner to find out whether they have to
+REPORT_SECONDS = 8.0  # for a takeover, or a decision against one
 
 
 class OwnerReports:
-    """`newer` tells of a stage's owner whether a later one is known; `takeover` None: nobody can be asked."""
+    """`newer` returns a later owner of a stage, if one is known; `takeover` None: no reports are possible."""
 
     def __init__(self, takeover: Takeover | None, newer: Callable[[JobId, int, Hop], Hop | None]) -> None:
         self._takeover = takeover
@@ -31,8 +31,8 @@ class OwnerReports:
         await cancel_all(self._reports.values())
 
     async def suspect(self, model: ServedModel, stage: int, hop: Hop) -> Hop | None:
-        """Report the owner of a stage, once for all the answers that wait for it. Who owns the stage now; None where
-        nobody has taken it over."""
+        """Report the owner of a stage, once for all completions that wait for it. Returns the owner now; None where no peer has taken it
+        over."""
         known = self._newer(model.job, stage, hop)
         if known is not None and known.peer != hop.peer:
             return known

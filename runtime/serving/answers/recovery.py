@@ -1,5 +1,5 @@
-"""What is done when the session of an answer has failed: owners are reported, others avoided, and the answer goes on
-elsewhere or is given up. The rules are in `fusion.runtime.serving.answers.failover`; here they are carried out."""
+"""Recovery of a completion after its session failed: owners are reported, holders avoided, and the completion goes on elsewhere or
+fails. Carries out the policy in `fusion.runtime.serving.answers.failover`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fusion.runtime.job.errors import JobFailed, NoRoute, StagesFull
 from fusion.runtime.serving.answers.failover import (
     FailoverConfig,
     Fault,
+    FaultHistory,
     FaultKind,
-    Trouble,
     explain,
     respond,
 )
@@ -27,10 +27,10 @@ from fusion.swarm.errors import SwarmError
 
 log = logging.getLogger(__name__)
 
-FLOWING = Trouble(answered=True)  # tokens come
-WAKING_SECONDS = 0.05  # how often we look whether a silent stage has woken up while others look into it
+FLOWING = FaultHistory(answered=True)  # tokens arrive
+WAKING_SECONDS = 0.05  # poll interval for a silent stage that resumes while it is reported
 
-# Reports that the owner of a stage seems to have vanished: who owns it now, None where nobody else does.
+# Reports the owner of a stage as failed; returns its owner now, None where no other peer took over.
 Suspect = Callable[[ServedModel, int, Hop], Awaitable[Hop | None]]
 
 
@@ -47,33 +47,35 @@ class Recovery:
         self._routes = routes
         self._suspect = suspect
         self._config = config
-        self._trouble = Trouble(answered=bool(pair.task.answered))
-        self._reports: set[asyncio.Task[bool]] = set()  # that nobody waits for
+        self._faults = FaultHistory(answered=bool(pair.task.answered))
+        self._reports: set[asyncio.Task[bool]] = set()  # in the background
 
     @property
     def flows(self) -> bool:
-        """Whether a token has come since the last fault."""
-        return self._trouble is FLOWING
+        """Whether a token has arrived since the last fault."""
+        return self._faults is FLOWING
 
     def token(self) -> None:
-        self._trouble = FLOWING
+        self._faults = FLOWING
 
     async def aclose(self) -> None:
         await cancel_all(self._reports)
 
     async def after(self, fault: Fault, stalled_seconds: float) -> None:
-        """Find out who runs the stages now; NoRoute or JobFailed where that has taken too long. The current session is
-        closed, unless it may yet go on."""
+        """Respond to a fault: report, avoid, wait. Raises NoRoute or JobFailed where the completion fails. The current session is closed,
+        unless it may resume."""
         pair, model = self._pair, self._pair.task.model
         name, before = model.manifest.name, pair.route
         fault = fault.on([hop.peer for hop in before])
-        self._trouble = self._trouble.with_fault(fault)
+        self._faults = self._faults.with_fault(fault)
         if fault.kind == "broken":
-            pair.reuses = False  # it may be that a stage does not hold what it says
-        # All of them: the other stages of a route may be reached from nowhere else.
-        left = [self._routes.avoid(model.job, stage, before[stage].peer) for stage in fault.stages if before]
-        elsewhere = bool(left) and all(left)
-        retry = respond(self._trouble, fault, stalled_seconds, self._config, elsewhere=elsewhere)
+            pair.reuses = False  # a stage's prefix cache may be wrong
+        # Avoid all of them, even where only one is at fault.
+        others = [
+            self._routes.avoid(model.job, stage, before[stage].peer) for stage in fault.stages if before
+        ]
+        elsewhere = bool(others) and all(others)
+        retry = respond(self._faults, fault, stalled_seconds, self._config, elsewhere=elsewhere)
         if retry is None:
             line = explain(fault, name, model.manifest.memory_bytes, stalled_seconds)
             raise _GIVEN_UP.get(fault.kind, JobFailed)(line)
@@ -87,19 +89,18 @@ class Recovery:
             followed = await self._report(retry.suspects, keep=retry.keep)
         if retry.keep and pair.current is not None:
             if not pair.events.empty():
-                return  # it has woken up
+                return  # it has resumed
             with suppress(NoRoute, SwarmError):
                 if await self._routes.route(model, pair.remaining) == before:
-                    return  # nobody has taken over: it may yet wake up
+                    return  # no takeover: it may still resume
         pair.drop_current()
         if not retry.suspects:
             self._routes.forget(model.job)
-        if not followed:  # each of them by the word of a majority: nobody makes us try for ever
+        if not followed:  # each takeover needs a majority, so retries without a pause are bounded
             await asyncio.sleep(retry.pause_seconds)
 
     async def _report(self, stages: Sequence[int], *, keep: bool) -> bool:
-        """Report the owners of these stages. Afterwards the routes go by the new ones, or are looked up anew. Whether all
-        have been followed."""
+        """Report the owners of these stages, and update the routes. Returns whether all have been taken over."""
         model, route = self._pair.task.model, self._pair.route
         stages = [stage for stage in stages if self._routes.owns(model.job, stage, route[stage].peer)]
         reports = asyncio.gather(*(self._suspect(model, stage, route[stage]) for stage in stages))

@@ -1,8 +1,8 @@
-"""Which holder of each stage a session goes through, by what the claims and the links say. Pure.
+"""The route of a session: one holder for each stage, chosen by claims and links. Pure.
 
-A token goes once around the ring, so that is what a route costs for each token: every stage's compute and queue, every
-link between them, and the way back to the first stage. Before the first token all that is known so far has to go
-through as well: the prompt of a new session, or all of a session that moves.
+A token makes one trip around the ring, so a route costs for each token: every stage's compute and queue, every link between them, and
+the way back to the first stage. Before the first token everything known so far has to be prefilled: the prompt of a new session, or
+the whole sequence of one that moves.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from fusion.swarm.links.routes import Demand, Holder, LinkTime
 from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import PeerId
 
-TOKEN_BYTES = 64.0  # a token on its way back, and the question in front of it
-LEAST_STAGE_SECONDS = 0.0005  # a token's, however small the stage
-UNKNOWN_HOP_BYTES = 16 * 1024  # where a manifest does not say
-PREFILL_SHARE = 0.1  # of a token's compute is a position's of a prompt, which is computed by the hundred
-GAIN = 0.2  # of the time that is left is what moving has to save
+TOKEN_FRAME_BYTES = 64.0  # a token frame on its way back, or the request to the first stage
+LEAST_STAGE_SECONDS = 0.0005  # of compute for a token, however small the stage
+UNKNOWN_HOP_BYTES = 16 * 1024  # where the manifest does not have it
+PREFILL_SHARE = 0.1  # compute of a position in prefill, which is batched, as a share of one in decoding
+GAIN = 0.2  # share of the remaining time that a move has to save
 LEAST_GAIN_SECONDS = 0.5
 
-Layers = Sequence[Sequence[ClaimRecord]]  # by stage: who runs it
+Layers = Sequence[Sequence[ClaimRecord]]  # the holders of each stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What one position costs: `stage_seconds` of computing by stage, `hop_bytes` over each cut. Without a KV cache the
-    whole sequence goes through for each token."""
+    """Cost of one position: `stage_seconds` of compute by stage, `hop_bytes` over each cut. Not `cached`: without a KV cache every token
+    needs the whole sequence."""
 
     stage_seconds: tuple[float, ...]
     hop_bytes: tuple[float, ...]
@@ -42,14 +42,14 @@ class Costs:
 
 @dataclass(frozen=True)
 class RemainingWork:
-    """What a session has to do: read `known` positions, then make `tokens`."""
+    """Work of a session: prefill `known` positions, then decode `tokens`."""
 
     known: int
     tokens: int
 
 
 def costs_of(manifest: Manifest) -> Costs:
-    """Decoding reads a stage's weights once for a token, and that is what takes its time."""
+    """Decoding is bound by memory bandwidth: each token reads a stage's weights once."""
     assert manifest.serve is not None, "only served models have routes"
     held = manifest.memory_bytes or (0,) * manifest.stages
     return Costs(
@@ -60,41 +60,40 @@ def costs_of(manifest: Manifest) -> Costs:
 
 
 def holders(claims: Sequence[ClaimRecord]) -> tuple[ClaimRecord, ...]:
-    """Who runs the stage: its owner first, then the replicas that are ready. Empty where nobody does."""
+    """The holders of a stage: its owner first, then replicas that are ready."""
     owner = winner(claims)
     replicas = [claim for claim in claims if claim.role == "replica" and claim.ready]
-    found = {claim.peer: claim for claim in reversed(replicas)}
+    by_peer = {claim.peer: claim for claim in reversed(replicas)}
     if owner is not None:
-        found.pop(owner.peer, None)
-        return (owner, *found.values())
-    return tuple(found.values())
+        by_peer.pop(owner.peer, None)
+        return (owner, *by_peer.values())
+    return tuple(by_peer.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouteOptions:
-    """The routes that there are: holders of each stage (none may be without), links, and `ours`: how many sessions of
-    this `gateway` run at a stage's holder, which its claim may not know of yet."""
+    """The possible routes: holders of each stage (at least one each), links, and `own_sessions`: how many sessions of this `gateway` run
+    at a stage's holder, whose claim may not count them yet."""
 
     stages: Layers
     links: LinkView
     gateway: PeerId
     costs: Costs
-    ours: Mapping[tuple[int, PeerId], int]
+    own_sessions: Mapping[tuple[int, PeerId], int]
 
     def choose(self, work: RemainingWork) -> tuple[Hop, ...]:
-        """For a new session."""
-        found = routes.cheapest(self._layers(work, ()), self._demand(work), self._link)
-        return self._hops(found.peers)
+        """The cheapest route for a new session."""
+        cheapest = routes.cheapest(self._layers(work, ()), self._demand(work), self._link)
+        return self._hops(cheapest.peers)
 
     def better(self, work: RemainingWork, current: Sequence[Hop]) -> tuple[Hop, ...] | None:
-        """Where a session that runs on `current` should go on: None unless that saves clearly more than it costs to
-        read all that is known anew."""
+        """The route to which a session on `current` should move: None unless that saves clearly more than the new prefill costs."""
         peers = tuple(hop.peer for hop in current)
         held = [{claim.peer for claim in layer} for layer in self.stages]
         if not all(peer in there for peer, there in zip(peers, held, strict=True)):
-            return None  # a claim has run out: the session itself will tell
-        found = routes.cheapest(self._layers(work, peers), self._demand(work), self._link)
-        if found.peers == peers:
+            return None  # a claim has expired: the session itself will notice
+        cheapest = routes.cheapest(self._layers(work, peers), self._demand(work), self._link)
+        if cheapest.peers == peers:
             return None
         goes_on = RemainingWork(0, work.tokens) if self.costs.cached else work
         layers = self._layers(goes_on, peers)
@@ -103,9 +102,9 @@ class RouteOptions:
             self._demand(goes_on),
             self._link,
         )
-        saved = work.tokens * (stays - found.seconds)
+        saved = work.tokens * (stays - cheapest.seconds)
         if saved > LEAST_GAIN_SECONDS and saved > GAIN * work.tokens * stays:
-            return self._hops(found.peers)
+            return self._hops(cheapest.peers)
         return None
 
     def _hops(self, peers: Sequence[PeerId]) -> tuple[Hop, ...]:
@@ -113,15 +112,15 @@ class RouteOptions:
         return tuple(Hop(peer, held[peer]) for peer, held in zip(peers, terms, strict=True))
 
     def _demand(self, work: RemainingWork) -> Demand:
-        """For each token, with its share of what goes before the first."""
+        """Bytes for each token, with its share of the prefill."""
         positions = 1.0 + work.known / max(work.tokens, 1) if self.costs.cached else float(work.known)
         return Demand(
             hop_bytes=tuple(size * positions for size in self.costs.hop_bytes),
             start=self.gateway,
-            start_bytes=TOKEN_BYTES,
-            answer_bytes=TOKEN_BYTES,
+            start_bytes=TOKEN_FRAME_BYTES,
+            answer_bytes=TOKEN_FRAME_BYTES,
             ring=True,
-            ring_bytes=TOKEN_BYTES,
+            ring_bytes=TOKEN_FRAME_BYTES,
         )
 
     def _link(self, one: PeerId, two: PeerId) -> LinkTime:
@@ -139,8 +138,8 @@ class RouteOptions:
 
     def _holder(self, stage: int, claim: ClaimRecord, share: float, current: Sequence[PeerId]) -> Holder:
         own = bool(current) and current[stage] == claim.peer
-        others = max(claim.load, self.ours.get((stage, claim.peer), 0)) - own
+        others = max(claim.load, self.own_sessions.get((stage, claim.peer), 0)) - own
         seconds = self.costs.stage_seconds[stage]
-        # Each of the other sessions is at this stage, and in the way, for one stage's share of its round.
+        # Each of the other sessions occupies this stage for one stage's share of its trip.
         queue = seconds * max(others, 0.0) / len(self.stages)
         return Holder(peer=claim.peer, compute_seconds=seconds * share, queue_seconds=queue)

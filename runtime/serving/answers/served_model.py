@@ -1,4 +1,4 @@
-"""A model that is served as a gateway has it, its manifest and its tokenizer read: once for all that ask at a time."""
+"""A served model at a gateway, with its manifest and tokenizer, loaded once for all concurrent requests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fusion.runtime.job.text import MAX_TOKENIZER_BYTES, ByteText, NoText, Text,
 from fusion.runtime.serving.answers.route_choice import Costs, costs_of
 from fusion.swarm.directory.records import Digest, JobId, JobRecord
 
-MAX_UNUSABLE = 1024  # models of which it is remembered that they are of no use
-# Times as long as a tokenizer took to read no other one is: the whole process waits meanwhile, and would let its leases run out.
+MAX_UNUSABLE = 1024  # models whose error is cached
+# After a tokenizer was read, no other one is for so many times as long: reading blocks the whole process, whose leases would expire.
 RESTS = 4
 
 
@@ -31,13 +31,13 @@ class ServedModel:
 
     @property
     def serve(self) -> ServeConfig:
-        assert self.manifest.serve is not None  # `ModelLoader` makes no others
+        assert self.manifest.serve is not None  # `ModelLoader` refuses others
         return self.manifest.serve
 
 
 class ModelLoader:
-    """`admitted` raises NotAdmitted where this peer may not prompt the model. `pause_seconds`: from one try at a model that cannot
-    be had to the next, however many ask for it."""
+    """`admitted` raises NotAdmitted where this peer may not prompt the model. `pause_seconds`: least time between two attempts to load
+    a model that fails, however many request it."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ModelLoader:
         self._context = context
         self._admitted = admitted
         self._loading: SharedWork[JobId, ServedModel] = SharedWork(context.clock.monotonic, pause_seconds)
-        # And why. What a manifest and a tokenizer are is settled by the job's id, so these stay so.
+        # Job -> error. Manifest and tokenizer are fixed by the job's id, so such an error is permanent.
         self._unusable: FIFOCache[JobId, str] = FIFOCache(MAX_UNUSABLE)
         self._reading = asyncio.Lock()
         self._rested_at = 0.0  # by the context's clock
@@ -57,7 +57,7 @@ class ModelLoader:
         await self._loading.aclose()
 
     async def load(self, record: JobRecord) -> ServedModel:
-        """Raises JobError for a job that is no such model, BlobError, NotAdmitted."""
+        """Raises JobError for a job that is not a valid served model, BlobError, NotAdmitted."""
         if (why := self._unusable.get(record.job)) is not None:
             raise JobError(why)
         try:

@@ -1,5 +1,4 @@
-"""The sessions of one answer: the one that runs, and the next, which is opened beside it and takes over with its first
-token."""
+"""The sessions of one completion: the current one, and the next, which is opened beside it and takes over with its first token."""
 
 from __future__ import annotations
 
@@ -15,55 +14,55 @@ from fusion.runtime.serving.ring.session import Hop, Opening, SessionId
 
 
 class SessionPair:
-    """`route` is who runs each stage, as far as is known; `events`, what happens to either session."""
+    """`route`: the peer of each stage; `events`: of both sessions."""
 
     def __init__(self, task: Task, sessions: GatewaySessions, random: Random) -> None:
         self.task = task
-        self.known = [*task.prompt, *task.answered]  # the tokens that are decided, by position
-        self.told = 0  # of the `task.scored` tokens of the prompt, by one session or the other
+        self.known = [*task.prompt, *task.answered]  # the sequence so far, by position
+        self.scored = 0  # of the `task.scored` tokens of the prompt, by one session or the other
         self.route: tuple[Hop, ...] = ()
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.current: GatewaySession | None = None
         self.next: GatewaySession | None = None
-        self.reuses = True  # what stages say they hold; and takes it that all goes well
-        self._prefixes = sessions.prefixes(task.model, task.holder)
+        self.reuses = True  # the stages' prefix caches, without waiting for them to confirm
+        self._prefixes = sessions.prefixes(task.model, task.tenant)
         self._sessions = sessions
         self._random = random
 
     @property
     def remaining(self) -> RemainingWork:
-        """What a session that begins now would have to do."""
+        """The work of a session that begins now."""
         known, task = len(self.known), self.task
-        # Of no tokens one is chosen all the same, and not told.
+        # With max_tokens 0 one token is generated all the same, and dropped.
         return RemainingWork(known, len(task.prompt) + max(1, task.max_tokens) - known)
 
     @property
-    def left_to_tell(self) -> int:
-        """How many of the prompt's tokens have yet to be told of."""
-        return self.task.scored - self.told
+    def left_to_score(self) -> int:
+        """How many of the prompt's tokens still need log-probabilities."""
+        return self.task.scored - self.scored
 
-    def tell(self, position: int, found: Sequence[Logprobs]) -> tuple[Logprobs, ...]:
-        """What a session has told of the prompt's tokens from `position` on, without those that are told already. What one
-        session tells comes in order, and each begins with the first."""
-        new = tuple(found[self.told + 1 - position :])
-        self.told += len(new)
+    def add_prompt_logprobs(self, position: int, logprobs: Sequence[Logprobs]) -> tuple[Logprobs, ...]:
+        """Add log-probabilities of the prompt's tokens from `position` on; returns the new ones. Each session sends them in order, from
+        the first token on."""
+        new = tuple(logprobs[self.scored + 1 - position :])
+        self.scored += len(new)
         return new
 
     async def begin(self, route: tuple[Hop, ...]) -> None:
-        """Make the current session. Faulted where a stage cannot be reached."""
+        """Open the current session. Faulted where a stage cannot be reached."""
         self.route = route
-        reuses = self.reuses and not self.left_to_tell  # else the last stage has to run all of the prompt
+        reuses = self.reuses and not self.left_to_score  # log-probabilities need the whole prompt to run
         self.current = await self._open(route, self._chain(self.known) if reuses else b"")
         if self.current.begins_early and self.reuses:
             self.prompt(self.current)
 
     def prompt(self, session: GatewaySession) -> None:
-        """Since it was announced more may have come from the session that runs beside it."""
+        """Send the prompt as announced: the current session may have generated more tokens since."""
         known = self.known[: session.opening.prompt_length]
         session.prompt(known, guesses=self.task.guesses, source=self.task.source)
 
     async def open_next(self, route: tuple[Hop, ...]) -> None:
-        """It goes to a stage that has nothing of it, so no stage is asked what it holds."""
+        """Open the next session. Some stage of the new route has no cached prefix, so none is requested."""
         self.next = await self._open(route)
 
     def _chain(self, tokens: Sequence[int]) -> bytes:
@@ -79,7 +78,7 @@ class SessionPair:
             sampling=task.sampling,
             logits=task.logits,
             top_logprobs=task.top_logprobs,
-            prompt_logprobs=task.prompt_logprobs if self.left_to_tell else None,
+            prompt_logprobs=task.prompt_logprobs if self.left_to_score else None,
             ends=task.ends,
             answered=remaining.known - len(task.prompt),
             user=task.user,
@@ -90,7 +89,7 @@ class SessionPair:
         return await self._sessions.open(opening, task.model, self.events, self.known, task.schema)
 
     def promote(self) -> None:
-        """The next session is the one that runs now."""
+        """Make the next session the current one."""
         assert self.next is not None
         self.drop_current()
         self.current, self.next = self.next, None
@@ -98,7 +97,7 @@ class SessionPair:
 
     def drop_current(self) -> None:
         if (session := self.current) is not None:
-            # Where it is behind the session before it, its stages may have run wrong guesses in place of what is known.
+            # Beyond what it has confirmed, its stages may have cached rejected guesses instead of the sequence.
             reached = max(session.reached, session.opening.prompt_length)
             self._sessions.close(session, self._chain(self.known[: min(reached, len(self.known) - 1)]))
             self.current = None

@@ -1,4 +1,4 @@
-"""Whether the tokens of one answer come clearly slower than they did: then something on their way has changed. Pure."""
+"""Detects that the tokens of one completion arrive clearly slower than before: something on their route has changed. Pure."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import math
 from collections import deque
 from statistics import median
 
-RECENT = 6  # gaps between tokens; fewer are chance
-SETTLED = 12  # gaps after which it is known what is usual
+RECENT = 6  # gaps between tokens in the median; fewer are noise
+SETTLED = 12  # gaps after which the usual gap is known
 SLOWER = 1.4
-DRIFT = 0.05  # of a difference is what the usual pace follows with each token
-AGAIN_SECONDS = 2.0  # after it was said; twice as long each time
-LEAST_SECONDS = 0.003  # that a gap has grown by: less may be anything
+DRIFT = 0.05  # weight of a new gap in the moving average
+AGAIN_SECONDS = 2.0  # between two reports; doubles each time
+LEAST_SECONDS = 0.003  # by which a gap must grow: less is noise
 
 
 class Slowdown:
-    """Times are seconds on one clock."""
+    """Times are seconds of one clock."""
 
     def __init__(self) -> None:
         self._gaps: deque[float] = deque(maxlen=RECENT)
-        self._told_at, self._pause, self._calm_for = -math.inf, AGAIN_SECONDS, 0
+        self._reported_at, self._pause, self._calm_for = -math.inf, AGAIN_SECONDS, 0
         self.begin()
 
     def begin(self) -> None:
-        """Nothing is known of the pace of the tokens that come now."""
+        """Forget the usual gap: a new session begins."""
         self._gaps.clear()
         self._last: float | None = None
         self._seen = 0
@@ -31,8 +31,8 @@ class Slowdown:
         self._calm()
 
     def token(self, now: float, guessed: bool = False) -> bool:
-        """A token came. Whether they come slower: said when it begins, and ever more seldom for as long as it lasts. `guessed`:
-        it took no trip of its own, so that the time before it says nothing."""
+        """A token has arrived. Whether to report a slowdown: when it begins, and with exponential back-off while it lasts. `guessed`: an
+        accepted speculative token, which took no trip of its own, so that its gap is ignored."""
         last, self._last = self._last, now
         if last is None or guessed:
             return False
@@ -47,15 +47,15 @@ class Slowdown:
             self._usual += (recent - self._usual) * DRIFT
             self._calm_for += 1
             if self._calm_for >= SETTLED:
-                self._calm()  # what was slow is over: the next time it is news
+                self._calm()  # the slowdown is over: the next one is reported at once
             return False
         self._calm_for = 0
-        if now - self._told_at < self._pause:
+        if now - self._reported_at < self._pause:
             return False
-        if self._told_at > -math.inf:
+        if self._reported_at > -math.inf:
             self._pause *= 2
-        self._told_at = now
+        self._reported_at = now
         return True
 
     def _calm(self) -> None:
-        self._told_at, self._pause, self._calm_for = -math.inf, AGAIN_SECONDS, 0
+        self._reported_at, self._pause, self._calm_for = -math.inf, AGAIN_SECONDS, 0

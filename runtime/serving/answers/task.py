@@ -1,5 +1,4 @@
-"""What is to be answered, and what the model is given to read of it: a prompt, and for an encoder-decoder a source beside
-that. Pure."""
+"""One completion to generate, and the model's inputs: a prompt, and a source for an encoder-decoder. Pure."""
 
 from __future__ import annotations
 
@@ -18,44 +17,44 @@ from fusion.runtime.serving.ring.session import check_source
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.transport import PeerId
 
-# How an answer that has these tokens already stands with a schema: of a job, for a client.
+# Opens a completion that is constrained by a schema and has these tokens already: (job, manifest, schema, tokens, tenant).
 OpenGrammar = Callable[[JobId, Manifest, str, Sequence[int], PeerId], Awaitable[GrammarSession]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is to be answered."""
+    """One completion to generate."""
 
     model: ServedModel
     prompt: Sequence[int]
-    answered: Sequence[int]  # tokens that the user has already, from another gateway
-    max_tokens: int  # those included
+    answered: Sequence[int]  # tokens that the client has already, from another gateway
+    max_tokens: int  # including `answered`
     sampling: Sampling
     logits: bool
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same of the prompt's own tokens
-    ends: Ends = MODELS_OWN  # which tokens end it, and from when on
-    holder: PeerId  # whose it is: stages may have the beginning of it from another one of the same holder
-    user: int = 0  # who asks, as stages are told
+    ends: Ends = MODELS_OWN  # which tokens end it, and from which index on
+    tenant: PeerId  # whose prefix cache it shares
+    user: int = 0  # the tenant's number, for fair scheduling at the stages
     guesses: bool = True
-    schema: bytes = b""  # UTF-8: of the JSON that the answer is to be; b"": any text
-    grammar: GrammarSession | None = None  # how the answer stands with it
-    source: bytes = b""  # what an encoder-decoder reads first, of so many ids or frames
+    schema: bytes = b""  # that constrains the completion, UTF-8; b"": any text
+    grammar: GrammarSession | None = None  # its state under the schema
+    source: bytes = b""  # input of an encoder, of `source_length` ids or frames
     source_length: int = 0
 
     @property
     def scored(self) -> int:
-        """How many of the prompt's tokens the stages have to tell of: nothing comes before the first one."""
+        """How many of the prompt's tokens need log-probabilities: all but the first."""
         return 0 if self.prompt_logprobs is None else len(self.prompt) - 1
 
     def ends_with(self, token: int, index: int) -> bool:
-        """Whether `token`, number `index` of the answer, ends it and is no text."""
+        """Whether `token`, number `index` of the completion, ends it and is not part of the text."""
         return self.ends.end_with(token, index, self.model.serve.end_tokens)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """`prompt`: the tokens that the answer follows; `source`: what travels with them, of `length` ids or frames."""
+    """Inputs of the model. `prompt`: tokens of the decoder; `source`: input of the encoder, `length` ids or frames."""
 
     prompt: Sequence[int]
     source: bytes = b""
@@ -63,7 +62,7 @@ class Reading:
 
 
 def check_answerable(model: ServedModel, request: GenerateRequest) -> None:
-    """JobError, in one line, for a model that generates nothing, or a prompt that is too long for it whatever tokens are made of it."""
+    """JobError, in one line, for a model that does not generate, or a prompt's text that is too long for any tokenization to fit."""
     if model.serve.outputs:
         raise JobError(
             f"model: {model.manifest.name} generates nothing; ask it with: fusion-peer run {model.manifest.name}"
@@ -75,14 +74,14 @@ def task_of(
     model: ServedModel,
     request: GenerateRequest,
     ids: Sequence[int],
-    holder: PeerId,
+    tenant: PeerId,
     draw: Callable[[int], int],
 ) -> Task:
-    """What is to be answered, without the grammar and the user. `ids`: of the request's text, or that it gave; `draw` gives a
-    number below another, for a seed. JobError, in one line, for what the model cannot answer."""
+    """The task of a request, without grammar and user. `ids`: the prompt's tokens; `draw` returns a number below its argument, for a seed.
+    JobError, in one line, for what the model cannot serve."""
     serve = model.serve
-    read = reading(serve, ids, request.features)
-    prompt = list(read.prompt)
+    inputs = reading(serve, ids, request.features)
+    prompt = list(inputs.prompt)
     return Task(
         model=model,
         prompt=prompt,
@@ -93,17 +92,17 @@ def task_of(
         top_logprobs=request.top_logprobs,
         prompt_logprobs=request.top_logprobs if request.echo else None,
         ends=request.ends,
-        holder=holder,
+        tenant=tenant,
         guesses=request.guesses,
         schema=request.schema.encode(),
-        source=read.source,
-        source_length=read.length,
+        source=inputs.source,
+        source_length=inputs.length,
     )
 
 
 def tokens_wanted(request: GenerateRequest, serve: ServeConfig, prompt: Sequence[int]) -> int:
-    """How many tokens the answer that follows `prompt` has at most, those included that the user has. JobError, in one line, for
-    what the model cannot answer so."""
+    """max_tokens of the completion, including those that the client has already. JobError, in one line, for a request that the model
+    cannot serve."""
     wanted = request.most_tokens
     if request.echo:
         _check_echo(request, serve)
@@ -117,7 +116,7 @@ def tokens_wanted(request: GenerateRequest, serve: ServeConfig, prompt: Sequence
 
 
 def _check_echo(request: GenerateRequest, serve: ServeConfig) -> None:
-    """JobError, in one line, where the prompt's own tokens cannot be told of."""
+    """JobError, in one line, where the prompt cannot be echoed."""
     if serve.source is not None:
         raise JobError("echo: this model's encoder reads the prompt, and no token of it follows another")
     if request.top_logprobs is not None and serve.cache != "kv":
@@ -125,7 +124,7 @@ def _check_echo(request: GenerateRequest, serve: ServeConfig) -> None:
 
 
 def reading(serve: ServeConfig, ids: Sequence[int], features: bytes) -> Reading:
-    """`ids`: of the request's text, or that it gave. JobError, in one line, where the model cannot read that."""
+    """The model's inputs. `ids`: the prompt's tokens. JobError, in one line, where the model cannot take them."""
     config = serve.source
     if config is None:
         if features:

@@ -1,5 +1,4 @@
-"""Text to token ids and back, by the tokenizers of models: not in the loop, as their files come from strangers and may be slow on
-purpose."""
+"""Tokenization and detokenization by the models' tokenizers, in threads: they come from strangers and may be slow on purpose."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from fusion.swarm.directory.records import JobId
 from fusion.swarm.transport import PeerId
 
 THREADS = 4
-LONGEST_SECONDS = 30.0  # for one prompt, or the text of one token, and those that wait before it
-OVERDUE = 12  # models whose calls take longer and hold up no other model's
+LONGEST_SECONDS = 30.0  # for one prompt or one token, including the queue
+OVERDUE = 12  # models, at most, whose overdue calls are no longer counted
 REMEMBERED_MODELS = 1024
 
 P = ParamSpec("P")
@@ -33,9 +32,9 @@ T = TypeVar("T")
 
 
 class TextThreads:
-    """A few threads for all models, of which one model has one at a time. Of each holder one call waits for a model's turn, and its
-    others behind that one: they hold up nobody else. A call cannot be stopped, and a regular expression may take a day: one that is
-    overdue has no thread of these any more but one for itself, that others go before, and its model has no other call until it ends."""
+    """A few threads for all models, one call of a model at a time. Each tenant has one call in a model's queue; its further calls wait
+    behind that one and hold up no other tenant. A call cannot be cancelled, and a regular expression may take a day: an overdue call
+    keeps its thread, at the lowest priority and no longer counted, and its model runs no other call until it ends."""
 
     def __init__(self, longest_seconds: float = LONGEST_SECONDS) -> None:
         self._longest_seconds = longest_seconds
@@ -47,13 +46,13 @@ class TextThreads:
         self._lines: WeakValueDictionary[tuple[JobId, PeerId], asyncio.Lock] = WeakValueDictionary()
 
     async def run(
-        self, model: JobId, holder: PeerId, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+        self, model: JobId, tenant: PeerId, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """`function(*args, **kwargs)` for `holder`, or JobFailed where its turn and the call take too long together."""
+        """`function(*args, **kwargs)` for the tenant; JobFailed where queue and call take too long together."""
         late = f"the model's tokenizer gave nothing for {self._longest_seconds:g} seconds"
         if model in self._overdue:
             raise JobFailed(late)
-        line = self._lines.setdefault((model, holder), asyncio.Lock())
+        line = self._lines.setdefault((model, tenant), asyncio.Lock())
         try:
             async with asyncio.timeout(self._longest_seconds), line:
                 turn: asyncio.Lock = self._turns.setdefault(model, asyncio.Lock())
@@ -68,7 +67,7 @@ class TextThreads:
             raise JobFailed(late) from None
 
     def _begin(self, model: JobId, turn: asyncio.Lock, call: Callable[[], T]) -> asyncio.Future[T]:
-        """The turn ends with the call, also where nobody waits any more."""
+        """Start a call. The model's lock is released when it ends, even if nobody waits for it any more."""
         thread = self._idle.pop() if self._idle else _Thread()
         future: asyncio.Future[T] = asyncio.wrap_future(thread.submit(call))
         given_up = asyncio.get_running_loop().call_later(self._longest_seconds, self._give_up, model, thread)
@@ -95,7 +94,7 @@ class TextThreads:
             self._free.release()
 
     def close(self) -> None:
-        """Wait for nothing."""
+        """Does not wait for calls that run."""
         self._closed = True
         while self._idle:
             self._idle.pop().end()
@@ -119,9 +118,8 @@ class _Thread:
         """End with the running call, at the lowest priority."""
         self.last = True
         self.end()
-        if (
-            sys.platform == "linux" and self._thread.native_id is not None
-        ):  # elsewhere threads have no priority of their own
+        # Elsewhere threads have no priority of their own
+        if sys.platform == "linux" and self._thread.native_id is not None:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, self._thread.native_id, 19)
 
@@ -142,54 +140,54 @@ class _Thread:
 
 
 class ModelTexts:
-    """For each `holder`, whose share of the threads it takes. A tokenizer from somebody else runs in a thread; bytes take no time. All
-    raise JobFailed where a tokenizer takes too long."""
+    """Texts of all models; calls share the threads fairly between tenants. Tokenizers run in a thread, byte-level models need none. All raise
+    JobFailed where a tokenizer takes too long."""
 
     def __init__(self) -> None:
-        # Apart from each other: a prompt takes seconds where it is long, and the text of every answer would wait for it.
+        # Separate threads: tokenizing a long prompt takes seconds, and detokenization must not wait for it.
         self._prompts, self._answers = TextThreads(), TextThreads()
 
     def close(self) -> None:
-        """Wait for nothing."""
+        """Does not wait for calls that run."""
         self._prompts.close()
         self._answers.close()
 
     def of_prompt(
-        self, model: ServedModel, holder: PeerId, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+        self, model: ServedModel, tenant: PeerId, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> Awaitable[T]:
-        """What `function` makes of a whole prompt, or of as much text."""
-        return self._run(self._prompts, model, holder, function, *args, **kwargs)
+        """Run `function` on a whole prompt, or on a text as long."""
+        return self._run(self._prompts, model, tenant, function, *args, **kwargs)
 
     def of_answer(
-        self, model: ServedModel, holder: PeerId, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+        self, model: ServedModel, tenant: PeerId, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> Awaitable[T]:
-        """What `function` makes of a few tokens."""
-        return self._run(self._answers, model, holder, function, *args, **kwargs)
+        """Run `function` on a few tokens."""
+        return self._run(self._answers, model, tenant, function, *args, **kwargs)
 
     async def encode(
-        self, model: ServedModel, holder: PeerId, text: str, *, plain: bool = True
+        self, model: ServedModel, tenant: PeerId, text: str, *, plain: bool = True
     ) -> tuple[int, ...]:
-        """As `Text.encode`, one text of a `holder` at a time. JobError for a text that the model cannot take."""
+        """As `Text.encode`, one text of a tenant at a time. JobError for a text that is too long for the model."""
         self.check(model, text)
-        return tuple(await self.of_prompt(model, holder, model.text.encode, text, plain=plain))
+        return tuple(await self.of_prompt(model, tenant, model.text.encode, text, plain=plain))
 
     def check(self, model: ServedModel, text: str) -> None:
-        """JobError for a text that the model cannot take, whatever tokens are made of it."""
+        """JobError for a text that is too long for the model, however it is tokenized."""
         check_size(GenerateRequest(prompt=text), model.serve.longest_prompt)
 
-    async def spell(self, model: ServedModel, holder: PeerId, tokens: Sequence[int]) -> list[bytes]:
-        """As `Text.spell`, for each of them."""
-        return await self.of_answer(model, holder, lambda: [model.text.spell(token) for token in tokens])
+    async def spell(self, model: ServedModel, tenant: PeerId, tokens: Sequence[int]) -> list[bytes]:
+        """As `Text.spell`, for each token."""
+        return await self.of_answer(model, tenant, lambda: [model.text.spell(token) for token in tokens])
 
     async def _run(
         self,
         threads: TextThreads,
         model: ServedModel,
-        holder: PeerId,
+        tenant: PeerId,
         function: Callable[P, T],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
         if model.manifest.tokenizer is None:
             return function(*args, **kwargs)
-        return await threads.run(model.job, holder, function, *args, **kwargs)
+        return await threads.run(model.job, tenant, function, *args, **kwargs)

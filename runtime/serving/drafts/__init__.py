@@ -1,8 +1,8 @@
-"""A draft model: a small model of the same vocabulary, with the first stage, that guesses where a text does not repeat itself.
-What it says changes only time. Knows nothing of sessions' routes or of frames.
+"""Draft models for speculative decoding: a small model of the same vocabulary, beside the first stage, that guesses where a text does
+not repeat itself. Knows nothing of routes or frames.
 
-draft_files    the draft that a manifest names
-draft_length   how far it is worth drafting; pure
-drafter        what one session's draft has read, and what it guessed; pure
-draft_model    the model in memory, in the device's thread
+draft_files    the files of a draft model in a manifest
+draft_length   how many tokens to draft; pure
+drafter        the draft of one session: what it has read and guessed; pure
+draft_model    the draft model in memory, in the device's thread
 """

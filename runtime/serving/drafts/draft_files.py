@@ -1,5 +1,4 @@
-"""The draft model that a manifest names, among the files that go with the job: a release that knows of no drafts passes them
-over, and answers the same."""
+"""The draft model among the files of a job. Older releases ignore these files, and generate the same tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from fusion.runtime.job.fields import build, plain
 from fusion.runtime.job.manifest import Manifest
 from fusion.swarm.directory.records import Digest
 
-GRAPH_FILE = "draft.graph"  # rewritten for decoding, in one piece
+GRAPH_FILE = "draft.graph"  # rewritten for decoding, as one stage
 WEIGHTS_FILE = "draft.safetensors"
 ABOUT_FILE = "draft.json"
 MAX_ABOUT_BYTES = 4 << 10
@@ -35,7 +34,7 @@ class AboutDraft:
 
     @classmethod
     def from_json(cls, data: bytes) -> AboutDraft:
-        """JobError where it says something else; what a newer release may have added is passed over."""
+        """JobError where it is not valid; fields of newer releases are ignored."""
         try:
             about = build(cls, json.loads(data), known_only=True)
         except (ValueError, RecursionError) as error:
@@ -46,7 +45,7 @@ class AboutDraft:
 
 
 def draft_files(manifest: Manifest) -> DraftFiles | None:
-    """None where the job has no draft, or not all of one."""
+    """The files of the job's draft model; None where one is missing."""
     named = dict(manifest.files)
     if manifest.serve is None or not {GRAPH_FILE, WEIGHTS_FILE, ABOUT_FILE} <= named.keys():
         return None

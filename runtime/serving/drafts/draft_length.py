@@ -1,28 +1,27 @@
-"""How far it is worth drafting. Pure, and without torch.
+"""How many tokens to draft. Pure, and without torch.
 
-A guess that is right saves its token the trip around the ring; the step that drafts it may hold up a token that comes meanwhile,
-by as long as the step takes. So the k-th guess is worth it where (how often k guesses in a row are right) x (a trip) exceeds a step
-by far enough.
+An accepted guess saves its token the trip around the ring; the step that drafts it may delay a token that arrives meanwhile by the time
+of the step. So the k-th guess is worth it where (acceptance rate)^k x (time of a trip) exceeds the time of a step by a factor.
 """
 
 from __future__ import annotations
 
 from math import log
 
-FIRST_ACCEPTANCE = 0.5  # before anything is known
-FIRST_COUNTS = 3  # guesses' worth of that: three wrong ones at the beginning are enough to hope no more
-LEAST_ACCEPTANCE = 0.05  # what is always wrong is tried now and then: a text changes
-RECENT = 0.1  # the share of the newest observation in what is believed
-STEPS_A_TRIP = 2.0  # that a guess has to save
+FIRST_ACCEPTANCE = 0.5  # prior of the acceptance rate
+FIRST_COUNTS = 3  # guesses that the prior counts for: three rejections at the beginning outweigh it
+LEAST_ACCEPTANCE = 0.05  # lower bound, so that drafting is retried now and then: a text changes
+RECENT = 0.1  # weight of the newest observation in the moving average
+STEPS_A_TRIP = 2.0  # the factor above
 FIRST_DRAFTED = 4  # before the times are known
 MOST_DRAFTED = 64
-HOPEFUL = 0.3  # the share of right guesses from which on a wrong one changes nothing
-MOST_HOPED = 8  # guesses that are under way then, whatever became of the last ones, at most
-MOST_TIMED = 256  # chunks on their way whose time is taken
+HOPEFUL = 0.3  # acceptance rate from which on rejections do not stop speculation
+MOST_HOPED = 8  # guesses in flight then, at most, whatever the last results
+MOST_TIMED = 256  # chunks in flight that are timed
 
 
 class Recent:
-    """What was observed lately, on average; `value` is None before."""
+    """An exponential moving average; `value` is None before the first observation."""
 
     def __init__(self) -> None:
         self.value: float | None = None
@@ -33,27 +32,27 @@ class Recent:
 
 
 class Trips:
-    """How long the tokens of one session take around the ring, from chunk to token."""
+    """Times of one session's trips around the ring, from chunk to token."""
 
     def __init__(self) -> None:
-        self._fed: dict[int, float] = {}  # the end of a chunk -> when it went
+        self._fed: dict[int, float] = {}  # the end of a chunk -> when it was fed
         self.seconds = Recent()
 
     def fed(self, end: int, now: float) -> None:
-        """A chunk up to that position went."""
+        """A chunk up to that position was fed."""
         self._fed[end] = now
         if len(self._fed) > MOST_TIMED:
             del self._fed[next(iter(self._fed))]
 
     def returned(self, position: int, now: float) -> None:
-        """The token for that position is here, and those before it are."""
+        """The tokens up to that position have returned."""
         if (then := self._fed.get(position)) is not None:
             self.seconds.add(now - then)
         self._fed = {end: at for end, at in self._fed.items() if end > position}
 
 
 class Acceptance:
-    """How often the draft's guesses are right: on average at first, lately on average later."""
+    """Acceptance rate of the draft's guesses: the mean at first, later a moving average."""
 
     def __init__(self) -> None:
         self._share = FIRST_ACCEPTANCE
@@ -69,12 +68,12 @@ class Acceptance:
 
 
 def worth_drafting(acceptance: float, trip_seconds: float | None, step_seconds: float | None) -> int:
-    """How many tokens behind those that are known. `acceptance`: above 0, up to 1. Where a time is not known yet, a few: it will be."""
+    """How many tokens to draft behind the known ones. `acceptance`: above 0, up to 1. FIRST_DRAFTED while a time is not known."""
     if trip_seconds is None or step_seconds is None:
         return FIRST_DRAFTED
     if step_seconds <= 0:
         return MOST_DRAFTED
-    # That the guesses in a row have to be right
+    # Least probability that all guesses up to this one are accepted
     least = STEPS_A_TRIP * step_seconds / max(trip_seconds, 1e-9)
     if acceptance < least:
         return 0

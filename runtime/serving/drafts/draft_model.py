@@ -1,4 +1,4 @@
-"""The draft model in memory: a whole small model as one stage, with keys and values of its own for each session. Every method
+"""The draft model in memory: a whole small model as one stage, with a KV cache for each session. Every method
 runs in the device's thread."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fusion.runtime.serving.drafts.drafter import DraftStep
 
 
 class DraftModel:
-    """`positions`: that it can read at most. `vocabulary`: of the model that it guesses for."""
+    """`positions`: of its context. `vocabulary`: of the large model."""
 
     def __init__(self, plane: DecodingStage, vocabulary: int, positions: int, weights_bytes: int) -> None:
         self.positions = positions
@@ -23,17 +23,17 @@ class DraftModel:
         self._open: set[str] = set()
 
     def used_bytes(self) -> int:
-        """Of KV memory."""
+        """Bytes of its KV caches."""
         return self._plane.used_bytes()
 
     def run(self, steps: Sequence[DraftStep], account: Callable[[], None]) -> list[int | None]:
-        """The token that is guessed after each step. None where there is no memory for the session's keys and values, or they had
-        to give way. `account`: MemoryError where the peer would hold more than it lends."""
+        """The guessed token after each step. None where there is no memory for the session's KV cache, or it was dropped. `account` raises
+        MemoryError where the peer would hold more than it lends."""
         ready = [step for step in steps if self._reserved(step, account)]
-        found = self._plane.run([self._piece(step) for step in ready]) if ready else []
+        outputs_of = self._plane.run([self._piece(step) for step in ready]) if ready else []
         tokens = {
             step.session: step.guess(outputs["result/0"][0, -1, : self._vocabulary], step.end)
-            for step, outputs in zip(ready, found, strict=True)
+            for step, outputs in zip(ready, outputs_of, strict=True)
         }
         return [tokens.get(step.session) for step in steps]
 
@@ -43,11 +43,11 @@ class DraftModel:
             self._plane.close(session)
 
     def clear(self) -> bool:
-        """Free the keys and values of all sessions. Whether there were any."""
-        found = bool(self._open)
+        """Free the KV caches of all sessions. Whether there were any."""
+        any_open = bool(self._open)
         self._open.clear()
         self._plane.clear()
-        return found
+        return any_open
 
     def _reserved(self, step: DraftStep, account: Callable[[], None]) -> bool:
         session = step.session

@@ -1,8 +1,8 @@
-"""One session's draft: what the draft model has read of the text, and what it guessed behind it. Pure, and without torch.
+"""The draft of one session: what the draft model has read of the text, and what it guessed behind it. Pure, and without torch.
 
-The text here is what is known, then what is expected to follow: guesses under way, whoever made them, and what was drafted behind
-them. A token that is not the expected one cuts the rest off, and what the model has read of it is read anew: its cache is cut
-back by the position that comes again.
+The text is the known tokens, then the expected ones: guesses in flight, of either drafter, and tokens drafted behind them. A token that
+differs from the expected one discards the rest, and the draft model reads the text again from there: its cache is truncated at the
+position that is run again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fusion.runtime.serving.drafts.draft_length import (
     worth_drafting,
 )
 
-STEP_POSITIONS = 32  # that the model reads in one run; a token that comes meanwhile waits for them
-LEAST_REPEATED = 8  # tokens of a match from which on what repeats is guessed and nothing drafted
+STEP_POSITIONS = 32  # of one run, for which a token that arrives meanwhile has to wait
+LEAST_REPEATED = 8  # tokens of a match from which on prompt lookup is used instead of the draft model
 
 
-# (logits of the vocabulary, a position) -> the token that is guessed there
+# (logits of the vocabulary, a position) -> the guessed token
 Guess = Callable[[Any, int], int]
 
 
@@ -33,7 +33,7 @@ def likeliest(logits: Any, position: int) -> int:
 
 
 class Repeats(Protocol):
-    """Guesses what repeats earlier text."""
+    """Guesses repetitions of earlier text."""
 
     def push(self, token: int) -> None: ...
 
@@ -42,14 +42,13 @@ class Repeats(Protocol):
 
 @dataclass(frozen=True)
 class DraftStep:
-    """What the draft model reads next: tokens at `start` and behind. `version`: of the text, as long as nothing in it proves
-    wrong."""
+    """The next tokens for the draft model to read, from `start` on. `version`: of the text, which changes with each rejection."""
 
     session: str
     capacity: int  # positions that the session may have
     start: int
     ids: tuple[int, ...]
-    last: bool  # the token that follows them is a guess
+    last: bool  # the model is to guess the token after them
     version: int = 0
     guess: Guess = likeliest
 
@@ -59,8 +58,8 @@ class DraftStep:
 
 
 class ModelDrafter:
-    """`text`: the prompt. `repeats`: who is asked first. `capacity`: positions that the model can read, at most. `guess`: which token
-    what it says stands for."""
+    """`text`: the prompt. `repeats`: a drafter that is tried first. `capacity`: positions of the draft model's context. `guess`: from
+    logits to a token."""
 
     def __init__(
         self, session: str, text: Sequence[int], repeats: Repeats, capacity: int, guess: Guess = likeliest
@@ -70,18 +69,18 @@ class ModelDrafter:
         self._repeats = repeats
         self._capacity = capacity
         self._guess = guess
-        self._expected: list[int] = []  # behind the text
-        self._drafted_from = 0  # the position from which on that was drafted
+        self._expected: list[int] = []  # tokens expected after the text
+        self._drafted_from = 0  # the position from which on they were drafted
         self._held = 0  # positions that the model has read
         self._version = 0
-        self._repeating = False  # what was proposed last was a repeat
+        self._repeating = False  # the last proposal was a repetition
         self._stopped = len(text) >= capacity
-        self._worth = FIRST_DRAFTED  # how far it is worth drafting, when last asked
+        self._worth = FIRST_DRAFTED  # last result of `worth_drafting`
         self.acceptance = Acceptance()
         self.trips = Trips()
 
     def push(self, token: int) -> None:
-        """The text has one token more."""
+        """Append a token to the text."""
         self._repeats.push(token)
         position = len(self._text)
         self._text.append(token)
@@ -96,7 +95,7 @@ class ModelDrafter:
         self._changed(position)
 
     def propose(self, ahead: Sequence[int], most: int) -> list[int]:
-        """At most so many guesses behind those that are under way, `ahead`."""
+        """At most `most` guesses behind those in flight, `ahead`."""
         found = self._repeats.propose(ahead, most)
         self._repeating = bool(found)
         if found:
@@ -106,13 +105,13 @@ class ModelDrafter:
 
     @property
     def least(self) -> int:
-        """How many guesses may be under way whatever became of the last ones: that a share of them is wrong is reckoned with."""
+        """How many guesses may be in flight whatever the last results: with a draft model some rejections are expected."""
         hopeful = not (self._stopped or self._repeating) and self.acceptance.share >= HOPEFUL
         return min(self._worth, MOST_HOPED) if hopeful else 0
 
     def next_step(self, most: int, room: int, step_seconds: float | None) -> DraftStep | None:
-        """What to run so that `most` guesses, those under way among them, may be there: at most `room` positions. None where it is
-        not worth a run of so many seconds, or nothing is to be guessed. Whoever asks runs it."""
+        """The next step, of at most `room` positions, towards `most` guesses including those in flight. None where drafting is not worth a
+        run of `step_seconds`, or there is nothing to guess. The caller has to run it."""
         self._worth = worth_drafting(self.acceptance.share, self.trips.seconds.value, step_seconds)
         most = min(most, self._worth)
         end = len(self._text) + len(self._expected)
@@ -125,15 +124,15 @@ class ModelDrafter:
         return DraftStep(self._session, self._capacity, start, tuple(ids), last, self._version, self._guess)
 
     def drafted(self, step: DraftStep, token: int) -> None:
-        """The model says what follows the step. Dropped where the text has turned out otherwise meanwhile."""
-        end = len(self._text) + len(self._expected)  # what repeats may have been guessed behind the step
+        """Add the guess after a step. Dropped where the text has changed meanwhile."""
+        end = len(self._text) + len(self._expected)  # repetitions may have been guessed behind the step
         if step.last and step.end == end and step.version == self._version and not self._stopped:
             if not self._expected:
                 self._drafted_from = len(self._text)
             self._expected.append(token)
 
     def stop(self) -> None:
-        """The model reads this text no more."""
+        """Stop drafting for this session."""
         self._stopped = True
 
     def _expect(self, tokens: Sequence[int]) -> None:
@@ -148,6 +147,6 @@ class ModelDrafter:
             self._drafted_from = len(self._text) + len(self._expected)
 
     def _changed(self, position: int) -> None:
-        """What stood at that position and behind it is something else."""
+        """The text has changed from that position on."""
         self._held = min(self._held, position)
         self._version += 1

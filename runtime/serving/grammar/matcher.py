@@ -1,4 +1,4 @@
-"""How one answer stands with its grammar: a connection to the process that follows it (`fusion.runtime.serving.grammar.worker`)."""
+"""The grammar state of one completion: a connection to the process that tracks it (`fusion.runtime.serving.grammar.worker`)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from contextlib import suppress
 
 from fusion.runtime.job.errors import JobError, JobFailed
 
-MASKS, STATES = b"m", b"s"  # as in the worker, with what follows
+MASKS, STATES = b"m", b"s"  # these two lines as in the worker
 GOES_ON, ACCEPTS, COMPLETE, DENIED, FAILED = b"g", b"a", b"c", b"x", b"e"
-WAIT_SECONDS = 10.0  # for a step, which takes far less of a processor: on a busy machine
+WAIT_SECONDS = 10.0  # for a step on a busy machine; its CPU time is far less
 TOO_MUCH = "response_format: the schema takes too much time or memory"
 
 
 class GrammarSession:
-    """The tokens of one answer: which it may have, and whether it is complete. `release` is called once, as it is closed, and `used`
-    with each token, in the thread that says it.
+    """Tracks the tokens of one completion: which may come next, and whether it is complete. `release` is called once, when it is closed,
+    and `used` with each token, in the calling thread.
 
-    `push` and `mask` wait and are for one thread; `push_soon` is for the loop."""
+    `push` and `mask` block and are for one thread; `push_soon` is for the event loop."""
 
     def __init__(
         self,
@@ -36,16 +36,16 @@ class GrammarSession:
         self._used = used
         self._closed = False
         self._state = GOES_ON
-        self._using = threading.Lock()  # a thread waits for it
+        self._using = threading.Lock()  # held while a thread uses the connection
 
     @property
     def accepts(self) -> bool:
-        """Whether the answer may end here."""
+        """Whether the completion may end here."""
         return self._state in (ACCEPTS, COMPLETE)
 
     @property
     def complete(self) -> bool:
-        """Whether nothing may follow."""
+        """Whether no further token is allowed."""
         return self._state == COMPLETE
 
     def close(self) -> None:
@@ -53,13 +53,13 @@ class GrammarSession:
         if not self._closed:
             self._closed = True
             with suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it
+                self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it
             with self._using:
                 self._connection.close()
             self._release()
 
     def push(self, token: int) -> None:
-        """The answer has one more, which its mask allows. JobFailed where it cannot be followed any further."""
+        """Add a token that the mask allows. JobFailed where the process has failed."""
         try:
             with self._using:
                 self._connection.settimeout(WAIT_SECONDS)
@@ -71,10 +71,10 @@ class GrammarSession:
             raise JobFailed(f"response_format: token {token} was not allowed")
 
     def mask(self) -> bytearray:
-        """A bit for each token, lowest first, and one after them for the end of the answer; once after each push.
-        JobFailed where there is none."""
-        found = bytearray(self._mask_bytes)
-        view = memoryview(found)
+        """The mask: a bit for each token, lowest first, and one after them for the end of the completion. To be called once after each
+        push. JobFailed where the process has failed."""
+        bits = bytearray(self._mask_bytes)
+        view = memoryview(bits)
         try:
             with self._using:
                 self._connection.settimeout(WAIT_SECONDS)
@@ -85,10 +85,10 @@ class GrammarSession:
                     view = view[count:]
         except OSError:
             raise GrammarTooCostly(TOO_MUCH) from None
-        return found
+        return bits
 
     async def push_soon(self, tokens: Sequence[int]) -> bool:
-        """Whether the answer may have these next: it has them then, or as many of them as it may. JobFailed as `push`."""
+        """Add tokens, as many as are allowed; returns whether all are. JobFailed as `push`."""
         loop = asyncio.get_running_loop()
         try:
             self._connection.setblocking(False)
@@ -110,15 +110,15 @@ class GrammarSession:
 
 
 class GrammarTooCostly(JobFailed):
-    """Its process has ended: what the schema asks for takes too much time or memory, as a rule."""
+    """The process has ended: most often because the schema takes too much time or memory."""
 
 
 class GrammarsBusy(JobFailed):
-    """So many answers to unlike schemas are under way that this one has to wait."""
+    """Too many different schemas are in use."""
 
 
 class GrammarRefused(JobError):
-    """The schema, or any with this model, is not possible; says why."""
+    """The schema, or any schema with this model, is not possible; says why."""
 
 
 def _tokens(tokens: Sequence[int]) -> bytes:

@@ -1,17 +1,16 @@
-"""A process that holds answers of one model to JSON schemas. Run as a module, imported by nothing.
+"""A process that computes token masks by JSON schemas for one model. Run as a module, imported by nothing.
 
     python -m fusion.runtime.serving.grammar.worker PARENT MEMORY_BYTES GRAMMAR_BYTES
 
-A schema comes from a stranger, and a few lines can ask for years of work or all memory there is (`multipleOf`, patterns that
-repeat, `allOf` of itself): llguidance has limits, which do not bound everything. So each schema is compiled and followed in a
-process of its own, which the kernel ends after so much processor time and which gets so much memory. It is forked from this
-one, which has read the model's tokenizer already.
+A schema comes from a stranger, and a few lines can take years of work or all memory (`multipleOf`, patterns that repeat, `allOf` of
+itself): llguidance has limits, which do not bound everything. So each schema is compiled and tracked in a process of its own, with
+limits on CPU time and memory that the kernel enforces. It is forked from this one, which has loaded the model's tokenizer already.
 
-Standard input is a socket. First comes {kind, vocabulary, end_tokens} and the tokenizer's bytes; {} or {error} goes. Then
-each byte brings a socket for one schema: its text comes, {} or {error} goes. There again each byte brings a socket for one
-answer, whose masks are wanted where the byte is MASKS. On that the answer's tokens come, 4 bytes of count and as many of 4
-bytes; for each such list goes how the answer then stands (GOES_ON, ACCEPTS, COMPLETE, DENIED, FAILED), and unless it has
-ended the mask: a bit for each token, and one after them that says whether the answer may end.
+Standard input is a socket. It receives {kind, vocabulary, end_tokens} and the tokenizer's bytes, and sends {} or {error}. Then each
+byte carries a socket for one schema, which receives the schema's text and sends {} or {error}. There each byte carries a socket for
+one completion, with masks where the byte is MASKS. That receives lists of tokens, 4 bytes of count and 4 bytes for each; for each list
+it sends the state of the completion (GOES_ON, ACCEPTS, COMPLETE, DENIED, FAILED) and, unless it has ended, the mask: a bit for each
+token, and one after them for the end of the completion.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ from fusion.runtime.job.text import ByteText, TokenizerText
 
 MASKS, STATES = b"m", b"s"
 GOES_ON, ACCEPTS, COMPLETE, DENIED, FAILED = b"g", b"a", b"c", b"x", b"e"
-LOAD_SECONDS = 60.0  # of the processor, for the tokenizer
+LOAD_SECONDS = 60.0  # of CPU time, for the tokenizer; so are the following
 COMPILE_SECONDS = 2.0  # for a schema and its first mask
 STEP_SECONDS = 0.25  # for one token and the mask after it
-FIRST_SECONDS, SECONDS_PER_TOKEN = 1.0, 0.005  # for all tokens of a schema's answers together
+FIRST_SECONDS, SECONDS_PER_TOKEN = 1.0, 0.005  # for all tokens of a schema's completions together
 MAX_SESSIONS = 1024
 LINE_CHARACTERS = 200
 _PR_SET_PDEATHSIG = 1
-# Between the parts of a JSON text, as llama.cpp has it: spaces without an end would be an answer without one.
+# Between the parts of a JSON text, as in llama.cpp: with unlimited whitespace a completion might never end.
 _OPTIONS = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
 
 
 def main(parent: int, memory_bytes: int, grammar_bytes: int) -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a schema's process may begin no thread
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent says when
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+        signal.signal(number, signal.SIG_IGN)  # the parent ends it
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that no zombies are left
     _end_with(parent)
     _limit("RLIMIT_CORE", 0)
     _limit("RLIMIT_FSIZE", 0)
@@ -90,7 +89,7 @@ def main(parent: int, memory_bytes: int, grammar_bytes: int) -> int:
 
 
 def _forked() -> bool:
-    """Whether this is the new process; where none can be had its socket is closed, which says so."""
+    """Whether this is the new process. If fork fails the caller closes its socket, which reports that."""
     try:
         return os.fork() == 0
     except OSError:
@@ -104,15 +103,15 @@ def _tokenizer(about: dict[str, Any], data: bytes) -> LLTokenizer:
         raise JobError("its tokenizer does not say which text each token stands for")
     special = text.special | ends
     tokens = [b"" if token in special else text.spell(token) for token in range(vocabulary)]
-    # The end of an answer is a token of its own after all others: which tokens end one, if any, is the model's affair.
-    words = _Tokens([*tokens, b"<end>"], text)
-    words.greedy = LLTokenizer(words, n_vocab=vocabulary + 1, slices=[])  # type: ignore[arg-type]
-    return LLTokenizer(words, n_vocab=vocabulary + 1)  # type: ignore[arg-type]
+    # The end of a completion is an extra token after all others: which real tokens end one depends on the model.
+    tokens_with_end = _Tokens([*tokens, b"<end>"], text)
+    tokens_with_end.greedy = LLTokenizer(tokens_with_end, n_vocab=vocabulary + 1, slices=[])  # type: ignore[arg-type]
+    return LLTokenizer(tokens_with_end, n_vocab=vocabulary + 1)  # type: ignore[arg-type]
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer. Text that the schema alone decides is cut as the model's own tokenizer cuts it, if
-    that gives just this text, else into the longest tokens."""
+    """The interface of a tokenizer for llguidance. Text that the schema fully determines is tokenized by the model's own tokenizer if
+    that reproduces the text, else greedily into the longest tokens."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -126,16 +125,16 @@ class _Tokens:
 
     def __call__(self, text: bytes | str) -> list[int]:
         data = text if isinstance(text, bytes) else text.encode()
-        with contextlib.suppress(Exception):  # whatever a stranger's tokenizer brings about
-            found = self._text.encode(str(data, "utf-8"), plain=False)
-            pieces = [self.tokens[token] for token in found]
+        with contextlib.suppress(Exception):  # a stranger's tokenizer may raise anything
+            ids = self._text.encode(str(data, "utf-8"), plain=False)
+            pieces = [self.tokens[token] for token in ids]
             if all(pieces) and b"".join(pieces) == data:
-                return found
+                return ids
         return [] if self.greedy is None else self.greedy.greedy_tokenize(str(data, "utf-8", "replace"))
 
 
 class _Grammar:
-    """One schema and its answers."""
+    """One schema and its completions."""
 
     def __init__(self, control: socket.socket, tokenizer: LLTokenizer, vocabulary: int) -> None:
         self._control = control
@@ -192,7 +191,7 @@ class _Grammar:
         return matcher
 
     def _step(self, session: socket.socket) -> bool:
-        """Take the next tokens of an answer. False where it has gone."""
+        """Handle the next tokens of a completion. False where it has ended."""
         head = _receive(session, 4)
         count = struct.unpack("<I", head)[0] if head else 0
         data = _receive(session, 4 * count) if head else None
@@ -205,10 +204,10 @@ class _Grammar:
         began = time.process_time()
         _time(min(left, STEP_SECONDS + SECONDS_PER_TOKEN * count))
         matcher, masks = self._sessions[session]
-        said, mask = self._taken(matcher, list(struct.unpack(f"<{count}I", data)))
+        state, mask = self._consume(matcher, list(struct.unpack(f"<{count}I", data)))
         try:
-            session.sendall(said)
-            if masks and said in (GOES_ON, ACCEPTS):  # while the token is on its way around the ring
+            session.sendall(state)
+            if masks and state in (GOES_ON, ACCEPTS):  # while the token is on its way around the ring
                 mask = mask or matcher.compute_bitmask()
                 if matcher.is_error():
                     return False
@@ -219,8 +218,8 @@ class _Grammar:
         self._spent += time.process_time() - began
         return True
 
-    def _taken(self, matcher: LLMatcher, tokens: list[int]) -> tuple[bytes, bytes | None]:
-        """How the answer stands with these tokens, and the mask if it was needed to know."""
+    def _consume(self, matcher: LLMatcher, tokens: list[int]) -> tuple[bytes, bytes | None]:
+        """The state after these tokens, and the mask if it was computed for that."""
         if any(token >= self._tokenizer.vocab_size - 1 for token in tokens):
             return DENIED, None
         if tokens and matcher.try_consume_tokens(tokens) < len(tokens):
@@ -238,7 +237,7 @@ class _Grammar:
 
 
 def _time(seconds: float) -> None:
-    """The process ends after so much processor time from now; 0: it does not."""
+    """Limit the process to so much CPU time from now; 0: no limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
@@ -248,7 +247,7 @@ def _limit(name: str, value: int) -> None:
 
 
 def _address_space() -> int:
-    """Bytes of it that the process has; as many as there can be where that is not known."""
+    """Bytes of address space in use; 2**62 where that is unknown."""
     with contextlib.suppress(OSError), open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
     return 1 << 62
@@ -267,8 +266,8 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:LINE_CHARACTERS] or type(error).__name__
 
 
-def _answer(control: socket.socket, **said: str) -> None:
-    data = json.dumps(said).encode()
+def _answer(control: socket.socket, **fields: str) -> None:
+    data = json.dumps(fields).encode()
     control.sendall(struct.pack("<I", len(data)) + data)
 
 
@@ -279,7 +278,7 @@ def _receive_text(control: socket.socket) -> str | None:
 
 
 def _receive(source: socket.socket, count: int) -> bytes | None:
-    """None where it has ended before."""
+    """`count` bytes; None where the stream ends before."""
     data = bytearray()
     while len(data) < count:
         try:

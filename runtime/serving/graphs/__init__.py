@@ -1,12 +1,12 @@
-"""Models that answer in one run, and generate nothing: named arrays in, named arrays out, stage after stage.
+"""Models that run once for each request and do not generate: named arrays in, named arrays out, stage after stage.
 
 arrays       named arrays in a frame
-inputs       whether they are what a model takes; pure
-client       ask any peer, or another one
+inputs       validation of a model's inputs; pure
+client       the client of a gateway, with failover to another
 stages       the stages that run here
-owners       the owner of a stage is asked, or the next one
+owners       runs a stage at its owner, or its next owner
 gateway      in front of the stages of the swarm
 embeddings   vectors of texts, through it
 
-A run keeps nothing: where a stage's owner vanishes, the next one is given the same arrays.
+A run has no state: where a stage's owner fails, its next owner gets the same arrays.
 """

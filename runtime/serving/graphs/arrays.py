@@ -1,4 +1,4 @@
-"""Named arrays in a frame: what they are in its header, their bytes one behind the other in its payload, little-endian."""
+"""Named arrays in a frame: names, dtypes and shapes in its header, their little-endian bytes, concatenated, in its payload."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIELD = "arrays"  # of the header
 
 @dataclass(frozen=True)
 class Array:
-    """`data` holds as many bytes as shape and dtype say."""
+    """The size of `data` matches shape and dtype."""
 
     name: str
     dtype: str  # a key of DTYPE_BYTES
@@ -31,17 +31,17 @@ class Array:
 
 
 def described(arrays: Sequence[Array]) -> dict[str, list[list[Any]]]:
-    """For a header; the payload is their `data`, in the same order."""
+    """The header field; the payload is their `data`, in the same order."""
     return {FIELD: [[a.name, a.dtype, list(a.shape)] for a in arrays]}
 
 
 def read_arrays(header: Mapping[str, Any], payload: Buffer) -> list[Array]:
-    """FrameError for a header that describes no arrays, or others than are there: nothing is allocated for them."""
-    said = header.get(FIELD)
-    if not isinstance(said, list) or len(said) > MAX_ARRAYS:
+    """Views of the arrays in a payload, without copies. FrameError where header and payload do not match."""
+    entries = header.get(FIELD)
+    if not isinstance(entries, list) or len(entries) > MAX_ARRAYS:
         raise FrameError(f"arrays: a list of at most {MAX_ARRAYS}")
-    view, at, found = memoryview(payload), 0, list[Array]()
-    for each in said:
+    view, offset, arrays = memoryview(payload), 0, list[Array]()
+    for each in entries:
         name, dtype, shape = each if isinstance(each, list) and len(each) == 3 else (None, None, None)
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not isinstance(dtype, str):
             raise FrameError("arrays: each is [name, dtype, shape]")
@@ -52,10 +52,10 @@ def read_arrays(header: Mapping[str, Any], payload: Buffer) -> list[Array]:
         if not all(type(size) is int and 0 < size <= len(view) for size in shape):
             raise FrameError(f"arrays: {name:.80} has a size that is not from 1 to the bytes of the payload")
         bytes_ = prod(shape) * DTYPE_BYTES[dtype]
-        if at + bytes_ > len(view):
+        if offset + bytes_ > len(view):
             raise FrameError(f"arrays: {name:.80} does not fit the payload")
-        found.append(Array(name, dtype, tuple(shape), view[at : at + bytes_]))
-        at += bytes_
-    if at != len(view) or len({a.name for a in found}) != len(found):
+        arrays.append(Array(name, dtype, tuple(shape), view[offset : offset + bytes_]))
+        offset += bytes_
+    if offset != len(view) or len({a.name for a in arrays}) != len(arrays):
         raise FrameError("arrays: each by its own name, and nothing else in the payload")
-    return found
+    return arrays

@@ -1,4 +1,4 @@
-"""Ask any peer for what a model makes of named arrays, and another one where it vanishes, falls silent or has no room."""
+"""Run a model on named arrays through any peer, with failover to another where it vanishes, is silent or has no capacity."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fusion.runtime.job.protocol import RUN
 from fusion.runtime.serving.graphs.arrays import Array, described, read_arrays
 from fusion.runtime.serving.requests.client import GATEWAY_TRIES, Another, GrantsFor
 from fusion.runtime.serving.requests.header_fields import number
-from fusion.runtime.serving.requests.silence import listening
+from fusion.runtime.serving.requests.silence import watching_liveness
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import (
     FrameError,
@@ -23,19 +23,24 @@ from fusion.swarm.errors import (
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.transport import Frame, PeerId, Transport, checked
 
-GONE = (PeerUnreachable, UnknownProtocol, StreamBroken, StreamClosed)  # what another peer may do better
+GONE = (
+    PeerUnreachable,
+    UnknownProtocol,
+    StreamBroken,
+    StreamClosed,
+)  # errors after which to try another peer
 
 
 @dataclass(frozen=True)
-class Made:
-    arrays: tuple[Array, ...]  # by the names that the model gives them
-    route: tuple[str, ...]  # the peers that they came through
+class RunResult:
+    arrays: tuple[Array, ...]  # by the model's names
+    route: tuple[str, ...]  # the peers of its stages
     seconds: float
 
 
-class Asking:
-    """Runs of models, one after the other, through the peer that was found last to answer. `another`: whom to ask instead;
-    `grants`: what we can show of why we may prompt the model of a job that is not for everybody."""
+class ModelRuns:
+    """Runs models, one request after the other, through the peer that replied last. `another` finds a gateway to fail over to; `grants`
+    fetches the grants with which we may prompt a job that is not open to all."""
 
     def __init__(
         self,
@@ -48,24 +53,28 @@ class Asking:
         self._peer = peer
         self._another = another
         self._grants = grants
-        self._shown: tuple[bytes, ...] = ()
+        self._presented_grants: tuple[bytes, ...] = ()
 
-    async def run(self, model: str, arrays: Sequence[Array]) -> Made:
-        """As `run_model`. PeerUnreachable, UnknownProtocol, StreamBroken or StreamClosed where nobody else is left to ask."""
-        gone: frozenset[PeerId] = frozenset()
+    async def run(self, model: str, arrays: Sequence[Array]) -> RunResult:
+        """As `run_model`. PeerUnreachable, UnknownProtocol, StreamBroken or StreamClosed where no other gateway is left."""
+        excluded: frozenset[PeerId] = frozenset()
         while True:
             try:
-                return await run_model(self._transport, self._peer, model, arrays, self._shown)
+                return await run_model(self._transport, self._peer, model, arrays, self._presented_grants)
             except NotAdmitted as error:
-                shown = () if self._grants is None or self._shown else await self._grants(JobId(error.job))
+                shown = (
+                    ()
+                    if self._grants is None or self._presented_grants
+                    else await self._grants(JobId(error.job))
+                )
                 if not shown:
                     raise
-                self._shown = shown
+                self._presented_grants = shown
             except GONE:
-                gone |= {self._peer}
+                excluded |= {self._peer}
                 other = None
-                if self._another is not None and len(gone) < GATEWAY_TRIES:
-                    other = await self._another(gone)
+                if self._another is not None and len(excluded) < GATEWAY_TRIES:
+                    other = await self._another(excluded)
                 if other is None:
                     raise
                 self._peer = other
@@ -73,31 +82,31 @@ class Asking:
 
 async def run_model(
     transport: Transport, peer: PeerId, model: str, arrays: Sequence[Array], grants: Sequence[bytes] = ()
-) -> Made:
-    """`peer` need not serve the model itself. Raises RemoteError with its one line, SwarmError where it vanished, is silent or
-    has no room for so large a question."""
+) -> RunResult:
+    """Run a model through one gateway, which need not serve it itself. Raises RemoteError with its one line, SwarmError where it vanished,
+    is silent or has no capacity for so large a request."""
     header = {"model": model, "grants": list(grants), **described(arrays)}
-    answer = await ask(transport, peer, "run", header, arrays)
-    if answer.kind == "busy":
+    reply = await request_reply(transport, peer, "run", header, arrays)
+    if reply.kind == "busy":
         raise StreamBroken(f"{friendly_name(peer)} takes in as many large questions as it can")
-    if answer.kind != "done":
-        raise FrameError(f"gateways send done, not {answer.kind!r:.40}")
-    route = answer.header.get("route")
-    return Made(
-        arrays=tuple(read_arrays(answer.header, answer.payload)),
+    if reply.kind != "done":
+        raise FrameError(f"gateways send done, not {reply.kind!r:.40}")
+    route = reply.header.get("route")
+    return RunResult(
+        arrays=tuple(read_arrays(reply.header, reply.payload)),
         route=tuple(str(each)[:128] for each in route) if isinstance(route, list) else (),
-        seconds=number(answer.header, "seconds", 0.0),
+        seconds=number(reply.header, "seconds", 0.0),
     )
 
 
-async def ask(
+async def request_reply(
     transport: Transport, peer: PeerId, kind: str, header: Mapping[str, Any], arrays: Sequence[Array]
 ) -> Frame:
-    """The answer to one frame, which may take its time. Raises RemoteError with the peer's one line, SwarmError where it vanished,
-    or neither answers nor says that it is there."""
+    """The reply to one frame, without a time limit while the peer is alive. Raises RemoteError with the peer's one line, SwarmError where
+    it vanished, or answers neither the request nor pings."""
     stream = await transport.open(peer, RUN.name)
     try:
-        async with listening(transport, peer, stream):
+        async with watching_liveness(transport, peer, stream):
             await stream.send(kind, header, [a.data for a in arrays])
             return checked(await stream.receive())
     finally:

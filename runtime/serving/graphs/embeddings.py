@@ -1,5 +1,5 @@
-"""Vectors of texts, by a model that makes them: texts of one length go together, as many as its stages have memory for, and as
-what is sent between them has room in a frame."""
+"""Vectors of texts by an embedding model. Texts of equal length are batched, as many as the stages have memory for and as a frame between
+them has room for."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ async def embeddings(
     client: PeerId,
     turns: asyncio.Semaphore,
 ) -> AsyncGenerator[tuple[list[int], NDArray[np.float32]]]:
-    """As they come: places of some of `texts`, which `check_texts` let pass, and their vectors (places, hidden). Each run
-    takes one of `turns`. Raises as `GraphGateway.run`, and JobFailed for a model that makes something else."""
+    """Yields indices of some of `texts`, which `check_texts` must have accepted, and their vectors (indices, hidden), float32. Each run
+    acquires `turns`. Raises as `GraphGateway.run`, and JobFailed for a model with other outputs."""
     by_length: dict[int, list[int]] = {}
     for place, text in enumerate(texts):
         by_length.setdefault(len(text), []).append(place)
     for length, places in by_length.items():
-        most = await graphs.samples_at_once(model, {"sequence": length})
-        for at in range(0, len(places), most):
-            part = places[at : at + most]
+        batch = await graphs.samples_at_once(model, {"sequence": length})
+        for at in range(0, len(places), batch):
+            part = places[at : at + batch]
             ids = np.array([texts[place] for place in part], dtype="<i8")
-            given = Array(INPUT, "int64", (len(part), length), ids.tobytes())
+            ids_array = Array(INPUT, "int64", (len(part), length), ids.tobytes())
             async with turns:
-                made, _ = await graphs.run(model.job, [given], client)
-            found = made[0]
-            if found.dtype != "float32" or len(found.shape) != 2 or found.shape[0] != len(part):
-                raise JobFailed(f"{model.manifest.name} makes {found}, and no vector of each text")
-            vectors = np.frombuffer(found.data, dtype="<f4").reshape(found.shape)
+                outputs, _ = await graphs.run(model.job, [ids_array], client)
+            array = outputs[0]
+            if array.dtype != "float32" or len(array.shape) != 2 or array.shape[0] != len(part):
+                raise JobFailed(f"{model.manifest.name} makes {array}, and no vector of each text")
+            vectors = np.frombuffer(array.data, dtype="<f4").reshape(array.shape)
             if not np.isfinite(vectors).all():
                 raise JobFailed(f"{model.manifest.name} makes vectors of numbers that are none")
             yield part, vectors

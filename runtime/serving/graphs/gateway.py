@@ -1,4 +1,4 @@
-"""Any peer answers for any model that answers in one run: from named arrays to named arrays, by way of its stages.
+"""Any peer is a gateway for models that run once for each request: from named arrays to named arrays, through their stages.
 
 /fusion/run/1   run {model, arrays, grants} + their bytes; the answer is `done` {arrays, route, seconds} + their bytes.
                 Between peers: stage {job, stage, arrays, grants} + what the stage reads; the answer is `made` {arrays} + what it
@@ -17,7 +17,7 @@ from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.protocol import MAX_RUN_BYTES, RUN
 from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.serving.answers.catalog import Catalog, ServedModel
-from fusion.runtime.serving.answers.clients import Arrivals, answer_while_there, send, send_error
+from fusion.runtime.serving.answers.clients import Arrivals, answer_until_disconnect, send, send_error
 from fusion.runtime.serving.graphs.arrays import Array, described, read_arrays
 from fusion.runtime.serving.graphs.inputs import checked_inputs, most_samples
 from fusion.runtime.serving.graphs.owners import StageOwners
@@ -35,11 +35,11 @@ from fusion.swarm.errors import (
 from fusion.swarm.transport import Frame, PeerId, Stream
 from fusion.swarm.turns import Turns
 
-AT_ONCE = 4  # frames of MAX_RUN_BYTES that arrive here, runs of clients, and stages for others: of each
+AT_ONCE = 4  # of each: large frames that arrive, runs of clients, and stages run for other gateways
 BUSY = "this peer has as many runs as it can: ask again later, or ask another peer"
-# Between two stages of a run: a stranger's model may have thousands of stages
+# Of intermediate values of a run: a stranger's model may have thousands of stages
 MAX_HELD_BYTES = 4 * MAX_RUN_BYTES
-RESULT = "result/"  # what a stage calls the outputs of the model
+RESULT = "result/"  # prefix of the names of the model's outputs at a stage
 
 
 class GraphGateway:
@@ -51,37 +51,37 @@ class GraphGateway:
         self._owners = StageOwners(context, stages, catalog.routes.forget)
         clock = context.clock.monotonic
         self._arriving = Arrivals(clock, AT_ONCE)
-        # A run waits for stages, and these for nobody: they have places of their own. One that is at work is not idle.
-        self._places: dict[str, Turns] = {kind: Turns(clock, AT_ONCE, math.inf) for kind in ("run", "stage")}
+        # Runs wait for stages, so both have limits of their own, else they could deadlock. A running one is never idle.
+        self._turns: dict[str, Turns] = {kind: Turns(clock, AT_ONCE, math.inf) for kind in ("run", "stage")}
 
     async def start(self) -> None:
         await self._context.transport.serve(RUN.name, self._attend)
 
-    # --- whoever asks
+    # --- clients and other gateways
 
     async def _attend(self, stream: Stream) -> None:
         frame = await self._arriving.first(stream)
         if frame is None:
             await send(stream, "busy", {})
             return
-        places = self._places.get(frame.kind)
-        if places is None:
+        turns = self._turns.get(frame.kind)
+        if turns is None:
             raise FrameError(f"clients send run, peers stage, not {frame.kind!r:.40}")
-        place = places.turn(stream.remote)
-        if place is None:
+        turn = turns.turn(stream.remote)
+        if turn is None:
             await _refuse(stream, frame.kind)
             return
-        await answer_while_there(
+        await answer_until_disconnect(
             stream,
-            place,
+            turn,
             self._answer(stream, frame),
-            lambda completed: places.release(place, completed=completed),
+            lambda completed: turns.release(turn, completed=completed),
         )
-        if place.done():
+        if turn.done():
             await _refuse(stream, frame.kind)
 
     async def _answer(self, stream: Stream, frame: Frame) -> bool:
-        """Whether it was given to its end."""
+        """Whether the reply was sent to its end."""
         try:
             return await (self._run if frame.kind == "run" else self._run_stage)(stream, frame)
         except NotAdmitted as error:
@@ -97,10 +97,10 @@ class GraphGateway:
         name = frame.header.get("model", "")
         if not isinstance(name, str):
             raise FrameError("model: a text")
-        given = read_arrays(frame.header, frame.payload)
-        made, route = await self.run(name, given, stream.remote, chain_of(frame.header.get("grants")))
-        header = {**described(made), "route": route, "seconds": self._context.clock.monotonic() - began}
-        await send(stream, "done", header, [a.data for a in made])
+        inputs = read_arrays(frame.header, frame.payload)
+        outputs, route = await self.run(name, inputs, stream.remote, chain_of(frame.header.get("grants")))
+        header = {**described(outputs), "route": route, "seconds": self._context.clock.monotonic() - began}
+        await send(stream, "done", header, [a.data for a in outputs])
         return True
 
     async def _run_stage(self, stream: Stream, frame: Frame) -> bool:
@@ -115,23 +115,23 @@ class GraphGateway:
         refused = self._context.access.refusal(JobId(job), stream.remote, "ask", None, grants)
         if refused is not None:
             raise NotAdmitted(f"model: {manifest.name} is not for everybody: {refused}", job)
-        made = await self._stages.compute(JobId(job), stage, read_arrays(frame.header, frame.payload))
-        await send(stream, "made", described(made), [a.data for a in made])
+        outputs = await self._stages.compute(JobId(job), stage, read_arrays(frame.header, frame.payload))
+        await send(stream, "made", described(outputs), [a.data for a in outputs])
         return True
 
     # --- the gateway
 
     async def run(
-        self, name: str, given: list[Array], client: PeerId, grants: tuple[bytes, ...] = ()
+        self, name: str, inputs: list[Array], client: PeerId, grants: tuple[bytes, ...] = ()
     ) -> tuple[list[Array], list[PeerId]]:
-        """The outputs of the model served under `name`, and who made them. Raises JobError (the request), NotAdmitted,
-        JobFailed (a stage), SwarmError."""
+        """The outputs of the model served under `name`, and the peers of its stages. Raises JobError (the request), NotAdmitted, JobFailed
+        (a stage), SwarmError."""
         model = await self._catalog.find(name)
         if not model.serve.outputs:
             raise JobError(f"model: {model.manifest.name} generates text; ask it with: fusion-peer generate")
-        await self._catalog.check_asker(model, client, grants)
+        await self._catalog.check_client(model, client, grants)
         stages, _ = await self._graphs.of(model.job, model.manifest)
-        values = checked_inputs(stages, {a.name: a for a in given}, model.serve.sizes)
+        values = checked_inputs(stages, {a.name: a for a in inputs}, model.serve.sizes)
         results = [f"{RESULT}{i}" for i in range(len(model.serve.outputs))]
         last = {i.name: stage.index for stage in stages for i in stage.graph.inputs}  # that reads it
         route: list[PeerId] = []
@@ -143,9 +143,9 @@ class GraphGateway:
             except KeyError as missing:
                 raise JobFailed(f"no stage of {model.manifest.name} made {missing}") from None
             _check_size(read, f"what stage {stage.index} reads")
-            made, peer = await self._owners.make(model, stage, read)
+            stage_outputs, peer = await self._owners.run(model, stage, read)
             own = {edge.name for edge in stage.sends}.union(results[i] for i in stage.results)
-            values.update((a.name, a) for a in made if a.name in own)
+            values.update((a.name, a) for a in stage_outputs if a.name in own)
             values = {name: a for name, a in values.items() if name in results or last[name] > stage.index}
             if sum(len(a.data) for a in values.values()) > MAX_HELD_BYTES:
                 raise JobFailed(
@@ -163,20 +163,20 @@ class GraphGateway:
         ], route
 
     async def samples_at_once(self, model: ServedModel, sizes: Mapping[str, int]) -> int:
-        """How many samples a run takes whose other dimensions are `sizes`, beside what the model is served for: as many as what
-        each stage reads and makes of them has room in a frame. At least 1. Raises as `run`."""
+        """The largest batch of a run whose other dimensions are `sizes`, such that inputs and outputs of each stage fit into a frame. At
+        least 1. Raises as `run`."""
         stages, _ = await self._graphs.of(model.job, model.manifest)
         return most_samples(stages, {**model.serve.sizes, **sizes}, MAX_RUN_BYTES)
 
 
 async def _refuse(stream: Stream, kind: str) -> None:
-    """There is no place for it, or no more."""
+    """Refuse a request that was not admitted, or was preempted."""
     with suppress(SwarmError):
         await (send_error(stream, BUSY) if kind == "run" else send(stream, "busy", {}))
 
 
 def _check_size(arrays: Sequence[Array], what: str) -> None:
-    """Of several stages, each of which sends no more than one frame has room for. Raises JobError."""
+    """JobError where values of several stages do not fit into one frame together."""
     size = sum(len(a.data) for a in arrays)
     if size > MAX_RUN_BYTES:
         raise JobError(

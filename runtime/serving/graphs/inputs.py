@@ -1,4 +1,4 @@
-"""Whether arrays are what a model takes, or one of its stages, and of how many samples at most; pure."""
+"""Validation of the inputs of a model or of a stage, and the largest batch; pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fusion.runtime.serving.graphs.arrays import Array
 def checked_inputs(
     stages: tuple[Stage, ...], given: Mapping[str, Array], sizes: Mapping[str, int], *, edges: bool = False
 ) -> dict[str, Array]:
-    """What the stages read of the model's inputs, or with `edges` all that one of them reads. `sizes`: what each symbol of the
-    graph is at most, for which the stages have set memory aside. JobError, which says what the model takes, for arrays that are
-    missing, others, of another shape or dtype, or larger than these sizes allow."""
+    """The model's inputs that the stages read, or with `edges` all inputs of one stage. `sizes`: largest value of each symbol of the
+    graph, for which the stages have reserved memory. JobError, which lists the model's inputs, for arrays that are missing, unknown, of
+    another shape or dtype, or larger than these sizes allow."""
     wanted: dict[str, Input] = {}
     for stage in stages:
         received = set() if edges else {edge.name for edge in stage.receives}
@@ -50,8 +50,7 @@ def checked_inputs(
 
 
 def most_samples(stages: Sequence[Stage], sizes: Mapping[str, int], frame_bytes: int) -> int:
-    """Of `sizes["batch"]` samples, as many as have room in a frame of that size wherever a stage reads what it is given, and
-    wherever it sends what it makes of them. At least 1."""
+    """The largest batch, up to `sizes["batch"]`, with which inputs and outputs of every stage fit into `frame_bytes`. At least 1."""
     frames = [[i.type for i in stage.graph.inputs] for stage in stages]
     frames += [[stage.graph.types[ref] for ref in stage.graph.outputs] for stage in stages]
 
@@ -66,5 +65,5 @@ def _bytes(types: Sequence[TensorType], sizes: Mapping[str, int]) -> int:
 
 
 def _most(dim: Dim, sizes: Mapping[str, int]) -> int:
-    """What a dimension is at most; 0 where nobody says what a symbol of it is."""
+    """The largest value of a dimension; 0 where it has a symbol that `sizes` lacks."""
     return bind(dim, sizes) if symbols_of(dim) <= sizes.keys() else 0

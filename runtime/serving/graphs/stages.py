@@ -1,4 +1,4 @@
-"""The stages of models that answer in one run, as a peer holds them."""
+"""The stages of models that run once for each request, on one peer."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from fusion.runtime.serving.graphs.inputs import checked_inputs
 from fusion.swarm.directory.records import JobId, Place
 from fusion.swarm.printable import error_line
 
-# Everything that a stage needs, onto this disk; where its weights are
+# Fetches everything that a stage needs; returns the path of its weights
 Fetch = Callable[[Place, Manifest], Awaitable[Path]]
-NO_OPTIMIZER = OptimizerConfig(kind="sgd")  # which keeps nothing
+NO_OPTIMIZER = OptimizerConfig(kind="sgd")  # without state
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Held:
 
 
 class GraphStages:
-    """`host` and `prepare` as a service of jobs has them (`fusion.runtime.hosting.jobs.service`)."""
+    """`host` and `prepare` are those of a service of jobs (`fusion.runtime.hosting.jobs.service`)."""
 
     def __init__(self, context: Context, plane: Plane, graphs: StageGraphs, fetch: Fetch) -> None:
         self._context = context
@@ -50,17 +50,16 @@ class GraphStages:
 
     def held(self, job: JobId, stage: int) -> Manifest | None:
         """The manifest of a stage that runs here."""
-        found = self._held.get((job, stage))
-        return None if found is None else found.manifest
+        held_stage = self._held.get((job, stage))
+        return None if held_stage is None else held_stage.manifest
 
     def progress(self, job: JobId) -> Progress | None:
-        """How the job stands, where its first stage runs here."""
+        """Progress of the job, where its first stage runs here; else None."""
         manifest = self.held(job, 0)
         return None if manifest is None else Progress(job=job, state="running", stages=manifest.stages)
 
     async def host(self, job: JobId, manifest: Manifest, stage: int) -> None:
-        """Run the stage for whoever asks, until cancelled. Raises JobFailed for a job that no peer could serve, BlobError,
-        MemoryError."""
+        """Serve the stage until cancelled. Raises JobFailed for a job that no peer could serve, BlobError, MemoryError."""
         place, memory = (job, stage), self._context.memory
         memory.hold(place, manifest.needed_bytes(stage))
         try:
@@ -83,45 +82,45 @@ class GraphStages:
             memory.release(place)
 
     async def prepare(self, job: JobId, manifest: Manifest, stage: int) -> None:
-        """What the stage needs on this disk. Raises JobError, BlobError, QuotaExceeded."""
+        """Fetch what the stage needs. Raises JobError, BlobError, QuotaExceeded."""
         await self._fetch((job, stage), manifest)
 
-    async def compute(self, job: JobId, stage: int, given: Sequence[Array]) -> list[Array]:
-        """What a stage that is held here sends on, and what it makes of the model's outputs, as `result/<i>`. JobError for arrays
-        that the stage does not take; JobFailed where it does not work out."""
+    async def compute(self, job: JobId, stage: int, inputs: Sequence[Array]) -> list[Array]:
+        """Run a stage that is held here: the values that it sends on, and its outputs of the model as `result/<i>`. JobError for invalid
+        inputs; JobFailed where the run fails."""
         held = self._held[job, stage]
         serve = held.manifest.serve
         assert serve is not None, "no others are held"
-        values = checked_inputs((held.stage,), {a.name: a for a in given}, serve.sizes, edges=True)
+        values = checked_inputs((held.stage,), {a.name: a for a in inputs}, serve.sizes, edges=True)
         worker = self._context.on_behalf_of(held.manifest.author, job, serves=True).compute
         try:
-            made: list[Array] = await worker.run(partial(_evaluate, held, values))
+            outputs: list[Array] = await worker.run(partial(_evaluate, held, values))
         except JobError:
             raise
-        except IndexError:  # what the graph says of shapes and dtypes is held by `checked_inputs`
+        except IndexError:  # shapes and dtypes have been checked by `checked_inputs`
             raise JobError("input: an index beyond a table of the model") from None
         except (ValueError, RuntimeError) as error:
             raise JobFailed(
                 f"stage {held.stage.index} of {held.manifest.name}: {error_line(error)}"
             ) from None
-        return made
+        return outputs
 
 
 def _evaluate(held: _Held, values: Mapping[str, Array]) -> list[Array]:
     """In the device's thread."""
-    found = held.plane.evaluate({name: _tensor(array) for name, array in values.items()})
-    size = sum(t.numel() * t.element_size() for t in found.values())
+    outputs = held.plane.evaluate({name: _tensor(array) for name, array in values.items()})
+    size = sum(t.numel() * t.element_size() for t in outputs.values())
     if size > MAX_RUN_BYTES:
         raise JobError(
             f"input: what stage {held.stage.index} makes of so many samples has {size} bytes; at most {MAX_RUN_BYTES}: "
             "fewer at once (--batch)"
         )
-    return [_array(name, tensor) for name, tensor in found.items()]
+    return [_array(name, tensor) for name, tensor in outputs.items()]
 
 
 def _tensor(array: Array) -> torch.Tensor:
-    made = torch.frombuffer(bytearray(array.data), dtype=TORCH_DTYPES[array.dtype])
-    return made.reshape(array.shape)
+    outputs = torch.frombuffer(bytearray(array.data), dtype=TORCH_DTYPES[array.dtype])
+    return outputs.reshape(array.shape)
 
 
 def _array(name: str, tensor: torch.Tensor) -> Array:

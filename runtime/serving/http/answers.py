@@ -1,4 +1,4 @@
-"""The answers to one request, side by side, each in a place of its own among those that the gateway gives at once."""
+"""The completions of one request, generated concurrently; the gateway admits each by itself."""
 
 from __future__ import annotations
 
@@ -16,85 +16,85 @@ from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.transport import PeerId
 from fusion.swarm.turns import Turn
 
-WAITING_PARTS = 64  # that a client has not read yet, before its answers wait for it
+WAITING_PARTS = 64  # that the client has not read yet, before generation waits for it
 
 
 @dataclass(frozen=True)
 class Part:
-    """Of answer number `choice`: tokens of its prompt, a token, or its end."""
+    """Output of completion number `choice`: tokens of its prompt, a token, or its end."""
 
     choice: int
-    said: PromptPiece | Piece | Answer
+    output: PromptPiece | Piece | Answer
 
 
 async def parts(
-    gateway: Gateway, asked: Sequence[GenerateRequest], holder: PeerId, metrics: Metrics
+    gateway: Gateway, requests: Sequence[GenerateRequest], tenant: PeerId, metrics: Metrics
 ) -> AsyncGenerator[Part]:
-    """All of them as they come, until each has its Answer. Raises Busy, and as `Gateway.generate` does, whichever answer
-    fails first. Close it to stop: that frees every session. Answers keep their places until it is closed or asked for more
-    than there are."""
-    places = _places(gateway, asked, holder)
+    """The output of all requests as it is generated, until each has its Answer. Raises Busy, and as `Gateway.generate`, by the first
+    completion that fails. Close it to stop: that frees every session. Their admission is released when the generator ends or is
+    closed."""
+    turns = _admit(gateway, requests, tenant)
     queue = _Parts()
     tasks = [
-        asyncio.create_task(_answer(gateway, choice, request, holder, place, queue, metrics))
-        for choice, (request, place) in enumerate(zip(asked, places, strict=True))
+        asyncio.create_task(_answer(gateway, choice, request, tenant, turn, queue, metrics))
+        for choice, (request, turn) in enumerate(zip(requests, turns, strict=True))
     ]
-    for place, task in zip(places, tasks, strict=True):
-        place.add_done_callback(lambda _, task=task: task.cancel())  # type: ignore[misc]
+    for turn, task in zip(turns, tasks, strict=True):
+        turn.add_done_callback(lambda _, task=task: task.cancel())  # type: ignore[misc]
     left = len(tasks)
     try:
         while left:
             part = await queue.get()
-            left -= isinstance(part.said, Answer)
+            left -= isinstance(part.output, Answer)
             yield part
     finally:
         await cancel_all(tasks)
-        for place in places:
-            gateway.leave(place, completed=not left)
+        for turn in turns:
+            gateway.release(turn, completed=not left)
 
 
-def _places(gateway: Gateway, asked: Sequence[GenerateRequest], holder: PeerId) -> list[Turn]:
-    places = list[Turn]()
-    for request in asked:
-        place = gateway.place(holder, TOKEN_BYTES * len(request.prompt_ids or ()))
-        if place is None or any(each.done() for each in places):  # we had to give way to ourselves
-            for each in (*places, place):
+def _admit(gateway: Gateway, requests: Sequence[GenerateRequest], tenant: PeerId) -> list[Turn]:
+    turns = list[Turn]()
+    for request in requests:
+        turn = gateway.admit(tenant, TOKEN_BYTES * len(request.prompt_ids or ()))
+        if turn is None or any(each.done() for each in turns):  # we had to give way to ourselves
+            for each in (*turns, turn):
                 if each is not None:
-                    gateway.leave(each, completed=False)
+                    gateway.release(each, completed=False)
             raise Busy
-        places.append(place)
-    return places
+        turns.append(turn)
+    return turns
 
 
 async def _answer(
     gateway: Gateway,
     choice: int,
     request: GenerateRequest,
-    holder: PeerId,
-    place: Turn,
+    tenant: PeerId,
+    turn: Turn,
     queue: _Parts,
     metrics: Metrics,
 ) -> None:
     try:
         with metrics.answer() as measured:
-            async with aclosing(gateway.generate(request, holder=holder)) as pieces:
+            async with aclosing(gateway.generate(request, tenant=tenant)) as pieces:
                 async for piece in pieces:
                     if isinstance(piece, Piece):
                         measured.token()
-                        gateway.use(place)
+                        gateway.touch(turn)
                     elif isinstance(piece, Answer):
                         measured.prompt(piece.prompt_tokens, piece.cached_tokens)
                     await queue.put(Part(choice, piece))
     except asyncio.CancelledError:
-        if not place.done():
+        if not turn.done():
             raise
         queue.fail(Busy())
-    except Exception as error:  # the one who reads the queue raises it
+    except Exception as error:  # raised to the reader of the queue
         queue.fail(error)
 
 
 class _Parts:
-    """What is to be read next. Parts wait for room; what went wrong does not, as nobody may be left to make some."""
+    """A bounded queue of parts. Errors do not wait for room, as the reader may have stopped making any."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Part | Exception] = asyncio.Queue()
@@ -108,7 +108,7 @@ class _Parts:
         self._queue.put_nowait(error)
 
     async def get(self) -> Part:
-        """Raises what went wrong, in its turn."""
+        """The next part. Raises an error in its order."""
         part = await self._queue.get()
         if isinstance(part, Exception):
             raise part

@@ -1,4 +1,4 @@
-"""Request bodies, bounded in bytes, time, depth and in what they make of memory, before anything looks at what they say."""
+"""Request bodies, bounded in bytes, time, depth and memory, before anything interprets them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from fusion.runtime.serving.http.errors import ApiError, Busy
 MAX_BODY_BYTES = MAX_PROMPT_BYTES + (1 << 20)
 READ_SECONDS = 30.0  # for a whole body to arrive
 LARGE_BYTES = 256 << 10
-LARGE_BODIES = 8  # at once, until their answers begin
+LARGE_BODIES = 8  # at once, until their responses begin
 MAX_DEPTH = 64
 MAX_BRACKETS = 200_000  # lists and objects: each takes a hundred times its two characters of memory
 MAX_TEXTS = 200_000  # names among them
-MAX_VALUES = MAX_PROMPT_BYTES // 8 + MAX_TEXTS  # a prompt of token ids, of 8 bytes on their way, has the most
-# What begins one, also in the text of a call's arguments, which is JSON again.
+MAX_VALUES = (
+    MAX_PROMPT_BYTES // 8 + MAX_TEXTS
+)  # a prompt of token ids, 8 bytes each on the wire, has the most
+# Their opening brackets, also escaped: the arguments of a tool call are JSON in JSON.
 _BRACKETS = (b"[", b"{", rb"\u005b", rb"\u005B", rb"\u007b", rb"\u007B")
 
 
@@ -44,17 +46,17 @@ class BoundedRequest(Request):
 
 
 class BoundedRoute(APIRoute):
-    """A route whose handlers get such requests."""
+    """A route whose handlers get a BoundedRequest."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
-            asked = BoundedRequest(request.scope, request.receive)
+            bounded_request = BoundedRequest(request.scope, request.receive)
             try:
-                return await handle(asked)
+                return await handle(bounded_request)
             finally:
-                request.app.state.large_bodies.discard(asked)
+                request.app.state.large_bodies.discard(bounded_request)
 
         return bounded
 
@@ -92,36 +94,36 @@ def _too_large() -> ApiError:
 
 
 def parse(body: bytes) -> Any:
-    """What a JSON text says. ApiError (400) where it is none, or nests deeper or holds more than any request needs."""
+    """Parse JSON. ApiError (400) where it is not JSON, or is nested deeper or has more values than any request needs."""
     if sum(map(body.count, _BRACKETS)) > MAX_BRACKETS:
         raise ApiError(400, f"JSON: at most {MAX_BRACKETS} lists and objects")
     if body.count(b'"') > 2 * MAX_TEXTS or body.count(b",") > MAX_VALUES:
         _check_counts(body)
     try:
-        value = json.loads(body, parse_constant=_no_number)
+        value = json.loads(body, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
-        said = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ApiError(400, f"JSON: {said}", code="invalid_json") from None
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, f"JSON: {reason}", code="invalid_json") from None
     _check(value)
     return value
 
 
 def _check_counts(body: bytes) -> None:
-    """ApiError for more values than any request needs: the loop stands still for as long as they are read."""
+    """ApiError for more values than any request needs: parsing them would block the loop."""
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
     if unescaped.count(b'"') > 2 * MAX_TEXTS:
         raise ApiError(400, f"JSON: at most {MAX_TEXTS} texts and names")
-    around = unescaped.split(b'"')[::2]  # the texts
+    around = unescaped.split(b'"')[::2]  # outside of strings
     if sum(part.count(b",") for part in around) > MAX_VALUES:
         raise ApiError(400, f"JSON: at most {MAX_VALUES} values")
 
 
-def _no_number(text: str) -> None:
+def _reject_constant(text: str) -> None:
     raise ValueError(f"{text} is not JSON")
 
 
 def _check(value: Any) -> None:
-    """ApiError for what is nested too deeply, and for text that UTF-8 cannot hold."""
+    """ApiError for too deep nesting, and for text that cannot be encoded in UTF-8."""
     level, depth = [value], 0
     while level:
         below = list[Any]()
@@ -138,7 +140,7 @@ def _check(value: Any) -> None:
 
 
 def _inside(values: Collection[Any]) -> list[Any]:
-    """Those in which something may be wrong."""
+    """The values that need checking."""
     if _LOOKED_INTO.isdisjoint(map(type, values)):
         return []
     return [each for each in values if type(each) in _LOOKED_INTO]

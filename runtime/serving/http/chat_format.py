@@ -1,4 +1,4 @@
-"""What a chat's request says to a model's template, and the formats of the models that were asked for."""
+"""The variables of a model's chat template for a request, and a cache of the models' formats."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MAX_ARGUMENTS = 1 << 20  # characters of all calls together, which are JSON in J
 
 
 def variables(form: ChatFormat, request: ChatRequest) -> dict[str, Any]:
-    """What the model's template is rendered with. ApiError (400) where calls have too long arguments."""
+    """The variables that the model's template is rendered with. ApiError (400) where the arguments of tool calls are too long."""
     calls = (call for message in request.messages for call in message.tool_calls or ())
-    given = (call.function.arguments for call in calls)
-    if sum(len(each) for each in given if isinstance(each, str)) > MAX_ARGUMENTS:
-        said = f"messages: at most {MAX_ARGUMENTS} characters of arguments in all tool_calls together"
-        raise ApiError(400, said, param="messages")
+    arguments = (call.function.arguments for call in calls)
+    if sum(len(each) for each in arguments if isinstance(each, str)) > MAX_ARGUMENTS:
+        error_line = f"messages: at most {MAX_ARGUMENTS} characters of arguments in all tool_calls together"
+        raise ApiError(400, error_line, param="messages")
     tools = [tool.model_dump(exclude_unset=True) for tool in request.offered_tools]
     messages = [_message(message) for message in request.messages]
     effort = request.reasoning_effort  # which the templates of some models know by this name
@@ -34,18 +34,18 @@ def variables(form: ChatFormat, request: ChatRequest) -> dict[str, Any]:
 
 
 class ChatFormats:
-    """By job, fetched when they are first asked for."""
+    """Chat formats by job, fetched when first needed."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._known: LRUCache[JobId, ChatFormat] = LRUCache(MAX_FORMATS)
 
     async def of(self, model: ServedModel) -> ChatFormat:
-        """ApiError (400) for a model without a template, or one that says nothing; BlobError where nobody has it now."""
-        found = self._known.get(model.job)
-        if found is None:
-            found = self._known[model.job] = await self._read(model)
-        return found
+        """ApiError (400) for a model without a template, or one that generates nothing; BlobError where no peer has it now."""
+        form = self._known.get(model.job)
+        if form is None:
+            form = self._known[model.job] = await self._read(model)
+        return form
 
     async def _read(self, model: ServedModel) -> ChatFormat:
         name = model.manifest.name
@@ -68,9 +68,9 @@ class ChatFormats:
 def _message(message: Message) -> dict[str, Any]:
     # `developer` is OpenAI's newer word; templates know the older one.
     role = "system" if message.role == "developer" else message.role
-    said: dict[str, Any] = {"role": role, "content": message.text}
+    fields: dict[str, Any] = {"role": role, "content": message.text}
     if message.tool_calls:
-        said["tool_calls"] = [
+        fields["tool_calls"] = [
             {
                 "id": call.id,
                 "type": call.type,
@@ -80,18 +80,18 @@ def _message(message: Message) -> dict[str, Any]:
         ]
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
-            said[name] = value
-    return said
+            fields[name] = value
+    return fields
 
 
-def _arguments(given: str | dict[str, Any]) -> Any:
-    """As templates want them: an object, where OpenAI has its text, which clients that put a stream together leave empty where a
-    call has none. What a body may not hold stays text."""
-    if isinstance(given, str):
-        if not given.strip():
+def _arguments(arguments: str | dict[str, Any]) -> Any:
+    """Templates expect an object, OpenAI sends its JSON as text, which clients that assemble a stream leave empty where a call has no
+    arguments. Text that is not valid JSON, or over the limits of a body, stays text."""
+    if isinstance(arguments, str):
+        if not arguments.strip():
             return {}
         try:
-            return parse(given.encode())
+            return parse(arguments.encode())
         except ApiError:
-            return given
-    return given
+            return arguments
+    return arguments

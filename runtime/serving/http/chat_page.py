@@ -1,5 +1,5 @@
-"""The page at `/`: a chat in a browser, over the same API. Three files that are what they are; no script, style or picture comes
-from elsewhere, and the browser is told to allow none."""
+"""The page at `/`: a chat in a browser, over the same API. Three static files; nothing is loaded from other
+sites, and the Content-Security-Policy forbids that."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ KEY_CHARACTERS = 16  # of a key, at least: a short one can be guessed
 
 @dataclass(frozen=True, kw_only=True)
 class HttpConfig:
-    """`port` 0: any that is free. `keys`: SHA-256 of each API key; none on loopback means that no key is asked for."""
+    """`port` 0: any that is free. `keys`: SHA-256 of each API key; empty, which only loopback allows: no key is required."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -41,13 +41,13 @@ class HttpConfig:
             return False
 
     def listen(self) -> socket.socket:
-        """A socket there that takes connections. OSError, in one line, where the port cannot be had."""
+        """A listening socket. OSError, in one line, where the port is not available."""
         host = "127.0.0.1" if self.host == "localhost" else self.host
         try:
             family, _, _, _, address = socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM)[0]
             listening = socket.create_server((str(address[0]), self.port), family=family, backlog=BACKLOG)
         except OSError as error:
-            number = error.errno or 0  # below 0 for a name that is not found
+            number = error.errno or 0  # negative for a name that cannot be resolved
             reason = os.strerror(number) if number > 0 else error.strerror or str(error)
             raise OSError(f"--http: {self.host}:{self.port}: {reason}") from None
         listening.setblocking(False)
@@ -71,7 +71,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def _has_encoding(host: str) -> bool:
-    """Whether it can be looked up at all: the parts of a name have 1 to 63 characters."""
+    """Whether the resolver accepts it: the labels of a name have 1 to 63 characters."""
     try:
         host.encode("idna")
     except UnicodeError:

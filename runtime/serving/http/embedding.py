@@ -1,4 +1,4 @@
-"""What answers /v1/embeddings: the vectors of the texts of a request, as OpenAI's API writes them."""
+"""The handler of /v1/embeddings: a vector for each text of a request, as OpenAI's API writes them."""
 
 from __future__ import annotations
 
@@ -24,81 +24,81 @@ from fusion.runtime.serving.requests.header_fields import TOKEN_BYTES
 from fusion.swarm.transport import PeerId
 from fusion.swarm.turns import Turn
 
-MAX_BYTES = 16 << 20  # of an answer
-USUAL_SIZE = 1024  # of a vector: a place is taken before any is there
-NUMBER_BYTES = {True: 6, False: 22}  # in an answer, in base64 or as text
+MAX_BYTES = 16 << 20  # of a response
+USUAL_SIZE = 1024  # of a vector: a request is admitted before any has been computed
+NUMBER_BYTES = {True: 6, False: 22}  # of a response, in base64 or as text
 
 
 class Embeddings:
-    """Beside the routes of `api`. Raises as it does."""
+    """Raises as `Api` does."""
 
-    def __init__(self, api: Api, gateway: Gateway, graphs: GraphGateway, ours: PeerId) -> None:
+    def __init__(self, api: Api, gateway: Gateway, graphs: GraphGateway, peer_id: PeerId) -> None:
         self._api = api
         self._gateway = gateway
         self._graphs = graphs
-        self._ours = ours
-        # Of all requests, one after the other: a gateway keeps what stages make on the way, and their peers run no more of ours.
+        self._peer_id = peer_id
+        # For all requests together: a gateway keeps intermediate values, and the peers of the stages run no more of one client's.
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def answer(self, request: Request, body: EmbeddingRequest) -> Response:
-        return await self._api.while_there(request, self._answer(request.state.holder, body))
+        return await self._api.cancel_on_disconnect(request, self._answer(request.state.tenant, body))
 
-    async def _answer(self, holder: PeerId, body: EmbeddingRequest) -> Response:
+    async def _answer(self, tenant: PeerId, body: EmbeddingRequest) -> Response:
         model = await self._api.find(body.model)
         if not model.serve.embeds:
             what = "answers in one run" if model.serve.outputs else "generates text"
-            said = f"model: {model.manifest.name} {what} and makes no embeddings"
-            raise ApiError(400, said, param="model")
+            message = f"model: {model.manifest.name} {what} and makes no embeddings"
+            raise ApiError(400, message, param="model")
         with attributed_to("input"):
             for text in body.texts:
                 if isinstance(text, str):
                     self._gateway.texts.check(model, text)
-        # Tokens are made in its place, too: of many texts that takes long.
+        # Admitted before the texts are tokenized, which takes long where there are many.
         size = TOKEN_BYTES * sum(map(len, body.texts))
         size += len(body.texts) * USUAL_SIZE * NUMBER_BYTES[body.as_base64]
-        if not self._gateway.has_place_for(size):
+        if not self._gateway.can_admit(size):
             raise ApiError(400, "input: too much at once: ask for fewer texts", param="input")
-        place = self._gateway.place(holder, size)
-        if place is None:
+        turn = self._gateway.admit(tenant, size)
+        if turn is None:
             raise Busy
-        whole, making = False, asyncio.create_task(self._make(model, holder, body, place))
-        place.add_done_callback(lambda _: making.cancel())
-        async with AsyncExitStack() as held:
-            held.callback(lambda: self._gateway.leave(place, completed=whole))
+        whole, making = False, asyncio.create_task(self._make(model, tenant, body, turn))
+        turn.add_done_callback(lambda _: making.cancel())
+        async with AsyncExitStack() as resources:
+            resources.callback(lambda: self._gateway.release(turn, completed=whole))
             try:
-                made = await making
+                parts = await making
                 whole = True
             except asyncio.CancelledError:
-                if not place.done():
+                if not turn.done():
                     raise
-                raise Busy from None  # it went to somebody who had fewer
+                raise Busy from None  # preempted for a tenant that had fewer requests
             finally:
                 making.cancel()
                 await asyncio.gather(making, return_exceptions=True)
-            return WholeAnswer(made, held.pop_all())
+            return WholeAnswer(parts, resources.pop_all())
 
     async def _make(
-        self, model: ServedModel, holder: PeerId, body: EmbeddingRequest, place: Turn
+        self, model: ServedModel, tenant: PeerId, body: EmbeddingRequest, turn: Turn
     ) -> list[bytes]:
-        """The answer, a part at a time."""
+        """The JSON of the response, in parts."""
         with attributed_to("input"):
             texts = [
-                await self._gateway.texts.encode(model, holder, text) if isinstance(text, str) else text
+                await self._gateway.texts.encode(model, tenant, text) if isinstance(text, str) else text
                 for text in body.texts
             ]
         check_texts(model, texts)
-        vectors = [b""] * len(texts)
-        async with aclosing(embeddings(self._graphs, model, texts, self._ours, self._turns)) as made:
-            async for places, found in made:
-                self._gateway.use(place)
-                _check(body, len(texts), found.shape[1])
-                entries = await asyncio.to_thread(_entries, body.as_base64, places, found)
+        entries_of = [b""] * len(texts)
+        async with aclosing(embeddings(self._graphs, model, texts, self._peer_id, self._turns)) as runs:
+            async for places, vectors in runs:
+                self._gateway.touch(turn)
+                _check(body, len(texts), vectors.shape[1])
+                entries = await asyncio.to_thread(_entries, body.as_base64, places, vectors)
                 for number, entry in zip(places, entries, strict=True):
-                    vectors[number] = entry
+                    entries_of[number] = entry
         tokens = sum(map(len, texts))
         used = {"prompt_tokens": tokens, "total_tokens": tokens}
         end = {"model": body.model or model.manifest.name, "usage": used}
-        between = [part for each in vectors for part in (b",", each)][1:]
+        between = [part for each in entries_of for part in (b",", each)][1:]
         return [b'{"object":"list","data":[', *between, b"],", json_text(end)[1:]]
 
 

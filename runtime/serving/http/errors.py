@@ -1,4 +1,4 @@
-"""What can go wrong in a request, as OpenAI's API says it: a status, and {"error": {message, type, param, code}}."""
+"""Errors as OpenAI's API reports them: a status, and {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusion.swarm.printable import one_line
 
 RETRY_SECONDS = 2
 LINE_CHARACTERS = 500
-# As OpenAI and vLLM begin to say it: LiteLLM, which many agents ask through, knows it by these words and by no code.
+# OpenAI's and vLLM's wording: LiteLLM, which many agents use, recognises the error by this text and not by a code.
 TOO_LONG = "this model's maximum context length is exceeded"
 _TYPES = {
     **dict.fromkeys((400, 404, 405, 408, 413, 415, 431), "invalid_request_error"),
@@ -24,7 +24,7 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-# What our errors call a field, and what a client calls it.
+# Field name in our own errors -> field name in the API.
 _PARAMS = {"prompt_ids": "prompt", "answered": None, "json_schema": "response_format"}
 _FIELDS = frozenset(
     {
@@ -47,11 +47,11 @@ _FIELDS = frozenset(
     }
 )
 _NO_OTHER: Mapping[str, str] = {}
-_OPTIONS = re.compile(r" \(--[^()]*\)$")  # what a line of ours says to the command line
+_OPTIONS = re.compile(r" \(--[^()]*\)$")  # a hint for users of the command line
 
 
 class ApiError(Exception):
-    """`param`: the field that is wrong, if it is one; `code`: a word for programs."""
+    """`param`: the field at fault, if there is one; `code`: a machine-readable reason."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -83,14 +83,14 @@ class ApiError(Exception):
 
 
 class Busy(ApiError):
-    """This peer, or those who run the stages, answer as many requests as they can."""
+    """This peer, or the peers that run the stages, have no capacity left."""
 
     def __init__(self, message: str = BUSY) -> None:
         super().__init__(429, message, code="busy")
 
 
 def api_error(error: BaseException) -> ApiError:
-    """What to answer where `error` ended a request."""
+    """The response for a request that ended with `error`."""
     match error:
         case ApiError():
             return error
@@ -111,7 +111,7 @@ def api_error(error: BaseException) -> ApiError:
 
 @contextmanager
 def attributed_to(field: str, other: Mapping[str, str] = _NO_OTHER) -> Iterator[None]:
-    """What is said of a prompt is said of the field that it was made of. `other`: what further fields are called there."""
+    """Errors about the prompt name `field`, which it was made of, instead. `other`: further names to replace."""
     names = {"prompt": field, "prompt_ids": field, **other}
     try:
         yield
@@ -128,7 +128,7 @@ def attributed_to(field: str, other: Mapping[str, str] = _NO_OTHER) -> Iterator[
 
 
 def invalid(message: str) -> ApiError:
-    """400 for a line of ours, which begins with the field that is wrong."""
+    """400 with one of our own messages, which begins with the name of the field at fault."""
     message = _OPTIONS.sub("", message)
     field = message.partition(":")[0]
     param = _PARAMS.get(field, field) if field in _FIELDS else None

@@ -1,4 +1,4 @@
-"""Answers on their way to a client: as server-sent events while they are made, or at once. Whoever goes away ends them."""
+"""Responses on their way to a client: as server-sent events, or whole. A client that disconnects ends its request."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from fusion.runtime.serving.requests.request import Answer
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
-# The ends of lines that JSON leaves in texts; clients that read events with `str.splitlines` would end one there.
+# Line ends that JSON does not escape; clients that read events with `str.splitlines` would split one there.
 LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
-PART_BYTES = 256 << 10  # of an answer at once, that is sent between two looks at others
+PART_BYTES = 256 << 10  # of a whole response, sent before other tasks get a turn
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-class ClientGone(Exception):
-    """There is nobody to answer any more."""
+class ClientDisconnected(Exception):
+    """The client closed its connection."""
 
 
 def event(value: object) -> bytes:
-    said = json_text(value)
+    encoded = json_text(value)
     for end, escaped in LINE_ENDS.items():
-        said = said.replace(end, escaped)
-    return b"data: " + said + b"\n\n"
+        encoded = encoded.replace(end, escaped)
+    return b"data: " + encoded + b"\n\n"
 
 
-async def unless_gone(receive: Receive, closing: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives; it is cancelled where the client goes away (ClientGone) or the peer stops (ApiError). The body of
-    the request has been read."""
+async def cancel_on_disconnect(receive: Receive, closing: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled where the client disconnects (ClientDisconnected) or the peer stops (ApiError). The body
+    of the request must have been read."""
     working = asyncio.ensure_future(work)
-    leaving = [asyncio.ensure_future(_gone(receive)), asyncio.ensure_future(closing.wait())]
+    leaving = [asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(closing.wait())]
     try:
         await asyncio.wait((working, *leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -53,17 +53,16 @@ async def unless_gone(receive: Receive, closing: asyncio.Event, work: Coroutine[
         await asyncio.gather(working, *leaving, return_exceptions=True)
     if closing.is_set():
         raise ApiError(503, "this peer is stopping: ask another one", code="stopping")
-    raise ClientGone
+    raise ClientDisconnected
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """Sends each of `events`, and what `failed` makes of an exception where they end with one. They and their `source` are closed
-    whatever happens."""
+    """Sends each of `events`; where they raise, what `failed` makes of the exception. Closes them and their `source` in any case."""
 
     media_type = "text/event-stream"
 
@@ -85,8 +84,8 @@ class EventStream(Response):
         async with aclosing(self._source), aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                await unless_gone(receive, self._closing, self._send(send))
-            except ClientGone:
+                await cancel_on_disconnect(receive, self._closing, self._send(send))
+            except ClientDisconnected:
                 return
             except Exception as error:
                 await _body(send, self._failed(error))
@@ -98,18 +97,17 @@ class EventStream(Response):
 
 
 class WholeAnswer(Response):
-    """An answer at once, from the `parts` of its JSON. `held`: what it takes here, which is closed once the client has it, or has
-    gone."""
+    """A whole response, from the `parts` of its JSON. `resources` are released once the client has received it, or has disconnected."""
 
     media_type = "application/json"
 
-    def __init__(self, parts: Sequence[bytes], held: AsyncExitStack | None = None) -> None:
+    def __init__(self, parts: Sequence[bytes], resources: AsyncExitStack | None = None) -> None:
         super().__init__(headers={"Content-Length": str(sum(map(len, parts)))})
         self._parts = parts
-        self._held = held or AsyncExitStack()
+        self._resources = resources or AsyncExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._held:
+        async with self._resources:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             sending, size = list[bytes](), 0
             for part in self._parts:
@@ -131,7 +129,7 @@ async def events_of(
     prompt_tokens: int,
     context: Context,
 ) -> AsyncGenerator[bytes]:
-    """`prompt_tokens` and the route are told of where `body` asks for it."""
+    """The server-sent events of a stream; `prompt_tokens` (usage) and the route where `body` asks for them."""
     more: Json = {"usage": None} if body.usage_at_the_end else {}
     reporter = RouteReporter(context) if body.reports_route else None
     kind = shape.chunk_object
@@ -139,26 +137,26 @@ async def events_of(
     def chunk(choice: Json) -> bytes:
         return event(heading.object(kind, [choice], **more))
 
-    def on_route(found: Json) -> bytes:
-        return event(heading.object(kind, [], route=found, **more))
+    def on_route(hops: Json) -> bytes:
+        return event(heading.object(kind, [], route=hops, **more))
 
     ends, begun = list[Answer](), set[int]()
     part: Part | None = first
     with nullcontext() if reporter is None else reporter:
         while part is not None:
-            for found in () if reporter is None else reporter.news(part):
-                yield on_route(found)
+            for hops in () if reporter is None else reporter.changes(part):
+                yield on_route(hops)
             if part.choice not in begun:
                 begun.add(part.choice)
                 for choice in shape.begin(part.choice):
                     yield chunk(choice)
             for choice in shape.chunks(part):
                 yield chunk(choice)
-            if isinstance(part.said, Answer):
-                ends.append(part.said)
+            if isinstance(part.output, Answer):
+                ends.append(part.output)
             part = await anext(parts, None)
-        for found in () if reporter is None else await reporter.last_news():
-            yield on_route(found)
+        for hops in () if reporter is None else await reporter.last_changes():
+            yield on_route(hops)
     if body.usage_at_the_end:
         yield event(heading.object(kind, [], usage=usage(prompt_tokens, ends)))
     yield DONE

@@ -1,8 +1,8 @@
-"""Who is let in, before anything of a request is read but its head.
+"""Authentication: who is let in, before more of a request is read than its head.
 
-On loopback no page of another site may use the API from a browser of this machine: a page that made its own name
-point here (DNS rebinding) still sends that name as Host, and any other its Origin. Where keys are given, each
-request shows one.
+On loopback, pages of other sites must not use the API through a browser of this machine: a page that points its own name
+here (DNS rebinding) still sends that name as Host, and any other page sends its Origin. Where keys are configured, each
+request presents one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def check_head(scope: Mapping[str, Any]) -> None:
-    """ApiError (431) where the head of the request is too long. The server stops reading one that comes in several parts; one that
-    comes at once it has whole, however long."""
+    """ApiError (431) where the head of the request is too long. The server stops reading a head that arrives in several parts, but one
+    that arrives at once it has read whole, however long."""
     line = len(scope["method"]) + len(scope.get("raw_path") or b"") + len(scope["query_string"])
     size = line + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"])
     if size > MAX_HEAD_BYTES:
@@ -36,25 +36,23 @@ def check_head(scope: Mapping[str, Any]) -> None:
 
 
 def head_too_long() -> ApiError:
-    said = f"the head of a request has at most {MAX_HEAD_BYTES >> 10} KiB"
-    return ApiError(431, said, code="request_head_too_large")
+    message = f"the head of a request has at most {MAX_HEAD_BYTES >> 10} KiB"
+    return ApiError(431, message, code="request_head_too_large")
 
 
 class Guard:
-    """`admit` one request."""
-
     def __init__(self, config: HttpConfig, port: int) -> None:
         self._config = config
         self._port = port
 
     def admit(self, headers: Headers, address: str, *, public: bool = False) -> PeerId:
-        """Whose share of this peer the request uses: an API key's, or an address's. `public`: what is asked for needs no key,
-        as a browser shows none when it opens a page. ApiError (401, 403)."""
+        """The tenant of the request, with which it shares this peer's capacity: one for each API key, or address. `public`: no key is
+        required, as a browser sends none when it opens a page. ApiError (401, 403)."""
         if self._config.local:
             self._check_origin(headers)
         if self._config.keys and not public:
-            return holder_of(_shown(headers, self._config.keys).hex())
-        return holder_of(address)
+            return tenant_of(_presented_key(headers, self._config.keys).hex())
+        return tenant_of(address)
 
     def _check_origin(self, headers: Headers) -> None:
         hosts = headers.getlist("host")
@@ -81,25 +79,25 @@ class Guard:
 
 def _name(host: str) -> str:
     """The name in a Host header, without its port; "" where it is none."""
-    found = _HOST.fullmatch(host.lower())
-    return found[1].strip("[]") if found else ""
+    match = _HOST.fullmatch(host.lower())
+    return match[1].strip("[]") if match else ""
 
 
-def _shown(headers: Headers, keys: Sequence[bytes]) -> bytes:
-    """The digest of the key that a request shows. Takes as long for any wrong key as for any other."""
+def _presented_key(headers: Headers, keys: Sequence[bytes]) -> bytes:
+    """The digest of the key that a request presents, compared in constant time. ApiError (401)."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    shown = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-    known = [hmac.compare_digest(shown, one) for one in keys]
-    if scheme.lower() != "bearer" or not any(known):
-        said = "invalid_api_key" if key else "missing_api_key"
-        raise ApiError(401, "Authorization: Bearer and a key that this peer knows", code=said)
-    return shown
+    digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+    matches = [hmac.compare_digest(digest, one) for one in keys]
+    if scheme.lower() != "bearer" or not any(matches):
+        error_code = "invalid_api_key" if key else "missing_api_key"
+        raise ApiError(401, "Authorization: Bearer and a key that this peer knows", code=error_code)
+    return digest
 
 
-def holder_of(text: str) -> PeerId:
-    """Whose share what comes with that key or from that address uses."""
+def tenant_of(text: str) -> PeerId:
+    """The tenant of requests with that key digest, or from that address."""
     try:
-        if (address := ip_address(text)).version == 6:  # who has one has 2**64
+        if (address := ip_address(text)).version == 6:  # one user has a /64
             text = str(address.exploded[:19])
     except ValueError:
         pass

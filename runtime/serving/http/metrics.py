@@ -19,7 +19,7 @@ TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
 class Metrics:
-    """`clock` gives seconds that only rise."""
+    """`clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -51,7 +51,7 @@ class Metrics:
         )
 
     def add(self, collector: Collector) -> None:
-        """Whatever `collector.collect()` gives is shown as well."""
+        """Show what `collector.collect()` yields as well."""
         self._registry.register(collector)
 
     def request(self, path: str, status: int) -> None:
@@ -59,7 +59,7 @@ class Metrics:
 
     @contextmanager
     def answer(self) -> Iterator[Measured]:
-        """For as long as one answer is given."""
+        """Entered for as long as one completion is generated."""
         self._running.inc()
         try:
             yield Measured(self._clock, self._first, self._between, self._tokens, self._prompt, self._cached)
@@ -102,7 +102,7 @@ class StageLoads(Collector):
 
 
 class Measured:
-    """One answer."""
+    """Measurements of one completion."""
 
     def __init__(
         self,

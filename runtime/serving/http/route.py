@@ -1,5 +1,5 @@
-"""Which peers run the stages of an answer, for a stream whose client asked (`stream_options.include_route`): said at its
-beginning, and again whenever another peer has taken a stage over or the swarm has said more of the links between them."""
+"""Which peers run the stages of a completion, for a stream with `stream_options.include_route`: reported at its beginning, and again
+whenever another peer has taken a stage over or more is known of the links between them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from fusion.swarm.identity import friendly_name
 from fusion.swarm.links.view import LinkView
 from fusion.swarm.transport import PeerId
 
-# A look at what others say of their links is believed for so long: who asks often makes none of them.
+# Link records read from the directory are reused for so long, however many clients ask.
 FRESH_SECONDS = 5.0
-LOOK_SECONDS = 1.0  # for such a look
+LOOK_SECONDS = 1.0  # timeout for reading them
 
 
-def route_json(choice: int, us: PeerId, route: Sequence[PeerId], view: LinkView) -> Json:
-    """For answer number `choice`: the peer that was asked, and its stages in order. `round_trip_ms` is from each to the next one
-    and back, from the last stage to the first; null where nobody knows it, or both are one peer."""
-    ways = zip([us, *route], [*route, route[0]], strict=True)
+def route_json(choice: int, own_id: PeerId, route: Sequence[PeerId], view: LinkView) -> Json:
+    """For completion number `choice`: the gateway, and the stages in order. `round_trip_ms` is from each peer to the next (from the
+    last stage to the first); null where it is unknown, or both are the same peer."""
+    ways = zip([own_id, *route], [*route, route[0]], strict=True)
     trips = [None if one == two else view.link(one, two).rtt_seconds for one, two in ways]
-    gateway, *stages = [_hop(peer, trip) for peer, trip in zip([us, *route], trips, strict=True)]
+    gateway, *stages = [_hop(peer, trip) for peer, trip in zip([own_id, *route], trips, strict=True)]
     return {"index": choice, "gateway": gateway, "stages": stages}
 
 
@@ -35,47 +35,47 @@ def _hop(peer: PeerId, trip: float | None) -> Json:
 
 
 class RouteReporter:
-    """One stream's. Entered once, while the stream is sent."""
+    """Of one stream. Entered once, for as long as the stream is sent."""
 
     def __init__(self, context: Context) -> None:
-        self._us = context.peer_id
+        self._own_id = context.peer_id
         self._links = context.links
         self._routes: dict[int, tuple[PeerId, ...]] = {}
-        # the route, and whether after the look
+        # choice -> the route, and whether the links had been read by then
         self._reported: dict[int, tuple[tuple[PeerId, ...], bool]] = {}
-        self._looking: asyncio.Future[None]
+        self._refreshing: asyncio.Future[None]
 
     def __enter__(self) -> None:
-        self._looking = asyncio.create_task(self._look())
+        self._refreshing = asyncio.create_task(self._refresh_links())
 
     def __exit__(self, *_: object) -> None:
-        self._looking.cancel()
+        self._refreshing.cancel()
 
-    def news(self, part: Part) -> list[Json]:
-        """What has to be said before `part` is."""
-        if not part.said.route:
-            return []  # no stage has been asked yet, or none is: of a prompt that is told of
-        self._routes[part.choice] = part.said.route
+    def changes(self, part: Part) -> list[Json]:
+        """The route events to send before `part`."""
+        if not part.output.route:
+            return []  # no stage runs yet, or none is needed: an echoed prompt
+        self._routes[part.choice] = part.output.route
         return self._unreported([part.choice])
 
-    async def last_news(self) -> list[Json]:
-        """Likewise after the last part."""
-        await asyncio.wait([self._looking])
+    async def last_changes(self) -> list[Json]:
+        """The route events to send after the last part."""
+        await asyncio.wait([self._refreshing])
         return self._unreported(list(self._routes))
 
     def _unreported(self, choices: Sequence[int]) -> list[Json]:
-        # Round trips change all the time: only another route, or what the look has shown, is worth an event.
+        # Round trips change all the time: only another route, or freshly read links, are worth an event.
         new = [each for each in choices if self._reported.get(each) != self._state(each)]
         if not new:
             return []
         self._reported |= {choice: self._state(choice) for choice in new}
         view = LinkView() if self._links is None else self._links.snapshot()
-        return [route_json(choice, self._us, self._routes[choice], view) for choice in new]
+        return [route_json(choice, self._own_id, self._routes[choice], view) for choice in new]
 
     def _state(self, choice: int) -> tuple[tuple[PeerId, ...], bool]:
-        return self._routes[choice], self._looking.done()
+        return self._routes[choice], self._refreshing.done()
 
-    async def _look(self) -> None:
+    async def _refresh_links(self) -> None:
         if self._links is not None:
             with suppress(SwarmError, TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):

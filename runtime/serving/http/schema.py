@@ -1,15 +1,13 @@
-"""What a client may say: the fields of OpenAI's API that mean something here, and a few that vLLM and others add.
+"""The fields of a request: those of OpenAI's API that are supported, and a few that vLLM and others add.
 
-Fields that are not named are ignored, as OpenAI ignores what it does not know. Those that would change an answer, and
-that nothing here can do, are refused (`_unsupported`) rather than ignored.
-
-Of a long list the first entry that is wrong is told of, and no other (`fail_fast`): pydantic makes a kilobyte of each error, and a
-body has room for millions of entries.
+Unknown fields are ignored, as OpenAI does. Fields that would change a completion but are not supported are refused
+(`_unsupported`). Of a long list only the first wrong entry is reported (`fail_fast`): pydantic makes a kilobyte of each error, and
+a body has room for millions of entries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -20,30 +18,30 @@ from fusion.runtime.serving.requests.json_schema import JSON_OBJECT, schema_text
 from fusion.runtime.serving.requests.request import MAX_STOP_BYTES, MAX_TOP_LOGPROBS
 from fusion.runtime.serving.requests.sampling_params import MAX_SEED
 
-MAX_CHOICES = 16  # answers to one prompt
+MAX_CHOICES = 16  # completions of one prompt
 MAX_PROMPTS = 64
-MAX_TEXTS = 2048  # that embeddings are asked for at once, as with OpenAI
-MAX_ANSWERS = 64  # to one request
+MAX_TEXTS = 2048  # of one embeddings request, as with OpenAI
+MAX_ANSWERS = 64  # completions of one request
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128
 MAX_STOPS = 4
 MAX_BIASED = 300
 MAX_NAME = 256  # characters of a model's name
-COMPLETION_TOKENS = 16  # where max_tokens is left out, as with OpenAI
-# What vLLM, SGLang and llama.cpp call a form of the answer: passed over, it would be given any text.
-OTHER_FORMS = (
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
+# Constrained output of vLLM, SGLang and llama.cpp: if these were ignored, the completion would be any text.
+UNSUPPORTED_FORMATS = (
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("grammar", "ebnf", "regex", "json_schema"),
 )
-# Other ways to choose a token, each with the numbers that turn it off.
-OTHER_CHOICES: Mapping[str, tuple[float, ...]] = {
+# Samplers that are not supported, each with the values that turn it off.
+UNSUPPORTED_SAMPLERS: Mapping[str, tuple[float, ...]] = {
     **dict.fromkeys(("typical_p", "tfs", "tfs_z"), (0.0, 1.0)),
     **dict.fromkeys(("mirostat", "mirostat_mode", "dynatemp_range", "smoothing_factor"), (0.0,)),
     **dict.fromkeys(("xtc_probability", "dry_multiplier", "top_a", "no_repeat_ngram_size"), (0.0,)),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0.0,)),
     "top_n_sigma": (-1.0, 0.0),
 }
-# Of what vLLM and OpenAI have beside, that which would be missed in the answer, and why it is not there.
+# Other fields of vLLM and OpenAI that would change the completion, and why they are not supported.
 UNAVAILABLE: Mapping[str, str] = {
     "allowed_token_ids": "say logit_bias",
     "bad_words": "say logit_bias",
@@ -68,20 +66,24 @@ Stop = Annotated[str, Field(max_length=MAX_STOP_BYTES)]
 
 
 def _stops(value: Any) -> Any:
-    """A tuple of one or more. An empty text stops nothing, as with llama.cpp: forms that are left empty are sent so."""
+    """One text or several as a tuple. Empty texts are dropped, as in llama.cpp: clients send them for empty input fields."""
     texts = [value] if isinstance(value, str) else value
     return tuple(text for text in texts if text != "") if isinstance(texts, list | tuple) else value
 
 
-def _few(value: Any) -> Any:
-    """Of an object pydantic would look at every entry before it counts them."""
-    if isinstance(value, dict) and len(value) > MAX_BIASED:
-        raise ValueError(f"at most {MAX_BIASED} tokens, not {len(value)}")
-    return value
+def at_most(limit: int, what: str) -> Callable[[Any], Any]:
+    """A validator that counts an object's entries first: pydantic validates every entry before it counts them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise ValueError(f"at most {limit} {what}, not {len(value)}")
+        return value
+
+    return check
 
 
 def _unless_false(value: Any) -> Any:
-    """None for the false of a client that asks as it does for a chat."""
+    """None for false, which is what chat requests send."""
     return None if value is False else value
 
 
@@ -91,11 +93,11 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    include_route: bool | None = None  # ours: which peers run the stages
+    include_route: bool | None = None  # our extension: which peers run the stages
 
 
 class NamedSchema(Body):
-    """`name`, `description` and `strict` change nothing: an answer always follows the schema."""
+    """`name`, `description` and `strict` change nothing: the output always follows the schema."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
     name: Annotated[str, Field(max_length=MAX_NAME)] | None = None
@@ -104,7 +106,7 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """`schema` without a name, beside the type, is how llama.cpp, LM Studio and Together say one."""
+    """`schema` beside the type, without a name, is the form of llama.cpp, LM Studio and Together."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
     type: Literal["text", "json_object", "json_schema"]
@@ -113,22 +115,22 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _has_a_schema(self) -> Self:
-        if self.type == "json_schema" and self.said is None:
+        if self.type == "json_schema" and self.requested_schema is None:
             raise ValueError("json_schema needs {name, schema}")
         return self
 
     @property
-    def said(self) -> dict[str, Any] | None:
-        """The schema that the answer is to follow, if one is given."""
+    def requested_schema(self) -> dict[str, Any] | None:
+        """The schema that the output must follow, if there is one."""
         return self.schema_ if self.json_schema is None else self.json_schema.schema_
 
 
-class Choosing(Body):
-    """What every way of asking for text has. `None` is what OpenAI does: temperature 1, everything else off."""
+class GenerationFields(Body):
+    """The fields that all requests for text share. `None` stands for OpenAI's default: temperature 1, everything else off."""
 
-    form: ClassVar[str] = "response_format"  # the field that says the form of an answer
-    elsewhere: ClassVar[Mapping[str, str]] = {}  # fields of other paths, each with what it is called here
-    # Fields of vLLM, each with the value that cannot be had, and why.
+    format_field: ClassVar[str] = "response_format"  # the field that has a schema for the output
+    other_names: ClassVar[Mapping[str, str]] = {}  # field of another endpoint -> its name here
+    # Fields of vLLM, each with the value that is not supported, and why.
     flags: ClassVar[Mapping[str, tuple[bool, str]]] = {
         "skip_special_tokens": (False, "special tokens are no text"),
         "add_special_tokens": (True, "a chat has the special tokens that its template writes"),
@@ -150,7 +152,7 @@ class Choosing(Body):
         Annotated[
             dict[str, Annotated[Number, Field(ge=-100, le=100)]],
             Field(max_length=MAX_BIASED),
-            BeforeValidator(_few),
+            BeforeValidator(at_most(MAX_BIASED, "tokens")),
         ]
         | None
     ) = None
@@ -167,34 +169,34 @@ class Choosing(Body):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     user: str | None = None
-    guesses: bool | None = None  # ours: False where the ring is not to run ahead of what is chosen
+    guesses: bool | None = None  # our extension: False turns speculative decoding off
 
     @model_validator(mode="before")
     @classmethod
-    def _nothing_unavailable(cls, said: Any) -> Any:
-        if not isinstance(said, dict):
-            return said
-        for name in OTHER_FORMS:
-            if said.get(name):
-                raise ValueError(f"{name}: say {cls.form}, with a JSON schema")
+    def _nothing_unavailable(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        for name in UNSUPPORTED_FORMATS:
+            if fields.get(name):
+                raise ValueError(f"{name}: say {cls.format_field}, with a JSON schema")
         for name, reason in cls.unavailable.items():
-            value = said.get(name)
+            value = fields.get(name)
             if value is not None and value is not False and value not in ([], ""):
                 raise ValueError(f"{name}: {reason}")
-        for name, neutral in OTHER_CHOICES.items():
-            if (value := said.get(name)) is not None and value not in neutral:
+        for name, neutral in UNSUPPORTED_SAMPLERS.items():
+            if (value := fields.get(name)) is not None and value not in neutral:
                 raise ValueError(f"{name}: say temperature, top_k, top_p, min_p or a penalty")
         for name, (unusual, reason) in cls.flags.items():
-            if said.get(name) is unusual:
+            if fields.get(name) is unusual:
                 raise ValueError(f"{name}: {reason}")
-        for name, here in cls.elsewhere.items():
-            if said.get(name) is not None and said.get(here.partition(".")[0]) is None:
+        for name, here in cls.other_names.items():
+            if fields.get(name) is not None and fields.get(here.partition(".")[0]) is None:
                 raise ValueError(f"{name}: say {here}")
-        return said
+        return fields
 
 
-class Settings(Choosing):
-    """What completions and chats have."""
+class Settings(GenerationFields):
+    """The fields that completions and chats share."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream_options: StreamOptions | None = None
@@ -202,20 +204,20 @@ class Settings(Choosing):
 
     @property
     def json_schema(self) -> str:
-        """Of the JSON that the answer is to be; "" where it may be any text. JobError names what is wrong with it."""
+        """The schema of the output; "" where it may be any text. JobError names what is wrong with it."""
         form = self.response_format
         if form is None or form.type == "text":
             return ""
-        return JSON_OBJECT if form.said is None else schema_text(form.said)
+        return JSON_OBJECT if form.requested_schema is None else schema_text(form.requested_schema)
 
     @property
     def answers(self) -> int:
-        """To each prompt."""
+        """Completions of each prompt."""
         return self.n or 1
 
     @property
     def echoes(self) -> bool:
-        """Whether each answer begins with the prompt."""
+        """Whether each completion begins with the prompt."""
         return False
 
     @property
@@ -228,10 +230,10 @@ class Settings(Choosing):
 
 
 class CompletionRequest(Settings):
-    elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    other_names: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("max_completion_tokens", "max_output_tokens", "max_new_tokens", "n_predict"), "max_tokens"
     )
-    flags = {name: said for name, said in Choosing.flags.items() if name != "add_special_tokens"}
+    flags = {name: flag for name, flag in GenerationFields.flags.items() if name != "add_special_tokens"}
     unavailable = {name: why for name, why in UNAVAILABLE.items() if name != "echo"}
 
     prompt: (
@@ -240,7 +242,7 @@ class CompletionRequest(Settings):
         | Ids
         | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    # 0: nothing but the prompt, with `echo`
+    # 0, with `echo`: the prompt alone
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[
@@ -294,7 +296,7 @@ class EmbeddingRequest(Body):
 
 
 def _each(given: str | Sequence[Any]) -> tuple[str | tuple[int, ...], ...]:
-    """One text or the ids of one, or a list of either, as a list."""
+    """One text, one list of token ids, or a list of either, as a tuple."""
     match given:
         case str() as text:
             return (text,)
@@ -310,7 +312,7 @@ def _text_alone(kind: Any) -> Any:
 
 
 class TextPart(Body):
-    """What OpenAI calls a refusal was said all the same."""
+    """A refusal is text of the conversation as well."""
 
     type: Annotated[Literal["text", "input_text", "output_text", "refusal"], BeforeValidator(_text_alone)]
     text: Annotated[str, Field(validation_alias=AliasChoices("text", "refusal"))]
@@ -362,7 +364,7 @@ class Function(Body):
     strict: bool | None = None
 
     @property
-    def taken(self) -> Parameters:
+    def call_parameters(self) -> Parameters:
         return Parameters(self.name, self.parameters, self.strict is True)
 
 
@@ -391,7 +393,7 @@ class AllowedTools(Body):
 
 
 class ChatRequest(Settings):
-    elsewhere: ClassVar[Mapping[str, str]] = {
+    other_names: ClassVar[Mapping[str, str]] = {
         "max_output_tokens": "max_completion_tokens",
         **dict.fromkeys(("max_new_tokens", "n_predict"), "max_tokens"),
     }
@@ -416,7 +418,7 @@ class ChatRequest(Settings):
 
     @property
     def offered_tools(self) -> tuple[Tool, ...]:
-        """Those that the model is told of."""
+        """The tools that the model is offered."""
         match self.tool_choice:
             case "none":
                 return ()
@@ -434,7 +436,7 @@ class ChatRequest(Settings):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer has to be the call of a tool."""
+        """Whether the output must be a tool call."""
         match self.tool_choice:
             case AllowedTools(allowed_tools=allowed):
                 return allowed.mode == "required"
@@ -447,11 +449,11 @@ class ChatRequest(Settings):
         if not self.must_call:
             return super().json_schema
         functions = {tool.function.name: tool.function for tool in self.offered_tools}
-        return schema_text(schema_of_call(each.taken for each in functions.values()))
+        return schema_text(schema_of_call(each.call_parameters for each in functions.values()))
 
     @property
-    def called(self) -> Mapping[str, str]:
-        """What fields are called here that have another name in what is said of them."""
+    def client_names(self) -> Mapping[str, str]:
+        """Field name in our errors -> the field that the client set."""
         return dict.fromkeys(("json_schema", "response_format"), "tools") if self.must_call else {}
 
     @model_validator(mode="after")
@@ -466,7 +468,7 @@ class ChatRequest(Settings):
         return self
 
     def check_tool_choice(self) -> None:
-        """ValueError where it names tools that there are not."""
+        """ValueError where it names tools that the request does not have."""
         if self.tool_choice == "required" and not self.tools:
             raise ValueError("tool_choice: required, and there are no tools")
         if isinstance(self.tool_choice, ToolChoice | AllowedTools) and not self.offered_tools:

@@ -1,4 +1,4 @@
-"""Answers as OpenAI's API writes them: whole, or in chunks. Pure, but for ids that are drawn."""
+"""Completions as OpenAI's API writes them: whole, or in chunks. Pure, but for random ids."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ Json = dict[str, Any]
 
 
 class Shape(Protocol):
-    """One request's answers; what is sent of each is remembered."""
+    """The format of one request's completions; remembers how much of each has been sent."""
 
     prefix: str  # of the id
     whole_object: str
     chunk_object: str
 
     def begin(self, choice: int) -> list[Json]:
-        """What a stream begins with for one answer: entries of `choices`."""
+        """The entries of `choices` that a stream begins with for one completion."""
 
     def chunks(self, part: Part) -> list[Json]:
-        """Likewise, what comes with `part`."""
+        """The entries of `choices` for `part`."""
 
     def keep(self, choice: int, piece: PromptPiece | Piece) -> None:
-        """What `whole` tells of the next piece of an answer, or of its prompt."""
+        """Keep what `whole` needs of the next piece of a completion, or of its prompt."""
 
     def whole(self, choice: int, answer: Answer) -> Json:
-        """One entry of `choices` for a whole answer, of which each piece was kept."""
+        """The entry of `choices` for a whole completion, of which each piece was kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heading:
-    """What every object of one request says."""
+    """The fields that all objects of one response share."""
 
     id: str
     created: int  # unix seconds
@@ -57,8 +57,7 @@ class Heading:
 
 
 def usage(prompt_tokens: int, answers: Sequence[Answer]) -> Json:
-    """`prompt_tokens`: of all prompts, each once. Of these, those are cached that the stages had for every answer to a prompt, on
-    average."""
+    """`prompt_tokens`: of all prompts, each counted once. The cached tokens are an average over the completions of a prompt."""
     completion = sum(len(answer.tokens) for answer in answers)
     prompts = sum(answer.prompt_tokens for answer in answers)
     cached = prompt_tokens * sum(answer.cached_tokens for answer in answers) // max(prompts, 1)
@@ -71,8 +70,8 @@ def usage(prompt_tokens: int, answers: Sequence[Answer]) -> Json:
 
 
 @dataclass(frozen=True)
-class Written:
-    """An object of lists whose entries are JSON already."""
+class EncodedLists:
+    """A JSON object of lists whose entries are already encoded."""
 
     lists: Mapping[str, Sequence[bytes]]
 
@@ -93,58 +92,58 @@ def json_text(value: object) -> bytes:
 
 
 def json_parts(value: object) -> list[bytes]:
-    """The same a part at a time, where there are `Written` in it."""
-    written, mark = list[Written](), secrets.token_hex(16)
+    """As `json_text`, in parts, of a value that may contain `EncodedLists`."""
+    encoded, marker = list[EncodedLists](), secrets.token_hex(16)
 
-    def held(each: object) -> str:
-        assert isinstance(each, Written)
-        written.append(each)
-        return mark
+    def placeholder(each: object) -> str:
+        assert isinstance(each, EncodedLists)
+        encoded.append(each)
+        return marker
 
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=held)
-    parts, *rest = ([each] for each in text.encode().split(json_text(mark)))
-    for each, after in zip(written, rest, strict=True):
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=placeholder)
+    parts, *rest = ([each] for each in text.encode().split(json_text(marker)))
+    for each, after in zip(encoded, rest, strict=True):
         parts += [*each.parts(), *after]
     return parts
 
 
-class _WrittenLogprobs:
-    """The log-probabilities of whole answers, written as each token comes: to write all of them at once would hold the loop for
-    seconds, and as objects they take ten times the memory."""
+class _EncodedLogprobs:
+    """The log-probabilities of whole completions, encoded as each token arrives: to encode all of them at once would block the loop
+    for seconds, and as objects they take ten times the memory."""
 
     def __init__(self) -> None:
         self._lists: dict[int, dict[str, list[bytes]]] = {}
 
-    def add(self, choice: int, told: Json | None) -> None:
-        """`told`: an object of lists."""
-        for name, entries in (told or {}).items():
+    def add(self, choice: int, logprobs: Json | None) -> None:
+        """`logprobs`: an object of lists."""
+        for name, entries in (logprobs or {}).items():
             self._lists.setdefault(choice, {}).setdefault(name, []).extend(map(json_text, entries))
 
-    def of(self, choice: int) -> Written | None:
+    def of(self, choice: int) -> EncodedLists | None:
         lists = self._lists.pop(choice, None)
-        return None if lists is None else Written(lists)
+        return None if lists is None else EncodedLists(lists)
 
 
 class _Sent:
-    """How much of each answer's text has been sent: the last piece of it may be held back until the end."""
+    """How much of each completion's text has been sent: the last piece of it may be held back until the end."""
 
     def __init__(self) -> None:
         self._length: dict[int, int] = {}
 
     def next(self, part: Part) -> str:
-        if isinstance(part.said, PromptPiece):
-            return part.said.text
+        if isinstance(part.output, PromptPiece):
+            return part.output.text
         sent = self._length.get(part.choice, 0)
-        text = part.said.text[sent:] if isinstance(part.said, Answer) else part.said.text
+        text = part.output.text[sent:] if isinstance(part.output, Answer) else part.output.text
         self._length[part.choice] = sent + len(text)
         return text
 
 
-Spelling = Mapping[int, bytes]  # of every token that a log-probability is told of
+Spelling = Mapping[int, bytes]  # token id -> its bytes, for every token that has a log-probability
 
 
 def token_text(token: int, spelled: bytes) -> str:
-    """As a client sees a token: its text, or what it is of one."""
+    """A token as clients see it: its text, or its bytes where it is only part of a character."""
     if not spelled:
         return f"token_id:{token}"
     try:
@@ -158,7 +157,7 @@ class CompletionShape:
 
     def __init__(self, spelling: Spelling) -> None:
         self._sent = _Sent()
-        self._told = _WrittenLogprobs()
+        self._logprob_entries = _EncodedLogprobs()
         self._spelling = spelling
         self._prompts: dict[int, list[str]] = {}
 
@@ -167,19 +166,19 @@ class CompletionShape:
 
     def chunks(self, part: Part) -> list[Json]:
         text = self._sent.next(part)
-        if isinstance(part.said, Answer):
-            return [_completion(part.choice, text, None, finish_reason(part.said))]
-        logprobs = self._logprobs(part.said)
+        if isinstance(part.output, Answer):
+            return [_completion(part.choice, text, None, finish_reason(part.output))]
+        logprobs = self._logprobs(part.output)
         return [_completion(part.choice, text, logprobs, None)] if text or logprobs else []
 
     def keep(self, choice: int, piece: PromptPiece | Piece) -> None:
         if isinstance(piece, PromptPiece):
             self._prompts.setdefault(choice, []).append(piece.text)
-        self._told.add(choice, self._logprobs(piece))
+        self._logprob_entries.add(choice, self._logprobs(piece))
 
     def whole(self, choice: int, answer: Answer) -> Json:
         text = "".join([*self._prompts.pop(choice, []), answer.text])
-        return _completion(choice, text, self._told.of(choice), finish_reason(answer))
+        return _completion(choice, text, self._logprob_entries.of(choice), finish_reason(answer))
 
     def _logprobs(self, piece: PromptPiece | Piece) -> Json | None:
         if isinstance(piece, PromptPiece):
@@ -188,33 +187,33 @@ class CompletionShape:
             return None
         return self._lists([piece.id], [Logprobs(piece.logprob, piece.top_logprobs)], [piece.begins])
 
-    def _lists(self, ids: Sequence[int], found: Sequence[Logprobs | None], begins: Sequence[int]) -> Json:
-        tops = [None if each is None else self._top(i, each) for i, each in zip(ids, found, strict=True)]
+    def _lists(self, ids: Sequence[int], logprobs: Sequence[Logprobs | None], begins: Sequence[int]) -> Json:
+        tops = [None if each is None else self._top(i, each) for i, each in zip(ids, logprobs, strict=True)]
         return {
             "tokens": [self._text(token) for token in ids],
-            "token_logprobs": [None if each is None else each.chosen for each in found],
+            "token_logprobs": [None if each is None else each.chosen for each in logprobs],
             "top_logprobs": tops,
             "text_offset": list(begins),
         }
 
-    def _top(self, token: int, found: Logprobs) -> Json:
-        top = {self._text(token): found.chosen}
-        for other, value in found.top:
-            top.setdefault(self._text(other), value)  # of tokens that look alike the most probable one
+    def _top(self, token: int, logprobs: Logprobs) -> Json:
+        top = {self._text(token): logprobs.chosen}
+        for other, value in logprobs.top:
+            top.setdefault(self._text(other), value)  # of tokens with equal text the most probable one
         return top
 
     def _text(self, token: int) -> str:
         return token_text(token, self._spelling[token])
 
 
-def _completion(choice: int, text: str, logprobs: Json | Written | None, finish: str | None) -> Json:
+def _completion(choice: int, text: str, logprobs: Json | EncodedLists | None, finish: str | None) -> Json:
     return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
 
 class ChatReader:
-    """What the answers of one request say: text, and calls of tools. `tools`: the names of those that the model was told of.
-    `several`: whether an answer may call more than one of them; of its calls the first is told otherwise, as with vLLM. `must`:
-    whether it can be nothing but a call, so that what was cut off is one as well."""
+    """Splits the output of one request's completions into text and tool calls. `tools`: names of the tools that the model was offered.
+    `several`: whether a completion may call more than one; if not, only the first call counts, as in vLLM. `must`: the output can be
+    nothing but a call, so one that was cut off counts as well."""
 
     def __init__(self, tools: Collection[str], *, several: bool = True, must: bool = False) -> None:
         self._sent = _Sent()
@@ -224,16 +223,16 @@ class ChatReader:
         self._reading: dict[int, ToolCallStream] = {}
 
     def read(self, part: Part) -> tuple[str, tuple[Call, ...]]:
-        """What is text for certain now and was not before; at the end of an answer its calls as well."""
+        """Text that has become certain with this part; at the end of a completion its calls as well."""
         text = self._sent.next(part)
         if not self._tools:
             return text, ()
         reading = self._reading.setdefault(part.choice, ToolCallStream(self._tools))
         text = reading.push(text)
-        if not isinstance(part.said, Answer):
+        if not isinstance(part.output, Answer):
             return text, ()
         rest, calls = reading.finish()
-        if self._must and part.said.finish == "length" and not calls and (call := call_cut_off(rest)):
+        if self._must and part.output.finish == "length" and not calls and (call := call_cut_off(rest)):
             return text, (call,)
         return text + rest, calls if self._several else calls[:1]
 
@@ -243,7 +242,7 @@ class ChatShape:
 
     def __init__(self, reader: ChatReader, spelling: Spelling) -> None:
         self._reader = reader
-        self._told = _WrittenLogprobs()
+        self._logprob_entries = _EncodedLogprobs()
         self._spelling = spelling
 
     def begin(self, choice: int) -> list[Json]:
@@ -251,24 +250,24 @@ class ChatShape:
 
     def chunks(self, part: Part) -> list[Json]:
         text, calls = self._reader.read(part)
-        logprobs = self._logprobs(part.said) if isinstance(part.said, Piece) else None
-        found = [_delta(part.choice, {"content": text}, logprobs)] if text or logprobs else []
-        if isinstance(part.said, Answer):
+        logprobs = self._logprobs(part.output) if isinstance(part.output, Piece) else None
+        deltas = [_delta(part.choice, {"content": text}, logprobs)] if text or logprobs else []
+        if isinstance(part.output, Answer):
             if calls:
-                found.append(_delta(part.choice, {"tool_calls": _calls(calls, indexed=True)}))
-            found.append(_delta(part.choice, {}, None, finish_reason(part.said, calls)))
-        return found
+                deltas.append(_delta(part.choice, {"tool_calls": _calls(calls, indexed=True)}))
+            deltas.append(_delta(part.choice, {}, None, finish_reason(part.output, calls)))
+        return deltas
 
     def keep(self, choice: int, piece: PromptPiece | Piece) -> None:
         if isinstance(piece, Piece):
-            self._told.add(choice, self._logprobs(piece))
+            self._logprob_entries.add(choice, self._logprobs(piece))
 
     def whole(self, choice: int, answer: Answer) -> Json:
         text, calls = self._reader.read(Part(choice, answer))
         message: Json = {"role": "assistant", "content": text or (None if calls else "")}
         if calls:
             message["tool_calls"] = _calls(calls)
-        finish, logprobs = finish_reason(answer, calls), self._told.of(choice)
+        finish, logprobs = finish_reason(answer, calls), self._logprob_entries.of(choice)
         return {"index": choice, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, piece: Piece) -> Json | None:

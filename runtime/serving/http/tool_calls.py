@@ -1,9 +1,9 @@
-"""Calls of tools in what a model says, in the two forms that models are taught, and the schema of one that it has to say. Pure.
+"""Tool calls in a model's output, in the two forms that models are trained on, and the schema of a required call. Pure.
 
     Hermes, Qwen   text <tool_call>{"name": ..., "arguments": {...}}</tool_call> ...
     Llama 3.1      {"name": ..., "parameters": {...}}, as the whole answer, several of them with `;` between
 
-What is neither is text. A call is known only once it is whole, so text is held back from where one may begin.
+Anything else is text. A call is recognised only once it is complete, so text is held back from where one may begin.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PYTHON_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 _BEGUN = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")(?:\s*,\s*"arguments"\s*:\s*(.*))?', re.DOTALL)
-# What may say of further properties than those that a schema lists.
+# Keywords that may allow properties beside those that a schema lists.
 _FURTHER = frozenset(
     {
         *("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "$dynamicRef"),
@@ -35,12 +35,12 @@ _FURTHER = frozenset(
 class Call:
     name: str
     arguments: str  # JSON
-    whole: bool = True  # or what came of it
+    whole: bool = True  # False: cut off
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of a function. `schema` None: it takes none, as with OpenAI; `strict`: every word of it counts."""
+    """Of a function. `schema` None: it takes none, as with OpenAI; `strict`: every keyword of the schema is enforced."""
 
     name: str
     schema: Mapping[str, Any] | None
@@ -48,7 +48,7 @@ class Parameters:
 
 
 class ToolCallStream:
-    """One answer of a model that was told of `tools`: `push` what it says, then `finish`."""
+    """The output of a model that was offered `tools`: `push` its text, then `finish`."""
 
     def __init__(self, tools: Collection[str]) -> None:
         self._tools = frozenset(tools)
@@ -57,7 +57,7 @@ class ToolCallStream:
         self._calling = False
 
     def push(self, text: str) -> str:
-        """What is text for certain."""
+        """The text that is certain now."""
         self._held += text
         if self._calling or not self._held:
             return ""
@@ -80,21 +80,21 @@ class ToolCallStream:
     def finish(self) -> tuple[str, tuple[Call, ...]]:
         """The rest of the text, and the calls."""
         held, self._held = self._held, ""
-        if calls := _bare(held, self._tools):  # in whose arguments a tag is text
+        if calls := _bare(held, self._tools):  # first, as their arguments may contain a tag
             return "", calls
         calls, rest = _tagged(held)
         return (rest, calls) if calls else (held, ())
 
 
 def call_cut_off(text: str) -> Call | None:
-    """What came of an answer that could be nothing but a call, as `schema_of_call` has it; None where not even its name did."""
-    found = _BEGUN.match(text)
-    return None if found is None else Call(json.loads(found[1]), found[2] or "", whole=False)
+    """The call in output that was cut off and had to follow `schema_of_call`; None where not even its name is complete."""
+    match = _BEGUN.match(text)
+    return None if match is None else Call(json.loads(match[1]), match[2] or "", whole=False)
 
 
 def schema_of_call(functions: Iterable[Parameters]) -> dict[str, Any]:
-    """Of an answer that is nothing but a call of one of these functions. JobError where their parameters are no schema of an
-    object."""
+    """The schema of output that is nothing but a call of one of these functions. JobError where their parameters are not the schema of
+    an object."""
     calls, parts = list[dict[str, Any]](), dict[str, Any]()
     for number, function in enumerate(functions):
         place = f"#/$defs/{number}"
@@ -113,10 +113,10 @@ def _arguments(function: Parameters, place: str) -> dict[str, Any]:
     schema = dict(function.schema)
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        said = f"the parameters of {function.name[:40]} are of type object, not {str(kind)[:40]!r}"
-        raise JobError(f"json_schema: {said}")
+        message = f"the parameters of {function.name[:40]} are of type object, not {str(kind)[:40]!r}"
+        raise JobError(f"json_schema: {message}")
     if "properties" in schema and schema.keys().isdisjoint(_FURTHER):
-        schema["additionalProperties"] = False  # what it does not name it cannot be called with
+        schema["additionalProperties"] = False  # no arguments beside those that it names
     part = as_part(schema, place)
     return {**(part if function.strict else loosened(part)), "type": "object"}
 
@@ -131,7 +131,7 @@ def _tagged(text: str) -> tuple[tuple[Call, ...], str]:
     calls, around, at = list[Call](), list[str](), 0
     while (begins := text.find(OPEN, at)) >= 0:
         around.append(text[at:begins])
-        try:  # where the JSON ends and not at the next tag, which its strings may have
+        try:  # to the end of the JSON, not to the next tag, which may be part of a string
             value, end = _DECODER.raw_decode(text, _behind_space(text, begins + len(OPEN)))
         except (ValueError, RecursionError):
             return (), ""
@@ -144,9 +144,9 @@ def _tagged(text: str) -> tuple[tuple[Call, ...], str]:
 
 
 def _behind_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None  # no space at all is some
-    return found.end()
+    match = _SPACE.match(text, at)
+    assert match is not None  # no space at all is some
+    return match.end()
 
 
 def _bare(text: str, tools: frozenset[str]) -> tuple[Call, ...]:
@@ -174,14 +174,17 @@ def _decoded(text: str) -> Any:
 def _call(value: Any) -> Call | None:
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         return None
-    given = value.get("arguments", value.get("parameters", {}))
-    arguments = _decoded(given) if isinstance(given, str) else given
+    arguments_given = value.get("arguments", value.get("parameters", {}))
+    arguments = _decoded(arguments_given) if isinstance(arguments_given, str) else arguments_given
     if not isinstance(arguments, dict):
         return None
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        call = Call(name, given if isinstance(given, str) else written)
+        call = Call(name, arguments_given if isinstance(arguments_given, str) else written)
         f"{call.name}{call.arguments}".encode()
-    except (ValueError, RecursionError):  # Python reads NaN, and halves of pairs, which no answer can hold
+    except (
+        ValueError,
+        RecursionError,
+    ):  # Python parses NaN and lone surrogates, which a response cannot contain
         return None
     return call

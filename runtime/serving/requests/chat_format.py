@@ -1,4 +1,4 @@
-"""How a model is chatted with: its own template and special tokens, which travel with its job."""
+"""A model's chat template and special tokens, which are files of its job."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 class NoTemplate(JobError):
-    """The model has none: it goes on from texts, and a template that was made up would answer almost right."""
+    """The model has no chat template; with an invented one its completions would be almost right."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
     template: str
     tokens: Mapping[str, str]
-    tool_template: str | None = None  # in its place where tools are given
+    tool_template: str | None = None  # used instead where there are tools
 
     def template_for(self, tools: object) -> str:
-        """As transformers chooses it. `tools`: of the variables."""
+        """The template that transformers would choose. `tools`: of the variables."""
         return self.tool_template if tools and self.tool_template is not None else self.template
 
     def variables(
@@ -42,7 +42,7 @@ class ChatFormat:
         tools: Sequence[Mapping[str, Any]] = (),
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """What the template is rendered with, as transformers' `apply_chat_template` does it."""
+        """The variables of the template, as in transformers' `apply_chat_template`."""
         return {
             **self.tokens,
             "documents": None,
@@ -54,19 +54,23 @@ class ChatFormat:
 
 
 async def read_format(blobs: JobBlobs, manifest: Manifest) -> ChatFormat:
-    """Of a served model. NoTemplate; JobError for files that are none; BlobError where nobody has them now."""
+    """The format of a served model. Raises NoTemplate; JobError for files that are not valid; BlobError where no peer has them now."""
     files = dict(manifest.files)
     if CHAT_TEMPLATE_FILE not in files:
         raise NoTemplate(f"{manifest.name} has no chat template")
-    given = {name: await blobs.read(files[name], most) for name, most in CHAT_FILES.items() if name in files}
-    return format_of(given)
+    contents = {
+        name: await blobs.read(files[name], max_bytes)
+        for name, max_bytes in CHAT_FILES.items()
+        if name in files
+    }
+    return format_of(contents)
 
 
 def format_of(files: Mapping[str, bytes]) -> ChatFormat:
-    """Of the contents of CHAT_FILES. JobError for files that are none."""
+    """The format from the contents of CHAT_FILES. JobError where they are not valid."""
     try:
-        said = json.loads(files.get(SPECIAL_TOKENS_FILE, b"{}"))
-        tokens = special_tokens(said if isinstance(said, dict) else {})
+        special = json.loads(files.get(SPECIAL_TOKENS_FILE, b"{}"))
+        tokens = special_tokens(special if isinstance(special, dict) else {})
         tools = files.get(TOOL_TEMPLATE_FILE)
         return ChatFormat(
             files[CHAT_TEMPLATE_FILE].decode(), tokens, None if tools is None else tools.decode()

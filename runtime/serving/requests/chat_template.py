@@ -1,5 +1,5 @@
-"""Chat templates of models, rendered where they can do no harm: in processes of their own, one for each model, under
-limits of memory and time (`fusion.runtime.serving.requests.template_worker`)."""
+"""Renders chat templates in sandboxed processes, one for each model, with limits on memory and time
+(`fusion.runtime.serving.requests.template_worker`)."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from fusion.swarm.directory.records import JobId
 from fusion.swarm.printable import one_line
 
 WORKER = Path(__file__).with_name("template_worker.py")
-MEMORY_BYTES = 512 << 20  # of address space; what becomes a text of MAX_PROMPT_BYTES takes a quarter of it
+MEMORY_BYTES = 512 << 20  # of address space; rendering MAX_PROMPT_BYTES takes a quarter of it
 CPU_SECONDS = 2
-# By the system. Where it is not, a template that takes longer may be at fault itself, and not just wait for others.
+# Whether the system limits CPU time. If not, a template that times out may be at fault itself and not just starved of CPU.
 CPU_IS_BOUNDED = sys.platform != "win32"
 TOO_MUCH = "it takes too long, or too much memory"
 RENDER_SECONDS = 6.0  # on a busy machine, the start of the process included
-WAIT_SECONDS = 10.0  # for a turn
+WAIT_SECONDS = 10.0  # in the queue
 RUNNING = 2  # at once
-KEPT = 2  # processes that wait for the next messages of their model
+KEPT = 2  # idle processes that are reused for their model
 KEPT_SECONDS = 60.0
 REMEMBERED_MODELS = 1024
 
 
 class TemplateFailed(ValueError):
-    """The template cannot be rendered with these messages; says why, in one line."""
+    """The template cannot be rendered with these messages; the message says why, in one line."""
 
 
 class TextTooLong(TemplateFailed):
-    """It can, and what it writes is longer than the model reads."""
+    """The rendered text is longer than the model's context."""
 
 
 class TemplatesBusy(RuntimeError):
-    """There was no turn, or too little of the machine's time in it."""
+    """The queue, or the render itself, timed out because the machine is busy."""
 
 
 class ChatTemplates:
-    """`render` for any model. `aclose` leaves no process."""
+    """A pool of template processes. `aclose` leaves no process."""
 
     def __init__(self) -> None:
         self._turns = asyncio.Semaphore(RUNNING)
         self._models: LRUCache[JobId, asyncio.Lock] = LRUCache(REMEMBERED_MODELS)
-        # That which was used last comes last
+        # Least recently used first
         self._kept: dict[JobId, tuple[_Worker, asyncio.TimerHandle]] = {}
         self._busy: set[_Worker] = set()
         self._ending: set[asyncio.Task[None]] = set()
@@ -62,8 +62,8 @@ class ChatTemplates:
         variables: Mapping[str, Any],
         most_bytes: int = MAX_PROMPT_BYTES,
     ) -> str:
-        """The text, of at most so many bytes of UTF-8. A model has one turn at a time, so that others get theirs. Raises
-        TemplateFailed, TextTooLong, TemplatesBusy."""
+        """The rendered text, at most `most_bytes` of UTF-8. One render at a time for each model, so that no model starves others.
+        Raises TemplateFailed, TextTooLong, TemplatesBusy."""
         turn: asyncio.Lock = self._models.setdefault(model, asyncio.Lock())
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -84,7 +84,7 @@ class ChatTemplates:
     async def _render(
         self, model: JobId, template: str, variables: Mapping[str, Any], most_bytes: int
     ) -> str:
-        worker = self._taken(model)
+        worker = self._reuse_or_start(model)
         self._busy.add(worker)
         rendered = False
         try:
@@ -92,7 +92,7 @@ class ChatTemplates:
                 text = await worker.render(template, variables, most_bytes)
             rendered = True
             return text
-        except TimeoutError:  # before OSError, which it is one of
+        except TimeoutError:  # a subclass of OSError, so caught first
             if not CPU_IS_BOUNDED:
                 raise TemplateFailed(TOO_MUCH) from None
             raise TemplatesBusy(
@@ -110,7 +110,7 @@ class ChatTemplates:
             else:
                 self._end(worker)
 
-    def _taken(self, model: JobId) -> _Worker:
+    def _reuse_or_start(self, model: JobId) -> _Worker:
         if model not in self._kept:
             return _Worker()
         worker, timer = self._kept.pop(model)
@@ -135,7 +135,7 @@ class ChatTemplates:
 
 
 class _Worker:
-    """One process, started when it is needed."""
+    """One process, started by the first render."""
 
     def __init__(self) -> None:
         self._starting: asyncio.Future[asyncio.subprocess.Process] | None = None
@@ -146,22 +146,22 @@ class _Worker:
             self._starting = asyncio.ensure_future(_start())
         process = await asyncio.shield(self._starting)
         assert process.stdin is not None and process.stdout is not None
-        asked = {"template": template, "variables": variables, "most_bytes": most_bytes}
-        # Half of a surrogate pair, which a terminal may give, is the process's to refuse.
-        data = json.dumps(asked, ensure_ascii=False).encode(errors="surrogatepass")
+        request = {"template": template, "variables": variables, "most_bytes": most_bytes}
+        # The process refuses half of a surrogate pair, which a terminal may give.
+        data = json.dumps(request, ensure_ascii=False).encode(errors="surrogatepass")
         process.stdin.write(len(data).to_bytes(4, "big") + data)
         await process.stdin.drain()
         head = await process.stdout.readexactly(5)
         length = int.from_bytes(head[1:], "big")
         if length > MAX_PROMPT_BYTES:
             raise EOFError
-        said = str(await process.stdout.readexactly(length), "utf-8", "replace")
+        text = str(await process.stdout.readexactly(length), "utf-8", "replace")
         match head[:1]:
             case b"t":
-                return said
+                return text
             case b"l":
                 raise TextTooLong(f"it writes more than {most_bytes} bytes of text")
-        raise TemplateFailed(one_line(said))
+        raise TemplateFailed(one_line(text))
 
     async def aclose(self) -> None:
         if self._starting is None:

@@ -1,4 +1,4 @@
-"""A chat template tried before anybody chats: with one message, and with a tool where a template of its own is for those."""
+"""A check of a chat template when a model is served: one message, and one with a tool where there is a template for tools."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _NAME = JobId("trial")
 
 
 def chat_fault(files: Mapping[str, bytes]) -> str:
-    """Of the templates among a model's files, as `chat_files` gives them; empty without any. Blocking, for as long as a template may
-    take: run it in a thread."""
+    """`template_fault` of the templates among a model's files, as `chat_files` returns them; "" without any. Blocks for as long as a
+    template may take: run it in a thread."""
     return asyncio.run(template_fault(format_of(files))) if files else ""
 
 
 async def template_fault(form: ChatFormat) -> str:
-    """A line on what is wrong with the templates; empty where nothing is."""
+    """One line on what is wrong with the templates; "" where nothing is."""
     templates = ChatTemplates()
     try:
         for tools in ([], [_TOOL]) if form.tool_template is not None else ([],):
-            given = form.variables([_MESSAGE], tools)
-            await templates.render(_NAME, form.template_for(tools), given)
+            variables = form.variables([_MESSAGE], tools)
+            await templates.render(_NAME, form.template_for(tools), variables)
     except TemplateFailed as error:
         what = "template for tools" if tools else "template"
         return f"its chat {what} does not take a plain message, and chats will get an error: {error}"

@@ -1,8 +1,8 @@
-"""The client side of `/fusion/generate/1` and `/2`: ask any peer for text, get pieces as they are made.
+"""The client side of `/fusion/generate/1` and `/2`: send a request to any peer, receive pieces as they are generated.
 
-Where the peer that was asked vanishes or falls silent another one goes on: it is told the tokens so far and gives the same rest.
-Where it says that it is there and sends no token for long, another is asked beside it, and whoever sends the next one goes on:
-it may have a long prompt to run, or it may never send anything.
+If the gateway vanishes or falls silent, another one gets the request with the tokens so far and generates the same rest.
+If it answers pings but sends no token for long, another is tried beside it, and the first to send the next token goes on: the
+gateway may be prefilling a long prompt, or may never send anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.protocol import GENERATE, GENERATE_MORE
 from fusion.runtime.serving.requests.header_fields import number, whole
 from fusion.runtime.serving.requests.request import MAX_ANSWERED, Answer, GenerateRequest, Logprobs, Piece
-from fusion.runtime.serving.requests.silence import SILENT_SECONDS, listening
+from fusion.runtime.serving.requests.silence import SILENT_SECONDS, watching_liveness
 from fusion.swarm.cancelling import cancel_all
 from fusion.swarm.directory.api import Directory
 from fusion.swarm.directory.records import JobId
@@ -35,16 +35,16 @@ from fusion.swarm.errors import (
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport, checked
 
-GATEWAY_TRIES = 5  # peers that may vanish under one answer
-# Without a token; a gateway gives up sooner that waits for a stage without memory, or for one that somebody is to take over.
+GATEWAY_TRIES = 5  # gateways that may fail during one request
+# Without a token, before a second gateway is tried; gateways that wait for memory at a stage, or for a takeover, give up sooner.
 PATIENCE_SECONDS = 150.0
-SLOWEST_BYTES_PER_SECOND = 16 << 10  # of a client's way to the swarm, on which a long prompt may take a while
+SLOWEST_BYTES_PER_SECOND = 16 << 10  # uplink of a client, over which a long prompt may take a while
 
 GrantsFor = Callable[[JobId], Awaitable[tuple[bytes, ...]]]
 
 _Pieces = AsyncGenerator[Piece | Answer, None]
 
-# Another gateway to ask than those that have vanished; None where there is none.
+# Finds a gateway outside of the excluded ones; None where there is none.
 Another = Callable[[frozenset[PeerId]], Awaitable[PeerId | None]]
 
 
@@ -55,28 +55,28 @@ async def generate(
     another: Another | None = None,
     grants: GrantsFor | None = None,
 ) -> _Pieces:
-    """Ask `peer`, which need not serve the model itself. Pieces, then one Answer. `grants`: what we can show of why we may
-    prompt the model of a job that is not for everybody.
+    """Send the request to `peer`, which need not serve the model itself. Yields pieces, then one Answer. `another` finds a gateway to
+    fail over to; `grants` fetches the grants with which we may prompt a job that is not open to all.
 
-    Raises RemoteError with the gateway's one line; PeerUnreachable, StreamBroken or StreamClosed where it vanished, or is silent,
-    and `another` knows of no other. Close the iterator (`contextlib.aclosing`) to stop early: the swarm then frees
-    the session.
+    Raises RemoteError with the gateway's one line; PeerUnreachable, StreamBroken or StreamClosed where it vanished or is silent
+    and `another` finds no other. Close the iterator (`contextlib.aclosing`) to stop early: the swarm then frees the session.
     """
-    request = request.drawn(secrets.randbelow)  # or the next gateway would draw another one than this one
-    asking = _Asking(transport, request, another, grants)
-    asking.ask(peer)
+    request = request.drawn(secrets.randbelow)  # else every gateway would draw a seed of its own
+    hedged = _HedgedRequest(transport, request, another, grants)
+    hedged.request_from(peer)
     try:
         while True:
-            piece = await asking.next()
+            piece = await hedged.next()
             yield piece
             if isinstance(piece, Answer):
                 return
     finally:
-        await asking.aclose()
+        await hedged.aclose()
 
 
-class _Asking:
-    """One answer, and who is asked for it now: a gateway, or a second one beside it."""
+class _HedgedRequest:
+    """One completion, requested from one gateway, or from a second one beside a slow one (a hedged request: Dean and Barroso, The
+    Tail at Scale, 2013)."""
 
     def __init__(
         self,
@@ -90,79 +90,79 @@ class _Asking:
         self._another = another
         self._grants = grants
         self._tokens = list(request.answered)
-        self._gone: frozenset[PeerId] = frozenset()  # and who has sent no token for long
-        self._asked: dict[asyncio.Future[Piece | Answer], tuple[PeerId, _Pieces]] = {}
+        self._excluded: frozenset[PeerId] = frozenset()  # and who has sent no token for long
+        self._pending: dict[asyncio.Future[Piece | Answer], tuple[PeerId, _Pieces]] = {}
 
-    def ask(self, peer: PeerId) -> None:
-        """Also this one, for what comes after the tokens so far."""
+    def request_from(self, peer: PeerId) -> None:
+        """Request what follows the tokens so far from this peer as well."""
         request = replace(self._request, answered=tuple(self._tokens))
-        self._wait_for(peer, _ask(self._transport, peer, request))
+        self._await_piece(peer, _pieces_from(self._transport, peer, request))
 
     async def next(self) -> Piece | Answer:
-        """What comes next; nobody but who sends it is asked from then on. Raises what went wrong with the last who was asked."""
+        """The next piece; every gateway but the one that sent it is dropped. Raises the error of the last gateway that is left."""
         while True:
-            patience = PATIENCE_SECONDS if len(self._asked) == 1 else None
-            done, _ = await asyncio.wait(self._asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            patience = PATIENCE_SECONDS if len(self._pending) == 1 else None
+            done, _ = await asyncio.wait(self._pending, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                [(slow, _)] = self._asked.values()
-                with suppress(SwarmError):  # who is asked already may send it yet
+                [(slow, _)] = self._pending.values()
+                with suppress(SwarmError):  # the slow one may still send it
                     if (other := await self._other(slow)) is not None:
-                        self.ask(other)
+                        self.request_from(other)
                 continue
             task = done.pop()
-            peer, pieces = self._asked.pop(task)
+            peer, pieces = self._pending.pop(task)
             if (error := task.exception()) is None:
                 await self.aclose()
                 if isinstance(piece := task.result(), Piece):
                     self._tokens.append(piece.id)
-                    self._wait_for(peer, pieces)
+                    self._await_piece(peer, pieces)
                 return piece
-            if not self._asked:
-                await self._after(peer, error)
+            if not self._pending:
+                await self._fail_over(peer, error)
 
     async def aclose(self) -> None:
-        """Leave everybody."""
-        await cancel_all(self._asked)
-        for _, pieces in self._asked.values():
+        """Drop all gateways."""
+        await cancel_all(self._pending)
+        for _, pieces in self._pending.values():
             await pieces.aclose()
-        self._asked.clear()
+        self._pending.clear()
 
-    def _wait_for(self, peer: PeerId, pieces: _Pieces) -> None:
-        self._asked[asyncio.ensure_future(anext(pieces))] = peer, pieces
+    def _await_piece(self, peer: PeerId, pieces: _Pieces) -> None:
+        self._pending[asyncio.ensure_future(anext(pieces))] = peer, pieces
 
-    async def _after(self, peer: PeerId, error: BaseException) -> None:
-        """Ask whoever may do better than `peer`. Raises the error where there is nobody."""
+    async def _fail_over(self, peer: PeerId, error: BaseException) -> None:
+        """Fail over from `peer`. Raises the error where there is no other gateway."""
         match error:
             case NotAdmitted():
-                others = [PeerId(each) for each in error.ask if each not in self._gone and each != peer]
-                if others and len(self._gone) < GATEWAY_TRIES:
-                    self._gone |= {peer}
-                    self.ask(others[0])
+                others = [PeerId(each) for each in error.ask if each not in self._excluded and each != peer]
+                if others and len(self._excluded) < GATEWAY_TRIES:
+                    self._excluded |= {peer}
+                    self.request_from(others[0])
                     return
-                asks = None if self._request.grants else self._grants
-                if asks is not None and (shown := await asks(JobId(error.job))):
+                fetch_grants = None if self._request.grants else self._grants
+                if fetch_grants is not None and (shown := await fetch_grants(JobId(error.job))):
                     self._request = replace(self._request, grants=shown)
-                    self.ask(peer)
+                    self.request_from(peer)
                     return
             case PeerUnreachable() | UnknownProtocol() | StreamBroken() | StreamClosed():
                 if (other := await self._other(peer)) is not None:
-                    self.ask(other)
+                    self.request_from(other)
                     return
         raise error
 
     async def _other(self, instead: PeerId) -> PeerId | None:
-        """Another gateway than this one, and than all that were asked before."""
-        self._gone |= {instead}
-        if self._another is None or len(self._gone) >= GATEWAY_TRIES or len(self._tokens) > MAX_ANSWERED:
+        """A gateway that has not been tried, in place of this one."""
+        self._excluded |= {instead}
+        if self._another is None or len(self._excluded) >= GATEWAY_TRIES or len(self._tokens) > MAX_ANSWERED:
             return None
-        return await self._another(self._gone)
+        return await self._another(self._excluded)
 
 
 def another_peer(directory: Directory) -> Another:
-    """Any working peer of the swarm; the one that was asked first is as good as any other."""
+    """Finds any working peer of the swarm."""
 
-    async def find(gone: frozenset[PeerId]) -> PeerId | None:
-        peers = [p.peer for p in await directory.peers() if p.role == "peer" and p.peer not in gone]
+    async def find(excluded: frozenset[PeerId]) -> PeerId | None:
+        peers = [p.peer for p in await directory.peers() if p.role == "peer" and p.peer not in excluded]
         return random.choice(peers) if peers else None
 
     return find
@@ -171,7 +171,7 @@ def another_peer(directory: Directory) -> Another:
 async def complete(
     transport: Transport, peer: PeerId, request: GenerateRequest, another: Another | None = None
 ) -> Answer:
-    """The same, all at once."""
+    """As `generate`, but returns only the Answer."""
     async with aclosing(generate(transport, peer, request, another)) as pieces:
         async for piece in pieces:
             if isinstance(piece, Answer):
@@ -179,14 +179,14 @@ async def complete(
     raise JobFailed("the gateway ended without an answer")
 
 
-async def _ask(transport: Transport, peer: PeerId, request: GenerateRequest) -> _Pieces:
-    """One gateway's part of the answer."""
+async def _pieces_from(transport: Transport, peer: PeerId, request: GenerateRequest) -> _Pieces:
+    """The pieces and the Answer of one gateway."""
     tokens = list(request.answered)
     stream = await transport.open(peer, (GENERATE_MORE if request.newer else GENERATE).name)
     try:
         header, prompt = request.to_frame()
         await _send(stream, header, prompt)
-        async with listening(transport, peer, stream) as received:
+        async with watching_liveness(transport, peer, stream) as received:
             while True:
                 frame = checked(await stream.receive())
                 received()
@@ -195,7 +195,7 @@ async def _ask(transport: Transport, peer: PeerId, request: GenerateRequest) -> 
                     return
                 if frame.kind != "token":
                     raise FrameError(f"gateways send token and done, not {frame.kind!r:.40}")
-                # What is kept of an answer is bounded by what was asked for.
+                # What is kept of a completion is bounded by what was requested.
                 if len(tokens) >= request.most_tokens:
                     raise FrameError(f"{friendly_name(peer)} sends more than {request.most_tokens} tokens")
                 piece = _piece(frame, len(tokens), request.top_logprobs)
@@ -206,7 +206,7 @@ async def _ask(transport: Transport, peer: PeerId, request: GenerateRequest) -> 
 
 
 async def _send(stream: Stream, header: dict[str, Any], prompt: bytes) -> None:
-    """The question. StreamBroken where the peer does not read it: one that is frozen keeps its connections."""
+    """Send the request. StreamBroken where the peer does not read it: a frozen peer keeps its connections."""
     try:
         async with asyncio.timeout(SILENT_SECONDS + len(prompt) / SLOWEST_BYTES_PER_SECOND):
             await stream.send("generate", header, [prompt])

@@ -1,4 +1,4 @@
-"""Which tokens end an answer, and from when on, by vLLM's names. Pure; loads no torch."""
+"""Which tokens end a completion, and from which index on, by vLLM's names. Pure; loads no torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from fusion.runtime.job.errors import JobError
 
 MAX_STOP_TOKENS = 64
-WITH_ENDS = "+ends"  # after the kind of a prompt whose answer has other ends than the model's
+WITH_ENDS = "+ends"  # suffix of the kind of a prompt with other ends than the model's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
     """JobError names the field that is out of range."""
 
-    ignore_eos: bool = False  # the model's end tokens are tokens like any others
-    # Of the first so many tokens of the answer none ends it: tokens that would are not chosen, and no stop text ends in them.
+    ignore_eos: bool = False  # the model's end tokens do not end it
+    # None of the first so many tokens ends the completion: end tokens are masked, and no stop string ends in them.
     min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()  # these end it as well, and are no text
+    stop_token_ids: tuple[int, ...] = ()  # end it as well, and are not part of the text
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_tokens < 2**63:
@@ -32,22 +32,22 @@ class Ends:
             raise JobError("stop_token_ids: token ids are 0 or more")
 
     def tokens(self, end_tokens: Collection[int]) -> frozenset[int]:
-        """Those that end an answer of a model with these end tokens."""
+        """All tokens that end a completion of a model with these end tokens."""
         return frozenset((*self.stop_token_ids, *(() if self.ignore_eos else end_tokens)))
 
     def end_with(self, token: int, index: int, end_tokens: Collection[int]) -> bool:
-        """Whether an answer ends with `token`, its number `index` from 0."""
+        """Whether a completion ends with `token`, its number `index` from 0."""
         ends = token in self.stop_token_ids or (not self.ignore_eos and token in end_tokens)
         return ends and index >= self.min_tokens
 
     def check_vocabulary(self, vocabulary: int) -> None:
-        """JobError in one line where the model has no such tokens."""
+        """JobError in one line for a stop token outside of the vocabulary."""
         for token in self.stop_token_ids:
             if token >= vocabulary:
                 raise JobError(f"stop_token_ids: this model's tokens are 0 to {vocabulary - 1}, not {token}")
 
     def to_header(self) -> dict[str, Any]:
-        """The fields that are set: a release before knows none of them."""
+        """Only the fields that are set: older releases know none of them."""
         return {
             **({"ignore_eos": True} if self.ignore_eos else {}),
             **({"min_tokens": self.min_tokens} if self.min_tokens else {}),

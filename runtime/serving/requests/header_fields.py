@@ -1,4 +1,4 @@
-"""Fields of a message from outside, each of the type that it has to be, and token ids as bytes. JobError names the field."""
+"""Typed fields of received messages, and token ids as bytes. JobError names the field."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from fusion.runtime.job.errors import JobError
 
-TOKEN_BYTES = 8  # of an id, on the wire and where it is counted
+TOKEN_BYTES = 8  # of a token id, on the wire and in memory
 
 
 def whole(header: Mapping[str, Any], name: str, default: int) -> int:
-    """An integer field of a message from outside. JobError where it is something else."""
+    """An integer field. JobError for another type."""
     value = header.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool):
         raise JobError(f"{name}: a whole number, not {type(value).__name__}")
@@ -22,7 +22,7 @@ def whole(header: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def number(header: Mapping[str, Any], name: str, default: float) -> float:
-    """A number field of a message from outside, finite. JobError where it is something else."""
+    """A finite number. JobError for anything else."""
     value = header.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise JobError(f"{name}: a number, not {type(value).__name__}")
@@ -31,34 +31,33 @@ def number(header: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
-def pairs(header: Mapping[str, Any], name: str, most: int) -> tuple[tuple[int, float], ...]:
-    """A field of a message from outside that is a list of at most `most` [token id, number], or not there. JobError where it
-    is something else."""
+def pairs(header: Mapping[str, Any], name: str, limit: int) -> tuple[tuple[int, float], ...]:
+    """A field that is a list of at most `most` [token id, number]; empty where it is missing. JobError for anything else."""
     entries = header.get(name, [])
-    found = []
-    for entry in entries if isinstance(entries, list) and len(entries) <= most else [None]:
+    values = []
+    for entry in entries if isinstance(entries, list) and len(entries) <= limit else [None]:
         match entry:
             case [int() as token, int() | float() as value] if bool not in (type(token), type(value)):
-                found.append((token, float(value)))
+                values.append((token, float(value)))
             case _:
-                raise JobError(f"{name}: a list of at most {most} [token id, number]")
-    return tuple(found)
+                raise JobError(f"{name}: a list of at most {limit} [token id, number]")
+    return tuple(values)
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Token ids on the wire: little-endian signed 64-bit, as the models' inputs want them."""
-    words = array.array("q", tokens)
+    """Token ids on the wire: little-endian signed 64-bit, as in the models' inputs."""
+    ids = array.array("q", tokens)
     if sys.byteorder == "big":
-        words.byteswap()
-    return words.tobytes()
+        ids.byteswap()
+    return ids.tobytes()
 
 
 def unpack_tokens(payload: memoryview) -> list[int]:
     """JobError where the bytes are not a whole number of ids."""
     if len(payload) % TOKEN_BYTES:
         raise JobError(f"token ids: {TOKEN_BYTES} bytes each")
-    words = array.array("q")
-    words.frombytes(payload)
+    ids = array.array("q")
+    ids.frombytes(payload)
     if sys.byteorder == "big":
-        words.byteswap()
-    return words.tolist()
+        ids.byteswap()
+    return ids.tolist()

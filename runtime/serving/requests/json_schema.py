@@ -1,4 +1,4 @@
-"""The schema that an answer has to follow, as a client gives it: its form and size, before anything understands it. Pure."""
+"""The schema that constrains a completion, as a client sends it: its form and size, before anything interprets it. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fusion.runtime.job.errors import JobError
 
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_LEVELS = 64  # of objects and lists
-# Of texts, that an answer is held to. All others say something to readers alone, as every one does by JSON Schema's own rule.
+# Formats of strings that are enforced. All others are annotations, as JSON Schema allows.
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
 )
-# What llguidance does not hold dates and times to, which most programs then cannot read: the 29th of February is a day of leap
-# years, and minutes have no second 60.
+# Stricter than llguidance, whose dates and times most programs cannot parse: the 29th of February is in leap years only, and there
+# is no second 60.
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 _DAY = f"^([0-9]{{4}}-(0[13-9]|1|02-([01]|2[0-8]))|{_LEAP_YEAR}-02-29)"
 _SECOND = "[0-9]{2}:[0-9]{2}:[0-5]"
@@ -25,8 +25,8 @@ _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 _FOR_READERS = frozenset({"title", "description", "default", "examples", "$comment"})
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-# What no grammar is made of. Without it a schema allows more, and all that it allowed.
-_UNHELD = frozenset(
+# Keywords that no grammar can enforce. Without them a schema allows more, and all that it allowed.
+_UNENFORCEABLE = frozenset(
     {
         *("not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"),
         *("contains", "minContains", "maxContains", "uniqueItems", "propertyNames"),
@@ -38,9 +38,9 @@ JSON_OBJECT = '{"type":"object"}'  # what `json_object` asks for
 
 
 def checked_schema(text: str) -> str:
-    """The schema as it travels: JSON without spaces, its keys in their order, its formats those of FORMATS, its dates and times
-    held to the calendar. JobError, in one line, where it is no JSON object,
-    too large, nested too deeply, or refers to something outside of itself, which nobody would fetch."""
+    """The canonical form: JSON without spaces, keys in their order, only formats of FORMATS, dates and times restricted to the calendar.
+    JobError, in one line, where it is not a JSON object, too large, nested too deeply, or has a reference to something outside of
+    it, which is never fetched."""
     if len(text) > 4 * MAX_SCHEMA_BYTES:
         raise JobError(f"json_schema: at most {MAX_SCHEMA_BYTES >> 10} KiB")
     try:
@@ -53,7 +53,7 @@ def checked_schema(text: str) -> str:
 
 
 def schema_text(schema: object) -> str:
-    """`checked_schema`, of JSON that has been read."""
+    """As `checked_schema`, for parsed JSON."""
     if not isinstance(schema, dict):
         raise JobError("json_schema: a JSON object")
     _check(schema)
@@ -70,43 +70,43 @@ def schema_text(schema: object) -> str:
 
 
 def as_part(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """The same for a `place` ("#/...") in another schema: what refers to a part of it still does, and what says something to readers
-    alone takes no room. JobError as `checked_schema`."""
+    """The schema, to be embedded at `place` ("#/...") of another: its references are rewritten, its annotations dropped. JobError as
+    `checked_schema`."""
     _check(schema)
 
-    def moved(name: str, value: Any) -> Any:
+    def relocated(name: str, value: Any) -> Any:
         inside = name in _REFERENCES and isinstance(value, str) and (value == "#" or value.startswith("#/"))
         return f"{place}{value[1:]}" if inside else value
 
-    def told(each: dict[str, Any]) -> dict[str, Any]:
-        return {name: moved(name, value) for name, value in each.items() if name not in _FOR_READERS}
+    def embedded(each: dict[str, Any]) -> dict[str, Any]:
+        return {name: relocated(name, value) for name, value in each.items() if name not in _FOR_READERS}
 
-    part = {name: value for name, value in schema.items() if name != "$id"}  # from which "#" would count
-    return _mapped(part, told)  # type: ignore[no-any-return]
+    part = {name: value for name, value in schema.items() if name != "$id"}  # the base of its references
+    return _map_schemas(part, embedded)  # type: ignore[no-any-return]
 
 
 def loosened(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same without what no grammar is made of: it allows all that the schema does, and more."""
-    return _mapped(schema, _held)  # type: ignore[no-any-return]
+    """The schema without keywords that no grammar can enforce: it allows all that the schema does, and more."""
+    return _map_schemas(schema, _enforceable)  # type: ignore[no-any-return]
 
 
-def _held(schema: dict[str, Any]) -> dict[str, Any]:
-    held = {name: value for name, value in schema.items() if name not in _UNHELD}
-    if "oneOf" in held:
-        either = held.pop("oneOf")
-        held.setdefault("anyOf", either)
-    pattern, properties = held.get("pattern"), held.get("properties")
-    required = held["required"] if isinstance(held.get("required"), list) else []
+def _enforceable(schema: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in schema.items() if name not in _UNENFORCEABLE}
+    if "oneOf" in kept:
+        either = kept.pop("oneOf")
+        kept.setdefault("anyOf", either)
+    pattern, properties = kept.get("pattern"), kept.get("properties")
+    required = kept["required"] if isinstance(kept.get("required"), list) else []
     if isinstance(pattern, str) and _LOOKS_AROUND.search(pattern):
-        del held["pattern"]
+        del kept["pattern"]
     if isinstance(properties, dict) and any(each not in required for each in properties):
-        for name in ("minProperties", "maxProperties"):  # which are counted among required ones alone
-            held.pop(name, None)
-    return held
+        for name in ("minProperties", "maxProperties"):  # which llguidance counts among required ones only
+            kept.pop(name, None)
+    return kept
 
 
 def _check(schema: dict[str, Any]) -> None:
-    if "x-guidance" in schema:  # options of the library that would make something else than JSON
+    if "x-guidance" in schema:  # options of llguidance that would allow something else than JSON
         raise JobError("json_schema: x-guidance has no meaning here")
     level: list[Any] = [schema]
     for _ in range(MAX_LEVELS):
@@ -125,7 +125,7 @@ def _check(schema: dict[str, Any]) -> None:
 
 
 def _known_formats(schema: Any) -> Any:
-    """The same without the formats that are not among FORMATS, and with what is missing in them; of its own result, the same."""
+    """The schema without formats outside of FORMATS, and with the patterns of `_BESIDE`. Idempotent."""
 
     def known(each: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in each.items() if not _is_unknown_format(name, value)}
@@ -135,25 +135,25 @@ def _known_formats(schema: Any) -> Any:
             kept["allOf"] = [*beside, *new]
         return kept
 
-    return _mapped(schema, known)
+    return _map_schemas(schema, known)
 
 
 def _is_unknown_format(name: str, value: Any) -> bool:
     return name == "format" and isinstance(value, str) and value not in FORMATS
 
 
-def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """The same with what `change` makes of the keywords of each schema in it: not of names that its author chose, nor in values."""
+def _map_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """The schema with `change` applied to the keywords of each subschema, but not to property names, nor within values."""
     if isinstance(schema, list):
-        return [_mapped(each, change) for each in schema]
+        return [_map_schemas(each, change) for each in schema]
     if not isinstance(schema, dict):
         return schema
     kept = dict[str, Any]()
     for name, value in change(schema).items():
         if name in _NAMED and isinstance(value, dict):
-            kept[name] = {key: _mapped(each, change) for key, each in value.items()}
+            kept[name] = {key: _map_schemas(each, change) for key, each in value.items()}
         else:
-            kept[name] = value if name in _VALUES else _mapped(value, change)
+            kept[name] = value if name in _VALUES else _map_schemas(value, change)
     return kept
 
 

@@ -1,7 +1,7 @@
-"""Log-probabilities of a prompt's own tokens as bytes, a few numbers for each token: never a whole vocabulary. Loads no torch.
+"""Log-probabilities of a prompt's own tokens as bytes. Loads no torch.
 
-Of each token its own log-probability, float64, then the ids of the most probable ones, int64, and their log-probabilities, float64;
-all of them little-endian.
+For each token its own log-probability, float64, then the ids of the most probable tokens, int64, and their log-probabilities,
+float64; all little-endian.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.requests.request import LEAST_LOGPROB, PROMPT_PIECE_TOKENS, Logprobs
 
 
-def _form(count: int) -> struct.Struct:
+def _layout(count: int) -> struct.Struct:
     return struct.Struct(f"<d{count}q{count}d")
 
 
-def packed(told: Iterable[Logprobs], count: int) -> bytes:
-    """`count`: of the most probable ones of each token."""
-    form = _form(count)
+def packed(logprobs: Iterable[Logprobs], count: int) -> bytes:
+    """`count`: how many of the most probable tokens each has."""
+    layout = _layout(count)
     return b"".join(
-        form.pack(each.chosen, *(token for token, _ in each.top), *(value for _, value in each.top))
-        for each in told
+        layout.pack(each.chosen, *(token for token, _ in each.top), *(value for _, value in each.top))
+        for each in logprobs
     )
 
 
 def unpacked(payload: memoryview, count: int, vocabulary: int) -> list[Logprobs]:
-    """JobError where it is not that, of 1 to PROMPT_PIECE_TOKENS tokens and a model of so many."""
-    form = _form(count)
-    if not 0 < len(payload) <= PROMPT_PIECE_TOKENS * form.size or len(payload) % form.size:
-        raise JobError(f"prompt_logprobs: {form.size} bytes for each of 1 to {PROMPT_PIECE_TOKENS} tokens")
-    found = []
-    for chosen, *rest in form.iter_unpack(payload):
+    """The inverse of `packed`. JobError for a payload that is not of 1 to PROMPT_PIECE_TOKENS tokens of the vocabulary."""
+    layout = _layout(count)
+    if not 0 < len(payload) <= PROMPT_PIECE_TOKENS * layout.size or len(payload) % layout.size:
+        raise JobError(f"prompt_logprobs: {layout.size} bytes for each of 1 to {PROMPT_PIECE_TOKENS} tokens")
+    logprobs = []
+    for chosen, *rest in layout.iter_unpack(payload):
         ids, values = rest[:count], rest[count:]
         if not all(LEAST_LOGPROB <= value <= 0.0 for value in (chosen, *values)):
             raise JobError(f"prompt_logprobs: between {LEAST_LOGPROB:g} and 0")
         if not all(0 <= token < vocabulary for token in ids):
             raise JobError("prompt_logprobs: tokens that the model does not have")
-        found.append(Logprobs(chosen, tuple(zip(ids, values, strict=True))))
-    return found
+        logprobs.append(Logprobs(chosen, tuple(zip(ids, values, strict=True))))
+    return logprobs

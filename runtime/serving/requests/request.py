@@ -1,6 +1,6 @@
-"""What a client asks of a gateway and what it gets: the request, the pieces, the answer.
+"""A request to a gateway and its results: pieces, then the answer.
 
-Spoken over `/fusion/generate/1` and `/2` (`fusion.runtime.serving.answers.gateway` and `fusion.runtime.serving.requests.client`); loads no torch.
+Sent over `/fusion/generate/1` and `/2` (`fusion.runtime.serving.answers.gateway` and `fusion.runtime.serving.requests.client`); loads no torch.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from fusion.swarm.authority.access import chain_of
 from fusion.swarm.transport import PeerId
 
 DEFAULT_MAX_TOKENS = 64
-CHAT_TOKENS = 1024  # of an answer in a chat that says no number, or as many as fit
-MAX_TOKEN_BYTES = 16  # of text for one position, over a whole prompt: tokens have about 4
-MAX_ANSWERED = 30_000  # token ids that an answer which goes on elsewhere may bring: they travel in the header
+CHAT_TOKENS = 1024  # default of a chat's max_tokens, or as many as fit
+MAX_TOKEN_BYTES = 16  # of text for each position, averaged over a prompt: tokens have about 4
+MAX_ANSWERED = 30_000  # tokens of a completion that is resumed at another gateway: they are in the header
 MAX_TOP_LOGPROBS = 20
-PROMPT_PIECE_TOKENS = 128  # of a prompt that is told of, in one frame or piece
-LEAST_LOGPROB = -9999.0  # in place of less, and of minus infinity, for which JSON has no word
+PROMPT_PIECE_TOKENS = 128  # of an echoed prompt, in one frame or piece
+LEAST_LOGPROB = -9999.0  # lower bound, in place of minus infinity, which JSON does not have
 MAX_STOPS, MAX_STOP_BYTES = 16, 256
-WITH_SCHEMA = "+schema"  # after the kind of a prompt whose answer has one
+WITH_SCHEMA = "+schema"  # suffix of the kind of a prompt with a schema
 
-# Not yet; an end token or a text of `stop`; as many tokens as were asked for.
+# Not yet; an end token or a stop string; max_tokens reached.
 Finish = Literal["", "stop", "length"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """What a client asks of a gateway. Exactly one of `prompt` and `prompt_ids`."""
+    """A request to a gateway. Exactly one of `prompt` and `prompt_ids`."""
 
     model: str = ""  # name of the served job, or its id; "" where the swarm serves only one
     prompt: str | None = None
@@ -42,25 +42,25 @@ class GenerateRequest:
     max_tokens: int | None = None  # None: DEFAULT_MAX_TOKENS, or as many as the model has positions left
     sampling: Sampling = GREEDY
     seeded: bool = True  # False: the gateway draws a seed
-    logits: bool = False  # send the logits that each token was chosen from (for checks: it costs bandwidth)
-    # Tokens of this answer that another gateway gave before it vanished; they count among `max_tokens`.
+    logits: bool = False  # send the logits that each token was sampled from (for checks: it costs bandwidth)
+    # Tokens of this completion that another gateway sent before it vanished; they count towards `max_tokens`.
     answered: tuple[int, ...] = ()
-    grants: tuple[bytes, ...] = ()  # why the client may prompt a model that is not for everybody
-    # Log-probabilities of each token and of so many of the most probable ones, as the model alone gives them: before bias,
-    # penalties and temperature. None: none.
+    grants: tuple[bytes, ...] = ()  # with which the client may prompt a job that is not open to all
+    # Log-probabilities of each token and of so many of the most probable ones, of the model's own distribution: before bias,
+    # penalties and temperature. None: no log-probabilities.
     top_logprobs: int | None = None
     stop: tuple[str, ...] = ()  # the text ends before the first of these
-    ends: Ends = MODELS_OWN  # which tokens end it, and from when on
-    # `prompt` is a chat as the model's template wrote it: its special tokens are those that it has, and `max_tokens` are at most
-    # as many as the model has positions left.
+    ends: Ends = MODELS_OWN  # which tokens end it, and from which index on
+    # `prompt` was rendered with the model's chat template: no special tokens are added to it, and `max_tokens` is reduced to the
+    # positions that are left.
     chat: bool = False
-    guesses: bool = True  # False: the first stage guesses no tokens; the answer is the same
-    schema: str = ""  # of the JSON that the answer is to be, as `checked_schema` gives it; "": any text
-    # Of sound, for a model that hears: float32, the frames of a channel one behind the other. Then `prompt_ids` are what the
-    # answer follows, or None for what it follows as a rule.
+    guesses: bool = True  # False: no speculative decoding; the completion is the same
+    schema: str = ""  # that constrains the completion, from `checked_schema`; "": any text
+    # Audio features for a speech model: float32, one channel after the other. Then `prompt_ids` are the decoder's prompt; None: its
+    # default.
     features: bytes = b""
-    # The prompt's own tokens are told too, with log-probabilities where `top_logprobs` asks for them; only of a gateway in this
-    # process. Then `max_tokens` may be 0.
+    # Return the prompt's own tokens too, with log-probabilities where `top_logprobs` is set; only from a gateway in this process.
+    # `max_tokens` may then be 0.
     echo: bool = False
 
     def __post_init__(self) -> None:
@@ -102,14 +102,14 @@ class GenerateRequest:
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def drawn(self, draw: Callable[[int], int]) -> GenerateRequest:
-        """With a seed, which `draw` gives below a number where the request has none."""
+        """The request with a seed, `draw(MAX_SEED)` where it has none."""
         if self.seeded:
             return self
         return replace(self, sampling=replace(self.sampling, seed=draw(MAX_SEED)), seeded=True)
 
     @property
     def newer(self) -> bool:
-        """Whether it asks for what the release before does not know, and would pass over."""
+        """Whether it uses features that older releases do not know and would ignore."""
         return (
             bool(self.sampling.newer or self.stop or self.chat or self.schema or self.features)
             or self.top_logprobs is not None
@@ -117,9 +117,9 @@ class GenerateRequest:
         )
 
     def to_frame(self) -> tuple[dict[str, Any], bytes]:
-        """Header and payload of the `generate` frame. The prompt is the payload: UTF-8 text, or ids. A schema comes before it,
-        and is said of it: a gateway that knows of none must not take it for a part of the prompt. So are `ends`, which it must
-        not pass over."""
+        """Header and payload of the `generate` frame. The payload is the prompt, UTF-8 text or ids, after the schema if there is one.
+        A schema and `ends` are marked in the kind of the prompt, so that an older gateway refuses the request instead of taking the
+        schema for a part of the prompt, or ignoring the ends."""
         if self.echo:
             raise JobError("echo: ask a peer's HTTP API, which tells of the prompt")
         header: dict[str, Any] = {"model": self.model}
@@ -158,7 +158,7 @@ class GenerateRequest:
 
     @classmethod
     def from_frame(cls, header: Mapping[str, Any], payload: memoryview) -> GenerateRequest:
-        """JobError names the field that is missing or wrong; RecordError for grants that are none."""
+        """JobError names the field that is missing or wrong; RecordError for grants that are not valid."""
         model, kind = header.get("model", ""), header.get("prompt")
         if not isinstance(model, str):
             raise JobError("model: a name")
@@ -205,8 +205,8 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities (natural) of one token of an answer, as the model alone gives them: before bias, penalties and
-    temperature. They travel in the header of its frames."""
+    """Natural log-probabilities of one token, of the model's own distribution: before bias, penalties and temperature. They are sent in
+    the header of the token's frame."""
 
     chosen: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), the most probable first
@@ -219,29 +219,29 @@ class Logprobs:
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any], count: int) -> Logprobs:
-        """Where `count` of the most probable tokens were asked for. JobError where they are something else."""
-        found = cls(number(header, "logprob", 1.0), pairs(header, "top_logprobs", count))
-        values = (found.chosen, *(value for _, value in found.top))
+        """`count`: how many of the most probable tokens were requested. JobError where the fields are not valid."""
+        logprobs = cls(number(header, "logprob", 1.0), pairs(header, "top_logprobs", count))
+        values = (logprobs.chosen, *(value for _, value in logprobs.top))
         if not all(LEAST_LOGPROB <= value <= 0.0 for value in values):
             raise JobError(f"logprob, top_logprobs: between {LEAST_LOGPROB:g} and 0")
-        if not all(0 <= token < 2**63 for token, _ in found.top):
+        if not all(0 <= token < 2**63 for token, _ in logprobs.top):
             raise JobError("top_logprobs: token ids are 0 or more")
-        return found
+        return logprobs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One token of an answer, as it is made."""
+    """One token of a completion, as it is generated."""
 
     index: int  # 0 for the first token after the prompt
     id: int
-    text: str  # what can be shown now; "" while a character is unfinished
-    # At the gateway: where the token's own text begins, in characters, of which some may be held back; it does not travel.
+    text: str  # what has become certain; "" while a character is incomplete
+    # Offset of the token's text in characters, some of which may be held back; at the gateway only, not sent.
     begins: int = 0
-    logits: bytes = b""  # float32 (vocabulary,) where they were asked for
-    logprob: float | None = None  # of `id`, where `top_logprobs` was asked for
+    logits: bytes = b""  # float32 (vocabulary,) where they were requested
+    logprob: float | None = None  # of `id`, where `top_logprobs` was requested
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), the most probable first
-    route: tuple[PeerId, ...] = ()  # at the gateway: who runs each stage now; it does not travel
+    route: tuple[PeerId, ...] = ()  # the peer of each stage; at the gateway only, not sent
 
     def to_header(self) -> dict[str, Any]:
         """Header of the `token` frame; `logits` are its payload."""
@@ -253,32 +253,32 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptPiece:
-    """Some of the prompt's own tokens, in order; all of them come before the first token of the answer."""
+    """Some of an echoed prompt's tokens, in order; all come before the first token of the completion."""
 
     ids: tuple[int, ...]
-    text: str  # what can be shown now, as of a Piece
-    begins: tuple[int, ...]  # where the text of each begins, in characters from the prompt's beginning
-    # Where they were asked for. Nothing comes before the prompt's first token, which has none.
+    text: str  # what has become certain, as of a Piece
+    begins: tuple[int, ...]  # offset of each token's text in the prompt, in characters
+    # Where they were requested. The prompt's first token has none, as nothing comes before it.
     logprobs: tuple[Logprobs | None, ...] = ()
     route: tuple[PeerId, ...] = ()  # as of a Piece
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A finished generation; the last thing that a stream of pieces gives."""
+    """A finished completion; the last item of a stream of pieces."""
 
     text: str
     tokens: tuple[int, ...]  # an end token included
     finish: Finish
     prompt_tokens: int
-    route: tuple[PeerId, ...]  # who ran each stage
+    route: tuple[PeerId, ...]  # the peer of each stage
     seconds: float  # at the gateway, from the request to the last token
-    cached_tokens: int = 0  # of the prompt, whose keys and values the stages had
+    cached_tokens: int = 0  # of the prompt, found in the stages' prefix caches
 
 
 def check_size(request: GenerateRequest, max_sequence: int) -> None:
-    """JobError in one line where the prompt cannot be one that a model of so many positions takes: before it is made
-    into tokens, which takes time."""
+    """JobError in one line where the prompt's text is too long for any tokenization to fit: checked before the tokenizer runs, which
+    takes time."""
     if request.prompt is not None:
         size, most = len(request.prompt.encode()), max_sequence * MAX_TOKEN_BYTES
         if size > most:
@@ -288,13 +288,13 @@ def check_size(request: GenerateRequest, max_sequence: int) -> None:
 
 
 def check_length(tokens: int, longest_prompt: int) -> None:
-    """JobError in one line where no prompt of a model has so many: before anything looks at each of them."""
+    """JobError in one line for more tokens than the longest prompt: checked before anything reads each of them."""
     if tokens > longest_prompt:
         raise JobError(f"prompt: {tokens} tokens; the model takes {longest_prompt} positions")
 
 
 def check_prompt(prompt: Sequence[int], max_tokens: int, vocabulary: int, max_sequence: int) -> None:
-    """JobError in one line where the model cannot take this prompt and answer with `max_tokens`."""
+    """JobError in one line where the model cannot take this prompt and generate `max_tokens`."""
     if not prompt:
         raise JobError("prompt: at least one token")
     for token in prompt:
@@ -313,13 +313,13 @@ def check_prompt(prompt: Sequence[int], max_tokens: int, vocabulary: int, max_se
 
 
 def check_top_logprobs(count: int | None, name: str = "top_logprobs") -> None:
-    """JobError in one line where so many cannot be asked for."""
+    """JobError in one line where the number is out of range."""
     if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
         raise JobError(f"{name}: between 0 and {MAX_TOP_LOGPROBS}, not {count}")
 
 
 def check_answered(answered: Sequence[int], max_tokens: int, vocabulary: int) -> None:
-    """JobError in one line where these cannot be the beginning of an answer of `max_tokens`."""
+    """JobError in one line where these cannot be the beginning of a completion of `max_tokens`."""
     if any(token >= vocabulary for token in answered):
         raise JobError(f"answered: this model's tokens are 0 to {vocabulary - 1}")
     if len(answered) > max_tokens:
@@ -344,7 +344,7 @@ def _read_prompt(payload: memoryview, is_text: bool) -> tuple[str | None, tuple[
 
 
 def split_schema(payload: memoryview, size: int) -> tuple[str, memoryview]:
-    """The schema that a payload begins with, of so many bytes, and the rest. JobError where it is none."""
+    """The schema, the first `size` bytes of a payload, and the rest. JobError where it is not valid."""
     if not 0 < size <= len(payload):
         raise JobError("schema: as many bytes as it has")
     try:

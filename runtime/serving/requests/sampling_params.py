@@ -1,4 +1,4 @@
-"""How each token of an answer is chosen, as a request says it."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fusion.runtime.serving.requests.header_fields import number, pairs, whole
 MAX_SEED = (1 << 63) - 1
 MAX_BIASES = 1024  # entries of `logit_bias`
 
-# Numbers of `Sampling` that the release before does not know: they are said where they are set.
+# Parameters that older releases do not know: sent only where they are set.
 _NEWER = {"min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to choose each token. JobError names the field that is out of range.
+    """How to sample each token. JobError names the field that is out of range.
 
     In this order, as in vLLM: `logit_bias`, penalties, `temperature`, `min_p`, `top_k`, `top_p`. Greedy is the largest
     logit after the penalties."""
@@ -27,13 +27,13 @@ class Sampling:
     top_k: int = 0  # keep only the k most probable tokens; 0: all
     top_p: float = 1.0  # keep the fewest tokens whose probabilities reach this sum; 1: all
     seed: int = 0
-    # Keep the tokens that are at least so probable, as a share of the most probable one; 0: all.
+    # Keep the tokens of at least this share of the most probable one's probability; 0: all.
     min_p: float = 0.0
-    # Logits of tokens in prompt and answer are divided by it where above 0, else multiplied (CTRL, arXiv 1909.05858); 1: not.
+    # Positive logits of tokens in prompt and completion are divided by it, others multiplied (CTRL, arXiv 1909.05858); 1: not.
     repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0  # taken off a token's logit for each time that the answer has it
-    presence_penalty: float = 0.0  # taken off the logit of each token that the answer has
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each occurrence in the completion
+    presence_penalty: float = 0.0  # subtracted from the logit of each token in the completion
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
@@ -65,16 +65,16 @@ class Sampling:
 
     @property
     def penalises(self) -> bool:
-        """Whether it matters which tokens there are already."""
+        """Whether sampling depends on the tokens so far."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def newer(self) -> dict[str, Any]:
-        """The fields of the header that the release before does not know, where they are set."""
-        found = {name: getattr(self, name) for name, unset in _NEWER.items() if getattr(self, name) != unset}
+        """The header fields that older releases do not know, where they are set."""
+        fields = {name: getattr(self, name) for name, unset in _NEWER.items() if getattr(self, name) != unset}
         if self.logit_bias:
-            found["logit_bias"] = [list(entry) for entry in self.logit_bias]
-        return found
+            fields["logit_bias"] = [list(entry) for entry in self.logit_bias]
+        return fields
 
     def to_header(self) -> dict[str, Any]:
         return {

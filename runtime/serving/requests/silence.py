@@ -1,4 +1,4 @@
-"""A peer that is frozen, or whose machine sleeps, keeps its connections: who waits for its answer has to ask whether it is there."""
+"""Liveness of a peer that sends nothing: one that is frozen, or whose machine sleeps, keeps its connections open."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from fusion.swarm.errors import PeerUnreachable, StreamBroken, StreamClosed, Swa
 from fusion.swarm.identity import friendly_name
 from fusion.swarm.transport import PeerId, Stream, Transport, call
 
-# Without a frame: an answer may wait for its turn, or for a stage that somebody else takes over
+# Without a frame, before the peer is pinged: a request may be queued, or wait for a takeover
 SILENT_SECONDS = 10.0
-THERE_SECONDS = 5.0  # to say anything at all
+PING_SECONDS = 5.0  # to say anything at all
 
 
 @asynccontextmanager
-async def listening(transport: Transport, peer: PeerId, stream: Stream) -> AsyncIterator[Callable[[], None]]:
-    """While `peer` answers on `stream`, in frames that take no time to send. Gives what is to be called at each. Raises StreamBroken
-    where the peer neither sends one for SILENT_SECONDS nor says on another stream that it is there."""
+async def watching_liveness(
+    transport: Transport, peer: PeerId, stream: Stream
+) -> AsyncIterator[Callable[[], None]]:
+    """Watch `peer` while it sends small frames on `stream`. Yields a function to call at each frame. Raises StreamBroken where the peer
+    neither sends one for SILENT_SECONDS nor answers a ping on another stream."""
     frames = 0
 
     def received() -> None:
@@ -30,7 +32,7 @@ async def listening(transport: Transport, peer: PeerId, stream: Stream) -> Async
         while True:
             before = frames
             await asyncio.sleep(SILENT_SECONDS)
-            if frames == before and not await _is_there(transport, peer) and frames == before:
+            if frames == before and not await _is_alive(transport, peer) and frames == before:
                 break
         stream.abort()
 
@@ -47,12 +49,12 @@ async def listening(transport: Transport, peer: PeerId, stream: Stream) -> Async
         watching.cancel()
 
 
-async def _is_there(transport: Transport, peer: PeerId) -> bool:
+async def _is_alive(transport: Transport, peer: PeerId) -> bool:
     try:
-        async with asyncio.timeout(THERE_SECONDS):
+        async with asyncio.timeout(PING_SECONDS):
             await call(transport, peer, STATUS.name, "status")
     except (PeerUnreachable, StreamBroken, StreamClosed, TimeoutError):
         return False
     except SwarmError:
-        return True  # whatever it says
+        return True  # an error is a sign of life too
     return True

@@ -1,4 +1,4 @@
-"""Texts that end an answer, found in it wherever the borders between its tokens lie. Pure; loads no torch."""
+"""Stop strings, found across the boundaries of tokens. Pure; loads no torch."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 
 class StopTexts:
-    """The part of a text before the first of `stops` that comes to its end in it (of several that end together, the
-    longest), as pieces of any size: what could still become one of them is held back.
+    """Cuts a text, which arrives in pieces of any size, before the first of `stops` to end in it (of several that end together, the
+    longest). Text that may be the beginning of one is held back.
 
     One pass, a step of Knuth, Morris and Pratt (1977) for each character and stop."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._borders = [_borders(stop) for stop in stops]
-        self._matched = [0] * len(stops)  # of each, how much of it the text ends with
+        self._matched = [0] * len(stops)  # length of the longest prefix of each that the text ends with
         self._held = ""
         self.found = False
 
     def push(self, piece: str, *, counts: bool = True) -> str:
-        """What is certain now and was not before. Once one is `found`, nothing more. `counts` False: none ends in this piece,
-        whatever it says; one may begin in it."""
+        """The text that has become certain; "" once one is `found`. `counts` False: a match must not end in this piece, but may begin
+        in it."""
         if not self._stops:
             return piece
         start = len(self._held)
@@ -44,12 +44,12 @@ class StopTexts:
         return text[:certain]
 
     def finish(self) -> str:
-        """The text has ended: what was held back."""
+        """At the end of the text: what was held back."""
         held, self._held = self._held, ""
         return held
 
     def _begin_again(self) -> None:
-        """What has ended may yet begin in its own end."""
+        """Go on from a match that does not count: its own end may begin another."""
         for each, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
             if self._matched[each] == len(stop):
                 self._matched[each] = borders[-1]
@@ -63,12 +63,12 @@ class StopTexts:
 
 
 def _borders(text: str) -> list[int]:
-    """For each beginning of `text`: how long a shorter beginning is that it ends with, at most."""
-    found = [0] * len(text)
+    """The failure function of Knuth, Morris and Pratt: for each prefix of `text`, its longest proper prefix that is also its suffix."""
+    borders = [0] * len(text)
     length = 0
     for place in range(1, len(text)):
         while length and text[place] != text[length]:
-            length = found[length - 1]
+            length = borders[length - 1]
         length += text[place] == text[length]
-        found[place] = length
-    return found
+        borders[place] = length
+    return borders

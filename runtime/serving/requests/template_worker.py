@@ -1,14 +1,14 @@
-"""A process that renders the chat templates of one model, and can do nothing else. Run by path, imported by nothing.
+"""A sandboxed process that renders the chat templates of one model. Run by path, imported by nothing.
 
     python -I template_worker.py PARENT MEMORY_BYTES CPU_SECONDS
 
-A template comes with a model, from a stranger. jinja2's sandbox keeps it from Python's internals, but not from looping for
-ever or from making a text of any size; and should the sandbox have a hole, this process holds nothing: it can open no
-file and no socket, start no process, and sees the messages of this model alone. It ends with its parent, at the end
-of its input, and after any render that failed.
+A template comes with a model, from a stranger. jinja2's sandbox keeps it from Python's internals, but not from endless loops or
+text of any size; and should the sandbox have a hole, this process has nothing to lose: it can open no file and no socket, start
+no process, and sees only the messages of this model. It ends with its parent, at the end of its input, and after any
+render that failed.
 
-4 bytes of length and JSON come, {"template", "variables", "most_bytes"}. A byte, 4 bytes of length and UTF-8 go: `t` and the text,
-`l` where it has more than `most_bytes`, `e` and what is wrong.
+Input: 4 bytes of length and JSON, {"template", "variables", "most_bytes"}. Output: a byte, 4 bytes of length and UTF-8: `t` and the
+text, `l` where it has more than `most_bytes`, `e` and an error message.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from jinja2.utils import Namespace
 
 try:
     import resource
-except ImportError:  # Windows: a sandbox and its parent's patience are all that holds a template there
+except ImportError:  # Windows: only the sandbox and the parent's timeout limit a template there
     resource = None  # type: ignore[assignment]
 
 _PR_SET_PDEATHSIG = 1
-# What jinja2 and Python load late: afterwards no file can be opened.
+# Templates that make jinja2 and Python import what they load lazily: afterwards no file can be opened.
 _LOADING = (
     "{{ 'é\\n' ~ 1.5 }}{{ strftime_now('%d %b %Y') }}{{ list | tojson }}{{ list | pprint }}{{ 'a b' | wordwrap(1) }}",
     "{% macro m(x) %}{{ x }}{% endmacro %}{% set n = namespace(a=1) %}{% for e in list %}{{ m(e.a) }}{% endfor %}",
@@ -56,7 +56,7 @@ class _TooLong(Exception):
 
 
 def main(parent: int, memory_bytes: int, cpu_seconds: int) -> int:
-    _hold_still(parent, memory_bytes)
+    _restrict(parent, memory_bytes)
     for template in _LOADING:
         _answer({"template": template, "variables": {"list": [{"a": "b"}]}, "most_bytes": 1 << 10})
     if resource is not None:
@@ -76,10 +76,10 @@ def main(parent: int, memory_bytes: int, cpu_seconds: int) -> int:
     return 0
 
 
-def _hold_still(parent: int, memory_bytes: int) -> None:
+def _restrict(parent: int, memory_bytes: int) -> None:
     for name in ("SIGINT", "SIGHUP"):
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)  # the parent says when
+            signal.signal(getattr(signal, name), signal.SIG_IGN)  # the parent ends it
     if sys.platform == "win32":
         import msvcrt
 
@@ -100,7 +100,7 @@ def _hold_still(parent: int, memory_bytes: int) -> None:
 
 
 def _answer(request: dict[str, Any]) -> tuple[bytes, bytes]:
-    """Its kind, and UTF-8."""
+    """The kind of the result, and its UTF-8."""
     try:
         return TEXT, _render(request["template"], request["variables"], request["most_bytes"])
     except _TooLong:
@@ -109,7 +109,7 @@ def _answer(request: dict[str, Any]) -> tuple[bytes, bytes]:
         return ERROR, b"it needs too much memory"
     except RecursionError:
         return ERROR, b"it nests too deeply"
-    except Exception as error:  # whatever a template brings about is its own fault
+    except Exception as error:  # the template may raise anything
         line = " ".join(str(error).split())[:LINE_CHARACTERS]
         if not isinstance(error, TemplateError) or not line:
             line = f"{type(error).__name__}: {line}"
@@ -136,7 +136,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Also where a process cannot be kept from taking memory: no product longer than what may be written."""
+        """Bound the size of products, also where the memory of a process cannot be limited."""
         if operator == "**" and (abs(left) > MAX_POWER**2 or abs(right) > MAX_POWER):
             raise SecurityError("it computes too large a number")
         for text, times in ((left, right), (right, left)):
@@ -150,7 +150,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model has said; here it is text as any other."""
+    """`{% generation %}` marks the assistant's output for training; here it is rendered as any other text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -171,10 +171,10 @@ class _Namespace(Namespace):
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
-        given = dict(*rest, **kwargs)
-        for name in given:
+        values = dict(*rest, **kwargs)
+        for name in values:
             _check_name(name)
-        Namespace.__init__(self, given)
+        Namespace.__init__(self, values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)

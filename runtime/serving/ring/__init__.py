@@ -1,24 +1,24 @@
-"""What the stages of a served model do for one session after another. Knows nothing of who chose the route.
+"""The stages of a served model, as they run sessions. Knows nothing of how a route is chosen.
 
-prefix           the beginning of a sequence, by a hash for each block; pure
-guesses          tokens that are guessed, and what becomes of that; pure
-session          one generation as the stages see it: what it is told once, what runs next; pure
+prefix           prefixes of a sequence, as a hash chain of its blocks; pure
+guesses          speculative tokens, and their acceptance; pure
+session          one generation as the stages see it: its opening, and its next chunk; pure
 links            the long-lived streams of the ring
-frames           what one stage sends another
-batches          what a turn has to say over a link, in one frame
-penalties        what settings and the tokens so far do to the logits
+frames           the payload of a chunk between two stages
+batches          several frames of a turn over one link, in one frame
+penalties        logit bias and penalties
 constraint       which tokens a schema allows next
 sampling         from logits to a token
-fair_turns       whose chunks run first; pure
-schedule         which sessions are taken, what a turn runs; pure
-openings         how many sessions a gateway may open; pure
-retained         what is kept of sessions that have ended, and what of it gives way; pure
+fair_turns       fair scheduling between users; pure
+schedule         admission of sessions, and what a turn runs; pure
+openings         rate limit of session openings, frames that arrive early; pure
+retained         the prefix cache: retained sequences and their eviction; pure
 stage_session    one session at one stage, in the worker thread
-drafting         the draft model of the first stage: when it runs, and for whom
-stage_memory     the memory of all of them: set aside, retained, freed
-stage_sessions   all of them: opened, failed, dropped
-gateways         what gateways say
+drafting         the draft model of the first stage: when it runs, and for which sessions
+stage_memory     the device memory of sessions: reserved, retained, freed
+stage_sessions   the sessions of a stage: opened, failed, dropped
+gateways         the frames of gateways
 stage            one stage: its place in the ring
 
-Words: prefill runs the prompt, in chunks, decode token by token; the ring, the trip of a token.
+Words: prefill runs the prompt, in chunks, decode token by token; a turn is one batch of chunks; the ring, the trip of a token.
 """

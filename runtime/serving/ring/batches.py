@@ -1,8 +1,8 @@
-"""What one turn has to say over a link, in one frame: a frame costs both ends and what is between them the same with one
-row of activations or one token as with those of all sessions.
+"""The frames of one turn over a link, joined into one: a frame costs about the same with one row of activations or one token as with
+those of all sessions.
 
-    hello {batches: true}      says that its dialler takes such frames; a stage that does too answers `batches` {}
-    chunks {of}, tokens {of}   the headers of several `chunk` or `token` frames, and the payloads one behind the other
+    hello {batches: true}      its dialler takes such frames; a stage that does too answers `batches` {}
+    chunks {of}, tokens {of}   the headers of several `chunk` or `token` frames, and their payloads, concatenated
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fusion.swarm.transport import Buffer, Frame
 
 BATCHES = "batches"
 MAX_FRAMES = 1024  # in one
-# Of payload in one frame: what takes longer on its way is better begun by itself.
+# Of payload in one frame: larger ones are better sent by themselves, as soon as possible.
 MAX_BYTES = 32 << 10
 BY_ITSELF = MAX_BYTES + 1
-LISTS_AROUND = 3  # of what a frame's header may have: it, what it lies in, and `of`
+LISTS_AROUND = 3  # containers of a frame beside its headers: the frame, its header, and `of`
 
 Header = Mapping[str, Any]
 
@@ -36,9 +36,8 @@ class _Waiting:
 
 
 class TurnFrames:
-    """The frames of one kind that a turn gives, for links of which `taking` take several in one. Nothing goes out before
-    `post`, and then in the order in which it was put in for each link. Payloads in a frame of several have the
-    size that `frames_of` is told; others are put in as BY_ITSELF."""
+    """The frames of one kind of a turn; links in `taking` accept several in one. `post` sends them, in order for each link. Payloads of
+    joined frames must have the size that `frames_of` computes; others are put with size BY_ITSELF."""
 
     def __init__(self, kind: str, taking: WeakSet[QueuedStream]) -> None:
         self._kind = kind
@@ -66,14 +65,14 @@ class TurnFrames:
 
     @property
     def links(self) -> Collection[QueuedStream]:
-        """That there are frames for."""
+        """The links that have frames."""
         return self._frames.keys()
 
     def post(self) -> None:
-        for link, kind, header, payload in self._made():
+        for link, kind, header, payload in self._joined():
             link.post(kind, header, payload)
 
-    def _made(self) -> Iterator[tuple[QueuedStream, str, Header, Sequence[Buffer]]]:
+    def _joined(self) -> Iterator[tuple[QueuedStream, str, Header, Sequence[Buffer]]]:
         for link, frames in self._frames.items():
             for each in frames:
                 if len(each.headers) == 1:
@@ -83,25 +82,25 @@ class TurnFrames:
 
 
 def _lists(header: Header) -> int:
-    """Lists and maps that it consists of: log-probabilities are a list for each token."""
+    """How many lists and maps the header consists of: log-probabilities are a list for each token."""
     lists = [value for value in header.values() if isinstance(value, list)]
     return 1 + len(lists) + sum(isinstance(each, list) for value in lists for each in value)
 
 
 def frames_of(frame: Frame, size_of: Callable[[Header], int] = lambda header: 0) -> Iterator[Frame]:
-    """The frames that one of several is made of. `size_of`: bytes of the payload of each, by its header; raises for a header
-    that is none. FrameError where they are not what `of` says."""
+    """The frames that were joined into this one. `size_of`: payload bytes by header; raises for an invalid header. FrameError where
+    the payload does not match."""
     headers = frame.header.get("of")
     if not isinstance(headers, list) or not 1 <= len(headers) <= MAX_FRAMES:
         raise FrameError(f"{frame.kind}: 1 to {MAX_FRAMES} in one frame")
     if not all(isinstance(header, dict) for header in headers):
         raise FrameError(f"{frame.kind}: a table for each")
-    if len(frame.payload) > MAX_BYTES:  # what waits of it, were it a single row, keeps all of it in memory
+    if len(frame.payload) > MAX_BYTES:  # a single row that waits keeps the whole payload in memory
         raise FrameError(f"{frame.kind}: at most {MAX_BYTES} bytes in one frame")
     kind, sizes = frame.kind[:-1], [size_of(header) for header in headers]
     if sum(sizes) != len(frame.payload):
         raise FrameError(f"{len(frame.payload)} bytes; {sum(sizes)} were to come")
-    at = 0
+    offset = 0
     for header, size in zip(headers, sizes, strict=True):
-        yield Frame(kind, header, frame.payload[at : at + size])
-        at += size
+        yield Frame(kind, header, frame.payload[offset : offset + size])
+        offset += size

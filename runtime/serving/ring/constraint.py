@@ -1,4 +1,4 @@
-"""Which tokens an answer may have next, where it follows a schema. As with the counts of penalties, each token moves it on."""
+"""Token masks at the last stage: which tokens may come next, by schema, suppressed tokens and min_tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusion.swarm.errors import SwarmError
 from fusion.swarm.printable import error_line
 from fusion.swarm.transport import PeerId
 
-# An answer to a schema that has these tokens already, for a gateway: `fusion.runtime.serving.grammar.grammars` opens it.
+# Opens a constrained completion: (schema, tokens so far, gateway), by `fusion.runtime.serving.grammar.grammars`.
 Constrain = Callable[[str, Sequence[int], PeerId], Awaitable[GrammarSession]]
 
 
@@ -29,7 +29,7 @@ async def unconstrained(schema: str, answered: Sequence[int], gateway: PeerId) -
 
 
 class NotConstrained(Exception):
-    """The answer cannot be held to its schema here; says why."""
+    """The schema cannot be enforced here; says why."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error_line(error))
@@ -37,7 +37,7 @@ class NotConstrained(Exception):
 
 
 def reason_of(error: Exception) -> FailedReason:
-    """What a stage tells of a session that ended by this error."""
+    """The reason that a stage reports for a session that failed with this error."""
     match error:
         case GrammarsBusy() | MemoryError():
             return "full"
@@ -50,7 +50,7 @@ def reason_of(error: Exception) -> FailedReason:
 
 @dataclass(frozen=True)
 class OpeningPayload:
-    """What the last stage is told of a session beside its header, where the settings need it."""
+    """Payload of an `open` frame to the last stage, where the session's settings need one."""
 
     counts: TokenCounts | None = None
     schema: str = ""
@@ -59,33 +59,35 @@ class OpeningPayload:
 
     @classmethod
     def of(cls, opening: Opening, payload: memoryview, vocabulary: int) -> OpeningPayload:
-        """JobError where it is not what was announced, or not of this model."""
+        """JobError where it does not match the opening, or the vocabulary."""
         opening.ends.check_vocabulary(vocabulary)
         schema = ""
         if opening.schema_bytes:
             schema, payload = split_schema(payload, opening.schema_bytes)
         tokens = prompt_of(opening, payload, vocabulary)
         counts = TokenCounts(tokens, opening.answered) if opening.sampling.penalises else None
-        asked = opening.prompt_logprobs
-        scores = None if asked is None else PromptScores(array("q", tokens), asked, vocabulary)
+        prompt_logprobs = opening.prompt_logprobs
+        scores = (
+            None if prompt_logprobs is None else PromptScores(array("q", tokens), prompt_logprobs, vocabulary)
+        )
         return cls(counts, schema, tokens[opening.prompt_length - opening.answered :], scores)
 
 
 async def constraint_of(
-    constrain: Constrain, said: OpeningPayload, serve: ServeConfig, gateway: PeerId
+    constrain: Constrain, payload: OpeningPayload, serve: ServeConfig, gateway: PeerId
 ) -> TokenConstraint | None:
-    """For the session of a gateway that has said so. Raises NotConstrained."""
-    if not said.schema:
+    """The constraint of a session; None where it has no schema. Raises NotConstrained."""
+    if not payload.schema:
         return None
     try:
-        session = await constrain(said.schema, said.answered, gateway)
+        session = await constrain(payload.schema, payload.answered, gateway)
     except (SwarmError, JobError, JobFailed, OSError) as error:
         raise NotConstrained(error) from None
     return TokenConstraint(session, serve.vocabulary, serve.end_tokens)
 
 
 class SuppressedTokens:
-    """Tokens that a model is not to say, as its files have it."""
+    """Tokens that a model's generation config suppresses."""
 
     def __init__(self, source: SourceConfig, vocabulary: int) -> None:
         self._later = torch.ones(vocabulary, dtype=torch.bool)
@@ -94,13 +96,13 @@ class SuppressedTokens:
         self._first[list(source.begin_suppress_tokens)] = False
 
     def of(self, allowed: torch.Tensor | None, *, first: bool) -> torch.Tensor:
-        """Of the tokens that are `allowed` (vocabulary,), those that may be said; `first`: as the first of an answer."""
-        mine = self._first if first else self._later
-        return mine if allowed is None else mine & allowed
+        """`allowed` (vocabulary,), bool, without suppressed tokens; `first`: for the first token of a completion."""
+        mask = self._first if first else self._later
+        return mask if allowed is None else mask & allowed
 
 
 def suppressed_by(serve: ServeConfig) -> SuppressedTokens | None:
-    """None where every token may be said."""
+    """None where no token is suppressed."""
     source = serve.source
     if source is None or not (source.suppress_tokens or source.begin_suppress_tokens):
         return None
@@ -108,7 +110,7 @@ def suppressed_by(serve: ServeConfig) -> SuppressedTokens | None:
 
 
 class WithheldEnds:
-    """The tokens that end an answer, which is not to have any of them among its first."""
+    """Masks the tokens that end a completion, for its first `min_tokens`."""
 
     def __init__(self, opening: Opening, serve: ServeConfig) -> None:
         self._until = opening.first + opening.ends.min_tokens
@@ -116,19 +118,19 @@ class WithheldEnds:
         self._others[list(opening.ends.tokens(serve.end_tokens))] = False
 
     def of(self, allowed: torch.Tensor | None, position: int) -> torch.Tensor | None:
-        """Of the tokens that are `allowed` (vocabulary,), those that may be said at `position`; None: all."""
+        """`allowed` (vocabulary,), bool, without end tokens where `position` is too early for them; None: all."""
         if position >= self._until:
             return allowed
         return self._others if allowed is None else self._others & allowed
 
 
 def withheld_by(opening: Opening, serve: ServeConfig) -> WithheldEnds | None:
-    """None where an answer may end at once."""
+    """None where a completion may end at once."""
     return WithheldEnds(opening, serve) if opening.ends.min_tokens else None
 
 
 class TokenConstraint:
-    """Used by the worker's thread. Tokens in `end_tokens` end an answer wherever it may end."""
+    """The schema's mask, for the worker's thread. Tokens in `end_tokens` are allowed where the schema allows the end."""
 
     def __init__(self, session: GrammarSession, vocabulary: int, end_tokens: Sequence[int]) -> None:
         self._session = session
@@ -137,7 +139,7 @@ class TokenConstraint:
         self._allowed: torch.Tensor | None = None
 
     def allowed(self) -> torch.Tensor:
-        """(vocabulary,), bool, on the CPU. JobFailed where there is no such token, or it takes too long to know."""
+        """(vocabulary,), bool, on the CPU. JobFailed where no token is allowed, or the grammar fails."""
         if self._allowed is None:
             # NumPy, because torch would wake all of its threads for this.
             allowed = np.zeros(self._vocabulary, np.bool_)
@@ -152,7 +154,7 @@ class TokenConstraint:
         return self._allowed
 
     def push(self, token: int) -> bool:
-        """The answer has one more, of those allowed. Whether nothing may follow."""
+        """Add an allowed token. Whether the completion is complete."""
         if token in self._ends:
             return True
         self._allowed = None

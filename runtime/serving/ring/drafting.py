@@ -1,5 +1,4 @@
-"""The draft model at the first stage: it runs where the device would wait otherwise, a step at a time, and stops for good where it
-fails."""
+"""The draft model at the first stage: it runs a step at a time while the device is idle otherwise, and is switched off if it fails."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from fusion.swarm.printable import error_line
 
 log = logging.getLogger(__name__)
 
-ONE_TOKEN = 2  # positions of a step whose time says what the next guess takes, at most
+ONE_TOKEN = 2  # positions, at most, of a step whose time estimates that of one guess
 
 
 class Drafting:
@@ -37,11 +36,11 @@ class Drafting:
         self._schedule = schedule
         self._clock = clock
         self._runs = 0
-        self._step_seconds = Recent()  # with the wait for the device's thread
+        self._step_seconds = Recent()  # including the wait for the device's thread
         self.running = runner.draft is not None
 
     def drafter(self, session: StageSession, prompt: Sequence[int]) -> Drafter:
-        """Who guesses in a session that has its prompt now."""
+        """The drafter of a session that has received its prompt."""
         if not self.running or self._runner.draft is None:
             return RepeatDrafter(prompt)
         repeats = RepeatDrafter(prompt, least=LEAST_REPEATED)
@@ -51,17 +50,17 @@ class Drafting:
         return session.drafter
 
     def fed(self, session: StageSession, chunk: Chunk) -> None:
-        """The chunk goes around the ring."""
+        """A chunk was fed to the ring."""
         if session.drafter is not None and chunk.sample:
             session.drafter.trips.fed(chunk.end, self._clock())
 
     def returned(self, session: StageSession, position: int) -> None:
-        """The token for that position has come back."""
+        """The token for that position has returned."""
         if session.drafter is not None:
             session.drafter.trips.returned(position, self._clock())
 
     async def step(self) -> Sequence[StageSession]:
-        """Run the model once for some of the sessions that wait for tokens: which ones; nobody where it is not worth it."""
+        """Run the draft model once, for some of the sessions that wait for tokens. Returns these; empty where it is not worth it."""
         chosen = self._choose()
         if not chosen:
             return ()
@@ -86,10 +85,10 @@ class Drafting:
         return [session for session, _ in chosen]
 
     def _choose(self) -> list[tuple[StageSession, DraftStep]]:
-        """Who is next, of those that want it: as many as one step has positions for."""
+        """The next sessions in rotation that want a step, as many as fit into one run."""
         if not self.running:
             return []
-        found: list[tuple[StageSession, DraftStep]] = []
+        chosen: list[tuple[StageSession, DraftStep]] = []
         room = STEP_POSITIONS
         waiting = [each for each in self._schedule.sessions.values() if each.drafter is not None]
         first = self._runs % max(1, len(waiting))
@@ -99,6 +98,6 @@ class Drafting:
             most = session.feed.allowed(self._schedule.guesses(session))
             step = session.drafter.next_step(most, room, self._step_seconds.value)
             if step is not None:
-                found.append((session, step))
+                chosen.append((session, step))
                 room -= len(step.ids)
-        return found
+        return chosen

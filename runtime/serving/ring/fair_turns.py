@@ -1,10 +1,10 @@
-"""Whose chunks run first where several users have some waiting. Pure.
+"""Fair scheduling of chunks between users. Pure.
 
-Users take turns, so that one with a hundred sessions waits with the last of them and not others behind all. And turns stay
-short for whoever has few: while one user decodes fewer sessions than another, the other has at most MORE_ROWS in a turn for
-each session of the first, and turns without it now and then (`Rests`). Where reading weights is what takes the
-time, or calling operators, four rows take little more than one. Of prompts one chunk runs beside tokens, whoever's they are: it is
-that of the user who had one longest ago (`PromptTurns`), so that a hundred prompts of one are no longer a wait for another's than one.
+Users are served round-robin, so that a user with a hundred sessions delays its own and not those of others. Turns stay short for
+users with few sessions: while one user decodes fewer sessions than another, the other gets at most MORE_ROWS rows in a turn for each
+session of the first, and turns without the first are spaced out (`Rests`). Where reading weights or calling operators dominates,
+four rows take little longer than one. Of prompts one chunk runs between tokens: that of the user whose last one was longest ago
+(`PromptTurns`), so that a hundred prompts of one user delay another's no more than one does.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
 MORE_ROWS = 3  # of another user in a turn, for each session of the one with the fewest
-REST_TIMES = 4.0  # so long as a turn of others alone, until the next one
-# In lengths of such a turn: whoever is away for longer comes over slow links, and is not waited for.
+REST_TIMES = 4.0  # pause after a turn of others alone, as a multiple of its length
+# In lengths of such a turn: a user that is away for longer has slow links, and is not waited for.
 AWAY_TIMES = 10.0
 
 Item = TypeVar("Item")
@@ -24,7 +24,7 @@ UserOf = Callable[[Item], Hashable]
 
 
 def in_turns(waiting: Sequence[Item], user_of: UserOf[Item]) -> list[Item]:
-    """A user's first before anybody's second; otherwise in the order in which they came."""
+    """Round-robin over users; each user's items, and users' first items, in order of arrival."""
     before = Counter[Hashable]()
     ranked = []
     for item in waiting:
@@ -35,15 +35,15 @@ def in_turns(waiting: Sequence[Item], user_of: UserOf[Item]) -> list[Item]:
 
 
 class Rests:
-    """While a user with the fewest sessions is away at other stages for a moment, turns of others alone take a part of the time only:
-    it would find one under way each time, and its frames the interpreter taken."""
+    """Pauses between turns of others alone, while a user with the fewest sessions is at other stages for a moment: else it would find
+    such a turn running each time it returns."""
 
     def __init__(self) -> None:
-        self._seen = -math.inf  # a user with the fewest, in a turn
+        self._seen = -math.inf  # last turn with a row of a user with the fewest sessions
         self._until = -math.inf
 
     def ran(self, alone: bool, seconds: float, now: float) -> None:
-        """A turn, which is over. `alone`: without a row of a user with the fewest sessions, where others have more."""
+        """Record a finished turn. `alone`: it had no row of a user with the fewest sessions, where others have more."""
         if alone:
             self._until = min(now + REST_TIMES * seconds, self._seen + AWAY_TIMES * seconds)
         else:
@@ -55,13 +55,13 @@ class Rests:
 
 
 class PromptTurns:
-    """Which users had a chunk of a prompt run, and in what order."""
+    """Users in the order in which they last ran a chunk of a prompt."""
 
     def __init__(self) -> None:
         self._turns: dict[Hashable, None] = {}  # longest ago first
 
     def ranked(self, waiting: Sequence[Item], user_of: UserOf[Item]) -> list[Item]:
-        """In turns; of equal rank those first whose user had none for longest."""
+        """Round-robin; users whose last chunk was longest ago first."""
         if len(waiting) < 2:
             return list(waiting)
         order = {user: place for place, user in enumerate(self._turns)}
@@ -72,12 +72,12 @@ class PromptTurns:
         self._turns[user] = None
 
     def forget(self, user: Hashable) -> None:
-        """It has no session any more. Harmless where it is not known."""
+        """The user has no session any more. Idempotent."""
         self._turns.pop(user, None)
 
 
 def with_fewest(decoding: Mapping[Hashable, int]) -> frozenset[Hashable]:
-    """The users with the fewest sessions that decode, of those in `decoding`, where others have more."""
+    """The users with the fewest decoding sessions; empty where all have equally many. `decoding`: sessions of each user."""
     if len(decoding) < 2:
         return frozenset()
     fewest = min(decoding.values())
@@ -86,15 +86,15 @@ def with_fewest(decoding: Mapping[Hashable, int]) -> frozenset[Hashable]:
 
 
 def fair_rows(waiting: Sequence[Item], user_of: UserOf[Item], decoding: Mapping[Hashable, int]) -> list[Item]:
-    """Those that may run in one turn, in turns. `decoding`: how many sessions of each user decode."""
+    """The items that may run in one turn, round-robin. `decoding`: how many sessions of each user decode."""
     if len(decoding) < 2:
         return list(waiting)
     most = MORE_ROWS * min(decoding.values())
     taken = Counter[Hashable]()
-    found = []
+    chosen = []
     for item in in_turns(waiting, user_of):
         user = user_of(item)
         if taken[user] < most:
             taken[user] += 1
-            found.append(item)
-    return found
+            chosen.append(item)
+    return chosen

@@ -1,8 +1,8 @@
-"""What one stage of a served model sends another: the plan fixes names, dtypes and shapes, so frames carry only data.
+"""Payloads between two stages of a served model: the plan fixes names, dtypes and shapes, so frames carry only data.
 
 A parcel is the payload of one `chunk` frame: the token ids of its positions where a later stage reads them, then
 each edge's tensor in the order of the plan, row-major. Its size follows from the number of positions. The source of an
-encoder-decoder goes around the same way, by a plan of its own.
+encoder-decoder goes around the ring in the same way, by a plan of its own.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from fusion.dag.ir.graph import DTYPE_BYTES, Input, TensorType
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
-from fusion.runtime.serving.requests.header_fields import whole
+from fusion.runtime.serving.requests.header_fields import TOKEN_BYTES, whole
 from fusion.swarm.errors import FrameError
 
-ID_BYTES = 8
-KEPT_LAYOUTS = 64  # positions of a chunk, of which a parcel remembers how it is laid out
+KEPT_LAYOUTS = 64  # positions of the longest chunk whose layout is cached
 
 
 Layout = tuple[Edge, tuple[int, ...], int]  # shape, bytes
@@ -35,49 +34,48 @@ Layout = tuple[Edge, tuple[int, ...], int]  # shape, bytes
 
 @dataclass(frozen=True)
 class Parcel:
-    """What stage `producer` sends stage `consumer` for a chunk of positions."""
+    """What stage `producer` sends to stage `consumer` for a chunk of positions."""
 
     producer: int
     consumer: int
     edges: tuple[Edge, ...]
     ids: bool  # the token ids of the chunk, or the source itself, come first
-    symbol: str = "sequence"  # what a chunk is a piece of
-    id_bytes: int = ID_BYTES  # of what comes first, for each position
-    # By the length of a chunk that decodes: a parcel is laid out three times for each token.
+    symbol: str = "sequence"  # the dimension that chunks are pieces of
+    id_bytes: int = TOKEN_BYTES  # of the ids, or the source, for each position
+    # By the length of a chunk, cached: needed three times for each token.
     _layouts: dict[int, tuple[Layout, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def layout(self, length: int) -> tuple[Layout, ...]:
         """Shape and size in bytes of each edge for `length` positions of one sequence."""
-        if (known := self._layouts.get(length)) is not None:
-            return known
+        if (cached := self._layouts.get(length)) is not None:
+            return cached
         sizes = {"batch": 1, self.symbol: length}
-        found = []
+        edges = []
         for edge in self.edges:
             shape = tuple(bind(dim, sizes) for dim in edge.type.shape)
-            found.append((edge, shape, prod(shape) * DTYPE_BYTES[edge.type.dtype]))
-        made = tuple(found)
+            edges.append((edge, shape, prod(shape) * DTYPE_BYTES[edge.type.dtype]))
+        layout = tuple(edges)
         if length <= KEPT_LAYOUTS:
-            self._layouts[length] = made
-        return made
+            self._layouts[length] = layout
+        return layout
 
     def size_bytes(self, length: int) -> int:
         return length * self.id_bytes * self.ids + sum(size for _, _, size in self.layout(length))
 
     def size_of(self, header: Mapping[str, Any]) -> int:
-        """Of the payload that a `chunk` frame of this header has. FrameError, JobError where it says no length."""
+        """Payload bytes of a `chunk` frame with this header. FrameError, JobError where its length is not valid."""
         length = whole(header, "length", 0)
         if length < 1:
             raise FrameError(f"a chunk of {length} positions")
         return self.size_bytes(length)
 
     def most_bytes(self, serve: ServeConfig) -> int:
-        """Of any payload."""
+        """Bytes of the largest payload."""
         whole_source = 0 if serve.source is None else serve.source.length
         return self.size_bytes(whole_source if self.symbol == SOURCE else serve.max_sequence)
 
     def pack(self, outputs: Mapping[str, torch.Tensor], ids: memoryview) -> list[memoryview]:
-        """Buffers of the payload; `ids` are the bytes of the chunk's token ids. Copies only what is not already
-        contiguous on the CPU."""
+        """Buffers of the payload; `ids`: bytes of the chunk's token ids. Copies only tensors that are not contiguous on the CPU."""
         buffers = [ids] if self.ids else []
         for edge in self.edges:
             value = outputs[edge.name]
@@ -87,8 +85,8 @@ class Parcel:
         return buffers
 
     def unpack(self, payload: memoryview, length: int, inputs: dict[str, torch.Tensor]) -> memoryview | None:
-        """Put the tensors, which share the payload's memory, into `inputs` by edge name; the bytes of the token
-        ids where the parcel has them. The payload's size has been checked."""
+        """Put the tensors, which share the payload's memory, into `inputs` by edge name. Returns the bytes of the token ids where the
+        parcel has them. The payload's size must have been checked."""
         offset = length * self.id_bytes if self.ids else 0
         for edge, shape, size in self.layout(length):
             if size:
@@ -101,16 +99,17 @@ class Parcel:
 
 
 def unpack_source(type_: TensorType, data: memoryview, length: int) -> torch.Tensor:
-    """Ids, or features, of one session as the model's input takes them; the size of `data` has been checked."""
-    given = bytearray(data)
+    """The source of one session as the model's input: ids (1, length), or features (1, channels, length). The size of `data` must have
+    been checked."""
+    buffer = bytearray(data)
     if type_.dtype == "int64":
-        return torch.frombuffer(given, dtype=torch.int64).unsqueeze(0)
-    return torch.frombuffer(given, dtype=torch.float32).view(1, -1, length).to(TORCH_DTYPES[type_.dtype])
+        return torch.frombuffer(buffer, dtype=torch.int64).unsqueeze(0)
+    return torch.frombuffer(buffer, dtype=torch.float32).view(1, -1, length).to(TORCH_DTYPES[type_.dtype])
 
 
 @dataclass(frozen=True)
 class RingPlan:
-    """One stage's part in the ring: who it hears from, whom it feeds, which model inputs it makes itself."""
+    """One stage's part in the ring: what it receives and sends, and which model inputs it makes itself."""
 
     index: int
     stages: int
@@ -118,8 +117,10 @@ class RingPlan:
     outgoing: tuple[Parcel, ...]  # by consumer, ascending; the stage after is always among them
     reads_ids: bool
     reads_positions: bool
-    source: Input | None = None  # of the model that is read here, in the plan of the source
-    encode: RingPlan | None = None  # the plan of the source, which goes around before the first position
+    source: Input | None = (
+        None  # the model's source input, where this stage reads it; in the plan of the source
+    )
+    encode: RingPlan | None = None  # the plan of the source, which is run before the first position
 
     @property
     def first(self) -> bool:
@@ -130,7 +131,7 @@ class RingPlan:
         return self.index == self.stages - 1
 
     def of(self, start: int) -> RingPlan:
-        """What holds for a chunk that starts there: the source lies before the first position. FrameError where there is none."""
+        """The plan for a chunk that starts there: below 0 it is of the source. FrameError where the model reads none."""
         if start >= 0:
             return self
         if self.encode is None:
@@ -138,19 +139,19 @@ class RingPlan:
         return self.encode
 
     def incoming_by(self, sender: int) -> list[Parcel]:
-        """What a stage sends us."""
+        """The parcels that a stage sends to this one."""
         plans = [self] if self.encode is None else [self, self.encode]
         return [parcel for plan in plans for parcel in plan.incoming if parcel.producer == sender]
 
     @property
     def consumers(self) -> tuple[int, ...]:
-        """The stages that we feed."""
+        """The stages that this one feeds."""
         plans = [self] if self.encode is None else [self, self.encode]
         return tuple(sorted({parcel.consumer for plan in plans for parcel in plan.outgoing}))
 
 
 def hop_bytes(stages: Sequence[Stage]) -> tuple[int, ...]:
-    """What crosses each cut for one position, first cut first. JobError as in `plan_ring`."""
+    """Bytes that cross each cut for one position, first cut first. JobError as in `plan_ring`."""
     last = last_reader(stages).ids
     changes = [0] * (len(stages) + 1)  # from one cut to the next
     for stage in stages:
@@ -164,35 +165,36 @@ def hop_bytes(stages: Sequence[Stage]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LastReader:
-    """The last stage that reads token ids: they travel along the chain as far as that; and the last one that reads the source. -1
-    where none does. `source_bytes`: of an id or a frame of it."""
+    """The last stage that reads token ids, which are passed along the chain as far as that, and the last one that reads the source; -1:
+    none does. `source_bytes`: of an id or a frame of the source."""
 
     ids: int = -1
     source: int = -1
-    source_bytes: int = ID_BYTES
+    source_bytes: int = TOKEN_BYTES
 
 
 def plan_ring(stages: Sequence[Stage], index: int, last: LastReader | None = None) -> RingPlan:
-    """The ring as stage `index` sees it. JobError for a model that cannot be served this way. `last`: what `last_reader`
-    says of the stages, which takes time in proportion to their number and is the same for each of them.
+    """The ring as stage `index` sees it. `last`: the result of `last_reader`, which is the same for all stages and takes time in
+    proportion to their number. JobError for a model that cannot be served this way.
 
-    Consecutive stages always exchange a frame, even where no value crosses: it is what makes a stage run. Values of
-    skip edges go straight to each stage that reads them.
+    Consecutive stages always exchange a frame, even where no value crosses, as a frame is what makes a stage run. Values of skip edges
+    are sent directly to each stage that reads them.
     """
     last = last_reader(stages) if last is None else last
-    me, encode = stages[index], None
-    both = halves(me)
-    if both is not None:
-        me, early = both.decode, both.encode
-        more = (SOURCE, last.source_bytes)
+    own, encode = stages[index], None
+    halves_found = halves(own)
+    if halves_found is not None:
+        own, early = halves_found.decode, halves_found.encode
+        source_plan = (SOURCE, last.source_bytes)
         encode = RingPlan(
             index=index,
             stages=len(stages),
             incoming=tuple(
-                replace(p, symbol=more[0], id_bytes=more[1]) for p in _incoming(early, last.source)
+                replace(p, symbol=source_plan[0], id_bytes=source_plan[1])
+                for p in _incoming(early, last.source)
             ),
             outgoing=tuple(
-                replace(p, symbol=more[0], id_bytes=more[1])
+                replace(p, symbol=source_plan[0], id_bytes=source_plan[1])
                 for p in _outgoing(early, len(stages), last.source)
             ),
             reads_ids=False,
@@ -202,10 +204,10 @@ def plan_ring(stages: Sequence[Stage], index: int, last: LastReader | None = Non
     return RingPlan(
         index=index,
         stages=len(stages),
-        incoming=_incoming(me, last.ids),
-        outgoing=_outgoing(me, len(stages), last.ids),
-        reads_ids=_reads(me, "input_ids"),
-        reads_positions=_reads(me, "position_ids"),
+        incoming=_incoming(own, last.ids),
+        outgoing=_outgoing(own, len(stages), last.ids),
+        reads_ids=_reads(own, "input_ids"),
+        reads_positions=_reads(own, "position_ids"),
         encode=encode,
     )
 
@@ -224,10 +226,10 @@ def last_reader(stages: Sequence[Stage]) -> LastReader:
 
 
 def _source_bytes(given: Input) -> int:
-    """Of an id, or of a frame of features, which travel in float32. JobError for an input of another shape."""
+    """Bytes of an id, or of a frame of features, which are sent in float32. JobError for an input of another shape."""
     match given.name, given.type.shape, given.type.dtype:
         case "source_ids", (_, Poly()), "int64":
-            return ID_BYTES
+            return TOKEN_BYTES
         case "source_features", (_, int() as channels, int()), _ if "float" in given.type.dtype:
             return 4 * channels
     raise JobError(f"serving: the model's input {given.name} is {given.type}")
@@ -239,8 +241,8 @@ def _incoming(stage: Stage, last_reader: int) -> tuple[Parcel, ...]:
     for edge in stage.receives:
         edges.setdefault(edge.producer, []).append(edge)
     return tuple(
-        Parcel(producer, stage.index, tuple(found), producer == before and stage.index <= last_reader)
-        for producer, found in sorted(edges.items())
+        Parcel(producer, stage.index, tuple(received), producer == before and stage.index <= last_reader)
+        for producer, received in sorted(edges.items())
     )
 
 
@@ -251,8 +253,8 @@ def _outgoing(stage: Stage, stages: int, last_reader: int) -> tuple[Parcel, ...]
         for consumer in edge.consumers:
             edges.setdefault(consumer, []).append(edge)
     return tuple(
-        Parcel(stage.index, consumer, tuple(found), consumer == after and after <= last_reader)
-        for consumer, found in sorted(edges.items())
+        Parcel(stage.index, consumer, tuple(sent), consumer == after and after <= last_reader)
+        for consumer, sent in sorted(edges.items())
     )
 
 

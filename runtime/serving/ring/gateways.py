@@ -1,4 +1,4 @@
-"""What gateways say to one stage: each has a stream here, and its sessions end with it."""
+"""The gateways' side of one stage: each gateway has a stream, and its sessions end with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fusion.swarm.transport import Frame, PeerId, Stream, checked
 
 
 class Gateways:
-    """`fed(session)` is called when a session has its prompt; `doubt` is told of a peer whose link may have become slow."""
+    """`fed(session)` is called when a session has received its prompt; `doubt(peer)` when the link to a peer may have become slow."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Gateways:
         }
 
     def leaving(self) -> None:
-        """Tell all of them that we are about to go."""
+        """Announce to all gateways that this stage is about to leave."""
         for stream in self._streams:
             stream.post("leaving", {})
 
@@ -58,7 +58,7 @@ class Gateways:
     async def attend(
         self, incoming: Stream, refusal: Callable[[], str | None] = lambda: None, *, batches: bool = False
     ) -> None:
-        """`refusal`: why the gateway may not prompt the model, if so; `batches`: it takes several frames in one."""
+        """Serve one gateway. `refusal` returns why it may not prompt the model, or None; `batches`: it accepts joined frames."""
         incoming.allow(MAX_PROMPT_BYTES)
         stream = QueuedStream(incoming, on_frame=lambda frame: self._command(stream, checked(frame)))
         if batches:
@@ -70,7 +70,7 @@ class Gateways:
             del self._streams[stream]
             for session in self._sessions:
                 if session.gateway is stream:
-                    self._sessions.drop(session)  # nobody is left to read the answer
+                    self._sessions.drop(session)  # its gateway has gone
             await stream.aclose()
 
     def _command(self, stream: QueuedStream, frame: Frame) -> None:
@@ -84,14 +84,14 @@ class Gateways:
             self._sessions.refuse(stream, frame, error)
 
     def _open(self, stream: QueuedStream, frame: Frame) -> None:
-        if (refused := self._streams[stream]()) is not None:
-            raise JobError(f"{self._position.name}: {refused}")
+        if (reason := self._streams[stream]()) is not None:
+            raise JobError(f"{self._position.name}: {reason}")
         self._sessions.open(stream, frame.header, frame.payload)
 
     def _prompt(self, stream: QueuedStream, frame: Frame) -> None:
         session = self._sessions.named(frame.header)
         if session is None:
-            return  # closed while the frame was under way
+            return  # closed while the frame was in flight
         if session.gateway is not stream or not self._plan.first:
             raise JobError("prompt: to the first stage, from the gateway that opens the session")
         if session.ready:
@@ -106,7 +106,7 @@ class Gateways:
             self._sessions.refuse(session.gateway, frame, error)
 
     def _begin(self, session: StageSession, frame: Frame) -> None:
-        """JobError where the prompt is not what was announced."""
+        """Start a session with its prompt. JobError where it does not match the opening."""
         if session.feed is not None:
             raise JobError("prompt: one for each session")
         serve = self._position.serve
@@ -133,7 +133,7 @@ class Gateways:
         self._fed(session)
 
     def _source(self, session: StageSession, payload: memoryview) -> tuple[memoryview | None, memoryview]:
-        """What a prompt's payload has of a source, and the rest."""
+        """The source in a prompt's payload, and the rest."""
         serve, length = self._position.serve, session.opening.source
         if serve.source is None:
             return None, payload
@@ -151,7 +151,7 @@ class Gateways:
             self._sessions.drop(session, completed=True, chain=checked_chain(frame.header))
 
     def _ping(self, stream: QueuedStream, frame: Frame) -> None:
-        """Whoever asks wants to know whether we are there, and whether the session goes on here."""
+        """Answer that this stage is alive, and how many chunks of the session it has run."""
         session = self._sessions.named(frame.header)
         if session is None:
             raise StaleTerm(f"{self._sessions.here} does not know this session")
@@ -160,7 +160,7 @@ class Gateways:
         stream.post("pong", {"session": session.id, "ran": session.ran})
 
     def _slow(self, stream: QueuedStream, frame: Frame) -> None:
-        """Tokens come slower than they did: is it the way from us to the stages that we feed?"""
+        """The gateway reports that tokens have become slower: have the links to the stages that we feed measured."""
         session = self._sessions.named(frame.header)
         if session is not None:
             for parcel, _ in session.hops:

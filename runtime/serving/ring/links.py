@@ -1,7 +1,7 @@
-"""Long-lived streams of the ring: who is at which end, and one link for each neighbour.
+"""Long-lived streams of the ring: their ends, and one link to each neighbour, shared by all sessions.
 
-The frames of /fusion/ring/1: docs/protocols.md. The first is a `hello` that says of which stage, or GATEWAY, the link comes, and to
-which it goes; what several sessions send may go in one (`fusion.runtime.serving.ring.batches`).
+The frames of /fusion/ring/1: docs/protocols.md. The first is a `hello` that names the stage, or GATEWAY, at the dialler's end, and the
+stage at the other; frames of several sessions may be joined (`fusion.runtime.serving.ring.batches`).
 """
 
 from __future__ import annotations
@@ -25,60 +25,60 @@ from fusion.swarm.streams.queued_stream import QueuedStream, dial
 from fusion.swarm.transport import Frame, PeerId, Transport, checked
 
 GATEWAY = -1  # in place of a stage index: the sender is the gateway of some sessions
-ACKS = "acks"  # in a hello: its dialler hears how much of prompts has come; in `batches`: the far end says so
-# Links that no session needs stay for the next one, as long as what stages keep of a session; to dial again takes a round trip or two.
-# Who is at the far end may be a stranger's word, so there are not more of them than so many.
+ACKS = "acks"  # in a hello: its dialler accepts acknowledgements of prompt bytes; in `batches`: the far end sends them
+# Idle links are kept for the next session, as long as retained prefixes; dialling again takes a round trip or two. Strangers may
+# choose the far end, so their number is bounded.
 IDLE_SECONDS = 600.0
 MOST_IDLE = 256
-LOOK_SECONDS = 15.0  # between two looks for them
+LOOK_SECONDS = 15.0  # between two checks for idle links
 
 
 @dataclass(frozen=True)
 class LinkEnds:
-    """What a link joins, as its dialler sees it."""
+    """The ends of a link, from its dialler's side."""
 
     job: JobId
     sender: int  # a stage, or GATEWAY
     stage: int  # the stage at the far end
-    peer: PeerId  # who runs it
+    peer: PeerId  # that runs it
 
     def to_header(self) -> dict[str, Any]:
         return {"job": self.job, "from": self.sender, "to": self.stage}
 
     @classmethod
-    def from_hello(cls, hello: Mapping[str, Any], us: PeerId) -> LinkEnds:
-        """The ends of an incoming stream. JobError where its hello says something else."""
+    def from_hello(cls, hello: Mapping[str, Any], own_id: PeerId) -> LinkEnds:
+        """The ends of an incoming stream. JobError for an invalid hello."""
         job = hello.get("job")
         if not isinstance(job, str):
             raise JobError("hello: it names a job, a sender and a stage")
-        return cls(JobId(job), whole(hello, "from", -2), whole(hello, "to", -2), us)
+        return cls(JobId(job), whole(hello, "from", -2), whole(hello, "to", -2), own_id)
 
 
-ShownGrants = Callable[[JobId], tuple[bytes, ...]]
+GrantsOf = Callable[[JobId], tuple[bytes, ...]]
 
 
 def no_grants(job: JobId) -> tuple[bytes, ...]:
-    """In a job that is open to all nothing is shown."""
+    """For jobs that are open to all."""
     return ()
 
 
-def shown(hello: Mapping[str, Any]) -> tuple[bytes, ...]:
-    """The grants that come with a hello. Raises RecordError."""
+def grants_of(hello: Mapping[str, Any]) -> tuple[bytes, ...]:
+    """The grants in a hello. Raises RecordError."""
     return chain_of(hello.get("grants"))
 
 
-def takes_batches(hello: Mapping[str, Any]) -> bool:
-    """Whether its dialler takes several frames in one."""
+def accepts_batches(hello: Mapping[str, Any]) -> bool:
+    """Whether its dialler accepts joined frames."""
     return hello.get(BATCHES) is True
 
 
-def hears_acks(hello: Mapping[str, Any]) -> bool:
-    """Whether its dialler, a stage, hears how much of prompts has come."""
+def accepts_acks(hello: Mapping[str, Any]) -> bool:
+    """Whether its dialler, a stage, accepts acknowledgements."""
     return hello.get(ACKS) is True
 
 
 def prompt_bytes(frame: Frame) -> int:
-    """What a `chunk` counts for in acks: payload of a prompt, but for its end, after which a token is chosen."""
+    """Bytes of a `chunk` that acknowledgements count: payload of a prompt, except its last chunk, after which a token is sampled."""
     return 0 if frame.header.get("sample") is True else len(frame.payload)
 
 
@@ -86,33 +86,33 @@ def refusal(access: Access, peer: PeerId, ends: LinkEnds, grants: tuple[bytes, .
     """Why the peer may not prompt the model, or run a stage of it; None where it may."""
     if ends.sender == GATEWAY:
         return access.refusal(ends.job, peer, "ask", None, grants)
-    refused = access.refusal(ends.job, peer, "own", ends.sender, grants)
-    return None if refused is None else access.refusal(ends.job, peer, "stand-by", ends.sender, grants)
+    reason = access.refusal(ends.job, peer, "own", ends.sender, grants)
+    return None if reason is None else access.refusal(ends.job, peer, "stand-by", ends.sender, grants)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RingPosition:
-    """Which stage of which job we hold, and under which term: the owner's, or a replica's own."""
+    """The job that this peer serves a stage of, and the term of its claim: the owner's, or a replica's own."""
 
     job: JobId
     name: str
     serve: ServeConfig
-    peer: PeerId  # us
+    peer: PeerId  # this one
     term: int
 
     def where(self, stage: int, peer: PeerId | None = None) -> str:
-        """Of a stage of the job, for people; ours where no peer is named."""
+        """Display name of a stage of the job, by default on this peer."""
         return f"stage {stage} of {self.name} on {friendly_name(peer or self.peer)}"
 
 
 @dataclass(eq=False)
 class _Dialled:
     stream: QueuedStream
-    used_at: float  # when a session was last seen to need it
+    used_at: float  # when a session last needed it
 
 
 def too_idle(used_at: Mapping[LinkEnds, float], now: float) -> list[LinkEnds]:
-    """Which links to close of those that no session needs, by when one last did."""
+    """The idle links to close. `used_at`: when a session last needed each."""
     late_first = sorted(used_at, key=lambda ends: used_at[ends], reverse=True)
     return [
         ends
@@ -122,7 +122,7 @@ def too_idle(used_at: Mapping[LinkEnds, float], now: float) -> list[LinkEnds]:
 
 
 class RingLinks:
-    """The links that we dialled: one for each neighbour, shared by all sessions, made when first needed, and closed when no
+    """The links that this peer dialled: one to each neighbour, shared by all sessions, dialled when first needed, and closed when no
     session has needed them for long."""
 
     def __init__(
@@ -133,13 +133,13 @@ class RingLinks:
         on_end: Callable[[LinkEnds, str], None],
         needed: Callable[[], Collection[LinkEnds]],
         clock: Callable[[], float],
-        chain: ShownGrants = no_grants,
+        chain: GrantsOf = no_grants,
         acked: Callable[[], None] = lambda: None,
     ) -> None:
-        """`needed`: the ends of the links that open sessions have, or are about to ask for; `chain`: the grants that we show in a
-        job; `acked` is called where more of prompts has come to a far end."""
-        self.taking = WeakSet[QueuedStream]()  # whose far ends take several frames in one
-        # Of those between stages, from the first byte on; the far ends of `_acking` say what has come.
+        """`needed`: the ends of the links that open sessions have or are about to request; `chain`: our grants in a job; `acked` is
+        called when a far end has acknowledged prompt bytes."""
+        self.taking = WeakSet[QueuedStream]()  # links whose far ends accept joined frames
+        # Of links between stages, from the first byte on; the far ends of `_acking` acknowledge.
         self._windows = WeakKeyDictionary[QueuedStream, DelayWindow]()
         self._acking = WeakSet[QueuedStream]()
         self._acked = acked
@@ -150,9 +150,9 @@ class RingLinks:
         self._needed = needed
         self._clock = clock
         self._links: dict[LinkEnds, _Dialled] = {}
-        self._timer: asyncio.TimerHandle | None = None  # to the next look, as long as there are links
+        self._timer: asyncio.TimerHandle | None = None  # of the next check, while there are links
         self._closing: set[asyncio.Task[None]] = set()
-        # Of those that are being dialled now, held by whoever waits.
+        # Of links that are being dialled; kept alive by those that wait for them.
         self._dialling: WeakValueDictionary[LinkEnds, asyncio.Lock] = WeakValueDictionary()
 
     async def to(self, ends: LinkEnds) -> QueuedStream:
@@ -175,20 +175,20 @@ class RingLinks:
             return link
 
     def in_window(self, link: QueuedStream) -> bool:
-        """Whether more of a prompt may go out over it although tokens would wait behind that."""
+        """Whether more of a prompt may be sent over it, although tokens would queue behind that."""
         return link not in self._acking or self._windows[link].open or link.ended.is_set()
 
     def round_trip_seconds(self, link: QueuedStream) -> float:
-        """The shortest in which the far end of a link between stages said that something has come; infinite where none did yet."""
+        """The shortest time to an acknowledgement over a link between stages; infinite before the first."""
         return self._windows[link].round_trip_seconds
 
-    def sent(self, link: QueuedStream, size_bytes: int) -> None:
-        """So much of a prompt has gone out over it."""
+    def count_sent(self, link: QueuedStream, size_bytes: int) -> None:
+        """Count bytes of a prompt that were sent over it."""
         if (window := self._windows.get(link)) is not None:
             window.send(size_bytes, self._clock())
 
     def _close_idle(self) -> None:
-        """Close what no session has needed for long, and what is too many; look again in a while."""
+        """Close links that have been idle for long or are too many, and schedule the next check."""
         now, needed, used_at = self._clock(), {*self._needed()}, dict[LinkEnds, float]()
         for ends, link in self._links.items():
             if ends in needed:
@@ -196,7 +196,7 @@ class RingLinks:
             else:
                 used_at[ends] = link.used_at
         for ends in too_idle(used_at, now):
-            # Whoever needs it from now on dials another.
+            # A session that needs it from now on dials another.
             closing = asyncio.create_task(self._links.pop(ends).stream.aclose())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
@@ -236,30 +236,29 @@ class RingLinks:
 
 
 class FullLinks:
-    """Links over which a chunk would wait to go out: nothing that has to runs meanwhile. `room` is called when one has room again;
-    `most_bytes`: that may wait for all far ends together."""
+    """Backpressure of links: chunks that must be sent over a full link do not run. `room` is called when one has room again;
+    `most_bytes`: limit of unsent bytes over all links."""
 
     def __init__(self, room: Callable[[], None], most_bytes: int) -> None:
         self._room = room
         self._most_bytes = most_bytes
-        # For room, those first that do for longest.
+        # Full links, longest first.
         self._waiting: dict[QueuedStream, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """What waits does so in `tasks`."""
+        """Waits run in `tasks`."""
         self._tasks = tasks
 
     def clear(self, links: Iterable[QueuedStream]) -> bool:
-        """Whether a chunk would go out over all of these now; if not, `room` is called in time, whoever has filled them."""
+        """Whether a chunk could be sent over all of these now; if not, `room` will be called."""
         full = [link for link in links if link.full]
         for link in full:
-            self._wait(link)
+            self._wait_for_room(link)
         return not full
 
     def look(self, links: Iterable[QueuedStream]) -> None:
-        """Frames were put out over these. Where too much waits for all far ends together, the links of those that have read
-        nothing for longest end."""
+        """Frames were posted to these links. If too many bytes are unsent in all, end the links that have been full for longest."""
         self.clear(links)
         unsent = {link: link.unsent_bytes for link in self._waiting}
         for link in self._waiting:
@@ -268,7 +267,7 @@ class FullLinks:
             unsent[link] = 0
             link.end(f"{link.stream.remote} does not read what it is sent")
 
-    def _wait(self, link: QueuedStream) -> None:
+    def _wait_for_room(self, link: QueuedStream) -> None:
         assert self._tasks is not None
         if link not in self._waiting:
             self._waiting[link] = self._tasks.create_task(self._until_room(link))

@@ -1,16 +1,14 @@
-"""How many sessions gateways may open, and what comes for one before it is open. Pure.
+"""Rate limits of session openings, and bounds on frames that arrive before their session is open. Pure.
 
-One that opens and never runs costs its gateway next to nothing, and us memory, a call of the device's thread and some frames.
+A session that is opened and never run costs its gateway next to nothing, but the stage memory, a call of the device's thread and some
+frames. A session that runs earns its gateway EARNED more openings, so a gateway with real traffic is never limited, however many
+sessions it moves here at once. Any gateway may open BURST sessions without having run one, and a few a second; all gateways together
+ALL_BURST, of which the last half is reserved for gateways with few recent openings: peer ids are free, so a limit for each alone
+would be none.
 
-A session that runs earns its gateway EARNED more, so a gateway that answers people is not held up, however many sessions
-it moves here at once. Any gateway may open BURST without having run one, and a few a second; all of them together
-ALL_BURST, of which the last half is for gateways that have hardly asked of late: ids are free, so that a bound for each
-of them would be none.
-
-A prompt need not wait until every stage has answered: it, or its first chunks, may then be here before the session is open, or even
-before its gateway's word to open it is. Anybody may send such chunks, so what waits is bounded: in bytes of memory, headers and
-sessions counted, and whoever has most there loses its own first. So is what open sessions have of chunks of which another stage has
-yet to send its part.
+A prompt is sent before every stage has confirmed its opening, so its first chunks may arrive before the session is open, or even
+before its `open` frame. Anybody may send such chunks, so they are bounded in bytes, headers and sessions included, and the sender with
+most bytes loses its own first. So are the parts of chunks that wait for the parts of other stages.
 """
 
 from __future__ import annotations
@@ -28,16 +26,16 @@ from fusion.swarm.transport import Frame, PeerId, by_itself
 
 EARNED, MOST_EARNED = 4, 1024
 BURST, PER_SECOND = 64.0, 4.0
-FIRST = 8.0  # of these: a gateway that has not asked lately is let in ahead of others
+FIRST = 8.0  # of these: a gateway with no other recent openings has priority
 ALL_BURST, ALL_PER_SECOND = 256.0, 16.0
 REMEMBERED_GATEWAYS = 4096
-EARLY_BYTES = 16 << 20  # that may wait for sessions which are not open
-EARLY_SESSION_BYTES = 64 << 10  # that each of these counts for beside: so there are at most 256
-EARLY_HEADER_TIMES = 64  # bytes of memory that a byte of a header may become
+EARLY_BYTES = 16 << 20  # of all frames for sessions that are not open
+EARLY_SESSION_BYTES = 64 << 10  # overhead counted for each such session: so there are at most 256
+EARLY_HEADER_TIMES = 64  # bytes of memory for a byte of a header
 EARLY_SECONDS = 5.0  # for which frames may wait
-REMEMBERED_SESSIONS = 4096  # of which nothing waits any more
+REMEMBERED_SESSIONS = 4096  # that have ended or were given up
 LONGEST_NAME = 64  # characters of a session's
-PARTS_BYTES = 128 << 20  # of chunks whose other parts are to come, of all sessions
+PARTS_BYTES = 128 << 20  # of chunks that wait for other parts, of all sessions
 
 Early = TypeVar("Early")
 Session = TypeVar("Session", bound=Hashable)
@@ -51,7 +49,7 @@ class _Account:
 
 
 class Openings:
-    """`clock` gives seconds that only rise."""
+    """`clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -59,7 +57,7 @@ class Openings:
         self._all, self._at = ALL_BURST, clock()
 
     def spend(self, gateway: PeerId) -> bool:
-        """Whether the gateway may open one more; if so, it counts."""
+        """Whether the gateway may open another session; if so, that is counted."""
         account, now = self._account(gateway), self._clock()
         if account.earned:
             account.earned -= 1
@@ -67,7 +65,7 @@ class Openings:
         fresh = account.unearned > BURST - FIRST
         if account.unearned < 1.0:
             return False
-        # Also where the others have used up what there is: whoever keeps asking is served last
+        # Counted even if the common budget is exhausted: gateways that keep trying lose their priority
         account.unearned -= 1.0
         self._all, self._at = min(ALL_BURST, self._all + (now - self._at) * ALL_PER_SECOND), now
         if self._all < (1.0 if fresh else ALL_BURST / 2):
@@ -91,7 +89,7 @@ class Openings:
 
 
 def kept(frame: Frame) -> tuple[Frame, int]:
-    """The frame with a payload of its own, which keeps no larger one that it came in, and the bytes of memory that it takes."""
+    """The frame with its payload copied out of a larger buffer, and the bytes of memory that it takes."""
     size_bytes = len(frame.payload) + EARLY_HEADER_TIMES * len(msgpack.packb(dict(frame.header)))
     return replace(frame, payload=by_itself(frame.payload)), size_bytes
 
@@ -99,31 +97,30 @@ def kept(frame: Frame) -> tuple[Frame, int]:
 @dataclass
 class _Waiting(Generic[Early]):
     since: float
-    found: list[Early] = field(default_factory=list)
-    size_bytes: Counter[PeerId] = field(default_factory=Counter)  # by who sent it
+    frames: list[Early] = field(default_factory=list)
+    size_bytes: Counter[PeerId] = field(default_factory=Counter)  # by sender
 
 
 class EarlyFrames(Generic[Early]):
-    """What has come for sessions that are not open yet. Of a session that has had to wait too long, or of which too much waits, all of it
-    is given up, and what comes later: an answer must not go on without a part. Where there is too much in all, whoever sent
-    most of it loses the largest of its own."""
+    """Frames for sessions that are not open yet. If those of a session wait too long, or are too many, all are given up, and later ones
+    too, as a session must not go on without a part. If there is too much in all, the sender with most bytes loses its largest."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._waiting: dict[SessionId, _Waiting[Early]] = {}
         self._size_bytes: Counter[PeerId] = Counter()
-        # Of those that have ended or were given up: whether something was given up.
+        # Sessions that have ended or were given up -> whether frames were given up.
         self._over: LRUCache[SessionId, bool] = LRUCache(REMEMBERED_SESSIONS)
 
     def add(self, session: SessionId, sender: PeerId, early: Early, size_bytes: int) -> bool:
-        """Whether it waits now."""
+        """Whether it was queued."""
         if session in self._over or len(session) > LONGEST_NAME:
             return False
         if session not in self._waiting:
             self._waiting[session] = _Waiting(self._clock())
             size_bytes += EARLY_SESSION_BYTES
         waiting = self._waiting[session]
-        waiting.found.append(early)
+        waiting.frames.append(early)
         waiting.size_bytes[sender] += size_bytes
         self._size_bytes[sender] += size_bytes
         while self._size_bytes.total() > EARLY_BYTES:
@@ -132,26 +129,28 @@ class EarlyFrames(Generic[Early]):
         return session in self._waiting
 
     def take(self, session: SessionId) -> list[Early]:
-        """In the order in which it came; the session is open now."""
+        """The queued frames, in order of arrival; the session is open now."""
         waiting = self._waiting.pop(session, None)
         if waiting is None:
             return []
         self._size_bytes -= waiting.size_bytes  # senders of which nothing is left are forgotten
-        return waiting.found
+        return waiting.frames
 
     def gave_up(self, session: SessionId) -> bool:
-        """Whether something for it is lost."""
+        """Whether frames for it were given up."""
         return self._over.get(session, False)
 
     def end(self, session: SessionId) -> None:
-        """It has ended: what still comes for it is for nobody."""
+        """The session has ended: later frames for it are refused."""
         self.take(session)
         self._over[session] = False
 
     def expire(self) -> None:
-        """Give up what has waited for too long."""
+        """Give up sessions that have waited for too long."""
         now = self._clock()
-        for session in [each for each, found in self._waiting.items() if now - found.since > EARLY_SECONDS]:
+        for session in [
+            each for each, waiting in self._waiting.items() if now - waiting.since > EARLY_SECONDS
+        ]:
             self._give_up(session)
 
     def _give_up(self, session: SessionId) -> None:
@@ -160,15 +159,14 @@ class EarlyFrames(Generic[Early]):
 
 
 class WaitingParts(Generic[Session]):
-    """How many bytes of each open session wait for other stages."""
+    """Bytes of each open session that wait for the parts of other stages."""
 
     def __init__(self) -> None:
         self._waiting: dict[Session, tuple[PeerId, int]] = {}
         self._size_bytes: Counter[PeerId] = Counter()  # by gateway
 
     def set(self, session: Session, gateway: PeerId, size_bytes: int) -> Session | None:
-        """So many wait of this one now. Which session has to end, where that is too much in all: the largest of the gateway that has
-        most."""
+        """Set the bytes of a session. If there are too many in all, returns the session to end: the largest of the gateway with most."""
         if not size_bytes and session not in self._waiting:
             return None
         before = self._waiting.pop(session, (gateway, 0))

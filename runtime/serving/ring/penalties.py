@@ -1,4 +1,4 @@
-"""What a session's settings add to the logits, and take off for the tokens that it has already."""
+"""Logit bias, and penalties for the tokens so far."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from collections.abc import Sequence
 import torch
 
 from fusion.runtime.job.errors import JobError, JobFailed
-from fusion.runtime.serving.requests.header_fields import unpack_tokens
+from fusion.runtime.serving.requests.header_fields import TOKEN_BYTES, unpack_tokens
 from fusion.runtime.serving.requests.sampling_params import Sampling, check_biases
 from fusion.runtime.serving.ring.session import Opening
 
 
 class TokenCounts:
-    """The tokens of a session so far, and how often its answer has each."""
+    """The tokens of a session so far, and how often its completion has each."""
 
     def __init__(self, tokens: Sequence[int], answered: int) -> None:
-        """The last `answered` of `tokens` belong to the answer: sessions before this one gave them."""
+        """The last `answered` of `tokens` belong to the completion: earlier sessions generated them."""
         self._tokens = array("q", tokens)
         self._prompt_length = len(tokens) - answered
-        self._counted = 0  # of the tokens; the others are when it is asked, in the worker thread
+        self._counted = 0  # of the tokens; the rest is counted when needed, in the worker thread
         self._places: dict[int, int] = {}
         self._ids, self._times = array("q"), array("q")
 
     def __len__(self) -> int:
-        """Tokens of prompt and answer."""
+        """Tokens of prompt and completion."""
         return len(self._tokens)
 
     def push(self, token: int) -> None:
-        """The answer has one more."""
+        """Add a token of the completion."""
         self._tokens.append(token)
 
     def counted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(different tokens,) twice, int64: each of them once, and how often the answer has it."""
+        """Distinct tokens, and how often the completion has each: two int64 tensors (tokens,)."""
         for place in range(self._counted, len(self._tokens)):
             token = self._tokens[place]
             known = self._places.setdefault(token, len(self._ids))
@@ -47,12 +47,12 @@ class TokenCounts:
 
 
 def prompt_of(opening: Opening, payload: memoryview, vocabulary: int) -> list[int]:
-    """The tokens that come with the opening of a session whose settings need them, as the last stage takes them; none for
-    others. JobError where they, or a bias, are not this model's."""
+    """The prompt's tokens in an opening's payload at the last stage, where the settings need them; else empty. JobError where they, or
+    a token of `logit_bias`, are not in the vocabulary."""
     check_biases(opening.sampling, vocabulary)
     if not opening.reads_prompt:
         return []
-    if len(payload) != 8 * opening.prompt_length:
+    if len(payload) != TOKEN_BYTES * opening.prompt_length:
         raise JobError(
             f"open: penalties, schemas and prompt_logprobs need the {opening.prompt_length} tokens of the prompt"
         )
@@ -65,21 +65,21 @@ def prompt_of(opening: Opening, payload: memoryview, vocabulary: int) -> list[in
 def adjusted(
     logits: torch.Tensor, sampling: Sampling, position: int, counts: TokenCounts | None
 ) -> torch.Tensor:
-    """Logits with bias and penalties, float64 on the CPU: a copy. `counts`: where `sampling` penalises, of all tokens before
-    `position`; JobFailed where they are of others.
+    """A copy of the logits with bias and penalties, float64 on the CPU. `counts`: of all tokens before `position`, needed where
+    `sampling` penalises; else JobFailed.
 
-    Repetition as in `transformers`, over prompt and answer; frequency and presence as in vLLM, over the answer."""
-    found = logits.to(device="cpu", dtype=torch.float64, copy=True)
+    Repetition as in `transformers`, over prompt and completion; frequency and presence as in vLLM, over the completion."""
+    adjusted_logits = logits.to(device="cpu", dtype=torch.float64, copy=True)
     if sampling.logit_bias:
         ids, values = zip(*sampling.logit_bias, strict=True)
-        found[torch.tensor(ids)] += torch.tensor(values, dtype=torch.float64)
+        adjusted_logits[torch.tensor(ids)] += torch.tensor(values, dtype=torch.float64)
     if sampling.penalises:
         if counts is None or len(counts) != position:
             raise JobFailed(f"penalties for position {position} need the tokens before it")
         tokens, times = counts.counted()
-        seen, penalty = found[tokens], sampling.repetition_penalty
+        seen, penalty = adjusted_logits[tokens], sampling.repetition_penalty
         seen = torch.where(seen > 0, seen / penalty, seen * penalty)
         seen -= sampling.frequency_penalty * times.double()
         seen -= sampling.presence_penalty * (times > 0).double()
-        found[tokens] = seen
-    return found
+        adjusted_logits[tokens] = seen
+    return adjusted_logits

@@ -1,9 +1,8 @@
-"""The beginning of a sequence, by a hash for each block of its tokens, so that who keeps keys and values of it can find them
-without knowing the tokens. Pure.
+"""Prefixes of a sequence as a chain of block hashes, by which stages find cached keys and values without knowing the tokens. Pure.
 
-A chain has 16 bytes for each full block of 64 positions: the keyed BLAKE2b of the hash before and the block's token ids, so
-that equal hashes stand for equal sequences up to there. The key is the gateway's own and stays with it: a stage that sees chains
-cannot try out which text they are of, and no two gateways have a chain in common.
+A chain has 16 bytes for each full block of 64 positions: the keyed BLAKE2b of the previous hash and the block's token ids, so that equal
+hashes stand for equal prefixes. The key is the gateway's own and secret: a stage cannot test guesses of the text against a chain, and
+no two gateways share a chain.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ START = b"fusion prefix 1"
 
 @dataclass(frozen=True)
 class PrefixHash:
-    """`apart`: whose sequences these are. Those of others have other hashes, so that nobody finds out by the time that an
-    answer takes what another has asked the same gateway."""
+    """`apart`: the domain of the hashes, different for each tenant (a cache salt), so that nobody can find out from response times what
+    another tenant of the gateway has requested."""
 
     key: bytes  # at most 64 bytes
     apart: str
 
     def chain(self, tokens: Sequence[int]) -> bytes:
-        """Of the full blocks, at most MAX_BLOCKS of them."""
+        """The chain of the full blocks, at most MAX_BLOCKS."""
         last = self._hash(START + self.apart.encode())
-        found = []
+        hashes = []
         for block in range(min(len(tokens) // BLOCK_POSITIONS, MAX_BLOCKS)):
             at = block * BLOCK_POSITIONS
             last = self._hash(last + pack_tokens(tokens[at : at + BLOCK_POSITIONS]))
-            found.append(last)
-        return b"".join(found)
+            hashes.append(last)
+        return b"".join(hashes)
 
     def _hash(self, data: bytes) -> bytes:
         return hashlib.blake2b(data, digest_size=HASH_BYTES, key=self.key).digest()
@@ -58,7 +57,7 @@ def beginning(chain: bytes, positions: int) -> bytes:
 
 
 def checked_chain(header: Mapping[str, Any]) -> bytes:
-    """The field `prefix` of a message from outside; empty where there is none. JobError where it is no chain."""
+    """The field `prefix` of a received message; empty where it is missing. JobError where it is not a chain."""
     chain = header.get("prefix", b"")
     if not isinstance(chain, bytes) or len(chain) % HASH_BYTES or blocks_of(chain) > MAX_BLOCKS:
         raise JobError(f"prefix: at most {MAX_BLOCKS} hashes of {HASH_BYTES} bytes")
@@ -66,7 +65,7 @@ def checked_chain(header: Mapping[str, Any]) -> bytes:
 
 
 def shared_blocks(one: bytes, two: bytes) -> int:
-    """How many blocks two sequences begin with in common."""
+    """The number of leading blocks that two chains have in common."""
     least, most = 0, min(blocks_of(one), blocks_of(two))
     while least < most:
         middle = (least + most + 1) // 2

@@ -1,7 +1,7 @@
 """From logits to a token id: bias and penalties, then greedy, or temperature, min-p, top-k and top-p with a seed.
 
-A draw is a pure function of (logits, settings, tokens so far, position): whichever peer holds the last stage, and however
-often a position is computed again after a failure, the same token comes out.
+Sampling is a pure function of (logits, settings, tokens so far, position): whichever peer runs the last stage, and however often a
+position is computed again after a failure, the token is the same.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fusion.runtime.serving.requests.request import LEAST_LOGPROB, PROMPT_PIECE_
 from fusion.runtime.serving.requests.sampling_params import Sampling
 from fusion.runtime.serving.ring.penalties import TokenCounts, adjusted
 
-SCORED_BYTES = 64 << 20  # of logits of a prompt's positions, in float32, that are there at once
-NEAR_DRAWS = 0.05  # of all, on either side: so far another model's may lie apart
+SCORED_BYTES = 64 << 20  # of float32 logits of a prompt's positions, at once
+NEAR_DRAWS = 0.05  # of all draws, on either side: how far those of another model may differ
 
 
 def sample(
@@ -53,8 +53,8 @@ def sample(
 
 
 def guess(sampling: Sampling, logits: torch.Tensor, position: int) -> int:
-    """What `sample` may give there for logits that differ somewhat from these, those of a smaller model: the token that has most of the
-    draws next to the one of this position. Bias and penalties are passed over."""
+    """The token that `sample` will most likely return there for the large model's logits, given those of a draft model: the one with most
+    of the draws near that of this position. Bias and penalties are ignored."""
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     probabilities, ids = _probabilities(logits, sampling)
@@ -66,11 +66,11 @@ def guess(sampling: Sampling, logits: torch.Tensor, position: int) -> int:
 
 
 def _probabilities(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of the tokens that may be drawn, in the order in which draws go through them, and their ids; None: these are their places.
-    JobFailed where the most probable one is not a number."""
+    """Probabilities of the tokens that may be drawn, in the order of the cumulative sum, and their ids; None: ids are indices. JobFailed
+    where the most probable one is not a number."""
     logits = logits.cpu()
     _check(float(logits.max()))
-    ids: torch.Tensor | None = None  # None: places in `logits` are token ids
+    ids: torch.Tensor | None = None  # None: indices into `logits` are token ids
     if 0 < sampling.top_k < logits.numel():
         logits, ids = _highest(logits, sampling.top_k, above=-math.inf)
     # Float64 on the CPU: the sum of many small probabilities must not depend on the device.
@@ -88,42 +88,42 @@ def _probabilities(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tens
 
 
 def _reaching(probabilities: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fewest that reach `top_p` together, the most probable first, and their places."""
-    # All that are less probable have half of what is left of 1 at most, together. To sort them too takes longer, of a large
-    # vocabulary, than to run a small model.
+    """The fewest probabilities that reach `top_p` together, highest first, and their indices."""
+    # All below `least` sum up to at most half of 1 - top_p, so they are never needed. Sorting a large vocabulary whole takes longer than
+    # running a small model.
     least = (1 - top_p) / (2 * probabilities.numel())
     places = (probabilities >= least).nonzero().squeeze(1)
-    found, order = probabilities[places].sort(descending=True, stable=True)
+    kept_probabilities, order = probabilities[places].sort(descending=True, stable=True)
     # A token stays if the ones before it have not reached top_p yet, so the first always stays.
-    kept = max(1, int((found.cumsum(0) - found < top_p).sum()))
-    return found[:kept], places[order[:kept]]
+    kept = max(1, int((kept_probabilities.cumsum(0) - kept_probabilities < top_p).sum()))
+    return kept_probabilities[:kept], places[order[:kept]]
 
 
 def _highest(values: torch.Tensor, count: int, above: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` highest, or as many as are above `above`, in descending order, of equal ones the first; and their places."""
-    # `topk` does not say which of equal ones it takes.
+    """The `count` highest values, or as many as are above `above`, in descending order, the first of equal ones; and their indices."""
+    # `topk` does not define which of equal values it takes.
     least = values.topk(count).values[-1]
     places = ((values >= least) & (values > above)).nonzero().squeeze(1)
-    found, order = values[places].sort(descending=True, stable=True)
-    return found[:count], places[order[:count]]
+    highest, order = values[places].sort(descending=True, stable=True)
+    return highest[:count], places[order[:count]]
 
 
 def logprobs(logits: torch.Tensor, token: int, count: int) -> Logprobs:
-    """Of `token` and of the `count` most probable ones (of equally probable ones the lower ids), in float64 on the CPU.
+    """Log-probabilities of `token` and of the `count` most probable tokens (lower ids first among equals), in float64 on the CPU.
 
-    logits: (vocabulary,), as the model gives them."""
-    found = logits.to(device="cpu", dtype=torch.float64).log_softmax(0).clamp(min=LEAST_LOGPROB)
-    _check(float(found[token]))
+    logits: (vocabulary,), unmodified."""
+    all_logprobs = logits.to(device="cpu", dtype=torch.float64).log_softmax(0).clamp(min=LEAST_LOGPROB)
+    _check(float(all_logprobs[token]))
     if not count:
-        return Logprobs(float(found[token]))
-    values, ids = _highest(found, min(count, found.numel()), above=-math.inf)
+        return Logprobs(float(all_logprobs[token]))
+    values, ids = _highest(all_logprobs, min(count, all_logprobs.numel()), above=-math.inf)
     top = zip(ids.tolist(), values.tolist(), strict=True)
-    return Logprobs(float(found[token]), tuple(top))
+    return Logprobs(float(all_logprobs[token]), tuple(top))
 
 
 @dataclass(frozen=True)
 class PromptScores:
-    """At the last stage: what is told of a prompt's own `tokens`, each with `count` of the most probable ones in its place."""
+    """At the last stage: log-probabilities of a prompt's own `tokens`, each with the `count` most probable ones at its position."""
 
     tokens: Sequence[int]
     count: int
@@ -131,27 +131,27 @@ class PromptScores:
 
     @property
     def at_once(self) -> int:
-        """Of how many positions the logits may be there at once."""
+        """How many positions' logits are computed at once."""
         return max(1, SCORED_BYTES // (4 * self.vocabulary))
 
     def wants(self, start: int) -> bool:
-        """Whether a token of the prompt follows the position."""
+        """Whether the position is followed by a token of the prompt."""
         return start + 1 < len(self.tokens)
 
-    def told(self, start: int, logits: torch.Tensor) -> Iterator[tuple[int, bytes]]:
-        """Of the tokens that follow positions from `start` on, logits (positions, vocabulary), PROMPT_PIECE_TOKENS at a time: the
-        position of the first of them, and all of them `packed`. JobFailed where logits are not numbers."""
+    def scores_of(self, start: int, logits: torch.Tensor) -> Iterator[tuple[int, bytes]]:
+        """Score the tokens that follow the positions from `start` on. logits: (positions, vocabulary). Yields the position of the first
+        token and all of them `packed`, PROMPT_PIECE_TOKENS at a time. JobFailed where logits are not numbers."""
         tokens = self.tokens[start + 1 : start + 1 + len(logits)]
         for first in range(0, len(tokens), PROMPT_PIECE_TOKENS):
             some = zip(logits[first : first + PROMPT_PIECE_TOKENS], tokens[first:], strict=False)
-            told = packed(
+            scores = packed(
                 (logprobs(row, token, self.count) for row, token in some), min(self.count, self.vocabulary)
             )
-            yield start + 1 + first, told
+            yield start + 1 + first, scores
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on the two and on nothing else: 53 bits of a hash."""
+    """A number in [0, 1) that depends only on seed and position: 53 bits of a hash."""
     digest = hashlib.blake2b(struct.pack("<QQ", seed, position), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 

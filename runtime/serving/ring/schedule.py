@@ -1,12 +1,13 @@
-"""What a stage runs, turn by turn, and how many sessions it takes. Pure; `fusion.runtime.serving.ring.stage` carries it out.
+"""The scheduler of a stage: what runs in each turn, and how many sessions are admitted. Pure; carried out by
+`fusion.runtime.serving.ring.stage`.
 
-A turn is what runs together: chunks of several sessions, in the order in which they came, and nobody waited for. The sessions
-that decode are shared out over the stages, so that every stage has some to run while others are at the next.
+A turn is one batch: chunks of several sessions, in order of arrival, without waiting for more. A turn takes only a share of the decoding
+sessions, so that every stage has some to run while others are at the next.
 
 A prompt goes through the stages in chunks, so that each stage has one to run while others have those before and behind it:
-the shorter they are the sooner the last stage has the first of them, and the more often each reads its weights
-(`pipelined_positions`). While somebody decodes they are shorter still, and decode and prefill have turns of their own, the one
-after the other: a token then waits for the chunk that it finds under way, and not for one that runs along with it as well.
+the shorter they are, the sooner the last stage has the first of them, and the more often each reads its weights
+(`pipelined_positions`). While a session decodes, chunks are shorter still, and decode and prefill turns alternate: a token then waits
+for the chunk that runs when it arrives, but not for another in its own turn.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.serving.ring.fair_turns import PromptTurns, Rests, fair_rows, with_fewest
 from fusion.runtime.serving.ring.session import Chunk, SessionId
 
-if TYPE_CHECKING:  # it holds tensors' layouts
+if TYPE_CHECKING:  # it imports torch
     from fusion.runtime.serving.ring.frames import Parcel
 
 MAX_SESSIONS = 1024
-TURN_POSITIONS = 512  # that run in one turn, unless one chunk has more
-SHARED_POSITIONS = 16  # of prompts, in a turn between others' tokens
-# Of a prompt, that take as long as what a turn costs whatever it runs: above all to read the weights. Seen on two CPUs: 20.
+TURN_POSITIONS = 512  # of one turn, unless one chunk has more
+SHARED_POSITIONS = 16  # of prompts, in a turn between tokens of others
+# Fixed cost of a turn, above all to read the weights, in positions of a prompt. Measured on two CPUs: 20.
 TURN_COST_POSITIONS = 32
-FIRST_POSITIONS = 16  # of a prompt, over a link that begins slowly
-PREFIX_POSITIONS = 4096  # before a chunk, with which it takes about twice as long
-SHORT_POSITIONS = 16  # at most, of a chunk that decodes
-SHORT_SECONDS = 0.01  # less than which a turn takes that may run in the event loop's thread
-GUESSES = 64  # of all sessions, under way at once
-# Of activations that may wait here before the stage that sends them has to
+FIRST_POSITIONS = 16  # of a prompt, over a link in slow start
+PREFIX_POSITIONS = 4096  # before a chunk, which make it take about twice as long
+SHORT_POSITIONS = 16  # of a decoding chunk, at most
+SHORT_SECONDS = 0.01  # longest turn that may run in the event loop's thread
+GUESSES = 64  # of all sessions, in flight at once
+# Of chunks that wait here, before the sending stage has to wait
 WAITING_POSITIONS = 4 * TURN_POSITIONS
 
 
@@ -53,39 +54,39 @@ class Work(Generic[Session]):
     session: Session
     chunk: Chunk
     ids: memoryview  # bytes of the token ids, at the first stage
-    parts: tuple[tuple[Parcel, memoryview], ...] = ()  # what the stages before sent
+    parts: tuple[tuple[Parcel, memoryview], ...] = ()  # payloads of the stages before
 
 
 def pipelined_positions(total: int, stages: int) -> int:
-    """How many positions of a prompt of `total` to run at once, for the last stage to have run all of them soonest. n chunks take
-    n + stages - 1 turns of total / n + TURN_COST_POSITIONS each, where every stage takes as long (the pipeline's bubble of
-    Huang et al. 2019, GPipe, along the sequence as in Li et al. 2021, TeraPipe)."""
+    """The chunk length with which the last stage finishes a prompt of `total` positions soonest. n chunks take n + stages - 1 turns of
+    total / n + TURN_COST_POSITIONS each, if all stages are equally fast (the pipeline bubble of Huang et al. 2019, GPipe, along the
+    sequence as in Li et al. 2021, TeraPipe)."""
     if stages == 1:
         return total
     return max(TURN_COST_POSITIONS, round(math.sqrt(total * TURN_COST_POSITIONS / (stages - 1))))
 
 
 def slow_start_positions(fed: int, turn_seconds: float, round_trip_seconds: float) -> float:
-    """How many positions of a prompt to run at once at most, behind so many, as a link that has been idle begins: TCP sends ten
-    segments, and twice as much in each round trip (RFC 5681, RFC 6928), and the next stage waits for the whole of a chunk. `turn_seconds`:
-    what one more turn costs each stage, for which a short round trip is not worth it."""
+    """The longest chunk of a prompt, after `fed` positions, over a link that has been idle: TCP's slow start sends ten segments, then
+    twice as much in each round trip (RFC 5681, RFC 6928), and the next stage needs a whole chunk. `turn_seconds`: cost of one more turn;
+    infinite where the round trip is too short to be worth it."""
     return max(FIRST_POSITIONS, fed) if 2 * turn_seconds < round_trip_seconds else math.inf
 
 
 def _decodes(chunk: Chunk) -> bool:
-    """Rather than being of a prompt; the end of one, where it is as short, is no more in the way."""
+    """Whether the chunk counts as decoding. The end of a prompt does too where it is as short."""
     return chunk.sample and chunk.length <= SHORT_POSITIONS
 
 
 def _is_one(turn: Sequence[Work[Session]]) -> bool:
-    """One position, whose token is wanted."""
+    """Whether the turn is one decoding position."""
     return len(turn) == 1 and turn[0].chunk.sample and turn[0].chunk.length == 1
 
 
 class Schedule(Generic[Session]):
-    """`stages`: of the ring. `bounded`: chunks come from other stages, which wait while WAITING_POSITIONS wait here. The
-    first stage makes its own, at most one for each session: it needs no bound and never holds up a token on its way back,
-    which is why the ring cannot lock up. `user_of`: whose a session is; of several users' work each gets its share."""
+    """`stages`: of the ring. `bounded`: chunks come from other stages, which wait while WAITING_POSITIONS wait here. The first stage makes
+    its own chunks, at most one for each session: it needs no bound and never blocks a token on its way back, so the ring cannot
+    deadlock. `user_of`: the user of a session, for fair shares."""
 
     def __init__(
         self, *, stages: int, bounded: bool, user_of: Callable[[Session], Hashable] = lambda session: None
@@ -95,30 +96,30 @@ class Schedule(Generic[Session]):
         self._bounded = bounded
         self._user_of = user_of
         self._waiting: list[Work[Session]] = []
-        self._positions = 0  # that wait
+        self._positions = 0  # of all waiting chunks
         self._decoding: set[SessionId] = set()  # sessions whose newest chunk is a short one
         self._prompts = PromptTurns()
-        self._decoded = False  # in the last turn: of what waits, prompts have the next one
+        self._decoded = False  # the last turn decoded, so prompts have the next one
         self._few: frozenset[Hashable] = frozenset()  # users with the fewest sessions, at the last turn
-        self._had_few = False  # one of these had a row in the turn before that
+        self._had_few = False  # one of these had a row in the previous turn
         self._rests = Rests()
-        self._held: set[SessionId] = set()  # sessions of which a chunk that had its turn comes again
-        # That the last turn took which was for one position, of the newest session.
+        self._held: set[SessionId] = set()  # sessions whose failed chunk will be retried
+        # Duration of the last turn of one decoding position, since the last admission.
         self._position_seconds = math.inf
-        self._prompt_position_seconds = 0.0  # that the last turn of prompts took for each position
+        self._prompt_position_seconds = 0.0  # per position of the last prefill turn
 
     def admit(self, session: Session) -> bool:
-        """Whether there is room for it: then it is one of `sessions`. JobError where one of that name is here."""
+        """Add to `sessions`; False where there are too many. JobError where there is one of the same id."""
         if session.id in self.sessions:
             raise JobError("session: a new name")
         if len(self.sessions) >= MAX_SESSIONS:
             return False
         self.sessions[session.id] = session
-        self._position_seconds = math.inf  # it may be far longer than others were
+        self._position_seconds = math.inf  # its sequence may be far longer
         return True
 
     def remove(self, session: Session) -> bool:
-        """Its chunks do not run any more. Whether it was one of `sessions`."""
+        """Remove it and its chunks. Whether it was one of `sessions`."""
         if self.sessions.get(session.id) is not session:
             return False
         del self.sessions[session.id]
@@ -132,16 +133,16 @@ class Schedule(Generic[Session]):
 
     @property
     def has_room(self) -> bool:
-        """Whether another chunk may be put in now."""
+        """Whether another chunk may be added now."""
         return not self._bounded or self._positions < WAITING_POSITIONS
 
     def hold(self, session: Session) -> None:
-        """A chunk of it could not run: none behind it does until that one is added `again`. Harmless for one that has ended."""
+        """A chunk of it could not run: run no later one until it is added `again`. Ignored for a session that has ended."""
         if self.sessions.get(session.id) is session:
             self._held.add(session.id)
 
     def add(self, work: Work[Session], *, again: bool = False) -> None:
-        """Of a session that is one of `sessions`; others' chunks are dropped, and so are those that it goes back behind."""
+        """Queue a chunk. Dropped if its session is not one of `sessions`; queued chunks of positions that it runs again are dropped."""
         session, chunk = work.session, work.chunk
         if self.sessions.get(session.id) is not session:
             return
@@ -168,8 +169,8 @@ class Schedule(Generic[Session]):
         fed: int = 0,
         round_trip_seconds: float = 0.0,
     ) -> int:
-        """How many of a prompt's positions to run in one turn, from `start` on, of `total` that have to be run, of which so many are
-        `fed`: turns are to take equal time, but for the first over a link of so long a round trip."""
+        """The length of a prompt's next chunk, from `start` on, of `total` positions to run, of which `fed` have been: such that turns take
+        equal time, except at first over a link with a long round trip."""
         turn_seconds = TURN_COST_POSITIONS * self._prompt_position_seconds
         slow = slow_start_positions(fed, turn_seconds, round_trip_seconds)
         best = min(pipelined_positions(total, self._stages), slow)
@@ -178,7 +179,7 @@ class Schedule(Generic[Session]):
         return max(1, round(min(most, best) * PREFIX_POSITIONS / (PREFIX_POSITIONS + start)))
 
     def guesses(self, session: Session) -> int:
-        """How many guesses of it may be under way: where others decode, they take the time of their tokens."""
+        """How many guesses of the session may be in flight: fewer while others decode, whose tokens they delay."""
         return GUESSES // max(1, len(self._decoding | {session.id}))
 
     def next_turn(
@@ -187,9 +188,9 @@ class Schedule(Generic[Session]):
         clear: Callable[[Session], bool] = lambda session: True,
         in_window: Callable[[Session], bool] = lambda session: True,
     ) -> tuple[Work[Session], ...]:
-        """The chunks that run together next, one a session; nothing while none waits, or for as long as `rest` says. `clear`:
-        whether what a chunk of the session gives can go out; `in_window`: whether what one of a prompt gives may go out although
-        tokens of others, who decode, would wait behind it."""
+        """The chunks of the next turn, one for each session; empty while none waits, or during a `rest`. `clear`: whether the session's
+        links have room for its output; `in_window`: whether output of its prompt may be sent although tokens of others would queue
+        behind it."""
         if not self._waiting:
             self._decoded = False
             return ()
@@ -232,17 +233,17 @@ class Schedule(Generic[Session]):
         return tuple(chosen)
 
     def rest(self, now: float) -> float:
-        """Seconds for which what waits may have to wait for a user who has fewer sessions."""
+        """Seconds for which waiting chunks may have to wait for a user with fewer sessions."""
         return self._rests.left(now) if self._waiting else 0.0
 
     def is_short(self, turn: Sequence[Work[Session]]) -> bool:
-        """Whether the turn may hold up all else that the peer does: it is for the only session here, and takes less than
-        SHORT_SECONDS, as far as the last one like it tells."""
+        """Whether the turn may run in the event loop's thread: it is of the only session here, and the last one like it took less than
+        SHORT_SECONDS."""
         return len(self.sessions) == 1 and self._position_seconds < SHORT_SECONDS and _is_one(turn)
 
     def took(self, turn: Sequence[Work[Session]], seconds: float, now: float) -> None:
-        """How long the turn has run that is over now. A prompt's chunk, once after each of a user's tokens, is not held
-        against anybody."""
+        """Record the duration of a finished turn. A prompt's chunk right after a turn with a row of a user with few sessions causes no
+        rest."""
         if _is_one(turn):
             self._position_seconds = seconds
         if not self._decoded:

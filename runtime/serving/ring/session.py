@@ -1,7 +1,7 @@
-"""One generation as the stages see it: what they are told once, and which positions run next.
+"""One generation as the stages see it: its opening, and the chunk to run next.
 
-No I/O here: the shells are `fusion.runtime.serving.answers.gateway` (the whole generation) and `fusion.runtime.serving.ring.stage` (one stage's
-part of it).
+No I/O here: that is in `fusion.runtime.serving.answers.gateway` (the whole generation) and `fusion.runtime.serving.ring.stage` (one stage's
+part).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fusion.runtime.serving.requests.json_schema import MAX_SCHEMA_BYTES
 from fusion.runtime.serving.requests.prompt_logprobs import unpacked
 from fusion.runtime.serving.requests.request import Finish, Logprobs, check_top_logprobs
 from fusion.runtime.serving.requests.sampling_params import Sampling
-from fusion.runtime.serving.ring.guesses import LEAST_ALONE, MAX_GUESSES, Allowance, Drafter
+from fusion.runtime.serving.ring.guesses import LEAST_ALONE, MAX_GUESSES, Drafter, SpeculationWindow
 from fusion.runtime.serving.ring.prefix import checked_chain, positions_of
 from fusion.swarm.errors import FrameError
 from fusion.swarm.transport import PeerId
@@ -26,13 +26,13 @@ from fusion.swarm.transport import PeerId
 SessionId = NewType("SessionId", str)
 
 
-# What a stage may report of a session that has failed; the gateway's words for it: `fusion.runtime.serving.answers.failover`.
+# Reasons that a stage may report for a failed session; what they mean: `fusion.runtime.serving.answers.failover`.
 FailedReason = Literal["vanished", "moved", "full", "broken", "grammar", "refused"]
 
 
 @dataclass(frozen=True)
 class Hop:
-    """Who runs a stage, and under which term of its claim."""
+    """The peer that runs a stage, and the term of its claim."""
 
     peer: PeerId
     term: int
@@ -40,7 +40,7 @@ class Hop:
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What the gateway tells every stage of a session once, so that no later frame has to say it again."""
+    """The settings of a session, which the gateway sends to every stage once."""
 
     session: SessionId
     route: tuple[Hop, ...]  # one per stage
@@ -48,60 +48,60 @@ class Opening:
     max_tokens: int
     sampling: Sampling
     logits: bool = False
-    top_logprobs: int | None = None  # of how many tokens beside the one chosen; None: not of that either
-    prompt_logprobs: int | None = None  # the same of the prompt's own tokens
-    ends: Ends = MODELS_OWN  # which tokens end the answer, and from when on
-    # How many tokens at the end of the prompt belong to the answer: those that sessions before this one gave.
+    top_logprobs: int | None = None  # how many beside that of the sampled token; None: no log-probabilities
+    prompt_logprobs: int | None = None  # the same for the prompt's own tokens
+    ends: Ends = MODELS_OWN  # which tokens end the completion, and from which index on
+    # How many tokens at the end of the prompt belong to the completion: earlier sessions generated them.
     answered: int = 0
-    user: int = 0  # whose of the gateway's clients it is, by a number of the gateway's own; turns are shared between users
-    prefix: bytes = b""  # the chain of its first blocks, of which a stage may have keys and values already
-    schema_bytes: int = 0  # of the schema that the answer follows, which goes to the last stage; 0: none
-    source: int = 0  # ids or frames that an encoder-decoder reads first, which come with the prompt
+    user: int = 0  # the gateway's number for a tenant; turns are shared fairly between users
+    prefix: bytes = b""  # the chain of its first blocks, which a stage may have cached
+    schema_bytes: int = 0  # of the schema, which is sent to the last stage; 0: none
+    source: int = 0  # ids or frames of the encoder's input, which is sent with the prompt
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether the last stage has to know the tokens so far."""
+        """Whether the last stage needs the tokens so far."""
         return self.sampling.penalises or self.schema_bytes > 0 or self.prompt_logprobs is not None
 
     @property
     def newer(self) -> tuple[str, ...]:
-        """The settings that a last stage of the release before does not know and would pass over, by name. One that knows
-        them says so as it opens the session."""
+        """Names of the settings that a last stage of an older release would ignore. One that supports them announces that when it opens
+        the session."""
         schema = ("schema",) if self.schema_bytes else ()
-        asked = {"top_logprobs": self.top_logprobs, "prompt_logprobs": self.prompt_logprobs}
-        logprobs = (name for name, count in asked.items() if count is not None)
+        counts = {"top_logprobs": self.top_logprobs, "prompt_logprobs": self.prompt_logprobs}
+        logprobs = (name for name, count in counts.items() if count is not None)
         return (*self.sampling.newer, *logprobs, *self.ends.to_header(), *schema)
 
     def logprobs_of(self, header: Mapping[str, Any], vocabulary: int) -> Logprobs | None:
-        """Of a token, where they were asked for. JobError where they are not there, or of tokens that there are not."""
+        """The log-probabilities in a token's header, where they were requested. JobError where they are missing or not valid."""
         if self.top_logprobs is None:
             return None
-        found = Logprobs.from_header(header, self.top_logprobs)
-        if any(token >= vocabulary for token, _ in found.top):
+        logprobs = Logprobs.from_header(header, self.top_logprobs)
+        if any(token >= vocabulary for token, _ in logprobs.top):
             raise JobError("top_logprobs: tokens that the model does not have")
-        return found
+        return logprobs
 
     def prompt_logprobs_of(self, position: int, payload: memoryview, vocabulary: int) -> list[Logprobs]:
-        """Of the prompt's tokens from `position` on. JobError where they were not asked for, or are of other tokens."""
+        """Log-probabilities of the prompt's tokens from `position` on. JobError where they were not requested, or are not valid."""
         if self.prompt_logprobs is None:
             raise JobError("prompt_logprobs: nobody asked for them")
-        found = unpacked(payload, min(self.prompt_logprobs, vocabulary), vocabulary)
-        if not 0 < position <= self.prompt_length - len(found):
+        logprobs = unpacked(payload, min(self.prompt_logprobs, vocabulary), vocabulary)
+        if not 0 < position <= self.prompt_length - len(logprobs):
             raise JobError("prompt_logprobs: of tokens that the prompt does not have")
-        return found
+        return logprobs
 
     @property
     def first(self) -> int:
-        """The position of the answer's first token, which sessions before this one may have given."""
+        """The position of the completion's first token, which an earlier session may have generated."""
         return self.prompt_length - self.answered
 
     @property
     def capacity(self) -> int:
-        """Positions that the KV cache needs room for; the last token is never fed back, one spare is harmless."""
+        """Positions of the KV cache, one more than needed: the last token is never fed back."""
         return self.prompt_length + self.max_tokens
 
     def finish(self, token: int, position: int, end_tokens: Sequence[int]) -> Finish:
-        """Whether the answer ends with `token` at `position` of the sequence, and why."""
+        """Whether the completion ends with `token` at `position` of the sequence, and why."""
         if self.ends.end_with(token, position - self.first, end_tokens):
             return "stop"
         return "length" if position + 1 >= self.capacity else ""
@@ -141,7 +141,7 @@ class Opening:
         max_sequence: int,
         source: SourceConfig | None = None,
     ) -> Opening:
-        """JobError for anything that is not a session this model can run."""
+        """JobError for settings that are not valid for a model of these dimensions."""
         session, route, sampling = header.get("session"), header.get("route"), header.get("sampling")
         if not isinstance(session, str) or not 1 <= len(session) <= 64:
             raise JobError("session: a name of 1 to 64 characters")
@@ -190,7 +190,7 @@ def _count(header: Mapping[str, Any], name: str) -> int | None:
 
 
 def check_source(length: int, source: SourceConfig | None) -> None:
-    """JobError in one line where a session cannot have so much of a source."""
+    """JobError in one line where the length of a session's source is not valid."""
     if source is None:
         if length:
             raise JobError("source: this model reads none")
@@ -209,11 +209,11 @@ def _hop(entry: object) -> Hop:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Positions [start, start + length) of one session, run in one go; `sample`: choose the next token after it. Those before 0
-    are the source's, and run all at once.
+    """Positions [start, start + length) of one session, run at once; `sample`: sample the next token after them. Positions below 0 are
+    the source's, and run all at once.
 
-    With `guesses`, the ids of its last positions, a token is chosen after each of its positions up to the first wrong guess.
-    `number`: of the session's chunks, from 1, where positions may come again; else 0."""
+    With `guesses`, the ids of its last positions, a token is sampled after each position up to the first rejected guess. `number`: of
+    the session's chunks, from 1, where positions may be run again; else 0."""
 
     start: int
     length: int
@@ -227,17 +227,18 @@ class Chunk:
 
     @property
     def order(self) -> int:
-        """Rises from each chunk of a session to the next."""
+        """Increases from each chunk of a session to the next."""
         return self.number or self.end
 
     def check_in(self, opening: Opening) -> None:
-        """FrameError where the session has no such positions."""
+        """FrameError where the positions are outside of the session."""
         if self.end > opening.capacity or (self.start < 0 and self.length != opening.source):
             raise FrameError(f"positions {self.start} to {self.end} are not in the session")
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any], most: int, vocabulary: int, source: int = 0) -> Chunk:
-        """Of another stage, for a model of so many positions, and so much of a source. FrameError, JobError where it is none."""
+        """A chunk of another stage. `most`: positions of the model; `source`: longest source. FrameError, JobError where it is not
+        valid."""
         start, length = whole(header, "start", -1), whole(header, "length", 0)
         if start < 0 and 1 <= length <= source and start + length == 0:
             return cls(start, length, sample=False)
@@ -256,22 +257,22 @@ class Chunk:
 
 
 def guessed_tokens(header: Mapping[str, Any], name: str, vocabulary: int) -> tuple[int, ...]:
-    """A field of token ids, at most as many as are guessed in one chunk. FrameError where it is something else."""
-    found = header.get(name, [])
-    if not isinstance(found, list) or len(found) > MAX_GUESSES:
+    """A field of at most MAX_GUESSES token ids. FrameError where it is not valid."""
+    tokens = header.get(name, [])
+    if not isinstance(tokens, list) or len(tokens) > MAX_GUESSES:
         raise FrameError(f"{name}: at most {MAX_GUESSES} tokens")
-    if not all(type(token) is int and 0 <= token < vocabulary for token in found):
+    if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
         raise FrameError(f"{name}: tokens of the vocabulary")
-    return tuple(found)
+    return tuple(tokens)
 
 
 class Feed:
-    """What the first stage feeds the ring: the prompt in chunks, then each token as it comes back, and guesses behind it.
+    """The chunks that the first stage feeds to the ring: the prompt, then each token as it returns, with guesses behind it.
 
-    `recompute`: the model has no KV cache, so every chunk is the whole sequence so far. `answered`: how many tokens at the prompt's
-    end are of the answer; they come in chunks of their own, as each ran by itself before. `start`: the positions before it every
-    stage holds already; less than the prompt has. `drafter`: what guesses, of the whole text; None: nobody does. `capacity`:
-    positions that the session has room for.
+    `recompute`: the model has no KV cache, so every chunk is the whole sequence so far. `answered`: how many tokens at the prompt's end
+    belong to the completion; they get chunks of their own, as each was decoded singly before. `start`: every stage has cached the
+    positions before it; less than the prompt's length. `drafter`: guesses tokens; None: no speculation. `capacity`: positions of the
+    session.
     """
 
     def __init__(
@@ -286,18 +287,18 @@ class Feed:
     ) -> None:
         self._tokens = list(prompt)
         self._start = start
-        self._fed = start  # positions, those of guesses included
+        self._fed = start  # positions, including guesses
         self._recompute = recompute
         self._prompt_length = len(prompt)
-        self._first = len(prompt) - answered  # position of the answer
+        self._first = len(prompt) - answered  # position of the completion
         self._drafter = drafter
         self._capacity = capacity
-        self._ahead: list[int] = []  # guesses for the positions behind those that are known
-        self._allowance = Allowance()
+        self._ahead: list[int] = []  # guesses in flight, behind the known tokens
+        self._window = SpeculationWindow()
         self._number = 0
 
     def push(self, position: int, token: int) -> None:
-        """The token chosen for `position`, which must be the next one. JobError otherwise."""
+        """Add the token sampled for `position`. JobError where that is not the next position."""
         if position != len(self._tokens) or self._fed < position:
             raise JobError(f"token for position {position}, but {len(self._tokens)} positions are known")
         self._tokens.append(token)
@@ -305,38 +306,38 @@ class Feed:
             return
         self._drafter.push(token)
         if not self._ahead:
-            self._allowance.token()
+            self._window.token()
         elif self._ahead[0] == token:
-            self._allowance.right()
+            self._window.right()
             del self._ahead[0]
         else:
-            self._allowance.wrong()
+            self._window.wrong()
             self._ahead.clear()
             self._fed = position
 
     @property
     def prompt_positions(self) -> int:
-        """Of the prompt, that the ring has to run."""
+        """Positions of the prompt to run, without cached ones."""
         return self._prompt_length - self._start
 
     @property
     def fed(self) -> int:
-        """Positions that the ring has been given."""
+        """Positions fed to the ring."""
         return self._fed
 
     @property
     def prompt_fed(self) -> int:
-        """Of `prompt_positions`, that the ring has been given."""
+        """Of `prompt_positions`, how many have been fed."""
         return self._fed - self._start
 
     @property
     def answering(self) -> bool:
-        """Whether what comes next is of the answer, new or read again."""
+        """Whether the next position belongs to the completion."""
         return self._fed >= self._first
 
     def next(self, most: int, guesses: int = 0) -> tuple[Chunk, Sequence[int]] | None:
-        """The chunk to run now, of at most so many positions of the prompt, and its token ids; None where the ring has all there
-        is. `guesses`: that may be under way at most."""
+        """The next chunk, of at most `most` positions of the prompt, and its token ids; None where everything known has been fed.
+        `guesses`: most that may be in flight."""
         known = len(self._tokens)
         if self._fed < known - 1 or self._fed < self._prompt_length or self._recompute:
             return self._next_known(known, most)
@@ -344,7 +345,7 @@ class Feed:
         guessed = self._guess(guesses)
         least = LEAST_ALONE if self._ahead else min(LEAST_ALONE, max(1, self.allowed(guesses)))
         if not ids and len(guessed) < least:
-            return None  # there will be more when tokens come back
+            return None  # more can be guessed when tokens return
         self._ahead += guessed
         ids += guessed
         chunk = Chunk(self._fed, len(ids), sample=True, guesses=tuple(guessed), number=self._next_number())
@@ -363,16 +364,16 @@ class Feed:
         ]
 
     def _guess(self, most: int) -> list[int]:
-        """Behind those that are under way, `most` with them. The last token of the answer is never fed."""
+        """New guesses; `most`: including those in flight."""
         most = min(MAX_GUESSES, self.allowed(most) - len(self._ahead))
         return self._drafter.propose(self._ahead, most) if self._drafter is not None and most > 0 else []
 
     def allowed(self, most: int) -> int:
-        """How many guesses may be under way, of at most so many: none before the ring has the prompt, and the last token of the
-        answer is never fed."""
+        """How many guesses may be in flight, up to `most`: none before the prompt has been fed, and none for the last token of the
+        completion, which is never fed."""
         if self._drafter is None or self._recompute or self._fed < self._prompt_length:
             return 0
-        worth = max(self._allowance.most, self._drafter.least)
+        worth = max(self._window.most, self._drafter.least)
         return max(0, min(most, worth, self._capacity - 1 - len(self._tokens)))
 
     def _next_number(self) -> int:

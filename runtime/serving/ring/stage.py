@@ -1,10 +1,9 @@
 """One stage of a model being served: its place in the decode ring.
 
-A token makes one trip around the ring: the first stage feeds it, each stage runs its part in the worker thread and
-passes the activations on, the last one samples and hands the new token to the first stage and to the gateway at
-once. What a session's `open` fixed is not said again: a frame carries the session, the positions and the data.
-
-Which sessions are taken and what a turn runs is decided in `fusion.runtime.serving.ring.schedule`; here it is carried out.
+A token makes one trip around the ring: the first stage feeds it, each stage runs its part in the worker thread and sends the activations
+on, the last one samples and sends the new token to the first stage and to the gateway at once. Settings are sent once, in a session's
+`open`; later frames have only the session, the positions and the data. Admission and the contents of a turn are decided in
+`fusion.runtime.serving.ring.schedule` and carried out here.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from fusion.runtime.serving.ring.links import (
     ACKS,
     GATEWAY,
     FullLinks,
+    GrantsOf,
     RingPosition,
-    ShownGrants,
     no_grants,
     prompt_bytes,
 )
@@ -40,16 +39,16 @@ from fusion.runtime.serving.ring.stage_sessions import StageSessions
 from fusion.swarm.errors import FrameError, StaleTerm, SwarmError
 from fusion.swarm.transport import Frame, PeerId, Stream, Transport
 
-SEE_OFF_SECONDS = 3.0  # for sessions to move when we leave
-SCORED_POSITIONS = 128  # in a chunk of a prompt whose own tokens are told of
-UNSENT_BYTES = 128 << 20  # of chunks that may wait for far ends that do not read
-UNREAD_BYTES = 64 << 20  # of tokens, with their logits and log-probabilities, as well
+DRAIN_SECONDS = 3.0  # for sessions to move when this stage leaves
+SCORED_POSITIONS = 128  # in a chunk of a prompt whose log-probabilities are requested
+UNSENT_BYTES = 128 << 20  # of chunks for far ends that do not read
+UNREAD_BYTES = 64 << 20  # of tokens, with their logits and log-probabilities, for gateways that do not read
 
 Turn = tuple[Work[StageSession], ...]
 
 
 class RingStage:
-    """Serves one stage until `run` is cancelled. `attend` takes each incoming ring stream that is for this stage."""
+    """Serves one stage until `run` is cancelled. `attend` handles each incoming ring stream of this stage."""
 
     def __init__(
         self,
@@ -60,17 +59,17 @@ class RingStage:
         position: RingPosition,
         doubt: Callable[[PeerId], None] = lambda peer: None,
         clock: Callable[[], float] = time.monotonic,
-        chain: ShownGrants = no_grants,
+        chain: GrantsOf = no_grants,
         constrain: Constrain = unconstrained,
     ) -> None:
-        """`constrain` opens answers that follow a schema; `chain`: the grants that we show other stages. `doubt` is told of a peer
-        whose link may have become slow."""
+        """`constrain` opens completions with a schema; `chain`: our grants in a job; `doubt` is called with a peer whose link may have
+        become slow."""
         self._worker = worker
         self._clock = clock
         self._runner = runner
         self._plan = plan
         self._position = position
-        self._arrived = asyncio.Event()  # work came, or what there is may run now
+        self._arrived = asyncio.Event()  # work arrived, or waiting work may run now
         self._sessions = StageSessions(
             transport, worker, self._runner, plan, position, clock, chain, constrain, self._arrived.set
         )
@@ -93,22 +92,22 @@ class RingStage:
 
     @property
     def tokens(self) -> int:
-        """Passed since the start."""
+        """Tokens passed since the start."""
         return self._tokens
 
     async def run(self) -> None:
-        """Serve until cancelled; then tell the gateways, and end every stream. After `leave` the sessions have a
-        moment to move first."""
+        """Serve until cancelled; then notify the gateways, and end every stream. After `leave` sessions have DRAIN_SECONDS to move
+        first."""
         async with asyncio.TaskGroup() as tasks:
             self._sessions.start(tasks)
             self._full.start(tasks)
             self._unread.start(tasks)
-            turning = tasks.create_task(self._turn_for_ever())
+            turning = tasks.create_task(self._run_turns())
             try:
                 await asyncio.wait([turning])
             except asyncio.CancelledError:
                 if self._leaving and not turning.done():
-                    await self._see_off()
+                    await self._drain()
                 raise
             finally:
                 self._sessions.stop()
@@ -117,26 +116,26 @@ class RingStage:
                 await asyncio.gather(self._sessions.aclose(), self._gateways.aclose())
 
     def hold(self, term: int) -> None:
-        """We own now what we ran as a replica: sessions may know us by this term too."""
+        """This replica has become the owner: accept sessions under the new term too."""
         self._sessions.terms.add(term)
 
     def shed(self, bytes_: int) -> None:
-        """Free so much of what is retained of sessions that have ended: another stage of this peer needs it."""
+        """Evict so many bytes of retained prefixes: another stage of this peer needs the memory."""
         self._sessions.memory.shed(bytes_)
 
     def leave(self) -> None:
-        """When `run` is cancelled another peer will hold the stage already: serve the sessions until they moved."""
+        """When `run` is cancelled another peer will hold the stage already: drain the sessions then."""
         self._leaving = True
 
     def stay(self) -> None:
-        """Nobody took it."""
+        """Undo `leave`: no peer took the stage over."""
         self._leaving = False
 
-    async def _see_off(self) -> None:
+    async def _drain(self) -> None:
         self._sessions.leaving = True
         self._gateways.leaving()
         emptied = asyncio.create_task(self._sessions.emptied())
-        await asyncio.wait([emptied], timeout=SEE_OFF_SECONDS)
+        await asyncio.wait([emptied], timeout=DRAIN_SECONDS)
         emptied.cancel()
 
     async def attend(
@@ -148,11 +147,11 @@ class RingStage:
         batches: bool = False,
         acks: bool = False,
     ) -> None:
-        """Answer one incoming stream of a gateway or of another stage until it ends. `refusal`: why the other end may not
-        take part in the job, if so; it is asked again before each session. `batches`: it takes several frames in one; `acks`: it
-        hears how much of prompts has come."""
-        if (refused := refusal()) is not None:
-            raise JobError(f"{self._position.name}: {refused}")
+        """Handle one incoming stream of a gateway or another stage until it ends. `refusal` returns why the other end may not take part
+        in the job, or None; it is called again before each session. `batches`: the other end accepts joined frames; `acks`:
+        acknowledgements of prompt bytes."""
+        if (reason := refusal()) is not None:
+            raise JobError(f"{self._position.name}: {reason}")
         if not self.running:
             raise StaleTerm(f"stage {self._plan.index} of {self._position.name} is not served here now")
         if sender == GATEWAY:
@@ -163,17 +162,17 @@ class RingStage:
         if fed := self._plan.incoming_by(sender):
             stream.allow(max(MAX_BYTES, *(parcel.most_bytes(self._position.serve) for parcel in fed)))
         self._streams.add(stream)
-        came = acked = 0  # of prompts
+        received = acked = 0  # of prompts
         try:
             while True:
                 frame = await stream.receive()
                 match frame.kind:
                     case "chunk":
-                        came += prompt_bytes(frame)
+                        received += prompt_bytes(frame)
                         await self._take_chunk(sender, stream.remote, frame)
                     case "chunks":
                         for each in frames_of(frame, partial(self._size_of, sender)):
-                            came += prompt_bytes(each)
+                            received += prompt_bytes(each)
                             await self._take_chunk(sender, stream.remote, each)
                     case "token":
                         self._take_token(stream.remote, frame.header)
@@ -182,13 +181,13 @@ class RingStage:
                             self._take_token(stream.remote, each.header)
                     case _:
                         raise FrameError(f"stages send chunks and tokens, not {frame.kind!r:.40}")
-                if acks and came > acked:
-                    acked = came
-                    await stream.send("ack", {"bytes": came})
+                if acks and received > acked:
+                    acked = received
+                    await stream.send("ack", {"bytes": received})
         finally:
             self._streams.discard(stream)
 
-    # --- what comes in
+    # --- received frames
 
     async def _take_chunk(self, sender: int, remote: PeerId, frame: Frame) -> None:
         while not self._schedule.has_room:
@@ -207,18 +206,18 @@ class RingStage:
         try:
             self._put_in(sender, remote, session, frame)
         except (SwarmError, ValueError) as error:
-            self._sessions.broke(session, error)
+            self._sessions.fail_with(session, error)
 
     def _feeds(self, session: StageSession, sender: int, remote: PeerId) -> bool:
-        """Whether that peer feeds us in the session, as its gateway told us. StaleTerm where that stage feeds us in none."""
+        """Whether the session's route has that peer at stage `sender`. StaleTerm where that stage never feeds this one."""
         if not self._plan.incoming_by(sender):
             raise self._not_fed_by(sender)
         return session.opening.route[sender].peer == remote
 
     def _put_in(self, sender: int, remote: PeerId, session: StageSession, frame: Frame) -> None:
-        """A chunk of a session that is open. Raises FrameError, JobError, StaleTerm for what no stage may send. What only does
-        not fit into the session is no fault of the stage that sends it, whose stream has others' sessions as well: a gateway
-        tells each stage of a session by itself, and perhaps not the same."""
+        """Queue a chunk of an open session. Raises FrameError, JobError, StaleTerm for what no stage may send. A chunk that only does not
+        fit the session fails the session and not the stream, which other sessions share: the gateway may have sent this stage and the
+        sender different openings."""
         if not self._feeds(session, sender, remote):
             return
         serve = self._position.serve
@@ -233,22 +232,22 @@ class RingStage:
             if len(plan.incoming) > 1:
                 sent = session.take_part(chunk, sender, frame.payload, len(plan.incoming))
                 if sent is None:
-                    self._sessions.weigh(session)
+                    self._sessions.account_parts(session)
                     return
                 parts = tuple((p, sent[p.producer].payload) for p in plan.incoming)
             else:
                 parts = ((parcel, frame.payload),)
             ready = session.in_order(Work(session, chunk, memoryview(b""), parts))
         except FrameError as error:
-            self._sessions.broke(session, error)
+            self._sessions.fail_with(session, error)
             return
-        self._sessions.weigh(session)
+        self._sessions.account_parts(session)
         for work in ready:
             self._schedule.add(work)
             self._arrived.set()
 
     def _parcel(self, plan: RingPlan, sender: int) -> Parcel:
-        """What the stage sends us by this plan. StaleTerm where it sends nothing."""
+        """The parcel of that stage in this plan. StaleTerm where it has none."""
         parcel = next((each for each in plan.incoming if each.producer == sender), None)
         if parcel is None:
             raise self._not_fed_by(sender)
@@ -263,11 +262,11 @@ class RingStage:
     def _take_token(self, remote: PeerId, header: Mapping[str, Any]) -> None:
         session = self._sessions.named(header)
         if session is None:
-            return  # closed while the frame was under way
+            return  # closed while the frame was in flight
         if not self._plan.first:
             raise StaleTerm("the first stage takes tokens")
         if session.opening.route[-1].peer != remote or session.feed is None:
-            return  # its gateway told us and that peer otherwise
+            return  # the gateway sent different routes
         more = guessed_tokens(header, "more", self._position.serve.vocabulary)
         token = whole(header, "id", -1)
         if not 0 <= token < self._position.serve.vocabulary:
@@ -277,11 +276,11 @@ class RingStage:
             if position + len(more) >= session.opening.capacity:
                 raise JobError(f"token for position {position}, which is not in the session")
             self._feed(session, position, [token, *more])
-        except JobError as error:  # as of a chunk that does not fit
-            self._sessions.broke(session, error)
+        except JobError as error:  # fails the session, not the stream
+            self._sessions.fail_with(session, error)
 
     def _feed(self, session: StageSession, position: int, tokens: Sequence[int]) -> None:
-        """At the first stage: these were chosen, from `position` on."""
+        """At the first stage: tokens were sampled, from `position` on."""
         assert session.feed is not None
         for place, token in enumerate(tokens, position):
             session.feed.push(place, token)
@@ -292,7 +291,7 @@ class RingStage:
             self._arrived.set()  # more may be guessed now
 
     def _advance(self, session: StageSession) -> None:
-        """Put in the session's next chunk, if the first stage knows one, and what it guesses behind it."""
+        """At the first stage: queue the session's next chunk, if there is one, and guesses behind it."""
         feed, schedule = session.feed, self._schedule
         assert feed is not None
         if session.source is not None:
@@ -303,12 +302,13 @@ class RingStage:
             return
         chunk_positions = self._position.serve.prefill_chunk
         most = chunk_positions
-        if self._runner.chunks_agree or feed.answering:  # positions of the answer run singly: they may be cut
+        # Positions of the completion run singly, so they may be cut anywhere
+        if self._runner.chunks_agree or feed.answering:
             most = schedule.prefill_positions(
                 session, most, feed.fed, feed.prompt_positions,
                 fed=feed.prompt_fed, round_trip_seconds=self._sessions.round_trip_seconds(session),
             )  # fmt: skip
-            # The last stage has more to do with each position
+            # The last stage computes logits for each position
             if session.opening.prompt_logprobs is not None:
                 most = min(most, SCORED_POSITIONS)
         while not session.closed and (step := feed.next(most, schedule.guesses(session))) is not None:
@@ -317,13 +317,13 @@ class RingStage:
             self._drafting.fed(session, chunk)
             self._arrived.set()
             if not chunk.sample:
-                return  # the prompt's next chunk comes behind what others have waiting
+                return  # the prompt's next chunk is queued behind those of others
 
     # --- turns
 
-    async def _turn_for_ever(self) -> None:
-        """What a turn gave is passed on while the next one runs, or at once where nothing waits for that. A short one runs in
-        the event loop's thread, where the loop has had its time since the last one."""
+    async def _run_turns(self) -> None:
+        """Run turns; the output of each is sent while the next one runs. A short turn runs in the event loop's thread if the loop was idle
+        since the last one."""
         over: tuple[Turn, Sequence[Outcome | Exception]] | None = None
         waited = False  # since the last turn
         while True:
@@ -334,7 +334,7 @@ class RingStage:
                 await self._pass_all_on(*over)
                 over = None
             elif computing is None:
-                await self._more(began)
+                await self._wait_for_work(began)
                 waited = True
             if computing is not None:
                 outcomes = await self._worker.result(computing)
@@ -351,13 +351,13 @@ class RingStage:
         return self._worker.submit(self._runner.run, turn)
 
     def _waiting_turn(self, now: float) -> Turn:
-        """The chunks that are to run now; nothing where none may."""
+        """The chunks to run now; empty where none may."""
         turn = self._schedule.next_turn(now, self._clear, self._sessions.in_window)
         self._sessions.room.set()
         return turn
 
-    async def _more(self, now: float) -> None:
-        """Nothing may run `now`: draft, or wait until something may."""
+    async def _wait_for_work(self, now: float) -> None:
+        """Nothing may run `now`: run the draft model, or wait."""
         self._arrived.clear()
         if not await self._draft():
             with suppress(TimeoutError):
@@ -365,23 +365,23 @@ class RingStage:
                     await self._arrived.wait()
 
     def _clear(self, session: StageSession) -> bool:
-        """Whether what its next chunk gives can go out: it would wait, and with it whoever else is in the turn."""
+        """Whether the session's links have room: else its output would wait, and with it that of the whole turn."""
         return self._full.clear(link for _, link in (*session.hops, *session.source_hops))
 
     async def _draft(self) -> bool:
-        """Nothing else waits: let the draft model guess. Whether it ran."""
+        """Run the draft model, as nothing else waits. Whether it ran."""
         drafted = await self._drafting.step()
         for session in drafted:
             self._advance(session)
         return bool(drafted)
 
     async def _pass_all_on(self, turn: Turn, outcomes: Sequence[Outcome | Exception]) -> None:
-        """What the chunks gave goes to the next stages; the last one's tokens around the ring, and to the gateways. Waits for
-        nothing but memory, where a chunk found none."""
+        """Send the outputs of a turn: chunks to the next stages, tokens to the first stage and the gateways. Waits only for memory, where a
+        chunk had none."""
         tokens, chunks = (TurnFrames(kind, self._sessions.taking) for kind in ("token", "chunk"))
         failed: list[tuple[Work[StageSession], Exception]] = []
         for work, outcome in zip(turn, outcomes, strict=True):
-            if work.session.closed or work.session.ended:  # guesses may follow the last token of an answer
+            if work.session.closed or work.session.ended:  # guesses may follow the last token of a completion
                 continue
             if isinstance(outcome, Exception):
                 self._worker.doubt(outcome)
@@ -399,7 +399,7 @@ class RingStage:
                 self._schedule.add(work, again=True)
                 self._arrived.set()
             else:
-                self._sessions.broke(work.session, error)
+                self._sessions.fail_with(work.session, error)
 
     def _pass_on(
         self, work: Work[StageSession], outcome: Outcome, tokens: TurnFrames, chunks: TurnFrames
@@ -422,12 +422,12 @@ class RingStage:
                 size_bytes = parcel.size_bytes(chunk.length)
                 chunks.put(link, header, payload, size_bytes)
                 if not chunk.sample:
-                    self._sessions.sent(link, size_bytes)
+                    self._sessions.count_sent(link, size_bytes)
         if session.feed is not None and not chunk.sample:
-            self._advance(session)  # the prompt's next chunk, behind what others have waiting
+            self._advance(session)  # the prompt's next chunk, queued behind those of others
 
     def _answer(self, session: StageSession, tokens: Sequence[Token], frames: TurnFrames) -> None:
-        """The last stage chose these: to the first stage first, it is what the ring waits for."""
+        """Send sampled tokens: to the first stage first, as the ring waits for it."""
         opening, serve = session.opening, self._position.serve
         finishes = [
             "stop" if token.complete else opening.finish(token.id, token.position, serve.end_tokens)

@@ -1,7 +1,7 @@
-"""The device memory of one stage's sessions: set aside as they open, retained or freed as they end.
+"""The device memory of one stage's sessions: reserved as they open, retained or freed as they end.
 
-What the device's thread is asked for comes in the order in which it is decided here, so what is found is there, and what has been
-given up is not looked for any more.
+The device's thread runs calls in the order in which they are decided here, so a prefix that is found is still there, and an evicted one
+is not looked up again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fusion.runtime.serving.ring.retained import Retained, RetainedPrefixes
 from fusion.runtime.serving.ring.session import SessionId
 from fusion.runtime.serving.ring.stage_session import Kept, ReusedPrefix, StageRunner, StageSession
 
-LEFT_BLOCKS = 1  # at most, of what was retained, that a session which makes it its own does not need
+LEFT_BLOCKS = 1  # of a retained prefix that a session takes over instead of copying, which it does not need
 
 
 class StageMemory:
-    """`sessions`: those that run. The device's thread is asked to open one at a time, and to free all that end together: what
-    computes there waits for one such call, not for a gateway's hundreds."""
+    """`sessions`: that run. Sessions are opened one at a time and freed all together in the device's thread, so that computations there
+    wait for one such call, not for a gateway's hundreds."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class StageMemory:
         self._sessions = sessions
         self._prefixes = RetainedPrefixes(clock)
         self._beginning = asyncio.Lock()
-        # What the task below is about to do.
+        # Pending work of the task `_freeing`.
         self._unneeded: list[SessionId] = []
         self._kept: list[Kept] = []
         self._forgotten: list[int] = []
@@ -47,16 +47,16 @@ class StageMemory:
         self._tasks = tasks
 
     def stop(self) -> None:
-        """From now on `aclose` frees what is left."""
+        """Free no more in the background; `aclose` frees the rest."""
         self._tasks = None
 
     async def aclose(self) -> None:
-        """Free everything: the stage runs no more, though its weights may stay."""
+        """Free all memory of sessions; the weights stay."""
         await self._worker.run(self._runner.clear)
 
     async def begin(self, session: StageSession) -> None:
-        """Set memory aside for its prompt and the beginning of its answer, and let it have what is known of its first
-        positions. MemoryError: there is none, and nothing that is retained is left to give way."""
+        """Reserve memory for its prompt and the beginning of its completion, and give it its cached prefix. MemoryError where there is
+        not enough and no retained prefix is left to evict."""
         opening = session.opening
         positions = min(opening.capacity, opening.prompt_length + MEMORY_BLOCK)
         while True:
@@ -82,33 +82,33 @@ class StageMemory:
                     self._prefixes.put_back(taken)
                 raise
             except BaseException:
-                if taken is not None:  # whether it was begun or not
+                if taken is not None:  # its memory may have been taken over already
                     self._forget([taken.name])
                 raise
 
     def _reused_prefix(self, session: StageSession) -> tuple[ReusedPrefix | None, Retained | None]:
-        """Where the session finds most of its first positions, and what was retained, if it is to have that for its own."""
-        chain, holder = session.opening.prefix, session.gateway_peer
+        """The longest cached prefix of a session, in a running session or retained, and the retained entry if the session takes it over."""
+        chain, gateway = session.opening.prefix, session.gateway_peer
         best: ReusedPrefix | None = None
         if not self._runner.chunks_agree:
             return None, None
         for other in self._sessions():
-            if other is not session and other.gateway_peer == holder:
+            if other is not session and other.gateway_peer == gateway:
                 shared = shared_blocks(other.opening.prefix, chain) * BLOCK_POSITIONS
                 positions = min(shared, other.reached)
                 if positions > (0 if best is None else best.positions):
                     best = ReusedPrefix(other.id, positions)
-        found = self._prefixes.find(holder, chain)
-        if found is None or (best is not None and best.positions > found[1] * BLOCK_POSITIONS):
+        retained = self._prefixes.find(gateway, chain)
+        if retained is None or (best is not None and best.positions > retained[1] * BLOCK_POSITIONS):
             return best, None
-        entry, blocks = found
+        entry, blocks = retained
         moved = entry.blocks - blocks <= LEFT_BLOCKS
         if moved:
             self._prefixes.remove(entry)
         return ReusedPrefix(entry.name, blocks * BLOCK_POSITIONS, moved), entry if moved else None
 
     def end(self, session: StageSession, chain: bytes) -> None:
-        """The session has ended: keep what it holds of the blocks of `chain`, if any, and free the rest."""
+        """The session has ended: retain the blocks of `chain`, if any, and free the rest."""
         keeps = chain and self._runner.chunks_agree
         name, gone = self._prefixes.add(session.gateway_peer, chain) if keeps else (None, [])
         if name is None:
@@ -120,7 +120,7 @@ class StageMemory:
     def _forget(self, names: Iterable[int]) -> asyncio.Task[None] | None:
         self._forgotten += names
         if self._freeing is None and self._tasks is not None:
-            # The worker runs calls in order: this comes after whatever still computes for the sessions.
+            # The worker runs calls in order: this follows all computations of the sessions.
             self._freeing = self._tasks.create_task(self._free())
         return self._freeing
 
@@ -130,10 +130,10 @@ class StageMemory:
         sessions, self._unneeded = self._unneeded, []
         names, self._forgotten = self._forgotten, []
         if kept:
-            found = await self._worker.run(self._runner.retain, kept)
+            sizes = await self._worker.run(self._runner.retain, kept)
             names += [
                 each.name
-                for each, (positions, size) in zip(kept, found, strict=True)
+                for each, (positions, size) in zip(kept, sizes, strict=True)
                 if not self._prefixes.sized(each.name, positions, size)
             ]
         if sessions:
@@ -142,22 +142,22 @@ class StageMemory:
             await self._worker.run(self._runner.forget, names)
 
     def shed(self, size_bytes: int) -> None:
-        """Free so much of what is retained, or all of it."""
+        """Evict so many bytes of retained prefixes, or all."""
         gone = []
-        while size_bytes > 0 and (entry := self._prefixes.yields()) is not None:
+        while size_bytes > 0 and (entry := self._prefixes.evict()) is not None:
             size_bytes -= entry.size_bytes
             gone.append(entry.name)
         self._forget(gone)
 
     async def give_way(self) -> bool:
-        """Whether something that was retained has given its memory up."""
-        entry = self._prefixes.yields()
+        """Evict a retained prefix and wait until its memory is free. False where there is none."""
+        entry = self._prefixes.evict()
         if entry is None or (freeing := self._forget([entry.name])) is None:
             return False
         await asyncio.wait([freeing])
         return True
 
     def expire(self) -> None:
-        """Free what nobody has come back to."""
+        """Evict retained prefixes that have not been used for long."""
         if gone := self._prefixes.expired():
             self._forget(gone)

@@ -1,5 +1,5 @@
-"""One session at one stage: its chunks, and running them in the worker thread. Knows nothing of peers or streams but
-that a session has links to the stages it feeds.
+"""One session at one stage: its chunks, and running them in the worker thread. Knows of peers and streams only that a session has links
+to the stages it feeds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fusion.runtime.serving.drafts.drafter import DraftStep, ModelDrafter
 from fusion.runtime.serving.requests.request import Logprobs
 from fusion.runtime.serving.ring.constraint import SuppressedTokens, TokenConstraint, WithheldEnds
 from fusion.runtime.serving.ring.frames import Parcel, RingPlan, unpack_source
-from fusion.runtime.serving.ring.guesses import Verdicts
+from fusion.runtime.serving.ring.guesses import SampledTokens
 from fusion.runtime.serving.ring.penalties import TokenCounts
 from fusion.runtime.serving.ring.sampling import PromptScores, logprobs, sample
 from fusion.runtime.serving.ring.schedule import Work
@@ -27,14 +27,14 @@ from fusion.swarm.errors import FrameError
 from fusion.swarm.streams.queued_stream import QueuedStream
 from fusion.swarm.transport import PeerId, by_itself
 
-# What running a stage may raise: torch's errors for wrong data, no memory, and our own JobFailed.
+# Errors of running a stage: torch's for wrong data, out of memory, and our own JobFailed.
 PLANE_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, MemoryError)
-PART_BYTES = 1024  # that something which waits counts for, beside its payload
+PART_BYTES = 1024  # overhead counted for each part or chunk that waits
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one stage sent of a chunk."""
+    """One stage's part of a chunk."""
 
     length: int
     payload: memoryview
@@ -58,26 +58,28 @@ class StageSession:
     source: memoryview | None = None  # at the first stage, until it has been fed
     drafter: ModelDrafter | None = None  # at the first stage, where there is a draft model
     counts: TokenCounts | None = None  # at the last stage, where there are penalties
-    scores: PromptScores | None = None  # at the last stage, where the prompt's own tokens are told of
-    verdicts: Verdicts = field(init=False)  # of the last stage, in the worker thread
-    user: tuple[PeerId, int] = field(init=False)  # whose it is: one of its gateway's clients'
+    scores: PromptScores | None = (
+        None  # at the last stage, where the prompt's log-probabilities are requested
+    )
+    sampled: SampledTokens = field(init=False)  # at the last stage, in the worker thread
+    user: tuple[PeerId, int] = field(init=False)  # its gateway, and the gateway's number of the tenant
     constraint: TokenConstraint | None = None  # at the last stage, where there is a schema
-    suppressed: SuppressedTokens | None = None  # at the last stage, where tokens are never to be said
-    withheld: WithheldEnds | None = None  # at the last stage, where the answer has a least length
+    suppressed: SuppressedTokens | None = None  # at the last stage, where the model suppresses tokens
+    withheld: WithheldEnds | None = None  # at the last stage, where there are min_tokens
     parts: dict[int, dict[int, Part]] = field(default_factory=dict)  # order of chunk -> sender -> its part
     waiting_positions: int = 0  # of these
-    waiting_bytes: int = 0  # of these, and of what waits for the source
-    early: list[Work[StageSession]] = field(default_factory=list)  # chunks that came before the source
-    encoded: bool = False  # whether the source has come
-    ended: bool = False  # at the last stage: the answer has its last token
+    waiting_bytes: int = 0  # of these, and of chunks that wait for the source
+    early: list[Work[StageSession]] = field(default_factory=list)  # chunks that arrived before the source
+    encoded: bool = False  # whether the source has arrived
+    ended: bool = False  # at the last stage: the completion has its last token
     ran: int = 0  # chunks
-    heard_at: float = 0.0  # when its gateway last said anything about it, or a chunk of it ran
+    active_at: float = 0.0  # when its gateway's last frame about it arrived, or a chunk of it last ran
     freed: asyncio.Task[None] | None = None  # frees its memory, once it is closed
-    held: int = 0  # positions that it has had keys and values of since it was opened
-    reached: int = 0  # positions that it has keys and values of now
+    held: int = 0  # cached positions when it was opened
+    reached: int = 0  # cached positions now
 
     def __post_init__(self) -> None:
-        self.verdicts = Verdicts(self.opening.prompt_length)
+        self.sampled = SampledTokens(self.opening.prompt_length)
         self.user = self.gateway_peer, self.opening.user
 
     @property
@@ -91,9 +93,9 @@ class StageSession:
     def take_part(
         self, chunk: Chunk, sender: int, payload: memoryview, senders: int
     ) -> Mapping[int, Part] | None:
-        """Keep what `sender` sent for a chunk; what all of `senders` sent once they have. Chunks before one that is whole do
-        not come any more: somebody has found them stale. FrameError where too many wait."""
-        # Beside what is known of the sequence as much of guesses may be under way, at most.
+        """Keep the part of `sender`; returns all parts once `senders` have sent theirs. Earlier chunks that are still incomplete are
+        dropped: some stage has found them stale. FrameError where too many wait."""
+        # The known sequence, and as many guesses in flight, at most.
         self.waiting_positions += chunk.length
         if self.waiting_positions > senders * (2 * self.opening.capacity + self.opening.source):
             raise FrameError("chunks of which other stages never send their part")
@@ -109,7 +111,7 @@ class StageSession:
         return parts
 
     def in_order(self, work: Work[StageSession]) -> Sequence[Work[StageSession]]:
-        """What may run now that `work` has come: nothing before the source, of which a part may come over another link and later.
+        """The chunks that may run now that `work` has arrived: none before the source, which may arrive later over another link.
         FrameError where too many wait."""
         if work.chunk.start < 0:
             if self.encoded:
@@ -128,33 +130,32 @@ class StageSession:
 
 
 def _size_bytes(work: Work[StageSession]) -> int:
-    """Of a chunk that waits."""
+    """Bytes of a chunk that waits."""
     return PART_BYTES + sum(len(payload) for _, payload in work.parts)
 
 
 @dataclass(frozen=True)
 class Token:
-    """That was chosen. `guessed`: the one before it was, so that it took no trip of its own."""
+    """A sampled token. `guessed`: it follows an accepted guess, so it took no trip of its own."""
 
     position: int
     id: int
     logits: bytes = b""
     logprobs: Logprobs | None = None
     guessed: bool = False
-    complete: bool = False  # the schema lets nothing follow
+    complete: bool = False  # the schema allows no further token
 
 
 @dataclass(frozen=True)
 class Outcome:
     sends: tuple[list[memoryview], ...] = ()  # payload for each outgoing parcel
     tokens: tuple[Token, ...] = ()  # by position
-    scores: tuple[tuple[int, bytes], ...] = ()  # of the prompt's tokens, as `PromptScores.told`
+    scores: tuple[tuple[int, bytes], ...] = ()  # of the prompt's tokens, as `PromptScores.scores_of`
 
 
 @dataclass(frozen=True)
 class ReusedPrefix:
-    """Where a session finds its first positions: at another one, or under the name of what was retained, which may become its
-    own."""
+    """A cached prefix of a session: in another session, or the name of a retained entry, which is `moved` if the session takes it over."""
 
     name: SessionId | int
     positions: int
@@ -163,7 +164,7 @@ class ReusedPrefix:
 
 @dataclass(frozen=True)
 class Kept:
-    """A session that ends, of whose first positions keys and values are retained."""
+    """A session that has ended, whose first positions are retained as entry `name`."""
 
     session: SessionId
     name: int
@@ -171,9 +172,9 @@ class Kept:
 
 
 class StageRunner:
-    """What the worker thread does for a stage, and for the draft model beside it. Every method runs there. `account` is called
-    when sessions have come or gone: MemoryError (one line) where the peer would hold more than it lends. What the draft keeps
-    gives way to sessions."""
+    """Runs a stage, and the draft model beside it, in the worker thread: every method is called there. `account` is called when sessions
+    have begun or ended; it raises MemoryError (one line) where the peer would hold more than it lends. The draft model's cache is
+    dropped before a session fails for lack of memory."""
 
     def __init__(
         self,
@@ -198,14 +199,14 @@ class StageRunner:
             self._account_all()
 
     def _freed(self) -> None:
-        """There is less than before. Where that is still more than is set aside for us, another stage has just taken what was
-        loose here: we have yet to be told to free it."""
+        """Account for freed memory. It may still be more than is reserved for this stage, if another stage has just claimed retained
+        memory that this one has not been asked to evict yet."""
         with suppress(MemoryError):
             self._account_all()
 
     @property
     def guesses(self) -> bool:
-        """Whether chunks may have guesses."""
+        """Whether speculation is supported."""
         return self._plane.together
 
     def begin(
@@ -216,8 +217,9 @@ class StageRunner:
         prefix: ReusedPrefix | None = None,
         encoded: int = 0,
     ) -> int:
-        """Begin a session of at most `capacity` positions, with memory for the first and with what it finds at `prefix`: how
-        many positions it holds. `encoded`: how much an encoder reads. MemoryError, in one line, where these do not fit: all is as before then."""
+        """Begin a session of at most `capacity` positions, with memory reserved for `positions` and the cached `prefix`. `encoded`: length
+        of the encoder's input. Returns how many positions are cached. MemoryError, in one line, where it does not fit; then nothing has
+        changed."""
         plane, held = self._plane, 0
         moved = prefix.name if prefix is not None and prefix.moved else None
         if prefix is not None and isinstance(moved, int):
@@ -238,28 +240,29 @@ class StageRunner:
 
     @property
     def compiles(self) -> bool:
-        """Whether running a chunk may take seconds more than another as long did."""
+        """Whether a chunk may trigger a compilation of seconds."""
         return self._plane.compiles
 
     @property
     def chunks_agree(self) -> bool:
-        """Whether prompts may be cut anywhere, and keys and values of one prompt do for another that begins alike."""
+        """Whether results do not depend on how a prompt is cut into chunks, so that its keys and values may be reused for another with the
+        same prefix."""
         return self._plane.chunks_agree
 
     @property
     def caches(self) -> bool:
-        """Whether sessions have keys and values here; without attention there is nothing that they would have to hold."""
+        """Whether sessions have keys and values here; a stage without attention has none."""
         return self._plane.caches
 
     def retain(self, kept: Sequence[Kept]) -> list[tuple[int, int]]:
-        """How many positions there were of each, and their bytes."""
-        found = [self._plane.retain(each.session, each.name, each.positions) for each in kept]
+        """Retain the prefixes of sessions that have ended. Returns positions and bytes of each."""
+        sizes = [self._plane.retain(each.session, each.name, each.positions) for each in kept]
         self._end_drafts(each.session for each in kept)
         self._freed()
-        return found
+        return sizes
 
     def forget(self, names: Sequence[int]) -> None:
-        """Free what was retained."""
+        """Free retained prefixes."""
         for name in names:
             self._plane.forget(name)
         self._freed()
@@ -282,31 +285,31 @@ class StageRunner:
                 self.draft.close(session)
 
     def run_draft(self, steps: Sequence[DraftStep]) -> list[int | None]:
-        """What the draft model says follows each, of several sessions; None where there is no memory for that. Raises
-        PLANE_ERRORS where the model cannot be run."""
+        """The draft model's next token for each step, of several sessions; None where there is no memory. Raises PLANE_ERRORS where the
+        model fails."""
         assert self.draft is not None, "nobody asks without one"
         return self.draft.run(steps, self._account_all)
 
     def run(self, turn: Sequence[Work[StageSession]]) -> list[Outcome | Exception]:
-        """What each chunk gave, or what went wrong with it: the others then go on without it. MemoryError: there is no
-        memory for it now; it may be run again."""
-        found: dict[int, Outcome | Exception] = {}
+        """Run the chunks of a turn; returns the outcome or the error of each. MemoryError: there is no memory for it now; it may be
+        retried."""
+        outcomes: dict[int, Outcome | Exception] = {}
         for place, work in enumerate(turn):
             if self._plan.last and _stale(work):
-                found[place] = Outcome()
+                outcomes[place] = Outcome()
             elif (error := self._grow(work)) is not None:
-                found[place] = error
+                outcomes[place] = error
             elif (scores := work.session.scores) is not None and scores.wants(work.chunk.start):
-                found[place] = self._scored(work, scores)
-        ready = [place for place in range(len(turn)) if place not in found]
-        found.update(zip(ready, self._run([turn[place] for place in ready]), strict=True))
-        return [found[place] for place in range(len(turn))]
+                outcomes[place] = self._scored(work, scores)
+        ready = [place for place in range(len(turn)) if place not in outcomes]
+        outcomes.update(zip(ready, self._run([turn[place] for place in ready]), strict=True))
+        return [outcomes[place] for place in range(len(turn))]
 
     def _grow(self, work: Work[StageSession]) -> MemoryError | None:
-        """Set memory aside for the chunk."""
+        """Reserve memory for the chunk."""
         session = work.session.id
         if work.chunk.start < 0:
-            return None  # set aside when the session was opened
+            return None  # reserved when the session was opened
         if self._plane.reserve(session, work.chunk.end):
             try:
                 self._account()
@@ -320,17 +323,17 @@ class StageRunner:
             return []
         try:
             pieces, ids = zip(*(self._piece(work) for work in turn), strict=True)
-            found = self._plane.run(pieces)
+            outputs = self._plane.run(pieces)
         except PLANE_ERRORS as error:
             return [_broken(error)] if len(turn) == 1 else [self._run((work,))[0] for work in turn]
-        return [self._outcome(*each) for each in zip(turn, found, ids, strict=True)]
+        return [self._outcome(*each) for each in zip(turn, outputs, ids, strict=True)]
 
     def _scored(self, work: Work[StageSession], scores: PromptScores) -> Outcome | Exception:
-        """A chunk of a prompt whose tokens are told of, which runs by itself: logits of all of its positions, a part of them at
-        a time. Where pieces do not run together, a part is one position."""
+        """Run a chunk of a prompt whose log-probabilities are requested, by itself: it needs the logits of all positions, in parts of
+        `at_once`, or of one position where the plane does not run pieces together."""
         chunk = work.chunk
         most = scores.at_once if self._plane.together else 1
-        told, tokens = list[tuple[int, bytes]](), tuple[Token, ...]()
+        scored_pieces, tokens = list[tuple[int, bytes]](), tuple[Token, ...]()
         try:
             piece, _ = self._piece(work)
             along = self._along() if most < chunk.length else {}
@@ -339,25 +342,25 @@ class StageRunner:
                 part = piece if count == chunk.length else piece.part(first, count, along)
                 [outputs] = self._plane.run([replace(part, shown=count)])
                 logits = outputs["result/0"][0]
-                told += scores.told(chunk.start + first, logits)
+                scored_pieces += scores.scores_of(chunk.start + first, logits)
             if chunk.sample:
                 tokens = tuple(_choose(work.session, chunk, logits))
         except PLANE_ERRORS as error:
             return _broken(error)
-        return Outcome(tokens=tokens, scores=tuple(told))
+        return Outcome(tokens=tokens, scores=tuple(scored_pieces))
 
     def _along(self) -> dict[str, tuple[int, int]]:
-        """The dimension along the sequence of each input, and how many rows a position has there. ValueError where one has none."""
-        found = {}
+        """For each input its dimension along the sequence, and the rows of a position there. ValueError where one has none."""
+        axes = {}
         for given in self._plane.stage.graph.inputs:
             axis = sequence_axis(given.type)
             if axis is None:
                 raise ValueError(f"echo: {given.name} is of no position, so a chunk cannot be run in parts")
-            found[given.name] = axis, rows_per_position(given.type, axis)
-        return found
+            axes[given.name] = axis, rows_per_position(given.type, axis)
+        return axes
 
     def _piece(self, work: Work[StageSession]) -> tuple[Piece, memoryview]:
-        """What the plane runs, and the bytes of the chunk's token ids where there are any."""
+        """The piece for the plane, and the bytes of the chunk's token ids, if it has any."""
         chunk, ids = work.chunk, work.ids
         plan, inputs = self._plan.of(chunk.start), dict[str, torch.Tensor]()
         for parcel, payload in work.parts:
@@ -370,7 +373,7 @@ class StageRunner:
             inputs["input_ids"] = torch.frombuffer(bytearray(ids), dtype=torch.int64).unsqueeze(0)
         if self._plan.reads_positions:
             inputs["position_ids"] = self._positions[:, chunk.start : chunk.end]
-        # What is guessed, and what of the answer is read again, has the bits of positions that ran one by one.
+        # Guesses, and tokens of the completion that are prefilled again, must have the bits of positions that ran singly.
         again = self._plane.together and chunk.length > 1 and chunk.start >= work.session.opening.first
         shown = chunk.length if chunk.guesses else 1
         return Piece(work.session.id, chunk.start, inputs, bool(chunk.guesses) or again, shown), ids
@@ -395,20 +398,20 @@ class StageRunner:
 
 
 def _stale(work: Work[StageSession]) -> bool:
-    """At the last stage: whether the chunk follows a guess that was wrong."""
-    chunk, verdicts = work.chunk, work.session.verdicts
+    """At the last stage: whether the chunk follows a rejected guess."""
+    chunk, sampled = work.chunk, work.session.sampled
     if not chunk.sample:
         return False
-    guessed = zip(range(chunk.end - len(chunk.guesses), verdicts.next), chunk.guesses, strict=False)
-    return chunk.start >= verdicts.next or not all(verdicts.holds(*guess) for guess in guessed)
+    guessed = zip(range(chunk.end - len(chunk.guesses), sampled.next), chunk.guesses, strict=False)
+    return chunk.start >= sampled.next or not all(sampled.holds(*guess) for guess in guessed)
 
 
 def _choose(session: StageSession, chunk: Chunk, logits: torch.Tensor) -> Iterator[Token]:
-    """The tokens after the chunk's positions, up to the first that was guessed wrongly. logits: (positions or 1, vocabulary), of
-    the last positions."""
-    opening, counts, verdicts = session.opening, session.counts, session.verdicts
+    """Sample the tokens after the chunk's positions, up to the first rejected guess. logits: (positions or 1, vocabulary), of the last
+    positions."""
+    opening, counts, sampled = session.opening, session.counts, session.sampled
     constraint = session.constraint
-    first = max(chunk.start, verdicts.next - 1) if chunk.guesses else chunk.end - 1
+    first = max(chunk.start, sampled.next - 1) if chunk.guesses else chunk.end - 1
     for place in range(first - chunk.end, 0):
         position, row = chunk.end + place + 1, logits[place]
         allowed = None if constraint is None else constraint.allowed()
@@ -418,7 +421,7 @@ def _choose(session: StageSession, chunk: Chunk, logits: torch.Tensor) -> Iterat
             allowed = session.withheld.of(allowed, position)
         token = sample(row, opening.sampling, position, counts, allowed)
         complete = constraint is not None and constraint.push(token)
-        verdicts.push(token)
+        sampled.push(token)
         if counts is not None:
             counts.push(token)
         raw = row.to(device="cpu", dtype=torch.float32).numpy().tobytes() if opening.logits else b""
@@ -429,5 +432,5 @@ def _choose(session: StageSession, chunk: Chunk, logits: torch.Tensor) -> Iterat
 
 
 def _broken(error: Exception) -> Exception:
-    """The device's own lack of memory is not one that others' sessions could give way to."""
+    """An error that is not retried: evicting sessions does not help if the device itself is out of memory."""
     return RuntimeError(str(error)) if isinstance(error, MemoryError) else error

@@ -21,7 +21,7 @@ from fusion.runtime.launch import first_token as tokens
 from fusion.runtime.launch.first_token import first_token
 from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.serving.requests.request import Answer
-from fusion.runtime.serving.requests.silence import SILENT_SECONDS, THERE_SECONDS
+from fusion.runtime.serving.requests.silence import PING_SECONDS, SILENT_SECONDS
 from fusion.swarm.blobs.index import digest_of
 from fusion.swarm.directory.records import ClaimRecord, Digest, JobId, ProviderRecord
 from fusion.swarm.errors import StreamBroken
@@ -89,7 +89,7 @@ def test_the_first_token_is_asked_of_the_owner(tmp_path: Path, monkeypatch: pyte
 def test_who_takes_over_from_a_silent_owner_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     async def complete(transport: Any, peer: PeerId, request: Any) -> Answer:
         if peer == "frozen":  # as tests/runtime/serving/requests/test_silence.py has it
-            await asyncio.sleep(SILENT_SECONDS + THERE_SECONDS)
+            await asyncio.sleep(SILENT_SECONDS + PING_SECONDS)
             raise StreamBroken(f"{peer} is silent, and does not say whether it is there")
         return Answer(text="", tokens=(3,), finish="length", prompt_tokens=1, route=(peer,), seconds=0.1)
 

@@ -82,7 +82,7 @@ def test_an_answer_is_the_same_with_the_model_itself_or_another_as_its_draft(
     name: str, sampled: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "gpt2":  # it is always wrong, which would leave it silent most of the time
-        monkeypatch.setattr("fusion.runtime.serving.ring.guesses.LONGEST_SILENCE", 1)
+        monkeypatch.setattr("fusion.runtime.serving.ring.guesses.LONGEST_PAUSE", 1)
 
     async def main() -> None:
         async with swarm_of(4, tmp_path) as swarm:

@@ -305,7 +305,7 @@ def test_an_answer_moves_when_its_link_becomes_slow(tmp_path: Path, monkeypatch:
             routes = []
 
             def cut() -> None:
-                routes.append(dict(swarm.peers[-1].service.gateway._sessions.through(job)))
+                routes.append(dict(swarm.peers[-1].service.gateway._sessions.sessions_per_holder(job)))
                 links.slow = {owners}
 
             answer = await answer_while(swarm, {10: cut})

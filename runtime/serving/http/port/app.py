@@ -1,4 +1,4 @@
-"""The routes of the API, and what comes before them: who is let in, how much is read, how errors are told."""
+"""The routes of the API, and what precedes them: authentication, limits, error responses."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fusion.runtime.serving.http.body import BoundedRoute
 from fusion.runtime.serving.http.chat_page import FILES, page_routes
 from fusion.runtime.serving.http.embedding import Embeddings
 from fusion.runtime.serving.http.errors import ApiError
-from fusion.runtime.serving.http.events import ClientGone
+from fusion.runtime.serving.http.events import ClientDisconnected
 from fusion.runtime.serving.http.guard import Guard, check_head
 from fusion.runtime.serving.http.metrics import CONTENT_TYPE, Metrics
 from fusion.runtime.serving.http.responses.api import Responses
 from fusion.runtime.serving.http.responses.schema import ResponsesRequest
 from fusion.runtime.serving.http.schema import ChatRequest, CompletionRequest, EmbeddingRequest
 
-GONE = 499  # nobody reads it
-MAX_PLACE = 100  # characters of where in a field something is wrong
-# One that a value may have, which pydantic names on the way
+GONE = 499  # nginx's status for a client that disconnected; nobody reads it
+MAX_PLACE = 100  # characters of the path within a field
+# A type in pydantic's error path, which is not part of the client's path
 _TYPE = re.compile(r"str|int|float|bool|[A-Z]\w*|.*[\[(].*")
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "It cannot be answered; `error.param` names the field."},
@@ -44,8 +44,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 def make_app(
     api: Api, responses: Responses, embeddings: Embeddings, guard: Guard, metrics: Metrics
 ) -> ASGIApp:
-    # Pages with documentation would load scripts from elsewhere. A redirect would name this port's own scheme, which is not that of a
-    # proxy with TLS before it.
+    # FastAPI's documentation pages load scripts from other sites. A redirect would name this port's own scheme, which is not that of a
+    # TLS proxy in front of it.
     app = FastAPI(title="Fusion Peer", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.large_bodies = set()
     app.include_router(_routes(api, responses, embeddings, metrics))
@@ -99,7 +99,7 @@ def _routes(api: Api, responses: Responses, embeddings: Embeddings, metrics: Met
 
 def _route_class(api: Api) -> type[BoundedRoute]:
     class Route(BoundedRoute):
-        """What goes wrong is told as OpenAI does."""
+        """Reports errors in OpenAI's form."""
 
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
@@ -109,12 +109,14 @@ def _route_class(api: Api) -> type[BoundedRoute]:
                     return await handle(request)
                 except RequestValidationError as error:
                     return reply(_wrong_field(error.errors()))
-                except ClientGone:
+                except ClientDisconnected:
                     return Response(status_code=GONE)
-                except HTTPException as error:  # FastAPI's, perhaps around one of ours that `body` raised
-                    ours = error.__cause__
-                    told = ours if isinstance(ours, ApiError) else ApiError(error.status_code, error.detail)
-                    return reply(told)
+                except HTTPException as error:  # FastAPI's, perhaps around an ApiError that `body` raised
+                    cause = error.__cause__
+                    api_error = (
+                        cause if isinstance(cause, ApiError) else ApiError(error.status_code, error.detail)
+                    )
+                    return reply(api_error)
                 except Exception as error:
                     return reply(api.failed(error))
 
@@ -129,26 +131,26 @@ def reply(error: ApiError) -> JSONResponse:
 
 async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = reply(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
-    told.headers.update(error.headers or {})
-    return told
+    response = reply(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    response.headers.update(error.headers or {})
+    return response
 
 
 def _wrong_field(errors: Sequence[Any]) -> ApiError:
-    """The first of what pydantic found; of what a field may be instead of another type, that which comes closest."""
-    found = min(errors, key=lambda error: str(error["type"]).endswith("_type"))
-    field = str(found["loc"][1]) if len(found["loc"]) > 1 else ""
-    message = str(found["msg"]).removeprefix("Value error, ")
+    """The first of pydantic's errors; of a field of several types, an error within the type that matches."""
+    first = min(errors, key=lambda error: str(error["type"]).endswith("_type"))
+    field = str(first["loc"][1]) if len(first["loc"]) > 1 else ""
+    message = str(first["msg"]).removeprefix("Value error, ")
     if field:
-        inner = ".".join(str(each) for each in found["loc"][2:] if not _TYPE.fullmatch(str(each)))[:MAX_PLACE]
+        inner = ".".join(str(each) for each in first["loc"][2:] if not _TYPE.fullmatch(str(each)))[:MAX_PLACE]
         return ApiError(400, f"{field}: {inner}{': ' if inner else ''}{message}", param=field)
-    if found["type"] == "value_error":  # says itself which field
+    if first["type"] == "value_error":  # says itself which field
         return ApiError(400, message, param=message.partition(":")[0])
     return ApiError(400, f"the body: a JSON object with Content-Type application/json ({message})")
 
 
 class _Gate:
-    """Before anything is read of a request, whether it is let in; after it, that it is counted."""
+    """Authenticates a request before its body is read, and counts it afterwards."""
 
     def __init__(self, app: ASGIApp, guard: Guard, metrics: Metrics) -> None:
         self._app = app
@@ -158,7 +160,7 @@ class _Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        # Whoever asks for the head alone gets that of what GET has: the server leaves the body out. A slash at the end changes nothing.
+        # HEAD is handled as GET: the server leaves the body out. A trailing slash changes nothing.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         scope = {**scope, "method": method, "path": scope["path"].removesuffix("/") or "/"}
         status = 500
@@ -173,7 +175,7 @@ class _Gate:
         try:
             check_head(scope)
             address = (scope.get("client") or ("",))[0]
-            scope.setdefault("state", {})["holder"] = self._guard.admit(
+            scope.setdefault("state", {})["tenant"] = self._guard.admit(
                 Headers(scope=scope), address, public=scope["path"] in FILES
             )
         except ApiError as error:

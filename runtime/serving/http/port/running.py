@@ -1,4 +1,4 @@
-"""uvicorn, as it runs in a loop that is not its own: no signals, no log, bounded connections."""
+"""uvicorn inside the peer's own event loop: no signal handlers, no log, bounded connections."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from fusion.runtime.serving.http.api import Api
 from fusion.runtime.serving.http.config import HttpConfig
 from fusion.runtime.serving.http.embedding import Embeddings
 from fusion.runtime.serving.http.errors import ApiError, Busy
-from fusion.runtime.serving.http.guard import MAX_HEAD_BYTES, Guard, head_too_long, holder_of
+from fusion.runtime.serving.http.guard import MAX_HEAD_BYTES, Guard, head_too_long, tenant_of
 from fusion.runtime.serving.http.metrics import Metrics, StageLoads
 from fusion.runtime.serving.http.port.app import make_app
 from fusion.runtime.serving.http.responses.api import Responses
 
 MAX_CONNECTIONS = 256
-MAX_REFUSED = 64  # over these, that are told to come back; further ones are hung up on
-REFUSED_SECONDS = 1.0  # for them to read it
-# In which a body may come: each takes as long as a hundred bytes of a large one, in the loop of the peer, and a chunk may be one byte.
+MAX_REFUSED = 64  # connections over that limit that get a 429; further ones are aborted
+REFUSED_SECONDS = 1.0  # for them to read the 429
+# Parts of a body, at most: each costs the event loop as much as a hundred bytes of a large one, and a chunk may be one byte.
 MAX_PARTS = 1 << 14
 NO_HTTP = "what came is no request of HTTP/1.1"
 LOOK_SECONDS = 1.0
 SILENT_SECONDS = 10.0  # for a connection to send the head of a request
-UNREAD_SECONDS = 30.0  # for a client to read a part of its answer, at most 256 KiB
-# Between two requests on a connection. More than the 5 for which OpenAI's client and httpx use one again: what they send at that moment
-# would meet a connection that ends.
+UNREAD_SECONDS = 30.0  # for a client to read a part of its response, at most 256 KiB
+# Keep-alive. More than the 5 s for which OpenAI's client and httpx reuse a connection: a request that they send at that moment would
+# meet a connection that is being closed.
 IDLE_SECONDS = 8
 STOP_SECONDS = 1
 
@@ -52,7 +52,7 @@ async def run(
     graphs: GraphGateway,
     loads: Callable[[], Iterable[StageLoad]],
 ) -> None:
-    """Until cancelled; within STOP_SECONDS and a little everything has ended then."""
+    """Serve until cancelled; then everything ends within STOP_SECONDS and a little."""
     metrics = Metrics(context.clock.monotonic)
     metrics.add(StageLoads(loads))
     api = Api(context, gateway, metrics)
@@ -77,7 +77,7 @@ def _server(app: Any) -> _Server:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="critical",  # what is ours to tell, `api` tells
+            log_level="critical",  # `api` logs what is ours
             access_log=False,
             server_header=False,
             proxy_headers=False,
@@ -99,7 +99,7 @@ async def _stop(server: _Server, api: Api, serving: asyncio.Task[None]) -> None:
 
 
 async def _watch(server: _Server) -> None:
-    """Hang up on who connects and asks nothing, and on who asks and does not read."""
+    """Abort connections that send no request, and those that do not read the response."""
     now = asyncio.get_running_loop().time
     seen: dict[object, tuple[object, float]] = {}
     while True:
@@ -116,7 +116,7 @@ async def _watch(server: _Server) -> None:
 
 
 class _Parser(h11.Connection):
-    """h11's, for bodies of at most MAX_PARTS parts."""
+    """h11's connection, which refuses bodies of more than MAX_PARTS parts."""
 
     parts = 0  # of the body that is being read
 
@@ -142,39 +142,39 @@ class _Connection(H11Protocol):
         over = len(self.connections) - MAX_CONNECTIONS
         if over > 0 and (other := self._least_missed()) is not None:
             other.transport.abort()
-            self.connections.discard(other)  # others may come before it has ended
+            self.connections.discard(other)  # others may connect before it has ended
             over -= 1
         self._refused = over > 0
-        self._read = 0  # times that the client has caught up with its answer
+        self._read = 0  # how often the client has caught up with its response
         if over > MAX_REFUSED:
             transport.abort()
         elif self._refused:
-            said = f"this peer takes {MAX_CONNECTIONS} connections at once, and has them: ask again later, or ask another peer"
-            transport.write(_refusal(Busy(said)))
+            message = f"this peer takes {MAX_CONNECTIONS} connections at once, and has them: ask again later, or ask another peer"
+            transport.write(_refusal(Busy(message)))
             self.loop.call_later(REFUSED_SECONDS, transport.abort)
 
     def _least_missed(self) -> _Connection | None:
-        """Another one on which no request is under way, of the address that has most of these: first who never asked anything, last
-        who has yet to read its answer."""
+        """The idle connection to close for a new one: of the address with most of them, first one that never sent a request, last one
+        that has yet to read its response."""
         others = [each for each in self.connections if isinstance(each, _Connection) and each is not self]
         idle = [each for each in others if each.is_idle]
-        of = Counter(each.holder for each in idle)
+        of = Counter(each.tenant for each in idle)
 
         def missed(each: _Connection) -> tuple[int, bool, bool, float]:
             unread = each.transport.get_write_buffer_size() > 0
-            return -of[each.holder], unread, each.cycle is not None, each._made_at
+            return -of[each.tenant], unread, each.cycle is not None, each._made_at
 
         return min(idle, key=missed, default=None)
 
     @property
     def is_idle(self) -> bool:
-        """Whether a request is still to come, or the rest of its head."""
+        """Whether no request is being handled."""
         return not self._refused and (self.cycle is None or self.cycle.response_complete)
 
     @property
-    def holder(self) -> str:
-        """Whose it is, as far as its address tells."""
-        return holder_of(self.client[0] if self.client else "")
+    def tenant(self) -> str:
+        """The tenant of its address."""
+        return tenant_of(self.client[0] if self.client else "")
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -182,11 +182,11 @@ class _Connection(H11Protocol):
         try:
             super().data_received(data)
         except h11.LocalProtocolError:
-            # The rest of a body is no HTTP, and its request is answered: no 400 can follow
+            # The rest of a body whose request has been answered already: no 400 can be sent
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP, or too long a head. As uvicorn does it, but in OpenAI's form."""
+        """For bytes that are not HTTP, or too long a head. As uvicorn does it, but in OpenAI's form."""
         unread, _ = self.conn.trailing_data
         reads_head = self.cycle is None or self.cycle.response_complete
         too_long = reads_head and len(unread) > MAX_HEAD_BYTES
@@ -204,7 +204,7 @@ class _Connection(H11Protocol):
         self._read += 1
 
     def waits_for(self) -> tuple[object, float]:
-        """What it waits for, and for how many seconds it may."""
+        """What the connection waits for, and its timeout in seconds."""
         if self.flow.write_paused:
             return ("read", self._read), UNREAD_SECONDS
         if self.is_idle:
@@ -213,7 +213,7 @@ class _Connection(H11Protocol):
 
 
 def _written(error: ApiError) -> tuple[bytes, dict[str, str]]:
-    """Body and headers of what ends a connection."""
+    """Body and headers of an error response that ends the connection."""
     body = json.dumps(error.body).encode()
     return body, {
         **error.headers, "Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close",
@@ -236,5 +236,5 @@ def _refusal(error: Busy) -> bytes:
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
-        """They are the peer's."""
+        """The peer handles them."""
         yield

@@ -1,5 +1,5 @@
-"""The HTTP server of a peer, in the peer's own loop. The port is open from the start; FastAPI and what else answers is loaded when
-somebody first connects, so that a peer that nobody asks over HTTP pays nothing for it."""
+"""The HTTP server of a peer, in the peer's own event loop. The port is open from the start; FastAPI and the handlers are loaded on the
+first connection, so that a peer without HTTP clients pays nothing for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class HttpServer:
     config: HttpConfig
-    port: int  # that it has
+    port: int  # that it listens on
 
     @property
     def url(self) -> str:
@@ -38,7 +38,7 @@ async def open_http(
     graphs: GraphGateway,
     loads: Callable[[], Iterable[StageLoad]] = tuple,
 ) -> AsyncIterator[HttpServer]:
-    """Answer until the block ends; then every answer ends too. OSError, in one line, where the port cannot be had. `loads`:
+    """Serve until the block ends; then every response ends too. OSError, in one line, where the port is not available. `loads`:
     of the stages that run here, for `/metrics`."""
     listening = config.listen()
     port = int(listening.getsockname()[1])
@@ -51,7 +51,7 @@ async def open_http(
     finally:
         serving.cancel()
         await asyncio.wait([serving])
-        listening.close()  # where it had not begun
+        listening.close()  # if the task had not started
 
 
 async def _serve(
@@ -63,7 +63,7 @@ async def _serve(
     graphs: GraphGateway,
     loads: Callable[[], Iterable[StageLoad]],
 ) -> None:
-    with closing(listening):  # or whoever connects once this has failed would wait for an answer
+    with closing(listening):  # else clients that connect after a failure here would wait for ever
         await _readable(listening)
         await asyncio.to_thread(_load)
         from fusion.runtime.serving.http.port.running import run
@@ -72,7 +72,7 @@ async def _serve(
 
 
 async def _readable(listening: socket.socket) -> None:
-    """Until somebody connects."""
+    """Wait for the first connection."""
     loop, connected = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(listening, connected.set)
     try:

@@ -1,7 +1,7 @@
-"""OpenAI's Responses API on top of chats: the same model, template and gateway; nothing of a response is kept.
+"""OpenAI's Responses API on top of chat completions: the same model, template and gateway; no response is stored.
 
-items             what the input may hold, and the messages that it stands for
-schema            what a client may say, and the chat that it asks for
-told              one response: its object, and the events of its stream
-api               what the route does
+items             the input items, and the chat messages that they stand for
+schema            the fields of a request, and the chat request that it stands for
+builder           one response: its object, and the events of its stream
+api               the handler of the route
 """

@@ -1,4 +1,4 @@
-"""What the input of a response may hold, and the messages of a chat that it stands for."""
+"""The items of a response's input, and the chat messages that they stand for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class FunctionCallOutputItem(Body):
 
 
 class ReasoningItem(Body):
-    """Passed over: what a model thought before is not said again."""
+    """Ignored: earlier reasoning is not shown to the model again."""
 
     type: Literal["reasoning"]
 
@@ -48,12 +48,12 @@ KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _kind(value: Any) -> str:
-    found = value.get("type") if isinstance(value, dict) else value.type
-    return "message" if found is None else str(found)
+    kind = value.get("type") if isinstance(value, dict) else value.type
+    return "message" if kind is None else str(kind)
 
 
 def _known(value: Any) -> Any:
-    """Of an item of another kind pydantic would list those that there are."""
+    """One clear line for an unknown kind, for which pydantic would list all that there are."""
     if not isinstance(value, dict):
         raise ValueError("an item is an object, such as a message")
     kind = value.get("type")
@@ -77,28 +77,28 @@ KnownItem = Annotated[Item, BeforeValidator(_known, json_schema_input_type=Item)
 
 
 def items_of(value: Any) -> Any:
-    """A text is what the user says."""
+    """A plain text stands for one message of the user."""
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """Calls stand in the message of the assistant before them, or in one of their own."""
-    found = list[Message]()
+    """Function calls join the assistant's message before them, or get one of their own."""
+    messages = list[Message]()
     calls: list[ToolCall] | None = None  # of the last message, where it is the assistant's
     for item in items:
         match item:
             case MessageItem():
                 calls = [] if item.role == "assistant" else None
-                found.append(Message(role=item.role, content=item.content))
+                messages.append(Message(role=item.role, content=item.content))
             case FunctionCallItem():
                 if calls is None:
                     calls = []
-                    found.append(Message(role="assistant"))
+                    messages.append(Message(role="assistant"))
                 function = CalledFunction(name=item.name, arguments=item.arguments)
                 calls.append(ToolCall(id=item.call_id, function=function))
                 if len(calls) == 1:
-                    found[-1] = found[-1].model_copy(update={"tool_calls": calls})
+                    messages[-1] = messages[-1].model_copy(update={"tool_calls": calls})
             case FunctionCallOutputItem():
                 calls = None
-                found.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
-    return found
+                messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
+    return messages

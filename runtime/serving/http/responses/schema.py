@@ -1,5 +1,5 @@
-"""What a client may say who asks for a response, and the chat that it stands for. As in a chat, fields that nobody knows are
-ignored, and those that would change the answer and cannot be had are refused."""
+"""The fields of a responses request, and the chat request that it stands for. As in a chat request, unknown fields are ignored,
+and fields that would change the response but are not supported are refused."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from fusion.runtime.serving.http.schema import (
     AllowedTools,
     Body,
     ChatRequest,
-    Choosing,
     ChosenFunction,
     Function,
+    GenerationFields,
     Message,
     NamedSchema,
     ResponseFormat,
     Tool,
     ToolChoice,
+    at_most,
 )
 
 MAX_METADATA, MAX_VALUE = 16, 512  # entries, and characters of each, as with OpenAI
@@ -37,12 +38,12 @@ class FunctionTool(Function):
 
     @property
     def tool(self) -> Tool:
-        said = self.model_dump(exclude_unset=True, exclude={"type"})
-        return Tool(type="function", function=Function(**said))
+        fields = self.model_dump(exclude_unset=True, exclude={"type"})
+        return Tool(type="function", function=Function(**fields))
 
 
 def _function_alone(tool: Any) -> Any:
-    """A tool that the client runs: of another one pydantic would tell which fields it lacks."""
+    """Refuse tools that the client does not run itself; pydantic would only list the fields that they lack."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if isinstance(kind, str) and kind != "function":
         raise ValueError(f"tools are functions here, which the client runs, not {kind[:40]!r}")
@@ -95,25 +96,18 @@ class Reasoning(Body):
     effort: Annotated[str, Field(max_length=MAX_NAME)] | None = None
 
 
-def _few(value: Any) -> Any:
-    """Of an object pydantic would look at every entry before it counts them."""
-    if isinstance(value, dict) and len(value) > MAX_METADATA:
-        raise ValueError(f"at most {MAX_METADATA} entries, not {len(value)}")
-    return value
-
-
 Metadata = Annotated[
     dict[str, Annotated[str, Field(max_length=MAX_VALUE)]],
     Field(max_length=MAX_METADATA),
-    BeforeValidator(_few),
+    BeforeValidator(at_most(MAX_METADATA, "entries")),
 ]
 
 
-class ResponsesRequest(Choosing):
-    """`store` is ignored: nothing is kept."""
+class ResponsesRequest(GenerationFields):
+    """`store` is ignored: no response is stored."""
 
-    form: ClassVar[str] = "text.format"
-    elsewhere: ClassVar[Mapping[str, str]] = {
+    format_field: ClassVar[str] = "text.format"
+    other_names: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict"), "max_output_tokens"
         ),
@@ -153,13 +147,13 @@ class ResponsesRequest(Choosing):
 
     @cached_property
     def chat(self) -> ChatRequest:
-        """The same as a chat asks for it, whose rules every field has kept already."""
-        told = [Message(role="system", content=self.instructions)] if self.instructions else []
+        """The same request as a chat request, not validated again: every field has been."""
+        instructions = [Message(role="system", content=self.instructions)] if self.instructions else []
         form, choice = self.format, self.tool_choice
         schema = None if form.schema_ is None else NamedSchema(schema_=form.schema_)
         return ChatRequest.model_construct(
-            **{name: getattr(self, name) for name in Choosing.model_fields},
-            messages=[*told, *messages_of(self.input)],
+            **{name: getattr(self, name) for name in GenerationFields.model_fields},
+            messages=[*instructions, *messages_of(self.input)],
             max_completion_tokens=self.max_output_tokens,
             tools=None if self.tools is None else [each.tool for each in self.tools],
             tool_choice=choice if isinstance(choice, str | None) else choice.choice,

@@ -14,7 +14,7 @@ from fusion.runtime.belief.naming import CANDIDATES
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.text import NoText
 from fusion.runtime.serving.answers.catalog import NAMED_SECONDS, Catalog
-from fusion.runtime.serving.answers.routes import SEEN_TIMES
+from fusion.runtime.serving.answers.routes import STALE_TIMES
 from fusion.swarm.clock import Clock
 from fusion.swarm.directory.records import JobId, JobRecord
 from fusion.swarm.errors import BlobError, SwarmError
@@ -239,7 +239,7 @@ def test_a_name_means_what_it_did_while_we_look_again() -> None:
         await settled()
         assert await found() == "two" and looks == [2]
         meant[0] = "three"
-        now[0] += SEEN_TIMES * NAMED_SECONDS
+        now[0] += STALE_TIMES * NAMED_SECONDS
         assert await found() == "three", "what was meant is too old"
         fails[0] = True
         now[0] += NAMED_SECONDS

@@ -7,7 +7,7 @@ import pytest
 from fusion.runtime.serving.answers import expected_prefixes
 from fusion.runtime.serving.answers.expected_prefixes import ExpectedPrefixes
 from fusion.runtime.serving.ring.prefix import BLOCK_POSITIONS, PrefixHash
-from fusion.runtime.serving.ring.retained import MAX_OF_HOLDER
+from fusion.runtime.serving.ring.retained import MAX_PER_GATEWAY
 from fusion.runtime.serving.ring.session import Hop
 from fusion.swarm.transport import PeerId
 
@@ -78,7 +78,7 @@ def test_what_a_stage_does_not_hold_is_asked_for_the_next_time_and_what_others_s
 def test_no_more_sequences_are_expected_than_a_stage_keeps() -> None:
     known = ExpectedPrefixes()
     known.end(chain(*CHAT), HERE, len(CHAT))
-    for other in range(1, MAX_OF_HOLDER + 1):
+    for other in range(1, MAX_PER_GATEWAY + 1):
         assert known.begin(chain(*CHAT), HERE) == len(CHAT)
         known.end(chain(*range(other, other + BLOCK_POSITIONS)), HERE, BLOCK_POSITIONS)
     assert known.begin(chain(*CHAT), HERE) == 0

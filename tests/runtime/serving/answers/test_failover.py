@@ -11,10 +11,10 @@ from fusion.runtime.serving.answers.failover import (
     LONGEST_PAUSE_SECONDS,
     FailoverConfig,
     Fault,
+    FaultHistory,
     FaultKind,
-    Pulse,
     Retry,
-    Trouble,
+    SilenceTimeout,
     explain,
     respond,
 )
@@ -29,10 +29,10 @@ def fault(kind: FaultKind, *stages: int) -> Fault:
 
 def after(kind: FaultKind, faults: int, **options: Any) -> Retry | None:
     """What the last of so many faults of one kind leads to."""
-    trouble = Trouble(answered=options.pop("answered", False))
+    history = FaultHistory(answered=options.pop("answered", False))
     for _ in range(faults):
-        trouble = trouble.with_fault(fault(kind, 1))
-    return respond(trouble, fault(kind, 1), options.pop("stalled_seconds", 0.0), CONFIG)
+        history = history.with_fault(fault(kind, 1))
+    return respond(history, fault(kind, 1), options.pop("stalled_seconds", 0.0), CONFIG)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +66,7 @@ def test_a_new_request_is_told_at_once_that_there_is_no_room_and_an_answer_under
     assert after("full", 1) is None
     assert after("full", 1, answered=True) is not None
     # Whoever was interrupted waits for others' answers to end, longer than for a stage that is gone.
-    begun = Trouble(answered=True).with_fault(fault("full", 1))
+    begun = FaultHistory(answered=True).with_fault(fault("full", 1))
     late = (CONFIG.recover_seconds, CONFIG.full_seconds - 1.0, CONFIG.full_seconds)
     assert [respond(begun, fault("full", 1), seconds, CONFIG) is None for seconds in late] == [
         False,
@@ -75,8 +75,8 @@ def test_a_new_request_is_told_at_once_that_there_is_no_room_and_an_answer_under
     ]
     assert respond(begun, fault("vanished", 1), CONFIG.recover_seconds, CONFIG) is None
     # The session was there when a stage died: its memory is being freed.
-    trouble = Trouble().with_fault(fault("vanished", 0)).with_fault(fault("full", 1))
-    assert respond(trouble, fault("full", 1), 1.0, CONFIG) is not None
+    history = FaultHistory().with_fault(fault("vanished", 0)).with_fault(fault("full", 1))
+    assert respond(history, fault("full", 1), 1.0, CONFIG) is not None
 
 
 def test_a_request_that_cannot_work_is_not_tried_again() -> None:
@@ -99,11 +99,11 @@ def test_the_silence_that_is_worth_a_question_follows_from_the_answers_own_histo
     gaps: list[float],
 ) -> None:
     now = 5.0
-    pulse = Pulse(CONFIG, now)
+    timeout = SilenceTimeout(CONFIG, now)
     for gap in gaps:
         now += gap
-        pulse.token(now)
-    quiet = pulse.quiet_seconds()
+        timeout.token(now)
+    quiet = timeout.quiet_seconds()
     assert quiet >= CONFIG.quiet_seconds
     if gaps:
         assert quiet <= max(CONFIG.quiet_seconds, 20.001 * max(gaps))
@@ -111,15 +111,15 @@ def test_the_silence_that_is_worth_a_question_follows_from_the_answers_own_histo
 
 
 def test_questions_that_bring_nothing_come_ever_later_and_end() -> None:
-    pulse = Pulse(CONFIG, 0.0)
+    timeout = SilenceTimeout(CONFIG, 0.0)
     waits = []
-    while not pulse.asked():
-        waits.append(pulse.quiet_seconds())
+    while not timeout.no_progress():
+        waits.append(timeout.quiet_seconds())
     assert waits == [4.0, 8.0, 16.0, 32.0]
-    pulse.token(70.0)
-    pulse.begin(80.0)
-    pulse.token(80.01)
-    assert pulse.quiet_seconds() >= 2.0 and not pulse.asked()
+    timeout.token(70.0)
+    timeout.begin(80.0)
+    timeout.token(80.01)
+    assert timeout.quiet_seconds() >= 2.0 and not timeout.no_progress()
 
 
 # --- what stages report

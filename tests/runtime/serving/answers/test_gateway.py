@@ -322,10 +322,10 @@ def test_a_prompt_that_takes_long_to_read_holds_up_no_answer_and_one_prompt_of_e
 def test_a_schema_counts_for_whoever_an_answer_is_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holders = list[PeerId]()
+    tenants = list[PeerId]()
 
     async def busy(*arguments: Any) -> Any:
-        holders.append(arguments[-1])
+        tenants.append(arguments[-1])
         raise GrammarsBusy
 
     async def main() -> None:
@@ -334,10 +334,10 @@ def test_a_schema_counts_for_whoever_an_answer_is_for(
             gateway = swarm.peers[0].service.gateway
             monkeypatch.setattr(gateway, "_open_grammar", busy)
             asked = GenerateRequest(prompt_ids=(5, 9), schema="{}")
-            for holder in (PeerId("http/one"), PeerId("http/other"), None):
+            for tenant in (PeerId("http/one"), PeerId("http/other"), None):
                 with pytest.raises(GrammarsBusy):
-                    await anext(gateway.generate(asked, holder=holder))
-            assert holders == [PeerId("http/one"), PeerId("http/other"), swarm.peers[0].id]
+                    await anext(gateway.generate(asked, tenant=tenant))
+            assert tenants == [PeerId("http/one"), PeerId("http/other"), swarm.peers[0].id]
 
     asyncio.run(main())
 

@@ -233,7 +233,7 @@ def test_a_session_that_took_over_and_is_behind_is_kept_as_far_as_it_got() -> No
         max_tokens=200,
         sampling=Sampling(),
         logits=False,
-        holder=PeerId("us"),
+        tenant=PeerId("us"),
     )
 
     async def main() -> None:

@@ -41,9 +41,11 @@ BY_B, BY_C = (Hop(A, 7), Hop(B, 2)), (Hop(A, 7), Hop(C, 2))
 
 
 def ways(
-    links: LinkView, stages: Any = STAGES, costs: Costs = COSTS, ours: Mapping[Any, int] | None = None
+    links: LinkView, stages: Any = STAGES, costs: Costs = COSTS, own_sessions: Mapping[Any, int] | None = None
 ) -> RouteOptions:
-    return RouteOptions(stages=stages, links=links, gateway=GATEWAY, costs=costs, ours=ours or {})
+    return RouteOptions(
+        stages=stages, links=links, gateway=GATEWAY, costs=costs, own_sessions=own_sessions or {}
+    )
 
 
 def loaded(b: float, c: float) -> Any:
@@ -90,15 +92,15 @@ def test_without_a_cache_the_whole_sequence_crosses_for_each_token() -> None:
 def test_a_new_session_goes_where_fewer_are() -> None:
     assert ways(view(), loaded(1, 0)).choose(NEW) == BY_C
     assert ways(view(), loaded(1, 2)).choose(NEW) == BY_B
-    assert ways(view(), ours={(1, B): 1}).choose(NEW) == BY_C, "no claim says so yet"
+    assert ways(view(), own_sessions={(1, B): 1}).choose(NEW) == BY_C, "no claim says so yet"
 
 
 def test_a_session_is_not_in_its_own_way() -> None:
-    alone = ways(view(), loaded(1, 0), ours={(1, B): 1})
+    alone = ways(view(), loaded(1, 0), own_sessions={(1, B): 1})
     assert alone.better(NEW, BY_B) is None
-    crowded = ways(view(), loaded(6, 0), ours={(1, B): 1})
+    crowded = ways(view(), loaded(6, 0), own_sessions={(1, B): 1})
     assert crowded.better(NEW, BY_B) == BY_C
-    moved = ways(view(), loaded(2, 0), ours={(1, B): 1, (1, C): 1})
+    moved = ways(view(), loaded(2, 0), own_sessions={(1, B): 1, (1, C): 1})
     assert moved.better(NEW, BY_B) is None, "another of ours has just gone there"
 
 

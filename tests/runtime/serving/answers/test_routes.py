@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.instant_loop import settled
 
-from fusion.runtime.serving.answers.routes import LINKED_SECONDS, MAX_LOOKS, SEEN_TIMES, Routes
+from fusion.runtime.serving.answers.routes import LINKED_SECONDS, MAX_LOOKS, STALE_TIMES, Routes
 from fusion.swarm.claims.leases import Leases
 from fusion.swarm.clock import Clock
 from fusion.swarm.directory.records import ClaimRecord, JobId
@@ -40,8 +40,8 @@ def test_a_gateway_remembers_the_holders_of_so_many_models_and_no_more() -> None
             model: Any = SimpleNamespace(
                 job=JobId(f"{number:064x}"), manifest=SimpleNamespace(name="m", stages=1)
             )
-            await routes._look(model)
-        assert len(routes._looks) == MAX_LOOKS
+            await routes._claims_of(model)
+        assert len(routes._cached_claims) == MAX_LOOKS
         assert routes.newer(JobId(f"{number:064x}"), 0, SimpleNamespace(term=0)) is not None  # type: ignore[arg-type]
 
     asyncio.run(main())
@@ -77,7 +77,7 @@ def test_a_session_begins_by_what_was_seen_last_while_we_look_again() -> None:
         model: Any = SimpleNamespace(job=JobId("0" * 64), manifest=SimpleNamespace(name="m", stages=1))
 
         async def owner() -> str:
-            look = await routes._look(model)
+            look = await routes._claims_of(model)
             return str(look.stages[0][0].peer)
 
         assert await owner() == "one" and directory.reads == 1
@@ -93,7 +93,7 @@ def test_a_session_begins_by_what_was_seen_last_while_we_look_again() -> None:
         await settled()
         assert await owner() == "two" and directory.reads == 2
         directory.peer = "three"
-        now[0] += 2.0 * SEEN_TIMES
+        now[0] += 2.0 * STALE_TIMES
         assert await owner() == "three", "what was seen is too old"
 
         # What is learned while we look is newer than what the directory says then.
@@ -132,7 +132,7 @@ def test_a_gateway_that_went_by_a_rival_finds_the_owner_that_the_rival_gave_way_
         await owner.publish(claim)
         context: Any = SimpleNamespace(clock=Clock(), leases=leases)
         model: Any = SimpleNamespace(job=job, manifest=SimpleNamespace(name="m", stages=1))
-        look = await Routes(context)._look(model)
+        look = await Routes(context)._claims_of(model)
         assert [held.peer for held in look.stages[0]] == [identities[0].peer_id]
 
     asyncio.run(main())
@@ -146,12 +146,12 @@ def test_no_look_outlives_the_routes() -> None:
         model: Any = SimpleNamespace(job=JobId("0" * 64), manifest=SimpleNamespace(name="m", stages=1))
         waiting = []
         for _ in range(2):
-            waiting.append(asyncio.create_task(routes._look(model)))
+            waiting.append(asyncio.create_task(routes._claims_of(model)))
             await settled()
             routes.forget(model.job)  # and look anew
         await routes.aclose()
         await asyncio.wait(waiting, timeout=5)
-        assert all(each.cancelled() for each in waiting) and not routes._forgotten
+        assert all(each.cancelled() for each in waiting) and not routes._invalidated
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())
@@ -173,13 +173,13 @@ def test_where_a_look_fails_the_next_session_waits_for_its_own() -> None:
         )
         routes = Routes(context, fresh_seconds=2.0)
         model: Any = SimpleNamespace(job=JobId("0" * 64), manifest=SimpleNamespace(name="m", stages=1))
-        await routes._look(model)
+        await routes._claims_of(model)
         now[0] += 3.0
         fails[0] = True
-        await routes._look(model)
+        await routes._claims_of(model)
         await settled()
         with pytest.raises(SwarmError):
-            await routes._look(model)
+            await routes._claims_of(model)
 
     asyncio.run(main())
 
@@ -218,7 +218,7 @@ def test_a_session_begins_by_what_was_known_of_links_and_a_move_does_not() -> No
         fails[0] = True
         now[0] += LINKED_SECONDS
         assert await known(LINKED_SECONDS) == 4, "as good as is known"
-        assert routes._linking is None
+        assert routes._reading_links is None
         await routes.aclose()
 
     asyncio.run(main())

@@ -343,13 +343,13 @@ def test_models_with_schemas_are_shared_out(tmp_path: Path, monkeypatch: pytest.
 def test_the_time_of_a_schema_without_answers_ends_where_it_gets_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timers, later = list[asyncio.TimerHandle](), grammars._later
+    timers, later = list[asyncio.TimerHandle](), grammars._call_later
 
     def noted(*arguments: Any) -> asyncio.TimerHandle:
         timers.append(later(*arguments))
         return timers[-1]
 
-    monkeypatch.setattr(grammars, "_later", noted)
+    monkeypatch.setattr(grammars, "_call_later", noted)
 
     async def main() -> None:
         async with opened(tmp_path) as (made, _):

@@ -9,7 +9,7 @@ from support.instant_loop import run
 
 from fusion.runtime.job.protocol import RUN, STATUS
 from fusion.runtime.serving.graphs.arrays import Array, described
-from fusion.runtime.serving.graphs.client import Asking
+from fusion.runtime.serving.graphs.client import ModelRuns
 from fusion.runtime.serving.requests.client import GATEWAY_TRIES
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import PeerUnreachable, RemoteError, StreamBroken
@@ -64,7 +64,7 @@ def test_another_peer_is_asked_and_stays_the_one(does: str) -> None:
             told.append(gone)
             return other
 
-        asking = Asking(MemoryTransport(network, PeerId("client")), first, another)
+        asking = ModelRuns(MemoryTransport(network, PeerId("client")), first, another)
         for _ in range(2):
             assert (await asking.run("m", [])).route == ("other",)
         assert told == [{first}]
@@ -82,12 +82,12 @@ def test_so_many_are_asked_and_no_more_and_a_refusal_is_final() -> None:
 
         client = MemoryTransport(network, PeerId("client"))
         with pytest.raises(StreamBroken):
-            await Asking(client, await gateway(network, "first", "vanishes"), another).run("m", [])
+            await ModelRuns(client, await gateway(network, "first", "vanishes"), another).run("m", [])
         assert len(told) == GATEWAY_TRIES - 1
         with pytest.raises(RemoteError, match="too large"):
-            await Asking(client, await gateway(network, "no", "refuses"), another).run("m", [])
+            await ModelRuns(client, await gateway(network, "no", "refuses"), another).run("m", [])
         with pytest.raises(PeerUnreachable):
-            await Asking(client, PeerId("nobody")).run("m", [])
+            await ModelRuns(client, PeerId("nobody")).run("m", [])
         assert len(told) == GATEWAY_TRIES - 1
 
     run(main())
@@ -102,7 +102,7 @@ def test_grants_are_shown_once_they_are_asked_for_and_then_at_once() -> None:
             return (b"grant",)
 
         peer = await gateway(network, "peer", "wants grants")
-        asking = Asking(MemoryTransport(network, PeerId("client")), peer, None, grants)
+        asking = ModelRuns(MemoryTransport(network, PeerId("client")), peer, None, grants)
         for _ in range(2):
             assert (await asking.run("m", [])).route == ("peer",)
         assert asked == ["b" * 64]

@@ -34,7 +34,7 @@ from fusion.runtime.placing.placed_job import as_requested
 from fusion.runtime.planes.torch_plane import TorchPlane
 from fusion.runtime.serving.answers.catalog import Catalog
 from fusion.runtime.serving.graphs.arrays import Array
-from fusion.runtime.serving.graphs.client import Made, run_model
+from fusion.runtime.serving.graphs.client import RunResult, run_model
 from fusion.runtime.serving.graphs.gateway import GraphGateway
 from fusion.runtime.serving.graphs.stages import GraphStages
 from fusion.runtime.serving.stage_loader import StageLoader
@@ -62,7 +62,7 @@ class Served:
             assert not task.done(), task
             await asyncio.sleep(0.01)
 
-    async def ask(self, images: Any) -> Made:
+    async def ask(self, images: Any) -> RunResult:
         asker, gateway = self.swarm.peers[-1].context, self.swarm.peers[0].context
         await launch(
             self.swarm.peers[0].context, self.prepared

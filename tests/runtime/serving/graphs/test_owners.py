@@ -71,7 +71,7 @@ class Owners:
         )
         catalog: Any = SimpleNamespace(
             find=find,
-            check_asker=nothing,
+            check_client=nothing,
             check_admitted=nothing,
             routes=SimpleNamespace(forget=lambda job: None),
         )

@@ -28,14 +28,14 @@ class _Gateway:
         self.given, self.left = 0, 0
         self.closing, self.go = asyncio.Event(), asyncio.Event()
 
-    def place(self, *_: object) -> Turn:
+    def admit(self, *_: object) -> Turn:
         self.places.append(asyncio.get_running_loop().create_future())
         return self.places[-1]
 
-    def use(self, place: Turn) -> None:
+    def touch(self, turn: Turn) -> None:
         self.given += 1
 
-    def leave(self, place: Turn, *, completed: bool) -> None:
+    def release(self, turn: Turn, *, completed: bool) -> None:
         self.left += 1
 
     async def generate(self, *_: object, **__: object) -> AsyncGenerator[Piece, None]:

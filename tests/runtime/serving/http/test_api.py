@@ -36,16 +36,16 @@ class _Gateway:
         serve = SimpleNamespace(longest_prompt=100, max_sequence=100, source=None)
         return SimpleNamespace(job="job", manifest=SimpleNamespace(name="m"), serve=serve)
 
-    async def _encode(self, model: Any, holder: PeerId, text: str, *, plain: bool = True) -> tuple[int, ...]:
+    async def _encode(self, model: Any, tenant: PeerId, text: str, *, plain: bool = True) -> tuple[int, ...]:
         self.plain.append(plain)
         return (1, 2)
 
-    def place(self, *_: object) -> Turn:
+    def admit(self, *_: object) -> Turn:
         return asyncio.get_running_loop().create_future()
 
-    def use(self, place: Turn) -> None: ...
+    def touch(self, turn: Turn) -> None: ...
 
-    def leave(self, place: Turn, *, completed: bool) -> None:
+    def release(self, turn: Turn, *, completed: bool) -> None:
         self.left.append(completed)
 
     async def generate(self, request: GenerateRequest, **_: object) -> AsyncGenerator[Piece | Answer, None]:
@@ -60,7 +60,7 @@ def asked(gateway: Any, **more: Any) -> Any:
         await asyncio.Event().wait()
 
     context: Any = SimpleNamespace(random=Random(1))
-    request: Any = SimpleNamespace(state=SimpleNamespace(holder=PeerId("http/one")), receive=receive)
+    request: Any = SimpleNamespace(state=SimpleNamespace(tenant=PeerId("http/one")), receive=receive)
     return Api(context, gateway, Metrics()).completions(request, CompletionRequest(prompt="x", n=2, **more))
 
 

@@ -23,7 +23,7 @@ from fusion.runtime.serving.http.schema import EmbeddingRequest
 from fusion.swarm.transport import PeerId
 
 SERVE = ServeConfig(cache="recompute", max_sequence=100, vocabulary=256, outputs=(EMBEDDING,), batch=4)
-REQUEST: Any = SimpleNamespace(state=SimpleNamespace(holder=PeerId("http/one")))
+REQUEST: Any = SimpleNamespace(state=SimpleNamespace(tenant=PeerId("http/one")))
 SCOPE: Any = {"type": "http"}
 NOTHING: Any = None
 
@@ -51,7 +51,7 @@ class Asked:
             made = np.ones((given[0].shape[0], 3), "<f4")
             return [Array(EMBEDDING, "float32", made.shape, made.tobytes())], []
 
-        api: Any = SimpleNamespace(find=find, while_there=lambda request, work: work)
+        api: Any = SimpleNamespace(find=find, cancel_on_disconnect=lambda request, work: work)
         graphs: Any = SimpleNamespace(run=vectors, samples_at_once=samples_at_once)
         self._embeddings = Embeddings(api, self.gateway, graphs, PeerId("us"))
 
@@ -88,7 +88,7 @@ def test_what_is_wrong_with_a_text_is_said_of_the_input(text: Text, given: Any, 
 def test_more_texts_than_there_ever_is_a_place_for_are_refused_and_end_nobody_s_answer() -> None:
     async def main() -> None:
         asked = Asked(places=2)
-        other = asked.gateway.place(PeerId("other"), 0)
+        other = asked.gateway.admit(PeerId("other"), 0)
         await asyncio.sleep(2 * IDLE_SECONDS)
         texts = ["a"] * (2 * ANSWER_BYTES // 22_000)
         with pytest.raises(ApiError, match="input: too much at once") as error:

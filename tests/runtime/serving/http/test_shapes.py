@@ -16,8 +16,8 @@ from fusion.runtime.serving.http.shapes import (
     ChatReader,
     ChatShape,
     CompletionShape,
+    EncodedLists,
     Shape,
-    Written,
     json_parts,
     token_text,
     usage,
@@ -42,10 +42,10 @@ def streamed(shape: Shape, parts: list[Part]) -> list[dict[str, Any]]:
 
 def whole(shape: Shape, parts: list[Part]) -> dict[str, Any]:
     for part in parts:
-        if isinstance(part.said, Answer):
-            found: dict[str, Any] = json.loads(b"".join(json_parts(shape.whole(part.choice, part.said))))
+        if isinstance(part.output, Answer):
+            found: dict[str, Any] = json.loads(b"".join(json_parts(shape.whole(part.choice, part.output))))
             return found
-        shape.keep(part.choice, part.said)
+        shape.keep(part.choice, part.output)
     raise AssertionError("an answer ends")
 
 
@@ -170,13 +170,13 @@ def test_log_probabilities_of_a_whole_answer_are_written_a_token_at_a_time(
 
 
 def test_lists_that_are_written_already_stand_where_they_belong() -> None:
-    value = {"a": Written({"x": [b"1", b"2"], "y": []}), "b": [Written({"z": [b'"q"']}), 5]}
+    value = {"a": EncodedLists({"x": [b"1", b"2"], "y": []}), "b": [EncodedLists({"z": [b'"q"']}), 5]}
     assert json.loads(b"".join(json_parts(value))) == {"a": {"x": [1, 2], "y": []}, "b": [{"z": ["q"]}, 5]}
     assert b"".join(json_parts({"a": 1})) == b'{"a":1}'
 
 
 def test_usage_counts_a_prompt_once() -> None:
-    ends = [part.said for part in (said(["a"])[-1], said(["b"])[-1]) if isinstance(part.said, Answer)]
+    ends = [part.output for part in (said(["a"])[-1], said(["b"])[-1]) if isinstance(part.output, Answer)]
     found = usage(3, [ends[0], replace(ends[1], cached_tokens=2)])
     assert found.pop("prompt_tokens_details") == {"cached_tokens": 1}  # on average
     assert found == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}

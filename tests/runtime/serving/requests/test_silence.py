@@ -11,7 +11,7 @@ from fusion.runtime.job.protocol import GENERATE, STATUS
 from fusion.runtime.serving.requests.client import PATIENCE_SECONDS, Another, complete
 from fusion.runtime.serving.requests.header_fields import unpack_tokens
 from fusion.runtime.serving.requests.request import GenerateRequest
-from fusion.runtime.serving.requests.silence import SILENT_SECONDS, THERE_SECONDS
+from fusion.runtime.serving.requests.silence import PING_SECONDS, SILENT_SECONDS
 from fusion.swarm.errors import StreamBroken, SwarmError
 from fusion.swarm.identity import Identity
 from fusion.swarm.memory.network import MemoryNetwork
@@ -76,7 +76,7 @@ def test_a_frozen_gateway_is_left_for_another(after: int) -> None:
         began = clock()
         answer = await complete(client, frozen.peer_id, REQUEST, another)
         assert answer.tokens == (7, 8, 9)
-        assert clock() - began < 2 * SILENT_SECONDS + THERE_SECONDS + 1.0
+        assert clock() - began < 2 * SILENT_SECONDS + PING_SECONDS + 1.0
         with pytest.raises(StreamBroken, match="is silent, and does not say whether it is there"):
             await complete(client, frozen.peer_id, REQUEST)
 

@@ -22,11 +22,11 @@ from fusion.runtime.serving.ring.guesses import (
     FIRST_GUESSES,
     LEAST_MATCH,
     LONGEST_MATCH,
-    LONGEST_SILENCE,
+    LONGEST_PAUSE,
     MOST_GUESSES,
-    Allowance,
     RepeatDrafter,
-    Verdicts,
+    SampledTokens,
+    SpeculationWindow,
 )
 from fusion.runtime.serving.ring.session import Chunk, Feed, Hop, Opening, SessionId
 from fusion.runtime.serving.ring.stage_session import StageSession, _choose
@@ -66,7 +66,7 @@ def answer_of(
     stands for its cache."""
     under_way: deque[tuple[Chunk, Sequence[int]]] = deque()
     coming: deque[tuple[int, list[int]]] = deque()
-    verdicts, cache, answer, turns = Verdicts(len(prompt)), list[int](), list[int](), 0
+    sampled, cache, answer, turns = SampledTokens(len(prompt)), list[int](), list[int](), 0
 
     def put_in() -> None:
         while (step := feed.next(7, 64)) is not None:
@@ -82,11 +82,11 @@ def answer_of(
             continue
         chunk, ids = under_way.popleft()
         stale = chunk.sample and (
-            chunk.start >= verdicts.next
+            chunk.start >= sampled.next
             or any(
-                not verdicts.holds(p, t)
+                not sampled.holds(p, t)
                 for p, t in zip(
-                    range(chunk.end - len(chunk.guesses), verdicts.next), chunk.guesses, strict=False
+                    range(chunk.end - len(chunk.guesses), sampled.next), chunk.guesses, strict=False
                 )
             )
         )
@@ -97,11 +97,11 @@ def answer_of(
         turns += 1
         if not chunk.sample:
             continue
-        first = max(chunk.start, verdicts.next - 1) if chunk.guesses else chunk.end - 1
+        first = max(chunk.start, sampled.next - 1) if chunk.guesses else chunk.end - 1
         chosen = []
         for place in range(first, chunk.end):
             token = choose(cache[: place + 1])
-            verdicts.push(token)
+            sampled.push(token)
             chosen.append(token)
             if place + 1 < chunk.end and cache[place + 1] != token:
                 break
@@ -205,22 +205,22 @@ def test_the_longer_the_match_the_more_is_proposed() -> None:
 
 
 def test_the_allowance_follows_what_becomes_of_guesses() -> None:
-    allowance = Allowance()
-    assert allowance.most == FIRST_GUESSES
+    window = SpeculationWindow()
+    assert window.most == FIRST_GUESSES
     for _ in range(100):
-        allowance.right()
-    assert allowance.most == MOST_GUESSES
+        window.right()
+    assert window.most == MOST_GUESSES
     pauses = []
     for _ in range(14):
-        allowance.wrong()
+        window.wrong()
         pause = 0
-        while not allowance.most:
-            allowance.token()
+        while not window.most:
+            window.token()
             pause += 1
         pauses.append(pause)
-    assert pauses[0] == 0 and pauses == sorted(pauses) and pauses[-1] == LONGEST_SILENCE
-    allowance.right()
-    assert allowance.most == 2
+    assert pauses[0] == 0 and pauses == sorted(pauses) and pauses[-1] == LONGEST_PAUSE
+    window.right()
+    assert window.most == 2
 
 
 # --- in the ring

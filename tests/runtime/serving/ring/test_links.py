@@ -19,7 +19,7 @@ from fusion.runtime.serving.ring.links import (
     FullLinks,
     LinkEnds,
     RingLinks,
-    hears_acks,
+    accepts_acks,
 )
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.errors import PeerUnreachable, StreamClosed
@@ -262,8 +262,8 @@ def test_what_went_out_before_the_far_end_said_that_it_acknowledges_is_counted_t
             links._acked = said.set
             link = await links.to(replace(ENDS, sender=0))
             far = await pair.arrived.get()
-            assert hears_acks(await hello(far))
-            links.sent(link, 70_000)
+            assert accepts_acks(await hello(far))
+            links.count_sent(link, 70_000)
             assert links.in_window(link), "nobody has said yet that it acknowledges"
             await far.send(BATCHES, {ACKS: True})
             await far.send("ack", {"bytes": 3_000})
@@ -287,7 +287,7 @@ def test_a_gateway_hears_no_acks() -> None:
             links = pair.links()
             link = await links.to(ENDS)
             far = await pair.arrived.get()
-            assert not hears_acks(await hello(far))
+            assert not accepts_acks(await hello(far))
             await far.send(BATCHES, {ACKS: True})
             await far.send("ack", {"bytes": 0})
             while not pair.frames:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fusion.runtime.serving.ring.prefix import BLOCK_POSITIONS, HASH_BYTES, PrefixHash
 from fusion.runtime.serving.ring.retained import (
     IDLE_SECONDS,
-    MAX_OF_HOLDER,
+    MAX_PER_GATEWAY,
     MAX_RETAINED,
     RetainedPrefixes,
 )
@@ -28,8 +28,8 @@ class Clock:
         return self.now
 
 
-def retain(kept: RetainedPrefixes, holder: PeerId, *contents: int, size: int = 1) -> int:
-    name, _ = kept.add(holder, chain(*contents))
+def retain(kept: RetainedPrefixes, gateway: PeerId, *contents: int, size: int = 1) -> int:
+    name, _ = kept.add(gateway, chain(*contents))
     assert name is not None and kept.sized(name, BLOCK_POSITIONS * len(contents), size)
     return name
 
@@ -70,7 +70,7 @@ def test_who_holds_most_gives_way_with_what_it_has_not_used_for_longest() -> Non
     yours = retain(kept, YOU, 1, size=5)
     mine = [retain(kept, ME, i, size=2) for i in range(4)]
     kept.find(ME, chain(0))
-    gone = [kept.yields() for _ in range(6)]
+    gone = [kept.evict() for _ in range(6)]
     assert [entry and entry.name for entry in gone] == [mine[1], mine[2], yours, mine[3], mine[0], None]
 
 
@@ -91,8 +91,8 @@ def test_what_nobody_comes_back_to_goes() -> None:
 def test_there_are_never_too_many(adds: list[tuple[PeerId, int]]) -> None:
     kept = RetainedPrefixes(Clock())
     there: set[int] = set()
-    for holder, content in adds:
-        name, gone = kept.add(holder, content.to_bytes(HASH_BYTES, "big"))
+    for gateway, content in adds:
+        name, gone = kept.add(gateway, content.to_bytes(HASH_BYTES, "big"))
         there = (there | {name} if name is not None else there) - set(gone)
         assert len(kept) == len(there) <= MAX_RETAINED
 
@@ -100,9 +100,9 @@ def test_there_are_never_too_many(adds: list[tuple[PeerId, int]]) -> None:
 def test_one_gateway_pushes_out_its_own() -> None:
     kept = RetainedPrefixes(Clock())
     retain(kept, YOU, 1, 2)
-    for i in range(2 * MAX_OF_HOLDER):
+    for i in range(2 * MAX_PER_GATEWAY):
         retain(kept, ME, i)
-    assert len(kept) == MAX_OF_HOLDER + 1 and kept.find(YOU, chain(1, 2)) is not None
+    assert len(kept) == MAX_PER_GATEWAY + 1 and kept.find(YOU, chain(1, 2)) is not None
     for i in range(MAX_RETAINED):
         retain(kept, PeerId(f"p{i}"), i)
     assert len(kept) == MAX_RETAINED

@@ -31,9 +31,9 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.protocol import RING
 from fusion.runtime.job.worker import Worker
-from fusion.runtime.serving.requests.header_fields import pack_tokens
+from fusion.runtime.serving.requests.header_fields import TOKEN_BYTES, pack_tokens
 from fusion.runtime.serving.requests.sampling_params import Sampling
-from fusion.runtime.serving.ring.frames import ID_BYTES, hop_bytes, plan_ring
+from fusion.runtime.serving.ring.frames import hop_bytes, plan_ring
 from fusion.runtime.serving.ring.links import GATEWAY, IDLE_SECONDS, LinkEnds, RingPosition
 from fusion.runtime.serving.ring.session import Chunk, Hop, SessionId
 from fusion.runtime.serving.ring.stage import RingStage
@@ -535,7 +535,7 @@ def test_skips_of_every_length_cross_the_cuts_between() -> None:
     hop = 3 * 4  # bytes of a position of an edge
     assert hop_bytes(make_stages(4)) == (hop, hop, hop)
     assert hop_bytes(make_stages(4, skip=True)) == (3 * hop, hop + 2 * hop, hop + hop)
-    assert hop_bytes(make_stages(3, ids_at=(0, 2))) == (hop + ID_BYTES, hop + ID_BYTES)
+    assert hop_bytes(make_stages(3, ids_at=(0, 2))) == (hop + TOKEN_BYTES, hop + TOKEN_BYTES)
 
 
 def test_parcels_of_every_dtype_come_back_as_they_were() -> None:

@@ -197,7 +197,7 @@ def test_a_stage_that_leaves_serves_until_its_sessions_have_moved() -> None:
 
 
 def test_a_stage_that_leaves_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusion.runtime.serving.ring.stage.SEE_OFF_SECONDS", 0.02)
+    monkeypatch.setattr("fusion.runtime.serving.ring.stage.DRAIN_SECONDS", 0.02)
 
     async def main() -> None:
         async with ring_of(SHAPES["one"]) as ring:

@@ -458,7 +458,7 @@ def test_ids_that_no_prompt_has_room_for_are_looked_at_once_and_not_for_every_an
     async def main() -> None:
         async with served_over_http(tmp_path) as (_, http):
             body = {**GREEDY, "prompt": [1] * 1000, "n": 16}
-            monkeypatch.setattr("fusion.runtime.serving.http.asking.requests", None)
+            monkeypatch.setattr("fusion.runtime.serving.http.api.generate_requests", None)
             status, _, data = await ask(http, "POST", "/v1/completions", body)
             error = json.loads(data)["error"]
             assert (status, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
@@ -973,17 +973,17 @@ def test_one_client_has_so_many_answers_at_once_while_others_have_some(tmp_path:
         async with served_over_http(tmp_path) as (swarm, _):
             gateway = swarm.peers[1].service.gateway
             many, one = PeerId("http/many"), PeerId("http/one")
-            held = [gateway.place(many, 0) for _ in range(ANSWERS_BESIDE + 4)]
+            held = [gateway.admit(many, 0) for _ in range(ANSWERS_BESIDE + 4)]
             assert all(held), "nobody else is there"
-            own = gateway.place(one, 0)
-            assert own is not None and gateway.place(many, 0) is None
+            own = gateway.admit(one, 0)
+            assert own is not None and gateway.admit(many, 0) is None
             while len(held) >= ANSWERS_BESIDE:
-                assert gateway.place(many, 0) is None
-                gateway.leave(held.pop(), completed=True)
-            again = gateway.place(many, 0)
+                assert gateway.admit(many, 0) is None
+                gateway.release(held.pop(), completed=True)
+            again = gateway.admit(many, 0)
             assert again is not None
-            for place in (*held, again, own):
-                gateway.leave(place, completed=True)
+            for turn in (*held, again, own):
+                gateway.release(turn, completed=True)
             await swarm.freed()
 
     asyncio.run(main())

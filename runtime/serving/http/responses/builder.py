@@ -1,5 +1,5 @@
-"""One response as the Responses API writes it: its object, and the events of its stream, which end with that. Pure, but for ids that
-are drawn."""
+"""One response as the Responses API writes it: the response object, and the events of its stream, of which the last holds that object.
+Pure, but for random ids."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from fusion.runtime.serving.http.answers import Part
-from fusion.runtime.serving.http.asking import TEMPERATURE
 from fusion.runtime.serving.http.errors import ApiError
+from fusion.runtime.serving.http.generate_requests import TEMPERATURE
 from fusion.runtime.serving.http.responses.schema import ResponsesRequest
 from fusion.runtime.serving.http.shapes import ChatReader, Json, call_id, usage
 from fusion.runtime.serving.http.tool_calls import Call
@@ -18,9 +18,9 @@ from fusion.runtime.serving.requests.request import Answer
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-class ToldResponse:
-    """`begin`, then `tell` it each part of the answer, or `fail`: what each of them gives are the events that a stream has there.
-    `whole` is the response as far as it has come."""
+class ResponseBuilder:
+    """Call `begin`, then `add` with each part of the completion, or `fail`. Each returns the events that a stream sends at that point.
+    `whole` is the response so far."""
 
     def __init__(self, body: ResponsesRequest, model: str, created: int, prompt_tokens: int) -> None:
         """`model`: as the client called it; `created`: unix seconds."""
@@ -33,8 +33,8 @@ class ToldResponse:
         self._status: Status = "in_progress"
         self._error: Json | None = None
         self._usage: Json | None = None
-        self._output = list[Json]()  # what is finished of it
-        self._message = ""  # id of the one that is being written
+        self._output = list[Json]()  # the finished items
+        self._message = ""  # id of the message that is still open; "": none is
         self._text = list[str]()
         self._events = 0
 
@@ -57,17 +57,17 @@ class ToldResponse:
     def begin(self) -> list[Json]:
         return [self._event(f"response.{kind}", response=self.whole) for kind in ("created", "in_progress")]
 
-    def tell(self, part: Part) -> list[Json]:
+    def add(self, part: Part) -> list[Json]:
         text, calls = self._reader.read(part)
-        ends = isinstance(part.said, Answer)
+        ends = isinstance(part.output, Answer)
         events = list[Json]()
         if not self._message and (text or (ends and not calls)):
             events += self._open_message()
         if text:
             self._text.append(text)
             events.append(self._text_event("delta", delta=text, logprobs=[]))
-        if isinstance(part.said, Answer):
-            events += self._end(part.said, calls)
+        if isinstance(part.output, Answer):
+            events += self._end(part.output, calls)
         return events
 
     def fail(self, error: ApiError) -> list[Json]:
@@ -146,7 +146,7 @@ class ToldResponse:
 
     @property
     def _place(self) -> Json:
-        """Of the text of the message that is being written."""
+        """Where the text of the open message is."""
         return {"item_id": self._message, "output_index": len(self._output), "content_index": 0}
 
 
@@ -171,7 +171,7 @@ def _usage(prompt_tokens: int, answer: Answer) -> Json:
 
 
 def _echoed(body: ResponsesRequest, model: str, created: int) -> Json:
-    """What a response says of its request."""
+    """The fields of a response that repeat its request."""
     choice, tools = body.tool_choice, body.tools or ()
     form = body.format.model_dump(by_alias=True, exclude_none=True)
     return {

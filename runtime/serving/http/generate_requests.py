@@ -1,4 +1,4 @@
-"""From what a client says to what a gateway is asked: one request for each answer."""
+"""From a request body to requests for the gateway: one for each completion."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fusion.runtime.serving.requests.ends import Ends
 from fusion.runtime.serving.requests.request import GenerateRequest
 from fusion.runtime.serving.requests.sampling_params import MAX_SEED, Sampling
 
-TEMPERATURE = 1.0  # where none is given, as with OpenAI
-LEAST_TOP_P = 1e-9  # in place of 0: it leaves the most probable token alone
-MAX_LOGPROBS = 1 << 21  # in answers that are given at once: 150 MiB
+TEMPERATURE = 1.0  # OpenAI's default
+LEAST_TOP_P = 1e-9  # in place of 0: it leaves only the most probable token
+MAX_LOGPROBS = 1 << 21  # of a response that is not streamed: 150 MiB
 
 
-def requests(
+def generate_requests(
     body: Settings,
     model: str,
     prompts: Sequence[tuple[int, ...]],
@@ -24,13 +24,15 @@ def requests(
     top_logprobs: int | None,
     random: Random,
 ) -> list[GenerateRequest]:
-    """For each prompt as many answers as were asked for. Answer i to a prompt is drawn with `seed` + i, so that each of them
-    can be had again by itself. JobError and ApiError name a setting that is out of range."""
+    """`body.answers` requests for each prompt. Completion i of a prompt is sampled with `seed` + i, so that each can be reproduced
+    by itself. `model`: job id; `max_tokens`: of each prompt. JobError and ApiError name a setting that is out of range."""
     tokens = sum(max_tokens) + (sum(map(len, prompts)) if body.echoes else 0)
-    told = 0 if top_logprobs is None or body.stream else (1 + top_logprobs) * body.answers * tokens
-    if told > MAX_LOGPROBS:
-        said = f"top_logprobs: {told} log-probabilities, of at most {MAX_LOGPROBS} that are told at once"
-        raise ApiError(400, f"{said}: ask for a stream, or for fewer tokens", param="top_logprobs")
+    logprobs = 0 if top_logprobs is None or body.stream else (1 + top_logprobs) * body.answers * tokens
+    if logprobs > MAX_LOGPROBS:
+        message = (
+            f"top_logprobs: {logprobs} log-probabilities, of at most {MAX_LOGPROBS} that are told at once"
+        )
+        raise ApiError(400, f"{message}: ask for a stream, or for fewer tokens", param="top_logprobs")
     first = random.randrange(MAX_SEED) if body.seed is None else body.seed
     schema = body.json_schema
     ends = Ends(
@@ -43,7 +45,7 @@ def requests(
         GenerateRequest(
             model=model,
             prompt_ids=prompt,
-            max_tokens=most,
+            max_tokens=limit,
             sampling=sampling,
             top_logprobs=top_logprobs,
             stop=body.stop or (),
@@ -52,7 +54,7 @@ def requests(
             guesses=body.guesses is not False,
             echo=body.echoes,
         )
-        for prompt, most in zip(prompts, max_tokens, strict=True)
+        for prompt, limit in zip(prompts, max_tokens, strict=True)
         for sampling in samplings
     ]
 

@@ -12,16 +12,16 @@ from openai.types.responses import Response
 
 from fusion.runtime.serving.http.answers import Part
 from fusion.runtime.serving.http.errors import ApiError, Busy
+from fusion.runtime.serving.http.responses.builder import ResponseBuilder
 from fusion.runtime.serving.http.responses.schema import ResponsesRequest
-from fusion.runtime.serving.http.responses.told import ToldResponse
 from fusion.runtime.serving.requests.request import Answer, Finish, Piece
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 TOOLS = [{"type": "function", "name": "f"}]
 
 
-def told(**fields: Any) -> ToldResponse:
-    return ToldResponse(ResponsesRequest(input="U", tools=TOOLS, **fields), "m", 7, 5)
+def builder(**fields: Any) -> ResponseBuilder:
+    return ResponseBuilder(ResponsesRequest(input="U", tools=TOOLS, **fields), "m", 7, 5)
 
 
 def parts_of(pieces: Sequence[str], finish: Finish = "stop") -> list[Part]:
@@ -63,9 +63,9 @@ def built_of(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_a_call_that_had_to_be_and_was_cut_off_is_incomplete() -> None:
-    response = told(tool_choice="required")
+    response = builder(tool_choice="required")
     parts = parts_of(['{"name": "f", "arg', 'uments": {"a'], "length")
-    events = [*response.begin(), *(e for part in parts for e in response.tell(part))]
+    events = [*response.begin(), *(e for part in parts for e in response.add(part))]
     [call] = response.whole["output"]
     assert response.whole["output"] == built_of(events)
     assert (call["type"], call["name"], call["arguments"]) == ("function_call", "f", '{"a')
@@ -77,8 +77,8 @@ def test_a_call_that_had_to_be_and_was_cut_off_is_incomplete() -> None:
     st.sampled_from(["stop", "length"]),
 )
 def test_events_put_together_are_the_response(pieces: list[str], finish: Finish) -> None:
-    response = told()
-    events = [*response.begin(), *(e for part in parts_of(pieces, finish) for e in response.tell(part))]
+    response = builder()
+    events = [*response.begin(), *(e for part in parts_of(pieces, finish) for e in response.add(part))]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     last = events[-1]
     assert last["type"] == ("response.completed" if finish == "stop" else "response.incomplete")
@@ -92,8 +92,8 @@ def test_events_put_together_are_the_response(pieces: list[str], finish: Finish)
 
 @pytest.mark.parametrize("several", [True, False])
 def test_a_message_and_the_calls_behind_it(several: bool) -> None:
-    response = told(parallel_tool_calls=several)
-    kinds = [event["type"] for part in parts_of(["Hm ", *CALL, *CALL]) for event in response.tell(part)]
+    response = builder(parallel_tool_calls=several)
+    kinds = [event["type"] for part in parts_of(["Hm ", *CALL, *CALL]) for event in response.add(part)]
     message, *calls = response.whole["output"]
     assert message["content"][0]["text"] == "Hm " and message["status"] == "completed"
     assert [(call["name"], call["arguments"]) for call in calls] == [("f", '{"a": 1}')] * (1 + several)
@@ -112,10 +112,10 @@ def test_a_message_and_the_calls_behind_it(several: bool) -> None:
     [(Busy(), "rate_limit_exceeded"), (ApiError(503, "a line\nand another"), "server_error")],
 )
 def test_what_went_wrong_ends_a_response_that_keeps_what_was_said(error: ApiError, code: str) -> None:
-    response = told()
+    response = builder()
     response.begin()
     assert response.whole["output"] == []
-    response.tell(parts_of(["so far"])[0])
+    response.add(parts_of(["so far"])[0])
     [event] = response.fail(error)
     assert event["type"] == "response.failed" and event["response"] == response.whole
     assert response.whole["error"]["code"] == code and "\n" not in response.whole["error"]["message"]
