@@ -33,7 +33,7 @@ class NotConstrained(Exception):
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error_line(error))
-        self.reason = reason_of(error)
+        self.reason: FailedReason = "refused" if isinstance(error, JobError) else reason_of(error)
 
 
 def reason_of(error: Exception) -> FailedReason:
@@ -43,8 +43,6 @@ def reason_of(error: Exception) -> FailedReason:
             return "full"
         case GrammarTooCostly():
             return "grammar"
-        case JobError():
-            return "refused"
     return "broken"
 
 
