@@ -30,10 +30,8 @@ _SPELLED = {
 STORED_DTYPES = {spelled: name for name, spelled in _SPELLED.items()}  # ours, by how the format spells them
 _ORDER = {name: place for place, name in enumerate(_SPELLED)}
 
-_LEAST_HEADER_BYTES, _ENTRY_BYTES = (
-    64 << 10,
-    512,
-)  # of a header, and of what it says of one tensor beside its name
+_LEAST_HEADER_BYTES = 64 << 10  # that any header may have
+_ENTRY_BYTES = 512  # of a header for one tensor, beside its name
 
 
 @dataclass(frozen=True)
@@ -87,12 +85,12 @@ def weights_bytes_of(
 
 
 def check_header(path: Path, names: Iterable[str], copies: int = 1) -> None:
-    """JobError where the file's header is longer than one of tensors with these names, each `copies` times: the library of the format
-    takes seconds and gigabytes for a long one, and the whole process waits."""
+    """Raises JobError where the header is longer than tensors of these names need, each `copies` times. The library takes seconds and
+    gigabytes to parse a long one, and holds the GIL meanwhile."""
     most = _LEAST_HEADER_BYTES + copies * sum(_ENTRY_BYTES + len(name) for name in names)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-    if most < length <= path.stat().st_size:  # beyond that, the library says that it is none
+    if most < length <= path.stat().st_size:  # longer than the file: the library refuses it
         raise JobError(f"{path.name:.12} is no file of these tensors: a header of {length} bytes")
 
 

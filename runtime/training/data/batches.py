@@ -20,7 +20,7 @@ from fusion.runtime.planes.weights_file import check_header
 from fusion.runtime.training.data.samples import held_out_indices, sample_indices
 
 TOKEN_TYPES: Mapping[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
-MOST_ARRAYS, MOST_NAME = 1024, 64  # in a blob, about, and characters of each name
+MOST_ARRAYS, MOST_NAME = 1024, 64  # that the header of a blob has room for, and characters of each name
 SEPARATOR = 0  # the byte between two files of byte-level text
 
 Tokens = npt.NDArray[Any]
