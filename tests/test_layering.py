@@ -130,7 +130,7 @@ LIBRARY_FILES = {
         for library, names in {
             "fastapi": ("api", "port/app", "body", "chat_page", "embedding", "responses/api"),
             "starlette": ("port/app", "body", "events", "guard"),
-            "pydantic": ("schema", "responses/items", "responses/schema"),
+            "pydantic": ("generation_fields", "schema", "responses/items", "responses/schema"),
             "uvicorn": ("port/running",),
             "prometheus_client": ("metrics",),
         }.items()

@@ -4,7 +4,8 @@ config            where it listens, and who may use it
 errors            what can go wrong, as OpenAI's API says it
 guard             who is let in
 body              request bodies, bounded
-schema            the fields of a request, checked
+generation_fields   the fields that all requests for completions have, checked
+schema            requests: completions, chats, embeddings
 generate_requests   from a request body to requests for the gateway
 chat_format       the variables of the model's chat template
 tool_calls        tool calls in a model's output; pure

@@ -30,12 +30,7 @@ from fusion.runtime.serving.http.events import (
 )
 from fusion.runtime.serving.http.generate_requests import generate_requests
 from fusion.runtime.serving.http.metrics import Metrics
-from fusion.runtime.serving.http.schema import (
-    COMPLETION_TOKENS,
-    ChatRequest,
-    CompletionRequest,
-    Settings,
-)
+from fusion.runtime.serving.http.schema import COMPLETION_TOKENS, ChatRequest, CompletionRequest
 from fusion.runtime.serving.http.shapes import (
     ChatReader,
     ChatShape,
@@ -179,7 +174,7 @@ class Api:
     async def _reply(
         self,
         request: Request,
-        body: Settings,
+        body: CompletionRequest | ChatRequest,
         model: ServedModel,
         shape: Shape,
         requests: Sequence[GenerateRequest],

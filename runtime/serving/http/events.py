@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 from fusion.runtime.job.context import Context
 from fusion.runtime.serving.http.answers import Part
 from fusion.runtime.serving.http.errors import ApiError
+from fusion.runtime.serving.http.generation_fields import Settings
 from fusion.runtime.serving.http.route import RouteReporter
-from fusion.runtime.serving.http.schema import Settings
 from fusion.runtime.serving.http.shapes import Heading, Json, Shape, json_text, usage
 from fusion.runtime.serving.requests.request import Answer
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 from fusion.runtime.serving.http.errors import ApiError
-from fusion.runtime.serving.http.schema import Settings
+from fusion.runtime.serving.http.generation_fields import Settings
 from fusion.runtime.serving.requests.ends import Ends
 from fusion.runtime.serving.requests.request import GenerateRequest
 from fusion.runtime.serving.requests.sampling_params import MAX_SEED, Sampling

@@ -7,14 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from fusion.runtime.serving.http.schema import (
-    MAX_NAME,
-    Body,
-    CalledFunction,
-    Message,
-    TextPart,
-    ToolCall,
-)
+from fusion.runtime.serving.http.generation_fields import MAX_NAME, Body
+from fusion.runtime.serving.http.schema import CalledFunction, Message, TextPart, ToolCall
 
 Texts = str | Annotated[list[TextPart], Field(fail_fast=True)]
 

@@ -9,24 +9,26 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from fusion.runtime.serving.http.generation_fields import (
+    MAX_NAME,
+    Body,
+    GenerationFields,
+    NamedSchema,
+    ResponseFormat,
+    at_most,
+)
 from fusion.runtime.serving.http.responses.items import Item, KnownItem, items_of, messages_of
 from fusion.runtime.serving.http.schema import (
     MAX_MESSAGES,
-    MAX_NAME,
     MAX_TOOLS,
     AllowedNames,
     AllowedTools,
-    Body,
     ChatRequest,
     ChosenFunction,
     Function,
-    GenerationFields,
     Message,
-    NamedSchema,
-    ResponseFormat,
     Tool,
     ToolChoice,
-    at_most,
 )
 
 MAX_METADATA, MAX_VALUE = 16, 512  # entries, and characters of each, as with OpenAI
