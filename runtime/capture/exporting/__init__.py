@@ -5,7 +5,7 @@ tensors           the tensors of a module by name, and a copy without their valu
 model_code        which line of the model's code a message is about
 drawn             random numbers of a model's own, made of masks of dropout
 blocks            a source that is padded to whole blocks
-size_masks        masks that follow from sizes alone
+size_masks        boolean masks that depend on sizes alone
 chosen            the rows that a mask chooses
 ctc               the loss of connectionist temporal classification, step by step
 state             what a model would remember from run to run

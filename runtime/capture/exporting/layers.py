@@ -112,7 +112,7 @@ def one_hot(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def instance_norm(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """With running statistics that go on, the means over the samples, as what is written to a buffer."""
+    """Updates running statistics, the means over the samples, by writes to their buffers."""
 
     def run(input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5) -> Tensor:  # fmt: skip
         if use_input_stats and running_mean is not None and running_var is not None:
@@ -127,7 +127,7 @@ def instance_norm(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def diagonal(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Of a square, as many places off as a size that is free: an operator has a number for that."""
+    """A diagonal of a square whose offset is a symbolic size: the operator takes a constant one."""
 
     def run(input: Tensor, offset: Any = 0, *more: Any, **named: Any) -> Tensor:
         off = named.get("diagonal", named.get("offset", offset))

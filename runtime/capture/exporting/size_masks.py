@@ -1,7 +1,8 @@
-"""Masks that follow from sizes alone, as `~torch.eye(n).bool()`: how many rows they choose is a size as others are, and which, an index.
+"""Boolean masks that depend on sizes alone, such as `~torch.eye(n).bool()`: indexing with one has a static shape, and becomes
+`index_select`.
 
-A mask whose rows all choose the same number, a fixed one or all but a fixed one, is told by what it is for a few sizes of the batch; so is
-one of fixed sizes, whatever it chooses.
+The mask is evaluated for a few sizes of the batch. It qualifies if every row selects the same number of elements, a constant or all
+but a constant; a mask of constant sizes always does.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fusion.runtime.capture.exporting.model_code import line_of_caller
 from fusion.runtime.capture.exporting.state import node_of
 
-_SIZES = (3, 4, 5, 8)  # of the batch, for which a mask is looked at
-_MOST = 1 << 16  # elements of a mask of fixed sizes
+_SIZES = (3, 4, 5, 8)  # of the batch, for which a mask is evaluated
+_MOST = 1 << 16  # elements of a mask of constant sizes
 
 
 @dataclass(frozen=True)
 class _Count:
-    """How many a mask chooses: `number` of all, or of each row; with `less`, all of a row but so many."""
+    """How many elements a mask selects: `number` in all, or in each row; with `less`, all of a row but `number`."""
 
     number: int
     each_row: bool
@@ -35,17 +36,19 @@ class _Count:
 
 
 class _OfDataError(Exception):
-    """The mask follows from what is in a tensor, or is drawn."""
+    """The mask depends on the values of a tensor, or is random."""
 
 
-_Place = tuple[str, int]  # the line, and how many masks it had before in the same run
+_Place = tuple[
+    str, int
+]  # the line of the model's code, and the number of masks it had before in the same run
 _known: dict[_Place, _Count | None] = {}
 _lines: Counter[str] = Counter()  # of this run
 
 
 @contextmanager
 def same_masks_again() -> Iterator[None]:
-    """While open, what was found of a mask while the model is exported holds at the same line of later runs, of which nobody can tell."""
+    """While open, later runs reuse what the export found of the mask at the same line: outside of an export masks cannot be traced."""
     _known.clear()
     try:
         yield
@@ -54,12 +57,12 @@ def same_masks_again() -> Iterator[None]:
 
 
 def begin_run() -> None:
-    """The model runs from its first line on."""
+    """A run of the model begins."""
     _lines.clear()
 
 
 def places(mask: Tensor) -> Tensor | None:
-    """Where the mask, taken flat, chooses, in order; None where that follows from data."""
+    """The flat indices that the mask selects, in order; None where they depend on data."""
     count = _count(mask)
     if count is None:
         return None
@@ -111,7 +114,7 @@ def _of_rows(masks: Sequence[Tensor]) -> _Count | None:
 
 
 def _value(node: fx.Node, batch: int, known: dict[fx.Node, Any]) -> Any:
-    """What the node makes where the only size that is free is `batch`."""
+    """The value of the node where the one symbolic size is `batch`."""
     if node not in known:
         held = node.meta.get("val")
         known[node] = _size(held, batch) if _is_size(held) else _called(node, batch, known)
@@ -121,7 +124,7 @@ def _value(node: fx.Node, batch: int, known: dict[fx.Node, Any]) -> Any:
 def _called(node: fx.Node, batch: int, known: dict[fx.Node, Any]) -> Any:
     target: Any = node.target
     operator = isinstance(target, torch._ops.OpOverload)
-    if not operator and target is not getitem:  # which takes one of several that an operator makes
+    if not operator and target is not getitem:  # takes one of an operator's several results
         raise _OfDataError
     if operator and (target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags):
         raise _OfDataError
