@@ -5,16 +5,20 @@ up (`fusion.runtime.training.step.stalls` decides), if a standby is ready. A sta
 stalled votes from then on that the owner is gone, though it answers, and if it has not left soon asks the standbys to take
 over. An idle lead reports nothing: each stage detects that by itself.
 
+The lead replaces in the same way an owner that keeps a snapshot from becoming durable
+(`fusion.runtime.training.snapshots.late_parts` decides): without its last snapshot a job does not end.
+
 All times are fractions or multiples of the context's `stall_seconds`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fusion.runtime.job.context import Context
+from fusion.runtime.training.lead.lead import Lead
 from fusion.runtime.training.stage_messages import Outbox
 from fusion.runtime.training.stage_work import StageWork
 from fusion.runtime.training.step import messages as m
@@ -83,10 +87,18 @@ class StallWatch:
         mark = self._work.mark if lead is None else (self._work.mark, lead.mark)
         self._clock = clock.see(now, mark, busy=waits_for is None)
         pause = REPORT_PERIOD * self._context.stall_seconds
+        if lead is not None and now - self._reported_at >= pause:
+            late, patience = lead.late_in_snapshot, clock.snapshot_patience
+            if suspects := late(patience):
+                self._reported_at = now
+                await self._replace_first(lead, suspects, lambda: late(patience) == suspects)
         if waits_for is not None and self._stands_still(1.0) and now - self._reported_at >= pause:
             self._reported_at = now
             if lead is not None:
-                await self._replace_one(now, waits_for)
+                since = max(clock.since, now - REPORT_TTL * self._context.stall_seconds)
+                unanimous, before = not self._stands_still(UNANIMOUS), lead.mark
+                suspects = lead.culprits(waits_for, since, unanimous=unanimous)
+                await self._replace_first(lead, suspects, lambda: lead.mark == before)
             else:
                 self._outbox.send(0, m.Suspect(m.NO_JOIN, waits_for=waits_for))
                 if self._stands_still(LEAD_STALLS):
@@ -109,23 +121,22 @@ class StallWatch:
         running = self._work.state.phase in ("running", "ready")
         return self._clock is not None and self._clock.stands_still(_now(), running=running, times=times)
 
-    async def _replace_one(self, now: float, waits_for: int) -> None:
-        """As the lead: replace one of the owners at fault, if it has a ready standby."""
-        lead, clock = self._outbox.lead, self._clock
-        assert lead is not None and clock is not None
-        since = max(clock.since, now - REPORT_TTL * self._context.stall_seconds)
-        unanimous, mark = not self._stands_still(UNANIMOUS), lead.mark
-        for stage in lead.culprits(waits_for, since, unanimous=unanimous)[:MOST_SUSPECTS]:
+    async def _replace_first(
+        self, lead: Lead, suspects: Sequence[int], unchanged: Callable[[], bool]
+    ) -> None:
+        """Replace the owner of the first of these stages that has a ready standby, while nothing has changed."""
+        for stage in suspects[:MOST_SUSPECTS]:
             if not _is_covered(self._context.leases.recent(self._work.here.job, stage)):
                 continue
             claims = await self._claims(stage)
             owner = winner(claims)
-            if lead.mark != mark:
+            if not unchanged():
                 return
             if owner is not None and _is_covered(claims):
                 lead.replace_idle(stage, owner.peer, owner.term)
                 self._vote_against(owner)
-                self._clock = replace(clock, since=now)  # for the next owner
+                if self._clock is not None:
+                    self._clock = replace(self._clock, since=_now())  # for the next owner
                 return
 
     async def _doubt_lead(self, *, ask: bool) -> None:

@@ -20,7 +20,7 @@ from fusion.runtime.training.lead.tuning import codec_summary
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import Checkpoint
-from fusion.runtime.training.step.faults import STANDS_STILL, Faults
+from fusion.runtime.training.step.faults import HOLDS_JOB_UP, Faults
 from fusion.runtime.training.step.handover_state import HandoverState
 from fusion.runtime.training.step.lead import after, first_state, lead
 from fusion.runtime.training.step.run_statistics import RunStatistics
@@ -213,6 +213,15 @@ class Lead:
             waits[0] = waits_for
         return self._state.culprits(waits, unanimous=unanimous)
 
+    def late_in_snapshot(self, least_seconds: float) -> tuple[int, ...]:
+        """The stages of which one owner is to be replaced, as a snapshot is not durable after `least_seconds` or more."""
+        state = self._state
+        if state.phase != "running":
+            return ()
+        moved = {stage for _, stage, peer in state.stood_still if peer != state.peers.get(stage)}
+        ending = after(self._config, state.step, stopping=state.stopping).finish
+        return self._snapshots.late(least_seconds, moved, ending=ending)
+
     def replace_idle(self, stage: int, peer: PeerId, term: int) -> None:
         """The step has stalled at that owner of `stage`: tell it to give the stage up."""
         self._update_owners()
@@ -248,7 +257,7 @@ class Lead:
                 self._everyone(action)
             case m.Discard():
                 for stage, *_ in action.give_up:
-                    why = [fault.text for fault in action.faults if fault.stage == stage] or [STANDS_STILL]
+                    why = [fault.text for fault in action.faults if fault.stage == stage] or [HOLDS_JOB_UP]
                     log.warning("stage %d has to go to another peer: %s", stage, why[-1])
                 self._everyone(action)
             case m.Hold():

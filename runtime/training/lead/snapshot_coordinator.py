@@ -6,10 +6,11 @@ replicated; then the snapshot is durable. One at a time. The rules, both pure, a
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 from fusion.runtime.training.data.ledger import Ledger
+from fusion.runtime.training.snapshots.late_parts import NONE_LATE, LateParts, Trouble
 from fusion.runtime.training.snapshots.snapshot import Collector, copies_away, encode_index
 from fusion.runtime.training.snapshots.snapshot_period import SnapshotPeriod, first_cost_seconds
 from fusion.runtime.training.step import messages as m
@@ -46,7 +47,9 @@ class SnapshotCoordinator:
         self._clock = clock
         self._collector = Collector(stages=stages)
         self._index: Digest | None = None  # of the snapshot under way, once it is written
-        self._troubles: dict[int, str] = {}  # stage -> why it cannot do its part of the snapshot under way
+        # stage -> why it cannot do its part of the snapshot under way
+        self._troubles: dict[int, Trouble] = {}
+        self._given_up = NONE_LATE  # what the last snapshot lacked when it was given up
         # `away` of the copies of the newest snapshot, and of the one under way.
         self._away = self._next_away = m.NEXT_STAGE
         self.restart()
@@ -59,16 +62,27 @@ class SnapshotCoordinator:
     @property
     def trouble(self) -> str:
         """Why the first stage with a trouble cannot do its part; empty if none has."""
-        return next((f"stage {stage} {text}" for stage, text in sorted(self._troubles.items())), "")
+        return next((f"stage {stage} {why.text}" for stage, why in sorted(self._troubles.items())), "")
 
     @property
     def due(self) -> bool:
         """Whether to take a snapshot before the next step, by its cost and the losses so far."""
         return self._period.due(self._clock())
 
+    def late(self, least_seconds: float, moved: Collection[int], *, ending: bool) -> tuple[int, ...]:
+        """The stages of which one owner is to be replaced, once the snapshot under way is overdue, or the last one was given up, after
+        `least_seconds` or more."""
+        late = self._late_parts() if self._period.overdue(self._clock()) else self._given_up
+        return late.suspects(moved, ending=ending) if late.seconds >= least_seconds else ()
+
+    def _late_parts(self) -> LateParts:
+        seconds = self._period.seconds(self._clock())
+        return LateParts(seconds, self._collector.pending, dict(self._troubles))
+
     def begun(self, statistics: RunStatistics) -> None:
         """An attempt begins: an owner that was saving may have been replaced, and its successor does not know of the request."""
         self._period = self._period.seen(self._clock(), statistics.seconds, statistics.losses).give_up()
+        self._given_up = NONE_LATE
         self._begin(Collector(stages=self._stages))
 
     def request(self, ledger: Ledger, history: str) -> None:
@@ -94,12 +108,13 @@ class SnapshotCoordinator:
         if not self._period.overdue(self._clock()):
             return False
         log.warning("the snapshot of step %d was not held in time", self._collector.step)
+        self._given_up = self._late_parts()
         self._period = self._period.give_up_overdue()
         return True
 
     def saved(self, stage: int, shard: m.Shard) -> None:
         """A stage has saved its shard."""
-        self._note(stage, shard.step, "")
+        self._note(stage, shard.step, None)
         before = self._collector
         self._collector = before.shard(stage, shard.version, shard.digest, shard.seconds, shard.furthest)
         if self._collector.complete and self._collector.shards != before.shards:
@@ -116,21 +131,23 @@ class SnapshotCoordinator:
 
     def held(self, stage: int, held: m.Held) -> m.Saved | None:
         """A stage holds its copies, or reports why it cannot. Returns the snapshot, if this makes it durable."""
-        self._note(stage, held.step, held.trouble)
+        trouble = Trouble(held.trouble[: m.MAX_TROUBLE], held.of) if held.trouble else None
+        self._note(stage, held.step, trouble)
         if held.index != self._index or self._collector.durable:
             return None
         self._collector = self._collector.held(stage, held.step)
         if not self._collector.durable:
             return None
         self._troubles.clear()
+        self._given_up = NONE_LATE
         self._away = self._next_away
         self._period = self._period.durable(self._clock(), self._collector.seconds)
         return m.Saved(self._collector.index(self._job).checkpoint(held.index))
 
-    def _note(self, stage: int, step: int, trouble: str) -> None:
+    def _note(self, stage: int, step: int, trouble: Trouble | None) -> None:
         if step == self._collector.step and not self._collector.durable:
             self._troubles.pop(stage, None)
-            if trouble:
-                self._troubles[stage] = trouble[: m.MAX_TROUBLE]
+            if trouble is not None:
+                self._troubles[stage] = trouble
                 if stage > 0:  # our own stage has logged it itself
-                    log.warning("stage %d %s", stage, self._troubles[stage])
+                    log.warning("stage %d %s", stage, trouble.text)

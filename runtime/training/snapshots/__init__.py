@@ -2,6 +2,7 @@
 
 snapshot          shards and the index that names them
 snapshot_period   how often one pays: Young's rule; pure
+late_parts        which owner is replaced where one does not become durable; pure
 stage_snapshots   one stage's part: taken, saved, replicated, restored
 stage_files       the blobs of one stage
 loaded_stage      a stage in memory, as a loader returns it

@@ -301,6 +301,11 @@ class Collector:
         """Whether every stage has saved its shard."""
         return len(self.shards) == self.stages
 
+    @property
+    def pending(self) -> frozenset[int]:
+        """The stages that have not saved their shard or, once all have, that do not hold their copies."""
+        return frozenset(range(self.stages)).difference(self.holders if self.complete else self.shards)
+
     def index(self, job: JobId) -> Index:
         shards = tuple(self.shards[s] for s in range(self.stages))
         return Index(job=job, step=self.step, shards=shards, ledger=self.ledger, history=self.history)

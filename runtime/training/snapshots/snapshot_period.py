@@ -78,6 +78,10 @@ class SnapshotPeriod:
         limit = min(self.patience * self.usual_seconds, GIVE_UP_SECONDS)
         return self.requested is not None and now - self.requested >= limit
 
+    def seconds(self, now: float) -> float:
+        """Since the snapshot under way was requested; 0 if none is."""
+        return 0.0 if self.requested is None else now - self.requested
+
     def seen(self, now: float, seconds: float, losses: int) -> SnapshotPeriod:
         """`losses` stages were lost in the last `seconds`."""
         return replace(self, began=now - seconds, losses=losses)

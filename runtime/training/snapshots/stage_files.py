@@ -58,6 +58,14 @@ class Shards(Protocol):
     ) -> None: ...
 
 
+class ShardRefused(JobError):
+    """The shard of another stage can neither be fetched nor loaded."""
+
+    def __init__(self, stage: int, reason: Exception) -> None:
+        super().__init__(f"the shard of stage {stage}: {reason}")
+        self.stage = stage
+
+
 # Times a stage's memory in the manifest: the largest shard of it that is fetched as a copy
 COPY_TIMES = 2
 
@@ -172,7 +180,8 @@ class StageFiles:
     ) -> None:
         """Hold the index of a snapshot and, beside our own shard, that of the stage `away` places before ours on the ring of stages, so
         that no single departure loses a shard; more of them where one peer owns several in a row (`copies_at`). Owners that
-        are not in `owners` are read from recent claims, or, with `look`, from the directory. Raises BlobError, JobError."""
+        are not in `owners` are read from recent claims, or, with `look`, from the directory. Raises QuotaExceeded, BlobError, JobError; ShardRefused
+        where another stage's shard is at fault."""
         index = await self._index(index_digest, owners)
         own = self._own.get(index.step)
         if own not in (None, index.shards[self._stage.index]):
@@ -189,19 +198,23 @@ class StageFiles:
             # is most of the shard of a very small stage.
             needs = self._manifest.memory_bytes
             most = file_bytes(COPY_TIMES * needs[stage], 0) if needs else None
-            path = await self._blobs.fetch(index.shards[stage], self._near(stage, owners), max_bytes=most)
-            self._keep(index.step, index_digest, index.shards[stage])
-            await self._check_copy(path, stage, index.checkpoint(index_digest).version)
+            graph = None if self._graphs is None else await self._graphs.of(self._job, self._manifest)
+            digest, version = index.shards[stage], index.checkpoint(index_digest).version
+            try:
+                path = await self._blobs.fetch(digest, self._near(stage, owners), max_bytes=most)
+                self._keep(index.step, index_digest, digest)
+                if graph is not None:
+                    await self._check_copy(path, graph[0][stage], version)
+            except (BlobError, JobError) as error:
+                raise ShardRefused(stage, error) from error
         if own is not None:
             self._context.seen.take_part(self._job, self._stage.index, index_digest, index.step)
 
-    async def _check_copy(self, path: Path, stage: int, version: Version) -> None:
-        """Raises JobError for a shard of another stage that its next owner could not load: earlier snapshots are deleted once this one
-        is durable."""
-        if self._graphs is not None:
-            stages, _ = await self._graphs.of(self._job, self._manifest)
-            residuals = self._residuals_of(stages[stage])
-            await asyncio.to_thread(self._shards.check_state, path, stages[stage], residuals, version)
+    async def _check_copy(self, path: Path, stage: Stage, version: Version) -> None:
+        """Raises JobError for a shard that the stage's next owner could not load: earlier snapshots are deleted once this one is
+        durable."""
+        residuals = self._residuals_of(stage)
+        await asyncio.to_thread(self._shards.check_state, path, stage, residuals, version)
 
     def _residuals_of(self, stage: Stage) -> dict[str, tuple[int, ...]]:
         train = self._manifest.train

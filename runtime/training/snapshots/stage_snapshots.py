@@ -17,7 +17,7 @@ from fusion.runtime.job.worker import Worker
 from fusion.runtime.training.compute.stage_codecs import StageCodecs
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.snapshots.loaded_stage import Loaded
-from fusion.runtime.training.snapshots.stage_files import KEPT
+from fusion.runtime.training.snapshots.stage_files import KEPT, ShardRefused
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import START, Checkpoint
 from fusion.runtime.training.step.history import Version
@@ -121,8 +121,9 @@ class StageSnapshots:
             try:
                 await self._files.replicate(index, self._owners(), away)
             except (SwarmError, JobError) as error:
+                of = error.stage if isinstance(error, ShardRefused) else None
                 reported = self._report(
-                    f"could not hold the snapshot of step {step}: {error}", step, reported
+                    f"could not hold the snapshot of step {step}: {error}", step, reported, of
                 )
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
@@ -130,13 +131,13 @@ class StageSnapshots:
             self._send(m.Held(step, index))
             return
 
-    def _report(self, text: str, step: int, last: str) -> str:
+    def _report(self, text: str, step: int, last: str, of: int | None = None) -> str:
         """Report to the lead why the snapshot of `step` is not durable, unless that was the `last` report: the job may wait for it,
-        and its author does not see this peer's log."""
+        and its author does not see this peer's log. `of`: the stage whose shard is at fault."""
         text = text[: m.MAX_TROUBLE]
         if text != last:
             log.warning("stage %d %s", self._stage, text)
-            self._send(m.Held(step, m.NOTHING, text))
+            self._send(m.Held(step, m.NOTHING, text, of))
         return text
 
     def begin(self) -> None:

@@ -27,7 +27,7 @@ REMEMBERED = 16  # the newest
 MAX_TEXT = 120
 # Failures of one owner at one step before the job fails, where no other peer can take the stage.
 PATIENCE = 3
-STANDS_STILL = "the step stands still with it"  # why an owner was replaced; no fault is counted
+HOLDS_JOB_UP = "it holds the job up"  # why an owner was replaced; no fault is counted
 
 # Where a stage found numbers that are not finite, in data order.
 RECEIVED, SENT, LOSS = "activations received", "activations sent", "loss"

@@ -8,7 +8,7 @@ from typing import Literal
 
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
-from fusion.runtime.training.step.faults import STANDS_STILL, Faults, overcome
+from fusion.runtime.training.step.faults import HOLDS_JOB_UP, Faults, overcome
 from fusion.runtime.training.step.history import UNKNOWN, Version, extend
 from fusion.runtime.training.step.run_statistics import CLEAN, NO_ATTEMPT, Attempt, RunStatistics
 
@@ -69,7 +69,7 @@ def stage(state: StageState, event: e.StageEvent) -> tuple[StageState, tuple[e.S
             if (state.stage, state.term, state.incarnation) not in give_up:
                 return state, actions
             own = (fault.text for fault in reversed(faults) if fault.stage == state.stage)
-            text = next(own, STANDS_STILL)
+            text = next(own, HOLDS_JOB_UP)
             return state, (*actions, e.GiveUp(text))
         case m.Hold(attempt, target, join_id):
             due = (target, join_id) == (state.stage, state.join_id)

@@ -22,7 +22,9 @@ USUAL_STEPS = 4.0
 # Times `least_seconds` before any step was timed: planes compile in the first one
 UNKNOWN_PACE = 3.0
 REMEMBERED = 8  # steps of which the median is taken
-SLOW_LINK_BYTES_PER_SECOND = 125e3  # for the largest tensor that a stage waits for
+SLOW_LINK_BYTES_PER_SECOND = (
+    125e3  # for the largest tensor that a stage waits for, and for copies of snapshots
+)
 SLOW_DISK_BYTES_PER_SECOND = 20e6  # for a snapshot: others wait meanwhile
 RESTORING_BYTES_PER_SECOND = 1e6  # for the state of a stage, from several peers, before a step can begin
 
@@ -64,6 +66,11 @@ class StallClock:
         link = self.tensor_bytes / SLOW_LINK_BYTES_PER_SECOND
         state = self.state_bytes / (SLOW_DISK_BYTES_PER_SECOND if running else RESTORING_BYTES_PER_SECOND)
         return max(least, usual, link, state)
+
+    @property
+    def snapshot_patience(self) -> float:
+        """Seconds in which every stage saves its shard and another one has fetched it, over a slow link."""
+        return max(self.least_seconds, self.state_bytes / SLOW_LINK_BYTES_PER_SECOND)
 
     def stands_still(self, now: float, *, running: bool, times: float = 1.0) -> bool:
         return now - self.since >= times * self.patience(running=running)

@@ -27,10 +27,13 @@ from support.training import (
 )
 
 from fusion.runtime.capture.models import GPT
+from fusion.runtime.job.errors import JobError
 from fusion.runtime.launch.launch import launch
 from fusion.runtime.training.host import TrainingHost
+from fusion.runtime.training.snapshots.stage_files import ShardRefused
 from fusion.runtime.training.step import messages as m
-from fusion.swarm.directory.records import JobId
+from fusion.runtime.training.step.history import Version
+from fusion.swarm.directory.records import Digest, JobId
 
 IMPATIENT = Surroundings(stall_seconds=1.0)
 
@@ -175,5 +178,76 @@ def test_where_nobody_is_ready_to_follow_a_slow_owner_keeps_its_stage(tmp_path: 
             assert waited > 1 and (left.discarded, left.losses) == (0, 0)
             losses = await stopped(made, lead, work)
         assert_bit_identical(losses, await undisturbed(tmp_path / "calm", module, 2, max(losses) + 1))
+
+    asyncio.run(main())
+
+
+def saves_other_bytes(host: TrainingHost) -> None:
+    """Its shard is a blob that holds no state."""
+
+    async def save(version: Version, state: Any) -> Digest:
+        return await host._work.snapshots._files.put(b"no state at all")
+
+    host._work.snapshots._files.save = save  # type: ignore[method-assign]
+
+
+def saves_nothing(host: TrainingHost) -> None:
+    host._work.snapshots._files.save = _for_ever  # type: ignore[method-assign]
+
+
+def names_a_shard_that_nobody_has(host: TrainingHost) -> None:
+    async def save(version: Version, state: Any) -> Digest:
+        return Digest(f"{version.step:064x}")
+
+    host._work.snapshots._files.save = save  # type: ignore[method-assign]
+
+
+def refuses_every_copy(host: TrainingHost) -> None:
+    async def replicate(*_: Any, **__: Any) -> None:
+        raise ShardRefused(host._work.here.stage - 1, JobError("no state"))
+
+    host._work.snapshots._files.replicate = replicate  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("stages", "victim", "lie", "ending"),
+    [
+        (2, 1, saves_other_bytes, False),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                (2, 1, saves_other_bytes, True),
+                (3, 1, saves_other_bytes, True),
+                (2, 1, saves_nothing, True),
+                (3, 1, saves_nothing, False),
+                (3, 2, names_a_shard_that_nobody_has, True),
+                (3, 1, refuses_every_copy, False),
+                (3, 1, refuses_every_copy, True),
+            )
+        ),
+    ],
+)
+def test_an_owner_that_keeps_snapshots_from_being_durable_is_replaced(
+    tmp_path: Path, stages: int, victim: int, lie: Callable[[TrainingHost], None], ending: bool
+) -> None:
+    """While steps go on, or where the job waits for its last snapshot."""
+
+    async def main() -> None:
+        async with swarm(tmp_path / "rough", stages + 1, IMPATIENT) as made:
+            *owners, spare = made.peers
+            work, module = await started(made, owners)
+            job = work.prepared.job
+            # After six snapshots the lead knows how quickly they become durable.
+            known = await reached(owners[0], work, 19, snapshot_step=18)
+            await spare.stand_by(work.prepared, victim, record_of(owners[0], work, known))
+            lie(owners[victim].service._hosts[job, victim])
+            if ending:
+                await reached(owners[0], work, known.step + 10)
+            else:
+                await until(lambda: victim in spare.tasks)
+                await reached(owners[0], work, known.step + 10, snapshot_step=known.snapshot_step + 3)
+            losses = await stopped(made, owners[0], work)
+            assert victim in spare.tasks
+        assert_bit_identical(losses, await undisturbed(tmp_path / "calm", module, stages, max(losses) + 1))
 
     asyncio.run(main())

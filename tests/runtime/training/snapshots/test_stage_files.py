@@ -27,7 +27,7 @@ from fusion.runtime.training.compute.loss_scale import FIRST, LossScaled, scale_
 from fusion.runtime.training.data.ledger import Ledger
 from fusion.runtime.training.snapshots import snapshot
 from fusion.runtime.training.snapshots.snapshot import Index, encode_index
-from fusion.runtime.training.snapshots.stage_files import COPY_TIMES, StageFiles
+from fusion.runtime.training.snapshots.stage_files import COPY_TIMES, ShardRefused, StageFiles
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.history import Version
 from fusion.swarm.authority.law import JobLaw
@@ -114,7 +114,7 @@ def test_a_copy_of_a_neighbours_shard_is_no_larger_than_its_stage(tmp_path: Path
                 if fits:
                     await files.replicate(index, owners)
                     continue
-                with pytest.raises(BlobError, match=f"{most + 1} bytes; at most {most}"):
+                with pytest.raises(ShardRefused, match=f"stage 0: .* {most + 1} bytes; at most {most}"):
                     await files.replicate(index, owners)
 
     asyncio.run(main())

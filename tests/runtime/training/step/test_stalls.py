@@ -13,7 +13,7 @@ from support.training import config
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.dismissal import NEVER_JOINED
-from fusion.runtime.training.step.faults import STANDS_STILL
+from fusion.runtime.training.step.faults import HOLDS_JOB_UP
 from fusion.runtime.training.step.lead import LeadState, lead
 from fusion.runtime.training.step.stage import StageState, stage
 from fusion.runtime.training.step.stalls import (
@@ -179,7 +179,7 @@ def test_whoever_was_moved_at_this_step_is_believed_next_time() -> None:
 def test_an_owner_that_is_told_so_gives_its_stage_up() -> None:
     state = StageState(step=3, stage=1, term=2, incarnation=7, linked=True, attempt=(1, 1), phase="running")
     _, actions = stage(state, m.Discard((1, 1), (), ((1, 2, 7),)))
-    assert actions[-1] == e.GiveUp(STANDS_STILL)
+    assert actions[-1] == e.GiveUp(HOLDS_JOB_UP)
     _, actions = stage(state, m.Discard((1, 1), (), ((1, 2, NEVER_JOINED),)))
     assert not any(isinstance(action, e.GiveUp) for action in actions)
 
