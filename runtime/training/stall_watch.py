@@ -49,6 +49,7 @@ class StallWatch:
         self._reported_at = 0.0  # when we last reported that our step has stalled
         self._idle: dict[int, tuple[Holding, float]] = {}  # stage -> its idle owner, and since when we know
         self._voted = False  # against any owner, since the last commit
+        self._evaluates = False  # the step after the last commit evaluates the model
 
     async def run(self) -> None:
         here, least = self._work.here, self._context.stall_seconds
@@ -67,6 +68,8 @@ class StallWatch:
         match event:
             case m.Begin() if self._clock is not None:
                 self._clock = self._clock.begin()
+            case m.Commit(after=after):
+                self._evaluates = after.evaluate
             case m.Discard(give_up=owners) if self._outbox.lead is None and self._stands_still(1.0):
                 for stage, term, _ in owners:
                     held = self._context.leases.tenure(self._work.here.job, stage)
@@ -76,7 +79,7 @@ class StallWatch:
     def committed(self) -> None:
         """A step was committed here, so every owner works."""
         if self._clock is not None:
-            self._clock = self._clock.commit(_now())
+            self._clock = self._clock.commit(_now(), evaluates=self._evaluates)
         if self._voted and self._context.takeover is not None:
             self._voted = False
             self._idle.clear()
@@ -95,7 +98,9 @@ class StallWatch:
         if waits_for is not None and self._stands_still(1.0) and now - self._reported_at >= pause:
             self._reported_at = now
             if lead is not None:
-                since = max(clock.since, now - REPORT_TTL * self._context.stall_seconds)
+                since = now - REPORT_TTL * self._context.stall_seconds
+                if not clock.drags_on(now):
+                    since = max(since, clock.since)
                 unanimous, before = not self._stands_still(UNANIMOUS), lead.mark
                 suspects = lead.culprits(waits_for, since, unanimous=unanimous)
                 await self._replace_first(lead, suspects, lambda: lead.mark == before)

@@ -33,6 +33,7 @@ from fusion.runtime.training.host import TrainingHost
 from fusion.runtime.training.snapshots.stage_files import ShardRefused
 from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.history import Version
+from fusion.runtime.training.step.stalls import PACED
 from fusion.swarm.directory.records import Digest, JobId
 
 IMPATIENT = Surroundings(stall_seconds=1.0)
@@ -44,6 +45,19 @@ async def _for_ever(*_: Any, **__: Any) -> Any:
 
 def computes_nothing(host: TrainingHost) -> None:
     host._work._rad.step = _for_ever  # type: ignore[method-assign]
+
+
+def drips(host: TrainingHost) -> None:
+    """It sends one tensor at a time, each before others lose their patience."""
+    rad, loop = host._work._rad, asyncio.get_running_loop()
+    send, at = rad._send, loop.time()
+
+    def late(*args: Any) -> None:
+        nonlocal at
+        at = max(at, loop.time()) + 0.6
+        loop.call_at(at, send, *args)
+
+    rad._send = late  # type: ignore[assignment]
 
 
 def says_that_it_waits(host: TrainingHost) -> None:
@@ -128,6 +142,25 @@ def test_a_stage_whose_owner_does_nothing_goes_to_a_standby(
             await reached(lead, work, max(left.step, known.step) + 3)
             losses = await stopped(made, lead, work)
         assert_bit_identical(losses, await undisturbed(tmp_path / "calm", module, stages, max(losses) + 1))
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_an_owner_that_sends_a_little_now_and_then_loses_its_stage(tmp_path: Path) -> None:
+    """No tensor comes late, and no step: the whole job does."""
+
+    async def main() -> None:
+        async with swarm(tmp_path / "rough", 3, IMPATIENT) as made:
+            *owners, spare = made.peers
+            work, module = await started(made, owners)
+            known = await reached(owners[0], work, PACED + 4, snapshot_step=3)
+            await spare.stand_by(work.prepared, 1, record_of(owners[0], work, known))
+            drips(owners[1].service._hosts[work.prepared.job, 1])
+            await until(lambda: 1 in spare.tasks)
+            await reached(owners[0], work, known.step + 3)
+            losses = await stopped(made, owners[0], work)
+        assert_bit_identical(losses, await undisturbed(tmp_path / "calm", module, 2, max(losses) + 1))
 
     asyncio.run(main())
 

@@ -18,6 +18,8 @@ from fusion.runtime.training.step.lead import LeadState, lead
 from fusion.runtime.training.step.stage import StageState, stage
 from fusion.runtime.training.step.stalls import (
     LEAD,
+    LOST_STALLS,
+    PACED,
     UNKNOWN_PACE,
     USUAL_STEPS,
     StallClock,
@@ -62,6 +64,35 @@ def test_who_gets_something_or_has_something_to_do_does_not_stand_still() -> Non
     assert not clock.see(10.0, "a", busy=False).stands_still(19.0, running=True, times=2.0)
     assert not clock.see(9.0, "b", busy=False).stands_still(18.0, running=True)
     assert not clock.see(9.0, "a", busy=True).stands_still(18.0, running=True)
+
+
+def paced(*durations: float) -> StallClock:
+    """After steps that took so long, in an attempt of its own."""
+    clock = StallClock(least_seconds=10.0, since=0.0).begin().commit(0.0)
+    for number in range(len(durations)):
+        clock = clock.commit(sum(durations[: number + 1]))
+    return clock
+
+
+def test_steps_that_drag_on_stall_though_they_make_progress() -> None:
+    usual = [1.0] * PACED
+    clock, began = paced(*usual), float(PACED)
+    limit = began + LOST_STALLS * 10.0 + USUAL_STEPS
+    assert not clock.see(limit - 0.1, "a", busy=True).stands_still(limit - 0.1, running=True)
+    seen = clock.see(limit, "a", busy=True)
+    assert seen.stands_still(limit, running=True) and not seen.stands_still(limit, running=False)
+    assert not seen.stands_still(limit, running=True, times=2.0)
+    # Several slow steps count together, and steps that take as long as usual make up for it little by little.
+    assert paced(*usual, 24.0, 23.0).drags_on(began + 47.0 + 5.1)
+    assert not paced(*usual, 24.0, *[1.0] * 7, 23.0).drags_on(began + 54.0 + 5.1)
+
+
+def test_no_step_drags_on_whose_usual_duration_is_not_known() -> None:
+    assert not paced(*[1.0] * (PACED - 1)).drags_on(999.0)
+    assert not paced(*[1.0] * PACED).begin().drags_on(999.0), "others may own the stages"
+    assert not paced(*[1.0] * PACED).commit(40.0, evaluates=True).drags_on(999.0)
+    # A job may be slower in one step of several: it saves a snapshot, say.
+    assert not paced(*([*[1.0] * 9, 30.0] * 20)).drags_on(20 * 39.0)
 
 
 # --- which stage
