@@ -51,3 +51,10 @@ def test_a_number_that_is_wrong_once_costs_a_step_and_no_owner(peers: Peers, tmp
     said, liar = train(peers, tmp_path, "noise")
     last = [record for record in said if record["event"] == "progress"][-1]
     assert said[-1]["state"] == "done" and liar in last["owners"] and last["discarded"] == 1
+
+
+def test_a_job_ends_though_an_owner_saves_no_state(peers: Peers, tmp_path: Path) -> None:
+    said, liar = train(peers, tmp_path, "shards")
+    progress = [record for record in said if record["event"] == "progress" and record["owners"]]
+    assert said[-1]["state"] == "done" and said[-1]["step"] == STEPS
+    assert liar in progress[0]["owners"] and liar not in progress[-1]["owners"]

@@ -1,9 +1,9 @@
-"""A peer whose stages say untrue things of their arithmetic: `fusion-peer` with a word of another in its place.
+"""A peer whose stages lie: `fusion-peer` with one function replaced by another.
 
     python tests/support/lying_peer.py LIE <the command of a peer>
 
 LIE is "fails" (every step from the fifth on raises), "nan" (its norm is no number, and it says that it received no
-number), or "noise" (once, at the fifth step: its norm is no number).
+number), "noise" (once, at the fifth step: its norm is no number), or "shards" (it saves blobs that hold no state).
 """
 
 from __future__ import annotations
@@ -17,6 +17,22 @@ FROM_STEP = 5
 
 
 def install(lie: str) -> None:
+    if lie == "shards":
+        save_no_state()
+    else:
+        report_lies(lie)
+
+
+def save_no_state() -> None:
+    from fusion.runtime.training.snapshots.stage_files import StageFiles
+
+    async def save(self: Any, version: Any, state: Any) -> Any:
+        return await self.put(b"no state at all")
+
+    StageFiles.save = save  # type: ignore[method-assign]
+
+
+def report_lies(lie: str) -> None:
     from fusion.runtime.training.compute.rad import Rad
     from fusion.runtime.training.step.faults import RECEIVED
 
