@@ -23,7 +23,7 @@ from fusion.runtime.launch.serving_spec import ServingSpec
 if TYPE_CHECKING:
     from fusion.runtime.belief.naming import Known
     from fusion.runtime.job.context import Context
-    from fusion.runtime.launch.launch import Prepared
+    from fusion.runtime.launch.prepared import Prepared
     from fusion.swarm.identity import Identity
 
 
@@ -121,7 +121,7 @@ def serve(
     need_peer_extra("serve")
     output = Output(as_json=json)
     path = options.a_path(source)
-    job = source if not path.exists() and path.name == source and _may_be_job(source) else None
+    job = source if not path.exists() and path.name == source and options.may_be_job(source) else None
     if job is None:
         if once:
             raise ValueError("--once: goes with a job, not with a model's files")
@@ -133,10 +133,8 @@ def serve(
             raise ValueError(f"--draft: {error}") from None
     if plan and job is not None:
         raise ValueError("--plan: goes with a model's files, not with a job")
-    from fusion.runtime.job.manifest_wire import NAME_RULE, is_name
-
-    if not plan and not is_name(name):
-        raise ValueError(f"--name: {NAME_RULE}; such as my-model")
+    if not plan:
+        options.check_served_name(name)
     admitted = options.admitted(admission, admit or ())
     if job is not None and not client.has_way(way):
         raise ValueError(
@@ -162,13 +160,6 @@ def serve(
         run(_follow(job, spec, way, output, once=once, has_admission=admission is not None), debug=debug)
 
 
-def _may_be_job(source: str) -> bool:
-    """Whether it may be a job's name, or a prefix of its id, where no such file exists."""
-    from fusion.runtime.job.manifest_wire import is_name
-
-    return is_name(source) and not source.lower().endswith((".gguf", ".safetensors"))
-
-
 async def _plan(spec: ServingSpec, way: client.JoinOptions, output: Output) -> None:
     async with client.join(way) as context:
         fits = await plan_model(context, spec, output)
@@ -189,7 +180,7 @@ async def _hand_over(
     context: Context, spec: ServingSpec, author: Identity, output: Output, step: int | None = None
 ) -> Prepared:
     """Launch the serving job of this model and wait until the peers hold it. `step`: of the snapshot that the model is."""
-    from fusion.runtime.launch.launch import prepare_serving
+    from fusion.runtime.launch.prepare_serving import prepare_serving
 
     peers = await takers(context)
     prepared = await asyncio.to_thread(

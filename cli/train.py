@@ -52,7 +52,7 @@ async def _train(spec: JobSpec, detach: bool, way: client.JoinOptions, output: O
     async with client.join(way) as context:
         author = job_client.trainer_identity(way.home)  # only now: who cannot join leaves nothing
         context.access.hold(author)
-        from fusion.runtime.launch.launch import prepare_training
+        from fusion.runtime.launch.prepare import prepare_training
 
         peers = await takers(context, spec.placement.peers)
         prepared = await asyncio.to_thread(

@@ -17,8 +17,9 @@ from fusion.dag.ir.opset import OPSET_VERSION
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.manifest import Manifest, OptimizerConfig
 from fusion.runtime.job.spec import DataSpec, GPTConfig, JobSpec, PlacementSpec, TrainSpec
-from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
+from fusion.runtime.launch.launch import launch, wait_until_held
 from fusion.runtime.launch.prepare import prepare_training
+from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.training.snapshots import snapshot
 from fusion.swarm.blobs.store import BlobStore

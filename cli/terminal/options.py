@@ -242,6 +242,21 @@ def check_model_files(path: Path) -> None:
         model_config(read_header(path))
 
 
+def check_served_name(name: str) -> None:
+    """ValueError where no model can be served under this name."""
+    from fusion.runtime.job.manifest_wire import NAME_RULE, is_name
+
+    if not is_name(name):
+        raise ValueError(f"--name: {NAME_RULE}; such as my-model")
+
+
+def may_be_job(source: str) -> bool:
+    """Whether it may be a job's name, or a prefix of its id, where no such file exists."""
+    from fusion.runtime.job.manifest_wire import is_name
+
+    return is_name(source) and not source.lower().endswith((".gguf", ".safetensors"))
+
+
 # --- options that travel together
 
 

@@ -19,8 +19,6 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.protocol import JOB
 from fusion.runtime.launch.handed_over import Held, look_held
-from fusion.runtime.launch.prepare import prepare_training
-from fusion.runtime.launch.prepare_serving import prepare_serving
 from fusion.runtime.launch.prepared import Prepared
 from fusion.swarm.authority.grants import ROLES, Grant, seal_grant
 from fusion.swarm.authority.statements import seal_statement, statement_of
@@ -31,15 +29,6 @@ from fusion.swarm.errors import DaemonDied, SwarmError, TransportError
 from fusion.swarm.transport import PeerId, call
 
 log = logging.getLogger(__name__)
-
-__all__ = [
-    "Held",
-    "Prepared",
-    "launch",
-    "prepare_serving",
-    "prepare_training",
-    "wait_until_held",
-]
 
 NUDGE_SECONDS = 5.0
 LOOK_SECONDS = 0.5

@@ -21,7 +21,8 @@ from support.leaks import nothing_left, surround
 from fusion.cli.local.fleet import Fleet, LocalPeer, OnRecord, open_fleet
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.protocol import HOLD, STATUS
-from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
+from fusion.runtime.launch.launch import launch, wait_until_held
+from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.peer.plane_choice import TORCH
 from fusion.swarm.dht.directory import DhtConfig, HivemindDirectory

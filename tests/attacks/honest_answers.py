@@ -16,7 +16,7 @@ from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.errors import JobError, JobFailed
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.launch.launch import Prepared
+from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.placing.placed_job import as_requested
 from fusion.runtime.serving.requests.client import generate

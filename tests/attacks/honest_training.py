@@ -18,7 +18,7 @@ from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture.capture import capture_module, variables_from_module
 from fusion.runtime.job.manifest import CompressionConfig, DataConfig, OptimizerConfig, TrainConfig
-from fusion.runtime.launch.launch import Prepared
+from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.peer.plane_choice import TORCH, choose
 from fusion.runtime.placing.placed_job import as_requested

@@ -45,7 +45,10 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import CompressionConfig
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.launch.export import export
-from fusion.runtime.launch.launch import Prepared, launch, prepare_serving, prepare_training, wait_until_held
+from fusion.runtime.launch.launch import launch, wait_until_held
+from fusion.runtime.launch.prepare import prepare_training
+from fusion.runtime.launch.prepare_serving import prepare_serving
+from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.serving_spec import ServingSpec
 from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.serving.requests.client import complete

@@ -19,7 +19,8 @@ from fusion.cli.terminal.output import Output
 from fusion.runtime.belief import reading
 from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.manifest import MAX_STAGES, ServeConfig
-from fusion.runtime.launch import launch, servable
+from fusion.runtime.launch import prepare_serving as preparing
+from fusion.runtime.launch import servable
 from fusion.runtime.launch.serving_spec import ServingSpec
 from fusion.runtime.serving.requests import chat_trial
 from fusion.runtime.serving.requests.chat_format import ChatFormat
@@ -65,7 +66,7 @@ def test_what_does_not_come_to_answer_is_taken_back(
         launched.append(now() - time.time())
         return prepared
 
-    monkeypatch.setattr(launch, "prepare_serving", prepare_serving)
+    monkeypatch.setattr(preparing, "prepare_serving", prepare_serving)
     context: Any = SimpleNamespace(
         directory=SimpleNamespace(links=nothing, now=lambda: time.time() + 3600),
         transport=None,

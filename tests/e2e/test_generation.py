@@ -24,7 +24,8 @@ from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.quantised_weights import quantised_model
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.context import Context
-from fusion.runtime.launch.launch import launch, prepare_serving, wait_until_held
+from fusion.runtime.launch.launch import launch, wait_until_held
+from fusion.runtime.launch.prepare_serving import prepare_serving
 from fusion.runtime.launch.serving_spec import ServingSpec
 from fusion.runtime.planes.products.quantised import dequantised
 from fusion.runtime.serving.requests.client import generate

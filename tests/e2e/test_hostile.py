@@ -36,7 +36,9 @@ from fusion.runtime.job.errors import JobFailed
 from fusion.runtime.job.manifest import Manifest, ServeConfig
 from fusion.runtime.job.protocol import GENERATE, JOB, RING, RUN, STAGE, STATUS
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.launch.launch import Prepared, launch, prepare_training, wait_until_held
+from fusion.runtime.launch.launch import launch, wait_until_held
+from fusion.runtime.launch.prepare import prepare_training
+from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.placing.placed_job import as_requested
 from fusion.runtime.serving.requests.client import generate

@@ -27,7 +27,9 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import STATUS
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.launch.launch import Prepared, launch, prepare_training, wait_until_held
+from fusion.runtime.launch.launch import launch, wait_until_held
+from fusion.runtime.launch.prepare import prepare_training
+from fusion.runtime.launch.prepared import Prepared
 from fusion.swarm.claims.election import winner
 from fusion.swarm.directory.api import HEARTBEAT_SECONDS
 from fusion.swarm.directory.records import JobId

@@ -24,7 +24,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.job.protocol import STATUS
 from fusion.runtime.job.spec import DataSpec, GPTConfig, JobSpec, PlacementSpec, PythonConfig
-from fusion.runtime.launch.launch import prepare_training
+from fusion.runtime.launch.prepare import prepare_training
 from fusion.runtime.planes.learning_rate import clip_factor, learning_rate
 from fusion.runtime.training.data.batches import Batches
 from fusion.swarm.directory.records import PeerRecord

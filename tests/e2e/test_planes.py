@@ -20,7 +20,8 @@ from fusion.runtime.job import spec
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.launch.launch import launch, prepare_training, wait_until_held
+from fusion.runtime.launch.launch import launch, wait_until_held
+from fusion.runtime.launch.prepare import prepare_training
 from fusion.swarm.claims.election import winner
 from fusion.swarm.transport import PeerId
 

@@ -29,7 +29,8 @@ from fusion.runtime.capture.capture import capture_language_model, variables_fro
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.manifest import ServeConfig
-from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
+from fusion.runtime.launch.launch import launch, wait_until_held
+from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.placing.placed_job import as_requested

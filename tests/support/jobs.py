@@ -17,7 +17,8 @@ from fusion.cli.local.fleet import LocalPeer
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.progress import Progress
 from fusion.runtime.launch.export import export
-from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
+from fusion.runtime.launch.launch import launch, wait_until_held
+from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.serving.requests.client import generate
 from fusion.runtime.serving.requests.request import Answer, GenerateRequest

@@ -34,7 +34,8 @@ from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.job.stage_graphs import StageGraphs
 from fusion.runtime.launch.export import export
-from fusion.runtime.launch.launch import Prepared, launch
+from fusion.runtime.launch.launch import launch
+from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.placing.placed_job import as_requested
 from fusion.runtime.planes.learning_rate import clip_factor, learning_rate

@@ -35,7 +35,13 @@ from typing import Any
 # What peers and commands import, and what takes longest of what those import that capture a model.
 LOADED = (
     *("fusion.runtime.peer.peer", "fusion.runtime.peer.client", "fusion.runtime.serving.http.port.server"),
-    *("fusion.runtime.launch.training_job", "fusion.runtime.launch.launch", "fusion.cli.local.chaos_trace"),
+    *(
+        "fusion.runtime.launch.training_job",
+        "fusion.runtime.launch.launch",
+        "fusion.runtime.launch.prepare",
+        "fusion.runtime.launch.prepare_serving",
+        "fusion.cli.local.chaos_trace",
+    ),
     *(
         f"fusion.cli.{name}"
         for name in ("start", "train", "serve", "jobs", "status", "models", "generate", "chat")

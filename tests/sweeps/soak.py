@@ -40,7 +40,8 @@ from sweeps.reports import say, tell
 from fusion.cli.local.fleet import Fleet, FleetError, LocalPeer, open_fleet
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.protocol import GENERATE, STATUS
-from fusion.runtime.launch.launch import Prepared, launch, wait_until_held
+from fusion.runtime.launch.launch import launch, wait_until_held
+from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.peer.client import ClientConfig, open_client
 from fusion.runtime.serving.requests.request import GenerateRequest
 from fusion.swarm.blobs.store import BlobStore

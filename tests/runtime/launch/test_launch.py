@@ -31,9 +31,10 @@ from fusion.runtime.job.progress import LoadingPhase, StageLoading
 from fusion.runtime.job.spec import DataSpec, GPTConfig
 from fusion.runtime.job.stage_graphs import weights_bytes, whole_stage
 from fusion.runtime.job.text import TokenizerText
-from fusion.runtime.launch.handed_over import Waiting
-from fusion.runtime.launch.launch import Held, Prepared, prepare_training
-from fusion.runtime.launch.launch import prepare_serving as prepare
+from fusion.runtime.launch.handed_over import Held, Waiting
+from fusion.runtime.launch.prepare import prepare_training
+from fusion.runtime.launch.prepare_serving import prepare_serving as prepare
+from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.servable import read_servable
 from fusion.runtime.launch.serving_plan import plan_serving
 from fusion.runtime.launch.serving_spec import ServingSpec

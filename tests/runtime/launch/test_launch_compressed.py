@@ -12,7 +12,7 @@ from support.training import Job, record_of_peer, run, swarm
 from fusion.runtime.capture import capture
 from fusion.runtime.job import manifest_wire as manifests
 from fusion.runtime.job.spec import load
-from fusion.runtime.launch.launch import prepare_training
+from fusion.runtime.launch.prepare import prepare_training
 from fusion.swarm.directory.records import LinkRecord, Pair
 
 JOB = """

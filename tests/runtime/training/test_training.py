@@ -45,7 +45,9 @@ from fusion.runtime.job.progress import Progress
 from fusion.runtime.job.protocol import STAGE
 from fusion.runtime.job.spec import GPTConfig, load
 from fusion.runtime.launch.export import export
-from fusion.runtime.launch.launch import Held, launch, prepare_training, wait_until_held
+from fusion.runtime.launch.handed_over import Held
+from fusion.runtime.launch.launch import launch, wait_until_held
+from fusion.runtime.launch.prepare import prepare_training
 from fusion.runtime.training.data.batches import Batches
 from fusion.runtime.training.step.faults import PATIENCE
 from fusion.swarm.claims.tenure import Holding

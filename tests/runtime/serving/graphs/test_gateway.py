@@ -28,7 +28,8 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.protocol import RUN
 from fusion.runtime.job.stage_graphs import StageGraphs
-from fusion.runtime.launch.launch import Prepared, launch
+from fusion.runtime.launch.launch import launch
+from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.shard import GraphJob, prepare_graph
 from fusion.runtime.placing.placed_job import as_requested
 from fusion.runtime.planes.torch_plane import TorchPlane
