@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 @options.grouped
 def chat(
     name: Annotated[
-        str, typer.Argument(metavar="[NAME]", help="Which model; not needed where only one is served.")
+        str,
+        typer.Argument(metavar="[NAME]", help="Name of the model; may be left out if only one is served."),
     ] = "",
     max_tokens: Annotated[
         int | None,
@@ -35,7 +36,7 @@ def chat(
             "--max-tokens",
             min=1,
             max=settings.MOST_TOKENS,
-            help="Tokens of an answer, at most (1024, or as many as fit).",
+            help="Most tokens of an answer (default: 1024, or as many as fit).",
         ),
     ] = None,
     *,
@@ -44,7 +45,7 @@ def chat(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Talk with a model that the swarm serves. /help lists what a line can say beside a message; without a terminal each
+    """Chat with a model that the swarm serves. /help lists the commands that a line can be; without a terminal each
     line of stdin is a message."""
     from fusion.runtime.serving.requests.request import CHAT_TOKENS, GenerateRequest
 

@@ -37,7 +37,7 @@ def demo(
     debug: options.Debug = False,
     stop_with: options.StopWith = None,
 ) -> None:
-    """Start peers on this machine, train a GPT on Python's standard library across them, and ask it for code."""
+    """Start peers on this machine, train a GPT on Python's standard library across them, and generate code with it."""
     need_peer_extra("demo")
     # Progress goes to stderr when the last line of stdout is for a program.
     output = Output(stdout=sys.stderr if json else sys.stdout)

@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 
 @options.grouped
 def generate(
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The text to go on from.")] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The text to continue.")] = None,
     model: Annotated[
-        str, typer.Option("--model", metavar="NAME", help="Which model; not needed where only one is served.")
+        str,
+        typer.Option(
+            "--model", metavar="NAME", help="Name of the model; may be left out if only one is served."
+        ),
     ] = "",
     prompt_ids: Annotated[
         str | None,
-        typer.Option("--prompt-ids", metavar="1,2,3", help="Token ids, where a model has no tokenizer."),
+        typer.Option("--prompt-ids", metavar="1,2,3", help="Token ids in place of a text."),
     ] = None,
     features: Annotated[
         Path | None,
@@ -36,7 +39,7 @@ def generate(
             "--features",
             metavar="FILE.npy",
             parser=options.a_path,
-            help="Of sound, for a model that hears, as Whisper does.",
+            help="Audio features, for a model such as Whisper.",
         ),
     ] = None,
     max_tokens: Annotated[
@@ -45,7 +48,7 @@ def generate(
             "--max-tokens",
             min=1,
             max=settings.MOST_TOKENS,
-            help="Tokens to generate, at most (64, or as many as fit).",
+            help="Most tokens to generate (default: 64, or as many as fit).",
         ),
     ] = None,
     *,
@@ -53,20 +56,24 @@ def generate(
     json_schema: settings.JsonSchema = None,
     logprobs: Annotated[
         int | None,
-        typer.Option("--logprobs", metavar="N", help="Log-probabilities of each token and of the N best."),
+        typer.Option(
+            "--logprobs",
+            metavar="N",
+            help="Show log-probabilities of each token and of the N most probable ones.",
+        ),
     ] = None,
     no_guesses: Annotated[
-        bool, typer.Option("--no-guesses", help="One token at a time: to measure what guesses bring.")
+        bool, typer.Option("--no-guesses", help="Turn speculative decoding off, to measure its effect.")
     ] = False,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Then say how fast the tokens came, and through which peers.")
+        bool, typer.Option("--trace", help="Afterwards show the rate of tokens, and the peers of the route.")
     ] = False,
     way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Go on from a prompt with a model that the swarm serves; an encoder-decoder reads it and answers. Tokens appear as they are
-    made."""
+    """Generate text after a prompt with a model that the swarm serves; an encoder-decoder reads the prompt and answers. Tokens
+    appear as they are generated."""
     output = Output(as_json=json)
     if features is not None and prompt is not None:
         raise ValueError("give either a PROMPT or --features")

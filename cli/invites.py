@@ -35,24 +35,28 @@ def invite(
     role: Annotated[
         list[str] | None,
         typer.Option(
-            "--role", metavar="ROLE", help="own, stand-by, read or ask; several times (all of them)."
+            "--role", metavar="ROLE", help="own, stand-by, read or ask; may be repeated (default: all)."
         ),
     ] = None,
     stages: Annotated[
-        str | None, typer.Option("--stages", metavar="FIRST-LAST", help="Which stages (all), e.g. 2-5.")
+        str | None,
+        typer.Option("--stages", metavar="FIRST-LAST", help="Which stages, e.g. 2-5 (default: all)."),
     ] = None,
-    hours: Annotated[float, typer.Option("--hours", min=0.01, max=LONGEST_HOURS, help="For how long.")] = 24.0
-    * 30,
+    hours: Annotated[
+        float, typer.Option("--hours", min=0.01, max=LONGEST_HOURS, help="How long the invite is valid.")
+    ] = 24.0 * 30,
     final: Annotated[
         bool,
-        typer.Option("--final", help="Not to be passed on; then commands need the peer to run beside them."),
+        typer.Option(
+            "--final", help="The peer cannot pass it on; its commands then need the peer to run beside them."
+        ),
     ] = False,
     *,
     way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Let a peer take part in a job of yours that is not for everybody; prints what it has to accept."""
+    """Let a peer take part in a job of yours that is not open to all; prints the invite that it has to accept."""
     chosen = checked_roles(role or ())
     span = None if stages is None else checked_stages(stages)
     checked_id(who)
@@ -99,7 +103,7 @@ def accept(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Take part in a job by an invite; a peer that runs with this home sees it within seconds."""
+    """Take part in a job by an invite; a peer that runs with this home reads it within seconds."""
     folder, output = options.home_folder(home), Output(as_json=json)
     grant = grants.keep(text, folder)
     output.emit({"job": grant.job, "roles": list(grant.roles), "until": grant.valid_until})
@@ -116,7 +120,7 @@ def revoke(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Take back what a peer was granted in a job, and what it passed on."""
+    """Revoke the grants of a peer in a job, and those that it passed on."""
     checked_id(who)
     run(_revoke(job, who, way, Output(as_json=json)), debug=debug)
 

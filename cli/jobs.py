@@ -19,7 +19,9 @@ from fusion.cli.terminal.output import Output
 if TYPE_CHECKING:
     from fusion.swarm.directory.records import JobRecord
 
-app = typer.Typer(help="What runs on the swarm: list, watch, stop, export.", rich_markup_mode=None)
+app = typer.Typer(
+    help="The jobs of the swarm: list, watch, stop, export, and who may take part.", rich_markup_mode=None
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -44,7 +46,7 @@ def list_jobs(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Every job that the swarm knows."""
+    """List every job that the swarm knows."""
     run(_list(way, Output(as_json=json)), debug=debug)
 
 
@@ -75,7 +77,7 @@ def watch(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show how a job goes on until it has ended."""
+    """Show the progress of a job until it has ended."""
     run(_watch(job, way, Output(as_json=json)), debug=debug)
 
 
@@ -92,14 +94,14 @@ async def _watch(job: str, way: client.JoinOptions, output: Output) -> None:
 def stop(
     job: options.Job,
     now: Annotated[
-        bool, typer.Option("--now", help="At once: what came after the newest snapshot is lost.")
+        bool, typer.Option("--now", help="At once: the steps after the newest snapshot are lost.")
     ] = False,
     *,
     way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """End a job that was launched with this home, one that trains with a snapshot of where it is."""
+    """End a job that was launched with this home; a training job takes a last snapshot first."""
     run(_stop(job, way, now, Output(as_json=json)), debug=debug)
 
 
@@ -133,7 +135,7 @@ def export(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Write a job's newest weights, under the model's own names, and what `serve` needs beside them."""
+    """Write a job's newest weights, under the model's own names, and the files that `serve` needs beside them."""
     need_peer_extra("jobs export")
     output = Output(as_json=json)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):

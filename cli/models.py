@@ -24,7 +24,7 @@ def models(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """The models that the swarm serves, and whether they answer now."""
+    """List the models that the swarm serves, and whether they answer now."""
     run(_models(way, Output(as_json=json)), debug=debug)
 
 

@@ -32,7 +32,9 @@ class Scheduler(StrEnum):
 def plan(
     job: Annotated[
         Path,
-        typer.Argument(metavar="JOB.TOML", parser=options.a_path, help="As for train (see examples/)."),
+        typer.Argument(
+            metavar="JOB.TOML", parser=options.a_path, help="The job file, as for train (see examples/)."
+        ),
     ],
     swarm: Annotated[
         Path,
@@ -40,24 +42,24 @@ def plan(
             "--swarm",
             metavar="SWARM.TOML",
             parser=options.a_path,
-            help="Peers and links (see examples/swarm.toml).",
+            help="The peers and links (see examples/swarm.toml).",
         ),
     ],
     scheduler: Annotated[
-        Scheduler, typer.Option("--scheduler", help="How to cut and place; the others are baselines.")
+        Scheduler, typer.Option("--scheduler", help="The placement algorithm; the others are baselines.")
     ] = Scheduler.op_fence,
     line_mbps: Annotated[
         float | None,
         typer.Option(
             "--line-mbps",
             metavar="MBPS",
-            help="As if each peer had a line of its own, up and down, of so much.",
+            help="Assume a line of its own for each peer, of this rate up and down.",
         ),
     ] = None,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show where a job would run on a swarm, how long a step would take and what holds it up. Nothing runs."""
+    """Show where a job would run on a swarm, how long a step would take and the bottleneck. Nothing runs."""
     need_peer_extra("plan")
     configure_logging(debug)
     output = Output(as_json=json)

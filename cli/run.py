@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @options.grouped
 def run(
-    model: Annotated[str, typer.Argument(metavar="NAME", help="Which model (fusion-peer models).")],
+    model: Annotated[str, typer.Argument(metavar="NAME", help="Name of the model (fusion-peer models).")],
     given: Annotated[
         Path,
         typer.Option(
@@ -41,18 +41,16 @@ def run(
             "--output",
             metavar="Y.npz",
             parser=options.a_path,
-            help="Where to write its outputs, by name.",
+            help="File to write its outputs to, by name.",
         ),
     ],
-    batch: Annotated[
-        int, typer.Option("--batch", min=0, help="So many samples at a time (0: all of them at once).")
-    ] = 0,
+    batch: Annotated[int, typer.Option("--batch", min=0, help="Samples of one run (0: all at once).")] = 0,
     *,
     way: client.JoinOptions,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Give arrays to a model that answers in one run: a classifier, a segmentation, an encoder."""
+    """Run a model that does not generate on arrays: a classifier, a segmentation, an encoder."""
     if not is_installed("numpy"):
         raise ValueError("--input needs numpy: pip install 'fusion-peer[peer]'")
     if not made.resolve().parent.is_dir():

@@ -49,11 +49,11 @@ def serve(
         typer.Argument(
             metavar="DIR|GGUF|JOB",
             help="A Hugging Face model directory, one written by `jobs export`, a GGUF file, or a training job: its newest "
-            "snapshot, and each newer one in its place.",
+            "snapshot, replaced by each newer one.",
         ),
     ],
     name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="What to call the model; needed but for --plan.")
+        str, typer.Option("--name", metavar="NAME", help="The name of the model; required without --plan.")
     ] = "",
     stages: Annotated[
         int | None,
@@ -61,19 +61,19 @@ def serve(
             "--stages",
             min=1,
             max=MOST_STAGES,
-            help="Over how many peers (as few as give nearly the shortest time per token).",
+            help="Number of stages (default: as few as give nearly the shortest time per token).",
         ),
     ] = None,
     quantization: Annotated[
         Quantization | None,
         typer.Option(
             "--quantization",
-            help="Its large matrices as int8 or int4: less memory and more tokens/s, and answers that are nearly the same.",
+            help="Store the large matrices as int8 or int4: less memory, more tokens/s, nearly the same answers.",
         ),
     ] = None,
     dtype: Annotated[
         Dtype,
-        typer.Option("--dtype", help="What the model computes and is held in: that of its files (auto)."),
+        typer.Option("--dtype", help="Dtype of weights and computation; auto: that of its files."),
     ] = Dtype.auto,
     context: Annotated[
         int | None,
@@ -81,26 +81,31 @@ def serve(
             "--context",
             min=2,
             metavar="TOKENS",
-            help="Of the longest text, prompt and answer: fewer than the model can read take less memory.",
+            help="Longest sequence, prompt and answer together: a shorter one needs less memory (default: the model's).",
         ),
     ] = None,
     plan: Annotated[
         bool,
         typer.Option(
-            "--plan", help="Show what serving it would take, and where it would run; nothing starts."
+            "--plan", help="Show what serving it would need, and where it would run; nothing starts."
         ),
     ] = False,
     once: Annotated[
-        bool, typer.Option("--once", help="Of a job: serve its newest snapshot and return.")
+        bool, typer.Option("--once", help="For a job: serve its newest snapshot and return.")
     ] = False,
     admission: Annotated[
         options.Who | None,
-        typer.Option("--admission", help="Who may own, read and ask: everybody (open), or those of --admit."),
+        typer.Option(
+            "--admission",
+            help="Who may own stages, read the model and send prompts: everybody (open), or those of --admit.",
+        ),
     ] = None,
     admit: Annotated[
         list[str] | None,
         typer.Option(
-            "--admit", metavar="PEER", help="A peer id that may: for good (listed), or as invited (granted)."
+            "--admit",
+            metavar="PEER",
+            help="Admit this peer id: for good (listed), or by an invite (granted).",
         ),
     ] = None,
     draft: Annotated[
@@ -109,7 +114,7 @@ def serve(
             "--draft",
             metavar="DIR|GGUF",
             parser=options.a_path,
-            help="A small model of the same tokenizer that guesses for it over slow links: the same answers, sooner.",
+            help="A small model of the same tokenizer for speculative decoding over slow links: the same answers, sooner.",
         ),
     ] = None,
     *,
@@ -117,7 +122,7 @@ def serve(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Serve a model across the swarm. It returns once a token has gone around the peers that hold it."""
+    """Serve a model across the swarm. Returns once a token has gone through all of its stages."""
     need_peer_extra("serve")
     output = Output(as_json=json)
     path = options.a_path(source)

@@ -54,26 +54,30 @@ def start(
     listen: Annotated[
         list[str] | None,
         typer.Option(
-            "--listen", metavar="MULTIADDR", help="Where to listen, such as /ip4/0.0.0.0/tcp/31337."
+            "--listen", metavar="MULTIADDR", help="Address to listen at, such as /ip4/0.0.0.0/tcp/31337."
         ),
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option("--threads", min=1, max=MOST_THREADS, help="Threads for arithmetic (one per core)."),
+        typer.Option("--threads", min=1, max=MOST_THREADS, help="Computing threads (default: one per core)."),
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option("--memory", metavar="SIZE", help="Memory to lend, e.g. 4GiB (half of what is free)."),
+        typer.Option(
+            "--memory", metavar="SIZE", help="Memory to lend, e.g. 4GiB (default: half of what is free)."
+        ),
     ] = None,
     disk: Annotated[
         str | None,
         typer.Option(
-            "--disk", metavar="SIZE", help="Disk to lend for weights, data and snapshots, e.g. 20GiB (50GiB)."
+            "--disk",
+            metavar="SIZE",
+            help="Disk to lend for weights, data and snapshots, e.g. 20GiB (default: 50GiB).",
         ),
     ] = None,
-    device: Annotated[Device, typer.Option("--device", help="What computes.")] = Device.cpu,
+    device: Annotated[Device, typer.Option("--device", help="The device that computes.")] = Device.cpu,
     plane: Annotated[
-        PlaneName, typer.Option("--plane", help='With which library: jax needs "fusion-peer[jax]".')
+        PlaneName, typer.Option("--plane", help='The library that computes: jax needs "fusion-peer[jax]".')
     ] = PlaneName.torch,
     upload: Annotated[
         float | None,
@@ -81,7 +85,7 @@ def start(
             "--upload-mbps",
             min=0.1,
             metavar="MBPS",
-            help="Most to give away of weights and snapshots, in megabits a second (no limit).",
+            help="Limit of the uplink for sending weights and snapshots, in megabits a second (default: none).",
         ),
     ] = None,
     http: Annotated[
@@ -89,7 +93,7 @@ def start(
         typer.Option(
             "--http",
             metavar="HOST:PORT",
-            help="Where programs ask this peer over OpenAI's API; port 0: any that is free; off: nowhere.",
+            help="Address of OpenAI's API on this peer; port 0: any that is free; off: no API.",
         ),
     ] = "127.0.0.1:0",
     http_key: Annotated[
@@ -98,14 +102,14 @@ def start(
             "--http-key",
             metavar="FILE",
             parser=options.a_path,
-            help="API keys, one a line, of which each request over HTTP must show one.",
+            help="API keys, one a line; each HTTP request must have one of them.",
         ),
     ] = None,
     swarm_key: options.SwarmKey = None,
     invite: Annotated[
         list[str] | None,
         typer.Option(
-            "--invite", metavar="INVITE", help="Take part in a job, as `jobs invite` lets this peer."
+            "--invite", metavar="INVITE", help="Take part in a job by an invite, as `jobs invite` prints it."
         ),
     ] = None,
     json: options.Json = False,

@@ -38,7 +38,7 @@ def status(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """The swarm now: peers and what they can do, stages and who owns them or stands by, jobs, links."""
+    """Show the swarm now: peers and their resources, stages with their owners and standbys, jobs, links."""
     show = link_status if links else _status
     run(show(way, Output(as_json=json)), debug=debug)
 

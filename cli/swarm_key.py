@@ -15,16 +15,16 @@ app = typer.Typer(help="Make the key of a closed swarm.", rich_markup_mode=None)
 
 @app.callback()
 def swarm_key() -> None:
-    """Make the key of a closed swarm: those who have it are its members, and answer nobody else."""
+    """Make the key of a closed swarm: peers that have it are its members, and answer nobody else."""
 
 
 @app.command()
 def new(
-    file: Annotated[Path, typer.Argument(metavar="FILE", parser=options.a_path, help="Where to write it.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", parser=options.a_path, help="The file to write.")],
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Write a new key into FILE, which only its owner can read. Give it to the members, by a way that nobody else sees."""
+    """Write a new key into FILE, which only its owner can read. Give it to the members over a private channel."""
     from fusion.swarm.swarm_key import new_key
 
     output = Output(as_json=json)

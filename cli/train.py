@@ -29,11 +29,13 @@ def train(
     job: Annotated[
         Path,
         typer.Argument(
-            metavar="JOB.TOML", parser=options.a_path, help="What to train, on what, how (see examples/)."
+            metavar="JOB.TOML",
+            parser=options.a_path,
+            help="The job file: model, data, settings (see examples/).",
         ),
     ],
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return once the swarm holds model, weights and data itself.")
+        bool, typer.Option("--detach", help="Return once the swarm holds model, weights and data.")
     ] = False,
     *,
     way: client.JoinOptions,

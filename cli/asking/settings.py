@@ -23,7 +23,7 @@ JsonSchema = Annotated[
         "--json-schema",
         metavar="FILE",
         parser=options.a_path,
-        help="The answer is JSON that follows the schema in it.",
+        help="File of a JSON schema that the answer must follow.",
     ),
 ]
 
@@ -33,31 +33,37 @@ class TokenChoice:
     """The options that say how tokens are drawn, and which text ends them."""
 
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0 takes the most probable token each time.")
+        float, typer.Option("--temperature", min=0.0, help="0: always the most probable token (greedy).")
     ] = 0.0
     top_k: Annotated[
         int,
-        typer.Option("--top-k", min=0, max=MOST_TOKENS, help="Draw from the k most probable tokens; 0: all."),
+        typer.Option(
+            "--top-k", min=0, max=MOST_TOKENS, help="Sample from the k most probable tokens; 0: all."
+        ),
     ] = 0
     top_p: Annotated[
         float,
-        typer.Option("--top-p", help="Draw from the fewest tokens whose probabilities reach this sum."),
+        typer.Option("--top-p", help="Sample from the fewest tokens whose probabilities reach this sum."),
     ] = 1.0
     seed: Annotated[
         int | None, typer.Option("--seed", min=0, help="Same seed, same answer (with a temperature).")
     ] = None
     min_p: Annotated[
         float,
-        typer.Option("--min-p", help="Leave out tokens less probable than this share of the best; 0: none."),
+        typer.Option(
+            "--min-p", help="Exclude tokens less probable than this share of the most probable one; 0: none."
+        ),
     ] = 0.0
     repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="Above 1: avoid what prompt and answer have.")
+        float,
+        typer.Option("--repetition-penalty", help="Above 1: penalise tokens of the prompt and the answer."),
     ] = 1.0
     frequency_penalty: Annotated[
-        float, typer.Option("--frequency-penalty", help="Above 0: avoid what the answer has, by how often.")
+        float,
+        typer.Option("--frequency-penalty", help="Above 0: penalise tokens of the answer, by their count."),
     ] = 0.0
     presence_penalty: Annotated[
-        float, typer.Option("--presence-penalty", help="Above 0: avoid what the answer has.")
+        float, typer.Option("--presence-penalty", help="Above 0: penalise tokens of the answer.")
     ] = 0.0
     logit_bias: Annotated[
         list[str] | None,

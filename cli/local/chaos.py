@@ -44,29 +44,29 @@ def chaos(
         int, typer.Option("--peers", help="Peers in all: those that train, a stage each, and the standbys.")
     ] = 6,
     kill_every: Annotated[
-        str, typer.Option("--kill-every", metavar="TIME", help="From one kill to the next, such as 15s.")
+        str, typer.Option("--kill-every", metavar="TIME", help="Time between two kills, such as 15s.")
     ] = "15s",
     minutes: Annotated[
-        float, typer.Option("--minutes", help="About how long the run with faults lasts.")
+        float, typer.Option("--minutes", help="Approximate duration of the run with faults.")
     ] = 2.0,
     standbys: Annotated[
         int | None,
-        typer.Option("--standbys", help="How many of the peers wait to take over (a third of them)."),
+        typer.Option("--standbys", help="How many of the peers stand by (default: a third of them)."),
     ] = None,
     stop: Annotated[
         bool, typer.Option("--stop", help="Also freeze peers for 3 to 10 seconds (SIGSTOP).")
     ] = False,
     partition: Annotated[
-        bool, typer.Option("--partition", help="Also cut groups of peers off for 5 to 15 seconds.")
+        bool, typer.Option("--partition", help="Also partition groups of peers off for 5 to 15 seconds.")
     ] = False,
     seed: Annotated[
-        int | None, typer.Option("--seed", help="Same seed, same faults (drawn and shown otherwise).")
+        int | None, typer.Option("--seed", help="Seed of the faults (default: drawn at random, and shown).")
     ] = None,
     json: options.Json = False,
     debug: options.Debug = False,
     stop_with: options.StopWith = None,
 ) -> None:
-    """Train on peers of this machine, kill them meanwhile, and compare the result with that of a quiet run."""
+    """Train on peers of this machine, kill some meanwhile, and compare the result with that of a quiet run."""
     need_peer_extra("chaos")
     config = ChaosConfig(
         peers=peers,

@@ -43,7 +43,7 @@ def a_path(text: str) -> Path:
 Home = Annotated[
     Path,
     typer.Option(
-        "--home", metavar="DIR", parser=a_path, help="Where identity, cache and state of this machine live."
+        "--home", metavar="DIR", parser=a_path, help="Folder of this machine's identity, cache and state."
     ),
 ]
 Bootstrap = Annotated[
@@ -56,7 +56,10 @@ Bootstrap = Annotated[
     ),
 ]
 PeerAddress = Annotated[
-    str | None, typer.Option("--peer", metavar="ADDR", help="Ask this peer (a multiaddr ending in /p2p/ID).")
+    str | None,
+    typer.Option(
+        "--peer", metavar="ADDR", help="Send requests to this peer (a multiaddr ending in /p2p/ID)."
+    ),
 ]
 SwarmKey = Annotated[
     Path | None,
@@ -64,16 +67,14 @@ SwarmKey = Annotated[
         "--swarm-key",
         metavar="FILE",
         parser=a_path,
-        help="The key of a closed swarm (that in the home, where there is one).",
+        help="The key of a closed swarm (default: the one in the home, if any).",
     ),
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="Print JSON, one object a line, and nothing else on stdout.")
 ]
-Debug = Annotated[
-    bool, typer.Option("--debug", help="Show log lines and, where something fails, the traceback.")
-]
-Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's name, name@author, or how its id starts.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show log lines and, after an error, the traceback.")]
+Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's name, name@author, or a prefix of its id.")]
 StopWith = Annotated[
     int | None,
     typer.Option("--stop-with", metavar="PID", hidden=True, help="Stop when the parent PID is gone."),
