@@ -32,25 +32,25 @@ class WireProtocol:
 
 BLOB = WireProtocol(
     name="/fusion/blob/1",
-    about="chunks of a blob, from whoever holds it",
+    about="chunks of a blob, from its holders",
     answer_bytes=MAX_INDEX_BYTES,
     idle_seconds=120.0,
 )
 PROBE = WireProtocol(
     name="/fusion/probe/1",
-    about="what the link between two peers is like: pings, trains of bytes, reports",
+    about="measurements of the link between two peers: pings, trains of bytes, reports",
     payload_bytes=MAX_TRAIN_BYTES,
     idle_seconds=120.0,  # idle neighbours are pinged every few seconds
 )
 DIRECTORY = WireProtocol(
     name="/fusion/directory/1",
-    about="what the directory holds, for clients that have no part in the DHT",
+    about="the records of the directory, for clients that take no part in the DHT",
     answer_bytes=2 << 20,  # the records under a key, and what msgpack adds
     idle_seconds=60.0,
 )
 CONTROL = WireProtocol(
     name="/fusion/control/1",
-    about="commands of this user to the peer that runs on this machine, over a Unix socket: its streams, its directory",
+    about="commands of this user to the running peer of this machine, over a Unix socket: its streams, its directory",
     idle_seconds=6 * 3600.0,  # a command may watch a job that waits for a peer
     payload_bytes=MAX_PASSED_BYTES,
     answer_bytes=MAX_PASSED_BYTES,

@@ -15,7 +15,7 @@ MAX_LOGITS_BYTES = 64 << 20  # of the largest vocabulary that a manifest may hav
 
 STAGE = WireProtocol(
     name="/fusion/stage/3",
-    about="training: tensors and the steps' messages, from one stage of a job to another",
+    about="training: tensors, and the messages of the step protocol, between the stages of a job",
     payload_bytes=None,
     idle_seconds=6 * 3600.0,  # a step may take long, and a job may wait for a peer; only owners get as far
     stripes=4,  # activations one way, gradients the other, at once
@@ -29,7 +29,7 @@ RING = WireProtocol(
 )
 GENERATE = WireProtocol(
     name="/fusion/generate/1",
-    about="one prompt to a gateway, the answer's tokens back",
+    about="one prompt to a gateway, and the tokens of the answer",
     payload_bytes=MAX_PROMPT_BYTES,
     answer_bytes=MAX_LOGITS_BYTES,
     idle_seconds=600.0,  # a token may wait for a stage to be taken over
@@ -38,30 +38,32 @@ GENERATE = WireProtocol(
 # for another.
 GENERATE_MORE = WireProtocol(
     name="/fusion/generate/2",
-    about="the same, with settings that peers of the release before do not know",
+    about="the same, with settings that peers of the previous release do not support",
     payload_bytes=GENERATE.payload_bytes,
     answer_bytes=GENERATE.answer_bytes,
     idle_seconds=GENERATE.idle_seconds,
 )
 RUN = WireProtocol(
     name="/fusion/run/1",
-    about="serving: named arrays to a model that answers in one run, named arrays back",
+    about="serving: named arrays to and from a model that answers in one run",
     payload_bytes=MAX_RUN_BYTES,
     answer_bytes=MAX_RUN_BYTES,
     idle_seconds=600.0,  # a stage may have to be taken over
 )
 JOB = WireProtocol(
     name="/fusion/job/1",
-    about="launch, watch and stop a job; the news of a snapshot",
+    about="launches, watches and stops a job, revokes grants, announces a snapshot",
     idle_seconds=3600.0,  # between two steps that a watcher sees
 )
 SAVE_SECONDS = 600.0  # for the last snapshot of a job that is to stop
 HOLD = WireProtocol(
     name="/fusion/hold/2",
-    about="who holds a stage; an owner that is gone or leaves, and its successor",
+    about="who holds a stage: takeover from an owner that is gone, handover from one that leaves",
     idle_seconds=60.0,
 )
-STATUS = WireProtocol(name="/fusion/status/1", about="what a peer shows beyond its record", idle_seconds=60.0)
+STATUS = WireProtocol(
+    name="/fusion/status/1", about="the status of a peer, beyond its record", idle_seconds=60.0
+)
 
 PROTOCOLS = (STAGE, RING, GENERATE, GENERATE_MORE, RUN, JOB, HOLD, STATUS, *SWARM_PROTOCOLS)
 
