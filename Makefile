@@ -1,17 +1,17 @@
 # Everything starts here: each target makes .venv itself and reuses it afterwards.
-#   make demo     see it work: peers on this machine train a model on real text, then answer a prompt
-#   make check    lint, types and every quick test that starts no process: a minute and a half, while one works
-#   make test     the gate: all of check, real peers, one kill of each kind, a network in a box (docs/testing.md)
-#   make test-all  every test there is: two hours and more
-#   make bench    the figures of the README, as a table and bench-results.json
-#   make bench-serve    what users of a served model get: many at once, over slow links, under load (root for the links)
-#   make bench-network  train over slow links (root, Linux): docs/network.md; stop it whenever you like, it goes on from there
-#   make what-if  fifty consumer cards against four of a data centre, planned: docs/what-if.md, in under five minutes
-#   make chaos    train on peers of this machine that are killed meanwhile, and compare with a quiet run
-#   make worlds   simulate the protocol in 100 000 worlds with faults (WORLDS=, SEED=)
-#   make pictures  draw docs/pictures anew, from real runs: the demo, a status, a minute of chaos (about ten minutes)
-#   make models   how every text family of transformers is served: writes docs/models.md (half an hour; it goes on from there)
-#   make sweep    every way to go, in every phase: kills, frozen peers, cold starts, departures, a partition; placements
+#   make demo     a demonstration: peers on this machine train a model on real text, then answer a prompt
+#   make check    lint, types and every quick test that starts no process
+#   make test     the gate: check, real peers, one kill of each kind, emulated networks (docs/testing.md)
+#   make test-all  every test: two hours and more
+#   make bench    benchmarks of training and decoding, as a table and bench-results.json
+#   make bench-serve    benchmarks of serving: concurrent users, slow links, load (root for the links)
+#   make bench-network  training over slow links (root, Linux): docs/network.md; a stopped run resumes
+#   make what-if  plans for fifty consumer GPUs against four of a data centre: docs/what-if.md, in under five minutes
+#   make chaos    peers on this machine train and are killed meanwhile; the result is compared with a quiet run
+#   make worlds   the protocol in 100 000 simulated worlds with faults (WORLDS=, SEED=)
+#   make pictures  docs/pictures from real runs: the demo, a status, a minute of chaos (about ten minutes)
+#   make models   docs/models.md: how each text family of transformers is served (half an hour; a stopped run resumes)
+#   make sweep    each kind of fault in each phase: kills, frozen peers, cold starts, departures, a partition; placements
 # PYTHON=python3.12 picks an interpreter (3.11 or newer). PIP_ARGS is handed to pip, for a mirror or an index of its own.
 
 VENV := .venv

@@ -3,9 +3,9 @@
     python tests/worlds [--worlds 1000] [--seed 1] [--processes 2] [--json]
     python tests/worlds --liars 3               one to three peers of each world lie (tests/worlds/liars.py)
     python tests/worlds --replay SEED           one world, with every frame that was sent in it
-    python tests/worlds --digest FILE           SHA-256 of what happens in each world: whether two checkouts do the same
-    python tests/worlds --plant term            with a bug in it, that has to be found (term, ready, promote;
-                                                with --liars: proof, votes, belief)
+    python tests/worlds --digest FILE           SHA-256 of the events of each world, to compare two checkouts
+    python tests/worlds --plant term            with a planted bug, which must be found (term, ready, promote;
+                                                witness, mistake; with --liars: proof, votes, belief, snapshot)
 
 Exit 0: everything held in every world. 1: something did not; the seeds are printed, the first ones with their logs.
 """
