@@ -20,18 +20,18 @@ from torch.nn.modules import transformer
 from torch.utils.checkpoint import CheckpointFunction
 
 from fusion.runtime.capture.exporting import (
-    chosen,
     ctc,
     dense_experts,
-    drawn,
     expert_loops,
     fourier,
-    highest,
     layers,
+    masked_rows,
+    random_draws,
     sorted_experts,
+    topk_masks,
 )
 from fusion.runtime.capture.exporting.blocks import SourceLength
-from fusion.runtime.capture.exporting.chosen import whole
+from fusion.runtime.capture.exporting.masked_rows import whole
 from fusion.runtime.capture.exporting.model_code import line_of_caller
 from fusion.runtime.capture.exporting.size_masks import begin_run, same_masks_again
 from fusion.runtime.capture.exporting.size_texts import no_size_texts
@@ -55,7 +55,7 @@ def as_exported(module: nn.Module) -> Iterator[None]:
     """While open, torch's functions are those that the module can be exported with. In training mode, CaptureError where the
     model's code says itself what a gradient is."""
     with ExitStack() as changed:
-        changed.enter_context(highest.sizes_at_most(module))
+        changed.enter_context(topk_masks.sizes_at_most(module))
         changed.enter_context(expert_loops.without_loops(module))
         changed.enter_context(dense_experts.with_chosen_alone(module))
         changed.enter_context(sorted_experts.without_sorting(module))
@@ -159,7 +159,7 @@ def _of_ours(name: str) -> Callable[[Any], Any]:
             caller = sys._getframe(1).f_globals.get("__name__", "")
             # How torch finds out what shape an operator of its own has.
             within = caller.startswith(("torch._decomp", "torch._refs", "torch._prims"))
-            return (plain if within else getattr(drawn, name))(*args, **options)
+            return (plain if within else getattr(random_draws, name))(*args, **options)
 
         return draw
 
@@ -336,9 +336,9 @@ _ASKING: tuple[_Change, ...] = (
     (torch.Tensor, "data", _as_detached),
     *((where, n, _not_seeded) for where in (torch, torch.random) for n in ("manual_seed", "seed", "set_rng_state")),
     (torch.Tensor, "__len__", _counted),
-    (torch.Tensor, "__getitem__", chosen.getitem),
-    (torch.Tensor, "__setitem__", chosen.setitem),
-    *((where, "masked_select", chosen.masked_select) for where in (torch, torch.Tensor)),
+    (torch.Tensor, "__getitem__", masked_rows.getitem),
+    (torch.Tensor, "__setitem__", masked_rows.setitem),
+    *((where, "masked_select", masked_rows.masked_select) for where in (torch, torch.Tensor)),
     (torch.Tensor, "__rfloordiv__", layers.of_number(torch.floor_divide)),
     (torch.Tensor, "__rmod__", layers.of_number(torch.remainder)),
     (torch.inference_mode, "__enter__", _as_no_grad),
@@ -356,7 +356,7 @@ _ASKING: tuple[_Change, ...] = (
     *((where, "outer", layers.outer) for where in (torch, torch.Tensor)),
     *((where, "take_along_dim", layers.take_along_dim) for where in (torch, torch.Tensor)),
     *((where, name, change) for where in (torch, torch.Tensor) for name, change in (("chunk", layers.chunk), ("split", layers.split))),
-    *((where, name, change) for where in (torch, torch.Tensor) for name, change in (("topk", highest.topk), ("scatter", highest.scatter))),
+    *((where, name, change) for where in (torch, torch.Tensor) for name, change in (("topk", topk_masks.topk), ("scatter", topk_masks.scatter))),
     *((where, name, layers.diagonal) for where in (torch, torch.Tensor) for name in ("diag", "diagonal")),
     (torch, "cdist", layers.cdist),
     *((where, "bincount", layers.bincount) for where in (torch, torch.Tensor)),
@@ -385,10 +385,10 @@ _ASKING: tuple[_Change, ...] = (
 _DRAWING: tuple[_Change, ...] = (
     *((torch, n, _of_ours(n)) for n in ("rand", "randn", "randperm", "rand_like", "randn_like", "randint", "randint_like", "bernoulli", "normal")),
     *((torch.Tensor, n, _of_ours(n)) for n in ("bernoulli", "normal_", "uniform_", "bernoulli_", "exponential_")),
-    (functional, "rrelu", lambda _: drawn.rrelu),
-    (functional, "dropout1d", lambda _: drawn.dropout_of_channels(2)),
-    (functional, "dropout2d", lambda _: drawn.dropout_of_channels(None)),
-    (functional, "dropout3d", lambda _: drawn.dropout_of_channels(4)),
+    (functional, "rrelu", lambda _: random_draws.rrelu),
+    (functional, "dropout1d", lambda _: random_draws.dropout_of_channels(2)),
+    (functional, "dropout2d", lambda _: random_draws.dropout_of_channels(None)),
+    (functional, "dropout3d", lambda _: random_draws.dropout_of_channels(4)),
     *((torch, n, _refused("the model draws from a gamma, beta or Dirichlet distribution", ": give what is drawn as an array of the data")) for n in ("_standard_gamma", "_sample_dirichlet")),
 )  # fmt: skip
 _INNER = "the model takes a gradient while it runs, which a graph has no place for"

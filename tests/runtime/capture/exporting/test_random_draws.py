@@ -142,7 +142,7 @@ def test_whole_channels_are_dropped() -> None:
     ],
 )
 def test_a_generator_of_the_model_s_own_is_refused(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    with pytest.raises(CaptureError, match=r"a generator of its own, at \S*test_drawn.py:\d+: leave it out"):
+    with pytest.raises(CaptureError, match=r"a generator of its own, at \S*test_random_draws.py:\d+: leave it out"):
         drawn(function)
 
 
@@ -152,7 +152,7 @@ def test_a_tensor_to_draw_into_is_refused() -> None:
         torch.rand(ROWS, WIDTH, out=into)
         return x + into
 
-    with pytest.raises(CaptureError, match=r"with out=, at \S*test_drawn.py:\d+: use what the function"):
+    with pytest.raises(CaptureError, match=r"with out=, at \S*test_random_draws.py:\d+: use what the function"):
         drawn(function)
 
 

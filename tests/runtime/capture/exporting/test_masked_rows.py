@@ -135,4 +135,4 @@ def test_what_needs_their_number_is_refused(function: Callable[..., Any]) -> Non
         CaptureError, match="the size of a value follows from what is in a tensor: use"
     ) as error:
         capture_module(Tagger(function), example, training=True, loss_inputs=())
-    assert "test_chosen.py:" in str(error.value)
+    assert "test_masked_rows.py:" in str(error.value)

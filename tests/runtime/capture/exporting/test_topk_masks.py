@@ -82,7 +82,7 @@ def test_a_number_that_no_size_falls_below_is_itself() -> None:
     ids=["gathered", "values", "unpacked", "numbers scattered", "some of the places", "lowest", "a slice", "a factor"],
 )  # fmt: skip
 def test_whatever_else_is_made_of_them_is_refused(function: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(CaptureError, match=r"test_highest\.py") as refusal:
+    with pytest.raises(CaptureError, match=r"test_topk_masks\.py") as refusal:
         captured(function)
     assert "\n" not in str(refusal.value)
 
