@@ -38,12 +38,12 @@ from fusion.runtime.capture.exporting.tensors import (
 )
 from fusion.runtime.capture.exporting.torch_calls import (
     SourceLength,
-    as_exported,
     begin_run,
     no_size_texts,
+    patched_torch,
+    require_no_masked_rows,
     require_plain_gradients,
-    same_masks_again,
-    whole,
+    reuse_masks,
 )
 from fusion.runtime.capture.lowering.aten_names import (
     op_name,
@@ -109,7 +109,7 @@ def capture_encoder_decoder(
     else:
         source, first = torch.zeros(2, 11, dtype=torch.int64), {0: batch, 1: Dim(SOURCE, max=maximum_source)}
     example = {wrapped.source: source, "input_ids": text, "position_ids": text.clone()}
-    with length.answered():
+    with length.answering_guards():
         try:
             graph = _capture(module, wrapped, example, (first, *dims), training=False)
         except CaptureError:
@@ -170,7 +170,7 @@ def capture_module(
     dims = tuple({0: batch} for _ in example)
     exported, again = hollow(), hollow().train(mode)
     exported.calls = Calls()
-    with same_masks_again():
+    with reuse_masks():
         with no_size_texts():
             try:
                 graph = _capture(module, exported, example, dims, mode, loss_names, keeps=mode)
@@ -183,7 +183,7 @@ def capture_module(
                     graph = _capture(module, exported, more, dims, mode, loss_names, keeps=mode)
                 except CaptureError:
                     raise error from None
-        with warnings.catch_warnings(), as_exported(again):
+        with warnings.catch_warnings(), patched_torch(again):
             warnings.simplefilter("ignore")
             require_same_runs(again, tuple(example.values()), exported.calls)
     return graph if mode else _by_batches(graph)
@@ -249,7 +249,7 @@ class _EncoderDecoder(nn.Module):
 
     def forward(self, *values: torch.Tensor) -> torch.Tensor:
         source, ids, positions = values
-        self.length.is_of(source.shape[-1])
+        self.length.set_from(source.shape[-1])
         given = {self.source.replace("source", "input"): source, "decoder_input_ids": ids}
         if self.masked:
             given["attention_mask"] = torch.ones_like(source)
@@ -288,7 +288,7 @@ class _AnyModule(nn.Module):
     def forward(self, *values: torch.Tensor) -> Any:
         if self.calls is None:
             return self._run(values)
-        self.calls.forget()
+        self.calls.clear()
         with self.calls:
             return self._run(values)
 
@@ -299,7 +299,7 @@ class _AnyModule(nn.Module):
             raise CaptureError("the inputs are of several numbers of samples")
         inputs = dict(zip(self.names, values, strict=True))
         made = self.module(**{name: inputs[name] for name in self.module_inputs})
-        return whole(
+        return require_no_masked_rows(
             made if self.loss is None else self.loss(made, *(inputs[name] for name in self.loss_inputs))
         )
 

@@ -1,7 +1,7 @@
-"""The loss of connectionist temporal classification (Graves et al., 2006), a step of the input at a time.
+"""The loss of connectionist temporal classification (Graves et al., 2006), one time step after another.
 
-Its gradient is that of the loss. torch's own is that of the loss and of the log_softmax before it: the two are the same for an
-input that one has made, as torch asks for.
+The gradient is that of the loss itself. torch's own is that of the loss together with the log_softmax before it: the two agree for inputs
+that are log_softmax outputs, as torch requires.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from fusion.runtime.capture.exporting.model_code import line_of_caller
 from fusion.runtime.job.errors import CaptureError
 
 MOST_STEPS = 512  # each is some nodes of the graph
-_NEVER = -1e30  # the logarithm of no probability: with -inf, gradients would not be numbers
+_LOG_ZERO = -1e30  # the logarithm of probability zero: -inf would make gradients NaN
 
 
 def ctc_loss(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: str = "mean", zero_infinity: bool = False) -> Tensor:  # fmt: skip
         _require_sizes(log_probs, targets, input_lengths, target_lengths)
         lengths = target_lengths.to(torch.int64)
-        loss = -_likelihood(log_probs, targets.to(torch.int64), input_lengths, lengths, blank)
-        impossible = loss > -_NEVER / 2
+        loss = -_log_likelihood(log_probs, targets.to(torch.int64), input_lengths, lengths, blank)
+        impossible = loss > -_LOG_ZERO / 2
         loss = torch.where(impossible, 0.0 if zero_infinity else float("inf"), loss)
         if reduction == "mean":
             return (loss / lengths.clamp(min=1)).mean()  # type: ignore[no-any-return]
@@ -33,25 +33,27 @@ def ctc_loss(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def _likelihood(log_probs: Tensor, targets: Tensor, steps: Tensor, lengths: Tensor, blank: int) -> Tensor:
-    """The logarithm of the probability of each target (batch,), over all its alignments."""
-    targets = targets.clamp(min=0)  # what they are filled up with may be no class
+def _log_likelihood(log_probs: Tensor, targets: Tensor, steps: Tensor, lengths: Tensor, blank: int) -> Tensor:
+    """The logarithm of the probability of each target (batch,), summed over its alignments."""
+    targets = targets.clamp(min=0)  # padding may be no class
     blanks = torch.full_like(targets, blank)
-    # (batch, places): a blank before each label and behind the last
-    places = torch.cat([torch.stack([blanks, targets], -1).flatten(1), blanks[:, :1]], 1)
-    count, time = places.shape[1], log_probs.shape[0]
-    emitted = log_probs.gather(2, places.expand(time, *places.shape))
-    may_skip = (places[:, 2:] != blank) & (places[:, 2:] != places[:, :-2])
-    never = torch.full_like(emitted[0, :, :1], _NEVER)
-    none = torch.full_like(emitted[0], _NEVER)
-    sum_to_here = torch.where(torch.arange(count) < 2, emitted[0], none)
+    # (batch, states): a blank before each label and after the last
+    states = torch.cat([torch.stack([blanks, targets], -1).flatten(1), blanks[:, :1]], 1)
+    state_count, time = states.shape[1], log_probs.shape[0]
+    emission = log_probs.gather(2, states.expand(time, *states.shape))
+    may_skip = (states[:, 2:] != blank) & (states[:, 2:] != states[:, :-2])
+    log_zero = torch.full_like(emission[0, :, :1], _LOG_ZERO)
+    log_zeros = torch.full_like(emission[0], _LOG_ZERO)
+    forward = torch.where(torch.arange(state_count) < 2, emission[0], log_zeros)
     for step in range(1, time):
-        one = torch.cat([never, sum_to_here[:, :-1]], 1)
-        two = torch.cat([never, never, torch.where(may_skip, sum_to_here[:, :-2], none[:, 2:])], 1)
-        on = torch.logsumexp(torch.stack([sum_to_here, one, two]), 0) + emitted[step]
-        sum_to_here = torch.where((step < steps).unsqueeze(1), on, sum_to_here)
+        from_previous = torch.cat([log_zero, forward[:, :-1]], 1)
+        from_skipped = torch.cat(
+            [log_zero, log_zero, torch.where(may_skip, forward[:, :-2], log_zeros[:, 2:])], 1
+        )
+        advanced = torch.logsumexp(torch.stack([forward, from_previous, from_skipped]), 0) + emission[step]
+        forward = torch.where((step < steps).unsqueeze(1), advanced, forward)
     last = torch.stack([2 * lengths, 2 * lengths - 1], 1)
-    ends = torch.where(last < 0, _NEVER, sum_to_here.gather(1, last.clamp(min=0)))
+    ends = torch.where(last < 0, _LOG_ZERO, forward.gather(1, last.clamp(min=0)))
     return torch.logsumexp(ends, 1)
 
 

@@ -1,4 +1,4 @@
-"""A module through torch.export, with what torch runs otherwise meanwhile, and why it cannot be in one line."""
+"""Runs torch.export with our replacements of torch functions, and turns its failures into one line each."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torch.fx.experimental import _config as _symbolic
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fusion.runtime.capture.exporting.model_code import every_line, first_line, fixed_size, line_of_error
-from fusion.runtime.capture.exporting.recurrences import one_operator
+from fusion.runtime.capture.exporting.recurrences import recurrences_as_operator
 from fusion.runtime.capture.exporting.state import no_state_in_buffers
-from fusion.runtime.capture.exporting.torch_calls import as_exported
+from fusion.runtime.capture.exporting.torch_calls import patched_torch
 from fusion.runtime.job.errors import CaptureError
 
-# What torch raises of a model that it cannot export.
-OF_TORCH = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, SpecViolationError)
+# Errors that torch raises for a model that it cannot export.
+EXPORT_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, SpecViolationError)
 
-_SEVERAL = 3  # samples, of which one less is not a single one
-_OF_A_SIZE = "no loop over it there, and no number made of it"
-_OF_SAMPLES = "no loop over it there, no number made of it (int, round), and no part of it (n // 2: give each part as an array of the data)"
+_MIN_SAMPLES = 3  # one less is still not a single one
+_SIZE_REMEDY = "no loop over it there, and no number made of it"
+_BATCH_REMEDY = "no loop over it there, no number made of it (int, round), and no part of it (n // 2: give each part as an array of the data)"
 
 
 class SizeFixedError(CaptureError):
-    """A size that is to be free, and that is not. `certain`: whether a line of the model's code is seen to fix it."""
+    """A size that should be free is fixed. `certain`: whether the line of the model's code that fixes it is known."""
 
     def __init__(self, message: str, *, certain: bool) -> None:
         super().__init__(message)
@@ -40,30 +40,30 @@ class SizeFixedError(CaptureError):
 def export(
     wrapped: nn.Module, example: tuple[torch.Tensor, ...], dims: tuple[dict[int, Any], ...]
 ) -> ExportedProgram:
-    """`dims`: of each of `example`, the dimensions that are free. CaptureError names the line of the model's code."""
+    """The module exported by torch. `dims`: the free dimensions of each tensor of `example`. CaptureError names the line of the model's code."""
     try:
-        return _exported(wrapped, example, dims)
+        return _export_once(wrapped, example, dims)
     except SizeFixedError as error:
-        alone = wrapped.training or all(where.keys() == {0} for where in dims)
-        few = alone and example[0].shape[0] < _SEVERAL
-        if error.certain or few or not hasattr(_symbolic, "backed_size_oblivious"):
+        only_batch = wrapped.training or all(where.keys() == {0} for where in dims)
+        too_few = only_batch and example[0].shape[0] < _MIN_SAMPLES
+        if error.certain or too_few or not hasattr(_symbolic, "backed_size_oblivious"):
             raise
-        # Of what is left of a sequence, as of `x[:, 1:]`, torch asks whether it is one position, and then is for no text of two. It
-        # assumes that it is not, as it does of all sizes that are free, if it is told to.
+        # For the rest of a sequence, as `x[:, 1:]`, torch adds a guard that it is not one position, which excludes texts of two. With
+        # this option it assumes so without a guard, as it does for all free sizes.
         with _symbolic.patch(backed_size_oblivious=True), contextlib.suppress(CaptureError):
-            return _exported(wrapped, example, dims)
+            return _export_once(wrapped, example, dims)
         raise
 
 
-def _exported(
+def _export_once(
     wrapped: nn.Module, example: tuple[torch.Tensor, ...], dims: tuple[dict[int, Any], ...]
 ) -> ExportedProgram:
     with (
         warnings.catch_warnings(),
         contextlib.redirect_stderr(io.StringIO()),
-        as_exported(wrapped),
+        patched_torch(wrapped),
         every_line(),
-        one_operator(wrapped),
+        recurrences_as_operator(wrapped),
         no_state_in_buffers(wrapped),
         fixed_size() as fixed,
     ):
@@ -78,7 +78,7 @@ def _exported(
             raise CaptureError(
                 f"the model's code decides by values of tensors{line_of_error(error)}: use torch.where or a mask there"
             ) from error
-        except OF_TORCH as error:
+        except EXPORT_ERRORS as error:
             if "fake tensor in the exported program constant" in str(error):
                 raise CaptureError(
                     "the model reads a tensor that an earlier run has made and that is kept outside of it (functools.lru_cache, a global "
@@ -96,11 +96,13 @@ def _exported(
                 raise CaptureError(
                     f"the model converts parameters of its own while it runs{line_of_error(error)}: convert them when it is made"
                 ) from error
-            held = re.match(r"Constraints violated \((\w+)|Cannot create Dim with inconsistent", str(error))
-            if held:
-                what = f"the size of {held[1]}" if held[1] else "a size"
+            violated = re.match(
+                r"Constraints violated \((\w+)|Cannot create Dim with inconsistent", str(error)
+            )
+            if violated:
+                size = f"the size of {violated[1]}" if violated[1] else "a size"
                 raise SizeFixedError(
-                    f"the model does not leave {what} free{fixed.line}: {_OF_SAMPLES if held[1] == 'batch' else _OF_A_SIZE}",
+                    f"the model does not leave {size} free{fixed.line}: {_BATCH_REMEDY if violated[1] == 'batch' else _SIZE_REMEDY}",
                     certain=fixed.certain,
                 ) from error
             raise CaptureError(

@@ -1,8 +1,9 @@
-"""Whether a model's code does the same with one sample as with several, where no gradient is taken, and while it is exported: torch.export takes a size that is free for two
-or more, and would leave the branch for one out of the graph, which is run with one all the same; and some code asks what it is given (`isinstance(x.shape[0], int)`), or who runs it.
+"""Whether a model's code does the same with one sample as with several, without gradients, and during the export. torch.export takes a free
+size to be two or more and leaves a branch for one out of the graph, which runs with one all the same; and some code checks what it is given
+(`isinstance(x.shape[0], int)`), or who runs it.
 
-Which functions of torch the code calls, and with which numbers, is what tells: two numbers of samples are compared, so that what follows from
-their number is not taken for a difference.
+Runs are compared by the functions of torch that they call and the numbers that they pass. Runs with two batch sizes are compared first, so
+that numbers that follow from the batch size are not taken for a difference.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from fusion.runtime.capture.exporting.model_code import is_called_by_model, line
 from fusion.runtime.capture.exporting.tensors import fake_mode
 from fusion.runtime.job.errors import CaptureError
 
-_SEVERAL = (2, 64)
+_BATCH_SIZES = (2, 64)
 
 
 def require_same_of_one(wrapped: nn.Module, example: Sequence[Tensor], exported: Calls | None = None) -> None:
-    """CaptureError where the module, of whose tensors only the shapes are known, calls other functions with a single sample than with
-    several, or than when it was `exported`. What cannot be run with so many says nothing."""
-    few, many, one, plain = Calls(), Calls(), Calls(), Calls()
+    """CaptureError where the module, on fake tensors, calls other functions with one sample than with several, without gradients than with
+    them, or in a run than when it was `exported`. Says nothing of a module that cannot be run with these batch sizes."""
+    few, many, one, no_grad_run = Calls(), Calls(), Calls(), Calls()
     try:
         with fake_mode(wrapped):
-            for calls, rows in zip((few, many), _SEVERAL, strict=True):
-                _run(wrapped, example, calls, rows)
+            for calls, batch in zip((few, many), _BATCH_SIZES, strict=True):
+                _run(wrapped, example, calls, batch)
             if exported is not None and (line := exported.first_left_out(few)) is not None:
                 raise CaptureError(
                     f"the model does otherwise while it is captured than when it runs{line}: ask no size for its type, and not who runs the code"
                 )
-            plain.expected = few.calls
+            no_grad_run.expected = few.calls
             with torch.no_grad():
-                _run(wrapped, example, plain, _SEVERAL[0])
-            if (line := plain.first_unlike(few)) is not None:
+                _run(wrapped, example, no_grad_run, _BATCH_SIZES[0])
+            if (line := no_grad_run.first_unlike(few)) is not None:
                 raise CaptureError(
                     f"the model does otherwise where no gradient is taken (torch.is_grad_enabled){line}, and a graph is the same in both: "
                     "ask self.training"
@@ -51,7 +52,7 @@ def require_same_of_one(wrapped: nn.Module, example: Sequence[Tensor], exported:
             _run(wrapped, example, one, 1)
     except CaptureError:
         raise
-    except Exception:  # a batch of so many is none for the model
+    except Exception:  # the model cannot run with such a batch
         return
     if (line := one.first_unlike(few)) is not None:
         raise CaptureError(
@@ -59,60 +60,62 @@ def require_same_of_one(wrapped: nn.Module, example: Sequence[Tensor], exported:
         )
 
 
-def _run(wrapped: nn.Module, example: Sequence[Tensor], calls: Calls, rows: int) -> None:
-    given = [torch.empty(rows, *each.shape[1:], dtype=each.dtype) for each in example]
+def _run(wrapped: nn.Module, example: Sequence[Tensor], calls: Calls, batch: int) -> None:
+    inputs = [torch.empty(batch, *tensor.shape[1:], dtype=tensor.dtype) for tensor in example]
     with calls:
-        wrapped(*given)
+        wrapped(*inputs)
 
 
 class Calls(TorchFunctionMode):
-    """The functions of torch that make tensors, as they are called, with their numbers. `expected`: those of the runs before."""
+    """Records the calls of torch functions that return tensors, with the numbers that they are given. `expected`: the calls of an earlier
+    run, to compare with as they come in."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[str, list[Any]]] = []
         self.lines: list[str] = []
-        self.own: list[tuple[str, str]] = []  # each line of the model's, and what it calls itself
+        self.own_calls: list[
+            tuple[str, str]
+        ] = []  # (line of the model's code, function that it calls itself)
         self.expected: Sequence[tuple[str, list[Any]]] | None = None
-        self.found: str | None = None  # the line that calls something else
+        self.different_line: str | None = None  # the first line that calls something else than expected
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if self.found is None and any(isinstance(each, Tensor) for each in tree_leaves(made)):
+        result = func(*args, **(kwargs or {}))
+        if self.different_line is None and any(isinstance(each, Tensor) for each in tree_leaves(result)):
             leaves = tree_leaves((args, kwargs or {}))
             numbers = [each for each in leaves if isinstance(each, (bool, int, float))]
             self.calls.append((resolve_name(func) or str(func), numbers))
             self.lines.append(line_of_caller())
-            # In the place of one of torch's
-            ours = str(getattr(func, "__module__", "")).startswith("fusion.")
-            by_model = None if ours else is_called_by_model()
-            called = self.lines[-1], self.calls[-1][0] if by_model else ""
-            if by_model is not None and self.own[-1:] != [called]:
-                self.own.append(called)
+            # A function of ours in place of one of torch's.
+            is_replacement = str(getattr(func, "__module__", "")).startswith("fusion.")
+            by_model = None if is_replacement else is_called_by_model()
+            own_call = self.lines[-1], self.calls[-1][0] if by_model else ""
+            if by_model is not None and self.own_calls[-1:] != [own_call]:
+                self.own_calls.append(own_call)
             if self.expected is not None and not self._as_expected(self.expected):
-                self.found = self.lines[-1]
-        return made
+                self.different_line = self.lines[-1]
+        return result
 
-    def forget(self) -> None:
-        """What an earlier run has called."""
-        for each in (self.calls, self.lines, self.own):
+    def clear(self) -> None:
+        """Drop the calls of earlier runs."""
+        for each in (self.calls, self.lines, self.own_calls):
             each.clear()
 
     def first_left_out(self, other: Calls) -> str | None:
-        """The first line of the run `other` that calls what this one does not call there. What this one alone calls may be made once,
-        for all later runs."""
-        known = set(self.own)
-        return next((line for line, name in other.own if (line, name) not in known), None)
+        """The first line of the run `other` whose own call this run lacks. A call that only this run has may compute something once, for all later runs."""
+        known = set(self.own_calls)
+        return next((line for line, name in other.own_calls if (line, name) not in known), None)
 
     def first_unlike(self, before: Calls) -> str | None:
-        """The line that calls something else than the run `before`, or that calls nothing more there."""
-        if self.found is None and len(self.calls) < len(before.calls):
+        """The first line that calls something else than the run `before`, or at which this run ends while `before` goes on."""
+        if self.different_line is None and len(self.calls) < len(before.calls):
             return before.lines[len(self.calls)]
-        return self.found
+        return self.different_line
 
     def _as_expected(self, expected: Sequence[tuple[str, list[Any]]]) -> bool:
-        at = len(self.calls) - 1
-        if at >= len(expected) or expected[at][0] != self.calls[at][0]:
+        index = len(self.calls) - 1
+        if index >= len(expected) or expected[index][0] != self.calls[index][0]:
             return False
-        wanted, numbers = expected[at][1], self.calls[at][1]
-        return all(a is None or a == b for a, b in zip(wanted, numbers, strict=False))
+        expected_numbers, numbers = expected[index][1], self.calls[index][1]
+        return all(a is None or a == b for a, b in zip(expected_numbers, numbers, strict=False))

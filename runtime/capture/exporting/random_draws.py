@@ -1,10 +1,10 @@
-"""Random numbers that a model draws while it runs (noise, steps of a diffusion, paths that are dropped), made of masks of dropout.
+"""Random numbers that a model draws while it runs (noise, diffusion steps, stochastic depth), made of dropout masks.
 
-Such a mask is a function of (seed, step, microbatch, node) and of nothing else (`fusion.runtime.planes.dropout`), so that a stage
-which runs again, or another plane, draws the same. A number is made of BITS of them, each dropped with probability 1/2. Where dropout
-is off, while a model is evaluated or served, every bit is a half, and a number the middle of what it could be: 0 of `randn`, 1/2 of `rand`.
+A dropout mask is a function of (seed, step, microbatch, node) only (`fusion.runtime.planes.dropout`), so that a stage that runs again, or
+another plane, draws the same. A number is made of BITS mask elements, each dropped with probability 1/2. Where dropout is off, in evaluation
+and serving, each element counts half, and the number is the middle of its range: 0 for `randn`, 1/2 for `rand`.
 
-The functions here have the arguments of those of torch that they are called after, and take their place while a model is exported.
+The functions have the arguments of the functions of torch that they are named after, and replace them during an export.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def rand(
         raise CaptureError(
             f"the model draws into a tensor that it has, with out={line_of_caller()}: use what the function returns"
         )
-    given = (more["size"],) if "size" in more else size
-    shape = tuple(given[0]) if given and isinstance(given[0], (tuple, list)) else given
+    sizes = (more["size"],) if "size" in more else size
+    shape = tuple(sizes[0]) if sizes and isinstance(sizes[0], (tuple, list)) else sizes
     bits = functional.dropout(torch.ones(*shape, BITS), 0.5, True)  # 0 or 2
-    places = 0.5 ** torch.arange(2, BITS + 2)
-    number: Tensor = (bits * places).sum(-1) + 0.5 ** (BITS + 1)  # never 0 or 1
+    weights = 0.5 ** torch.arange(2, BITS + 2)
+    number: Tensor = (bits * weights).sum(-1) + 0.5 ** (BITS + 1)  # never 0 or 1
     return number if dtype is None else number.to(dtype)
 
 
@@ -64,12 +64,12 @@ def randint(
         low, high, size = 0, low, high
     elif high is None:
         low, high = 0, low
-    span, share = high - low, rand(size, **more)
-    if wide := isinstance(span, int) and span > 1 << BITS:  # of more numbers than BITS tell apart
-        share = share - 0.5 ** (BITS + 1) + rand(size, **more) * 0.5**BITS
-    whole = (share * span).floor()
-    number: Tensor = (whole.clamp(max=span - 1) if wide else whole).to(dtype or torch.int64) + low
-    return number
+    span, fraction = high - low, rand(size, **more)
+    if is_wide := isinstance(span, int) and span > 1 << BITS:  # more values than BITS can distinguish
+        fraction = fraction - 0.5 ** (BITS + 1) + rand(size, **more) * 0.5**BITS
+    index = (fraction * span).floor()
+    result: Tensor = (index.clamp(max=span - 1) if is_wide else index).to(dtype or torch.int64) + low
+    return result
 
 
 def randint_like(
@@ -79,9 +79,9 @@ def randint_like(
 
 
 def randperm(n: Any, *, dtype: torch.dtype = torch.int64, **more: Any) -> Tensor:
-    """The order of so many draws; of the middles of distributions the order in which they are."""
-    drawn = (rand(n, **more) * 2**BITS).to(torch.int64)
-    order: Tensor = (drawn * n + torch.arange(n)).argsort()  # of equal draws the first goes first
+    """The order of n random keys; the identity where dropout is off."""
+    keys = (rand(n, **more) * 2**BITS).to(torch.int64)
+    order: Tensor = (keys * n + torch.arange(n)).argsort()  # ties in order of position
     return order.to(dtype)
 
 
@@ -95,16 +95,16 @@ def bernoulli(input: Tensor, p: float | None = None, *, generator: Any = None) -
 def normal(mean: Any = 0.0, std: Any = 1.0, size: Any = None, **more: Any) -> Tensor:
     if size is None:
         size = torch.broadcast_shapes(*(t.shape for t in (mean, std) if isinstance(t, Tensor)))  # type: ignore[no-untyped-call]
-    made: Tensor = mean + std * randn(size, **more)
-    return made
+    result: Tensor = mean + std * randn(size, **more)
+    return result
 
 
 def normal_(self: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Tensor:
     return self.copy_(normal(mean, std, self.shape, generator=generator))
 
 
-def uniform_(self: Tensor, from_: float = 0.0, to: float = 1.0, *, generator: Any = None, **given: float) -> Tensor:  # fmt: skip
-    from_ = given.get("from", from_)
+def uniform_(self: Tensor, from_: float = 0.0, to: float = 1.0, *, generator: Any = None, **kwargs: float) -> Tensor:  # fmt: skip
+    from_ = kwargs.get("from", from_)
     return self.copy_(from_ + (to - from_) * rand(self.shape, generator=generator))
 
 
@@ -119,16 +119,16 @@ def exponential_(self: Tensor, lambd: float = 1.0, *, generator: Any = None) -> 
 
 
 def rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Tensor:  # fmt: skip
-    """A slope of its own for each element below zero; the middle one while the model is not trained."""
+    """A random slope for each negative element; the middle one in evaluation."""
     slope = lower + (upper - lower) * rand_like(input) if training and lower < upper else (lower + upper) / 2
-    made = torch.where(input <= 0, input * slope, input)
-    return input.copy_(made) if inplace else made
+    result = torch.where(input <= 0, input * slope, input)
+    return input.copy_(result) if inplace else result
 
 
 def dropout_of_channels(unbatched: int | None) -> Any:
-    """dropout1d and the like: of whole channels. `unbatched`: the rank of an input without a batch, where there may be one."""
+    """dropout1d, 2d or 3d: of whole channels. `unbatched`: the rank of an input without a batch, if the function takes one."""
 
-    def dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def run(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0:
             return input
         lead = input.shape[: 1 if input.dim() == unbatched else 2]
@@ -136,4 +136,4 @@ def dropout_of_channels(unbatched: int | None) -> Any:
         mask = functional.dropout(ones, p, True)
         return input.mul_(mask) if inplace else input * mask
 
-    return dropped
+    return run

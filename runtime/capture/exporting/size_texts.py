@@ -1,5 +1,5 @@
-"""Texts that a model's code makes of a size that is free: while the model is exported they have torch's symbol in the place of the number,
-so that what the code looks up or compares by them is another one than when it runs."""
+"""Strings that a model's code makes of a free size: during the export they contain torch's symbol in place of the number, so what the
+code looks up or compares by them differs from when it runs."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ import torch
 from fusion.runtime.capture.exporting.model_code import line_of_frame
 from fusion.runtime.job.errors import CaptureError
 
-# Calls that give nothing back to the code, however they are reached.
-_SAY = frozenset({"print", "debug", "info", "warning", "warning_once", "warn", "error", "log", "write"})
+# Calls that only show their arguments, by whatever name they are reached.
+_OUTPUT_CALLS = frozenset(
+    {"print", "debug", "info", "warning", "warning_once", "warn", "error", "log", "write"}
+)
 
 
 @contextmanager
 def no_size_texts() -> Iterator[None]:
-    """CaptureError, at the end, where the model's code has made such a text, but to print or log it or for an error."""
-    plain, found = torch.SymInt.__repr__, list[str]()
+    """CaptureError, at the end, where the model's code has made such a string for anything but printing, logging or an error."""
+    original, lines = torch.SymInt.__repr__, list[str]()
 
     def text(size: torch.SymInt) -> str:
         frame = sys._getframe(1)
-        if (line := line_of_frame(frame)) and not _is_said(frame):
-            found.append(line)
-        made: str = plain(size)  # type: ignore[no-untyped-call]
-        return made
+        if (line := line_of_frame(frame)) and not _is_only_shown(frame):
+            lines.append(line)
+        representation: str = original(size)  # type: ignore[no-untyped-call]
+        return representation
 
     torch.SymInt.__repr__ = text  # type: ignore[method-assign]
     try:
         yield
     except Exception as error:
-        if found:
-            raise _refusal(found[0]) from error
+        if lines:
+            raise _refusal(lines[0]) from error
         raise
     finally:
-        torch.SymInt.__repr__ = plain  # type: ignore[method-assign]
-    if found:
-        raise _refusal(found[0])
+        torch.SymInt.__repr__ = original  # type: ignore[method-assign]
+    if lines:
+        raise _refusal(lines[0])
 
 
 def _refusal(line: str) -> CaptureError:
@@ -51,18 +53,18 @@ def _refusal(line: str) -> CaptureError:
     )
 
 
-def _is_said(frame: FrameType) -> bool:
-    """Whether the statement that runs is one that shows the text to whoever looks on."""
-    around = [
+def _is_only_shown(frame: FrameType) -> bool:
+    """Whether the statement that runs only prints, logs or raises the string."""
+    enclosing = [
         node
         for node in _statements(frame.f_code.co_filename)
         if node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno)
     ]
-    innermost = min(around, key=lambda node: (node.end_lineno or node.lineno) - node.lineno, default=None)
+    innermost = min(enclosing, key=lambda node: (node.end_lineno or node.lineno) - node.lineno, default=None)
     if isinstance(innermost, ast.Expr) and isinstance(innermost.value, ast.Call):
-        called = innermost.value.func
-        name = called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""  # fmt: skip
-        return name in _SAY
+        function = innermost.value.func
+        name = function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""  # fmt: skip
+        return name in _OUTPUT_CALLS
     return isinstance(innermost, ast.Raise | ast.Assert)
 
 

@@ -1,8 +1,8 @@
-"""Experts whose rows a model sorts, so that those of each lie together: as many to an expert as its router says, which no shape tells.
+"""Experts whose rows a model sorts by expert. How many rows an expert gets depends on data, which no shape tells.
 
-A layer of JetMoE has a router, and matrices of experts for what goes in and for what comes out; attention may lie between the two, as
-`map` and `reduce`. While a model is exported, each row goes with the matrices that it has chosen, where it is; but only in layers that give
-the same numbers so when a small one of their kind is tried. Others stay as they are, and are refused for the sizes.
+A layer of JetMoE has a router and two stacks of expert matrices, for input and output; in its attention, `map` and `reduce` lie on either
+side of the attention itself. While a model is exported, each row is multiplied in place with the matrices that it is routed to, but only in
+layers where this gives the same numbers in a trial with a small layer. Others stay as they are, and are refused for their sizes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 _PARTS = {"router", "input_linear", "output_linear"}
-_NEAR = 1e-5  # of the largest number
-_SMALL: Mapping[str, Any] = {  # what a layer is made of by its configuration
+_TOLERANCE = 1e-5  # of the largest number
+_TRIAL_CONFIG: Mapping[str, Any] = {
     "hidden_size": 6, "intermediate_size": 4, "kv_channels": 2, "num_key_value_heads": 2, "num_local_experts": 4,
     "num_experts_per_tok": 2, "activation_function": "silu",
 }  # fmt: skip
@@ -29,27 +29,29 @@ _SMALL: Mapping[str, Any] = {  # what a layer is made of by its configuration
 def without_sorting(module: nn.Module) -> Iterator[None]:
     """While open, such layers of the module do not sort."""
     kinds = {type(part) for part in module.modules() if part._modules.keys() >= _PARTS}
-    found = [(kind, ours) for kind in kinds if (ours := _methods(kind)) and _agrees(kind, ours)]
-    plain = [(kind, name, getattr(kind, name)) for kind, ours in found for name in ours]
-    for kind, ours in found:
-        for name, method in ours.items():
+    replaced = [
+        (kind, methods) for kind in kinds if (methods := _replacements(kind)) and _agrees(kind, methods)
+    ]
+    originals = [(kind, name, getattr(kind, name)) for kind, methods in replaced for name in methods]
+    for kind, methods in replaced:
+        for name, method in methods.items():
             setattr(kind, name, method)
     try:
         yield
     finally:
-        for kind, name, method in plain:
+        for kind, name, method in originals:
             setattr(kind, name, method)
 
 
-def _methods(kind: Any) -> Mapping[str, Callable[..., Any]]:
-    """What stands in the place of the methods of a kind of layer."""
+def _replacements(kind: Any) -> Mapping[str, Callable[..., Any]]:
+    """The replacement of each method of a class of layers, by name."""
     if {"map", "reduce"} <= vars(kind).keys():
         return {"map": _map, "reduce": _reduce}
     return {"forward": _forward} if "forward" in vars(kind) else {}
 
 
 def _routed(router: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The experts of each row of (rows, width) and what each counts, (rows * k); the router's logits."""
+    """rows (rows, width) -> the experts of each row and their weights, (rows * k), and the router's logits."""
     logits = router.layer(rows).float()
     highest, chosen = logits.topk(router.top_k, dim=1)
     return chosen.flatten(), torch.softmax(highest, dim=1).type_as(rows).flatten(), logits
@@ -62,53 +64,57 @@ def _product(experts: Any, rows: Tensor, chosen: Tensor) -> Tensor:
 def _forward(self: Any, layer_input: Tensor) -> Tensor:
     rows = layer_input.reshape(-1, layer_input.shape[-1])
     chosen, gates, _ = _routed(self.router, rows)
-    both = _product(self.input_linear, rows.repeat_interleave(self.router.top_k, 0), chosen)
-    gate, up = both.chunk(2, dim=-1)
-    return _merged(self, self.activation(gate) * up, chosen, gates, layer_input)
+    gate_and_up = _product(self.input_linear, rows.repeat_interleave(self.router.top_k, 0), chosen)
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return _summed_outputs(self, self.activation(gate) * up, chosen, gates, layer_input)
 
 
 def _map(self: Any, layer_input: Tensor) -> tuple[Tensor, Tensor, Any]:
     rows = layer_input.reshape(-1, layer_input.shape[-1])
     chosen, gates, logits = _routed(self.router, rows)
-    made = _product(self.input_linear, rows.repeat_interleave(self.router.top_k, 0), chosen)
-    return made.view(*layer_input.shape[:-1], self.router.top_k, -1), logits, (chosen, gates)
+    outputs = _product(self.input_linear, rows.repeat_interleave(self.router.top_k, 0), chosen)
+    return outputs.view(*layer_input.shape[:-1], self.router.top_k, -1), logits, (chosen, gates)
 
 
 def _reduce(self: Any, layer_input: Tensor, topo_info: Any) -> Tensor:
     chosen, gates = topo_info
-    return _merged(
+    return _summed_outputs(
         self, layer_input.reshape(-1, layer_input.shape[-1]), chosen, gates, layer_input[..., 0, :]
     )
 
 
-def _merged(self: Any, inner: Tensor, chosen: Tensor, gates: Tensor, like: Tensor) -> Tensor:
-    """What the experts of each row give together, in the shape of `like` but for its width."""
-    made = _product(self.output_linear, inner, chosen) * gates[:, None]
-    total = made.view(-1, self.router.top_k, made.shape[-1]).sum(1)
+def _summed_outputs(self: Any, inner: Tensor, chosen: Tensor, gates: Tensor, like: Tensor) -> Tensor:
+    """The weighted sum of each row's experts, in the shape of `like` but for its width."""
+    outputs = _product(self.output_linear, inner, chosen) * gates[:, None]
+    total = outputs.view(-1, self.router.top_k, outputs.shape[-1]).sum(1)
     biased: Tensor = total.view(*like.shape[:-1], -1) + self.bias
     return biased
 
 
-def _agrees(kind: Any, ours: Mapping[str, Callable[..., Any]]) -> bool:
-    """Whether a small layer gives the same with `ours`."""
+def _agrees(kind: Any, replacements: Mapping[str, Callable[..., Any]]) -> bool:
+    """Whether a small layer gives the same numbers with the replacements."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(1)
         try:
-            layer = kind(SimpleNamespace(**_SMALL)).float()
+            layer = kind(SimpleNamespace(**_TRIAL_CONFIG)).float()
             for parameter in layer.parameters():
                 parameter.normal_()
-            given = torch.randn(2, 9, _SMALL["hidden_size"])
-            theirs = _run({name: inspect.unwrap(getattr(kind, name)) for name in ours}, layer, given)
-            made = _run(ours, layer, given)
-        except (TypeError, AttributeError, RuntimeError, ValueError, KeyError):  # of another form
+            inputs = torch.randn(2, 9, _TRIAL_CONFIG["hidden_size"])
+            expected = _run(
+                {name: inspect.unwrap(getattr(kind, name)) for name in replacements}, layer, inputs
+            )
+            actual = _run(replacements, layer, inputs)
+        except (TypeError, AttributeError, RuntimeError, ValueError, KeyError):  # a layer of another form
             return False
-    return theirs.shape == made.shape and bool((theirs - made).abs().max() <= _NEAR * theirs.abs().max())
+    return expected.shape == actual.shape and bool(
+        (expected - actual).abs().max() <= _TOLERANCE * expected.abs().max()
+    )
 
 
-def _run(methods: Mapping[str, Callable[..., Any]], layer: Any, given: Tensor) -> Tensor:
+def _run(methods: Mapping[str, Callable[..., Any]], layer: Any, inputs: Tensor) -> Tensor:
     if "forward" in methods:
-        made: Tensor = methods["forward"](layer, given)
-        return made
-    inner, _, info = methods["map"](layer, given)
+        output: Tensor = methods["forward"](layer, inputs)
+        return output
+    inner, _, info = methods["map"](layer, inputs)
     result: Tensor = methods["reduce"](layer, functional.silu(inner), info)
     return result

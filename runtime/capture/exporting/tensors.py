@@ -1,4 +1,4 @@
-"""The tensors of a module and of a loss by the names that a graph gives them, and a copy of a module without their values."""
+"""The tensors of a module and of a loss under their names in a graph, and a copy of a module without their values."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def hollow_copy(module: nn.Module) -> nn.Module:
 
 
 def fake_mode(copied: nn.Module) -> FakeTensorMode:
-    """That of the tensors of a hollow copy."""
-    own = (tensor.fake_mode for _, tensor in tensors_of(copied) if isinstance(tensor, FakeTensor))
-    return next(own, None) or FakeTensorMode(allow_non_fake_inputs=True)
+    """The fake tensor mode of a hollow copy's tensors."""
+    modes = (tensor.fake_mode for _, tensor in tensors_of(copied) if isinstance(tensor, FakeTensor))
+    return next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters, buffers, and tensors that are plain attributes, under every name they have."""
+    """Parameters, buffers, and tensors that are plain attributes, under every name that they have."""
     attributes = [
         (f"{prefix}.{name}" if prefix else name, value)
         for prefix, part in module.named_modules()
@@ -60,24 +60,24 @@ def tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def unsaved_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Those that no state_dict has, so that no file can say otherwise."""
+    """Tensors that are in no state_dict, so that no weights file can override them."""
     names = variable_names(module)
     return [(name, tensor) for name, tensor in tensors_of(module) if not is_exported(names[name])]
 
 
 def variable_names(module: nn.Module) -> dict[str, str]:
-    """Canonical variable name of each parameter and buffer name: the first of a tied tensor's names."""
-    kept = set(module.state_dict(keep_vars=True))
-    first: dict[int, str] = {}
+    """Variable name of each tensor name of the module: the first of a tied tensor's names."""
+    saved = set(module.state_dict(keep_vars=True))
+    first_names: dict[int, str] = {}
     names: dict[str, str] = {}
     # Names in the state_dict come first, so that a tensor with one such name is exported under it.
-    for name, tensor in sorted(tensors_of(module), key=lambda item: item[0] not in kept):
-        own = name if name in kept else CONSTANT + name
-        if not _VARIABLE_NAME.fullmatch(own):
+    for name, tensor in sorted(tensors_of(module), key=lambda item: item[0] not in saved):
+        variable = name if name in saved else CONSTANT + name
+        if not _VARIABLE_NAME.fullmatch(variable):
             raise CaptureError(
                 f"the name of parameter {name!r} has characters other than letters, digits, . _ - :"
             )
-        names[name] = first.setdefault(id(tensor), own)
+        names[name] = first_names.setdefault(id(tensor), variable)
     return names
 
 
@@ -86,25 +86,25 @@ def tensors_of_loss(loss: Callable[..., Any] | None) -> list[tuple[str, torch.Te
 
 
 def names_of_loss(module: nn.Module, loss: Callable[..., Any] | None) -> dict[str, str]:
-    """Variable name of each tensor that a loss has: what is also the module's keeps its name, and no export has the others."""
+    """Variable name of each tensor of a loss: one that is the module's too keeps its name there, the others are not exported."""
     names = variable_names(module)
     known = {id(tensor): names[name] for name, tensor in tensors_of(module)}
-    found: dict[str, str] = {}
+    loss_names: dict[str, str] = {}
     for name, tensor in tensors_of_loss(loss):
-        own = f"{CONSTANT}loss.{name}"
+        variable = f"{CONSTANT}loss.{name}"
         if id(tensor) not in known and tensor.requires_grad:
             raise CaptureError(f"the loss has a parameter of its own, {name}: make it a part of the model")
-        if id(tensor) not in known and own in names.values():
+        if id(tensor) not in known and variable in names.values():
             raise CaptureError(
                 f"the loss and the model's attribute loss have a {name} each: rename the attribute"
             )
-        found[name] = known.get(id(tensor), own)
-    return found
+        loss_names[name] = known.get(id(tensor), variable)
+    return loss_names
 
 
 def tied_by_memory(module: nn.Module, held: Collection[str]) -> tuple[str, str] | None:
-    """Two names of tensors that are not one, but lie in the same memory, and of which one at least is trained: of those whose variables are
-    `held`. A part that sets its weight before it reads it (torch.nn.utils.spectral_norm) has another one until then."""
+    """Two names of different tensors that share memory and of which at least one is trained, among those whose variables are `held`; None if
+    there are none. A part that computes its weight before it uses it (torch.nn.utils.spectral_norm) shares memory until then."""
     first: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
     names = variable_names(module)
     for name, tensor in tensors_of(module):

@@ -1,8 +1,8 @@
-"""The highest few along a size that is free, of which there may be fewer: `x.topk(min(k, x.shape[-1]))`.
+"""The k highest along a free size that may be smaller than k: `x.topk(min(k, x.shape[-1]))`.
 
-How many these are depends on the size, which no shape of a graph can say. Where a model makes nothing but a mask of their places, with
-`scatter`, the mask can be made of as many places as there are: of the first k as they are, and of the highest again for the rest.
-While a model is exported, its code gets that for `min`, `topk` and `scatter` of such numbers; whatever else it does with them is refused.
+Their number depends on the size, which no shape of a graph can express. A model that only scatters a mask to their indices can be captured:
+the mask is made of as many indices as there are elements, the first k as they are and the highest again for the rest. While a model is
+exported, its code gets `AtMost` from `min`, and `topk` and `scatter` accept it; any other use is refused.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion.runtime.capture.exporting.model_code import line_of_caller
 from fusion.runtime.job.errors import CaptureError
 
-_ELSE = "the model takes the highest few along a size that is free, and makes something else than a mask of their places"
+_OTHER_USE = "the model takes the highest few along a size that is free, and makes something else than a mask of their places"
 
 
 @dataclass(frozen=True)
 class AtMost:
-    """The smaller of a size that is free and a number, which may be either."""
+    """The smaller of a free size and a number, either of which it may be."""
 
     size: Any
     most: int
 
-    def __index__(self) -> int:  # as without this: it fixes the size, which torch refuses
+    def __index__(self) -> int:  # as an int would: this fixes the size, which torch refuses
         return int(min(self.size, self.most))
 
 
 @dataclass(frozen=True)
-class Places:
-    """Of the highest `AtMost.most` along the last dimension; `order`: of all, from the highest on."""
+class TopIndices:
+    """The indices of the `most` highest along the last dimension. `order`: all indices, highest value first."""
 
     order: Tensor
     most: int
 
-    def to(self, *_: Any, **__: Any) -> Places:
+    def to(self, *_: Any, **__: Any) -> TopIndices:
         return self
 
     long = int = to
@@ -52,32 +52,32 @@ class Places:
     def new_zeros(self, *size: Any, **named: Any) -> Tensor:
         return self.order.new_zeros(*size, **named)
 
-    def scattered(self) -> Tensor:
-        """As many as there are, none but those."""
-        first = torch.arange(self.order.shape[-1]) < self.most
-        return torch.where(first, self.order, self.order[..., :1])
+    def repeated(self) -> Tensor:
+        """As many indices as there are elements: the first `most`, then the highest again and again."""
+        is_top = torch.arange(self.order.shape[-1]) < self.most
+        return torch.where(is_top, self.order, self.order[..., :1])
 
     def __getattr__(self, name: str) -> Any:
-        raise CaptureError(f"{_ELSE}{line_of_caller()}")
+        raise CaptureError(f"{_OTHER_USE}{line_of_caller()}")
 
 
 @dataclass(frozen=True)
-class Highest:
-    """What `topk` gives."""
+class TopK:
+    """The result of `topk`."""
 
-    indices: Places
+    indices: TopIndices
 
     def __getattr__(self, name: str) -> Any:
-        raise CaptureError(f"{_ELSE}{line_of_caller()}")
+        raise CaptureError(f"{_OTHER_USE}{line_of_caller()}")
 
 
 @contextmanager
 def sizes_at_most(module: nn.Module) -> Iterator[None]:
-    """While open, `min` of a size that is free and a number is an `AtMost` in the code of every part of the module."""
-    code = {type(part).__module__ for part in module.modules()} & sys.modules.keys()
-    scopes = [vars(sys.modules[name]) for name in sorted(code) if "min" not in vars(sys.modules[name])]
+    """While open, `min` of a free size and a number is an `AtMost` in the modules that define the parts of `module`."""
+    modules = {type(part).__module__ for part in module.modules()} & sys.modules.keys()
+    scopes = [vars(sys.modules[name]) for name in sorted(modules) if "min" not in vars(sys.modules[name])]
     for scope in scopes:
-        scope["min"] = _smaller
+        scope["min"] = _min
     try:
         yield
     finally:
@@ -85,40 +85,40 @@ def sizes_at_most(module: nn.Module) -> Iterator[None]:
             del scope["min"]
 
 
-def _smaller(*given: Any, **named: Any) -> Any:
-    if len(given) == 2 and not named:
-        free = [each for each in given if isinstance(each, torch.SymInt)]
-        known = [each for each in given if type(each) is int]
-        if len(free) == len(known) == 1 and known[0] > 0:
-            if statically_known_true(free[0] <= known[0]):
+def _min(*args: Any, **kwargs: Any) -> Any:
+    if len(args) == 2 and not kwargs:
+        free = [each for each in args if isinstance(each, torch.SymInt)]
+        numbers = [each for each in args if type(each) is int]
+        if len(free) == len(numbers) == 1 and numbers[0] > 0:
+            if statically_known_true(free[0] <= numbers[0]):
                 return free[0]
-            if statically_known_true(free[0] >= known[0]):
-                return known[0]
-            return AtMost(free[0], known[0])
-    return min(*given, **named)
+            if statically_known_true(free[0] >= numbers[0]):
+                return numbers[0]
+            return AtMost(free[0], numbers[0])
+    return min(*args, **kwargs)
 
 
-def topk(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def highest(input: Tensor, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True, **named: Any) -> Any:  # fmt: skip
+def topk(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(input: Tensor, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True, **named: Any) -> Any:  # fmt: skip
         if not isinstance(k, AtMost):
-            return plain(input, k, dim, largest, sorted, **named)
+            return original(input, k, dim, largest, sorted, **named)
         if named or largest is not True or dim not in (-1, input.dim() - 1):
-            raise CaptureError(f"{_ELSE}{line_of_caller()}")
+            raise CaptureError(f"{_OTHER_USE}{line_of_caller()}")
         if not statically_known_true(input.shape[-1] == k.size):
-            raise CaptureError(f"{_ELSE}{line_of_caller()}")
-        return Highest(Places(plain(input, k.size, -1, True, True).indices, k.most))
+            raise CaptureError(f"{_OTHER_USE}{line_of_caller()}")
+        return TopK(TopIndices(original(input, k.size, -1, True, True).indices, k.most))
 
-    return highest
+    return run
 
 
-def scatter(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def scattered(input: Tensor, dim: Any, index: Any, *more: Any, **named: Any) -> Tensor:
-        if not isinstance(index, Places):
-            return plain(input, dim, index, *more, **named)
+def scatter(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(input: Tensor, dim: Any, index: Any, *more: Any, **named: Any) -> Tensor:
+        if not isinstance(index, TopIndices):
+            return original(input, dim, index, *more, **named)
         value = named.get("value", more[0] if more else None)
         same = dim in (-1, input.dim() - 1) and input.dim() == index.order.dim()
         if not same or not isinstance(value, (bool, int, float)) or len(more) + len(named) != 1:
-            raise CaptureError(f"{_ELSE}{line_of_caller()}")
-        return plain(input, dim, index.scattered(), value)
+            raise CaptureError(f"{_OTHER_USE}{line_of_caller()}")
+        return original(input, dim, index.repeated(), value)
 
-    return scattered
+    return run

@@ -12,9 +12,9 @@ import torch
 from torch._decomp import decomposition_table
 from torch.export import ExportedProgram
 
-from fusion.runtime.capture.exporting.decompositions.table import INSTEAD, TAKEN_APART
-from fusion.runtime.capture.exporting.export import OF_TORCH
-from fusion.runtime.capture.exporting.model_code import first_line, line_of_node, taken_from
+from fusion.runtime.capture.exporting.decompositions.table import DECOMPOSITIONS, REMEDIES
+from fusion.runtime.capture.exporting.export import EXPORT_ERRORS
+from fusion.runtime.capture.exporting.model_code import first_line, line_of_node, names_before_decomposition
 from fusion.runtime.capture.lowering.aten_names import (
     detach_what_regions_read,
     op_name,
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 @functools.cache
 def _decompositions() -> Mapping[Any, Callable[..., Any]]:
     """By operator, what it is taken apart into. torch takes a tenth of a second to list its own, as long as many a capture."""
-    return {**decomposition_table, **torch.export.default_decompositions(), **TAKEN_APART}
+    return {**decomposition_table, **torch.export.default_decompositions(), **DECOMPOSITIONS}
 
 
 def decomposed(exported: ExportedProgram) -> ExportedProgram:
@@ -43,9 +43,11 @@ def decomposed(exported: ExportedProgram) -> ExportedProgram:
         lost = next((n for t, n in unknown.items() if t not in table or t in tried), None)
         if lost is not None:
             line = line_of_node(lost)
-            known = (called[name, line] for name in taken_from(lost) if (name, line) in called)
+            known = (
+                called[name, line] for name in names_before_decomposition(lost) if (name, line) in called
+            )
             name = next(known, op_name(lost.target))
-            instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
+            instead = f": {REMEDIES[name]}" if name in REMEDIES else ""
             raise CaptureError(f"the op-set has no operator {name}, which the model calls{line}{instead}")
         logger.debug("decomposing %s", sorted(map(op_name, unknown)))
         tried.update(unknown)
@@ -69,7 +71,7 @@ def taken_apart(exported: ExportedProgram, table: dict[Any, Callable[..., Any]])
         warnings.simplefilter("ignore")
         try:
             apart: ExportedProgram = exported.run_decompositions(table)
-        except OF_TORCH as error:
+        except EXPORT_ERRORS as error:
             raise CaptureError(
                 f"torch cannot take the model's operators apart: {first_line(error)}"
             ) from error

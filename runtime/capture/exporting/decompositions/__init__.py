@@ -1,8 +1,8 @@
-"""Operators that torch takes apart otherwise than the op-set can say.
+"""Decompositions of operators that torch lacks, or has in a form that the op-set cannot express.
 
-table       which operators these are, and what each is made of; what else is refused says why
-ordered     medians, the largest so far
-scattered   reductions at places that an index names
+table       the decomposition of each operator, and remedies for operators that are refused
+ordered     medians, running maxima
+scattered   reductions into positions that an index names
 matrices    determinants, inverses, solutions, Cholesky factors
-special     the gamma function's logarithm and its derivative, sinc
+special     log-gamma and its derivative, sinc
 """

@@ -1,7 +1,7 @@
-"""Determinants, inverses, solutions and Cholesky factors of matrices of a few rows, row by row: elimination with the largest pivot of each
-column. A matrix of more rows, or of a number of them that is free, is left as it is.
+"""Determinants, inverses, solutions and Cholesky factors of small matrices, by Gauss-Jordan elimination with the largest pivot of each
+column. NotImplemented for a matrix of more rows, or of a free number of them.
 
-Where torch raises an error (a singular matrix, one that is not positive definite) the values are infinite or no numbers.
+Where torch raises an error (a singular matrix, one that is not positive definite), results are infinite or NaN.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
-_MOST_ROWS = 16  # each is some twenty nodes
-_MOST_COLUMNS = 32  # of a triangular matrix, for which each is five
+_MOST_ROWS = 16  # each row takes some twenty nodes
+_MOST_COLUMNS = 32  # of a triangular matrix, five nodes each
 _MOST_BY_MINORS = 4
 
 
 def det(A: Tensor) -> Any:
-    if not _few(A, _MOST_ROWS):
+    if not _is_small(A, _MOST_ROWS):
         return NotImplemented
     if A.shape[-1] <= _MOST_BY_MINORS:
         return _by_minors(A)
@@ -30,7 +30,7 @@ def det(A: Tensor) -> Any:
 
 
 def slogdet(A: Tensor) -> Any:
-    if not _few(A, _MOST_ROWS):
+    if not _is_small(A, _MOST_ROWS):
         return NotImplemented
     _, pivots, sign = _eliminated(A)
     rows = torch.stack(pivots, -1)
@@ -38,14 +38,14 @@ def slogdet(A: Tensor) -> Any:
 
 
 def logdet(A: Tensor) -> Any:
-    if not _few(A, _MOST_ROWS):
+    if not _is_small(A, _MOST_ROWS):
         return NotImplemented
     sign, size = slogdet(A)
-    return size + torch.where(sign < 0, -1.0, torch.ones_like(sign)).log()  # of what is negative: no number
+    return size + torch.where(sign < 0, -1.0, torch.ones_like(sign)).log()  # NaN for a negative determinant
 
 
 def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Any:
-    if not _few(A, _MOST_ROWS):
+    if not _is_small(A, _MOST_ROWS):
         return NotImplemented
     if _is_vector(A, B):
         return solve(A, B.unsqueeze(-1)).squeeze(-1)
@@ -57,19 +57,19 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Any:
 
 
 def inv(A: Tensor) -> Any:
-    if not _few(A, _MOST_ROWS):
+    if not _is_small(A, _MOST_ROWS):
         return NotImplemented
     return solve(A, torch.eye(A.shape[-1], dtype=A.dtype))
 
 
 def cholesky(self: Tensor, *, upper: bool = False) -> Any:
-    """Of what stands on one side of the diagonal; its gradient is shared by both sides, as torch has it."""
-    if not _few(self, _MOST_COLUMNS):
+    """The factor from one triangle of the matrix; the gradient is shared by both triangles, as in torch."""
+    if not _is_small(self, _MOST_COLUMNS):
         return NotImplemented
     n = self.shape[-1]
-    given = self.mT if upper else self
-    places = torch.arange(n)
-    mirrored = torch.where(places.unsqueeze(-1) >= places, given, given.mT)
+    triangle = self.mT if upper else self
+    indices = torch.arange(n)
+    mirrored = torch.where(indices.unsqueeze(-1) >= indices, triangle, triangle.mT)
     both = (self + self.mT) / 2
     rest, columns = both + (mirrored - both).detach(), []
     for i in range(n):
@@ -82,13 +82,15 @@ def cholesky(self: Tensor, *, upper: bool = False) -> Any:
 
 
 def solve_triangular(self: Tensor, B: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:  # fmt: skip
-    if not _few(self, _MOST_COLUMNS):
+    if not _is_small(self, _MOST_COLUMNS):
         return NotImplemented
     if not left:
         return solve_triangular(self.mT, B.mT, upper=not upper, unitriangular=unitriangular).mT
-    if upper:  # read from its end, it is a lower one
-        made = solve_triangular(self.flip(-1, -2), B.flip(-2), upper=False, unitriangular=unitriangular)
-        return made.flip(-2)
+    if upper:  # reversed, it is lower triangular
+        reversed_solution = solve_triangular(
+            self.flip(-1, -2), B.flip(-2), upper=False, unitriangular=unitriangular
+        )
+        return reversed_solution.flip(-2)
     A, rest = _same_batch(self, B)
     rows = []
     for i in range(A.shape[-1]):
@@ -99,26 +101,26 @@ def solve_triangular(self: Tensor, B: Tensor, *, upper: bool, left: bool = True,
 
 
 def cholesky_solve(self: Tensor, input2: Tensor, upper: bool = False) -> Any:
-    """With the factor `input2`."""
-    if not _few(input2, _MOST_COLUMNS):
+    """The solution of A x = self, where `input2` is the Cholesky factor of A."""
+    if not _is_small(input2, _MOST_COLUMNS):
         return NotImplemented
     lower = input2.mT if upper else input2
     return solve_triangular(lower.mT, solve_triangular(lower, self, upper=False), upper=True)
 
 
 def cholesky_inverse(self: Tensor, upper: bool = False) -> Any:
-    if not _few(self, _MOST_COLUMNS):
+    if not _is_small(self, _MOST_COLUMNS):
         return NotImplemented
     return cholesky_solve(torch.eye(self.shape[-1], dtype=self.dtype), self, upper)
 
 
-def _few(A: Tensor, most: int) -> bool:
+def _is_small(A: Tensor, most: int) -> bool:
     rows = A.shape[-1]
     return isinstance(rows, int) and 0 < rows <= most and not A.is_complex()
 
 
 def _is_vector(A: Tensor, B: Tensor) -> bool:
-    """Whether B is a vector for each matrix, as torch tells that."""
+    """Whether B is one vector for each matrix, by torch's rule."""
     if B.dim() == 1:
         return True
     same = zip(B.shape, A.shape, strict=False)
@@ -131,7 +133,7 @@ def _same_batch(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_minors(A: Tensor) -> Tensor:
-    """Along the first row: also its gradient has a value where the matrix is singular."""
+    """The determinant, expanded along the first row: its gradient is finite for singular matrices too."""
     n = A.shape[-1]
     if n == 1:
         return A[..., 0, 0]
@@ -145,21 +147,20 @@ def _by_minors(A: Tensor) -> Tensor:
 
 
 def _eliminated(A: Tensor, *others: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-    """[A | others] with nothing in A but its diagonal (Gauss and Jordan), that diagonal, and -1 for an odd number of rows that
-    changed places."""
+    """[A | others] after elimination, with A diagonal; that diagonal; and the sign of the row permutation."""
     n = A.shape[-1]
     rows = torch.cat((A, *others), -1)
-    places = torch.arange(n).unsqueeze(-1)
+    indices = torch.arange(n).unsqueeze(-1)
     pivots, sign = [], torch.ones_like(A[..., 0, 0])
     for i in range(n):
-        at = rows[..., i:, i].detach().abs().argmax(-1) + i
-        there = at.unsqueeze(-1).unsqueeze(-1)
-        here = rows[..., i : i + 1, :]
-        chosen = rows.gather(-2, there.expand(*here.shape))
-        rows = torch.where(places == i, chosen, torch.where(places == there, here, rows))
+        pivot_row = rows[..., i:, i].detach().abs().argmax(-1) + i
+        swapped = pivot_row.unsqueeze(-1).unsqueeze(-1)
+        current = rows[..., i : i + 1, :]
+        chosen = rows.gather(-2, swapped.expand(*current.shape))
+        rows = torch.where(indices == i, chosen, torch.where(indices == swapped, current, rows))
         pivots.append(chosen[..., 0, i])
-        sign = torch.where(at == i, sign, -sign)
+        sign = torch.where(pivot_row == i, sign, -sign)
         pivot = chosen[..., i : i + 1]
-        by = rows[..., i : i + 1] / torch.where(pivot == 0, 1.0, pivot)
-        rows = rows - torch.where(places == i, 0.0, by) * chosen
+        factors = rows[..., i : i + 1] / torch.where(pivot == 0, 1.0, pivot)
+        rows = rows - torch.where(indices == i, 0.0, factors) * chosen
     return rows, pivots, sign

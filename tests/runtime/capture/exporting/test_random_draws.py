@@ -15,7 +15,7 @@ from fusion.dag.cutting.cuts import split
 from fusion.dag.ir import serialise
 from fusion.dag.ir.graph import Graph
 from fusion.runtime.capture.capture import capture_module, variables_from_module
-from fusion.runtime.capture.exporting.torch_calls import as_exported
+from fusion.runtime.capture.exporting.torch_calls import patched_torch
 from fusion.runtime.capture.trained_graph import trained_graph
 from fusion.runtime.job.errors import CaptureError
 from fusion.runtime.job.manifest import OptimizerConfig
@@ -142,7 +142,9 @@ def test_whole_channels_are_dropped() -> None:
     ],
 )
 def test_a_generator_of_the_model_s_own_is_refused(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    with pytest.raises(CaptureError, match=r"a generator of its own, at \S*test_random_draws.py:\d+: leave it out"):
+    with pytest.raises(
+        CaptureError, match=r"a generator of its own, at \S*test_random_draws.py:\d+: leave it out"
+    ):
         drawn(function)
 
 
@@ -152,7 +154,9 @@ def test_a_tensor_to_draw_into_is_refused() -> None:
         torch.rand(ROWS, WIDTH, out=into)
         return x + into
 
-    with pytest.raises(CaptureError, match=r"with out=, at \S*test_random_draws.py:\d+: use what the function"):
+    with pytest.raises(
+        CaptureError, match=r"with out=, at \S*test_random_draws.py:\d+: use what the function"
+    ):
         drawn(function)
 
 
@@ -205,7 +209,7 @@ def test_stages_draw_what_one_process_draws() -> None:
     torch.manual_seed(1)
     module, batch = Variational(), {"x": torch.randn(4, 6), "target": torch.randn(4, 6)}
     graph = trained_graph(capture_module(module, batch, noisy_loss, loss_inputs=["target"]))
-    with as_exported(module.eval()), SameMasks(graph, KEY):
+    with patched_torch(module.eval()), SameMasks(graph, KEY):
         loss = noisy_loss(module(batch["x"]), batch["target"])
     loss.backward()
     drawing = [i for i, node in enumerate(graph.nodes) if node.op == "fusion.dropout"]

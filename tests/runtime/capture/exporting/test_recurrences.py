@@ -14,7 +14,7 @@ from torch import nn
 
 from fusion.runtime.capture.capture import capture_language_model
 from fusion.runtime.capture.exporting import recurrences
-from fusion.runtime.capture.exporting.recurrences import _agrees, one_operator
+from fusion.runtime.capture.exporting.recurrences import _agrees, recurrences_as_operator
 from fusion.runtime.job.errors import CaptureError
 
 pytest.importorskip("transformers")
@@ -100,7 +100,7 @@ def test_a_state_or_several_sequences_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(globals(), "mamba_selective_scan", scan)
     monkeypatch.setitem(globals(), "torch_chunk_gated_delta_rule", rule)
     x, g = torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2)
-    with one_operator(Scans().eval()):
+    with recurrences_as_operator(Scans().eval()):
         with pytest.raises(CaptureError, match="keeps a state"):
             globals()["mamba_selective_scan"](g, g, g[0], g, g, return_last_state=True)
         with pytest.raises(CaptureError, match="keeps a state"):
