@@ -47,13 +47,13 @@ from fusion.runtime.capture.exporting.torch_calls import (
 )
 from fusion.runtime.capture.lowering.aten_names import (
     op_name,
-    unseen_write,
+    untracked_write,
     uses_vmap,
     writes_in_place,
 )
-from fusion.runtime.capture.lowering.decompose import decomposed, taken_apart
+from fusion.runtime.capture.lowering.decompose import decomposed, run_decompositions
 from fusion.runtime.capture.lowering.lower import lower
-from fusion.runtime.capture.lowering.triangles import counts, triangle_window
+from fusion.runtime.capture.lowering.triangles import is_count, triangle_window
 from fusion.runtime.capture.rope import fix_frequencies
 from fusion.runtime.capture.text_encoder import Embedding, Pooling
 from fusion.runtime.job.errors import CaptureError
@@ -323,7 +323,7 @@ def _tables(module: nn.Module) -> dict[str, torch.Tensor]:
     return {
         f"module.{name}": tensor
         for name, tensor in unsaved_tensors(module)
-        if triangle_window(tensor) is not None or counts(tensor)
+        if triangle_window(tensor) is not None or is_count(tensor)
     }
 
 
@@ -344,8 +344,8 @@ def _capture(
     tables = _tables(module)
     exported = export(wrapped, tuple(example.values()), dims)
     if uses_vmap(exported):
-        exported = taken_apart(exported, {})
-    if training and (call := unseen_write(exported)) is not None:
+        exported = run_decompositions(exported, {})
+    if training and (call := untracked_write(exported)) is not None:
         how = "to what is detached" if call.graph is exported.graph else "under torch.no_grad"
         raise CaptureError(
             f"the model writes {how}, with {op_name(call.target)}, to a value that has a gradient"
@@ -357,7 +357,7 @@ def _capture(
         if not writes_in_place(exported):
             raise
         # Only now: it also takes apart what training needs whole (dropout, batch normalisation), and writes views another way.
-        graph = _lowered(taken_apart(exported, {}), tuple(example), dims, names, tables, keeps)
+        graph = _lowered(run_decompositions(exported, {}), tuple(example), dims, names, tables, keeps)
     if training and (tied := tied_by_memory(module, graph.variable_names)) is not None:
         raise CaptureError(
             f"{tied[0]} and {tied[1]} are two tensors in the same memory, which are trained as one only if they are one: "

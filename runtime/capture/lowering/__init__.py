@@ -1,10 +1,10 @@
 """An exported program in the op-set.
 
-aten_names        torch's names for operators and constants, in ours
+aten_names        the op-set's names for torch's operators and arguments
 sizes             sizes, shapes and dtypes
-complex_numbers   complex numbers in real arithmetic
-triangles         causal masks and counts that a module keeps as buffers
-kept              what a model writes to its buffers for the next run
-decompose         operators that the op-set does not have, as others that it has
-lower             a program as a graph
+complex_numbers   complex numbers as pairs of real values
+triangles         causal masks and position counts that a module keeps as buffers
+kept_values       values that a model writes to its buffers for the next run
+decompose         decomposes operators that the op-set does not have
+lower             the exported program as a graph
 """

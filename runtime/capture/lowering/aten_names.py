@@ -1,5 +1,5 @@
-"""Names of torch operators in the op-set, and how to say there what torch says with strings, devices and generators,
-which are not among the constants of a graph."""
+"""torch's operators and arguments under the op-set's names, without strings, devices and generators, which are not among the constants of
+a graph."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from fusion.dag.ir.opset import OPSET
-from fusion.runtime.capture.lowering.complex_numbers import is_said_in_real_numbers
+from fusion.runtime.capture.lowering.complex_numbers import has_real_form
 
 Values = dict[str, Any]  # argument values by the name of torch's parameter
 
-# Operators that pass their first argument on: (name, whether the result is the same memory; None: it depends).
-_PASSED_ON: Mapping[str, bool | None] = {
+# Operators that return their first argument; whether in the same memory (None: it depends).
+_IDENTITIES: Mapping[str, bool | None] = {
     "aten.alias": True,
     "aten.detach_": True,
     "aten.contiguous": None,
@@ -26,24 +26,24 @@ _PASSED_ON: Mapping[str, bool | None] = {
     "aten.lift": None,
 }
 _DROPOUTS = ("aten.dropout", "aten.alpha_dropout", "aten.feature_dropout", "aten.feature_alpha_dropout")
-BROADCAST = "aten.broadcast_tensors"  # which gives several: an operator each
-# What torch makes of dropout where it takes others apart: with the mask.
-DROPOUT_APART = "aten.native_dropout"
-# What torch makes of batch normalisation where it takes others apart: whether it is the one of training.
+BROADCAST = "aten.broadcast_tensors"  # several results: an operator for each
+# The form of dropout after run_decompositions, which also returns the mask.
+NATIVE_DROPOUT = "aten.native_dropout"
+# The forms of batch normalisation after run_decompositions; whether it is the one of training.
 NORMS: Mapping[str, bool] = {
     "aten._native_batch_norm_legit_functional": True,
     "aten._native_batch_norm_legit_no_training": False,
 }
-# Their overloads are named otherwise: aten.pow.Scalar is a number to the power of a tensor.
+# In place, their overloads have other names: aten.pow.Scalar is a number to the power of a tensor.
 _POWERS: Mapping[str, str] = {
     "aten.pow_.Scalar": "aten.pow.Tensor_Scalar",
     "aten.pow_.Tensor": "aten.pow.Tensor_Tensor",
 }
-_DROPPED = ("aten._assert", "aten.sym_", "aten._local_scalar_dense")
+_CHECKS = ("aten._assert", "aten.sym_", "aten._local_scalar_dense")
 
 
 def op_name(target: Any) -> str:
-    """The op-set's name for a torch operator, whether or not it has it."""
+    """The op-set's name for a torch operator, whether or not the op-set has it."""
     if not isinstance(target, torch._ops.OpOverload):
         return str(getattr(target, "__name__", target))
     packet = f"{target.namespace}.{target._opname}"
@@ -65,12 +65,12 @@ def is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
 
 
-def is_dropped(name: str) -> bool:
-    return name.startswith(_DROPPED)
+def is_check(name: str) -> bool:
+    return name.startswith(_CHECKS)
 
 
 def operators(exported: ExportedProgram) -> Iterator[fx.Node]:
-    """The calls of operators that must be in the op-set, those in nested regions included."""
+    """The operator calls that must be in the op-set, including those in nested regions."""
     for module in exported.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             if (
@@ -82,7 +82,7 @@ def operators(exported: ExportedProgram) -> Iterator[fx.Node]:
 
 
 def uses_vmap(exported: ExportedProgram) -> bool:
-    """Whether it has calls of torch.vmap, which an export leaves as they are."""
+    """Whether it calls torch.vmap, which an export leaves as it is."""
     return any(
         node.op == "call_function"
         and getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
@@ -96,36 +96,35 @@ def writes_in_place(exported: ExportedProgram) -> bool:
     return any(node.target._schema.is_mutable for node in operators(exported))  # type: ignore[union-attr]
 
 
-def detach_what_regions_read(exported: ExportedProgram) -> None:
-    """What runs without gradients reads what it is given behind a detach: torch forgets what such a region was as soon as it takes
-    operators apart."""
+def detach_region_inputs(exported: ExportedProgram) -> None:
+    """Let regions without gradients read their inputs through a detach: run_decompositions inlines a region without a trace of its mode."""
     parts = [part for part in exported.graph_module.modules() if isinstance(part, fx.GraphModule)]
-    for around, node in [(part, node) for part in parts for node in part.graph.nodes]:
+    for outer, node in [(part, node) for part in parts for node in part.graph.nodes]:
         if op_name(node.target) != "wrap_with_set_grad_enabled" or node.args[0]:
             continue
-        inner = around.get_submodule(str(node.args[1].target))
+        inner = outer.get_submodule(str(node.args[1].target))
         assert isinstance(inner, fx.GraphModule)
-        given = [n for n in inner.graph.nodes if n.op == "placeholder"]
+        inputs = [n for n in inner.graph.nodes if n.op == "placeholder"]
         with inner.graph.inserting_before(next(n for n in inner.graph.nodes if n.op != "placeholder")):
-            for each in given:
-                _detach(inner.graph, each)
+            for value in inputs:
+                _detach(inner.graph, value)
         inner.recompile()
 
 
-def _detach(graph: fx.Graph, given: fx.Node) -> None:
-    """All of the graph but its output reads a detach of `given`, where that is a tensor."""
-    readers = [user for user in given.users if user.op != "output"]
-    if not readers or not isinstance(given.meta.get("val"), torch.Tensor):
+def _detach(graph: fx.Graph, value: fx.Node) -> None:
+    """Let all nodes of the graph but its output read a detach of `value`, if that is a tensor."""
+    readers = [user for user in value.users if user.op != "output"]
+    if not readers or not isinstance(value.meta.get("val"), torch.Tensor):
         return
-    apart = graph.call_function(torch.ops.aten.detach.default, (given,))
-    apart.meta["val"] = given.meta["val"].detach()
+    detached = graph.call_function(torch.ops.aten.detach.default, (value,))
+    detached.meta["val"] = value.meta["val"].detach()
     for user in readers:
-        user.replace_input_with(given, apart)
+        user.replace_input_with(value, detached)
 
 
-def unseen_write(exported: ExportedProgram) -> fx.Node | None:
-    """The first call that writes, where no gradient is taken or by a name without one (detach, .data), to a value that has one: its gradient
-    goes on as if nothing had been written, which no value of a graph can say."""
+def untracked_write(exported: ExportedProgram) -> fx.Node | None:
+    """The first in-place write to a value that has a gradient, made without gradients or through an alias without one (detach, .data):
+    the gradient goes on as if nothing had been written, which a graph cannot express. None if there is none."""
     trained = {
         node
         for node in exported.graph.nodes
@@ -138,45 +137,45 @@ def unseen_write(exported: ExportedProgram) -> fx.Node | None:
             inner = exported.graph_module.get_submodule(str(node.args[1].target))
             assert isinstance(inner, fx.GraphModule)
             calls: list[fx.Node] = list(inner.graph.nodes)
-            given = [n for n in calls if n.op == "placeholder"]
-            known = {n for n, arg in zip(given, node.args[2:], strict=True) if arg in trained}
+            inputs = [n for n in calls if n.op == "placeholder"]
+            trained_inputs = {n for n, arg in zip(inputs, node.args[2:], strict=True) if arg in trained}
             for call in calls:
-                if _writes(call) and _memory_of(call.args[0]) in known:
+                if _is_write(call) and _base_of(call.args[0]) in trained_inputs:
                     return call
-        elif _writes(node) and _detached(node.args[0]) and _memory_of(node.args[0]) in trained:
+        elif _is_write(node) and _is_detached_alias(node.args[0]) and _base_of(node.args[0]) in trained:
             return node  # type: ignore[no-any-return]
-        elif _passes_gradients(op_name(node.target)) and not trained.isdisjoint(node.all_input_nodes):
+        elif _is_differentiable(op_name(node.target)) and not trained.isdisjoint(node.all_input_nodes):
             trained.add(node)
-            if _writes(node):
-                trained.add(_memory_of(node.args[0]))
+            if _is_write(node):
+                trained.add(_base_of(node.args[0]))
     return None
 
 
-def _passes_gradients(name: str) -> bool:
-    known = OPSET.get(name)
-    return name not in ("aten.empty_like", "aten.new_empty") and (known is None or known.differentiable)
+def _is_differentiable(name: str) -> bool:
+    spec = OPSET.get(name)
+    return name not in ("aten.empty_like", "aten.new_empty") and (spec is None or spec.differentiable)
 
 
-def _writes(call: fx.Node) -> bool:
+def _is_write(call: fx.Node) -> bool:
     return isinstance(call.target, torch._ops.OpOverload) and call.target._schema.is_mutable
 
 
-def _detached(value: object) -> bool:
-    """Whether it is a view, or a view of one, that no gradient comes to, of what is read otherwise as well."""
+def _is_detached_alias(value: object) -> bool:
+    """Whether the value is a view, or a view of a view, without a gradient, of a value that is also read otherwise."""
     detached = False
-    while isinstance(value, fx.Node) and (_memory_of(value) is not value or detached):
+    while isinstance(value, fx.Node) and (_base_of(value) is not value or detached):
         detached = detached or op_name(value.target) == "aten.detach"
-        above = value.args[0] if _memory_of(value) is not value else None
-        if not isinstance(above, fx.Node):
+        source = value.args[0] if _base_of(value) is not value else None
+        if not isinstance(source, fx.Node):
             break
-        if detached and len(above.users) > 1:
+        if detached and len(source.users) > 1:
             return True
-        value = above
+        value = source
     return detached and isinstance(value, fx.Node) and value.op == "placeholder"
 
 
-def _memory_of(value: object) -> object:
-    """What a view, or a view of one, is of."""
+def _base_of(value: object) -> object:
+    """The value that a view, or a view of a view, shares memory with."""
     while isinstance(value, fx.Node) and isinstance(value.target, torch._ops.OpOverload):
         returns = value.target._schema.returns
         if not returns or returns[0].alias_info is None:
@@ -186,25 +185,25 @@ def _memory_of(value: object) -> object:
 
 
 def supported(node: fx.Node) -> bool:
-    """Whether there is a spelling for the operator that `node` calls."""
+    """Whether the op-set can express the operator that `node` calls."""
     name = op_name(node.target)
     return (
         name in OPSET
-        or name in (BROADCAST, DROPOUT_APART)
+        or name in (BROADCAST, NATIVE_DROPOUT)
         or name in NORMS
-        or name in _PASSED_ON
-        or (name.removesuffix("_") in _DROPOUTS and not _drops(arguments(node)))
-        or (name in _RESPELT and not _lopsided(name, node))
-        or is_dropped(name)
-        or is_said_in_real_numbers(node, name)
+        or name in _IDENTITIES
+        or (name.removesuffix("_") in _DROPOUTS and not _is_active_dropout(arguments(node)))
+        or (name in _CONVERSIONS and not _is_unsupported_padding(name, node))
+        or is_check(name)
+        or has_real_form(node, name)
         or out_of_place(name) in OPSET
     )
 
 
-def _lopsided(name: str, node: fx.Node) -> bool:
-    """Whether what is padded is not padded with numbers, or with more on one side than a convolution can say."""
+def _is_unsupported_padding(name: str, node: fx.Node) -> bool:
+    """Whether a convolution pads one side more, or aten.pad pads with anything but a constant."""
     if name.endswith("d.padding"):
-        return any(each % 2 for each in _padding(arguments(node)))
+        return any(total % 2 for total in _padding(arguments(node)))
     return name == "aten.pad" and arguments(node)["mode"] != "constant"
 
 
@@ -217,26 +216,26 @@ def arguments(node: fx.Node) -> Values:
     return values
 
 
-def passed_on(name: str, node: fx.Node, values: Values) -> tuple[bool, bool | None]:
-    """Whether the call gives the value of its first argument, and if so whether in the same memory (None: perhaps)."""
-    if name in _PASSED_ON:
-        return True, _PASSED_ON[name]
+def identity(name: str, node: fx.Node, values: Values) -> tuple[bool, bool | None]:
+    """(whether the call returns the value of its first argument, if so whether in the same memory; None: it depends)."""
+    if name in _IDENTITIES:
+        return True, _IDENTITIES[name]
     if name in _CASTS:
         same = values["self"].meta["val"].dtype == node.meta["val"].dtype
         return same, not values.get("copy", name == "aten._to_copy")
     if name.removesuffix("_") in _DROPOUTS:
-        return not _drops(values), True
+        return not _is_active_dropout(values), True
     return False, None
 
 
-def _drops(values: Values) -> bool:
+def _is_active_dropout(values: Values) -> bool:
     return bool(values["train"] and values["p"] > 0)
 
 
-def respell(name: str, node: fx.Node, values: Values) -> tuple[str, Values]:
-    """The op-set's operator and its arguments by name; unchanged where torch's will do."""
-    found = _RESPELT.get(name)
-    return found(node, values) if found is not None else (name, values)
+def in_opset(name: str, node: fx.Node, values: Values) -> tuple[str, Values]:
+    """The op-set's operator and its arguments by name; unchanged if it has torch's operator."""
+    convert = _CONVERSIONS.get(name)
+    return convert(node, values) if convert is not None else (name, values)
 
 
 def _cast(node: fx.Node, values: Values) -> tuple[str, Values]:
@@ -244,22 +243,21 @@ def _cast(node: fx.Node, values: Values) -> tuple[str, Values]:
 
 
 def _empty(node: fx.Node, _: Values) -> tuple[str, Values]:
-    """What code fills in afterwards may hold anything before."""
-    made = node.meta["val"]
-    return "aten.zeros", {"size": tuple(made.shape), "dtype": made.dtype}
+    """Zeros: what the code reads before it has written may be anything."""
+    result = node.meta["val"]
+    return "aten.zeros", {"size": tuple(result.shape), "dtype": result.dtype}
 
 
 def _cat(node: fx.Node, values: Values) -> tuple[str, Values]:
-    """Without the pieces of one dimension that have nothing, which torch passes over whatever shape the others have: so code begins a
-    cache."""
+    """Without empty pieces of one dimension, which torch ignores whatever the others' shape: with one, code begins a cache."""
 
-    def has_nothing(piece: fx.Node) -> bool:
+    def is_empty(piece: fx.Node) -> bool:
         value = piece.meta["val"]
         sizes = [size if isinstance(size, int) else None for size in value.shape]
-        # One of another dtype may change that of the result.
+        # A piece of another dtype may change the dtype of the result.
         return sizes == [0] and value.dtype == node.meta["val"].dtype
 
-    pieces = [piece for piece in values["tensors"] if not has_nothing(piece)]
+    pieces = [piece for piece in values["tensors"] if not is_empty(piece)]
     return "aten.cat", {**values, "tensors": pieces or values["tensors"]}
 
 
@@ -276,8 +274,8 @@ def _gelu(_: fx.Node, values: Values) -> tuple[str, Values]:
     return "fusion.gelu_tanh" if values["approximate"] == "tanh" else "aten.gelu", values
 
 
-def _division(plain: str) -> Callable[[fx.Node, Values], tuple[str, Values]]:
-    ops = {"floor": "fusion.div_floor", "trunc": "fusion.div_trunc", None: plain}
+def _division(true_division: str) -> Callable[[fx.Node, Values], tuple[str, Values]]:
+    ops = {"floor": "fusion.div_floor", "trunc": "fusion.div_trunc", None: true_division}
     return lambda _, values: (ops[values["rounding_mode"]], values)
 
 
@@ -285,8 +283,8 @@ def _pad(_: fx.Node, values: Values) -> tuple[str, Values]:
     return "aten.constant_pad_nd", {**values, "value": 0 if values["value"] is None else values["value"]}
 
 
-def _upsampled(node: fx.Node, values: Values) -> tuple[str, Values]:
-    """The form that says the size; the scale says besides where the points lie."""
+def _upsample(node: fx.Node, values: Values) -> tuple[str, Values]:
+    """The form with an output size; the scales still determine where the points lie."""
     scales = values["scale_factors"] or (None, None)
     size = tuple(node.meta["val"].shape[2:])
     name = op_name(node.target).removesuffix(".vec")
@@ -299,28 +297,31 @@ def _upsampled(node: fx.Node, values: Values) -> tuple[str, Values]:
     }
 
 
-def _padded(node: fx.Node, values: Values) -> tuple[str, Values]:
-    """padding "valid" and "same", in numbers, where it is as much on both sides."""
+def _convolution(node: fx.Node, values: Values) -> tuple[str, Values]:
+    """padding "valid" and "same" as numbers, where both sides have the same."""
     return op_name(node.target).removesuffix(".padding"), {
         **values,
-        "padding": tuple(each // 2 for each in _padding(values)),
+        "padding": tuple(total // 2 for total in _padding(values)),
     }
 
 
 def _padding(values: Values) -> list[int]:
-    """On both sides together, of each dimension."""
+    """The padding of each dimension, both sides together."""
     window = values["weight"].meta["val"].shape[2:]
     dilation = tuple(values["dilation"])
     dilation = dilation * len(window) if len(dilation) == 1 else dilation
     return [d * (w - 1) if values["padding"] == "same" else 0 for d, w in zip(dilation, window, strict=True)]
 
 
-def _renamed(op: str, **renamed: str) -> Callable[[fx.Node, Values], tuple[str, Values]]:
-    return lambda _, values: (op, {**values, **{ours: values[theirs] for ours, theirs in renamed.items()}})
+def _with_names(op: str, **names: str) -> Callable[[fx.Node, Values], tuple[str, Values]]:
+    return lambda _, values: (
+        op,
+        {**values, **{own: values[torch_name] for own, torch_name in names.items()}},
+    )
 
 
-def _difference(_: fx.Node, values: Values) -> tuple[str, Values]:
-    """Also of a number and a tensor, as torch has it where it takes others apart."""
+def _subtraction(_: fx.Node, values: Values) -> tuple[str, Values]:
+    """Also of a number minus a tensor, a form that torch's decompositions produce."""
     if isinstance(values["self"], fx.Node):
         return "aten.sub.Tensor", values
     return "aten.rsub.Scalar", {**values, "self": values["other"], "other": values["self"]}
@@ -331,8 +332,7 @@ def _matrix_transpose(_: fx.Node, values: Values) -> tuple[str, Values]:
 
 
 def _instance_norm(_: fx.Node, values: Values) -> tuple[str, Values]:
-    """A group for each channel; with the statistics that it has kept, a batch normalisation. Statistics that it goes on with, for
-    each sample at once, no operator says."""
+    """A group norm with a group for each channel; with fixed statistics, a batch norm. No operator updates running statistics for each sample."""
     if not values["use_input_stats"]:
         return "aten.batch_norm", {**values, "training": False}
     if values["running_mean"] is not None:
@@ -340,14 +340,14 @@ def _instance_norm(_: fx.Node, values: Values) -> tuple[str, Values]:
     return "aten.group_norm", {**values, "num_groups": values["input"].meta["val"].shape[1]}
 
 
-def _moved(_: fx.Node, values: Values) -> tuple[str, Values]:
+def _movedim(_: fx.Node, values: Values) -> tuple[str, Values]:
     rank = values["self"].meta["val"].dim()
     source, target = (
-        [at % rank for at in ((given,) if isinstance(given, int) else given)]
-        for given in (values["source"], values["destination"])
+        [dim % rank for dim in ((dims,) if isinstance(dims, int) else dims)]
+        for dims in (values["source"], values["destination"])
     )
-    rest = iter(at for at in range(rank) if at not in source)
-    order = tuple(source[target.index(at)] if at in target else next(rest) for at in range(rank))
+    rest = iter(dim for dim in range(rank) if dim not in source)
+    order = tuple(source[target.index(dim)] if dim in target else next(rest) for dim in range(rank))
     return "aten.permute", {"self": values["self"], "dims": order}
 
 
@@ -358,7 +358,7 @@ def _reshape(node: fx.Node, values: Values) -> tuple[str, Values]:
 _CASTS = frozenset({
     "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten._to_copy", "aten.type_as",
 })  # fmt: skip
-_RESPELT: Mapping[str, Callable[[fx.Node, Values], tuple[str, Values]]] = {
+_CONVERSIONS: Mapping[str, Callable[[fx.Node, Values], tuple[str, Values]]] = {
     **dict.fromkeys(_CASTS, _cast),
     **dict.fromkeys(("aten.empty.memory_format", "aten.empty_like", "aten.new_empty"), _empty),
     "aten.cat": _cat,
@@ -367,23 +367,23 @@ _RESPELT: Mapping[str, Callable[[fx.Node, Values], tuple[str, Values]]] = {
     "aten.gelu": _gelu,
     "aten.div.Tensor_mode": _division("aten.div.Tensor"),
     "aten.div.Scalar_mode": _division("aten.div.Scalar"),
-    "aten.sub.Tensor": _difference,
+    "aten.sub.Tensor": _subtraction,
     "aten.pad": _pad,
     **dict.fromkeys(("aten.mT", "aten.mH", "aten.adjoint", "aten.matrix_H"), _matrix_transpose),
     "aten.unsafe_split.Tensor": lambda _, values: ("aten.split.Tensor", values),
-    **{f"aten.upsample_{kind}2d.vec": _upsampled for kind in ("nearest", "bilinear")},
-    **{f"aten.conv{n}d.padding": _padded for n in (1, 2, 3)},
+    **{f"aten.upsample_{kind}2d.vec": _upsample for kind in ("nearest", "bilinear")},
+    **{f"aten.conv{n}d.padding": _convolution for n in (1, 2, 3)},
     "aten.instance_norm": _instance_norm,
     **dict.fromkeys(
-        ("aten.movedim.int", "aten.movedim.intlist", "aten.moveaxis.int", "aten.moveaxis.intlist"), _moved
+        ("aten.movedim.int", "aten.movedim.intlist", "aten.moveaxis.int", "aten.moveaxis.intlist"), _movedim
     ),
-    "aten.swapaxes": _renamed("aten.transpose.int", dim0="axis0", dim1="axis1"),
-    "aten.swapdims": _renamed("aten.transpose.int"),
+    "aten.swapaxes": _with_names("aten.transpose.int", dim0="axis0", dim1="axis1"),
+    "aten.swapdims": _with_names("aten.transpose.int"),
     "aten.reshape_as": _reshape,
     "aten.view_as": _reshape,
     "aten._unsafe_index.Tensor": lambda _, values: ("aten.index.Tensor", values),
     "aten._unsafe_index_put": lambda _, values: ("aten.index_put", values),
-    # Not as the larger or the smaller of two, whose gradient is halved where both are equal.
+    # Not maximum or minimum, whose gradient is halved where both are equal.
     "aten.clamp_min.Tensor": lambda _, values: ("aten.clamp.Tensor", {**values, "max": None}),
     "aten.clamp_max.Tensor": lambda _, values: ("aten.clamp.Tensor", {**values, "min": None}),
 }

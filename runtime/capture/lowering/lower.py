@@ -1,8 +1,8 @@
-"""An exported program as a Graph: every ATen operator under its name in the op-set, every argument spelt out.
+"""An exported program as a Graph: every ATen operator under its name in the op-set, with every argument explicit.
 
-What has no place in a Graph goes here: aliases and copies (values are immutable), assertions, strings (an operator
-of ours says the same), size arithmetic (dimensions become polynomials), nested regions (inlined), in-place operators
-on fresh values, and training dropout (an operator of ours draws the mask).
+What a Graph does not have goes here: aliases and copies (values are immutable), assertions, strings (operators of ours instead), size
+arithmetic (dimensions become polynomials), nested regions (inlined), in-place operators on values of their own, and training dropout (an
+operator of ours draws the mask).
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from fusion.runtime.capture.exporting.model_code import line_of_node
 from fusion.runtime.capture.lowering import complex_numbers
 from fusion.runtime.capture.lowering.aten_names import (
     BROADCAST,
-    DROPOUT_APART,
+    NATIVE_DROPOUT,
     NORMS,
     arguments,
-    is_dropped,
+    identity,
+    in_opset,
+    is_check,
     is_size,
     op_name,
     out_of_place,
-    passed_on,
-    respell,
 )
-from fusion.runtime.capture.lowering.complex_numbers import Complex, in_real_numbers, is_complex
-from fusion.runtime.capture.lowering.kept import keep_values
+from fusion.runtime.capture.lowering.complex_numbers import Complex, in_real_arithmetic, is_complex
+from fusion.runtime.capture.lowering.kept_values import keep_values
 from fusion.runtime.capture.lowering.sizes import Sizes, dtype_name
-from fusion.runtime.capture.lowering.triangles import counts, triangle_window
+from fusion.runtime.capture.lowering.triangles import is_count, triangle_window
 from fusion.runtime.job.errors import CaptureError
 
 Value = Ref | Complex | tuple[Ref | Complex, ...]
 
-_WRITTEN = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
-NOT_A_NUMBER = "not a number (NaN), which has no place in a graph: divide by zero"
+_MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
+NAN_REMEDY = "not a number (NaN), which has no place in a graph: divide by zero"
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
@@ -57,18 +57,20 @@ def lower(
     symbols: Mapping[str, str],
     keeps: bool = False,
 ) -> Graph:
-    """`inputs`: names of the user inputs, in order. `names`: variable name of each parameter and buffer of the
-    exported module. `constants`: values, by export name, of small tensors that its code makes, and of tables that become
-    nodes. `symbols`: our name
-    of each of torch's size symbols. `keeps`: whether what is written to a buffer is kept for the next run. CaptureError names what has no counterpart in the op-set."""
+    """The graph of an exported program. CaptureError names what has no counterpart in the op-set.
+
+    `inputs`: names of the user inputs, in order. `names`: variable name of each parameter and buffer of the exported module. `constants`: values,
+    by export name, of small tensors that its code makes, and of tables that become nodes. `symbols`: the graph's name for each of torch's size
+    symbols. `keeps`: whether values written to buffers are kept for the next run.
+    """
     graph = _Lowering(names, symbols, keeps).run(exported, inputs, constants)
     _require_known_types(graph, exported)
     return graph
 
 
 def _require_known_types(graph: Graph, exported: ExportedProgram) -> None:
-    """CaptureError where the op-set cannot tell what an operator makes for each size that is left free: torch looks at the example."""
-    cleaned = clean(graph)  # writes views in the way that a job has them
+    """CaptureError where the op-set cannot infer an operator's type for all free sizes: torch checks only the example."""
+    cleaned = clean(graph)  # views in the form that a job has them
     lines = {node.name: line_of_node(node) for node in exported.graph.nodes}
     for node in cleaned.nodes:
         try:
@@ -83,7 +85,7 @@ class _Lowering:
     def __init__(self, names: Mapping[str, str], symbols: Mapping[str, str], keeps: bool) -> None:
         self.names = names
         self.keeps = keeps
-        self.kept: dict[str, Ref] = {}  # by variable: what the next run finds there
+        self.kept: dict[str, Ref] = {}  # variable -> the value that the next run finds there
         self.sizes = Sizes(symbols)
         self.env: dict[fx.Node, Value] = {}
         self.nodes: list[Node] = []
@@ -91,8 +93,8 @@ class _Lowering:
         self.taken: set[str] = set()
         self.viewed: set[Ref] = set()  # values that share memory with another
         self.trained: set[Ref] = set()  # values that depend on a trainable parameter
-        # Whose memory an alias is of, where it is not its own; None: that depends. For writes in place.
-        self.memory: dict[fx.Node, fx.Node | None] = {}
+        # The node whose memory an alias shares; None: unknown. For in-place writes.
+        self.owners: dict[fx.Node, fx.Node | None] = {}
 
     def run(
         self, exported: ExportedProgram, inputs: tuple[str, ...], constants: Mapping[str, torch.Tensor]
@@ -102,21 +104,21 @@ class _Lowering:
         users = [node for node, spec in specs if spec.kind is InputKind.USER_INPUT]
         self.taken.update(inputs)
         self.taken.update(self.names.values())
-        found_inputs = []
+        graph_inputs = []
         for node, name in zip(users, inputs, strict=True):
-            found_inputs.append(Input(name, self.sizes.type_of(node.meta["val"])))
-            self.bind(node, Ref(name), found_inputs[-1].type)
+            graph_inputs.append(Input(name, self.sizes.type_of(node.meta["val"])))
+            self.bind(node, Ref(name), graph_inputs[-1].type)
         variables: dict[str, Variable] = {}
         for node, spec in specs:
-            if spec.kind not in (InputKind.USER_INPUT, InputKind.TOKEN):  # a token: the order of effects
+            if spec.kind not in (InputKind.USER_INPUT, InputKind.TOKEN):  # a token orders side effects
                 self.variable(node, spec, exported, constants, variables)
         self.region(exported.graph_module)
         outputs = self.outputs(exported)
         read = {ref.name for node in self.nodes for ref in node.refs()} | {ref.name for ref in outputs}
         read |= self.kept.keys()
         graph = Graph(
-            inputs=tuple(found_inputs),
-            # A constant that nothing reads would only be carried along; a parameter must come out of an export.
+            inputs=tuple(graph_inputs),
+            # Unread constants are dropped; unread parameters must still be in the exported weights.
             variables=tuple(
                 v for v in variables.values() if v.name in read or not v.name.startswith("constant:")
             ),
@@ -138,8 +140,8 @@ class _Lowering:
         if target in constants:
             value = constants[target]
             parts = (value.real, value.imag) if value.is_complex() else (value,)
-            made, *other = (self.constant(node.name, part) for part in parts)
-            self.env[node] = Complex(made, *other) if other else made
+            real, *imaginary = (self.constant(node.name, part) for part in parts)
+            self.env[node] = Complex(real, *imaginary) if imaginary else real
             return
         if target not in self.names:
             raise CaptureError(f"the model reads {target}, which is neither a parameter nor a buffer")
@@ -152,8 +154,8 @@ class _Lowering:
             raise CaptureError(f"{'parameter' if parameter else 'buffer'} {name}: {error}{remedy}") from None
         if name not in variables:
             trainable = parameter and bool(exported.state_dict[target].requires_grad)
-            own = {t.removeprefix("module.") for t, n in self.names.items() if n == name}
-            aliases = tuple(sorted(own - {name, name.removeprefix("constant:")}))
+            exported_names = {t.removeprefix("module.") for t, n in self.names.items() if n == name}
+            aliases = tuple(sorted(exported_names - {name, name.removeprefix("constant:")}))
             variables[name] = Variable(
                 name, type_, "parameter" if parameter else "buffer", trainable, aliases
             )
@@ -162,54 +164,65 @@ class _Lowering:
         self.bind(node, Ref(name), type_)
 
     def constant(self, name: str, value: torch.Tensor) -> Ref:
-        """A small tensor as nodes: one filled tensor where it is uniform, else one of each element, joined; and a table
-        of which position sees which, or a row that counts, of any size."""
+        """A constant as nodes: a causal mask or a count of any size; a filled tensor where all elements are equal; else one tensor for each element,
+        concatenated."""
         dtype = DType(dtype_name(value.dtype))
         shape = tuple(value.shape)
         window = triangle_window(value)
         if window is not None:
             table = (TensorType(shape, dtype.name),)
             (ones,) = self.emit(name, "aten.ones", (shape, dtype), table)
-            (past,) = self.emit(name, "aten.tril", (ones, 0), table)
-            return self.emit(name, "aten.triu", (past, 1 - window), table)[0] if window < shape[-1] else past
-        if counts(value):
+            (lower_triangle,) = self.emit(name, "aten.tril", (ones, 0), table)
+            return (
+                self.emit(name, "aten.triu", (lower_triangle, 1 - window), table)[0]
+                if window < shape[-1]
+                else lower_triangle
+            )
+        if is_count(value):
             row = (TensorType((value.numel(),), dtype.name),)
-            [counted] = self.emit(name, "aten.arange", (value.numel(), dtype), row)
-            return self.emit(name, "aten.reshape", (counted, shape), (TensorType(shape, dtype.name),))[0]
+            [count] = self.emit(name, "aten.arange", (value.numel(), dtype), row)
+            return self.emit(name, "aten.reshape", (count, shape), (TensorType(shape, dtype.name),))[0]
         numbers = value.flatten().tolist()
         if any(number != number for number in numbers):
-            raise CaptureError(f"a constant of the model's code is {NOT_A_NUMBER}")
+            raise CaptureError(f"a constant of the model's code is {NAN_REMEDY}")
         if len(set(map(repr, numbers))) <= 1:
             fill = numbers[0] if numbers else 0
             return self.emit(name, "aten.full", (shape, fill, dtype), (TensorType(shape, dtype.name),))[0]
-        one = (TensorType((1,), dtype.name),)
-        pieces = tuple(self.emit(name, "aten.full", ((1,), n, dtype), one)[0] for n in numbers)
+        scalar = (TensorType((1,), dtype.name),)
+        pieces = tuple(self.emit(name, "aten.full", ((1,), n, dtype), scalar)[0] for n in numbers)
         row = (TensorType((len(pieces),), dtype.name),)
         joined = self.emit(name, "aten.cat", (pieces, 0), row)[0]
         return self.emit(name, "aten.reshape", (joined, shape), (TensorType(shape, dtype.name),))[0]
 
     def outputs(self, exported: ExportedProgram) -> tuple[Ref, ...]:
         (final,) = (n for n in exported.graph.nodes if n.op == "output")
-        found: list[Ref] = []
+        results: list[Ref] = []
         for spec, node in zip(exported.graph_signature.output_specs, final.args[0], strict=True):
-            counts = str(spec.target).endswith(COUNTER)
-            own = self.names.get(str(spec.target))
-            written = own is not None and isinstance(node, fx.Node) and self.env.get(node) == Ref(own)
+            is_counter = str(spec.target).endswith(COUNTER)
+            variable = self.names.get(str(spec.target))
+            is_written = (
+                variable is not None and isinstance(node, fx.Node) and self.env.get(node) == Ref(variable)
+            )
             value = self.env.get(node) if isinstance(node, fx.Node) else None
             if spec.kind is OutputKind.USER_OUTPUT:
                 if not isinstance(value, Ref):
                     raise CaptureError("the model returns something that is not a tensor")
-                found.append(value)
-            elif spec.kind in _WRITTEN and not counts and not written:
-                if self.keeps and isinstance(value, Ref) and own is not None and Ref(own) not in self.trained:
-                    self.kept[own] = value
+                results.append(value)
+            elif spec.kind in _MUTATIONS and not is_counter and not is_written:
+                if (
+                    self.keeps
+                    and isinstance(value, Ref)
+                    and variable is not None
+                    and Ref(variable) not in self.trained
+                ):
+                    self.kept[variable] = value
                     continue
                 name = str(spec.target).removeprefix("module.")
                 raise CaptureError(
                     f"the model writes to {name} each time it runs, which a stage cannot keep{line_of_node(node)}: "
                     "leave the write out, or do it only where self.training is set, and to a buffer"
                 )
-        return tuple(found)
+        return tuple(results)
 
     def region(self, module: fx.GraphModule) -> None:
         for node in module.graph.nodes:
@@ -217,91 +230,93 @@ class _Lowering:
                 continue
             name = op_name(node.target)
             if name == "getitem":
-                self.item(node)
+                self.getitem(node)
             elif name in _REGIONS:
-                self.nested(node, name, module)
+                self.inline(node, name, module)
             elif name == BROADCAST:
                 self.broadcast(node)
-            elif name == DROPOUT_APART:
-                self.dropped(node)
+            elif name == NATIVE_DROPOUT:
+                self.dropout(node)
             elif name in NORMS:
-                self.normalised(node, training=NORMS[name])
-            elif not is_dropped(name):
+                self.batch_norm(node, training=NORMS[name])
+            elif not is_check(name):
                 try:
                     self.call(node, name)
                 except (CaptureError, GraphError) as error:
                     raise CaptureError(f"{error}{line_of_node(node)}") from error
 
-    def item(self, node: fx.Node) -> None:
+    def getitem(self, node: fx.Node) -> None:
         """One of the results of a call."""
         source, index = cast(tuple[fx.Node, int], node.args)
         value = self.env[source]
         self.env[node] = value[index] if isinstance(value, tuple) else value
 
     def broadcast(self, node: fx.Node) -> None:
-        """Each tensor with the shape of all together."""
-        found = []
+        """Each tensor expanded to the common shape."""
+        expanded = []
         for source, value in zip(cast(Any, node.args[0]), node.meta["val"], strict=True):
             ref, shape = self.env[source], self.sizes.type_of(value).shape
             if not isinstance(ref, Ref):
                 raise CaptureError("the op-set has no complex numbers that are broadcast")
             args = (ref, shape)
-            found.append(self.emit(node.name, "aten.expand", args, infer("aten.expand", args, self.types))[0])
-        self.viewed.update(found)
-        self.env[node] = tuple(found)
+            expanded.append(
+                self.emit(node.name, "aten.expand", args, infer("aten.expand", args, self.types))[0]
+            )
+        self.viewed.update(expanded)
+        self.env[node] = tuple(expanded)
 
-    def dropped(self, node: fx.Node) -> None:
-        """Dropout that was taken apart with others, whole again."""
+    def dropout(self, node: fx.Node) -> None:
+        """Undo the decomposition of dropout, which run_decompositions did along with others."""
         values = arguments(node)
         source = self.env[values["input"]]
         assert isinstance(source, Ref)
         if values["train"] is not False and values["p"] > 0:
             args = (source, float(values["p"]))
             (source,) = self.emit(node.name, "fusion.dropout", args, (self.types[source],))
-        self.env[node] = (source,)  # nothing that was captured reads the mask
+        self.env[node] = (source,)  # no captured model reads the mask
 
-    def normalised(self, node: fx.Node, *, training: bool) -> None:
-        """A batch normalisation that was taken apart with others, whole again: it writes its statistics itself."""
+    def batch_norm(self, node: fx.Node, *, training: bool) -> None:
+        """Undo the decomposition of batch normalisation: the op-set's operator writes its statistics itself."""
         values = {**arguments(node), "training": training}
         args = tuple(self.argument("aten.batch_norm", p, values) for p in OPSET["aten.batch_norm"].parameters)
-        made = self.emit(node.name, "aten.batch_norm", args, infer("aten.batch_norm", args, self.types))[0]
-        written = [args[3], args[4]] if training else []
-        self.env[node] = (made, made, made, *(ref for ref in written if isinstance(ref, Ref)))
+        output = self.emit(node.name, "aten.batch_norm", args, infer("aten.batch_norm", args, self.types))[0]
+        statistics = [args[3], args[4]] if training else []
+        self.env[node] = (output, output, output, *(ref for ref in statistics if isinstance(ref, Ref)))
         for user in node.users:
-            reads = user.args[1] if len(user.args) > 1 else None
-            used = [n for n in user.users if n.op != "output" and not _moves_on(n, user)]
-            if reads != 0 and used:
+            index = user.args[1] if len(user.args) > 1 else None
+            readers = [n for n in user.users if n.op != "output" and not _updates_statistic(n, user)]
+            if index != 0 and readers:
                 raise CaptureError(
-                    f"the model reads the statistics of a batch normalisation while it runs{line_of_node(used[0])}: "
+                    f"the model reads the statistics of a batch normalisation while it runs{line_of_node(readers[0])}: "
                     "compute what is read of the values themselves"
                 )
 
-    def nested(self, node: fx.Node, name: str, module: fx.GraphModule) -> None:
-        """A region run without gradients, or with autocast off: its nodes join ours."""
+    def inline(self, node: fx.Node, name: str, module: fx.GraphModule) -> None:
+        """Inline a region that runs without gradients, or with autocast off."""
         args = cast(tuple[Any, ...], node.args)
-        at = next(i for i, a in enumerate(args) if isinstance(a, fx.Node) and a.op == "get_attr")
-        inner = module.get_submodule(str(args[at].target))
+        index = next(i for i, a in enumerate(args) if isinstance(a, fx.Node) and a.op == "get_attr")
+        inner = module.get_submodule(str(args[index].target))
         assert isinstance(inner, fx.GraphModule)
         if name == "wrap_with_autocast" and args[2]:
             raise CaptureError(
-                f"the model switches autocast on inside its forward{_first_line(inner)}: leave it out, or cast there with .to(dtype)"
+                f"the model switches autocast on inside its forward{_line_of_region(inner)}: leave it out, or cast there with .to(dtype)"
             )
         placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
-        for placeholder, arg in zip(placeholders, args[at + 1 :], strict=True):
+        for placeholder, arg in zip(placeholders, args[index + 1 :], strict=True):
             if isinstance(arg, fx.Node) and arg in self.env:
                 self.env[placeholder] = self.env[arg]
-                self.memory[placeholder] = self.memory.get(arg, arg)
+                self.owners[placeholder] = self.owners.get(arg, arg)
         self.region(inner)
         (final,) = (n for n in inner.graph.nodes if n.op == "output")
-        results = [self.env[n] for n in _flat(final.args)]
+        results = [self.env[n] for n in _nodes_of(final.args)]
         if name == "wrap_with_set_grad_enabled" and not args[0]:
-            results = [self.detached(node.name, value) for value in results]
+            results = [self.detach(node.name, value) for value in results]
         assert not any(isinstance(value, tuple) for value in results)
         self.env[node] = tuple(results)  # type: ignore[arg-type]
 
-    def detached(self, name: str, value: Value) -> Value:
+    def detach(self, name: str, value: Value) -> Value:
         if isinstance(value, Complex):
-            real, imaginary = (self.detached(name, part) for part in (value.real, value.imaginary))
+            real, imaginary = (self.detach(name, part) for part in (value.real, value.imaginary))
             assert isinstance(real, Ref) and isinstance(imaginary, Ref)
             return Complex(real, imaginary)
         if not isinstance(value, Ref) or value not in self.trained:
@@ -311,25 +326,25 @@ class _Lowering:
         return ref
 
     def call(self, node: fx.Node, name: str) -> None:
-        if not hasattr(node.target, "_schema"):  # a function of Python's, of which torch says nothing
+        if not hasattr(node.target, "_schema"):  # a Python function, without a schema
             raise CaptureError(f"the op-set has no operator {name}, which the model calls")
         values = arguments(node)
         first: Any = next(iter(node.args), None)
-        same, memory = passed_on(name, node, values)
-        if same:
+        is_identity, same_memory = identity(name, node, values)
+        if is_identity:
             self.env[node] = self.env[first]
-            self.memory[node] = {True: self.memory.get(first, first), False: node, None: None}[memory]
+            self.owners[node] = {True: self.owners.get(first, first), False: node, None: None}[same_memory]
             return
         in_place = name not in OPSET and out_of_place(name) in OPSET
         if in_place:
-            if self.counts_batches(node, first):
+            if self.skip_batch_counter(node, first):
                 return
-            if is_complex(node):  # what shares memory with them is not followed
+            if is_complex(node):  # their aliases are not tracked
                 raise CaptureError(f"the model writes in place, with {name}, to complex numbers")
             self.require_unshared(name, first)
             name = out_of_place(name)
-            values[OPSET[name].parameters[0].name] = values["self"]  # as every operator in place calls it
-        name, values = respell(name, node, values)
+            values[OPSET[name].parameters[0].name] = values["self"]  # the name in every in-place schema
+        name, values = in_opset(name, node, values)
         if is_complex(node):
             self.env[node] = self.complex(node, name, values)
             if name in complex_numbers.VIEWS:
@@ -345,36 +360,36 @@ class _Lowering:
                 self.viewed.add(source)
         self.env[node] = refs if isinstance(node.meta["val"], (tuple, list)) else refs[0]
         if in_place:
-            written = self.memory.get(first, first)
-            for other in [n for n in self.env if self.memory.get(n, n) is written]:
+            owner = self.owners.get(first, first)
+            for other in [n for n in self.env if self.owners.get(n, n) is owner]:
                 self.env[other] = refs[0]
-            self.memory[node] = written
+            self.owners[node] = owner
 
     def results(
         self, node: fx.Node, name: str, values: Mapping[str, Any], *, in_place: bool
     ) -> tuple[Ref, ...]:
-        """What an op of the op-set makes of `values`, in the types that torch saw; `in_place`: in that of the tensor written to."""
+        """Emit the op and, for an in-place write, the cast to the dtype of the tensor written to. Types are those that torch inferred."""
         args = tuple(self.argument(name, p, values) for p in OPSET[name].parameters)
         value = node.meta["val"]
         types = tuple(
             self.sizes.type_of(v) for v in (value if isinstance(value, (tuple, list)) else (value,))
         )
         if name == "aten.slice.Tensor":
-            args = _counted_from_front(args, types[0])
-        # torch's fake tensors let dtypes pass that do not go together. A view has one, and may be spelt another way later.
-        made = types if OPSET[name].family == "view" else infer(name, args, self.types)
-        if in_place and made != types:
-            # Written in the dtype of what was there: the value of a higher one is rounded to it.
-            whole = self.emit(node.name, name, args, made)
-            name, args = "aten.to.dtype", (whole[0], DType(types[0].dtype))
+            args = _slice_from_front(args, types[0])
+        # torch's fake tensors accept mixed dtypes that infer() refuses. A view keeps its dtype, and clean() may rewrite it.
+        inferred = types if OPSET[name].family == "view" else infer(name, args, self.types)
+        if in_place and inferred != types:
+            # Written in the dtype of the old value: a higher one is rounded to it.
+            uncast = self.emit(node.name, name, args, inferred)
+            name, args = "aten.to.dtype", (uncast[0], DType(types[0].dtype))
         return self.emit(node.name, name, args, types)
 
     def complex(self, node: fx.Node, name: str, values: Mapping[str, Any]) -> Value:
-        """What a call with complex numbers gives, in real ones."""
+        """Emit a call with complex numbers in real arithmetic."""
 
-        def known(value: Any) -> Any:
+        def as_parts(value: Any) -> Any:
             if isinstance(value, list | tuple):
-                return tuple(map(known, value))
+                return tuple(map(as_parts, value))
             if isinstance(value, complex):
                 return Complex(value.real, value.imag)
             if isinstance(value, torch.dtype) and value.is_complex:
@@ -385,12 +400,14 @@ class _Lowering:
         def emit(op: str, *args: Arg) -> Ref:
             return self.emit(node.name, op, args, infer(op, args, self.types))[0]
 
-        of = {p.name for p in OPSET[name].parameters} if name in OPSET else set(values)
-        made = in_real_numbers(name, {n: known(v) for n, v in values.items() if n in of}, emit)
-        return self.whole(made, node.meta["val"], emit) if isinstance(made, Complex) else made
+        parameters = {p.name for p in OPSET[name].parameters} if name in OPSET else set(values)
+        result = in_real_arithmetic(
+            name, {n: as_parts(v) for n, v in values.items() if n in parameters}, emit
+        )
+        return self.filled_parts(result, node.meta["val"], emit) if isinstance(result, Complex) else result
 
-    def whole(self, made: Complex, like: torch.Tensor, emit: Callable[..., Ref]) -> Complex:
-        """Both parts as values of the shape of all: one may be a number, or smaller than the other."""
+    def filled_parts(self, value: Complex, like: torch.Tensor, emit: Callable[..., Ref]) -> Complex:
+        """Both parts as values of the full shape: one may be a number, or smaller than the other."""
         shape, dtype = tuple(map(self.sizes.dim, like.shape)), DType(dtype_name(like.dtype.to_real()))
 
         def filled(part: Ref | float) -> Ref:
@@ -398,10 +415,10 @@ class _Lowering:
                 return emit("aten.full", shape, float(part), dtype)
             return part if self.types[part].shape == shape else emit("aten.expand", part, shape)
 
-        return Complex(filled(made.real), filled(made.imaginary))
+        return Complex(filled(value.real), filled(value.imaginary))
 
-    def counts_batches(self, node: fx.Node, target: fx.Node) -> bool:
-        """How many batches a normalisation has seen: that write is dropped."""
+    def skip_batch_counter(self, node: fx.Node, target: fx.Node) -> bool:
+        """Drop the write that counts the batches a normalisation has seen. Whether the call was one."""
         value = self.env[target]
         if not isinstance(value, Ref) or not value.name.endswith(COUNTER):
             return False
@@ -409,8 +426,8 @@ class _Lowering:
         return True
 
     def require_unshared(self, name: str, target: fx.Node) -> None:
-        """CaptureError unless an in-place write to `target` can be a new value that takes its place."""
-        owner, value = self.memory.get(target, target), self.env[target]
+        """CaptureError unless an in-place write to `target` can be replaced by a new value."""
+        owner, value = self.owners.get(target, target), self.env[target]
         if owner is None or owner.op == "placeholder" or value in self.viewed:
             raise CaptureError(
                 f"the model writes in place, with {name}, to a value that others share: {target.name}"
@@ -428,10 +445,10 @@ class _Lowering:
         if isinstance(value, fx.Node):
             if is_size(value):
                 return self.convert(op, value.meta["val"])
-            found = self.env[value]
-            if isinstance(found, Complex):
+            converted = self.env[value]
+            if isinstance(converted, Complex):
                 raise CaptureError(f"the op-set has no complex numbers, which the model gives to {op}")
-            return found if isinstance(found, Ref) else cast(tuple[Ref, ...], found)
+            return converted if isinstance(converted, Ref) else cast(tuple[Ref, ...], converted)
         if isinstance(value, (list, tuple)):
             return tuple(self.convert(op, v) for v in value)
         if isinstance(value, torch.dtype):
@@ -439,7 +456,7 @@ class _Lowering:
         if isinstance(value, torch.SymInt):
             return self.sizes.dim(value)
         if isinstance(value, float) and value != value:
-            raise CaptureError(f"{op}: a constant is {NOT_A_NUMBER}")
+            raise CaptureError(f"{op}: a constant is {NAN_REMEDY}")
         if isinstance(value, torch.SymFloat | torch.SymBool):
             raise CaptureError(
                 f"{op}: a number that is taken out of a tensor (item, float) has no place in a graph: keep the tensor"
@@ -468,8 +485,8 @@ class _Lowering:
         return refs
 
 
-def _counted_from_front(args: tuple[Arg, ...], result: TensorType) -> tuple[Arg, ...]:
-    """Of a slice whose end counts blocks: how far that is from the front, as it may be 0 from the end."""
+def _slice_from_front(args: tuple[Arg, ...], result: TensorType) -> tuple[Arg, ...]:
+    """A slice whose end counts blocks, with the end counted from the front: from the back it may be 0."""
     source, dim, start, end, step = args
     if not isinstance(end, Poly) or step != 1 or named_symbols(end) == symbols_of(end):
         return args
@@ -479,8 +496,8 @@ def _counted_from_front(args: tuple[Arg, ...], result: TensorType) -> tuple[Arg,
     return source, dim, start, result.shape[dim] + start, step
 
 
-def _moves_on(call: fx.Node, statistic: fx.Node) -> bool:
-    """Whether it is a batch normalisation by the same layer, which goes on with its running statistics and reads them for nothing else."""
+def _updates_statistic(call: fx.Node, statistic: fx.Node) -> bool:
+    """Whether the call is a batch normalisation that reads this statistic as its running statistic and nothing else."""
     if not NORMS.get(op_name(call.target), False):
         return False
     return [name for name, value in arguments(call).items() if value is statistic] in (
@@ -489,12 +506,12 @@ def _moves_on(call: fx.Node, statistic: fx.Node) -> bool:
     )
 
 
-def _first_line(region: fx.GraphModule) -> str:
-    """Of the model's, that the region has an operator of."""
+def _line_of_region(region: fx.GraphModule) -> str:
+    """The line of the model's code of the region's first operator."""
     return next((line for node in region.graph.nodes if (line := line_of_node(node))), "")
 
 
-def _flat(args: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(args, found.append)
-    return found
+def _nodes_of(args: Any) -> list[fx.Node]:
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(args, nodes.append)
+    return nodes

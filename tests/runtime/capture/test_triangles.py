@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion.runtime.capture.lowering.triangles import counts, triangle_window
+from fusion.runtime.capture.lowering.triangles import is_count, triangle_window
 
 
 def test_causal_tables_and_windows_are_known() -> None:
@@ -23,6 +23,6 @@ def test_whatever_else_is_not() -> None:
 
 def test_rows_that_count_are_known() -> None:
     row = torch.arange(9)
-    assert counts(row) and counts(row.view(1, 9)) and counts(row.view(9, 1))
+    assert is_count(row) and is_count(row.view(1, 9)) and is_count(row.view(9, 1))
     for other in (row + 1, row * 2, row.float(), row.view(3, 3), row.expand(2, 9), row[:1], row.to("meta")):
-        assert not counts(other)
+        assert not is_count(other)
