@@ -1,8 +1,8 @@
-"""A language model in a GGUF file, as llama.cpp has them, causal or one that makes a vector of a text: the module that transformers builds from what the file says,
+"""A language model in a GGUF file of llama.cpp, causal or an embedding model: the module that transformers builds from the file's metadata,
 with the file's tensors.
 
-As with a directory, only the machine that launches a job reads one. The module is built without memory for its parameters;
-they are read, a stage at a time, under the names that the module gives them.
+As with a directory, only the machine that launches a job reads one. The module is built without memory for its parameters, which are read a
+stage at a time, under their names in the module.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fusion.dag.rewrites.quantise import Layout, Source, Use
 from fusion.runtime.capture.capture import capture_language_model, capture_text_encoder, variables_from_module
 from fusion.runtime.capture.gguf.config import ModelConfig, model_config
 from fusion.runtime.capture.gguf.header import GGUFHeader, read_header
-from fusion.runtime.capture.gguf.stored import Stored
-from fusion.runtime.capture.gguf.tensors import set_constants, stored_parameters, stretch
+from fusion.runtime.capture.gguf.stored import StoredParameter
+from fusion.runtime.capture.gguf.tensors import divide_frequencies, set_constants, stored_parameters
 from fusion.runtime.capture.gguf.tokenizer import GGUFTokenizer, read_tokenizer
 from fusion.runtime.capture.gguf.weights import layout, opened_files, read_blocks, read_tensor
 from fusion.runtime.capture.huggingface import config_for, hollow_module
@@ -34,12 +34,12 @@ from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 @dataclass(frozen=True)
 class GGUFModel:
     header: GGUFHeader
-    module: nn.Module  # its computed tables in memory, its parameters on the meta device
+    module: nn.Module  # with computed tables in memory and parameters on the meta device
     vocabulary: int
     max_sequence: int
     tokenizer: GGUFTokenizer
-    stored: Mapping[str, Stored]  # parameter of the module -> as the file has it
-    pooling: Pooling | None = None  # of a model that makes a vector of a text
+    stored: Mapping[str, StoredParameter]  # by parameter name
+    pooling: Pooling | None = None  # of an embedding model
 
     @property
     def quantised(self) -> bool:
@@ -47,67 +47,67 @@ class GGUFModel:
         return any(layout(stored) is not None for stored in self.stored.values())
 
     def capture(self) -> Graph:
-        """See `capture_language_model` and `capture_text_encoder`; to serve it."""
+        """The graph for inference; see `capture_language_model` and `capture_text_encoder`."""
         if self.pooling is not None:
             return capture_text_encoder(self.module, self.pooling, maximum_sequence=self.max_sequence)
         return capture_language_model(self.module, training=False, maximum_sequence=self.max_sequence)
 
     def read(self, variables: Iterable[Variable]) -> dict[str, torch.Tensor]:
-        """The values of these variables, in the dtype of the graph. JobError where the file is not what it was."""
+        """The values of these variables, in the dtype of the graph. JobError where the file has changed."""
         attributes = variables_from_module(self.module)
-        found: dict[str, torch.Tensor] = {}
-        wanted: list[tuple[Variable, Stored]] = []
+        values: dict[str, torch.Tensor] = {}
+        stored_variables: list[tuple[Variable, StoredParameter]] = []
         for variable in variables:
             stored = self._stored(variable)
             if stored is not None:
-                wanted.append((variable, stored))
-            else:  # a table that the module computed
-                found[variable.name] = attributes[variable.name].clone()
-        with opened_files() as opened:
-            for variable, stored in sorted(wanted, key=lambda item: _begin(item[1])):
+                stored_variables.append((variable, stored))
+            else:  # a table that the module computes
+                values[variable.name] = attributes[variable.name].clone()
+        with opened_files() as open_file:
+            for variable, stored in sorted(stored_variables, key=lambda item: _position(item[1])):
                 dtype = TORCH_DTYPES[variable.type.dtype]
-                found[variable.name] = read_tensor(opened, stored, dtype, _experts(variable))
-        return found
+                values[variable.name] = read_tensor(open_file, stored, dtype, _experts(variable))
+        return values
 
     def layout(self, variable: Variable, uses: frozenset[Use]) -> Layout | None:
-        """How the file has a matrix, where our operators can read it so."""
+        """The layout of a matrix in the file, if our operators can read it; else None."""
         stored = self._stored(variable)
         if stored is None or ("expert_linear" not in uses and stored.transposed != ("addmm" in uses)):
             return None
         return layout(stored)
 
     def read_stored(self, source: Source) -> tuple[torch.Tensor, ...]:
-        """The parts of a matrix that has a `layout`, as they are in the file. JobError as of `read`."""
+        """The tensors of a matrix that has a `layout`, as they are in the file. JobError as in `read`."""
         stored = self._stored(source.variable)
         assert stored is not None and stored.transposed == source.transposed
-        with opened_files() as opened:
-            return read_blocks(opened, stored, _experts(source.variable))
+        with opened_files() as open_file:
+            return read_blocks(open_file, stored, _experts(source.variable))
 
-    def _stored(self, variable: Variable) -> Stored | None:
+    def _stored(self, variable: Variable) -> StoredParameter | None:
         part = part_of(variable.name)
         names = (variable.name, *variable.aliases) if part is None else (part.name,)
         return next((self.stored[name] for name in names if name in self.stored), None)
 
 
 def _experts(variable: Variable) -> range | None:
-    """Those that a variable has of the parameter that it is a part of."""
+    """The experts of its parameter that a variable has; None for all."""
     part = part_of(variable.name)
     return None if part is None else range(part.start, part.stop)
 
 
-def _begin(stored: Stored) -> tuple[Path, int]:
-    return stored.places[0].file, stored.places[0].offset
+def _position(stored: StoredParameter) -> tuple[Path, int]:
+    return stored.tensors[0].file, stored.tensors[0].offset
 
 
 def open_gguf(path: Path, dtype: str = FLOAT32) -> GGUFModel:
-    """Read what the file says of its model, its tokenizer, and where its tensors lie; not the tensors. `dtype`: that it runs in.
-    JobError, in one line, for a file that is damaged, or of which anything would have to be guessed."""
+    """Read the file's metadata, its tokenizer and the locations of its tensors; not the tensors. `dtype`: that of the computation. JobError,
+    in one line, for a damaged file, or where anything would have to be guessed."""
     header = read_header(path)
     config = model_config(header)
     tokenizer = read_tokenizer(header, config.architecture)
     module = _module(config, path, dtype)
     stored = stored_parameters(header, config, module)
-    stretch(header, module)
+    divide_frequencies(header, module)
     set_constants(config, module)
     return GGUFModel(
         header=header,
@@ -116,13 +116,13 @@ def open_gguf(path: Path, dtype: str = FLOAT32) -> GGUFModel:
         max_sequence=min(config.max_sequence, fixed_length(module.config) or config.max_sequence),
         tokenizer=tokenizer,
         stored=stored,
-        # Vectors have a length of 1, as llama.cpp's server gives them; files do not say it.
+        # Files do not say whether vectors are normalised; llama.cpp's server normalises them.
         pooling=None if config.pooling is None else Pooling(config.pooling, normalized=True),
     )
 
 
 def _module(config: ModelConfig, path: Path, dtype: str) -> nn.Module:
-    """Without what an encoder would make of its first token, which files do not have and vectors of texts are made without."""
+    """The module, without an encoder's pooler, which files do not have and embeddings do not use."""
     values = config_for(config.model_type, config.values, path)
     if config.pooling is None:
         return hollow_module(values, path, dtype)

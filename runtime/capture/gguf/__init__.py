@@ -1,20 +1,20 @@
-"""Reads GGUF files, within bounds, as transformers and our operators take them. Knows no model and no peers.
+"""Reads GGUF files, within bounds, for transformers and our operators. Knows no model and no peers.
 
-header       metadata of a file, and the places of its tensors
+header       the header of a file: metadata, and the locations of its tensors
 metadata     the metadata, key by key; every key has to be read
 decoders     what decoders have in common
-dense        the architectures with one feed-forward network a layer
+dense        architectures with one feed-forward network in each layer
 gemma        the Gemmas
-older        those from before Llama, and similar ones
+older        architectures from before Llama, and similar ones
 mixtures     mixtures of experts
-latent       those with latent attention
-recurrent    those with recurrent state
+latent       multi-head latent attention
+recurrent    layers with recurrent state
 encoders     embedding models
 config       the configuration of a file's model
-blocks       quantised blocks, as our operators read them
-stored       a parameter, as the file has it
-tensors      maps tensors to parameters, and undoes what the conversion did to them
+blocks       quantised blocks, in the layout that our operators read
+stored       how a file stores a parameter
+tensors      maps tensors to parameters, and inverts what the conversion did to them
 weights      reads tensors as a module's parameters
-splitting    pre-tokenizers, by the names of llama.cpp
+splitting    pre-tokenizers, by llama.cpp's names
 tokenizer    the tokenizer as a tokenizer.json; the chat template
 """

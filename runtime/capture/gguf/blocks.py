@@ -1,9 +1,9 @@
-"""Blocks of a GGUF file's quantised tensors as the matrices that our operators read (`fusion.dag.ir.opset_quantised`):
-the same numbers, laid out otherwise, so that nothing is rounded again.
+"""Blocks of a GGUF file's quantised tensors as the matrices that our operators read (`fusion.dag.ir.opset_quantised`): the same numbers in
+another layout, so that nothing is rounded again.
 
-Q8_0 and the kinds Q4 and Q5 have a scale for 32 numbers, in float16, and perhaps a minimum. Those with K have 256 numbers in a
-block, whose groups have a scale of a few bits; multiplied out these are float32. The 16 values of IQ4 and MXFP4 are no multiples of a
-number: they stand in a table of int8, as those of IQ1, IQ2 and IQ3 do in grids. (ggml-common.h, `gguf.quants`)
+Q8_0, Q4 and Q5 have a float16 scale, and perhaps a minimum, for 32 numbers. K kinds have blocks of 256 numbers in groups with scales of a few
+bits, which become float32 when multiplied out. The 16 values of IQ4 and MXFP4 are not equally spaced: they come from a table of int8, as those
+of IQ1, IQ2 and IQ3 come from grids. (ggml-common.h, `gguf.quants`)
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ Array = npt.NDArray[np.generic]
 
 _LOW = np.uint8(15)
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
-# Twice the numbers.
+# The values times two, as integers.
 TWICE_MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-_PAIRS = np.array([0, 2, 4, 6], np.uint8)  # where in a byte two bits begin
+_PAIRS = np.array([0, 2, 4, 6], np.uint8)  # bit offsets of two-bit numbers in a byte
 
 
 def layout_of(kind: str) -> Layout | None:
-    """How a matrix in these blocks is stored; None for a kind whose numbers have to become floats."""
+    """The layout of a matrix in these blocks; None for a kind that has to be dequantised."""
     return _KINDS[kind][0] if kind in _KINDS else None
 
 
 def unpacked(rows: Bytes, kind: str, block_bytes: int) -> tuple[torch.Tensor, ...]:
-    """Numbers, scales and, if there are any, minimums of `rows` (rows, bytes)."""
-    layout, take = _KINDS[kind]
+    """Numbers, scales and, if the kind has them, minimums of `rows` (rows, bytes)."""
+    layout, unpack = _KINDS[kind]
     blocks = rows.reshape(-1, block_bytes)
-    with np.errstate(invalid="ignore"):  # a scale may be no number; then neither are its weights
-        numbers, scales, minimums = take(blocks)
+    with np.errstate(invalid="ignore"):  # a scale may be NaN; then so are its weights
+        numbers, scales, minimums = unpack(blocks)
     numbers = numbers.reshape(len(rows), -1)
     if layout.kind == "int4":
         numbers = numbers[:, 0::2] | numbers[:, 1::2] << np.uint8(4)
@@ -49,12 +49,12 @@ _Parts = tuple[Bytes | npt.NDArray[np.int8], Array, Array | None]
 
 
 def _halves(blocks: Bytes, count: int) -> list[npt.NDArray[np.float16]]:
-    """The numbers of 16 bits that blocks begin with, (blocks, 1) each."""
+    """The first `count` float16 numbers of each block, (blocks, 1) each."""
     return np.split(np.ascontiguousarray(blocks[:, : 2 * count]).view(np.float16), count, axis=1)
 
 
 def _nibbles(data: Bytes, run: int) -> Bytes:
-    """Numbers of 4 bits: the lower halves of `run` bytes, then their upper halves, and so on."""
+    """4-bit numbers: the low nibbles of `run` bytes, then their high nibbles, and so on."""
     runs = data.reshape(len(data), -1, 1, run)
     both = np.concatenate([runs & _LOW, runs >> np.uint8(4)], axis=2)
     return both.reshape(len(data), -1)
@@ -98,23 +98,23 @@ def _q5_k(blocks: Bytes) -> _Parts:
 
 
 def _grouped(blocks: Bytes) -> tuple[Array, Array]:
-    """Scales and minimums of 8 groups: 6 bits each, times two numbers that the block has."""
-    scale, least = (half.astype(np.float32) for half in _halves(blocks, 2))
+    """Scales and minimums of 8 groups: 6-bit integers times the block's two float16 factors."""
+    scale, minimum = (half.astype(np.float32) for half in _halves(blocks, 2))
     first, second, rest = np.split(blocks[:, 4:16], 3, axis=1)
     six = np.uint8(63)
     scales = np.concatenate([first & six, rest & _LOW | first >> np.uint8(6) << np.uint8(4)], axis=1)
     minimums = np.concatenate(
         [second & six, rest >> np.uint8(4) | second >> np.uint8(6) << np.uint8(4)], axis=1
     )
-    return scale * scales.astype(np.float32), -(least * minimums.astype(np.float32))
+    return scale * scales.astype(np.float32), -(minimum * minimums.astype(np.float32))
 
 
 def _q2_k(blocks: Bytes) -> _Parts:
-    scale, least = (half.astype(np.float32) for half in _halves(blocks[:, 80:], 2))
+    scale, minimum = (half.astype(np.float32) for half in _halves(blocks[:, 80:], 2))
     scales, minimums = (
         part.astype(np.float32) for part in (blocks[:, :16] & _LOW, blocks[:, :16] >> np.uint8(4))
     )
-    return _two_bits(blocks[:, 16:80], 32), scale * scales, -(least * minimums)
+    return _two_bits(blocks[:, 16:80], 32), scale * scales, -(minimum * minimums)
 
 
 def _q3_k(blocks: Bytes) -> _Parts:
@@ -123,11 +123,11 @@ def _q3_k(blocks: Bytes) -> _Parts:
     six = _nibbles(blocks[:, 96:104], 8) | _two_bits(blocks[:, 104:108], 4) << np.uint8(4)
     (scale,) = _halves(blocks[:, 108:], 1)
     scales = scale.astype(np.float32) * (six.view(np.int8) - np.int8(32)).astype(np.float32)
-    return numbers + np.uint8(4), scales, None  # from -4 on; those of four bits are from -8 on
+    return numbers + np.uint8(4), scales, None  # offset by 4: they start at -4, but int4 storage starts at -8
 
 
 def _two_bits(data: Bytes, run: int) -> Bytes:
-    """Numbers of 2 bits: the lowest of `run` bytes, then those above, and so on."""
+    """2-bit numbers: the lowest bits of `run` bytes, then the next ones, and so on."""
     pairs = data.reshape(len(data), -1, 1, run) >> _PAIRS[None, None, :, None]
     return (pairs & np.uint8(3)).reshape(len(data), -1)
 
@@ -145,7 +145,7 @@ def _iq4_xs(blocks: Bytes) -> _Parts:
 
 
 def _mxfp4(blocks: Bytes) -> _Parts:
-    """A power of two for 32 numbers, as its exponent and 127."""
+    """The scale of 32 numbers is a power of two, stored as its exponent plus 127."""
     return (
         TWICE_MXFP4[_nibbles(blocks[:, 1:], 16)],
         np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128),
@@ -161,10 +161,10 @@ def _q6_k(blocks: Bytes) -> _Parts:
 
 
 def _from_grid(kind: str, scales_of: Callable[[Bytes], Array]) -> Callable[[Bytes], _Parts]:
-    """Of kinds that choose several numbers at once, and their signs, from a grid that `gguf` has. `scales_of` (blocks, groups): what a
-    group's scale is, by which the block's own is multiplied. Where that is 1 the numbers are multiples of it, exactly."""
+    """Kinds that take several numbers and signs at once from one of `gguf`'s grids. `scales_of` (blocks, groups): the scale of each group, to be
+    multiplied by the block's. With a block scale of 1, the numbers are exact multiples of the group's scale."""
 
-    def take(blocks: Bytes) -> _Parts:
+    def unpack(blocks: Bytes) -> _Parts:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
@@ -180,7 +180,7 @@ def _from_grid(kind: str, scales_of: Callable[[Bytes], Array]) -> Callable[[Byte
             None,
         )
 
-    return take
+    return unpack
 
 
 def _words(data: Bytes) -> npt.NDArray[np.uint32]:
@@ -188,13 +188,13 @@ def _words(data: Bytes) -> npt.NDArray[np.uint32]:
 
 
 def _iq1_s(blocks: Bytes) -> Array:
-    """By eight: an eighth is added to the grid's numbers, or taken away."""
+    """In eighths: an eighth is added to or subtracted from the grid's numbers."""
     high = np.ascontiguousarray(blocks[:, 34:]).view(np.uint16)
     return (2 * (high >> 12 & 7) + 1) / 8
 
 
-def _quarters(scales: Array, times: float = 1) -> Array:
-    return (scales.astype(np.float32) + np.float32(0.5)) * np.float32(times / 4)
+def _quarters(scales: Array, factor: float = 1) -> Array:
+    return (scales.astype(np.float32) + np.float32(0.5)) * np.float32(factor / 4)
 
 
 _GRIDS: Mapping[str, tuple[int, Callable[[Bytes], Array]]] = {

@@ -1,8 +1,8 @@
-"""Converts the metadata of a GGUF file to the configuration of the same model in transformers.
+"""Converts a GGUF file's metadata to the configuration of the same model in transformers.
 
-A value that is ignored or misread gives a model that answers nonsense. So every value under the architecture's name has to be
-understood here, and the sizes have to match the tensors; otherwise the file is refused. Defaults are those of llama.cpp, whose
-format it is (its `src/models`).
+A value that is ignored or misread gives a model that answers nonsense. So every value under the architecture's name has to be understood
+here, and sizes have to match the tensors; otherwise the file is refused. Defaults are those of llama.cpp, which defines the format (its
+`src/models`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion.runtime.capture.gguf.dense import DENSE
-from fusion.runtime.capture.gguf.encoders import ENCODERS, Pooled, pooling_of
+from fusion.runtime.capture.gguf.encoders import ENCODERS, PoolingKind, pooling_of
 from fusion.runtime.capture.gguf.gemma import GEMMA_MIXTURES, GEMMAS
-from fusion.runtime.capture.gguf.header import GGUFHeader, shown
+from fusion.runtime.capture.gguf.header import GGUFHeader, quoted
 from fusion.runtime.capture.gguf.latent import deepseek2
 from fusion.runtime.capture.gguf.metadata import Metadata
 from fusion.runtime.capture.gguf.mixtures import MIXTURES
@@ -28,43 +28,46 @@ _MIXTURES = {**MIXTURES, **GEMMA_MIXTURES, **RECURRENT_MIXTURES, "deepseek2": ("
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    architecture: str  # as the file names it
-    model_type: str  # as transformers does
+    architecture: str  # its name in the file
+    model_type: str  # its name in transformers
     values: Mapping[str, Any]  # of the configuration
-    layers: int  # without those of multi-token prediction
-    ahead: int  # layers of multi-token prediction behind these, which are not read
-    constants: Mapping[str, float]  # parameters of the module that the file has as metadata
-    pooling: Pooled | None  # of an embedding model
+    layers: int  # without layers of multi-token prediction
+    nextn_layers: int  # layers of multi-token prediction after these, which are not read
+    constants: Mapping[str, float]  # parameters of the module that are metadata of the file
+    pooling: PoolingKind | None  # of an embedding model
     vocabulary: int
     max_sequence: int
 
 
 def model_config(header: GGUFHeader) -> ModelConfig:
-    """Raises JobError for an unsupported architecture, and a value that is missing, not understood, or does not fit the tensors."""
+    """The configuration of the file's model. JobError for an unsupported architecture, and for a value that is missing, not understood, or
+    does not fit the tensors."""
     metadata = Metadata(header)
     architecture = metadata.architecture
-    mixture = metadata.whole("expert_count", 0) > 0
+    mixture = metadata.integer("expert_count", 0) > 0
     if not mixture:
-        metadata.must_be("expert_used_count", 0)
+        metadata.require("expert_used_count", 0)
     table = _MIXTURES if mixture else _DENSE
-    found = table.get(architecture)
-    if found is None:
+    entry = table.get(architecture)
+    if entry is None:
         kind = "a mixture of experts" if mixture else "a model"
         known = ", ".join(table)
-        raise JobError(f"{header.path}: {kind} of the kind {shown(architecture)}; {known} are read from GGUF")
-    model_type, values = found
-    made = values(metadata)
-    ahead = made.get("num_nextn_predict_layers", 0)
+        raise JobError(
+            f"{header.path}: {kind} of the kind {quoted(architecture)}; {known} are read from GGUF"
+        )
+    model_type, make_values = entry
+    configuration = make_values(metadata)
+    nextn_layers = configuration.get("num_nextn_predict_layers", 0)
     config = ModelConfig(
         architecture=architecture,
-        model_type=made.pop("model_type", model_type),
-        constants=made.pop("constants", {}),
-        values=made,
-        layers=metadata.size("block_count") - ahead,
+        model_type=configuration.pop("model_type", model_type),
+        constants=configuration.pop("constants", {}),
+        values=configuration,
+        layers=metadata.size("block_count") - nextn_layers,
         pooling=pooling_of(metadata, encoder=architecture in ENCODERS),
-        ahead=ahead,
+        nextn_layers=nextn_layers,
         vocabulary=header.tensors["token_embd.weight"].shape[0],
         max_sequence=metadata.size("context_length"),
     )
-    metadata.all_taken()
+    metadata.require_all_read()
     return config

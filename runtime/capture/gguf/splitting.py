@@ -1,5 +1,5 @@
-"""How byte-level tokenizers cut text into words before they merge bytes, under the names that files have for it: llama.cpp's
-pre-tokenizers (`src/llama-vocab.cpp`)."""
+"""The regular expressions by which byte-level tokenizers split text before they merge bytes, by llama.cpp's names of pre-tokenizers
+(`src/llama-vocab.cpp`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
 _SLASHED = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-# What the tokenizer of DeepSeek LLM takes for letters: those with a case, of some scripts.
+# The letters of DeepSeek LLM's tokenizer: those with a case, of some scripts.
 _LETTERS = (
     "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376-\u0377\u037b-\u037d\u037f"
     "\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5"
@@ -37,7 +37,7 @@ _DEEPSEEK_V3 = (
 _QWEN35 = _QWEN2.replace(r"\p{L}+|", r"[\p{L}\p{M}]+|", 1).replace(
     r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
 )
-# As Tekken's and GPT-4o's, but for Chinese characters, which are words by themselves.
+# As Tekken's and GPT-4o's, except that runs of Chinese characters are words of their own.
 _KIMI = (
     r"[\p{Han}]+|"
     + (_CASED % (_SUFFIX, _SUFFIX)).replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]")
@@ -51,12 +51,12 @@ _MARKS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 
 @dataclass(frozen=True)
 class Splitting:
-    """How a byte-level tokenizer cuts text before it merges: by each expression after another."""
+    """How a byte-level tokenizer splits text before it merges: by one expression after another."""
 
     expressions: tuple[str, ...]
-    whole_words: bool = False  # a piece that is a token is not merged from parts
-    begins: bool = False  # the text begins with the first token, unless the file says otherwise
-    composed: bool = False  # characters are composed first (NFC), as the model's own tokenizer does
+    whole_words: bool = False  # a word that is a token is not built by merges
+    begins: bool = False  # texts begin with the BOS token, unless the file says otherwise
+    composed: bool = False  # NFC normalisation comes first, as in the model's own tokenizer
 
 
 SPLITTINGS: Mapping[str, Splitting] = {

@@ -1,5 +1,5 @@
-"""A parameter of a transformers module, as a GGUF file has it: which tensors it is made of, and what llama.cpp's conversion did to
-their rows. Nothing is read here."""
+"""How a GGUF file stores a parameter of a transformers module: in which tensors, and how llama.cpp's conversion transformed them. Nothing
+is read here."""
 
 from __future__ import annotations
 
@@ -8,68 +8,72 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion.runtime.capture.gguf.header import TensorPlace
+from fusion.runtime.capture.gguf.header import TensorInfo
 
-# Puts the first dimension of a tensor into the order that the parameter has, whatever else it has.
+# Restores the parameter's order along the first dimension of a tensor.
 Order = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Stored:
-    """The rows of `places` one behind the other, for each expert, in another order perhaps; or what is `made` of them."""
+class StoredParameter:
+    """The rows of `tensors` concatenated (in each expert), perhaps in another order; or what `combine` computes from them."""
 
-    places: tuple[TensorPlace, ...]
+    tensors: tuple[TensorInfo, ...]
     shape: tuple[int, ...]  # of the parameter
-    experts: int = 0  # of which each has its rows; 0: the parameter is of none
-    order: Order | None = None  # of rows, of each expert's
-    columns: Order | None = None  # the same of what each row has
+    experts: int = 0  # the number of experts, each with its own rows; 0: not an expert parameter
+    row_order: Order | None = None  # of the rows, in each expert
+    column_order: Order | None = None  # of the columns
     transposed: bool = False
-    made: Callable[..., torch.Tensor] | None = None  # of all tensors, as float32
+    combine: Callable[..., torch.Tensor] | None = None  # the parameter from all tensors, as float32
 
     @property
     def in_blocks(self) -> bool:
-        """Whether its rows are rows of the file, so that they may stay in blocks."""
-        same_rows = len({(place.kind, place.shape[-1]) for place in self.places}) == 1
+        """Whether its rows are rows of the file, so that they can stay in quantised blocks."""
+        same_rows = len({(info.kind, info.shape[-1]) for info in self.tensors}) == 1
         columns = self.shape[-2] if self.transposed else self.shape[-1]
-        return self.made is None and same_rows and columns == self.places[0].shape[-1]
+        return self.combine is None and same_rows and columns == self.tensors[0].shape[-1]
 
-    def laid(self, experts: int) -> tuple[int, ...]:
-        """The shape of its tensors one behind the other, or of so many experts of them."""
-        first = self.places[0].shape
+    def stacked_shape(self, experts: int) -> tuple[int, ...]:
+        """The shape of its tensors concatenated, for `experts` experts."""
+        first = self.tensors[0].shape
         if self.experts:
-            return (experts, sum(place.shape[1] for place in self.places), *first[2:])
-        return (sum(place.shape[0] for place in self.places), *first[1:])
+            return (experts, sum(info.shape[1] for info in self.tensors), *first[2:])
+        return (sum(info.shape[0] for info in self.tensors), *first[1:])
 
-    def ordered(self, value: torch.Tensor) -> torch.Tensor:
-        """Of `laid` (experts, rows, columns), or of (rows, ...)."""
-        if self.columns is not None:
-            value = self.columns(value.mT).mT
-        if self.order is None:
+    def reordered(self, value: torch.Tensor) -> torch.Tensor:
+        """A value of the `stacked_shape`, (experts, rows, columns) or (rows, ...), in the parameter's order."""
+        if self.column_order is not None:
+            value = self.column_order(value.mT).mT
+        if self.row_order is None:
             return value
-        return torch.stack([self.order(each) for each in value]) if self.experts else self.order(value)
+        return (
+            torch.stack([self.row_order(each) for each in value]) if self.experts else self.row_order(value)
+        )
 
     def assembled(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The parameter, of all of its tensors, but for dimensions of 1."""
-        value = self.made(*tensors) if self.made else torch.cat(list(tensors), dim=1 if self.experts else 0)
-        value = self.ordered(value)
+        """The parameter made from all of its tensors, except for dimensions of 1."""
+        value = (
+            self.combine(*tensors) if self.combine else torch.cat(list(tensors), dim=1 if self.experts else 0)
+        )
+        value = self.reordered(value)
         return value.mT if self.transposed else value
 
 
-def halves(heads: int, value: torch.Tensor) -> torch.Tensor:
-    """Rows of each head that alternate, as two halves again, which are rotated together."""
+def to_halves(heads: int, value: torch.Tensor) -> torch.Tensor:
+    """Interleaved rows of each head as two halves, which rotate together."""
     pairs = value.reshape(heads, -1, 2, *value.shape[1:])
     return pairs.transpose(1, 2).reshape(value.shape)
 
 
-def grouped(groups: int, sizes: Sequence[int], value: torch.Tensor) -> torch.Tensor:
-    """So many rows of each size for each group, which the file has size by size."""
+def to_groups(groups: int, sizes: Sequence[int], value: torch.Tensor) -> torch.Tensor:
+    """Rows stored size by size as groups, each with `size` rows of every size."""
     parts = torch.split(value, [groups * size for size in sizes])
     split = [part.reshape(groups, size, *value.shape[1:]) for part, size in zip(parts, sizes, strict=True)]
     return torch.cat(split, dim=1).reshape(value.shape)
 
 
-def tiled(groups: int, each: int, value: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """From row `start` on, the first rows of all of the groups, then the second ones, as groups of `each` again."""
+def from_tiles(groups: int, each: int, value: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """From row `start` on: rows stored as the first of every group, then the second, and so on, as whole groups of `each`."""
     rest = value[start:]
-    turned = rest.reshape(each, groups, -1, *value.shape[1:]).transpose(0, 1).reshape(rest.shape)
-    return torch.cat([value[:start], turned]) if start else turned
+    untiled = rest.reshape(each, groups, -1, *value.shape[1:]).transpose(0, 1).reshape(rest.shape)
+    return torch.cat([value[:start], untiled]) if start else untiled

@@ -1,8 +1,8 @@
 """The tokenizer in a GGUF file, as the tokenizer.json that peers read; the chat template, and the tokens that end an answer.
 
-Files hold a vocabulary, merges or scores, and names for how text is split and joined, in llama.cpp's terms
-(`src/llama-vocab.cpp`). What such a name stands for is rebuilt with the `tokenizers` library. A name that is not known is
-refused: text that is split in another way gives tokens that the model was never trained on, and answers that look right.
+Files hold a vocabulary, merges or scores, and llama.cpp's names for how text is split and joined (`src/llama-vocab.cpp`), which are rebuilt
+with the `tokenizers` library. An unknown name is refused: text that is split otherwise gives tokens that the model was never trained on, and
+answers that look right.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from fusion.runtime.capture.gguf.header import GGUFHeader, Value, shown
+from fusion.runtime.capture.gguf.header import GGUFHeader, Value, quoted
 from fusion.runtime.capture.gguf.metadata import TOKENS
 from fusion.runtime.capture.gguf.splitting import SPLITTINGS
 from fusion.runtime.job.errors import JobError
@@ -21,15 +21,15 @@ from fusion.runtime.job.text import MAX_TOKENIZER_BYTES
 
 PREFIX = "tokenizer.ggml."
 CHAT_TEMPLATE = "tokenizer.chat_template"
-# Characters that are looked at where merges are found from scores; Gemma's 256,000 tokens need 2^24
+# Limit on the work of deriving merges from scores; Gemma's 256,000 tokens need 2^24
 MAX_SPLITS = 1 << 28
-MAX_SPECIAL = 1 << 16  # tokens that are found before a text is split; Gemma 3 has 6,400
+MAX_SPECIAL = 1 << 16  # added tokens, which are matched before a text is split; Gemma 3 has 6,400
 SPACE = "\u2581"  # as SentencePiece writes one
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # kinds of token
 _SPECIAL = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 
-# Control tokens that end what a model says, whatever else the file names: its format has room for three.
-_ENDS = frozenset(
+# Control tokens that end an answer, beyond the three for which the format has keys.
+_END_TOKENS = frozenset(
     [
         "<|eot_id|>",
         "<|eom_id|>",
@@ -48,10 +48,10 @@ _ENDS = frozenset(
         "[EOS]",
     ]
 )
-# Where a model has both of these, which end its answers, the other ends a part of one: what it thinks before it answers, say.
+# In a model with both Harmony tokens, which end answers, _PART ends a part of one, such as its reasoning.
 _HARMONY, _PART = frozenset(["<|return|>", "<|call|>"]), "<|end|>"
-# Tokens of Phi-3 that leave the spaces behind them to the text; all others that are not of text take them away.
-_PLAIN = frozenset(["<unk>", "<s>", "<|endoftext|>"])
+# Special tokens of Phi-3 that keep the spaces after them; all others strip these.
+_UNSTRIPPED = frozenset(["<unk>", "<s>", "<|endoftext|>"])
 _SPECIAL_IDS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -61,7 +61,7 @@ _SPECIAL_IDS = {
     "cls_token": "cls_token_id",
     "mask_token": "mask_token_id",
 }
-_UNDERSTOOD = frozenset(
+_KNOWN_KEYS = frozenset(
     [
         "model",
         "pre",
@@ -71,7 +71,7 @@ _UNDERSTOOD = frozenset(
         "merges",
         "add_bos_token",
         "add_eos_token",
-        "add_sep_token",  # between the texts of a pair
+        "add_sep_token",  # concerns pairs of texts
         "add_space_prefix",
         "token_type_count",
     ]
@@ -86,14 +86,14 @@ class GGUFTokenizer:
 
 
 def read_tokenizer(header: GGUFHeader, architecture: str) -> GGUFTokenizer:
-    """JobError for a tokenizer of a kind that is not read, or one that cannot be."""
+    """The file's tokenizer. JobError for one of an unsupported kind, or that cannot be used."""
     metadata = _TokenizerMetadata(header)
     kind = metadata.text("model", "none")
     if kind in ("none", "no_vocab"):
         return GGUFTokenizer(None)
     build = _BUILDERS.get(kind)
     if build is None:
-        raise metadata.bad("model", kind, "gpt2, llama, gemma4 and bert are read")
+        raise metadata.error("model", kind, "gpt2, llama, gemma4 and bert are read")
     metadata.check()
     vocabulary = _Vocabulary.of(metadata)
     defaults = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0} if kind == "llama" else {}
@@ -104,84 +104,84 @@ def read_tokenizer(header: GGUFHeader, architecture: str) -> GGUFTokenizer:
         data = tokenizer.to_str().encode()
     except JobError:
         raise
-    except Exception as error:  # the library raises plain Exception for whatever it cannot use
-        reason = shown(str(error).strip())
+    except Exception as error:  # the library raises plain Exception
+        reason = quoted(str(error).strip())
         raise JobError(f"{header.path}: its tokenizer cannot be used: {reason}") from None
     if len(data) > MAX_TOKENIZER_BYTES:
         raise JobError(
             f"{header.path}: its tokenizer has {len(data)} bytes; the limit is {MAX_TOKENIZER_BYTES}"
         )
-    return GGUFTokenizer(data, _ends(metadata, vocabulary, ids), _chat(header, vocabulary, ids))
+    return GGUFTokenizer(data, _end_tokens(metadata, vocabulary, ids), _chat_files(header, vocabulary, ids))
 
 
 class _TokenizerMetadata:
-    """What the file says under `tokenizer.ggml.`"""
+    """The metadata under `tokenizer.ggml.`; getters raise JobError for a value of another type."""
 
     def __init__(self, header: GGUFHeader) -> None:
         self.header = header
-        found = header.values.get(TOKENS, ())
-        self.size = len(found) if isinstance(found, tuple) else 0
+        value = header.values.get(TOKENS, ())
+        self.size = len(value) if isinstance(value, tuple) else 0
 
     def check(self) -> None:
-        """JobError for a key that is not understood, and may change what the tokenizer gives."""
+        """JobError for an unknown key, which may change how the tokenizer works."""
         for key in self.header.values:
             name = key.removeprefix(PREFIX)
-            if name != key and name not in _UNDERSTOOD and not name.endswith("_token_id"):
-                raise JobError(f"{self.header.path} says {shown(key)}, which is not understood")
+            if name != key and name not in _KNOWN_KEYS and not name.endswith("_token_id"):
+                raise JobError(f"{self.header.path} says {quoted(key)}, which is not understood")
 
     def text(self, name: str, default: str | None = None) -> str:
-        found = self.header.values.get(PREFIX + name, default)
-        if not isinstance(found, str):
-            raise self.bad(name, found, "a text")
-        return found
+        value = self.header.values.get(PREFIX + name, default)
+        if not isinstance(value, str):
+            raise self.error(name, value, "a text")
+        return value
 
     def flag(self, name: str, default: bool) -> bool:
-        found = self.header.values.get(PREFIX + name, default)
-        if not isinstance(found, bool):
-            raise self.bad(name, found, "true or false")
-        return found
+        value = self.header.values.get(PREFIX + name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, value, "true or false")
+        return value
 
     def token_id(self, name: str, default: int | None) -> int | None:
-        found = self.header.values.get(PREFIX + name)
-        if found is None:
+        value = self.header.values.get(PREFIX + name)
+        if value is None:
             return default if default is not None and default < self.size else None
-        if type(found) is not int or not 0 <= found < self.size:
-            raise self.bad(name, found, f"one of its {self.size} tokens")
-        return found
+        if type(value) is not int or not 0 <= value < self.size:
+            raise self.error(name, value, f"one of its {self.size} tokens")
+        return value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        found = self._list(name)
-        texts = tuple(each for each in found if isinstance(each, str))
-        if len(texts) < len(found):
-            raise self.bad(name, "a list of numbers", "a list of texts")
+        value = self._list(name)
+        texts = tuple(each for each in value if isinstance(each, str))
+        if len(texts) < len(value):
+            raise self.error(name, "a list of numbers", "a list of texts")
         return texts
 
     def numbers(self, name: str) -> tuple[float, ...] | None:
-        """One for each token; None where the file has no such list."""
+        """A number for each token; None where the file has no such list."""
         if PREFIX + name not in self.header.values:
             return None
-        found = self._list(name)
-        numbers = tuple(each for each in found if isinstance(each, int | float))
-        if not len(numbers) == len(found) == self.size:
-            raise self.bad(name, f"a list of {len(found)}", f"a number for each of {self.size} tokens")
+        value = self._list(name)
+        numbers = tuple(each for each in value if isinstance(each, int | float))
+        if not len(numbers) == len(value) == self.size:
+            raise self.error(name, f"a list of {len(value)}", f"a number for each of {self.size} tokens")
         return numbers
 
     def has(self, name: str) -> bool:
         return PREFIX + name in self.header.values
 
-    def bad(self, name: str, found: object, wanted: str) -> JobError:
+    def error(self, name: str, value: object, expected: str) -> JobError:
         what = (
-            f"says {PREFIX}{name} = {shown(str(found))}"
-            if found is not None
+            f"says {PREFIX}{name} = {quoted(str(value))}"
+            if value is not None
             else f"does not say {PREFIX}{name}"
         )
-        return JobError(f"{self.header.path} {what}: {wanted}")
+        return JobError(f"{self.header.path} {what}: {expected}")
 
     def _list(self, name: str) -> tuple[Value, ...]:
-        found = self.header.values.get(PREFIX + name)
-        if not isinstance(found, tuple):
-            raise self.bad(name, found, "a list")
-        return found
+        value = self.header.values.get(PREFIX + name)
+        if not isinstance(value, tuple):
+            raise self.error(name, value, "a list")
+        return value
 
 
 @dataclass(frozen=True)
@@ -206,11 +206,11 @@ _Ids = Mapping[str, int | None]
 def _byte_level(
     metadata: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids, architecture: str
 ) -> Tokenizer:
-    """GPT-2's: text is split by an expression, bytes are written as characters, and merged in the order of training."""
+    """GPT-2's kind: text is split by expressions, bytes are written as characters and merged in the order of the merges."""
     name = metadata.text("pre", "gpt-2" if architecture == "gpt2" else None)
     splitting = SPLITTINGS.get(name)
     if splitting is None:
-        raise metadata.bad("pre", name, "a way to split text that is not known")
+        raise metadata.error("pre", name, "a way to split text that is not known")
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary.ids(),
@@ -226,14 +226,14 @@ def _byte_level(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    _add_ends(tokenizer, metadata, ids, splitting.begins)
+    _add_bos_eos(tokenizer, metadata, ids, splitting.begins)
     return tokenizer
 
 
 def _sentencepiece(
     metadata: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids, architecture: str
 ) -> Tokenizer:
-    """SentencePiece's BPE: spaces are visible characters, unknown characters are bytes."""
+    """SentencePiece's BPE: spaces are visible characters, unknown characters fall back to bytes."""
     tokens = _visible_spaces(vocabulary.tokens)
     vocab = {token: n for n, token in enumerate(tokens)}
     if metadata.has("merges"):
@@ -241,8 +241,8 @@ def _sentencepiece(
     else:
         scores = metadata.numbers("scores")
         if scores is None:
-            raise metadata.bad("scores", None, "a number for each token")
-        # Gemma's scores are not in the order of its merges; its tokens are, as transformers takes them.
+            raise metadata.error("scores", None, "a number for each token")
+        # Gemma's merges are ordered by its tokens, not by its scores, as in transformers.
         ranks = [-float(n) for n in range(len(tokens))] if architecture.startswith("gemma") else scores
         merges = _implied_merges(metadata, tokens, vocab, ranks)
     unknown = ids["unknown_token_id"]
@@ -260,22 +260,22 @@ def _sentencepiece(
     tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", SPACE)])
     steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefixed else [])])
-    _add_ends(tokenizer, metadata, ids, True)
+    _add_bos_eos(tokenizer, metadata, ids, True)
     return tokenizer
 
 
 def _wordpiece(
     metadata: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids, architecture: str
 ) -> Tokenizer:
-    """BERT's: words without capitals and accents, each the longest pieces that begin it, and so on. The file marks pieces that begin a
-    word; the library, those that do not."""
+    """BERT's kind: lower-cased words without accents, split into the longest known pieces from the left. Files mark pieces that begin a word,
+    the library those that do not."""
     tokens = []
     for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True):
         if kind == _CONTROL:
             tokens.append(token)
         elif token != token.lower():
             raise JobError(
-                f"{metadata.header.path}: its tokenizer has {shown(token)}, and files do not say how capitals are read"
+                f"{metadata.header.path}: its tokenizer has {quoted(token)}, and files do not say how capitals are read"
             )
         else:
             tokens.append(token[1:] if token.startswith(SPACE) else f"##{token}")
@@ -283,7 +283,7 @@ def _wordpiece(
         raise JobError(f"{metadata.header.path} has the same token twice in its tokenizer")
     unknown = ids["unknown_token_id"]
     if unknown is None:
-        raise metadata.bad("unknown_token_id", None, "a token")
+        raise metadata.error("unknown_token_id", None, "a token")
     vocab = {token: n for n, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token=tokens[unknown]))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -291,7 +291,7 @@ def _wordpiece(
     tokenizer.decoder = decoders.WordPiece()
     begins = _first_of(ids, "cls_token_id", "bos_token_id")
     ends = _first_of(ids, "seperator_token_id", "eos_token_id")
-    _add_ends(tokenizer, metadata, {"bos_token_id": begins, "eos_token_id": ends}, True, ends=True)
+    _add_bos_eos(tokenizer, metadata, {"bos_token_id": begins, "eos_token_id": ends}, True, ends=True)
     return tokenizer
 
 
@@ -300,59 +300,59 @@ def _first_of(ids: _Ids, *names: str) -> int | None:
 
 
 def _visible_spaces(tokens: Sequence[str]) -> list[str]:
-    """Tokens of spaces alone are written with real ones; SentencePiece finds them among its own."""
-    found, taken = [], set(tokens)
+    """The tokens with SentencePiece's space character in tokens of spaces alone, which files write with real spaces."""
+    visible, taken = [], set(tokens)
     for token in tokens:
-        written = SPACE * len(token)
-        found.append(written if token == " " * len(token) and written not in taken else token)
-    return found
+        replaced = SPACE * len(token)
+        visible.append(replaced if token == " " * len(token) and replaced not in taken else token)
+    return visible
 
 
 def _merges(metadata: _TokenizerMetadata) -> list[tuple[str, str]]:
-    found = []
+    merges = []
     for merge in metadata.texts("merges"):
-        at = merge.find(" ", 1)
-        if at < 0:
-            raise metadata.bad("merges", merge, "two tokens with a space between")
-        found.append((merge[:at], merge[at + 1 :]))
-    return found
+        split = merge.find(" ", 1)
+        if split < 0:
+            raise metadata.error("merges", merge, "two tokens with a space between")
+        merges.append((merge[:split], merge[split + 1 :]))
+    return merges
 
 
 def _implied_merges(
     metadata: _TokenizerMetadata, tokens: Sequence[str], vocab: Mapping[str, int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """Any two tokens that make a third may be merged; the better its score, the sooner. As transformers orders them."""
+    """Two tokens may be merged if together they are a third; a better score of that one goes first. The order is that of transformers."""
     if sum(len(token) ** 2 for token in tokens) > MAX_SPLITS:
         raise JobError(f"{metadata.header.path}: its tokenizer has too many long tokens")
-    found = [
-        (scores[n], at, len(token) - at, token)
+    candidates = [
+        (scores[n], split, len(token) - split, token)
         for n, token in enumerate(tokens)
-        for at in range(1, len(token))
-        if token[:at] in vocab and token[at:] in vocab
+        for split in range(1, len(token))
+        if token[:split] in vocab and token[split:] in vocab
     ]
-    found.sort(key=lambda merge: merge[:3], reverse=True)
-    return [(token[:at], token[at:]) for _, at, _, token in found]
+    candidates.sort(key=lambda merge: merge[:3], reverse=True)
+    return [(token[:split], token[split:]) for _, split, _, token in candidates]
 
 
 _BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece, "bert": _wordpiece}
 
 
-def _add_ends(
+def _add_bos_eos(
     tokenizer: Tokenizer, metadata: _TokenizerMetadata, ids: _Ids, begins: bool, *, ends: bool = False
 ) -> None:
-    """Have a prompt begin with the first token and end with the last, as far as the file wants it."""
+    """Have texts begin with the BOS token and end with the EOS token where the file wants it. `begins`, `ends`: the defaults."""
     pieces: list[str] = ["$A"]
     special = []
     for flag, key, default in (
         ("add_bos_token", "bos_token_id", begins),
         ("add_eos_token", "eos_token_id", ends),
     ):
-        wanted, token = metadata.flag(flag, default), ids[key]
-        if not wanted:
+        enabled, token = metadata.flag(flag, default), ids[key]
+        if not enabled:
             continue
         if token is None:
             if metadata.has(flag):
-                raise metadata.bad(key, None, f"a token, as {flag} is true")
+                raise metadata.error(key, None, f"a token, as {flag} is true")
             continue
         special.append({"id": key, "ids": [token], "tokens": [tokenizer.id_to_token(token)]})
         pieces = [key, *pieces] if key == "bos_token_id" else [*pieces, key]
@@ -363,8 +363,8 @@ def _add_ends(
 def _add_special(
     metadata: _TokenizerMetadata, tokenizer: Tokenizer, vocabulary: _Vocabulary, *, strips: bool
 ) -> None:
-    """Tokens that are found in a text before it is split: those for what is not text, and whole words of their own. `strips`: whether
-    they take away the spaces behind them, which no file says."""
+    """Add the tokens that are matched before a text is split: control tokens and user-defined words. `strips`: whether they strip the spaces
+    after them, which no file says."""
     if sum(kind in _SPECIAL for kind in vocabulary.kinds) > MAX_SPECIAL:
         raise JobError(
             f"{metadata.header.path}: its tokenizer has more than {MAX_SPECIAL} tokens that are not of text"
@@ -378,15 +378,18 @@ def _add_special(
     tokenizer.add_tokens(
         [
             AddedToken(
-                token, normalized=False, special=kind != _USER_DEFINED, rstrip=strips and token not in _PLAIN
+                token,
+                normalized=False,
+                special=kind != _USER_DEFINED,
+                rstrip=strips and token not in _UNSTRIPPED,
             )
             for token, kind in marked
         ]
     )
 
 
-def _ends(metadata: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids) -> tuple[int, ...]:
-    named = [
+def _end_tokens(metadata: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids) -> tuple[int, ...]:
+    declared = [
         ids["eos_token_id"],
         metadata.token_id("eot_token_id", None),
         metadata.token_id("eom_token_id", None),
@@ -394,15 +397,15 @@ def _ends(metadata: _TokenizerMetadata, vocabulary: _Vocabulary, ids: _Ids) -> t
     marked = [
         n
         for n, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
-        if kind == _CONTROL and token in _ENDS
+        if kind == _CONTROL and token in _END_TOKENS
     ]
-    found = dict.fromkeys(n for n in (*named, *marked) if n is not None)
-    if {vocabulary.tokens[n] for n in found} >= _HARMONY:
-        return tuple(n for n in found if vocabulary.tokens[n] != _PART)
-    return tuple(found)
+    ids_of_ends = dict.fromkeys(n for n in (*declared, *marked) if n is not None)
+    if {vocabulary.tokens[n] for n in ids_of_ends} >= _HARMONY:
+        return tuple(n for n in ids_of_ends if vocabulary.tokens[n] != _PART)
+    return tuple(ids_of_ends)
 
 
-def _chat(header: GGUFHeader, vocabulary: _Vocabulary, ids: _Ids) -> dict[str, bytes]:
+def _chat_files(header: GGUFHeader, vocabulary: _Vocabulary, ids: _Ids) -> dict[str, bytes]:
     template = header.values.get(CHAT_TEMPLATE)
     if template is None:
         return {}

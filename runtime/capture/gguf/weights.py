@@ -1,6 +1,5 @@
-"""The tensors of a GGUF file, read as the parameters of a module: a tensor at a time, a few rows at once; blocks of quantised numbers
-become numbers, or what our operators read.
-"""
+"""Reads the tensors of a GGUF file as parameters of a module, a few rows at a time. Quantised blocks become floats, or the matrices that our
+operators read."""
 
 from __future__ import annotations
 
@@ -17,111 +16,112 @@ import torch
 
 from fusion.dag.rewrites.quantise import Layout
 from fusion.runtime.capture.gguf.blocks import layout_of, unpacked
-from fusion.runtime.capture.gguf.header import TensorPlace, shown
-from fusion.runtime.capture.gguf.stored import Stored
+from fusion.runtime.capture.gguf.header import TensorInfo, quoted
+from fusion.runtime.capture.gguf.stored import StoredParameter
 from fusion.runtime.job.errors import JobError
 
-CHUNK_BYTES = 8 << 20  # of the file, at once
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CHUNK_BYTES = 8 << 20  # read at once
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-# The open file that a tensor lies in.
-Opened = Callable[[Path], BufferedReader]
+# Opens a file, or returns it if it is open.
+OpenFile = Callable[[Path], BufferedReader]
 
 
 def read_tensor(
-    opened: Opened, stored: Stored, dtype: torch.dtype, experts: range | None = None
+    open_file: OpenFile, stored: StoredParameter, dtype: torch.dtype, experts: range | None = None
 ) -> torch.Tensor:
-    """The parameter's value, or that of these of its experts. Beside it, memory for CHUNK_BYTES of the file, and for its tensors as
-    float32 where it is made of them. JobError where a file ends before."""
-    if stored.made is not None:
-        parts = [read_tensor(opened, alone(place), torch.float32) for place in stored.places]
+    """The parameter's value, or that of these experts. Beside the value, it takes memory for CHUNK_BYTES of the file, and for the tensors in
+    float32 if the parameter is combined of them. JobError where a file ends too early."""
+    if stored.combine is not None:
+        parts = [read_tensor(open_file, single_tensor(info), torch.float32) for info in stored.tensors]
         return stored.assembled(parts).to(dtype).reshape(stored.shape)
     chosen = range(stored.experts or 1) if experts is None else experts
-    laid = stored.laid(len(chosen))
-    value, at = torch.empty(math.prod(laid), dtype=dtype), 0
-    for place, rows in _chunks(opened, stored, chosen):
-        numbers = _decoded(rows, place.kind).flatten()
-        value[at : at + len(numbers)] = numbers
-        at += len(numbers)
-    value = stored.ordered(value.view(laid))
+    stacked_shape = stored.stacked_shape(len(chosen))
+    value, position = torch.empty(math.prod(stacked_shape), dtype=dtype), 0
+    for info, rows in _chunks(open_file, stored, chosen):
+        numbers = _dequantised(rows, info.kind).flatten()
+        value[position : position + len(numbers)] = numbers
+        position += len(numbers)
+    value = stored.reordered(value.view(stacked_shape))
     value = value.mT if stored.transposed else value
     shape = (len(chosen), *stored.shape[1:]) if stored.experts else stored.shape
     return value.reshape(shape).contiguous()
 
 
 @contextmanager
-def opened_files() -> Iterator[Opened]:
-    """Files, each opened as it is first asked for. JobError for one that cannot be read."""
+def opened_files() -> Iterator[OpenFile]:
+    """Opens each file at its first use and closes all at the end. JobError for one that cannot be read."""
     files: dict[Path, BufferedReader] = {}
     with ExitStack() as stack:
 
-        def opened(path: Path) -> BufferedReader:
+        def open_file(path: Path) -> BufferedReader:
             if path not in files:
                 files[path] = stack.enter_context(path.open("rb"))
             return files[path]
 
         try:
-            yield opened
+            yield open_file
         except OSError as error:
             name = error.filename or next(reversed(files), "a file")
             raise JobError(f"{name} cannot be read: {error.strerror}") from error
 
 
-def layout(stored: Stored) -> Layout | None:
-    """How the file has a parameter, where all of it is in one kind of block."""
-    return layout_of(stored.places[0].kind) if stored.in_blocks else None
+def layout(stored: StoredParameter) -> Layout | None:
+    """The layout of a parameter that lies in the file in one kind of block; else None."""
+    return layout_of(stored.tensors[0].kind) if stored.in_blocks else None
 
 
-def alone(place: TensorPlace) -> Stored:
-    return Stored((place,), place.shape)
+def single_tensor(info: TensorInfo) -> StoredParameter:
+    return StoredParameter((info,), info.shape)
 
 
-def read_blocks(opened: Opened, stored: Stored, experts: range | None = None) -> tuple[torch.Tensor, ...]:
-    """Of a matrix whose kind of block has a `layout_of`, or of those of experts: numbers, scales and perhaps minimums, of the
-    rows of the file."""
+def read_blocks(
+    open_file: OpenFile, stored: StoredParameter, experts: range | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Numbers, scales and perhaps minimums of a matrix with a `layout`, or of these of its experts."""
     chosen = range(stored.experts or 1) if experts is None else experts
     chunks = [
-        unpacked(rows, place.kind, place.block_bytes) for place, rows in _chunks(opened, stored, chosen)
+        unpacked(rows, info.kind, info.block_bytes) for info, rows in _chunks(open_file, stored, chosen)
     ]
     parts = [torch.cat(part) for part in zip(*chunks, strict=True)]
-    rows = stored.laid(len(chosen))[:-1]
-    return tuple(stored.ordered(part.view(*rows, -1)).contiguous() for part in parts)
+    rows = stored.stacked_shape(len(chosen))[:-1]
+    return tuple(stored.reordered(part.view(*rows, -1)).contiguous() for part in parts)
 
 
 def _chunks(
-    opened: Opened, stored: Stored, experts: range
-) -> Iterator[tuple[TensorPlace, npt.NDArray[np.uint8]]]:
-    """Rows (rows, bytes), in the order of the parameter, each with where they are from."""
+    open_file: OpenFile, stored: StoredParameter, experts: range
+) -> Iterator[tuple[TensorInfo, npt.NDArray[np.uint8]]]:
+    """Raw rows (rows, bytes) in the order of the parameter, each with their tensor."""
     for expert in experts:
-        for place in stored.places:
-            each = place.rows // (stored.experts or 1)
-            step = max(1, CHUNK_BYTES // place.row_bytes)
-            file = opened(place.file)
-            file.seek(place.offset + expert * each * place.row_bytes)
-            for first in range(0, each, step):
-                rows = np.empty((min(step, each - first), place.row_bytes), np.uint8)
+        for info in stored.tensors:
+            row_count = info.rows // (stored.experts or 1)
+            step = max(1, CHUNK_BYTES // info.row_bytes)
+            file = open_file(info.file)
+            file.seek(info.offset + expert * row_count * info.row_bytes)
+            for first in range(0, row_count, step):
+                rows = np.empty((min(step, row_count - first), info.row_bytes), np.uint8)
                 if file.readinto(rows.data) < rows.nbytes:
-                    raise JobError(f"{file.name} ends in {shown(place.name)}: it is not whole")
-                yield place, rows
+                    raise JobError(f"{file.name} ends in {quoted(info.name)}: it is not whole")
+                yield info, rows
 
 
-def _decoded(rows: npt.NDArray[np.uint8], kind: str) -> torch.Tensor:
-    plain = _PLAIN.get(kind)
-    if plain is not None:
-        return torch.from_numpy(rows).view(plain)
+def _dequantised(rows: npt.NDArray[np.uint8], kind: str) -> torch.Tensor:
+    dtype = _FLOATS.get(kind)
+    if dtype is not None:
+        return torch.from_numpy(rows).view(dtype)
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    # A scale may be no number; then neither are its weights
+    # A scale may be NaN; then so are its weights
     with np.errstate(invalid="ignore", over="ignore"):
         return torch.from_numpy(dequantize(rows, GGMLQuantizationType[kind]))
 
 
 @functools.cache
-def readable(kind: str, block_bytes: int) -> bool:
-    """Whether a tensor's kind of numbers is one that becomes floats."""
+def is_readable(kind: str, block_bytes: int) -> bool:
+    """Whether tensors of this kind can be dequantised."""
     try:
-        _decoded(np.zeros((1, block_bytes), np.uint8), kind)
+        _dequantised(np.zeros((1, block_bytes), np.uint8), kind)
     except NotImplementedError:
         return False
     return True
