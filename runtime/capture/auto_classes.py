@@ -1,4 +1,4 @@
-"""Which class of transformers makes the module of a directory, by what its configuration says. `library`: transformers."""
+"""The auto class of transformers that builds the module of a directory, by its configuration. `library`: transformers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fusion.runtime.capture.encoder_decoder import SPEECH, architectures, auto_c
 from fusion.runtime.capture.text_encoder import Pooling, pooling_of
 from fusion.runtime.job.errors import JobError
 
-# Kinds of models of images and texts that answer a text alone as one of texts does: `make models` holds them against `generate()`. Not all
-# do: PaliGemma reads a prompt from both sides.
-_OF_IMAGES = frozenset({
+# Vision-language models that can be served on text alone: `make models` compares them with `generate()`. Not all can: PaliGemma reads a
+# prompt bidirectionally.
+_VISION_LANGUAGE = frozenset({
     "aria", "aya_vision", "cohere2_vision", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "emu3",
     "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "granite_docling",
     "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl",
@@ -24,20 +24,20 @@ _OF_IMAGES = frozenset({
 
 
 def model_class(config: Any, directory: Path, library: Any) -> str:
-    """The class of transformers that makes the module. JobError for one that writes no text, or is not known to be served right."""
+    """The class of transformers that builds the module. JobError for a model that generates no text, or is not known to be served correctly."""
     if model_pooling(config, directory, library) is not None:
         return "AutoModel"
     if reads_source(config):
-        return _reading(config, directory, library)
-    named = architectures(config)
-    if config.model_type not in _OF_IMAGES and type(config) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return _encoder_decoder_class(config, directory, library)
+    class_names = architectures(config)
+    if config.model_type not in _VISION_LANGUAGE and type(config) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
         return "AutoModelForCausalLM"
     if type(config) not in library.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise JobError(
             f"{directory} is not a language model that transformers can build: it is of the kind {config.model_type}"
-            + (f", a {named[0]!r:.80}" if named else "")
+            + (f", a {class_names[0]!r:.80}" if class_names else "")
         )
-    if config.model_type not in _OF_IMAGES:
+    if config.model_type not in _VISION_LANGUAGE:
         raise JobError(
             f"{directory} holds a model of images and texts; of some such kinds texts alone are served (docs/models.md), and "
             f"{config.model_type} is not among them"
@@ -45,14 +45,14 @@ def model_class(config: Any, directory: Path, library: Any) -> str:
     return "AutoModelForImageTextToText"
 
 
-def _reading(config: Any, directory: Path, library: Any) -> str:
+def _encoder_decoder_class(config: Any, directory: Path, library: Any) -> str:
     kind = auto_class(config)
-    known = (
+    mapping = (
         library.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
         if kind == SPEECH
         else library.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
     )
-    if type(config) not in known:
+    if type(config) not in mapping:
         raise JobError(
             f"{directory} holds an encoder-decoder of the kind {config.model_type}: served are those that read a text, and those that read "
             "sound as Whisper does, a spectrogram of num_mel_bins channels"
@@ -61,17 +61,17 @@ def _reading(config: Any, directory: Path, library: Any) -> str:
 
 
 def model_pooling(config: Any, directory: Path, library: Any) -> Pooling | None:
-    """Of a model that makes a vector of a text."""
+    """The pooling of an embedding model; None for a model that generates."""
     return pooling_of(directory, encoder=_is_encoder(config, library))
 
 
 def _is_encoder(config: Any, library: Any) -> bool:
-    """Whether it was saved as a bare encoder, or as one that fills in masks."""
+    """Whether the directory holds a bare encoder, or one for masked language modelling."""
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False):
         return False
-    named = architectures(config)
-    # XLMWithLMHeadModel generates.
-    bare = [re.search(r"(?<!LMHead)Model$|ForMaskedLM$", name) for name in named]
-    if not named or not all(bare):
+    class_names = architectures(config)
+    # XLMWithLMHeadModel is a generating model.
+    bare = [re.search(r"(?<!LMHead)Model$|ForMaskedLM$", name) for name in class_names]
+    if not class_names or not all(bare):
         return False
     return type(config) in library.MODEL_FOR_MASKED_LM_MAPPING

@@ -2,7 +2,7 @@
 
 Parameters and buffers are replaced by fake tensors, so capture costs no memory; a tensor constant that the module's
 code makes keeps its value and becomes a buffer. What `torch.export` leaves that is not in the op-set is either
-decomposed or refused with a CaptureError that names it. `fusion.runtime.capture.lowering.lower` turns the exported graph into ours.
+decomposed or refused with a CaptureError that names it. `fusion.runtime.capture.lowering.lower` converts the exported graph to a Graph.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ from fusion.runtime.job.errors import CaptureError
 logger = logging.getLogger(__name__)
 
 MAX_BATCH = 1 << 16
-EXPERTS = "batched_mm"  # an implementation of experts in transformers
-MORE = 5  # samples of an example, where two are too few
-MAX_CONSTANT = 64  # elements of a tensor that the code makes; it travels as nodes
+EXPERTS = "batched_mm"  # name of an implementation of experts in transformers
+MORE = 5  # samples of an example, if two are too few
+MAX_CONSTANT = 64  # elements of a constant that the code makes, which becomes nodes
 
 Loss = Callable[..., Any]
 
@@ -115,15 +115,15 @@ def capture_encoder_decoder(
         except CaptureError:
             if features or not wrapped.maskable:
                 raise
-            # Some make a mask that hides nothing where they are given none, but not while they are exported.
+            # Some models make an all-ones mask if they get none, but not during an export.
             wrapped.masked = True
             graph = _capture(module, wrapped, example, (first, *dims), training=False)
     return replace(graph, symbols=("batch", "sequence", SOURCE, *graph.symbols[2:]))
 
 
 def capture_text_encoder(module: nn.Module, pooling: Pooling, *, maximum_sequence: int) -> Graph:
-    """The graph of a model that makes a vector of a text: input `input_ids` (batch, sequence) int64, texts of one length; one
-    output, (batch, hidden). The module is called as transformers' are."""
+    """The graph of an embedding model: input `input_ids` (batch, sequence) int64, texts of one length; one output, (batch, hidden). The module
+    is called as transformers' are."""
     if maximum_sequence < 8:
         raise CaptureError(f"maximum sequence: at least 8, not {maximum_sequence}")
     hollow = _exportable(hollow_copy(module))
@@ -132,7 +132,7 @@ def capture_text_encoder(module: nn.Module, pooling: Pooling, *, maximum_sequenc
     example = {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}
     graph = clean(_capture(module, Embedding(hollow, pooling), example, (dims,), training=False))
     read = {ref.name for node in graph.nodes for ref in node.refs()}
-    # What a head would read that is not asked: files of a model that was trained otherwise do not have it.
+    # Without parameters of an unused head, which files of an embedding model lack.
     return replace(graph, variables=tuple(each for each in graph.variables if each.name in read))
 
 
@@ -145,13 +145,12 @@ def capture_module(
     module_inputs: Sequence[str] | None = None,
     loss_inputs: Sequence[str] = ("targets",),
 ) -> Graph:
-    """The graph of any module, called with keyword arguments named as in `example_inputs`; the first dimension of
-    each is the batch (at least 2 in the example). With a `loss`, it is called with what the module returns and the inputs
-    `loss_inputs`, and its scalar is the only output; without, the module's tensors are. `module_inputs`: what the module is
-    called with, if not with all that are not the loss's. `training` (default: whether there is a loss) is the mode of dropout
-    and batch normalisation."""
-    asked = loss_inputs if loss is not None else ()
-    for name in asked:
+    """The graph of any module, called with keyword arguments named as in `example_inputs`; the first dimension of each is the batch (at
+    least 2 in the example). With a `loss`, that is called with the module's result and the inputs `loss_inputs`, and its scalar is the only
+    output; without, the module's tensors are. `module_inputs`: the inputs of the module (default: all that are not the loss's). `training`: the
+    mode of dropout and batch normalisation (default: whether there is a loss)."""
+    loss_arguments = loss_inputs if loss is not None else ()
+    for name in loss_arguments:
         if name not in example_inputs:
             raise CaptureError(f'a loss needs an example input "{name}"')
     for name, value in example_inputs.items():
@@ -160,38 +159,42 @@ def capture_module(
     example = {name: value.detach().to("cpu", copy=True) for name, value in example_inputs.items()}
     mode = loss is not None if training is None else training
     batch = Dim("batch", max=MAX_BATCH)
-    own = [name for name in example if name not in asked] if module_inputs is None else module_inputs
+    module_arguments = (
+        [name for name in example if name not in loss_arguments] if module_inputs is None else module_inputs
+    )
 
     def hollow() -> _AnyModule:
-        shown = hollow_copy(loss) if isinstance(loss, nn.Module) else loss
-        return _AnyModule(hollow_copy(module), tuple(example), shown, tuple(own), tuple(asked))
+        hollow_loss = hollow_copy(loss) if isinstance(loss, nn.Module) else loss
+        return _AnyModule(
+            hollow_copy(module), tuple(example), hollow_loss, tuple(module_arguments), tuple(loss_arguments)
+        )
 
     loss_names = names_of_loss(module, loss)
     dims = tuple({0: batch} for _ in example)
-    exported, again = hollow(), hollow().train(mode)
+    exported, eager = hollow(), hollow().train(mode)
     exported.calls = Calls()
     with reuse_masks():
         with no_size_texts():
             try:
                 graph = _capture(module, exported, example, dims, mode, loss_names, keeps=mode)
             except SizeFixedError as error:
-                # Of two samples, one less is a single one, for which torch does otherwise.
-                more = {name: value[torch.arange(MORE) % value.shape[0]] for name, value in example.items()}
+                # One less than two samples is a single one, which torch treats otherwise.
+                larger = {name: value[torch.arange(MORE) % value.shape[0]] for name, value in example.items()}
                 exported = hollow()
                 exported.calls = Calls()
                 try:
-                    graph = _capture(module, exported, more, dims, mode, loss_names, keeps=mode)
+                    graph = _capture(module, exported, larger, dims, mode, loss_names, keeps=mode)
                 except CaptureError:
                     raise error from None
-        with warnings.catch_warnings(), patched_torch(again):
+        with warnings.catch_warnings(), patched_torch(eager):
             warnings.simplefilter("ignore")
-            require_same_runs(again, tuple(example.values()), exported.calls)
+            require_same_runs(eager, tuple(example.values()), exported.calls)
     return graph if mode else _by_batches(graph)
 
 
 def _by_batches(graph: Graph) -> Graph:
-    """Batch normalisations that the model calls in training mode while it is evaluated: by the statistics of the batch, without running
-    ones, which a plane that evaluates would take."""
+    """The graph of an evaluated model with batch normalisations in training mode by the statistics of the batch: without the running ones, which
+    a plane would use in evaluation."""
     nodes = (
         replace(node, args=(*node.args[:3], None, None, *node.args[5:]))
         if node.op == "aten.batch_norm" and node.args[5]
@@ -202,14 +205,14 @@ def _by_batches(graph: Graph) -> Graph:
 
 
 def variables_from_module(module: nn.Module, loss: Loss | None = None) -> dict[str, torch.Tensor]:
-    """Every parameter, buffer and tensor attribute under the name that capture gives it, tied tensors once, and those of a `loss`
-    that is a module; not copied. A superset of what a captured graph reads."""
+    """Every parameter, buffer and tensor attribute under its captured name, tied tensors once, and those of a `loss` that is a module; not copied.
+    A superset of what a captured graph reads."""
     names = variable_names(module)
-    found: dict[str, torch.Tensor] = {}
+    variables: dict[str, torch.Tensor] = {}
     for name, tensor in tensors_of(module):
-        found.setdefault(names[name], tensor.detach())
-    of_loss = names_of_loss(module, loss)
-    return {**found, **{of_loss[name]: tensor.detach() for name, tensor in tensors_of_loss(loss)}}
+        variables.setdefault(names[name], tensor.detach())
+    loss_names = names_of_loss(module, loss)
+    return {**variables, **{loss_names[name]: tensor.detach() for name, tensor in tensors_of_loss(loss)}}
 
 
 class _LanguageModel(nn.Module):
@@ -240,33 +243,33 @@ class _EncoderDecoder(nn.Module):
         self.module = module
         self.source = source
         self.length = length
-        self.masked = False  # whether the source has a mask that hides nothing
+        self.masked = False  # whether to pass an all-ones mask of the source
         code = inspect.unwrap(type(module).forward).__code__
-        named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        self.positions = "decoder_position_ids" in named
-        self.mask = "decoder_attention_mask" in named
-        self.maskable = "attention_mask" in named
+        parameter_names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        self.positions = "decoder_position_ids" in parameter_names
+        self.mask = "decoder_attention_mask" in parameter_names
+        self.maskable = "attention_mask" in parameter_names
 
     def forward(self, *values: torch.Tensor) -> torch.Tensor:
         source, ids, positions = values
         self.length.set_from(source.shape[-1])
-        given = {self.source.replace("source", "input"): source, "decoder_input_ids": ids}
+        arguments = {self.source.replace("source", "input"): source, "decoder_input_ids": ids}
         if self.masked:
-            given["attention_mask"] = torch.ones_like(source)
+            arguments["attention_mask"] = torch.ones_like(source)
         if self.positions:
-            given["decoder_position_ids"] = positions
-        if self.mask:  # `generate()` hides no token of an answer; without a mask and a cache some models hide the padding token
-            given["decoder_attention_mask"] = torch.ones_like(ids)
-        logits: torch.Tensor = self.module(**given, use_cache=False).logits
+            arguments["decoder_position_ids"] = positions
+        if self.mask:  # as in `generate()`; without a mask and a cache, some models mask the padding token
+            arguments["decoder_attention_mask"] = torch.ones_like(ids)
+        logits: torch.Tensor = self.module(**arguments, use_cache=False).logits
         return logits
 
 
 def _language_model_keywords(module: nn.Module) -> frozenset[str]:
     code = inspect.unwrap(type(module).forward).__code__
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    if "input_ids" not in names:
+    parameter_names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if "input_ids" not in parameter_names:
         return frozenset()
-    return frozenset(names) & {"input_ids", "position_ids", "use_cache"}
+    return frozenset(parameter_names) & {"input_ids", "position_ids", "use_cache"}
 
 
 class _AnyModule(nn.Module):
@@ -283,7 +286,7 @@ class _AnyModule(nn.Module):
         self.names = names
         self.loss = loss
         self.module_inputs, self.loss_inputs = module_inputs, loss_inputs
-        self.calls: Calls | None = None  # of the last run, where they are asked for
+        self.calls: Calls | None = None  # of the last run, if they are recorded
 
     def forward(self, *values: torch.Tensor) -> Any:
         if self.calls is None:
@@ -294,32 +297,32 @@ class _AnyModule(nn.Module):
 
     def _run(self, values: Sequence[torch.Tensor]) -> Any:
         begin_run()
-        # torch gives those of each input a name of their own until it is asked.
+        # torch has a symbol for the batch of each input until they are compared.
         if any(each.shape[0] != values[0].shape[0] for each in values[1:]):
             raise CaptureError("the inputs are of several numbers of samples")
         inputs = dict(zip(self.names, values, strict=True))
-        made = self.module(**{name: inputs[name] for name in self.module_inputs})
+        result = self.module(**{name: inputs[name] for name in self.module_inputs})
         return require_no_masked_rows(
-            made if self.loss is None else self.loss(made, *(inputs[name] for name in self.loss_inputs))
+            result if self.loss is None else self.loss(result, *(inputs[name] for name in self.loss_inputs))
         )
 
 
 def _exportable(module: nn.Module) -> nn.Module:
-    """A copy that is ours, set to what can be captured where it has a choice, as transformers' models have: experts as products
-    of batches, without data-dependent control flow (`fusion.dag.rewrites.experts` makes one op of them), and no cache."""
-    choose = getattr(module, "set_experts_implementation", None)
-    if choose is not None:
-        choose(EXPERTS)
+    """Set up a copy of a module of transformers for capture: experts as batched products, without data-dependent control flow
+    (`fusion.dag.rewrites.experts` makes one op of them), and no cache."""
+    set_experts = getattr(module, "set_experts_implementation", None)
+    if set_experts is not None:
+        set_experts(EXPERTS)
     config = getattr(module, "config", None)
     parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
     for each in (config, *parts):
         if each is not None and getattr(each, "use_cache", False) is True:
-            each.use_cache = False  # not every forward takes it as an argument
+            each.use_cache = False  # not every forward has a use_cache argument
     return module
 
 
 def _tables(module: nn.Module) -> dict[str, torch.Tensor]:
-    """By export name: the tables of which position sees which, and of positions, among what no file says otherwise."""
+    """The causal masks and position counts among tensors that no file can override, by export name."""
     return {
         f"module.{name}": tensor
         for name, tensor in unsaved_tensors(module)
@@ -345,18 +348,18 @@ def _capture(
     exported = export(wrapped, tuple(example.values()), dims)
     if uses_vmap(exported):
         exported = run_decompositions(exported, {})
-    if training and (call := untracked_write(exported)) is not None:
-        how = "to what is detached" if call.graph is exported.graph else "under torch.no_grad"
+    if training and (write := untracked_write(exported)) is not None:
+        circumstance = "to what is detached" if write.graph is exported.graph else "under torch.no_grad"
         raise CaptureError(
-            f"the model writes {how}, with {op_name(call.target)}, to a value that has a gradient"
-            f"{line_of_node(call)}: write to a copy of it"
+            f"the model writes {circumstance}, with {op_name(write.target)}, to a value that has a gradient"
+            f"{line_of_node(write)}: write to a copy of it"
         )
     try:
         graph = _lowered(exported, tuple(example), dims, names, tables, keeps)
     except CaptureError:
         if not writes_in_place(exported):
             raise
-        # Only now: it also takes apart what training needs whole (dropout, batch normalisation), and writes views another way.
+        # Only as a last resort: it also decomposes operators that training needs whole (dropout, batch normalisation), and changes views.
         graph = _lowered(run_decompositions(exported, {}), tuple(example), dims, names, tables, keeps)
     if training and (tied := tied_by_memory(module, graph.variable_names)) is not None:
         raise CaptureError(
@@ -400,5 +403,5 @@ def _lowered(
 
 
 def _user_inputs(exported: ExportedProgram) -> list[torch.fx.Node]:
-    wanted = set(exported.graph_signature.user_inputs)
-    return [n for n in exported.graph.nodes if n.op == "placeholder" and n.name in wanted]
+    names = set(exported.graph_signature.user_inputs)
+    return [n for n in exported.graph.nodes if n.op == "placeholder" and n.name in names]

@@ -1,9 +1,7 @@
-"""A Hugging Face language model in a directory, causal, an encoder-decoder or one that makes a vector of a text: config.json,
-safetensors, perhaps a tokenizer.
+"""A Hugging Face language model in a directory, causal, an encoder-decoder or an embedding model: config.json, safetensors, perhaps a tokenizer.
 
-Only the machine that launches a job reads one, and only it needs transformers. The module is built without memory for
-its parameters; weights are read from the files when they are asked for, a stage at a time, under the names that the
-module gives them. No code that came with the model is run.
+Only the machine that launches a job reads one, and only it needs transformers. The module is built without memory for its parameters; weights
+are read from the files on demand, a stage at a time, under their names in the module. No code that came with the model is run.
 """
 
 from __future__ import annotations
@@ -35,46 +33,46 @@ from fusion.runtime.capture.encoder_decoder import (
     reads_source,
     source_config,
 )
-from fusion.runtime.capture.generation import decoder_withholds, generation_file, withhold
+from fusion.runtime.capture.generation import generation_file, suppress, suppressed_tokens
 from fusion.runtime.capture.model_dtype import FLOAT32, model_dtype, stored_dtypes
 from fusion.runtime.capture.rope import longest_text, unknown_kind
 from fusion.runtime.capture.stored_config import error_reason, stored_config, stored_tokenizer
 from fusion.runtime.capture.stored_weights import (
-    Loading,
+    LoadingRules,
     StoredWeights,
-    computed,
-    left_out,
+    computed_parameter,
+    is_unsaved,
     no_weights,
     stored_weights,
     weights_files,
 )
-from fusion.runtime.capture.text_encoder import Pooling, positions_left
+from fusion.runtime.capture.text_encoder import Pooling, usable_positions
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import SourceConfig
 from fusion.runtime.job.model_files import check_huggingface, is_exported
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 
-_LOOKED_AT = 1000  # names of tensors that the model has no place for, where one that it wants is missing
+_MAX_COMPARED = 1000  # names of unread tensors, in the search for one like a missing weight
 
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """`module` has its computed tables in memory, and its parameters on the meta device unless they are random."""
+    """`module` has computed tables in memory, and parameters on the meta device unless they are random."""
 
     directory: Path
     module: nn.Module
     vocabulary: int
     max_sequence: int
     end_tokens: tuple[int, ...]
-    tokenizer: Path | bytes | None  # tokenizer.json, or what would stand in it
+    tokenizer: Path | bytes | None  # tokenizer.json, or its content
     weights: StoredWeights
-    dtype: str  # that the module computes in
+    dtype: str  # of the computation
     stored_dtypes: Mapping[str, int]  # bytes of the files' floating-point tensors, by dtype
-    source: SourceConfig | None = None  # what an encoder-decoder reads
-    pooling: Pooling | None = None  # of a model that makes a vector of a text
+    source: SourceConfig | None = None  # of an encoder-decoder
+    pooling: Pooling | None = None  # of an embedding model
 
     def capture(self, *, training: bool = False, maximum_sequence: int | None = None) -> Graph:
-        """See `capture_language_model`; at most the model's own `max_sequence` positions."""
+        """See `capture_language_model`; with at most the model's own `max_sequence` positions."""
         longest = min(maximum_sequence or self.max_sequence, self.max_sequence)
         if self.pooling is not None:
             if training:
@@ -92,20 +90,19 @@ class HuggingFaceModel:
         return capture_language_model(self.module, training=training, maximum_sequence=longest)
 
     def read(self, variables: Iterable[Variable]) -> dict[str, torch.Tensor]:
-        """The values of these variables, in the dtype of the graph. JobError names one that no file has, or that has
-        another shape there."""
+        """The values of these variables, in the dtype of the graph. JobError names one that no file has, or that has another shape there."""
         stored: list[tuple[Variable, str]] = []
-        found: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor] = {}
         for variable in variables:
             name = self._stored_name(variable)
             if name is None:
-                found[variable.name] = self._unstored(variable).clone()
+                values[variable.name] = self._unstored(variable).clone()
             else:
                 stored.append((variable, name))
-        return {**found, **self.weights.read(stored)}
+        return {**values, **self.weights.read(stored)}
 
     def check(self, variables: Iterable[Variable]) -> None:
-        """JobError as of `read`, as far as the headers of the files tell: before anything is read."""
+        """JobError as in `read`, from the headers of the files alone."""
         stored: list[tuple[Variable, str]] = []
         for variable in variables:
             name = self._stored_name(variable)
@@ -119,34 +116,36 @@ class HuggingFaceModel:
         return self.weights.name_of(variable) if is_exported(variable.name) else None
 
     def _unstored(self, variable: Variable) -> torch.Tensor:
-        """What the module itself has for a variable that no file has. JobError where that would be made up."""
+        """The module's own value of a variable that no file has. JobError where that would not be the trained one."""
         part = part_of(variable.name)
         value = self._attributes.get(variable.name if part is None else part.name)
         if value is not None and value.is_meta and part is None:
-            value = computed(self.module, variable.name)
+            value = computed_parameter(self.module, variable.name)
         if value is None or value.is_meta or self._is_lost(variable.name, value):
             raise self._missing(variable.name)
         return value if part is None else value[part.start : part.stop]
 
     def _missing(self, name: str) -> JobError:
-        named, built = architectures(self.module.config), type(self.module).__name__
-        said = f"; config.json says {', '.join(named)!r:.80}, and {built} is what would be served"
-        said = said if named and built not in named else ""
-        nearest = get_close_matches(name, self.weights.unread()[:_LOOKED_AT], 1, 0.0)
-        held = f"; the nearest is {nearest[0]!r:.100}, which the model has no place for" if nearest else ""
-        return JobError(f"{self.directory}: no safetensors file has the weight {name}{held}{said}")
+        declared, built = architectures(self.module.config), type(self.module).__name__
+        mismatch = f"; config.json says {', '.join(declared)!r:.80}, and {built} is what would be served"
+        mismatch = mismatch if declared and built not in declared else ""
+        nearest = get_close_matches(name, self.weights.unread()[:_MAX_COMPARED], 1, 0.0)
+        suggestion = (
+            f"; the nearest is {nearest[0]!r:.100}, which the model has no place for" if nearest else ""
+        )
+        return JobError(f"{self.directory}: no safetensors file has the weight {name}{suggestion}{mismatch}")
 
-    def answering(self, graph: Graph) -> Graph:
-        """`graph`, as `capture` gives it to serve, without the tokens that the files withhold from answers: those of an encoder-decoder,
-        `source` tells. JobError for settings that are none, or that it cannot be served with."""
+    def with_suppressed_tokens(self, graph: Graph) -> Graph:
+        """A graph for serving, as `capture` returns it, that never generates the tokens that the files suppress; those of an encoder-decoder are in
+        its `source`. JobError for malformed settings, or settings that cannot be served."""
         if self.source is not None or self.pooling is not None:
             return graph
-        return withhold(graph, decoder_withholds(self.directory, self.vocabulary, self.end_tokens))
+        return suppress(graph, suppressed_tokens(self.directory, self.vocabulary, self.end_tokens))
 
     def _is_lost(self, name: str, value: torch.Tensor) -> bool:
-        """Whether a buffer that files are to have, and these do not, was learnt, as the bias is by which routers choose experts: the
-        library begins with one number for all of it. What it computes of the configuration is the same without files."""
-        if not self.weights.files or not is_exported(name) or left_out(self.module, name):
+        """Whether a buffer that files should have, and these do not, was trained, such as the bias by which routers choose experts: transformers
+        initialises such a buffer with one number. Buffers that are computed from the configuration need no files."""
+        if not self.weights.files or not is_exported(name) or is_unsaved(self.module, name):
             return False
         return bool((value == value.flatten()[:1]).all())
 
@@ -158,22 +157,22 @@ class HuggingFaceModel:
 def open_model(
     directory: Path, *, weights: bool = True, seed: int = 0, dtype: str | None = None
 ) -> HuggingFaceModel:
-    """Read config.json and the index of the weights; not the weights. JobError says what is missing or unsupported.
+    """Read config.json and the index of the weights; not the weights. JobError names what is missing or unsupported.
 
-    Without `weights` no file of weights is needed: the module is in memory, initialised at random from `seed`. `dtype`: that
-    the model runs in, of MODEL_DTYPES; None: that of its files, as transformers' `dtype="auto"` takes it.
+    Without `weights`, no weights file is needed: the module is in memory, initialised at random from `seed`. `dtype`: of the computation, one of
+    MODEL_DTYPES; None: that of the files, as with transformers' `dtype="auto"`.
     """
     check_huggingface(directory, weights=weights)
     config = stored_config(directory, _transformers())
     text = config.get_text_config()
     files = weights_files(directory) if weights else {}
     stored = stored_dtypes(files.values())
-    chosen = model_dtype(dtype, _configured_dtype(config), stored, str(directory))
+    runs_in = model_dtype(dtype, _configured_dtype(config), stored, str(directory))
     if weights:
-        module, held = _stored_module(config, directory, chosen, files)
+        module, stored_tensors = _stored_module(config, directory, runs_in, files)
     else:
-        module = _random_module(config, directory, chosen, seed)
-        held = no_weights(module)
+        module = _random_module(config, directory, runs_in, seed)
+        stored_tensors = no_weights(module)
     try:
         longest, vocabulary = longest_text(text), int(text.vocab_size)
     except (
@@ -182,12 +181,12 @@ def open_model(
         OverflowError,
         AttributeError,
         KeyError,
-    ) as error:  # what no class of transformers looks at
+    ) as error:  # values that transformers does not check
         raise JobError(f"{directory}/config.json cannot be used: {error_reason(error)}") from error
     source, pooling = None, model_pooling(config, directory, _transformers())
     ends = _end_tokens(directory, config, text)
     if pooling is not None:
-        longest = min(positions_left(module, longest), pooling.tokens or longest)
+        longest = min(usable_positions(module, longest), pooling.tokens or longest)
     elif reads_source(config):
         source = source_config(config, directory, longest, vocabulary, ends)
         longest = longest_answer(config, longest)
@@ -198,8 +197,8 @@ def open_model(
         max_sequence=longest,
         end_tokens=ends,
         tokenizer=stored_tokenizer(directory, _transformers()),
-        weights=held,
-        dtype=chosen,
+        weights=stored_tensors,
+        dtype=runs_in,
         stored_dtypes=stored,
         source=source,
         pooling=pooling,
@@ -213,10 +212,10 @@ def _transformers() -> Any:
 
 
 def config_for(model_type: str, values: Mapping[str, Any], model: Path) -> Any:
-    """The configuration of a kind of model, with these values. JobError where transformers knows none such."""
+    """The configuration of a model type with these values. JobError where transformers cannot make one. `model`: the path for messages."""
     try:
         return _transformers().AutoConfig.for_model(model_type, **values)
-    except Exception as error:  # as of `_config`
+    except Exception as error:  # whatever unchecked values cause in the library's code
         raise JobError(
             f"{model}: transformers knows no such {model_type} model: {error_reason(error)}"
         ) from error
@@ -228,8 +227,7 @@ def _configured_dtype(config: Any) -> str | None:
 
 
 def hollow_module(config: Any, directory: Path, dtype: str = FLOAT32, kind: str | None = None) -> nn.Module:
-    """The model without memory for its parameters. `directory`: where it comes from, for what is said of it; `kind`: as of `model_class`,
-    where that is not for its files to say."""
+    """The model without memory for its parameters. `directory`: its path for messages; `kind`: the result of `model_class`, if already known."""
     with parameters_on_meta():
         return _module(config, directory, dtype, kind)
 
@@ -237,21 +235,21 @@ def hollow_module(config: Any, directory: Path, dtype: str = FLOAT32, kind: str 
 def _stored_module(
     config: Any, directory: Path, dtype: str, files: Mapping[str, Path]
 ) -> tuple[nn.Module, StoredWeights]:
-    """The module without its parameters, and where these are. A head that is said to be the embedding, and of which the files hold
-    other numbers than of that, is one of its own, as it is to transformers; all else that is tied stays so."""
+    """The module without its parameters, and the weights in its files. A head that is tied to the embedding, and that differs from it in the
+    files, becomes a parameter of its own, as in transformers; other ties that differ are refused."""
     module = hollow_module(config, directory, dtype)
     quantization = getattr(config, "quantization_config", None)
-    weights = stored_weights(files, module, _loading(module), directory, quantization)
-    tied = [*getattr(module, "all_tied_weights_keys", ())]  # in the order in which they are tied
-    while (apart := weights.tied_apart()) is not None:
-        own = max(apart, key=lambda name: tied.index(name) if name in tied else -1)
-        if own not in tied:
+    weights = stored_weights(files, module, _loading_rules(module), directory, quantization)
+    tied_names = [*getattr(module, "all_tied_weights_keys", ())]  # in transformers' order
+    while (differing := weights.differing_ties()) is not None:
+        untied = max(differing, key=lambda name: tied_names.index(name) if name in tied_names else -1)
+        if untied not in tied_names:
             raise JobError(
-                f"{directory}: {' and '.join(apart)} are one in the model, and differ in its files"
+                f"{directory}: {' and '.join(differing)} are one in the model, and differ in its files"
             )
-        place, _, name = own.rpartition(".")
-        parameter = nn.Parameter(torch.empty_like(module.get_parameter(own)))
-        setattr(module.get_submodule(place), name, parameter)
+        owner, _, name = untied.rpartition(".")
+        parameter = nn.Parameter(torch.empty_like(module.get_parameter(untied)))
+        setattr(module.get_submodule(owner), name, parameter)
     return module, weights
 
 
@@ -267,18 +265,18 @@ def _module(config: Any, directory: Path, dtype: str, kind: str | None = None) -
         module: nn.Module = getattr(_transformers(), kind).from_config(
             config, dtype=TORCH_DTYPES[dtype], trust_remote_code=False
         )
-    except Exception as error:  # whatever the model's code makes of values that do not fit together
+    except Exception as error:  # whatever inconsistent values cause in the model's code
         known = _transformers().modeling_rope_utils.ROPE_INIT_FUNCTIONS
         reason = unknown_kind(config, error, known) or error_reason(error)
         raise JobError(
             f"{directory} is not a language model that transformers can build: {reason}"
         ) from error
-    _keep_wide(module, dtype)
+    _keep_float32(module, dtype)
     return module.eval()
 
 
-def _keep_wide(module: nn.Module, dtype: str) -> None:
-    """What transformers loads in float32 whatever dtype the model has: routers, say, whose rounding chooses experts."""
+def _keep_float32(module: nn.Module, dtype: str) -> None:
+    """Convert parameters to float32 that transformers keeps so in any dtype, such as routers, whose rounding decides the choice of experts."""
     names = ["_keep_in_fp32_modules_strict"] if dtype != FLOAT32 else []
     names += ["_keep_in_fp32_modules"] if dtype == "float16" else []
     patterns = [pattern.replace("*", ".*") for name in names for pattern in getattr(module, name, None) or ()]
@@ -291,15 +289,14 @@ def _keep_wide(module: nn.Module, dtype: str) -> None:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """While open, modules that are built give their parameters no memory, and transformers draws no numbers for them; their buffers
-    are computed as ever."""
+    """While open, new modules get no memory for parameters and transformers does not initialise them; buffers are computed as usual."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        # One that is on the meta device already may be tied to another: it must stay the same object.
+        # A parameter that is on the meta device already may be tied to another: it must stay the same object.
         if parameter is not None and not parameter.is_meta:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-            # As of one that it has loaded: to draw what has no memory takes it 3 ms a layer.
+            # As if it were loaded: initialising a parameter without memory takes 3 ms for each layer.
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         register(module, name, parameter)
 
@@ -311,25 +308,25 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _end_tokens(directory: Path, *configs: Any) -> tuple[int, ...]:
-    """As in transformers: those of generation_config.json, or none, where it exists; else of the first configuration with some."""
+    """The end tokens as in transformers: those of generation_config.json, or none, where it exists; else of the first configuration with some."""
     settings = generation_file(directory)
     if settings is not None:
-        found = settings.get("eos_token_id")
+        value = settings.get("eos_token_id")
     else:
-        each = (getattr(config, "eos_token_id", None) for config in configs)
-        found = next((tokens for tokens in each if tokens is not None), None)
-    if found is None:
+        values = (getattr(config, "eos_token_id", None) for config in configs)
+        value = next((tokens for tokens in values if tokens is not None), None)
+    if value is None:
         return ()
-    tokens = found if isinstance(found, list) else [found]
+    tokens = value if isinstance(value, list) else [value]
     if not all(type(token) is int for token in tokens):
-        raise JobError(f"{directory}: eos_token_id is a token's number, or a list of them, not {found!r:.80}")
+        raise JobError(f"{directory}: eos_token_id is a token's number, or a list of them, not {value!r:.80}")
     return tuple(tokens)
 
 
-def _loading(module: Any) -> Loading:
-    """What the files call each tensor of the module: often the same, but files keep the names of old versions, and those of a
-    base model (GPT-2's, say) leave out the name under which the causal model holds it."""
-    own = module.state_dict()
+def _loading_rules(module: Any) -> LoadingRules:
+    """How the files' tensor names map to the module's: often the same, but files keep the names of old versions, and those of a base model (such
+    as GPT-2's) lack the prefix under which the causal model holds it."""
+    state = module.state_dict()
     prefix = str(getattr(module, "base_model_prefix", ""))
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -339,22 +336,22 @@ def _loading(module: Any) -> Loading:
             dot_natural_key,
             rename_source_key,
         )
-    except ImportError:  # before version 5 the names of the files were those of the module
+    except ImportError:  # before version 5, files had the module's names
 
         def with_prefix(name: str) -> tuple[str, None]:
-            return (f"{prefix}.{name}" if f"{prefix}.{name}" in own else name), None
+            return (f"{prefix}.{name}" if f"{prefix}.{name}" in state else name), None
 
-        return Loading(order=str, target=with_prefix, converters={})
-    ways = get_model_conversion_mapping(module)
-    renamings = [way for way in ways if isinstance(way, WeightRenaming)]
-    converters = [way for way in ways if isinstance(way, WeightConverter)]
+        return LoadingRules(order=str, target=with_prefix, converters={})
+    mapping = get_model_conversion_mapping(module)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
 
     def renamed(name: str) -> tuple[str, str | None]:
-        new, pattern = rename_source_key(name, renamings, converters, prefix, own)
-        return (name, None) if new not in own and name in own else (new, pattern)
+        new, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        return (name, None) if new not in state and name in state else (new, pattern)
 
-    return Loading(
+    return LoadingRules(
         order=dot_natural_key,
         target=renamed,
-        converters={pattern: way for way in converters for pattern in way.source_patterns},
+        converters={pattern: each for each in converters for pattern in each.source_patterns},
     )

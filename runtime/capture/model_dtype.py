@@ -20,16 +20,16 @@ MODEL_DTYPES = (FLOAT32, "bfloat16", "float16")
 
 
 def model_dtype(requested: str | None, configured: str | None, stored: Mapping[str, int], where: str) -> str:
-    """One of MODEL_DTYPES. `requested`: None for that of the model; `configured`: in config.json, if any; `stored`: bytes of each dtype
-    in the files. Raises JobError for a dtype in which no model runs here."""
-    wanted = requested or configured or (max(stored, key=lambda name: stored[name]) if stored else FLOAT32)
-    if wanted in MODEL_DTYPES:
-        return wanted
+    """One of MODEL_DTYPES. `requested`: None for the model's own; `configured`: that of config.json, if any; `stored`: bytes of each dtype
+    in the files. JobError for an unsupported dtype."""
+    dtype = requested or configured or (max(stored, key=lambda name: stored[name]) if stored else FLOAT32)
+    if dtype in MODEL_DTYPES:
+        return dtype
     if requested is not None:
         raise JobError(
             f"dtype: auto, {', '.join(MODEL_DTYPES[:-1])} or {MODEL_DTYPES[-1]}, not {requested!r:.40}"
         )
-    raise JobError(f"{where}: a model of {wanted:.40} runs in another dtype only: --dtype {FLOAT32}, say")
+    raise JobError(f"{where}: a model of {dtype:.40} runs in another dtype only: --dtype {FLOAT32}, say")
 
 
 def dtype_text(runs_in: str, stored: Mapping[str, int]) -> str:
@@ -43,22 +43,22 @@ def dtype_text(runs_in: str, stored: Mapping[str, int]) -> str:
 def stored_dtypes(paths: Iterable[Path]) -> dict[str, int]:
     """Bytes of the floating-point tensors in these files, by dtype, read from the headers alone. Raises JobError for a file that is
     not safetensors."""
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for path in dict.fromkeys(paths):
-        for spelled, shape in _headers(path).values():
-            dtype = STORED_DTYPES.get(spelled, "")
-            if "float" in dtype:  # integers and booleans are no model's dtype
-                found[dtype] += prod(shape) * DTYPE_BYTES[dtype]
-    return dict(found)
+        for code, shape in _headers(path).values():
+            dtype = STORED_DTYPES.get(code, "")
+            if "float" in dtype:  # a model does not run in integers or booleans
+                sizes[dtype] += prod(shape) * DTYPE_BYTES[dtype]
+    return dict(sizes)
 
 
-def spelled_dtypes(path: Path) -> dict[str, str]:
-    """The dtype of each tensor in a file, as the format spells it. Raises JobError for a file that is not safetensors."""
-    return {name: spelled for name, (spelled, _) in _headers(path).items()}
+def safetensors_dtypes(path: Path) -> dict[str, str]:
+    """The dtype code of each tensor in a file, e.g. "BF16". JobError for a file that is not safetensors."""
+    return {name: code for name, (code, _) in _headers(path).items()}
 
 
 def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor in a file. JobError for a file that is no safetensors file."""
+    """The shape of each tensor in a file. JobError for a file that is not safetensors."""
     return {name: tuple(shape) for name, (_, shape) in _headers(path).items()}
 
 

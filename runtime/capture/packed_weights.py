@@ -1,9 +1,9 @@
 """Quantised weights in the files of a Hugging Face directory: GPTQ, AWQ, compressed-tensors, 8-bit floats, and MXFP4.
 
-Every setting in config.json has to be understood, or the directory is refused: a misread weight gives a model that answers nonsense.
-A matrix is dequantised to numbers, scales and zero points; one of grouped 4- or 8-bit integers can be served as it is, without
-being rounded again (`fusion.dag.ir.opset_quantised`). Activation quantisation (`input_activations`, `activation_scheme`), an
-optimisation for speed, is not applied.
+Every setting in config.json has to be understood, or the directory is refused: a misread weight gives a model that answers nonsense. A matrix
+is unpacked to numbers, scales and zero points; one of grouped 4- or 8-bit integers can be served as it is, without being rounded again
+(`fusion.dag.ir.opset_quantised`). Activation quantisation (`input_activations`, `activation_scheme`), an optimisation for speed, is not
+applied.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fusion.swarm.printable import one_line
 Tensor = torch.Tensor
 Read = Callable[[str], Tensor]  # a tensor of the files, by name
 
-_WORD_BITS = 32  # of the integers that numbers are packed in
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the eight numbers in a word, from the lowest bits up
-_E2M1_GROUP, _E2M1_BIAS = 32, 128  # 127, and one more for the halves
+_WORD_BITS = 32  # of the integers into which numbers are packed
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the columns of the eight numbers in a word, lowest bits first
+_E2M1_GROUP, _E2M1_BIAS = 32, 128  # 127, and 1 as the table has twice the values
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Grid:
     numbers: Tensor  # uint8
     scales: Tensor  # (rows, groups), float32
     zeros: Tensor  # (rows, groups) or 0-dimensional, float32
-    groups: Tensor | None = None  # the group of each column; None: equal runs of neighbours
+    groups: Tensor | None = None  # the group of each column; None: consecutive runs of equal size
 
     def dense(self) -> Tensor:
         scales, zeros = self.scales, self.zeros.expand_as(self.scales)
         if self.groups is not None:
-            at = self.groups.long()
-            return (self.numbers - zeros[:, at]) * scales[:, at]
+            group_of_column = self.groups.long()
+            return (self.numbers - zeros[:, group_of_column]) * scales[:, group_of_column]
         rows, columns = self.numbers.shape
         grouped = self.numbers.view(rows, scales.shape[1], -1)
         return ((grouped - zeros[..., None]) * scales[..., None]).view(rows, columns)
@@ -63,7 +63,7 @@ class Packed(ABC):
         """The dequantised weight. `read`, `has`: its tensors, by suffix."""
 
     def parts(self, read: Read, has: Callable[[str], bool]) -> tuple[Tensor, ...]:
-        """Of a matrix with a `layout`: numbers, scales and minimums, if there are any."""
+        """Numbers, scales and, if the layout has them, minimums."""
         raise NotImplementedError
 
 
@@ -74,7 +74,7 @@ class _Grouped(Packed):
         self._bits, self._group, self._ordered = bits, group, ordered
 
     def layout(self, columns: int) -> Layout | None:
-        if self._ordered:  # columns of a group are not neighbours
+        if self._ordered:  # columns of a group are not consecutive
             return None
         kind: Kind = "int4" if self._bits == 4 else "int8"
         return Layout(kind, group=self._group or columns, scales="float32", minimums=True)
@@ -93,7 +93,7 @@ class _Grouped(Packed):
             raise ValueError("its columns are not in the order of their groups")
         if grid.scales.shape[1] * group != columns:
             raise ValueError(f"{grid.scales.shape[1]} groups of {group} are not {columns} columns")
-        middle = 0 if self._bits == 4 else 128  # which is stored as 0
+        middle = 0 if self._bits == 4 else 128  # stored as 0
         minimums = ((middle - grid.zeros.expand_as(grid.scales)) * grid.scales).contiguous()
         if self._bits == 8:
             return (grid.numbers.to(torch.int16) - middle).to(torch.int8), grid.scales.contiguous(), minimums
@@ -101,17 +101,17 @@ class _Grouped(Packed):
 
 
 class _GPTQ(_Grouped):
-    """AutoGPTQ and GPTQModel: packed along the inputs; version 1 stores zero points minus one (`less`)."""
+    """AutoGPTQ and GPTQModel: packed along the inputs; version 1 stores zero points minus one (`zero_offset`)."""
 
     suffixes, optional = (".qweight", ".qzeros", ".scales"), (".g_idx",)
 
-    def __init__(self, bits: int, group: int, *, ordered: bool, less: int) -> None:
+    def __init__(self, bits: int, group: int, *, ordered: bool, zero_offset: int) -> None:
         super().__init__(bits, group, ordered=ordered)
-        self._less = less
+        self._zero_offset = zero_offset
 
     def grid(self, read: Read, has: Callable[[str], bool]) -> Grid:
         numbers = _unpacked(read(".qweight"), self._bits, 0).T.contiguous()
-        zeros = _unpacked(read(".qzeros"), self._bits, 1).T.float() + self._less
+        zeros = _unpacked(read(".qzeros"), self._bits, 1).T.float() + self._zero_offset
         groups = read(".g_idx") if has(".g_idx") else None
         return Grid(numbers, read(".scales").T.float(), zeros, groups)
 
@@ -127,9 +127,9 @@ class _AWQ(_Grouped):
 
     def _in_order(self, words: Tensor) -> Tensor:
         numbers = _unpacked(words, self._bits, 1)
-        back = torch.empty(len(_AWQ_ORDER), dtype=torch.long)
-        back[list(_AWQ_ORDER)] = torch.arange(len(_AWQ_ORDER))
-        return numbers.view(len(numbers), -1, len(_AWQ_ORDER))[..., back].flatten(1)
+        inverse = torch.empty(len(_AWQ_ORDER), dtype=torch.long)
+        inverse[list(_AWQ_ORDER)] = torch.arange(len(_AWQ_ORDER))
+        return numbers.view(len(numbers), -1, len(_AWQ_ORDER))[..., inverse].flatten(1)
 
 
 class _CompressedPacked(_Grouped):
@@ -157,7 +157,7 @@ class _CompressedBytes(_Grouped):
     suffixes, optional = (".weight", ".weight_scale"), (".weight_zero_point",)
 
     def grid(self, read: Read, has: Callable[[str], bool]) -> Grid:
-        numbers = (_of_kind(read(".weight"), torch.int8).to(torch.int16) + 128).to(torch.uint8)
+        numbers = (_checked(read(".weight"), torch.int8).to(torch.int16) + 128).to(torch.uint8)
         scales = read(".weight_scale").float().reshape(-1, 1)
         zeros = torch.tensor(128.0)
         if has(".weight_zero_point"):
@@ -174,7 +174,7 @@ class _Floats(Packed):
 
     def dense(self, read: Read, has: Callable[[str], bool]) -> Tensor:
         values, scales = read(self.suffixes[0]), read(self.suffixes[1]).float()
-        numbers = _of_kind(values, torch.float8_e4m3fn).float()
+        numbers = _checked(values, torch.float8_e4m3fn).float()
         if self._block is not None:
             rows, columns = numbers.shape
             if scales.shape != tuple(
@@ -199,10 +199,10 @@ class _MXFP4(Packed):
 
     def parts(self, read: Read, has: Callable[[str], bool]) -> tuple[Tensor, ...]:
         """(experts, rows, columns) numbers, and scales."""
-        blocks = _of_kind(read("_blocks"), torch.uint8)
+        blocks = _checked(read("_blocks"), torch.uint8)
         table = torch.from_numpy(TWICE_MXFP4)
         numbers = torch.stack([table[(blocks & 15).int()], table[(blocks >> 4).int()]], -1)
-        scales = torch.ldexp(torch.ones(()), _of_kind(read("_scales"), torch.uint8).int() - _E2M1_BIAS)
+        scales = torch.ldexp(torch.ones(()), _checked(read("_scales"), torch.uint8).int() - _E2M1_BIAS)
         experts, rows = blocks.shape[:2]
         return numbers.view(experts, rows, -1), scales.view(experts, rows, -1)
 
@@ -227,65 +227,68 @@ class PackedWeight:
 
 
 def packed_weights(quantization: Any, names: Mapping[str, str], where: str) -> dict[str, PackedWeight]:
-    """The quantised weights of a model's files, by name. `quantization`: config.json's quantization_config, or None; `names`: tensor
-    -> dtype, as safetensors spells it. Raises JobError for an unknown method or setting."""
+    """The quantised weights of a model's files, by name. `quantization`: config.json's quantization_config, or None; `names`: tensor -> dtype code
+    of safetensors. JobError for an unknown method or setting."""
     if quantization is None:
         return {}
     settings = quantization if isinstance(quantization, Mapping) else getattr(quantization, "to_dict", dict)()
     method = _method(settings, where)
     first, *others = method.suffixes
-    found = {}
-    for name, spelled in names.items():
+    weights = {}
+    for name, code in names.items():
         owner = name.removesuffix(first)
-        if not name.endswith(first) or (first == ".weight" and spelled not in ("I8", "F8_E4M3")):
+        if not name.endswith(first) or (first == ".weight" and code not in ("I8", "F8_E4M3")):
             continue
         missing = [owner + suffix for suffix in others if owner + suffix not in names]
         if missing:
             raise JobError(f"{where}: no safetensors file has {missing[0]}, beside {name}")
         suffixes = (*method.suffixes, *(each for each in method.optional if owner + each in names))
-        found[owner + method.suffix] = PackedWeight(method, {each: owner + each for each in suffixes})
-    return found
+        weights[owner + method.suffix] = PackedWeight(method, {each: owner + each for each in suffixes})
+    return weights
 
 
 def _method(settings: Mapping[str, Any], where: str) -> Packed:
     name = settings.get("quant_method")
 
-    def bad(key: str, wanted: str) -> JobError:
+    def unsupported(key: str, supported: str) -> JobError:
         return JobError(
-            f"{where} holds weights that are quantised by {name} with {key} {settings.get(key)!r:.60}; {wanted} is read"
+            f"{where} holds weights that are quantised by {name} with {key} {settings.get(key)!r:.60}; {supported} is read"
         )
 
     match name:
         case "gptq":
             if settings.get("bits") not in (4, 8):
-                raise bad("bits", "4 or 8")
+                raise unsupported("bits", "4 or 8")
             version = settings.get("checkpoint_format", "gptq")
             if version not in ("gptq", "gptq_v2"):
-                raise bad("checkpoint_format", "gptq or gptq_v2")
+                raise unsupported("checkpoint_format", "gptq or gptq_v2")
             if settings.get("dynamic"):
-                raise bad("dynamic", "one setting for all layers")
-            ordered, less = bool(settings.get("desc_act")), int(version == "gptq")
+                raise unsupported("dynamic", "one setting for all layers")
+            ordered, zero_offset = bool(settings.get("desc_act")), int(version == "gptq")
             return _GPTQ(
-                settings["bits"], _group(settings.get("group_size"), bad), ordered=ordered, less=less
+                settings["bits"],
+                _group(settings.get("group_size"), unsupported),
+                ordered=ordered,
+                zero_offset=zero_offset,
             )
         case "awq":
             if settings.get("bits") != 4:
-                raise bad("bits", "4")
+                raise unsupported("bits", "4")
             if settings.get("version", "gemm") != "gemm":
-                raise bad("version", "gemm")
+                raise unsupported("version", "gemm")
             if settings.get("zero_point", True) is not True:
-                raise bad("zero_point", "True")
-            return _AWQ(4, _group(settings.get("group_size"), bad), ordered=False)
+                raise unsupported("zero_point", "True")
+            return _AWQ(4, _group(settings.get("group_size"), unsupported), ordered=False)
         case "fp8":
             block = _block(settings.get("weight_block_size"))
             if block is None:
-                raise bad("weight_block_size", "a block of rows and columns")
+                raise unsupported("weight_block_size", "a block of rows and columns")
             return _Floats(".weight_scale_inv", block)
         case "mxfp4":
             return _MXFP4()
         case "compressed-tensors":
             return _compressed(settings, where)
-    # Read as plain numbers, they would give a model that answers nonsense.
+    # Read as plain numbers, they would make a model that answers nonsense.
     raise JobError(
         f"{where} holds weights that are quantised already ({one_line(str(name or 'no method named'), 40)}), which are not "
         "read; serve the model in full precision, with --quantization int8 or int4"
@@ -301,17 +304,17 @@ def _compressed(settings: Mapping[str, Any], where: str) -> Packed:
     )
     weights = schemes[0].get("weights") if len(schemes) == 1 else None
 
-    def bad(what: str) -> JobError:
+    def unsupported(what: str) -> JobError:
         return JobError(
             f"{where} holds weights that are quantised by compressed-tensors with {what}, which is not read"
         )
 
     if not isinstance(weights, Mapping):
-        raise bad("other than one scheme for all layers")
+        raise unsupported("other than one scheme for all layers")
     for key in ("transform_config", "sparsity_config"):
         extra = settings.get(key)
         if extra and not (isinstance(extra, Mapping) and extra.get("format") == "dense"):
-            raise bad(f"a {key}")
+            raise unsupported(f"a {key}")
     form = settings.get("format")
     bits, kind, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
     group = weights.get("group_size") if strategy == "group" else 0
@@ -327,16 +330,16 @@ def _compressed(settings: Mapping[str, Any], where: str) -> Packed:
             return _Floats(".weight_scale", block)
         if strategy in ("tensor", "channel"):
             return _Floats(".weight_scale", None)
-    raise bad(f"format {form!r:.40}, {_short(kind)} of {_short(bits)} bits by {_short(strategy)}")
+    raise unsupported(f"format {form!r:.40}, {_short(kind)} of {_short(bits)} bits by {_short(strategy)}")
 
 
 def _short(value: Any) -> str:
     return one_line(str(value), 20)
 
 
-def _group(size: Any, bad: Callable[[str, str], JobError]) -> int:
+def _group(size: Any, unsupported: Callable[[str, str], JobError]) -> int:
     if type(size) is not int or not (size == -1 or size > 0):
-        raise bad("group_size", "-1 or a number of columns")
+        raise unsupported("group_size", "-1 or a number of columns")
     return max(0, size)
 
 
@@ -351,15 +354,17 @@ def _block(size: Any) -> tuple[int, int] | None:
     return None
 
 
-def _of_kind(values: Tensor, dtype: torch.dtype) -> Tensor:
+def _checked(values: Tensor, dtype: torch.dtype) -> Tensor:
     if values.dtype != dtype:
         raise ValueError(f"{values.dtype} in the place of {dtype}")
     return values
 
 
 def _unpacked(words: Tensor, bits: int, axis: int) -> Tensor:
-    """The numbers packed in words along an axis of a matrix, the first in the lowest bits."""
+    """The numbers packed in words along an axis of a matrix, lowest bits first."""
     mask = (1 << bits) - 1
     # One shift at a time: all at once would take eight times the memory.
-    parts = [(_of_kind(words, torch.int32) >> at & mask).to(torch.uint8) for at in range(0, _WORD_BITS, bits)]
+    parts = [
+        (_checked(words, torch.int32) >> shift & mask).to(torch.uint8) for shift in range(0, _WORD_BITS, bits)
+    ]
     return torch.stack(parts, axis + 1).flatten(axis, axis + 1)

@@ -1,4 +1,4 @@
-"""From a captured inference graph to the one that is served: a KV cache, logits of the last position, fused norms."""
+"""Rewrites a captured inference graph to the one that is served: a KV cache, logits of the last position, fused norms."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def serving_graph(
     maximum_sequence: int | None = None,
     maximum_source: int | None = None,
 ) -> Graph:
-    """`graph` as `capture_language_model(training=False)` or `capture_encoder_decoder` gives it, rewritten for decoding.
+    """`graph`, as `capture_language_model(training=False)` or `capture_encoder_decoder` returns it, rewritten for decoding.
 
-    With "kv" every attention reads a cache: UnsupportedModel (one line) for a model in which that would change what
-    it computes. With "recompute" the whole prefix is run for each token, which is exact for any model; UnsupportedModel only
-    for experts that could run in no other way than with weights copied for each position.
+    With "kv", every attention reads a cache: UnsupportedModel (one line) for a model whose results that would change. With "recompute", the whole
+    prefix runs for each token, which is exact for any model: UnsupportedModel only for experts that could run only with weights copied for each
+    position.
     """
     graph = name_experts(clean(without_detach(graph)))
     require_named_experts(graph)
@@ -46,28 +46,28 @@ def serving_graph(
 
 
 def evaluate(graph: Graph, inputs: Mapping[str, Array], sizes: Mapping[str, int]) -> list[Array]:
-    """Run a small graph without variables on CPU and give its outputs. Values that no input's shape tells are taken
-    from `sizes`. GraphError for a graph with variables or a missing input."""
+    """Run a small graph without variables on the CPU. `sizes`: values of symbols that occur in no input's shape. GraphError for a graph with
+    variables or a missing input."""
     if graph.variables:
         raise GraphError("only graphs without variables can be evaluated")
     sized = _with_sizes(graph, sizes)
     program = compile_graph(sized, torch.device("cpu"), training=False)
     try:
-        given = [torch.from_numpy(np.ascontiguousarray(inputs[name])) for name in program.inputs]
+        arguments = [torch.from_numpy(np.ascontiguousarray(inputs[name])) for name in program.inputs]
     except KeyError as missing:
         raise GraphError(f"no value for the input {missing}") from None
     with torch.no_grad():
-        return [_array(value) for value in program.run(given, (), None)]
+        return [_array(value) for value in program.run(arguments, (), None)]
 
 
 def _array(value: torch.Tensor) -> Array:
     # numpy has no bfloat16; float32 holds each of its numbers.
-    found: Array = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-    return found
+    array: Array = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    return array
 
 
 def _with_sizes(graph: Graph, sizes: Mapping[str, int]) -> Graph:
-    """The graph with every symbol replaced by its size, so that no input has to tell it."""
+    """The graph with every symbol replaced by its size."""
 
     def fixed(value: Any) -> Any:
         if isinstance(value, tuple):

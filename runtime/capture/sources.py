@@ -1,7 +1,7 @@
-"""Where a language model that is to be launched comes from: the built-in GPT, a Hugging Face directory, a GGUF file, or a
-directory that `jobs export` wrote. Only the launching machine reads one; what it hands on are graphs and tensors by name.
+"""Opens a language model to launch: the built-in GPT, a Hugging Face directory, a GGUF file, or a directory that `jobs export` wrote. Only the
+launching machine reads one; it passes on graphs, and tensors by name.
 
-What captures a module imports torch.export and SymPy, half as long again as PyTorch: an exported directory does without.
+Capturing a module imports torch.export and SymPy, which takes half as long again as importing PyTorch; an exported directory needs neither.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fusion.runtime.job.text import check_tokenizer
 if TYPE_CHECKING:
     from fusion.runtime.capture.huggingface import HuggingFaceModel
 
-CONSTANTS_FILE = "constants.safetensors"  # what the graph reads and no state_dict of the module has
+CONSTANTS_FILE = "constants.safetensors"  # variables of the graph that are in no state_dict
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILES = ("config.json", "generation_config.json")
 FORMAT = 1
@@ -58,7 +58,7 @@ class About:
     max_sequence: int = 0
     byte_level: bool = False
     end_tokens: tuple[int, ...] = ()
-    outputs: tuple[str, ...] = ()  # names for what a model gives that answers in one run; else it generates
+    outputs: tuple[str, ...] = ()  # the results of a model that answers in one run; else it generates
     format: int = FORMAT
 
     def to_json(self) -> bytes:
@@ -83,38 +83,38 @@ class About:
 
 @dataclass(frozen=True)
 class StoredBlocks:
-    """Matrices that the files of a model have quantised already, and that are served as they are."""
+    """Matrices that a model's files have quantised already, and that are served as they are."""
 
-    layout: Callable[[Variable, frozenset[Use]], Layout | None]  # how one is stored, by how the graph uses it
-    read: Callable[[Source], tuple[torch.Tensor, ...]]  # its parts
+    layout: Callable[[Variable, frozenset[Use]], Layout | None]  # of a matrix, by its uses in the graph
+    read: Callable[[Source], tuple[torch.Tensor, ...]]  # the tensors of a matrix
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModel:
     about: About
     inference: Graph
-    read: Read  # values of variables, by name; a stage's at a time
-    check: Callable[[Iterable[Variable]], None] = lambda variables: None  # as `read`, but of headers alone
+    read: Read  # values of variables, by name; one stage at a time
+    check: Callable[[Iterable[Variable]], None] = lambda variables: None  # as `read`, from the headers alone
     blocks: StoredBlocks | None = None
-    dtype: str = FLOAT32  # that it computes in
+    dtype: str = FLOAT32  # of the computation
     stored_dtypes: Mapping[str, int] = field(default_factory=dict)  # bytes of its files' weights, by dtype
-    unread: tuple[str, ...] = ()  # tensors of its files that it has no place for
+    unread: tuple[str, ...] = ()  # tensors of its files that the model does not have
     training: Graph | None = None
-    source: SourceConfig | None = None  # what an encoder-decoder reads
-    tokenizer: Path | bytes | None = None  # tokenizer.json, or what would stand in it
-    config: tuple[Path, ...] = ()  # files that an export repeats
+    source: SourceConfig | None = None  # of an encoder-decoder
+    tokenizer: Path | bytes | None = None  # tokenizer.json, or its content
+    config: tuple[Path, ...] = ()  # copied by an export
     # File name -> content: chat template and special tokens, if any
     chat: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
-    def unended(self) -> str | None:
-        """The eos_token of a chat model's tokenizer, where its configuration does not end answers with it; else None."""
+    def missing_end_token(self) -> str | None:
+        """The eos_token of a chat model's tokenizer if the model's configuration does not end answers with it; else None."""
         special, tokenizer = self.chat.get(SPECIAL_TOKENS_FILE), self.tokenizer
         text = None if special is None else json.loads(special).get("eos_token")
         if text is None or tokenizer is None:
             return None
-        read = json.loads(tokenizer if isinstance(tokenizer, bytes) else tokenizer.read_bytes())
-        ends = {each["id"] for each in read.get("added_tokens") or () if each["content"] == text}
+        content = json.loads(tokenizer if isinstance(tokenizer, bytes) else tokenizer.read_bytes())
+        ends = {each["id"] for each in content.get("added_tokens") or () if each["content"] == text}
         return text if ends and ends.isdisjoint(self.about.end_tokens) else None
 
     @property
@@ -122,17 +122,17 @@ class LanguageModel:
         """The number of the tokenizer's tokens beyond the model's vocabulary: a prompt with one of them is refused."""
         if self.tokenizer is None:
             return 0
-        read = json.loads(
+        content = json.loads(
             self.tokenizer if isinstance(self.tokenizer, bytes) else self.tokenizer.read_bytes()
         )
-        found = read["model"].get("vocab") or ()
-        known = found.values() if isinstance(found, dict) else range(len(found))
-        ids = {*known, *(each["id"] for each in read.get("added_tokens") or ())}
+        vocabulary = content["model"].get("vocab") or ()
+        known = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        ids = {*known, *(each["id"] for each in content.get("added_tokens") or ())}
         return sum(token >= self.about.vocabulary for token in ids)
 
 
 def builtin(config: GPTConfig, seed: int, *, byte_level: bool, tokenizer: Path | None) -> LanguageModel:
-    """The built-in GPT with the random weights that `seed` gives, whatever was drawn before."""
+    """The built-in GPT with random weights from `seed`, independent of torch's global state."""
     from fusion.runtime.capture.capture import capture_language_model, variables_from_module
 
     with torch.random.fork_rng(devices=[]):
@@ -149,8 +149,7 @@ def builtin(config: GPTConfig, seed: int, *, byte_level: bool, tokenizer: Path |
 
 
 def in_files(path: Path, dtype: str | None = None) -> LanguageModel:
-    """The model of a directory or GGUF file that is to be served. `dtype`: None for that of its files. Raises JobError,
-    CaptureError."""
+    """The model of a directory or GGUF file, for serving. `dtype`: None for that of its files. Raises JobError, CaptureError."""
     check_model(path)
     if path.is_file():
         return gguf(path, model_dtype(dtype, FLOAT32, {}, str(path)))
@@ -164,8 +163,8 @@ def in_files(path: Path, dtype: str | None = None) -> LanguageModel:
 def huggingface(
     config: HuggingFaceConfig, *, training: bool, seed: int = 0, dtype: str | None = None
 ) -> LanguageModel:
-    """A Hugging Face model directory; without its weights, as `seed` initialises it. `dtype`: see `open_model`; training is
-    in float32. Raises JobError, CaptureError."""
+    """A Hugging Face model directory; without its weights, initialised from `seed`. `dtype`: see `open_model`; training is in float32. Raises
+    JobError, CaptureError."""
     from fusion.runtime.capture.huggingface import open_model
 
     model = open_model(config.path, weights=config.weights, seed=seed, dtype=FLOAT32 if training else dtype)
@@ -180,13 +179,13 @@ def huggingface(
             end_tokens=model.end_tokens,
             outputs=() if model.pooling is None else (EMBEDDING,),
         ),
-        inference=inference if training else model.answering(inference),
+        inference=inference if training else model.with_suppressed_tokens(inference),
         training=model.capture(training=True, maximum_sequence=longest) if training else None,
         read=model.read,
         check=model.check,
         blocks=StoredBlocks(weights.layout, weights.read_stored) if weights.packed else None,
         dtype=model.dtype,
-        stored_dtypes={} if weights.packed else model.stored_dtypes,  # of scales, it would be
+        stored_dtypes={} if weights.packed else model.stored_dtypes,  # they would be those of scales
         unread=weights.unread() if model.pooling is None else (),
         source=model.source,
         tokenizer=model.tokenizer,
@@ -196,8 +195,8 @@ def huggingface(
 
 
 def gguf(path: Path, dtype: str = FLOAT32) -> LanguageModel:
-    """A GGUF file, to be served in `dtype`, with its quantised matrices as `blocks`. Raises JobError, CaptureError; JobError for
-    another `dtype` than float32 where it has such matrices."""
+    """A GGUF file, for serving in `dtype`, with its quantised matrices as `blocks`. Raises JobError, CaptureError; JobError for a `dtype` other
+    than float32 if it has such matrices."""
     from fusion.runtime.capture.gguf_model import open_gguf
 
     model = open_gguf(path, dtype)
@@ -223,8 +222,8 @@ def gguf(path: Path, dtype: str = FLOAT32) -> LanguageModel:
 
 
 def _captured(model: HuggingFaceModel) -> tuple[Graph, int]:
-    """The graph for inference, and how many positions it takes. Code that compares the length of a sequence with that of a
-    table of its own may do otherwise at that very length: then it is one position less."""
+    """The graph for inference, and its maximum number of positions. Code that compares the length of a sequence with that of a table may behave
+    otherwise at exactly that length: then the maximum is one position less."""
     longest = model.max_sequence
     try:
         return model.capture(), longest
@@ -238,8 +237,8 @@ def _captured(model: HuggingFaceModel) -> tuple[Graph, int]:
 
 
 def exported(directory: Path, dtype: str | None = None) -> LanguageModel:
-    """A directory that `jobs export` wrote, in the dtype of its graph. Raises JobError, GraphError, and JobError for another
-    `dtype`: in float32 an export does not say which of its numbers a model rounds."""
+    """A directory that `jobs export` wrote, in the dtype of its graph. Raises JobError, GraphError; JobError for another `dtype`: an exported
+    graph does not say where the model rounds."""
     path = directory / ABOUT_FILE
     about = About.from_json(read_capped(path, MAX_JSON_BYTES), str(path))
     inference = serialise.decode(read_capped(directory / GRAPH_FILE, serialise.MAX_BYTES))
@@ -270,23 +269,22 @@ def _read(directory: Path, variables: Iterable[Variable]) -> dict[str, torch.Ten
 
 
 def _read_file(path: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The variables of these names, of which some are parts of what the file holds. JobError for a file that cannot be read, or has not
-    all of them."""
+    """These variables, some of them parts of tensors in the file. JobError for a file that cannot be read, or lacks one."""
     if not names:
         return {}  # an export need not have both files
-    found: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
     try:
         with safe_open(path, framework="pt") as file:
-            held = set(file.keys())
+            stored = set(file.keys())
             for name in names:
                 part = part_of(name)
-                whole = name if part is None else part.name
-                if whole not in held:
-                    raise JobError(f"{path} has no {whole}")
+                tensor_name = name if part is None else part.name
+                if tensor_name not in stored:
+                    raise JobError(f"{path} has no {tensor_name}")
                 if part is None:
-                    found[name] = file.get_tensor(whole)
+                    values[name] = file.get_tensor(tensor_name)
                 else:
-                    found[name] = file.get_slice(whole)[part.start : part.stop]
+                    values[name] = file.get_slice(tensor_name)[part.start : part.stop]
     except (SafetensorError, OSError) as error:
         raise JobError(f"{path}: {error}") from None
-    return found
+    return values

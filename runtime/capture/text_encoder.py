@@ -1,4 +1,4 @@
-"""Embedding models in directories of sentence-transformers: which directories hold one, and the pooling of its token vectors."""
+"""Embedding models in sentence-transformers directories: which directories hold one, and the pooling of its token vectors."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ LIMITS_FILE = "sentence_bert_config.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
 POOLING_FILE = "config.json"  # in the folder of the module
 _SERVED = ("Transformer", "Pooling", "Normalize")
-# Names of poolings in files -> here.
+# Name in files -> Pooling.kind.
 _POOLINGS: dict[str, Literal["mean", "first", "last"]] = {"mean": "mean", "cls": "first", "lasttoken": "last"}
 _MODE = "pooling_mode_"  # prefix of the flags of older files
 _LONG_NAMES = {"mean_tokens": "mean", "cls_token": "cls"}
-_LEAST_NORM = 1e-12  # as torch's normalize
+_MIN_NORM = 1e-12  # as torch's normalize
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """`tokens`: the longest text, where the files limit it."""
+    """`tokens`: the length of the longest text, where files limit it."""
 
     kind: Literal["mean", "first", "last"] = "mean"
     normalized: bool = False
@@ -35,7 +35,7 @@ class Pooling:
 
 
 class Embedding(nn.Module):
-    """`input_ids` (batch, sequence), texts of one length: (batch, hidden), float32."""
+    """Texts of one length, `input_ids` (batch, sequence) -> vectors (batch, hidden), float32."""
 
     def __init__(self, module: nn.Module, pooling: Pooling) -> None:
         super().__init__()
@@ -46,26 +46,26 @@ class Embedding(nn.Module):
         hidden: torch.Tensor = self.module(input_ids=values[0]).last_hidden_state
         match self.pooling.kind:
             case "mean":
-                found = hidden.mean(1)
+                vectors = hidden.mean(1)
             case "first":
-                found = hidden[:, 0]
+                vectors = hidden[:, 0]
             case "last":
-                found = hidden[:, -1]
+                vectors = hidden[:, -1]
         if self.pooling.normalized:
-            found = found / found.norm(dim=-1, keepdim=True).clamp_min(_LEAST_NORM)
-        return found.float()
+            vectors = vectors / vectors.norm(dim=-1, keepdim=True).clamp_min(_MIN_NORM)
+        return vectors.float()
 
 
 def pooling_of(directory: Path, *, encoder: bool) -> Pooling | None:
-    """The pooling; None for a directory whose model generates. `encoder`: it holds a bare encoder, which sentence-transformers pools by
-    the mean where its own files are missing. Raises JobError for settings of these files that are not supported."""
+    """The pooling; None for a directory whose model generates. `encoder`: whether it holds a bare encoder, which gets mean pooling where
+    sentence-transformers' files are missing. JobError for unsupported settings in these files."""
     modules = directory / MODULES_FILE
     if modules.is_file():
-        return _of_modules(directory, modules)
+        return _configured_pooling(directory, modules)
     return Pooling() if encoder else None
 
 
-def _of_modules(directory: Path, modules: Path) -> Pooling:
+def _configured_pooling(directory: Path, modules: Path) -> Pooling:
     try:
         steps = [(str(step["type"]).rpartition(".")[2], str(step["path"])) for step in json_value(modules)]
     except (TypeError, KeyError) as error:
@@ -76,22 +76,24 @@ def _of_modules(directory: Path, modules: Path) -> Pooling:
             raise JobError(f"{modules} names {kind:.40}; served are {', '.join(_SERVED)}")
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise JobError(f"{modules}: {', '.join(_SERVED)} in this order, not {', '.join(kinds):.80}")
-    (_, own), (_, pooling), *_ = steps
-    if own:
-        raise JobError(f"{modules}: the model lies in {own:.80}; serve a directory that has it at its top")
+    (_, model_path), (_, pooling), *_ = steps
+    if model_path:
+        raise JobError(
+            f"{modules}: the model lies in {model_path:.80}; serve a directory that has it at its top"
+        )
     limits = directory / LIMITS_FILE
     limit = json_object(limits) if limits.is_file() else {}
     if limit.get("do_lower_case"):
         raise JobError(f"{limits}: do_lower_case is left to the tokenizer: write it into tokenizer.json")
     tokens = limit.get("max_seq_length")
     return Pooling(
-        _pooling(directory / Path(pooling).name / POOLING_FILE),
+        _pooling_kind(directory / Path(pooling).name / POOLING_FILE),
         "Normalize" in kinds,
         tokens if type(tokens) is int and tokens > 0 else None,
     )
 
 
-def _pooling(path: Path) -> Literal["mean", "first", "last"]:
+def _pooling_kind(path: Path) -> Literal["mean", "first", "last"]:
     settings = json_object(path)
     if isinstance(settings.get("pooling_mode"), str):
         chosen = [settings["pooling_mode"]]
@@ -105,8 +107,8 @@ def _pooling(path: Path) -> Literal["mean", "first", "last"]:
     return _POOLINGS[chosen[0]]
 
 
-def prompt_left_out(directory: Path) -> str:
-    """A line on the default prompt that sentence-transformers would put before every text and that is not applied here; else empty."""
+def unapplied_prompt(directory: Path) -> str:
+    """A line on the default prompt that sentence-transformers would prepend to every text, which is not done here; else empty."""
     path = directory / PROMPTS_FILE
     try:
         settings = json_object(path) if (directory / MODULES_FILE).is_file() else {}
@@ -119,8 +121,8 @@ def prompt_left_out(directory: Path) -> str:
     return f"{PROMPTS_FILE} puts {json.dumps(prompt):.60} before every text, which vectors do not follow: write it there"
 
 
-def positions_left(module: nn.Module, longest: int) -> int:
-    """Tokens of the longest text: position tables whose first rows are for padding (RoBERTa's) have fewer for text."""
+def usable_positions(module: nn.Module, longest: int) -> int:
+    """The length of the longest text: position tables that begin with padding rows (RoBERTa's) have fewer for text."""
     for name, part in module.named_modules():
         if (
             name.endswith("position_embeddings")

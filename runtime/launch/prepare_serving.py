@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fusion.runtime.capture.generation import passed_over
+from fusion.runtime.capture.generation import ignored_settings
 from fusion.runtime.launch.prepared import Prepared
 from fusion.runtime.launch.servable import Servable, read_servable
 from fusion.runtime.launch.serving_spec import ServingSpec
@@ -64,5 +64,5 @@ def remarks(path: Path, found: Servable) -> list[str]:
     model's. Blocking: the template is rendered once."""
     fault, unknown = chat_fault(found.model.chat), found.model.unknown_tokens
     tokens = f"its tokenizer has tokens that the model does not have ({unknown}): a text with one of them is refused"
-    lines = [*passed_over(path, found.config, found.model.unread), fault, tokens if unknown else ""]
+    lines = [*ignored_settings(path, found.config, found.model.unread), fault, tokens if unknown else ""]
     return [line for line in lines if line]

@@ -75,7 +75,7 @@ def read_servable(spec: ServingSpec, report: Callable[[str], None]) -> Servable:
         return _one_run(spec, model)
     if model.tokenizer is None and not about.byte_level:
         report("it has no tokenizer: prompts are token ids")
-    if (end := model.unended) is not None:
+    if (end := model.missing_end_token) is not None:
         report(
             f"its chats do not end at {end!r:.80}, its tokenizer's eos_token: like those of generate(), answers end where "
             "eos_token_id in generation_config.json says"

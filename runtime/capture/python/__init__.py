@@ -1,7 +1,6 @@
-"""A model that its trainer wrote in Python. Only the machine that launches a job runs the file; what it hands on are graphs
-and tensors.
+"""A model that its trainer wrote in Python. Only the machine that launches a job runs the file; it passes on graphs and tensors.
 
-python_file    a file of the user's, and what goes wrong in it in one line
-python_model   the module and the loss that it makes, as graphs
-eager_run      whether a graph gives what the module itself gives
+python_file    runs a user's file, and reports an error in it in one line
+python_model   the file's module and loss as graphs
+eager_run      compares a graph's results with those of the module itself
 """

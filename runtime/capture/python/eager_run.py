@@ -1,5 +1,5 @@
-"""Whether a graph gives what the model itself gives, where both are run with the same samples: what a capture cannot see of a model's code
-(that it asks who runs it, or what kind of tensor it was given) shows in the numbers."""
+"""Compares the results of a graph with those of the model itself on the same samples: behaviour of the code that a capture cannot see (a check of
+who runs it, or of the type of a tensor) shows in the numbers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fusion.runtime.capture.exporting.tensors import tensors_of
 from fusion.runtime.job.errors import CaptureError
 from fusion.runtime.planes.codegen import compile_graph
 
-MOST_FLOPS = 1 << 40  # of a run: beyond that it would hold up whoever launches the job
-_DRAWING = ("fusion.dropout", "fusion.dropout_attention")
-_NEAR = 1e-3  # the length of the difference, of that of what is wanted: rounding gives a thousandth of it
+MOST_FLOPS = 1 << 40  # of a run: more would delay the launch of a job
+_RANDOM_OPS = ("fusion.dropout", "fusion.dropout_attention")
+_TOLERANCE = 1e-3  # of the norm of the expected values; rounding causes a thousandth of that
 
 
 def require_same_values(
@@ -29,8 +29,8 @@ def require_same_values(
     *,
     training: bool,
 ) -> None:
-    """CaptureError where `graph`, run in this mode with the variables `values` and the inputs `example`, does not give what `run` does,
-    the model's own code, which draws no random numbers. Nothing is asked of one that takes more than MOST_FLOPS."""
+    """CaptureError where `graph`, run in this mode with the variables `values` and the inputs `example`, returns other values than `run`, the
+    model's own code without random numbers. Skipped for a graph that takes more than MOST_FLOPS."""
     samples = min(len(example[each.name]) for each in graph.inputs)
     if sum(cost.forward_flops for cost in node_costs(graph, {"batch": samples})) > MOST_FLOPS:
         return
@@ -39,58 +39,58 @@ def require_same_values(
     variables = [values[name].clone() if name in written else values[name] for name in program.variables]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            wanted = run()
-        except Exception:  # with samples that are none for it, of which others say more
+            expected = run()
+        except Exception:  # it cannot run with these samples; the capture reports that better
             return
-        found = program.run([example[name] for name in program.inputs], variables, None)
-    for ours, theirs in zip(found, wanted, strict=False):
-        if not _is_near(ours, theirs):
+        results = program.run([example[name] for name in program.inputs], variables, None)
+    for result, wanted in zip(results, expected, strict=False):
+        if not _is_near(result, wanted):
             mode = "in training" if training else "in evaluation"
             raise CaptureError(
-                f"the graph of the model gives {_shown(ours)} for the first samples, {mode}, and the model itself {_shown(theirs)}: its code does "
+                f"the graph of the model gives {_text_of(result)} for the first samples, {mode}, and the model itself {_text_of(wanted)}: its code does "
                 "otherwise while it is captured than when it runs"
             )
 
 
 def draws(graph: Graph) -> bool:
-    """Whether it has random numbers, which the model's own code draws otherwise."""
-    return any(node.op in _DRAWING for node in graph.nodes)
+    """Whether the graph draws random numbers, which differ from those of the model's own code."""
+    return any(node.op in _RANDOM_OPS for node in graph.nodes)
 
 
 @contextmanager
-def as_before(module: nn.Module, training: bool) -> Iterator[None]:
-    """The module in this mode; afterwards it is as it was, whatever it has set or written meanwhile."""
-    parts = [(part, dict(vars(part)), _tables(part)) for part in module.modules()]
+def restored_after(module: nn.Module, training: bool) -> Iterator[None]:
+    """The module in this mode; afterwards attributes and tensors are restored to what they were."""
+    parts = [(part, dict(vars(part)), _registries(part)) for part in module.modules()]
     tensors = [(each, each.detach().clone()) for _, each in tensors_of(module) if not each.requires_grad]
     try:
         module.train(training)
         yield
     finally:
-        for part, own, tables in parts:
+        for part, attributes, tables in parts:
             vars(part).clear()
-            vars(part).update(own)
+            vars(part).update(attributes)
             for name, table in tables.items():
-                own[name].clear()
-                own[name].update(table)
+                attributes[name].clear()
+                attributes[name].update(table)
         with torch.no_grad():
             for tensor, value in tensors:
                 tensor.copy_(value)
 
 
-def _tables(part: nn.Module) -> dict[str, dict[str, object]]:
+def _registries(part: nn.Module) -> dict[str, dict[str, object]]:
     return {name: dict(vars(part)[name]) for name in ("_parameters", "_buffers", "_modules")}
 
 
-def _is_near(ours: Tensor, theirs: Tensor) -> bool:
-    if ours.shape != theirs.shape:
+def _is_near(result: Tensor, expected: Tensor) -> bool:
+    if result.shape != expected.shape:
         return False
-    if not theirs.is_floating_point() or not bool(theirs.isfinite().all()):
-        return True  # whole numbers are chosen by comparing others, which rounding decides
-    apart, size = (ours.double() - theirs.double()).norm(), theirs.double().norm()
-    return bool(apart <= _NEAR * size + 1e-6)
+    if not expected.is_floating_point() or not bool(expected.isfinite().all()):
+        return True  # integers come from comparisons, which rounding may decide
+    difference, size = (result.double() - expected.double()).norm(), expected.double().norm()
+    return bool(difference <= _TOLERANCE * size + 1e-6)
 
 
-def _shown(value: Tensor) -> str:
+def _text_of(value: Tensor) -> str:
     return (
         f"{value.item():.6g}"
         if value.dim() == 0

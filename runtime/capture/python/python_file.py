@@ -1,8 +1,7 @@
-"""A Python file of whoever launches a job, run on their own machine as `python FILE` would run it, and what goes wrong in it as
-one line that names the file and the line.
+"""Runs a Python file of whoever launches a job on their own machine, as `python FILE` would, and reports an error in it in one line with the file
+and the line.
 
-Nothing else in the product runs code that is not its own, and nothing that came from another peer gets here: the path is one
-that the user wrote into a job file.
+Nothing else in the product runs foreign code, and nothing from another peer gets here: the path is one that the user wrote into a job file.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ import torch
 
 from fusion.runtime.job.errors import JobError
 
-MODULE = "fusion_job_file"  # what the file is called while it runs
+MODULE = "fusion_job_file"  # prefix of the module's name
 
 
 class PythonFile:
-    """Runs the file. JobError where it cannot be run to its end."""
+    """A file that has been run. JobError if it cannot be run to its end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
@@ -32,26 +31,25 @@ class PythonFile:
             raise JobError(f"{path} is not a Python file: its name must end in .py")
         self._module = importlib.util.module_from_spec(spec)
         with self.running():
-            sys.modules[spec.name] = self._module  # dataclasses of the file look there for their module
+            sys.modules[spec.name] = self._module  # dataclasses look up their module there
             spec.loader.exec_module(self._module)
-        self._count_samples()
+        self._patch_len()
 
     def function(self, name: str) -> Callable[..., Any]:
         """The function or class of this name. JobError where the file has none."""
-        found = getattr(self._module, name, None)
-        if callable(found):
-            return found  # type: ignore[no-any-return]
-        own = [
+        function = getattr(self._module, name, None)
+        if callable(function):
+            return function  # type: ignore[no-any-return]
+        names = [
             key
             for key, value in vars(self._module).items()
             if getattr(value, "__module__", "") == self._module.__name__
         ]
-        raise JobError(f"{self.path} has no function {name} (it has: {', '.join(own) or 'none'})")
+        raise JobError(f"{self.path} has no function {name} (it has: {', '.join(names) or 'none'})")
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around everything that runs code of the file: what lies beside it can be imported, what it prints goes to the error
-        output, and what it raises becomes a JobError."""
+        """A context for running code of the file: modules next to it can be imported, its output goes to stderr, and what it raises becomes a JobError."""
         folder = str(self.path.parent)
         sys.path.insert(0, folder)
         try:
@@ -62,12 +60,11 @@ class PythonFile:
         except (Exception, SystemExit) as error:
             raise JobError(f"{self._where(error)}: {_error_text(error)}") from error
         finally:
-            if folder in sys.path:  # the file may have taken it out
+            if folder in sys.path:  # the file may have removed it
                 sys.path.remove(folder)
 
-    def _count_samples(self) -> None:
-        """len() of a tensor, in the file and in what it has imported from beside it, is a size that may be left free, as `x.shape[0]` is: Python's
-        own gives numbers alone."""
+    def _patch_len(self) -> None:
+        """Let len() of a tensor return a free size, as `x.shape[0]` does, in the file and in the modules next to it: Python's own returns numbers only."""
         for module in list(sys.modules.values()):
             if Path(getattr(module, "__file__", None) or "").parent == self.path.parent:
                 vars(module).setdefault("len", _length)
@@ -84,9 +81,9 @@ class PythonFile:
         return str(self.path)
 
 
-def _length(of: Any) -> Any:
-    free = isinstance(of, torch.Tensor) and of.dim() > 0 and isinstance(of.shape[0], torch.SymInt)
-    return of.shape[0] if free else len(of)
+def _length(value: Any) -> Any:
+    free = isinstance(value, torch.Tensor) and value.dim() > 0 and isinstance(value.shape[0], torch.SymInt)
+    return value.shape[0] if free else len(value)
 
 
 def _error_text(error: BaseException) -> str:

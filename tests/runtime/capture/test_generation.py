@@ -13,7 +13,7 @@ import transformers
 from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType
 from fusion.dag.ir.serialise import decode, encode
 from fusion.runtime.capture import generation
-from fusion.runtime.capture.generation import MAX_SPANS, not_followed, passed_over, withhold
+from fusion.runtime.capture.generation import MAX_SPANS, ignored_settings, suppress, unsupported_settings
 from fusion.runtime.capture.serving_graph import evaluate
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import EMBEDDING, ServeConfig, SourceConfig
@@ -30,7 +30,7 @@ def logits() -> Graph:
 
 @pytest.mark.parametrize("tokens", [(7,), (0, 149), (3, 4, 5, 9, 4, 20, 21), tuple(range(VOCABULARY - 1))])
 def test_tokens_are_withheld_and_no_others(tokens: tuple[int, ...]) -> None:
-    graph = withhold(logits(), tokens)
+    graph = suppress(logits(), tokens)
     assert decode(encode(graph)) == graph
     x = np.random.default_rng(0).normal(size=(2, 3, VOCABULARY)).astype(np.float32)
     (found,) = evaluate(graph, {"x": x}, {})
@@ -41,12 +41,12 @@ def test_tokens_are_withheld_and_no_others(tokens: tuple[int, ...]) -> None:
 
 def test_nothing_is_added_where_nothing_is_withheld() -> None:
     graph = logits()
-    assert withhold(graph, ()) is graph
+    assert suppress(graph, ()) is graph
 
 
 def test_more_comparisons_than_a_token_is_worth_are_refused() -> None:
     with pytest.raises(JobError, match=f"{MAX_SPANS + 1} spans from answers; the limit is {MAX_SPANS}"):
-        withhold(logits(), range(0, 2 * MAX_SPANS + 1, 2))
+        suppress(logits(), range(0, 2 * MAX_SPANS + 1, 2))
 
 
 # --- what answers do not follow
@@ -77,12 +77,12 @@ def test_what_answers_do_not_follow_is_named_in_one_line(tmp_path: Path) -> None
     said(
         tmp_path, repetition_penalty=1.3, no_repeat_ngram_size=2, num_beams=4, eos_token_id=2, temperature=0.6
     )
-    assert not_followed(tmp_path, DECODER) == (
+    assert unsupported_settings(tmp_path, DECODER) == (
         "generation_config.json asks for num_beams 4, repetition_penalty 1.3 and no_repeat_ngram_size 2, "
         "which answers do not follow; a request may ask for repetition_penalty"
     )
     said(tmp_path, begin_suppress_tokens=list(range(40)))
-    line = not_followed(tmp_path, DECODER)
+    line = unsupported_settings(tmp_path, DECODER)
     assert line.startswith("generation_config.json asks for begin_suppress_tokens [0, 1, 2")
     assert line.endswith(", which answers do not follow") and len(line) < 140
 
@@ -110,12 +110,12 @@ def test_it_is_named_where_it_would_change_tokens(
 ) -> None:
     said(tmp_path, **settings)
     for served in (DECODER, READS, HEARS):
-        assert (next(iter(settings)) in not_followed(tmp_path, served)) is (served in by)
+        assert (next(iter(settings)) in unsupported_settings(tmp_path, served)) is (served in by)
 
 
 def test_every_setting_of_the_library_is_judged() -> None:
     """One that a later release has may change tokens: it goes into a table of `generation`, or here."""
-    tables = (generation._NEUTRAL, generation._OF_DECODERS, generation._OF_TEXT_SOURCES)
+    tables = (generation._NEUTRAL, generation._NEUTRAL_FOR_DECODERS, generation._NEUTRAL_FOR_TEXT_SOURCES)
     named = {name for table in tables for name in table}
     followed = {"bad_words_ids", "suppress_tokens", "eos_token_id", "decoder_start_token_id"}
     requests_say = {"max_length", "max_new_tokens", "do_sample", "num_return_sequences"}
@@ -141,41 +141,41 @@ def test_without_a_file_of_their_own_the_configuration_counts_and_a_part_of_it(t
         json.loads((tmp_path / "config.json").read_text())
     )
     assert (theirs.num_beams, theirs.no_repeat_ngram_size) == (4, 3)
-    assert not_followed(tmp_path, DECODER) == (
+    assert unsupported_settings(tmp_path, DECODER) == (
         "config.json asks for num_beams 4 and no_repeat_ngram_size 3, which answers do not follow"
     )
     said(tmp_path, "config.json", num_beams=4, text_config="none")
-    assert "asks for num_beams 4, which" in not_followed(tmp_path, DECODER)
+    assert "asks for num_beams 4, which" in unsupported_settings(tmp_path, DECODER)
     said(tmp_path, eos_token_id=2)
-    assert not_followed(tmp_path, DECODER) == ""
+    assert unsupported_settings(tmp_path, DECODER) == ""
 
 
 def test_nothing_is_said_of_what_does_nothing(tmp_path: Path) -> None:
     without_end = ServeConfig(cache="kv", max_sequence=8, vocabulary=50)
     vectors = ServeConfig(cache="recompute", max_sequence=8, vocabulary=50, outputs=(EMBEDDING,))
-    assert not_followed(tmp_path, DECODER) == ""  # no file says anything
+    assert unsupported_settings(tmp_path, DECODER) == ""  # no file says anything
     said(tmp_path, min_length=3)
-    assert not_followed(tmp_path, without_end) == "" != not_followed(tmp_path, DECODER)
-    assert not_followed(tmp_path, vectors) == ""
-    assert not_followed(tmp_path / "generation_config.json", DECODER) == ""  # as a GGUF file
+    assert unsupported_settings(tmp_path, without_end) == "" != unsupported_settings(tmp_path, DECODER)
+    assert unsupported_settings(tmp_path, vectors) == ""
+    assert unsupported_settings(tmp_path / "generation_config.json", DECODER) == ""  # as a GGUF file
 
 
 def test_the_graph_of_an_export_withholds_nothing(tmp_path: Path) -> None:
     said(tmp_path, suppress_tokens=[4], bad_words_ids=[[5]])
-    assert not_followed(tmp_path, DECODER) == ""
+    assert unsupported_settings(tmp_path, DECODER) == ""
     for name in ("fusion.json", "inference.graph"):
         (tmp_path / name).touch()
-    line = not_followed(tmp_path, DECODER)
+    line = unsupported_settings(tmp_path, DECODER)
     assert "suppress_tokens [4] and bad_words_ids [[5]], which" in line
 
 
 def test_tensors_that_a_model_has_no_place_for_are_named_in_one_line(tmp_path: Path) -> None:
-    assert passed_over(tmp_path, DECODER, ()) == []
+    assert ignored_settings(tmp_path, DECODER, ()) == []
     said(tmp_path, min_length=3)
-    first, second = passed_over(tmp_path, DECODER, ("score.weight",))
-    assert first == not_followed(tmp_path, DECODER) != ""
+    first, second = ignored_settings(tmp_path, DECODER, ("score.weight",))
+    assert first == unsupported_settings(tmp_path, DECODER) != ""
     assert second == "its files hold tensors that the model has no place for: 'score.weight'"
-    (line,) = passed_over(tmp_path / "m.gguf", DECODER, ("a\n", *"bcde", 100 * "f"))
+    (line,) = ignored_settings(tmp_path / "m.gguf", DECODER, ("a\n", *"bcde", 100 * "f"))
     assert line.endswith(r"for: 'a\n', 'b', 'c' and 3 more")
 
 
@@ -193,7 +193,7 @@ def test_tensors_that_a_model_has_no_place_for_are_named_in_one_line(tmp_path: P
 def test_a_prompt_that_vectors_are_made_without_is_named(content: str, line: str, tmp_path: Path) -> None:
     vectors = ServeConfig(cache="recompute", max_sequence=8, vocabulary=50, outputs=(EMBEDDING,))
     (tmp_path / "config_sentence_transformers.json").write_text(content)
-    assert passed_over(tmp_path, vectors, ()) == []  # another library's files
+    assert ignored_settings(tmp_path, vectors, ()) == []  # another library's files
     (tmp_path / "modules.json").write_text("[]")
-    found = passed_over(tmp_path, vectors, ())
+    found = ignored_settings(tmp_path, vectors, ())
     assert len(found) == bool(line) and all(line in each and "\n" not in each for each in found)

@@ -22,7 +22,7 @@ from fusion.dag.rewrites.expert_groups import group_experts, part_of
 from fusion.dag.rewrites.quantise import quantise
 from fusion.runtime.capture import huggingface, sources, stored_weights
 from fusion.runtime.capture.capture import variables_from_module
-from fusion.runtime.capture.generation import passed_over
+from fusion.runtime.capture.generation import ignored_settings
 from fusion.runtime.capture.huggingface import open_model
 from fusion.runtime.capture.quantised_weights import quantised_model
 from fusion.runtime.capture.serving_graph import serving_graph
@@ -245,13 +245,13 @@ def test_a_table_that_files_leave_out_is_what_the_models_code_computes() -> None
     model.computed.to(torch.bfloat16)
     model.drawn.padding_idx = 0
     model.to("meta")
-    found = stored_weights.computed(model, "computed.weight")
+    found = stored_weights.computed_parameter(model, "computed.weight")
     assert found is not None and torch.equal(found, torch.arange(12.0).view(4, 3).sin().bfloat16())
     assert model.computed.weight.is_meta
     before = torch.get_rng_state()
     # At random; not set at all; not said to be left out.
     for name in ("drawn.weight", "forgotten.weight", "stored.weight"):
-        assert stored_weights.computed(model, name) is None
+        assert stored_weights.computed_parameter(model, name) is None
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -867,13 +867,13 @@ def test_a_configuration_does_not_fill_the_memory_with_lists(
 def test_an_end_that_only_the_tokenizer_knows_is_said(tmp_path: Path) -> None:
     made = chat_model.tokenizer()
     chat_model.save_model(tmp_path, made)
-    assert sources.in_files(tmp_path).unended == "<|im_end|>"
+    assert sources.in_files(tmp_path).missing_end_token == "<|im_end|>"
     end = made.token_to_id("<|im_end|>")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, end]}))
-    assert sources.in_files(tmp_path).unended is None
+    assert sources.in_files(tmp_path).missing_end_token is None
     (tmp_path / "generation_config.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    assert sources.in_files(tmp_path).unended is None  # nobody chats with it
+    assert sources.in_files(tmp_path).missing_end_token is None  # nobody chats with it
 
 
 def test_tokens_that_only_the_tokenizer_has_are_said(tmp_path: Path) -> None:
@@ -929,7 +929,7 @@ def test_a_file_on_generation_that_is_no_json_is_passed_over_and_said(written: b
     wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id
     found = read_servable(ServingSpec(path=tmp_path), lambda line: None)
     assert wanted == 3 and found.model.about.end_tokens == (3,)
-    [line] = passed_over(tmp_path, found.config, ())
+    [line] = ignored_settings(tmp_path, found.config, ())
     assert line.startswith("generation_config.json holds no JSON and is passed over")
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(JobError, match=r"generation_config\.json holds no JSON object"):

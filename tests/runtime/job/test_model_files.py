@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fusion.runtime.capture import sources
-from fusion.runtime.capture.generation import passed_over
+from fusion.runtime.capture.generation import ignored_settings
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import ServeConfig
 from fusion.runtime.job.model_files import (
@@ -116,7 +116,7 @@ def test_templates_of_which_none_is_the_default_are_said(files: dict[str, Any], 
     assert chat_without_default(tmp_path) == line
     served = ServeConfig(cache="kv", max_sequence=8, vocabulary=50)
     (tmp_path / "config.json").write_text("{}")
-    assert passed_over(tmp_path, served, ()) == [line]
+    assert ignored_settings(tmp_path, served, ()) == [line]
 
 
 def test_one_that_is_too_long_or_no_text(tmp_path: Path) -> None:
