@@ -39,7 +39,7 @@ class SourceLength:
 
     @contextmanager
     def answering_guards(self) -> Iterator[None]:
-        """While open, torch's `ShapeEnv.evaluate_expr` asks here first."""
+        """While open, torch's `ShapeEnv.evaluate_expr` first looks for an answer here."""
         original = ShapeEnv.evaluate_expr
 
         def evaluate(env: ShapeEnv, orig_expr: Any, *args: Any, **named: Any) -> Any:

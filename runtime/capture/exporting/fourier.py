@@ -100,7 +100,7 @@ def fftn(last: str, others: str, dims: Sequence[int] | None, *, last_first: bool
 
 
 def stft(original: _Function) -> _Function:
-    """For a signal of known length."""
+    """The replacement applies to signals of known length."""
 
     def run(
         input: Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None, window: Tensor | None = None,
@@ -131,7 +131,7 @@ def stft(original: _Function) -> _Function:
 
 
 def istft(original: _Function) -> _Function:
-    """For a known number of frames."""
+    """The replacement applies to a known number of frames."""
 
     def run(
         input: Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None, window: Tensor | None = None,

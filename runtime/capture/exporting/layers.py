@@ -18,7 +18,7 @@ from torch.nn import functional
 
 
 def adaptive_max_pool(n: int) -> Callable[[Any], Callable[..., Any]]:
-    """One maximum for each window: windows differ in size. Few windows only."""
+    """Takes the maximum of each window, as windows differ in size, if there are few."""
 
     def patch(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
@@ -48,7 +48,7 @@ def adaptive_max_pool(n: int) -> Callable[[Any], Callable[..., Any]]:
 
 
 def chunk(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A free size that is provably divisible by the number of chunks: (2 * batch) in two."""
+    """Splits a free size into chunks if it is provably divisible by their number: (2 * batch) in two."""
 
     def run(input: Tensor, chunks: int, dim: int = 0) -> Any:
         size = input.shape[dim]
@@ -60,7 +60,7 @@ def chunk(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def split(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Pieces of a free size, of a tensor whose size is provably a multiple of it: (2 * batch) in pieces of batch."""
+    """Splits into pieces of a free size if the tensor's size is provably a multiple of it: (2 * batch) in pieces of batch."""
 
     def run(tensor: Tensor, split_size_or_sections: Any = None, dim: int = 0, **kwargs: Any) -> Any:
         size, piece = tensor.shape[dim], kwargs.get("split_size", split_size_or_sections)
@@ -80,7 +80,7 @@ def _equal_pieces(tensor: Tensor, piece: Any, count: int, dim: int) -> tuple[Ten
 
 
 def embedding_bag(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A look-up and a sum, for bags of one length: (batch, length)."""
+    """Looks up and reduces bags of one length: (batch, length)."""
 
     def run(input: Tensor, weight: Tensor, offsets: Tensor | None = None, *rest: Any, **kwargs: Any) -> Tensor:  # fmt: skip
         options = {**dict(zip(_REST, rest, strict=False)), **kwargs}
@@ -108,7 +108,7 @@ def _padded_bag(rows: Tensor, is_entry: Tensor, mode: str) -> Tensor:
 
 
 def one_hot(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """For a free number of classes, where torch reads num_classes as a number."""
+    """Allows a free number of classes, where torch requires a number."""
 
     def run(tensor: Tensor, num_classes: Any = -1) -> Tensor:
         if not isinstance(num_classes, torch.SymInt):
@@ -135,7 +135,7 @@ def instance_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def diagonal(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The diagonal of a square matrix at a symbolic offset, where the operator takes a constant one."""
+    """Takes the diagonal of a square matrix at a symbolic offset; the operator's is a constant."""
 
     def run(input: Tensor, offset: Any = 0, *more: Any, **kwargs: Any) -> Tensor:
         shift = kwargs.get("diagonal", kwargs.get("offset", offset))
@@ -165,7 +165,7 @@ def outer(_: Any) -> Callable[..., Tensor]:
 
 
 def cdist(_: Any) -> Callable[..., Tensor]:
-    """The distance of every pair by its definition, as with `donot_use_mm_for_euclid_dist`: without the approximation by products."""
+    """Computes each distance by definition, as with `donot_use_mm_for_euclid_dist`, not by torch's approximation with products."""
 
     def run(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
         result: Tensor = torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
@@ -175,7 +175,7 @@ def cdist(_: Any) -> Callable[..., Tensor]:
 
 
 def cov(_: Any) -> Callable[..., Tensor]:
-    """Without the check for negative weights."""
+    """Omits torch's check for negative weights."""
 
     def run(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:  # fmt: skip
         rows = input.reshape(1, -1) if input.dim() < 2 else input
@@ -216,7 +216,7 @@ def fill_diagonal_(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def gaussian_nll_loss(_: Any) -> Callable[..., Tensor]:
-    """Without the check for negative variances."""
+    """Omits torch's check for negative variances."""
 
     def run(input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Tensor:  # fmt: skip
         var = var if isinstance(var, Tensor) else torch.full_like(input, var)
@@ -230,7 +230,7 @@ def gaussian_nll_loss(_: Any) -> Callable[..., Tensor]:
 
 
 def unfold(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Overlapping windows as an index_select."""
+    """Selects overlapping windows by index_select."""
 
     def run(self: Tensor, dimension: int, size: int, step: int) -> Tensor:
         axis, length = dimension % self.dim(), self.shape[dimension]
@@ -261,7 +261,7 @@ def searchsorted(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def bincount(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """With `minlength` bins exactly: a number beyond them is an index out of range."""
+    """Makes exactly `minlength` bins: a number beyond them is an index out of range."""
 
     def run(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
         if not minlength:
@@ -276,7 +276,7 @@ def bincount(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def histc(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """For a given range."""
+    """The replacement applies to a given range."""
 
     def run(input: Tensor, bins: int = 100, min: float = 0, max: float = 0, *, out: Any = None) -> Tensor:
         if out is not None or min >= max or bins > _MOST_BINS:
@@ -312,7 +312,7 @@ def fake_quantize(axis: bool) -> Callable[..., Any]:
 
 
 def take_along_dim(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """gather() after broadcasting, without torch's check of the index values."""
+    """Broadcasts and gathers, without torch's check of the index values."""
 
     def run(input: Tensor, indices: Tensor, dim: int | None = None, **kwargs: Any) -> Tensor:
         if dim is None or kwargs:

@@ -284,10 +284,8 @@ _ALONG_DIM = frozenset({
     "amax", "amin", "argmax", "argmin", "cumsum", "log_softmax", "logsumexp", "max", "mean", "min", "norm", "normalize", "prod", "softmax",
     "squeeze", "std", "sum", "unsqueeze", "var",
 })  # fmt: skip
-_DIM_ARGUMENT: Mapping[str, tuple[int, int | None]] = {
-    "norm": (2, None),
-    "normalize": (2, 1),
-}  # position of the argument that names the dimension, and its default
+# The position of the argument that names the dimension, and its default.
+_DIM_ARGUMENT: Mapping[str, tuple[int, int | None]] = {"norm": (2, None), "normalize": (2, 1)}
 _LOSSES = frozenset({
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss", "kl_div", "l1_loss", "mse_loss", "poisson_nll_loss", "smooth_l1_loss",
 })  # fmt: skip

@@ -74,9 +74,7 @@ class Calls(TorchFunctionMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[str, list[Any]]] = []
         self.lines: list[str] = []
-        self.own_calls: list[
-            tuple[str, str]
-        ] = []  # (line of the model's code, function that it calls itself)
+        self.own_calls: list[tuple[str, str]] = []  # (line of the model's code, function that it calls)
         self.expected: Sequence[tuple[str, list[Any]]] | None = None
         self.different_line: str | None = None  # the first line that calls something else than expected
 

@@ -47,7 +47,7 @@ _masks_per_line: Counter[str] = Counter()  # in this run
 
 @contextmanager
 def reuse_masks() -> Iterator[None]:
-    """While open, later runs reuse what the export found of the mask at the same line: outside of an export masks cannot be traced."""
+    """While open, later runs reuse the result of the export for the mask at the same line: masks can be traced only during an export."""
     _counts_by_key.clear()
     try:
         yield
@@ -56,7 +56,7 @@ def reuse_masks() -> Iterator[None]:
 
 
 def begin_run() -> None:
-    """To be called when a run of the model begins."""
+    """Start counting masks anew: to be called at the start of each run of the model."""
     _masks_per_line.clear()
 
 

@@ -27,7 +27,7 @@ _TRIAL_CONFIG: Mapping[str, Any] = {
 
 @contextmanager
 def without_sorting(module: nn.Module) -> Iterator[None]:
-    """While open, such layers of the module do not sort."""
+    """While open, such layers of the module multiply rows in place and do not sort them."""
     kinds = {type(part) for part in module.modules() if part._modules.keys() >= _PARTS}
     replaced = [
         (kind, methods) for kind in kinds if (methods := _replacements(kind)) and _agrees(kind, methods)

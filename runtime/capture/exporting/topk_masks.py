@@ -53,7 +53,7 @@ class TopIndices:
         return self.order.new_zeros(*size, **named)
 
     def repeated(self) -> Tensor:
-        """As many indices as there are elements: the first `most`, then the highest again and again."""
+        """The first `most` indices, then the highest one repeated, as many in all as there are elements."""
         is_top = torch.arange(self.order.shape[-1]) < self.most
         return torch.where(is_top, self.order, self.order[..., :1])
 

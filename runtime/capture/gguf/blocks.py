@@ -188,7 +188,7 @@ def _words(data: Bytes) -> npt.NDArray[np.uint32]:
 
 
 def _iq1_s(blocks: Bytes) -> Array:
-    """In eighths: an eighth is added to or subtracted from the grid's numbers."""
+    """Group scales in eighths: the format adds an eighth to the grid's numbers or subtracts it."""
     high = np.ascontiguousarray(blocks[:, 34:]).view(np.uint16)
     return (2 * (high >> 12 & 7) + 1) / 8
 

@@ -60,7 +60,7 @@ def _granite_base(metadata: Metadata) -> Values:
 
 
 def _granite(metadata: Metadata) -> Values:
-    """Also a Granite 4 without recurrent layers: its files have metadata of these all the same."""
+    """Granite, and Granite 4 without recurrent layers, whose files have metadata of these all the same."""
     for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
         metadata.ignore(f"ssm.{key}")
     metadata.require("expert_shared_feed_forward_length", metadata.size("feed_forward_length"))
@@ -198,7 +198,7 @@ def _exaone(metadata: Metadata) -> Values:
 
 
 def _exaone4(metadata: Metadata) -> Values:
-    """Without a window, every layer is rotary; with one, layers with full attention are not."""
+    """All layers are rotary if there is no window; else only those with a window."""
     values = _rotary_decoder(metadata, "post_ffw_norm", rope=scaled_rotary)
     window = metadata.integer("attention.sliding_window", 0)
     types = (

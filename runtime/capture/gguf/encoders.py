@@ -48,7 +48,7 @@ def _bert(metadata: Metadata) -> Values:
 
 
 def _nomic_bert(metadata: Metadata) -> Values:
-    """Without experts."""
+    """Nomic's encoder without experts."""
     metadata.require("moe_every_n_layers", 0)
     values = _encoder(metadata)
     hidden = values["hidden_size"]

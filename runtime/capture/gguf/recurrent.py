@@ -277,7 +277,7 @@ def _delta_mixture(metadata: Metadata) -> Values:
 
 
 def _qwen3_5(metadata: Metadata) -> Values:
-    """Of a text alone, all sections of the rotary embedding have the same positions."""
+    """The sections of the rotary embedding all have the same positions in a text."""
     values = decoder(metadata, _POST_NORM, allow_nextn=True) | rms_norm(metadata)
     metadata.require_tensor("blk.0.ffn_gate.weight", values["intermediate_size"], values["hidden_size"])
     return _delta_network(metadata, values)

@@ -73,7 +73,7 @@ def to_groups(groups: int, sizes: Sequence[int], value: torch.Tensor) -> torch.T
 
 
 def from_tiles(groups: int, each: int, value: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """From row `start` on: rows stored as the first of every group, then the second, and so on, as whole groups of `each`."""
+    """Whole groups of `each`, from row `start` on, of rows stored as the first of every group, then the second, and so on."""
     rest = value[start:]
     untiled = rest.reshape(each, groups, -1, *value.shape[1:]).transpose(0, 1).reshape(rest.shape)
     return torch.cat([value[:start], untiled]) if start else untiled

@@ -71,7 +71,7 @@ def stored_parameters(
     """How the file stores each parameter of the module (by its first name) and each buffer that weights files hold, except those among its
     metadata. JobError if a tensor is missing, has another shape, or belongs to no parameter."""
     names = _Names(header, config)
-    found: dict[str, StoredParameter] = {}
+    parameters: dict[str, StoredParameter] = {}
     tensors = {name: value for name, value in _stored_tensors(module).items() if name not in config.constants}
     for parameter, value in tensors.items():
         infos = [header.tensors[name] for name in names.tensors_of(parameter)]
@@ -83,15 +83,15 @@ def stored_parameters(
         for info in infos:
             if not is_readable(info.kind, info.block_bytes):
                 raise JobError(f"{header.path}: {quoted(info.name)} is in {info.kind}, which is not read")
-        found[parameter] = stored
-    used = {info.name for stored in found.values() for info in stored.tensors}
+        parameters[parameter] = stored
+    used = {info.name for stored in parameters.values() for info in stored.tensors}
     used |= _ROPE_TENSORS.get(config.architecture, set())
     for name in sorted(header.tensors.keys() - used):
         if not _is_ignored(name, config):
             raise JobError(
                 f"{header.path} has a tensor {quoted(name)}, which no {config.model_type} model has"
             )
-    return found
+    return parameters
 
 
 def set_constants(config: ModelConfig, module: nn.Module) -> None:
@@ -187,26 +187,26 @@ class _Names:
 
     def _alternatives(self, parameter: str) -> list[list[str]]:
         for pattern, alternatives in _NAMES:
-            found = re.fullmatch(rf"(?:.*\.)?(\d+)\.(?:.*\.)?{pattern}", parameter)
-            if found is not None:
-                return [[f"blk.{found[1]}.{name}" for name in names.split()] for names in alternatives]
+            match = re.fullmatch(rf"(?:.*\.)?(\d+)\.(?:.*\.)?{pattern}", parameter)
+            if match is not None:
+                return [[f"blk.{match[1]}.{name}" for name in names.split()] for names in alternatives]
         if (stacked := _STACKED.search(parameter)) is not None:
             return [["altup_unembd_proj.weight" if stacked[1] else "altup_proj.weight"]]
         # A model without a head lacks the prefix "model.".
         for spelled in (parameter, parameter.removeprefix("transformer."), f"model.{parameter}"):
             owner, _, kind = spelled.rpartition(".")
-            if (known := self._table.get_name(owner)) is not None:
-                return [[f"{known}.{kind}"]]
-            if (known := self._table.get_name(spelled)) is not None:  # a parameter beside modules
-                return [[known], [f"{known}.weight"]]
+            if (name_in_file := self._table.get_name(owner)) is not None:
+                return [[f"{name_in_file}.{kind}"]]
+            if (name_in_file := self._table.get_name(spelled)) is not None:  # a parameter beside modules
+                return [[name_in_file], [f"{name_in_file}.weight"]]
         return []
 
     def _nomic_names(self, parameter: str) -> list[str]:
         for pattern, owner in _NOMIC_NORMS:
-            if found := re.fullmatch(rf"layers\.(\d+)\.{pattern}", parameter):
-                return [f"blk.{found[1]}.{owner}.{found[2]}"]
-        one = _QKV_PARAMETER.fullmatch(parameter)
-        return [] if one is None else [f"blk.{one[1]}.attn_qkv.{one[3]}"]
+            if match := re.fullmatch(rf"layers\.(\d+)\.{pattern}", parameter):
+                return [f"blk.{match[1]}.{owner}.{match[2]}"]
+        qkv = _QKV_PARAMETER.fullmatch(parameter)
+        return [] if qkv is None else [f"blk.{qkv[1]}.attn_qkv.{qkv[3]}"]
 
 
 def _stored_parameter(
@@ -218,13 +218,13 @@ def _stored_parameter(
     for pattern, inverse_of in (*_COMMON_INVERSES, *_INVERSES.get(config.architecture, ())):
         if re.fullmatch(pattern, part):
             inverse.update(inverse_of(config.values))
-    if (one := _QKV_PARAMETER.fullmatch(parameter)) is not None and part.startswith("attn_qkv."):
-        inverse["combine"] = partial(_third, "qkv".index(one[2]))
+    if (qkv := _QKV_PARAMETER.fullmatch(parameter)) is not None and part.startswith("attn_qkv."):
+        inverse["combine"] = partial(_third, "qkv".index(qkv[2]))
     if (stacked := _STACKED.search(parameter)) is not None:
         inverse["combine"] = partial(_one_of, int(stacked[2]))
-    owner, _, what = part.partition(".")
-    if owner.endswith("_exps") and what != "scale":
-        if what == "bias":
+    owner, _, suffix = part.partition(".")
+    if owner.endswith("_exps") and suffix != "scale":
+        if suffix == "bias":
             infos = [replace(info, shape=(*info.shape, 1)) for info in infos]
         inverse["experts"] = infos[0].shape[0]
     return StoredParameter(tuple(infos), shape, **inverse)

@@ -249,7 +249,7 @@ def _empty(node: fx.Node, _: Values) -> tuple[str, Values]:
 
 
 def _cat(node: fx.Node, values: Values) -> tuple[str, Values]:
-    """Without empty pieces of one dimension, which torch ignores whatever the others' shape: with one, code begins a cache."""
+    """Drops empty one-dimensional pieces, which torch ignores whatever the others' shape: code begins a cache with one."""
 
     def is_empty(piece: fx.Node) -> bool:
         value = piece.meta["val"]
@@ -321,7 +321,7 @@ def _with_names(op: str, **names: str) -> Callable[[fx.Node, Values], tuple[str,
 
 
 def _subtraction(_: fx.Node, values: Values) -> tuple[str, Values]:
-    """Also of a number minus a tensor, a form that torch's decompositions produce."""
+    """Subtraction; torch's decompositions also subtract a tensor from a number."""
     if isinstance(values["self"], fx.Node):
         return "aten.sub.Tensor", values
     return "aten.rsub.Scalar", {**values, "self": values["other"], "other": values["self"]}

@@ -221,7 +221,7 @@ def _cast(values: Mapping[str, Any], emit: Emit) -> Complex | Ref:
 
 
 def _magnitude(values: Mapping[str, Any], emit: Emit) -> Ref:
-    """With a gradient of 0 at 0, as in torch."""
+    """The magnitude, with a gradient of 0 at 0 as in torch."""
     value = values["self"]
     square = emit(
         "aten.add.Tensor",

@@ -30,9 +30,7 @@ def keep_values(graph: Graph, kept: Mapping[str, Ref]) -> Graph:
             nodes.append(replace(step, args=substitute(step.args, renamed)))
         for value, node in keeps_after.get(step.name if isinstance(step, Node) else "", ()):
             nodes.append(node)
-            if (
-                value.name in graph.node_index
-            ):  # not for an input or variable: everything would read the KEEP node
+            if value.name in graph.node_index:  # not of an input, which all nodes would read through it
                 renamed[value] = Ref(node.name)
     outputs = tuple(renamed.get(ref, ref) for ref in graph.outputs)
     return replace(graph, nodes=tuple(nodes), outputs=outputs)

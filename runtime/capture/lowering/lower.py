@@ -246,7 +246,7 @@ class _Lowering:
                     raise CaptureError(f"{error}{line_of_node(node)}") from error
 
     def getitem(self, node: fx.Node) -> None:
-        """One of the results of a call."""
+        """Bind one of the results of a call."""
         source, index = cast(tuple[fx.Node, int], node.args)
         value = self.env[source]
         self.env[node] = value[index] if isinstance(value, tuple) else value

@@ -39,7 +39,7 @@ def digamma(self: Tensor) -> Tensor:
 
 
 def sinc(self: Tensor) -> Tensor:
-    """With a gradient at zero, where torch's decomposition divides by zero."""
+    """sin(pi x) / (pi x) with a gradient at zero, where torch's decomposition divides by zero."""
     zero = self == 0
     angle = pi * torch.where(zero, 1.0, self)
     return torch.where(zero, 1.0, angle.sin() / angle)
