@@ -15,6 +15,7 @@ stored_weights      which tensors of the files make each tensor of a module
 gguf/               GGUF files: metadata, tensors, tokenizer
 gguf_model          a language model in a GGUF file
 capture             a module as a graph, through torch.export, without its weights
+exported_modules    the modules that torch.export runs
 exporting/          patches for torch.export, and the line of an error
 lowering/           an exported program in the op-set
 rope                rotary positions whose frequencies depend on the length

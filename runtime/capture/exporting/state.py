@@ -25,8 +25,6 @@ from fusion.runtime.capture.exporting.one_sample import Calls, require_same_of_o
 from fusion.runtime.capture.exporting.tensors import fake_mode, tensors_of
 from fusion.runtime.job.errors import CaptureError
 
-__all__ = ["Calls", "no_state_in_buffers", "node_of", "require_same_runs"]
-
 # Operators that return the value of their first argument.
 _IDENTITY_OPS = ("to", "_to_copy", "alias", "detach", "clone", "contiguous")
 
@@ -73,7 +71,7 @@ def _same_type(value: Tensor, buffer: Tensor) -> bool:
 
 @contextmanager
 def _buffers_written(wrapped: nn.Module) -> Iterator[None]:
-    """In training mode, copy a value that the module assigns to a buffer into that buffer."""
+    """Copies values that the module assigns to buffers in training mode into these buffers."""
 
     def write(module: nn.Module, name: str, value: Any) -> Tensor | None:
         buffer = module._buffers.get(name)

@@ -29,22 +29,8 @@ from fusion.runtime.capture.exporting import (
     sorted_experts,
     topk_masks,
 )
-from fusion.runtime.capture.exporting.blocks import SourceLength
-from fusion.runtime.capture.exporting.masked_rows import require_no_masked_rows
 from fusion.runtime.capture.exporting.model_code import line_of_caller
-from fusion.runtime.capture.exporting.size_masks import begin_run, reuse_masks
-from fusion.runtime.capture.exporting.size_texts import no_size_texts
 from fusion.runtime.job.errors import CaptureError
-
-__all__ = [
-    "SourceLength",
-    "begin_run",
-    "no_size_texts",
-    "patched_torch",
-    "require_no_masked_rows",
-    "require_plain_gradients",
-    "reuse_masks",
-]
 
 _Patch = tuple[Any, str, Callable[[Any], Any]]  # owner, attribute, original -> replacement
 

@@ -7,4 +7,5 @@ triangles         causal masks and position counts that a module keeps as buffer
 kept_values       values that a model writes to its buffers for the next run
 decompose         decomposes operators that the op-set does not have
 lower             the exported program as a graph
+module_graph      a module through all of this
 """
