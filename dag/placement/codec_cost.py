@@ -1,4 +1,4 @@
-"""What a codec makes of an edge, as numbers: bytes on the wire and seconds of work, so that placement needs no codec."""
+"""The cost of a codec on an edge: bytes on the wire and seconds of work, so that placement needs no codec."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fusion.dag.ir.graph import DTYPE_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class CodecCost:
-    """Of one tensor one way. The seconds are those of one core of the peer that encodes, or decodes."""
+    """The cost of one tensor in one direction. Seconds are those of one core of the peer that encodes, or decodes."""
 
     name: str
     bytes_per_element: float
@@ -31,5 +31,5 @@ class CodecCost:
         return self.fixed_bytes + self.bytes_per_element * elements
 
 
-# By dtype: the tensor as it lies in memory, without work.
+# By dtype: the tensor as it is in memory, at no cost in time.
 DENSE = {dtype: CodecCost(name="none", bytes_per_element=size) for dtype, size in DTYPE_BYTES.items()}

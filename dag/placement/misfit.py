@@ -10,7 +10,7 @@ _LISTED = 8  # peers, in a message
 
 
 class DoesNotFit(PlacementError):
-    """`needed` says what the model needs at least; `offered` is each peer's name and what it lends, in bytes."""
+    """`needed`: the least that the model needs, for people; `offered`: each peer's name and the bytes that it lends."""
 
     def __init__(self, needed: str, offered: Sequence[tuple[str, int]]) -> None:
         self.needed, self.offered = needed, tuple(sorted(offered, key=lambda peer: (-peer[1], peer[0])))
@@ -21,10 +21,10 @@ class DoesNotFit(PlacementError):
         )
 
     def named(self, names: Mapping[str, str]) -> DoesNotFit:
-        """With the peers called as people know them."""
+        """The same error with peers under the names that people know them by."""
         return DoesNotFit(self.needed, [(names.get(peer, peer), bytes_) for peer, bytes_ in self.offered])
 
 
 def size_text(bytes_: float) -> str:
-    """Of memory, e.g. "1.25 GiB" or "3.0 MiB"."""
+    """A size of memory, e.g. "1.25 GiB" or "3.0 MiB"."""
     return f"{bytes_ / 2**30:.2f} GiB" if bytes_ >= 100 << 20 else f"{bytes_ / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""The devices of a swarm and the links between them, as placement sees them: numbers, wherever they come from."""
+"""The devices of a swarm and the links between them, as numbers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Matrix = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """`flops_per_second` is what a peer reaches, not its peak; `memory_bytes_per_second` paces what is not arithmetic: where
-    more was `measured`, that is believed. The two rates are those of its line: all that it sends, and all that it receives, share them."""
+    """`flops_per_second` is what a peer reaches, not its peak; `memory_bytes_per_second` bounds memory-bound operators. `measured`
+    speeds replace both. `up_` and `down_bytes_per_second` are its line's: all that it sends, or receives, shares them."""
 
     peer: str
     flops_per_second: float
@@ -43,7 +43,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One way between two peers. Time to send n bytes: alpha_seconds + n / bytes_per_second."""
+    """One direction between two peers, in the alpha-beta model: n bytes take alpha_seconds + n / bytes_per_second."""
 
     alpha_seconds: float
     bytes_per_second: float
@@ -55,13 +55,13 @@ class Link:
 
 Links = Mapping[tuple[str, str], Link]  # by (from, to)
 
-# For a pair that nothing is known of: a home uplink.
+# Assumed for a pair without a measurement: a home uplink.
 UNKNOWN_LINK = Link(alpha_seconds=0.02, bytes_per_second=1.25e6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """A pair that `links` does not have counts as UNKNOWN_LINK. ValueError if two devices have one name."""
+    """A pair without an entry in `links` has UNKNOWN_LINK. ValueError if two devices have one name."""
 
     devices: tuple[Device, ...]
     links: Links = field(default_factory=dict)
@@ -71,15 +71,15 @@ class Network:
             raise ValueError("network: each device needs a name of its own")
 
     def only(self, peers: Collection[str]) -> Network:
-        """The network with these devices alone."""
+        """The network of these devices alone."""
         return Network(devices=tuple(d for d in self.devices if d.peer in peers), links=self.links)
 
     def link(self, a: str, b: str) -> Link:
-        """The pair's own limit, from a to b; what their lines allow is not in it."""
+        """The link from a to b, without the limits of their lines."""
         return self.links.get((a, b), UNKNOWN_LINK)
 
     def rate(self, a: str, b: str) -> float:
-        """Bytes a second from a to b while nothing else uses either line."""
+        """Bytes a second from a to b while both lines are otherwise idle."""
         up, down = self.device(a).up_bytes_per_second, self.device(b).down_bytes_per_second
         return min(self.link(a, b).bytes_per_second, up, down)
 
@@ -88,12 +88,12 @@ class Network:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """The place of each peer in `devices`, and in the rows and columns of the matrices."""
+        """The index of each peer in `devices`, and in the rows and columns of the matrices."""
         return {d.peer: i for i, d in enumerate(self.devices)}
 
     @cached_property
     def machines(self) -> npt.NDArray[np.int64]:
-        """(devices,) equal numbers: the cores of one machine."""
+        """(devices,) the machine of each device, by number."""
         names = [d.shared.name for d in self.devices]
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
         return np.array([numbers[name] for name in names], dtype=np.int64)
@@ -103,8 +103,8 @@ class Network:
         """(devices, devices) bytes a second from row to column, as `rate` gives them."""
         up = np.array([d.up_bytes_per_second for d in self.devices])
         down = np.array([d.down_bytes_per_second for d in self.devices])
-        found: Matrix = np.minimum(np.minimum(up[:, None], down[None, :]), self.pair_rates)
-        return found
+        rates: Matrix = np.minimum(np.minimum(up[:, None], down[None, :]), self.pair_rates)
+        return rates
 
     @cached_property
     def pair_rates(self) -> Matrix:
@@ -121,7 +121,7 @@ class Network:
         shape = (len(self.devices), len(self.devices))
         alphas = np.full(shape, UNKNOWN_LINK.alpha_seconds)
         rates = np.full(shape, UNKNOWN_LINK.bytes_per_second)
-        some = len(self.links) <= len(self.devices) ** 2  # else the table is of a larger network
+        some = len(self.links) <= len(self.devices) ** 2  # else `links` belongs to a larger network
         pairs = self.links.items() if some else self._own_pairs()
         for (a, b), link in pairs:
             row, column = self.index.get(a), self.index.get(b)

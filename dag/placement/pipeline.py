@@ -1,7 +1,7 @@
 """A placement as work on machines: what each stage computes, what flows between stages, and over which links.
 
-`fusion.dag.placement.step_model` predicts a pipeline's step in closed form, `fusion.dag.placement.simulate` plays it event by event. Both
-read nothing else, so what they disagree on is queueing, not the numbers.
+`fusion.dag.placement.step_model` predicts a pipeline's step in closed form, `fusion.dag.placement.simulate` simulates it event by event.
+Both read nothing else, so they can differ in queueing only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EdgeCosts = Mapping[tuple[str, str], CodecCost]
 
 @dataclass(frozen=True, kw_only=True)
 class StageLoad:
-    """Of one stage on the device that runs it."""
+    """The work of one stage on the device that runs it."""
 
     forward_seconds: float  # one microbatch
     backward_seconds: float
@@ -39,7 +39,7 @@ class StageLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """One value on its way from the stage that makes it to one that reads it, and its gradient on the way back."""
+    """One value from the stage that produces it to one that consumes it, and its gradient in the other direction."""
 
     name: str  # of the edge
     producer: int
@@ -58,7 +58,7 @@ class Flow:
 
 
 class Placed(Protocol):
-    """What a pipeline has to know of a placement."""
+    """The fields of a placement that a pipeline is built from."""
 
     @property
     def cuts(self) -> tuple[int, ...]: ...
@@ -76,7 +76,7 @@ class Placed(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A placement of which nothing is predicted yet."""
+    """A placement without its prediction."""
 
     cuts: tuple[int, ...]
     owners: tuple[str, ...]
@@ -88,10 +88,13 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Serving is a pipeline without backward: its step is one pass of each microbatch (of one, a prompt)."""
+    """A placement with the work of its stages and flows. In serving there is no backward pass: a step is one forward pass of
+    each microbatch."""
 
     stages: tuple[StageLoad, ...]
-    flows: tuple[Flow, ...]  # by producer, then in the order in which its values are made, then by consumer
+    flows: tuple[
+        Flow, ...
+    ]  # by producer, then in the order in which it computes its values, then by consumer
     owners: tuple[str, ...]  # stages[i] runs on owners[i]
     network: Network
     microbatches: int
@@ -107,16 +110,20 @@ class Pipeline:
 
     def in_flight(self, stage: int) -> int:
         """The most microbatches that a stage holds at once."""
-        return held(stage, len(self.stages), self.microbatches, self.training, self.schedule, self.depth)
+        return max_in_flight(
+            stage, len(self.stages), self.microbatches, self.training, self.schedule, self.depth
+        )
 
     def actions(self, stage: int) -> tuple[Action, ...]:
-        """What the stage runs in a step, in order."""
+        """The passes that the stage runs in a step, in order."""
         if not self.training:
             return tuple(Action("forward", m) for m in range(self.microbatches))
         return actions(self.schedule, stage, len(self.stages), self.microbatches, self.depth)
 
 
-def held(stage: int, stages: int, microbatches: int, training: bool, schedule: Schedule, depth: int) -> int:
+def max_in_flight(
+    stage: int, stages: int, microbatches: int, training: bool, schedule: Schedule, depth: int
+) -> int:
     """The most microbatches that a stage holds at once."""
     if not training:
         return 1
@@ -126,10 +133,10 @@ def held(stage: int, stages: int, microbatches: int, training: bool, schedule: S
 
 
 def uniform(graph: Graph, sizes: Mapping[str, int], wire: CodecCost) -> EdgeCosts:
-    """The same codec for every floating value, both ways."""
-    table = crossing(graph, sizes)
-    floating = [name for name, dtype in zip(table.names, table.dtypes, strict=True) if "float" in dtype]
-    return {(name, way): wire for name in floating for way in ("forward", "backward")}
+    """The same codec for every floating-point value, in both directions."""
+    values = crossing(graph, sizes)
+    floating = [name for name, dtype in zip(values.names, values.dtypes, strict=True) if "float" in dtype]
+    return {(name, direction): wire for name in floating for direction in ("forward", "backward")}
 
 
 def pipeline(
@@ -140,8 +147,8 @@ def pipeline(
     edge_costs: EdgeCosts | None = None,
     memory: MemoryConfig = MemoryConfig(),  # noqa: B008 - frozen
 ) -> Pipeline:
-    """The edges are those of `split(graph, placement.cuts)`; one that skips stages goes straight to each consumer.
-    `sizes` are those of one microbatch. PlacementError if an owner is not in the network."""
+    """The pipeline of a placement. Its edges are those of `split(graph, placement.cuts)`; a value that skips stages is sent
+    directly to each consumer. `sizes` are those of one microbatch. PlacementError if an owner is not in the network."""
     edge_costs = edge_costs or {}
     missing = [owner for owner in placement.owners if owner not in network.index]
     if missing:
@@ -151,14 +158,16 @@ def pipeline(
     first = np.arange(count)
     devices = [network.device(owner) for owner in placement.owners]
     seconds = np.stack([d.speeds.seconds for d in devices], axis=1)
-    updated = np.array([d.speeds.updated_byte for d in devices])
-    in_flight_of = [
-        held(s, count, placement.microbatches, placement.training, placement.schedule, placement.depth)
+    updated_byte_seconds = np.array([d.speeds.updated_byte for d in devices])
+    in_flights = [
+        max_in_flight(
+            s, count, placement.microbatches, placement.training, placement.schedule, placement.depth
+        )
         for s in range(count)
     ]
     forward, backward = segments.passes(first, first + 1, seconds)
-    update = segments.updates(first, first + 1, updated, seconds[NODES])
-    needed = segments.memory(first, first + 1, np.array(in_flight_of))
+    update = segments.updates(first, first + 1, updated_byte_seconds, seconds[NODES])
+    needed = segments.memory(first, first + 1, np.array(in_flights))
     stages = tuple(
         StageLoad(
             forward_seconds=float(forward[s]),
@@ -168,17 +177,17 @@ def pipeline(
         )
         for s in range(count)
     )
-    table = crossing(graph, sizes)
+    values = crossing(graph, sizes)
     flows = []
-    for v, producer, consumer in zip(*table.edges(placement.cuts), strict=True):
-        name, dense = table.names[v], DENSE[table.dtypes[v]]
-        returns = placement.training and bool(table.gradient[v])
+    for v, producer, consumer in zip(*values.edges(placement.cuts), strict=True):
+        name, dense = values.names[v], DENSE[values.dtypes[v]]
+        returns = placement.training and bool(values.gradient[v])
         flows.append(
             Flow(
                 name=name,
                 producer=int(producer),
                 consumer=int(consumer),
-                elements=int(table.elements[v]),
+                elements=int(values.elements[v]),
                 forward=edge_costs.get((name, "forward"), dense),
                 backward=edge_costs.get((name, "backward"), dense) if returns else None,
             )

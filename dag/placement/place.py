@@ -1,4 +1,4 @@
-"""Which peer runs which stage: the facade over the schedulers, which all answer to the step model."""
+"""Which peer runs which stage: the facade over the schedulers, compared by the step model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fusion.dag.placement.segments import measure
 from fusion.dag.placement.shortlist import shortlist
 from fusion.dag.placement.step_model import Prediction, step_seconds
 
-# Orders of devices that local moves try on the winner, if another scheduler than OP-Fence found it.
+# Orders that local moves try on the best placement, where another scheduler than OP-Fence found it.
 _TRIES = 24
 Scheduler = Literal["op-fence", "equal-ops", "equal-flops", "exact"]
 
@@ -37,8 +37,8 @@ class Placement:
 
     cuts: tuple[int, ...]
     owners: tuple[str, ...]
-    replicas: tuple[tuple[str, ...], ...]  # by stage: who serves it beside its owner
-    left_out: tuple[str, ...]  # who does nothing
+    replicas: tuple[tuple[str, ...], ...]  # by stage: peers that serve it beside its owner
+    left_out: tuple[str, ...]  # peers without a stage
     microbatches: int
     training: bool
     schedule: Schedule
@@ -46,7 +46,7 @@ class Placement:
     predicted_seconds: float
     stage_seconds: tuple[float, ...]
     memory_bytes: tuple[int, ...]
-    sent_bytes: tuple[int, ...]  # forward over each cut, for one microbatch
+    sent_bytes: tuple[int, ...]  # in the forward pass over each cut, for one microbatch
     prediction: Prediction
 
 
@@ -65,11 +65,11 @@ def place(
 ) -> Placement:
     """The fastest placement found, of exactly `stages` stages on as many devices, or, with None, of as many as help.
 
-    `sizes` are those of one microbatch. "op-fence" asks the others as well, and is never slower by the model than any
-    of them; the others stand alone, for comparison. `wire` is what every floating value costs to send, `gpipe` says that
-    the job will run that schedule, which holds all microbatches at once.
-    PlacementError if there are too few devices or cuts, the model does not fit their memory, or the scheduler that stands
-    alone does not place it.
+    `sizes` are those of one microbatch. "op-fence" runs the others as well, and by the model is never slower than any
+    of them; the others run alone, for comparison. `wire` is the codec of every floating-point value; `gpipe`: the job will
+    run that schedule, which holds all microbatches at once.
+    PlacementError if there are too few devices or cuts, the model does not fit their memory, or the chosen scheduler does
+    not place it.
     """
     if microbatches < 1:
         raise PlacementError(f"microbatches must be at least 1, not {microbatches}")
@@ -92,28 +92,28 @@ def place(
             f"{len(options.segments.bounds) - 1}"
         )
     proposed = [choice for find in _SCHEDULERS[scheduler] if (choice := find(options)) is not None]
-    ranked = sorted(((options.outlook(c), c) for c in proposed), key=lambda item: (item[0].seconds, item[1]))
+    ranked = sorted(((options.estimate(c), c) for c in proposed), key=lambda item: (item[0].seconds, item[1]))
     if not ranked or not np.isfinite(ranked[0][0].seconds):
         raise _failure(
             options, scheduler, ranked[0][1] if ranked else None, microbatches if training else None
         )
-    outlook, choice = ranked[0]
+    estimate, choice = ranked[0]
     if scheduler == "op-fence" and choice != proposed[0]:
-        outlook, choice = improve(options, ranked[0], _TRIES)
-    bare = Layout(
+        estimate, choice = improve(options, ranked[0], _TRIES)
+    layout = Layout(
         cuts=tuple(options.segments.bounds[b] for b in choice.bounds[1:-1]),
         owners=tuple(options.network.devices[d].peer for d in choice.order),
         microbatches=microbatches,
         training=training,
-        schedule=outlook.schedule,
-        depth=outlook.depth,
+        schedule=estimate.schedule,
+        depth=estimate.depth,
     )
-    return _predicted(graph, bare, options, network, sizes, wire, memory)
+    return _predicted(graph, layout, options, network, sizes, wire, memory)
 
 
 def _exact(options: Space) -> Choice | None:
-    found = exact(options)
-    return found.choice if found else None
+    optimum = exact(options)
+    return optimum.choice if optimum else None
 
 
 _SCHEDULERS: dict[Scheduler, tuple[Callable[[Space], Choice | None], ...]] = {
@@ -126,17 +126,17 @@ _SCHEDULERS: dict[Scheduler, tuple[Callable[[Space], Choice | None], ...]] = {
 
 def _predicted(
     graph: Graph,
-    bare: Layout,
+    layout: Layout,
     options: Space,
     network: Network,
     sizes: Mapping[str, int],
     wire: CodecCost | None,
     memory: MemoryConfig,
 ) -> Placement:
-    cuts, owners, training, microbatches = bare.cuts, bare.owners, bare.training, bare.microbatches
+    cuts, owners, training, microbatches = layout.cuts, layout.owners, layout.training, layout.microbatches
     edge_costs = {} if wire is None else uniform(graph, sizes, wire)
-    line = pipeline(graph, bare, network, sizes, edge_costs, memory)
-    found = step_seconds(line)
+    placed = pipeline(graph, layout, network, sizes, edge_costs, memory)
+    prediction = step_seconds(placed)
     spare = [d for d in options.network.devices if d.peer not in owners]
     segments = measure(graph, cuts, sizes, training, memory)
     replicas = (
@@ -152,27 +152,27 @@ def _predicted(
         left_out=tuple(d.peer for d in network.devices if d.peer not in busy),
         microbatches=microbatches,
         training=training,
-        schedule=bare.schedule,
-        depth=bare.depth,
-        predicted_seconds=found.seconds,
+        schedule=layout.schedule,
+        depth=layout.depth,
+        predicted_seconds=prediction.seconds,
         stage_seconds=tuple(
-            s.forward_seconds + s.backward_seconds + s.update_seconds / microbatches for s in line.stages
+            s.forward_seconds + s.backward_seconds + s.update_seconds / microbatches for s in placed.stages
         ),
-        memory_bytes=tuple(s.memory_bytes for s in line.stages),
+        memory_bytes=tuple(s.memory_bytes for s in placed.stages),
         sent_bytes=tuple(int(b) for b in segments.forward_bytes[1:-1]),
-        prediction=found,
+        prediction=prediction,
     )
 
 
 def _failure(
     options: Space, scheduler: Scheduler, proposed: Choice | None, microbatches: int | None
 ) -> PlacementError:
-    """Why there is no placement; `proposed` is what the scheduler asks for, if anything. A baseline that finds none says
-    nothing of whether the model fits."""
+    """The error where there is no placement; `proposed` is what the scheduler chose, if anything. That a baseline finds none
+    does not mean that the model does not fit."""
     if scheduler == "exact" and (reason := too_large(options)):
         return PlacementError(f"exact: {reason} (op-fence places any number)")
     if scheduler in ("equal-ops", "equal-flops") and proposed is not None:
-        held = options.least_held(len(proposed.order))
+        held = options.min_in_flight(len(proposed.order))
         for s, (first, last) in enumerate(pairwise(proposed.bounds)):
             device = options.network.devices[proposed.order[s]]
             needed = float(options.segments.memory(first, last, held[s]))
@@ -186,7 +186,7 @@ def _failure(
 
 def _misfit(options: Space, microbatches: int | None) -> DoesNotFit:
     stages = options.stages
-    segments, held, count = options.segments, int(options.least_held(1)[0]), len(options.segments.bounds)
+    segments, held, count = options.segments, int(options.min_in_flight(1)[0]), len(options.segments.bounds)
     where = f" in {stages} stages" if stages else ""
     where += f" with {microbatches} microbatches" if microbatches else ""
     needed = f"the model does not fit{where}: it needs at least "

@@ -1,7 +1,7 @@
-"""Where to cut for devices in a given order: min-max dynamic programming over the pace of stages and links, then, for
-some tolerances, the cuts that keep that pace and fill the pipeline soonest.
+"""Where to cut for devices in a given order: min-max dynamic programming over the period of stages and links, then, for
+some tolerances, the cuts with the shortest fill within that period.
 
-Values that skip stages are counted as if every stage between passed them on: the model decides in the end.
+Values that skip stages are counted as if every stage between forwarded them; the step model decides between the results.
 """
 
 from __future__ import annotations
@@ -17,68 +17,70 @@ from fusion.dag.placement.search_space import Choice, Space
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
-# Times the shortest period there can be: how uneven stages may get to fill the pipeline sooner.
+# Factors of the shortest period: how far the period may grow for a shorter fill.
 SLACK = (1.0, 1.01, 1.05, 1.2, 1.5, 2.0, np.inf)
 FEW_SLACK = (1.0, 1.1, np.inf)
-_FOREVER = 1e18  # seconds: a segment that does not fit takes longer
-_WHOLE = 100_000  # entries of a table that is searched whole; a larger one, in a band around a first guess
-_NEAR = 20_000  # the same where a guess is at hand
+_MAX_SECONDS = 1e18  # a segment that does not fit takes inf
+_FULL_SEARCH = 100_000  # entries of a table that is searched in full; a larger one is searched in a band around a first guess
+_FULL_SEARCH_AROUND = 20_000  # the same where the caller gives the guess
 _BAND = 12  # bounds to either side of the guess
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """By stage, and by the first and last bound of its segment, each out of a window of its own."""
+    """Costs by stage and by the first and last bound of its segment, each as an index into the stage's window of bounds."""
 
     bounds: Indices  # (stages + 1, window)
-    # (stages, window, window): what the busiest part of stage and links takes; inf: does not fit
-    pace: Floats
-    once: Floats  # how much the stage and the link after it add to the fill
+    # (stages, window, window): the period of the stage and of the link after it; inf: does not fit
+    period: Floats
+    fill: Floats  # what both add to the fill
 
 
 def recut(
-    space: Space, order: tuple[int, ...], slacks: Sequence[float] = SLACK, near: Sequence[int] | None = None
+    space: Space, order: tuple[int, ...], slacks: Sequence[float] = SLACK, around: Sequence[int] | None = None
 ) -> Iterator[Choice]:
-    """Cuts worth asking the model about, the most even first; none if the model does not fit the devices so. `near`:
-    bounds to search around where searching everywhere would take long."""
+    """Cuts for the step model to compare, the shortest period first; none if the model does not fit these devices. `around`:
+    bounds to search around where a full search would take long."""
     size, count = len(space.segments.bounds), len(order)
     if count >= size:
         return
-    whole = count * size * size <= (_WHOLE if near is None else _NEAR)
-    centre = None if whole else (near if near is not None else even(space, order))
+    in_full = count * size * size <= (_FULL_SEARCH if around is None else _FULL_SEARCH_AROUND)
+    centre = None if in_full else (around if around is not None else proportional_bounds(space, order))
     band = _BAND
     while True:
         tables = _tables(space, order, _windows(count, size, centre, band))
-        slowest, _ = _search(tables, tables.pace, np.maximum)
-        if np.isfinite(slowest) or centre is None or band > 8 * _BAND:
+        best_period, _ = _search(tables, tables.period, np.maximum)
+        if np.isfinite(best_period) or centre is None or band > 8 * _BAND:
             break
         band *= 4
-    if not np.isfinite(slowest):
+    if not np.isfinite(best_period):
         return
     seen = set()
     for slack in slacks:
-        allowed = np.where(tables.pace <= min(slowest * slack * (1 + 1e-12), _FOREVER), tables.once, np.inf)
+        allowed = np.where(
+            tables.period <= min(best_period * slack * (1 + 1e-12), _MAX_SECONDS), tables.fill, np.inf
+        )
         _, bounds = _search(tables, allowed, np.add)
         if bounds not in seen:
             seen.add(bounds)
             yield Choice(order, bounds)
 
 
-def even(space: Space, order: Sequence[int]) -> tuple[int, ...]:
-    """Segments in proportion to speed, less where memory binds: each device takes what it can do in a time, the
-    shortest in which all is done. Links are not looked at."""
+def proportional_bounds(space: Space, order: Sequence[int]) -> tuple[int, ...]:
+    """Segments in proportion to speed, less where memory binds: each device takes what it computes within a limit, the
+    shortest one that suffices for the whole graph. Links are ignored."""
     segments, size, count = space.segments, len(space.segments.bounds), len(order)
-    held = space.least_held(count)
+    held = space.min_in_flight(count)
     forward, backward = segments.passes(0, np.arange(size)[None, :], space.seconds[:, list(order), None])
     seconds = forward + backward
 
-    def filled(limit: float) -> list[int]:
+    def bounds_within(limit: float) -> list[int]:
         bounds = [0]
         for s, device in enumerate(order):
             at = bounds[-1]
             by_time = int(np.searchsorted(seconds[s], seconds[s, at] + limit, side="right")) - 1
             memory = segments.memory(at, slice(at, None), held[s])
-            # What is tied to a variable outside goes away with the last of its readers: it need not rise.
+            # What is tied to a variable outside goes away with the last of its readers: memory need not rise.
             by_memory = at + int(np.flatnonzero(memory <= space.memory[device]).max(initial=0))
             bounds.append(max(at + 1, min(by_time, by_memory, size - count + s)))
         return bounds
@@ -86,77 +88,84 @@ def even(space: Space, order: Sequence[int]) -> tuple[int, ...]:
     low, high = 0.0, float(seconds[:, -1].max())
     for _ in range(16):
         middle = (low + high) / 2
-        if filled(middle)[-1] >= size - 1:
+        if bounds_within(middle)[-1] >= size - 1:
             high = middle
         else:
             low = middle
-    return (*filled(high)[:-1], size - 1)
+    return (*bounds_within(high)[:-1], size - 1)
 
 
 def _windows(count: int, size: int, centre: Sequence[int] | None, band: int) -> Indices:
-    """(stages + 1, window) bounds that each stage may begin at, -1 where there is none."""
+    """(stages + 1, window) bounds that each stage may begin at; -1 is padding."""
     if centre is None:
-        found = np.tile(np.arange(size), (count + 1, 1))
+        bounds = np.tile(np.arange(size), (count + 1, 1))
     else:
-        found = np.array(centre)[:, None] + np.arange(-band, band + 1)[None, :]
-    at = np.arange(count + 1)[:, None]
-    outside = (found < at) | (found > size - 1 - (count - at))
-    outside[0] = found[0] != 0
-    outside[-1] = found[-1] != size - 1
-    return np.where(outside, -1, found)
+        bounds = np.array(centre)[:, None] + np.arange(-band, band + 1)[None, :]
+    stage = np.arange(count + 1)[:, None]
+    outside = (bounds < stage) | (bounds > size - 1 - (count - stage))
+    outside[0] = bounds[0] != 0
+    outside[-1] = bounds[-1] != size - 1
+    return np.where(outside, -1, bounds)
 
 
-def alone(
+def stage_costs(
     space: Space, devices: Indices, first: Indices, last: Indices, held: Indices | int
 ) -> tuple[Floats, Floats]:
-    """(pace, once) of segments on devices without the links between them; inf where one does not fit. All broadcast."""
-    crossed = space.crossed
+    """(period, fill) of segments on devices without the links between them; inf where one does not fit. Arguments broadcast."""
+    crossing_costs = space.crossing_costs
     forward, backward = space.segments.passes(first, last, space.seconds[:, devices])
     # A peer computes, sends, receives and encodes at the same time; its lines carry both passes.
-    pace = np.maximum(forward + backward, (crossed[0, last] + crossed[3, first]) / space.up[devices])
-    pace = np.maximum(pace, (crossed[0, first] + crossed[3, last]) / space.down[devices])
-    codec = crossed[1, last] + crossed[2, first] + crossed[4, first] + crossed[5, last]
+    period = np.maximum(
+        forward + backward, (crossing_costs[0, last] + crossing_costs[3, first]) / space.up[devices]
+    )
+    period = np.maximum(period, (crossing_costs[0, first] + crossing_costs[3, last]) / space.down[devices])
+    codec = (
+        crossing_costs[1, last]
+        + crossing_costs[2, first]
+        + crossing_costs[4, first]
+        + crossing_costs[5, last]
+    )
     legal = (first >= 0) & (last > first)
     legal = legal & (space.segments.memory(first, last, held) <= space.memory[devices])
-    return np.where(legal, np.maximum(pace, codec), np.inf), np.where(legal, forward + backward, np.inf)
+    return np.where(legal, np.maximum(period, codec), np.inf), np.where(legal, forward + backward, np.inf)
 
 
-def between(space: Space, one: Indices, two: Indices, at: Indices) -> tuple[Floats, Floats]:
-    """(pace, once) of the link that a bound lies on, there and back. All broadcast."""
-    network, pace, once = space.network, np.zeros(1), np.zeros(1)
-    for way, (sender, receiver) in enumerate(((one, two), (two, one))):
-        bytes_, encode, decode = space.crossed[3 * way : 3 * way + 3, at]
-        pace = np.maximum(pace, bytes_ / network.pair_rates[sender, receiver])
-        once = once + bytes_ / network.rates[sender, receiver] + encode + decode
-        if way == 0 or space.training:
-            once = once + network.alphas[sender, receiver]
-    return pace, once
+def link_costs(space: Space, producer: Indices, consumer: Indices, bound: Indices) -> tuple[Floats, Floats]:
+    """(period, fill) of the link that a bound lies on, forward and backward. Arguments broadcast."""
+    network, period, fill = space.network, np.zeros(1), np.zeros(1)
+    for direction, (sender, receiver) in enumerate(((producer, consumer), (consumer, producer))):
+        bytes_, encode, decode = space.crossing_costs[3 * direction : 3 * direction + 3, bound]
+        period = np.maximum(period, bytes_ / network.pair_rates[sender, receiver])
+        fill = fill + bytes_ / network.rates[sender, receiver] + encode + decode
+        if direction == 0 or space.training:
+            fill = fill + network.alphas[sender, receiver]
+    return period, fill
 
 
 def _tables(space: Space, order: Sequence[int], bounds: Indices) -> Tables:
-    at, count = np.array(order), len(order)
-    held = space.least_held(count)
-    pace, once = alone(
-        space, at[:, None, None], bounds[:-1, :, None], bounds[1:, None, :], held[:, None, None]
+    devices, count = np.array(order), len(order)
+    held = space.min_in_flight(count)
+    period, fill = stage_costs(
+        space, devices[:, None, None], bounds[:-1, :, None], bounds[1:, None, :], held[:, None, None]
     )
     if count > 1:
-        link, hop = between(space, at[:-1, None], at[1:, None], bounds[1:-1])
-        np.maximum(pace[:-1], link[:, None, :], out=pace[:-1])
-        once[:-1] += hop[:, None, :]
-    return Tables(bounds, pace, once)
+        link, hop = link_costs(space, devices[:-1, None], devices[1:, None], bounds[1:-1])
+        np.maximum(period[:-1], link[:, None, :], out=period[:-1])
+        fill[:-1] += hop[:, None, :]
+    return Tables(bounds, period, fill)
 
 
 def _search(tables: Tables, costs: Floats, combine: np.ufunc) -> tuple[float, tuple[int, ...]]:
-    """The bounds that minimise the costs of all stages combined."""
+    """The least combined cost of all stages, and its bounds."""
     so_far = np.where(tables.bounds[0] == 0, 0.0, np.inf)
     choices = []
     for cost in costs:
-        whole = combine(so_far[:, None], cost)
-        chosen = whole.argmin(axis=0)
+        costs_so_far = combine(so_far[:, None], cost)
+        chosen = costs_so_far.argmin(axis=0)
         choices.append(chosen)
-        so_far = whole[chosen, np.arange(len(chosen))]
-    at = int(so_far.argmin())
-    best, picked = float(so_far[at]), [at]
+        so_far = costs_so_far[chosen, np.arange(len(chosen))]
+    last = int(so_far.argmin())
+    best, picked = float(so_far[last]), [last]
     for chosen in reversed(choices):
         picked.append(int(chosen[picked[-1]]))
     return best, tuple(int(tables.bounds[s, w]) for s, w in enumerate(reversed(picked)))

@@ -1,4 +1,4 @@
-"""Which spare devices serve a stage beside its owner: where a stage is slowest, one more copy of it lets sessions through."""
+"""Which spare devices serve a stage beside its owner: a replica of the slowest stage raises the throughput."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ Floats = npt.NDArray[np.float64]
 def replicate(
     segments: Segments, owners: Sequence[Device], spare: Sequence[Device]
 ) -> tuple[tuple[str, ...], ...]:
-    """By stage: the spare devices that hold it too. `segments` are those of the stages themselves, bound by bound.
+    """The replicas of each stage, as peers. `segments` has one segment a stage.
 
-    One at a time, the stage that gets fewest sequences through gets the device that runs it fastest; a device that
-    has memory for no stage stays spare, and one goes where it fits.
+    Greedy: the stage with the lowest throughput for which a spare device has memory gets the one that runs it fastest.
     """
     stages = np.arange(len(owners))
     memory = segments.memory(stages, stages + 1, 1)
@@ -27,20 +26,22 @@ def replicate(
     def seconds(device: Device) -> Floats:
         return segments.passes(stages, stages + 1, device.speeds.seconds)[0]
 
-    through = np.array([1 / max(float(seconds(d)[s]), 1e-12) for s, d in enumerate(owners)])
-    found: list[list[str]] = [[] for _ in owners]
-    left = {d.peer: (d, seconds(d)) for d in spare}
-    while left:
-        for stage in np.argsort(through, kind="stable").tolist():
+    throughput = np.array([1 / max(float(seconds(d)[s]), 1e-12) for s, d in enumerate(owners)])
+    replicas: list[list[str]] = [[] for _ in owners]
+    spare_seconds = {d.peer: (d, seconds(d)) for d in spare}
+    while spare_seconds:
+        for stage in np.argsort(throughput, kind="stable").tolist():
             fitting = [
-                (float(t[stage]), peer) for peer, (d, t) in left.items() if memory[stage] <= d.memory_bytes
+                (float(t[stage]), peer)
+                for peer, (d, t) in spare_seconds.items()
+                if memory[stage] <= d.memory_bytes
             ]
             if fitting:
-                taken, peer = min(fitting)
+                seconds_there, peer = min(fitting)
                 break
         else:
             break
-        del left[peer]
-        found[stage].append(peer)
-        through[stage] += 1 / max(taken, 1e-12)
-    return tuple(tuple(peers) for peers in found)
+        del spare_seconds[peer]
+        replicas[stage].append(peer)
+        throughput[stage] += 1 / max(seconds_there, 1e-12)
+    return tuple(tuple(peers) for peers in replicas)

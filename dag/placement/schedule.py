@@ -34,19 +34,19 @@ def gpipe(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int, depth: int = 1) -> tuple[Action, ...]:
-    """Enough forward passes to fill the stages after this one, then one backward pass for each forward pass.
+    """Warm-up forward passes to fill the stages after this one, then one backward pass after each forward pass.
 
-    `depth` > 1 puts that many times more microbatches in flight, for links whose latency is not small against the
-    time of a stage; `in_flight` says how many a stage then holds.
+    `depth` > 1 multiplies the microbatches in flight, for links whose latency is not small against the time of a stage;
+    see `in_flight`.
     """
     _check(stage, stages, microbatches, depth)
     ahead = in_flight(stage, stages, microbatches, depth) - 1
-    found = [Action("forward", m) for m in range(ahead)]
+    order = [Action("forward", m) for m in range(ahead)]
     for m in range(microbatches):
         if ahead + m < microbatches:
-            found.append(Action("forward", ahead + m))
-        found.append(Action("backward", m))
-    return tuple(found)
+            order.append(Action("forward", ahead + m))
+        order.append(Action("backward", m))
+    return tuple(order)
 
 
 def in_flight(stage: int, stages: int, microbatches: int, depth: int = 1) -> int:

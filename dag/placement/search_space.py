@@ -1,4 +1,4 @@
-"""The space of a search for placements: devices by number, bounds by number, and the model's prediction for each choice."""
+"""The search space of placements: devices and bounds by number, and the step model's estimate for a choice of them."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from fusion.dag.placement.segments import Segments, measure
 from fusion.dag.placement.shared import carry_seconds
 from fusion.dag.placement.speeds import NODES
 from fusion.dag.placement.step_model import (
-    Passage,
-    Work,
-    busy,
+    PipelineArrays,
+    Transfers,
+    busy_seconds,
+    compute_bound_seconds,
     fill_seconds,
-    handshake,
-    held_by,
-    least_seconds,
+    group_sums,
+    handshake_seconds,
+    in_flight_by_stage,
     loops,
     period_seconds,
-    total,
-    worst_loop,
+    slowest_loop,
 )
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
-FEWEST, MOST = 128, 2048  # cuts that are considered; more devices than a quarter of them make it more
+MIN_CUTS, MAX_CUTS = 128, 2048  # cuts that are considered: 4 a device, within these limits
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_WORTH = 1e-3  # more microbatches in flight are worth their memory if the step is faster by this share
+_MIN_GAIN = 1e-3  # a deeper schedule must make the step faster by this share
 
 
 @dataclass(frozen=True, order=True)
@@ -50,15 +50,15 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
-    """The prediction for a choice, with the best schedule that its memory allows."""
+class Estimate:
+    """The predicted step of a choice, with the best schedule that memory allows."""
 
     seconds: float  # inf: not allowed
     schedule: Schedule = "1f1b"
     depth: int = 1
 
 
-_NEVER = Outlook(seconds=np.inf)
+_INFEASIBLE = Estimate(seconds=np.inf)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,11 +67,13 @@ class Space:
     network: Network
     microbatches: int
     training: bool
-    stages: int | None  # as many as asked for, or as help
-    # Whether the job runs GPipe, whatever is faster: each stage then holds all microbatches at once
+    stages: int | None  # None: as many as help
+    # Whether the job will run GPipe, where each stage holds all microbatches at once
     gpipe: bool
-    table: Crossing  # only what crosses some bound
-    costs: Floats  # (6, values): bytes, seconds to encode and to decode, there and back
+    table: Crossing  # only values that cross some bound
+    costs: (
+        Floats  # (6, values): bytes, seconds to encode and to decode, of the forward and of the backward pass
+    )
 
     @property
     def devices(self) -> int:
@@ -87,11 +89,11 @@ class Space:
 
     @cached_property
     def seconds(self) -> Floats:
-        """(KINDS, devices) for one of each thing that a node asks for."""
+        """(KINDS, devices) seconds for one unit of each kind of work."""
         return np.stack([d.speeds.seconds for d in self.network.devices], axis=1)
 
     @cached_property
-    def updated(self) -> Floats:
+    def updated_byte_seconds(self) -> Floats:
         return np.array([d.speeds.updated_byte for d in self.network.devices])
 
     @cached_property
@@ -111,49 +113,49 @@ class Space:
         return np.array([d.shared.cores for d in self.network.devices])
 
     @cached_property
-    def _carrying(self) -> Floats:
-        """(3, devices) for a message, a byte and a packet."""
+    def _carry_costs(self) -> Floats:
+        """(3, devices) seconds for a message, a byte and a packet."""
         shared = [d.shared for d in self.network.devices]
         return np.array([(s.message_seconds, s.byte_seconds, s.packet_seconds) for s in shared]).T
 
     @cached_property
-    def crossed(self) -> Floats:
-        """(6, bounds): `costs` of everything that crosses each bound, each value once."""
+    def crossing_costs(self) -> Floats:
+        """(6, bounds) sums of `costs` over the values that cross each bound, each value once."""
         nodes = np.array(self.segments.bounds)
-        made = np.searchsorted(nodes, self.table.producer, side="right")
-        last = np.zeros(len(self.table.names), dtype=np.int64)
-        np.maximum.at(last, self.table.value, self.table.reader)
-        gone = np.searchsorted(nodes, last, side="right")
-        marks = np.zeros((6, len(nodes) + 1))
-        for row, cost in zip(marks, self.costs, strict=True):
-            np.add.at(row, made, cost)
-            np.subtract.at(row, gone, cost)
-        found: Floats = np.cumsum(marks, axis=1)[:, :-1]
-        return found
+        produced = np.searchsorted(nodes, self.table.producer, side="right")
+        last_reader = np.zeros(len(self.table.names), dtype=np.int64)
+        np.maximum.at(last_reader, self.table.value, self.table.reader)
+        last_read = np.searchsorted(nodes, last_reader, side="right")
+        changes = np.zeros((6, len(nodes) + 1))
+        for row, cost in zip(changes, self.costs, strict=True):
+            np.add.at(row, produced, cost)
+            np.subtract.at(row, last_read, cost)
+        costs: Floats = np.cumsum(changes, axis=1)[:, :-1]
+        return costs
 
-    def least_held(self, count: int) -> Indices:
-        """Microbatches that each of so many stages holds at once, with the schedule that needs least memory."""
+    def min_in_flight(self, count: int) -> Indices:
+        """(count,) microbatches in flight in each of `count` stages, with the schedule that needs least memory."""
         if not self.training:
             return np.ones(count, dtype=np.int64)
         if self.gpipe:
             return np.full(count, self.microbatches, dtype=np.int64)
-        return held_by(count, self.microbatches, 1)
+        return in_flight_by_stage(count, self.microbatches, 1)
 
     def allowed(self, order: tuple[int, ...]) -> bool:
         return self.stages is None or len(order) == self.stages
 
-    def work(self, choice: Choice) -> Work:
+    def arrays(self, choice: Choice) -> PipelineArrays:
         at, order = np.array(choice.bounds), np.array(choice.order)
         first, last, count = at[:-1], at[1:], len(order)
         forward, backward = self.segments.passes(first, last, self.seconds[:, order])
-        value, made, read = self.table.edges(np.array(self.segments.bounds)[at[1:-1]])
-        keys, hop = np.unique(made * count + read, return_inverse=True)
+        value, producers, consumers = self.table.edges(np.array(self.segments.bounds)[at[1:-1]])
+        keys, hop = np.unique(producers * count + consumers, return_inverse=True)
         producer, consumer = keys // count, keys % count
-        sums = [total(hop, row[value], len(keys)) for row in self.costs]
-        gradients = total(hop, self.table.gradient[value].astype(np.float64), len(keys)) * self.training
+        sums = [group_sums(hop, row[value], len(keys)) for row in self.costs]
+        gradients = group_sums(hop, self.table.gradient[value].astype(np.float64), len(keys)) * self.training
         ends = order[producer], order[consumer]
-        there, back = (
-            Passage(
+        forward_transfers, backward_transfers = (
+            Transfers(
                 used=used,
                 bytes=bytes_,
                 encode_seconds=encode,
@@ -164,23 +166,30 @@ class Space:
                 received_seconds=self._carry_seconds(pair[1], pair, bytes_, messages),
             )
             for pair, used, (bytes_, encode, decode), messages in (
-                (ends, np.ones(len(keys), dtype=bool), sums[:3], total(hop, np.ones(len(hop)), len(keys))),
+                (
+                    ends,
+                    np.ones(len(keys), dtype=bool),
+                    sums[:3],
+                    group_sums(hop, np.ones(len(hop)), len(keys)),
+                ),
                 (ends[::-1], gradients > 0, sums[3:], gradients),
             )
         )
-        update = self.segments.updates(first, last, self.updated[order], self.seconds[NODES, order])
-        # A device hears from itself at once.
+        update = self.segments.updates(
+            first, last, self.updated_byte_seconds[order], self.seconds[NODES, order]
+        )
+        # A device has no latency to itself.
         from_lead, to_lead = (
             np.where(order == order[0], 0.0, a)
             for a in (self.network.alphas[order[0], order], self.network.alphas[order, order[0]])
         )
-        begin, ready = handshake(from_lead, to_lead, self.training)
-        return Work(
-            forward=forward,
-            backward=backward,
-            update=update,
-            begin=begin + update,
-            ready=ready,
+        start, ready = handshake_seconds(from_lead, to_lead, self.training)
+        return PipelineArrays(
+            forward_seconds=forward,
+            backward_seconds=backward,
+            update_seconds=update,
+            start_seconds=start + update,
+            ready_seconds=ready,
             owner=np.arange(count),
             machine=self.network.machines[order],
             cores=self.cores[order],
@@ -188,57 +197,59 @@ class Space:
             down=self.down[order],
             producer=producer,
             consumer=consumer,
-            there=there,
-            back=back,
+            forward_transfers=forward_transfers,
+            backward_transfers=backward_transfers,
             training=self.training,
         )
 
     def _carry_seconds(
         self, end: Indices, pair: tuple[Indices, Indices], bytes_: Floats, messages: Floats
     ) -> Floats:
-        """Of the cores of one `end` of each pair of devices."""
-        if not self._carrying.any():
+        """Seconds of the cores of device `end` to carry its half of the messages of each pair."""
+        if not self._carry_costs.any():
             return np.zeros(len(end))
-        whole: Floats = carry_seconds(self._carrying[:, end], messages, bytes_, self.network.rates[pair])
-        return whole / 2
+        both_ends: Floats = carry_seconds(
+            self._carry_costs[:, end], messages, bytes_, self.network.rates[pair]
+        )
+        return both_ends / 2
 
-    def outlook(self, choice: Choice) -> Outlook:
-        """The model's prediction with the shallowest schedule that is as fast as any that fits."""
+    def estimate(self, choice: Choice) -> Estimate:
+        """The step time with the shallowest schedule that is as fast as any that fits into memory."""
         if not self.allowed(choice.order):
-            return _NEVER
-        at, order = np.array(choice.bounds), np.array(choice.order)
-        first, last, count, m = at[:-1], at[1:], len(order), self.microbatches
-        room = self.memory[order]
+            return _INFEASIBLE
+        bounds, order = np.array(choice.bounds), np.array(choice.order)
+        first, last, count, m = bounds[:-1], bounds[1:], len(order), self.microbatches
+        memory_limits = self.memory[order]
 
         def fits(held: Indices | int) -> bool:
-            return bool((self.segments.memory(first, last, held) <= room).all())
+            return bool((self.segments.memory(first, last, held) <= memory_limits).all())
 
-        if not fits(self.least_held(count)):
-            return _NEVER
-        work = self.work(choice)
-        load = busy(work)
-        fill = fill_seconds(work, load)
-        least = least_seconds(work, load, m)
-        period = period_seconds(load, "1f1b")
-        best = Outlook(seconds=max(fill + (m - 1) * period, least))
+        if not fits(self.min_in_flight(count)):
+            return _INFEASIBLE
+        arrays = self.arrays(choice)
+        busy = busy_seconds(arrays)
+        fill = fill_seconds(arrays, busy)
+        least = compute_bound_seconds(arrays, busy, m)
+        period = period_seconds(busy, "1f1b")
+        best = Estimate(seconds=max(fill + (m - 1) * period, least))
         # The shortest loop of a 1F1B pipeline holds two microbatches, and none takes longer than the fill.
         if not self.training or m == 1 or count == 1 or fill <= 2 * period:
             return best
-        found, best = loops(work), _NEVER
+        feedback, best = loops(arrays), _INFEASIBLE
         for depth in DEPTHS:
-            held = held_by(count, m, depth)
+            held = in_flight_by_stage(count, m, depth)
             if not fits(held):
                 break
-            pace = max(period, worst_loop(found, held, m, period)[0])
-            seconds = max(fill + (m - 1) * pace, least)
-            if seconds < best.seconds * (1 - _WORTH):
-                best = Outlook(seconds=seconds, depth=depth)
-            if pace <= period * (1 + _WORTH):
+            loop_period = max(period, slowest_loop(feedback, held, m, period)[0])
+            seconds = max(fill + (m - 1) * loop_period, least)
+            if seconds < best.seconds * (1 - _MIN_GAIN):
+                best = Estimate(seconds=seconds, depth=depth)
+            if loop_period <= period * (1 + _MIN_GAIN):
                 break
         if fits(m):
-            seconds = max(fill + (m - 1) * period_seconds(load, "gpipe"), least)
-            if seconds < best.seconds * (1 - _WORTH):
-                best = Outlook(seconds=seconds, schedule="gpipe")
+            seconds = max(fill + (m - 1) * period_seconds(busy, "gpipe"), least)
+            if seconds < best.seconds * (1 - _MIN_GAIN):
+                best = Estimate(seconds=seconds, schedule="gpipe")
         return best
 
 
@@ -254,11 +265,11 @@ def space(
     memory: MemoryConfig = MemoryConfig(),  # noqa: B008 - frozen
     gpipe: bool = False,
 ) -> Space:
-    """`wire` is what every floating value costs to send, dense where it is None; `gpipe`: the job will run that
+    """The search space. `wire` is the codec of every floating-point value, None for dense; `gpipe`: the job will run that
     schedule."""
-    limit = int(np.clip(4 * len(network.devices), FEWEST, MOST))
+    limit = int(np.clip(4 * len(network.devices), MIN_CUTS, MAX_CUTS))
     segments = measure(graph, candidate_cuts(graph, sizes, limit), sizes, training, memory)
-    table = _crossing_some(crossing(graph, sizes), segments.bounds)
+    table = _only_crossing(crossing(graph, sizes), segments.bounds)
     return Space(
         segments=segments,
         network=network,
@@ -271,10 +282,10 @@ def space(
     )
 
 
-def _crossing_some(table: Crossing, bounds: tuple[int, ...]) -> Crossing:
+def _only_crossing(table: Crossing, bounds: tuple[int, ...]) -> Crossing:
     nodes = np.array(bounds)
-    made = np.searchsorted(nodes, table.producer, side="right")[table.value]
-    crosses = made < np.searchsorted(nodes, table.reader, side="right")
+    produced = np.searchsorted(nodes, table.producer, side="right")[table.value]
+    crosses = produced < np.searchsorted(nodes, table.reader, side="right")
     kept, value = np.unique(table.value[crosses], return_inverse=True)
     return Crossing(
         names=tuple(table.names[v] for v in kept),
@@ -292,12 +303,12 @@ def _costs(table: Crossing, training: bool, wire: CodecCost | None) -> Floats:
     rows = np.zeros((6, len(table.names)))
     for v, (dtype, elements) in enumerate(zip(table.dtypes, table.elements.tolist(), strict=True)):
         cost = wire if wire is not None and "float" in dtype else DENSE[dtype]
-        each = (
+        of_value = (
             cost.bytes(elements),
             cost.encode_seconds_per_element * elements,
             cost.decode_seconds_per_element * elements,
         )
-        rows[:3, v] = each
+        rows[:3, v] = of_value
         if training and table.gradient[v]:
-            rows[3:, v] = each
+            rows[3:, v] = of_value
     return rows

@@ -1,4 +1,4 @@
-"""The devices of a very large swarm that are worth a look: the tables of placement grow with the square of them."""
+"""The devices of a very large swarm that the search considers: its tables grow with the square of their number."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ LIMIT = 1024  # devices
 
 
 def shortlist(network: Network, limit: int = LIMIT) -> Network:
-    """At most `limit` devices: half of them the fastest, of the others a quarter those with most
-    memory, a quarter those with the widest lines."""
+    """At most `limit` devices: half of them the fastest, a quarter those with most memory, a quarter those with the fastest
+    lines."""
 
     def speed(device: Device) -> float:
         return device.flops_per_second

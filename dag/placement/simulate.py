@@ -1,17 +1,16 @@
-"""One training step of a pipeline, event by event: what the closed form of `fusion.dag.placement.step_model` sums up, played out.
+"""One training step of a pipeline as a discrete-event simulation, to check the closed form of `fusion.dag.placement.step_model`.
 
-Every stage runs the actions of `fusion.dag.placement.schedule` in order, each once the values that it reads are there. A peer
-computes one action at a time and has one codec worker, which encodes before a send and decodes after a receipt beside
-the computing. Between two peers values travel one after the other; pairs that share an uplink or a downlink share its
-rate. A value is with its reader `alpha_seconds` after its last byte has left. A step lasts from one commit to the next:
-stage 0, which leads, tells the others, each applies the update and begins at once, and each reports when it is done.
+Every stage runs the actions of `fusion.dag.placement.schedule` in order, each once its input values have arrived. A peer
+computes one action at a time and has one codec worker, which encodes before a send and decodes after a receive
+while the peer computes. Between two peers values are sent one after the other; pairs that share an uplink or a downlink
+share its rate. A value arrives `alpha_seconds` after its last byte was sent. A step lasts from one commit to the next:
+stage 0, which leads, commits, each stage applies the update and begins at once, and each reports when it is done.
 
-Peers that stand for machines while they share the cores of one (`Shared`) compute, code and send as fast as those cores
-let all of them together.
+Peers on one machine (`Shared`) share its cores for computing, coding and sending.
 
 Not modelled: the ramp-up of a transport after idling, frame headers, tie-group gradients, held-out batches and
 snapshots. Sharing is max-min fair among the pairs of one uplink, and among those of one
-downlink, and a pair goes at the lower of the two: what it thereby leaves unused of the other is not handed on.
+downlink, and a pair sends at the lower of the two: the share of the other that it leaves unused is not redistributed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from fusion.dag.placement.shared import Shared
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLoad:
-    """What one step puts on a link; `busy_seconds`: the time that takes at the link's full rate, 0 without a limit."""
+    """Traffic of one step over a link; `busy_seconds`: the time it takes at the full rate, 0 without a limit."""
 
     bytes: float
     busy_seconds: float
@@ -50,84 +49,84 @@ class Trace:
 
 
 def simulate(pipeline: Pipeline, shared: Shared | None = None) -> Trace:
-    """Play one step of `pipeline`, on machines as its network knows them, or all on one that is `shared`; the same pipeline always
-    gives the same trace. Time and memory grow with microbatches x (stages + flows), not with the number of peers of the network."""
+    """Simulate one step of `pipeline`, on the machines of its network, or with all peers on the machine `shared`. Deterministic.
+    Time and memory are O(microbatches x (stages + flows)), whatever the number of peers of the network."""
     return _Simulation(pipeline, shared).run()
 
 
 class _Cores:
-    """Tasks that run at once share the cores equally, none of them getting more than one core."""
+    """Processor sharing: concurrent tasks share the cores equally, at most one core each."""
 
-    def __init__(self, cores: float, play: _Simulation) -> None:
+    def __init__(self, cores: float, simulation: _Simulation) -> None:
         self.limited = cores < inf
-        self.play = play
+        self.simulation = simulation
         self._cores = cores
-        # First to end first: when `_had` is so much, order
+        # Heap of (value of `_served` at which the task ends, tie-break, worker)
         self._tasks: list[tuple[float, int, _Worker]] = []
-        self._begun = 0
-        self._had = 0.0  # seconds of work that a task got which has been there from the beginning
+        self._started = 0
+        self._served = 0.0  # seconds of work that a task running since the start would have received
         self._since = 0.0
         self._version = 0  # of the event that says when the first task ends
 
     def run(self, seconds: float, worker: _Worker) -> None:
-        """`worker.done()` after so many seconds of work."""
-        self._go_on()
-        self._begun += 1
-        heapq.heappush(self._tasks, (self._had + seconds, self._begun, worker))
-        self._await()
+        """Call `worker.done()` after `seconds` of work."""
+        self._advance_service()
+        self._started += 1
+        heapq.heappush(self._tasks, (self._served + seconds, self._started, worker))
+        self._schedule_end()
 
-    def _go_on(self) -> None:
-        self._had += (self.play.now - self._since) * self._rate()
-        self._since = self.play.now
+    def _advance_service(self) -> None:
+        self._served += (self.simulation.now - self._since) * self._rate()
+        self._since = self.simulation.now
 
     def _rate(self) -> float:
         return min(1.0, self._cores / max(1, len(self._tasks)))
 
-    def _await(self) -> None:
+    def _schedule_end(self) -> None:
         self._version += 1
         if self._tasks:
-            left = max(0.0, self._tasks[0][0] - self._had)
-            self.play.later(self.play.now + left / self._rate(), self._ended, self._version)
+            left = max(0.0, self._tasks[0][0] - self._served)
+            self.simulation.call_at(self.simulation.now + left / self._rate(), self._ended, self._version)
 
     def _ended(self, version: int) -> None:
-        if version != self._version:  # others have begun since this was foreseen
+        if version != self._version:  # stale: tasks have started since
             return
-        self._go_on()
-        self._had, _, worker = heapq.heappop(self._tasks)
-        self._await()
+        self._advance_service()
+        self._served, _, worker = heapq.heappop(self._tasks)
+        self._schedule_end()
         worker.done()
 
 
 @dataclass(eq=False, slots=True)
 class _Worker:
-    """Does what it is given in order."""
+    """A thread with a queue of tasks."""
 
     cores: _Cores
     busy: float = 0.0
     free_at: float = 0.0  # where the cores are not limited
     waiting: deque[tuple[float, Callable[..., None], tuple[Any, ...]]] = field(default_factory=deque)
 
-    def take(self, seconds: float, then: Callable[..., None], *what: Any) -> None:
-        """`then(*what)` once this, and all before it, has been done."""
+    def submit(self, seconds: float, callback: Callable[..., None], *args: Any) -> None:
+        """Queue a task of `seconds`; `callback(*args)` when it has ended."""
         self.busy += seconds
         if not self.cores.limited:
-            self.free_at = max(self.cores.play.now, self.free_at) + seconds
-            self.cores.play.later(self.free_at, then, *what)
+            self.free_at = max(self.cores.simulation.now, self.free_at) + seconds
+            self.cores.simulation.call_at(self.free_at, callback, *args)
             return
-        self.waiting.append((seconds, then, what))
+        self.waiting.append((seconds, callback, args))
         if len(self.waiting) == 1:
             self.cores.run(seconds, self)
 
     def done(self) -> None:
-        _, then, what = self.waiting.popleft()
+        _, callback, args = self.waiting.popleft()
         if self.waiting:
             self.cores.run(self.waiting[0][0], self)
-        then(*what)
+        callback(*args)
 
 
 @dataclass(eq=False, slots=True)
 class _Line:
-    """An uplink or a downlink, and the pairs that send over it now."""
+    """An uplink or a downlink, and the pairs that are sending over it."""
 
     bytes_per_second: float
     active: list[_Pipe] = field(default_factory=list)
@@ -150,7 +149,7 @@ class _Line:
 
 @dataclass(eq=False, slots=True)
 class _Pipe:
-    """What one peer has still to send to another, the first of `queue` being on its way."""
+    """The send queue from one peer to another; the first of `queue` is being sent."""
 
     limit: float  # bytes a second if it were alone
     alpha_seconds: float
@@ -168,14 +167,14 @@ class _Pipe:
 
 @dataclass(eq=False, slots=True)
 class _Hop:
-    """One direction of a flow. A value is missing in `awaited` of the stage that reads it until it has arrived."""
+    """One direction of a flow. `awaited` counts the values that the reader still waits for."""
 
     reader: _Stage
     awaited: list[int]  # by microbatch
     bytes: float
     encode_seconds: float
     decode_seconds: float
-    send_seconds: float  # of the sender's core, to carry it
+    send_seconds: float  # core time of the sender to carry it
     receive_seconds: float  # of the reader's
     encoder: _Worker
     decoder: _Worker
@@ -207,33 +206,33 @@ class _Simulation:
         self.events = 0
         self.committed = 0.0
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._pushed = 0
+        self._scheduled = 0
         owners = dict.fromkeys(pipeline.owners)
         devices = {d.peer: d for d in pipeline.network.devices if d.peer in owners}
         self.machines = {peer: shared or devices[peer].shared for peer in owners}
         limits: dict[str, float] = {}  # peers with more threads count fewer cores of the same machine
-        for each in self.machines.values():
-            limits[each.name] = min(each.cores, limits.get(each.name, inf))
+        for machine in self.machines.values():
+            limits[machine.name] = min(machine.cores, limits.get(machine.name, inf))
         pools = {name: _Cores(limit, self) for name, limit in limits.items()}
-        cores = {peer: pools[each.name] for peer, each in self.machines.items()}
+        cores = {peer: pools[machine.name] for peer, machine in self.machines.items()}
         self.codecs = {peer: _Worker(cores[peer]) for peer in owners}
-        self.couriers = {peer: _Worker(cores[peer]) for peer in owners}
+        self.transports = {peer: _Worker(cores[peer]) for peer in owners}
         self.ups = {peer: _Line(devices[peer].up_bytes_per_second) for peer in owners}
         self.downs = {peer: _Line(devices[peer].down_bytes_per_second) for peer in owners}
         self.pipes: dict[tuple[str, str], _Pipe] = {}
         self.stages = self._stages({peer: _Worker(cores[peer]) for peer in owners})
         for flow in pipeline.flows:
-            self._join(flow.producer, flow.consumer, flow.elements, flow.forward, forward=True)
+            self._add_hop(flow.producer, flow.consumer, flow.elements, flow.forward, forward=True)
             if flow.backward is not None:
-                self._join(flow.consumer, flow.producer, flow.elements, flow.backward, forward=False)
+                self._add_hop(flow.consumer, flow.producer, flow.elements, flow.backward, forward=False)
 
     def run(self) -> Trace:
         for stage in self.stages:
-            self.later(stage.lead_alphas[0], self._commit, stage)
+            self.call_at(stage.lead_alphas[0], self._commit, stage)
         while self._heap:
-            self.now, _, happen, what = heapq.heappop(self._heap)
+            self.now, _, handler, args = heapq.heappop(self._heap)
             self.events += 1
-            happen(*what)
+            handler(*args)
         assert all(stage.at == len(stage.actions) for stage in self.stages), "the schedule cannot end"
         loads, microbatches = self.pipeline.stages, self.pipeline.microbatches
         return Trace(
@@ -254,16 +253,16 @@ class _Simulation:
     def _stages(self, workers: Mapping[str, _Worker]) -> list[_Stage]:
         network, owners = self.pipeline.network, self.pipeline.owners
         microbatches, lead = self.pipeline.microbatches, owners[0]
-        alike: dict[int, Sequence[Action]] = {}  # stages that hold as many microbatches act alike
+        by_in_flight: dict[int, Sequence[Action]] = {}  # equal numbers in flight, equal actions
         stages = []
         for s, (load, owner) in enumerate(zip(self.pipeline.stages, owners, strict=True)):
             held = self.pipeline.in_flight(s)
-            if held not in alike:
-                alike[held] = self.pipeline.actions(s)
+            if held not in by_in_flight:
+                by_in_flight[held] = self.pipeline.actions(s)
             to, back = network.link(lead, owner).alpha_seconds, network.link(owner, lead).alpha_seconds
             stages.append(
                 _Stage(
-                    actions=alike[held],
+                    actions=by_in_flight[held],
                     worker=workers[owner],
                     lead_alphas=(0.0, 0.0)
                     if owner == lead
@@ -277,10 +276,10 @@ class _Simulation:
             )
         return stages
 
-    def _join(self, writer: int, reader: int, elements: int, wire: CodecCost, *, forward: bool) -> None:
+    def _add_hop(self, writer: int, reader: int, elements: int, codec: CodecCost, *, forward: bool) -> None:
         """One direction of a flow, from stage `writer` to stage `reader`."""
         a, b = self.pipeline.owners[writer], self.pipeline.owners[reader]
-        stage, bytes_ = self.stages[reader], wire.bytes(elements)
+        stage, bytes_ = self.stages[reader], codec.bytes(elements)
         rate = inf if a == b else self.pipeline.network.rate(a, b)
         send, receive = (
             0.0 if a == b else self.machines[peer].carry_seconds(bytes_, rate) / 2 for peer in (a, b)
@@ -291,18 +290,18 @@ class _Simulation:
             reader=stage,
             awaited=awaited,
             bytes=bytes_,
-            encode_seconds=wire.encode_seconds_per_element * elements,
-            decode_seconds=wire.decode_seconds_per_element * elements,
+            encode_seconds=codec.encode_seconds_per_element * elements,
+            decode_seconds=codec.decode_seconds_per_element * elements,
             send_seconds=send,
             receive_seconds=receive,
             encoder=self.codecs[a],
             decoder=self.codecs[b],
-            sender=self.couriers[a],
-            receiver=self.couriers[b],
+            sender=self.transports[a],
+            receiver=self.transports[b],
             pipe=None if a == b else self._pipe(a, b),
         )
-        given = self.stages[writer]
-        (given.forward_hops if forward else given.backward_hops).append(hop)
+        source = self.stages[writer]
+        (source.forward_hops if forward else source.backward_hops).append(hop)
 
     def _pipe(self, a: str, b: str) -> _Pipe:
         pipe = self.pipes.get((a, b))
@@ -316,21 +315,21 @@ class _Simulation:
             )
         return pipe
 
-    # --- what happens, and what follows from it
+    # --- events and their handlers
 
-    def later(self, time: float, happen: Callable[..., None], *what: Any) -> None:
-        self._pushed += 1  # of events at one time the one that was known first happens first
-        heapq.heappush(self._heap, (time, self._pushed, happen, what))
+    def call_at(self, time: float, handler: Callable[..., None], *args: Any) -> None:
+        self._scheduled += 1  # tie-break: events at one time run in the order they were scheduled
+        heapq.heappush(self._heap, (time, self._scheduled, handler, args))
 
     def _commit(self, stage: _Stage) -> None:
-        stage.worker.take(stage.update_seconds, self._idle, stage)
+        stage.worker.submit(stage.update_seconds, self._idle, stage)
 
     def _idle(self, stage: _Stage) -> None:
         stage.busy = False
         self._advance(stage)
 
     def _advance(self, stage: _Stage) -> None:
-        """Begin the stage's next action where it has nothing to wait for."""
+        """Begin the stage's next action if its inputs have arrived."""
         if stage.busy or stage.at == len(stage.actions):
             return
         action = stage.actions[stage.at]
@@ -340,7 +339,7 @@ class _Simulation:
             awaited, seconds = stage.awaited_backward, stage.backward_seconds
         if not awaited[action.microbatch]:
             stage.busy = True
-            stage.worker.take(seconds, self._computed, stage, action)
+            stage.worker.submit(seconds, self._computed, stage, action)
 
     def _computed(self, stage: _Stage, action: Action) -> None:
         stage.at += 1
@@ -348,7 +347,7 @@ class _Simulation:
             if hop.pipe is None:
                 self._arrived(hop, action.microbatch)
             elif hop.encode_seconds:
-                hop.encoder.take(hop.encode_seconds, self._encoded, hop, action.microbatch)
+                hop.encoder.submit(hop.encode_seconds, self._encoded, hop, action.microbatch)
             else:
                 self._encoded(hop, action.microbatch)
         if stage.at == len(stage.actions):
@@ -357,7 +356,7 @@ class _Simulation:
 
     def _encoded(self, hop: _Hop, microbatch: int) -> None:
         if hop.send_seconds:
-            hop.sender.take(hop.send_seconds, self._queued, hop, microbatch)
+            hop.sender.submit(hop.send_seconds, self._queued, hop, microbatch)
         else:
             self._queued(hop, microbatch)
 
@@ -375,7 +374,7 @@ class _Simulation:
             self._share(pipe)
 
     def _share(self, changed: _Pipe) -> None:
-        """`changed` has begun to send, or stopped: new rates for all that share its uplink or its downlink."""
+        """New rates for all pairs that share a line with `changed`, which has started or stopped sending."""
         for pipe, share in zip(changed.up.active, changed.up.shares(), strict=True):
             pipe.up_share = share
         for pipe, share in zip(changed.down.active, changed.down.shares(), strict=True):
@@ -386,34 +385,34 @@ class _Simulation:
                 if pipe.rate < inf:
                     pipe.left -= pipe.rate * (self.now - pipe.since)
                 pipe.since, pipe.rate = self.now, rate
-                self._await_sent(pipe)
+                self._schedule_sent(pipe)
 
-    def _await_sent(self, pipe: _Pipe) -> None:
+    def _schedule_sent(self, pipe: _Pipe) -> None:
         pipe.version += 1
-        self.later(self.now + max(0.0, pipe.left) / pipe.rate, self._sent, pipe, pipe.version)
+        self.call_at(self.now + max(0.0, pipe.left) / pipe.rate, self._sent, pipe, pipe.version)
 
     def _sent(self, pipe: _Pipe, version: int) -> None:
-        if version != pipe.version:  # the rate has changed since this was foreseen
+        if version != pipe.version:  # stale: the rate has changed since
             return
         hop, microbatch = pipe.queue.popleft()
         if pipe.queue:
             pipe.left, pipe.since = pipe.queue[0][0].bytes, self.now
-            self._await_sent(pipe)
+            self._schedule_sent(pipe)
         else:
             pipe.up.active.remove(pipe)
             pipe.down.active.remove(pipe)
             self._share(pipe)
-        self.later(self.now + pipe.alpha_seconds, self._landed, hop, microbatch)
+        self.call_at(self.now + pipe.alpha_seconds, self._delivered, hop, microbatch)
 
-    def _landed(self, hop: _Hop, microbatch: int) -> None:
+    def _delivered(self, hop: _Hop, microbatch: int) -> None:
         if hop.receive_seconds:
-            hop.receiver.take(hop.receive_seconds, self._received, hop, microbatch)
+            hop.receiver.submit(hop.receive_seconds, self._received, hop, microbatch)
         else:
             self._received(hop, microbatch)
 
     def _received(self, hop: _Hop, microbatch: int) -> None:
         if hop.decode_seconds:
-            hop.decoder.take(hop.decode_seconds, self._arrived, hop, microbatch)
+            hop.decoder.submit(hop.decode_seconds, self._arrived, hop, microbatch)
         else:
             self._arrived(hop, microbatch)
 

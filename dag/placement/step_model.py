@@ -2,14 +2,14 @@
 
     seconds = fill + (microbatches - 1) * period
 
-`fill` is the first microbatch alone, from commit to commit: the lead's `commit`, each stage's update, every stage
-and link once, both passes, and each stage's `ready` to the lead, along the longest path. `period` is what
+`fill` is the first microbatch alone, from commit to commit: the lead's `commit`, each stage's update, both passes over
+every stage and link, and each stage's `ready` to the lead, along the critical path. `period` is the time that
 the busiest of these needs for one microbatch: a stage's compute; a link; a peer's uplink or downlink, shared by all its
 flows in both passes (FusionLLM, arXiv 2410.12707); its codec thread; its share of the cores of its machine, which compute,
-code and carry messages (an even share: stages that left it to others would keep these waiting). Latency adds a term where a
-schedule holds few microbatches: stages s <= t of 1F1B let held(s) - held(t) + 1 microbatches into the loop that runs forward from s to t
-and back (t runs the backward pass of an earlier microbatch next); when they are through, the next ones go round.
-GPipe runs its passes one after the other: each has a period of its own, and no loop.
+code and carry messages (an even share: a stage that took more would delay the others). Latency adds a term where few
+microbatches are in flight: 1F1B admits in_flight(s) - in_flight(t) + 1 microbatches into the loop that runs forward from stage s
+to t >= s and back (t runs the backward pass of an earlier microbatch next), and the next ones wait for these to return.
+GPipe runs all forward passes, then all backward passes: each has a period of its own, and no loop.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from fusion.dag.placement.schedule import Schedule, in_flight
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
-HERE = Link(alpha_seconds=0.0, bytes_per_second=inf)  # between two stages on one machine
-_BLOCK = 512  # stages whose loops are measured at once: a square of 10 000 would not fit
+LOOPBACK = Link(alpha_seconds=0.0, bytes_per_second=inf)  # between two stages on one machine
+_BLOCK = 512  # stages whose loops are computed at once: a matrix for 10 000 would not fit into memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Busy seconds are those of a whole step."""
+    """The predicted step; busy seconds are those of a whole step."""
 
     seconds: float
-    bound_seconds: float  # the busiest of all, busy all the time: nothing with this placement can be faster
+    bound_seconds: float  # the busy seconds of the busiest resource: no schedule of this placement is faster
     bottleneck: str  # what sets the period, for people
     fill_seconds: float
     period_seconds: float  # from one microbatch to the next, on average
@@ -51,106 +51,112 @@ class Prediction:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Passage:
-    """One way over each hop: what one microbatch sends, and over what."""
+class Transfers:
+    """Transfers of one microbatch in one direction, by hop, in the alpha-beta model."""
 
-    used: npt.NDArray[np.bool_]
+    used: npt.NDArray[np.bool_]  # whether anything is sent
     bytes: Floats
     encode_seconds: Floats
     decode_seconds: Floats
     alpha_seconds: Floats
-    bytes_per_second: Floats  # the pair's own limit
-    sent_seconds: Floats  # of the cores of the sender's machine, to carry it
-    received_seconds: Floats  # of those of the reader's
+    bytes_per_second: Floats  # of the link, without the limits of lines
+    sent_seconds: Floats  # core time on the sender's machine, to carry it
+    received_seconds: Floats  # the same on the receiver's
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Work:
-    """A pipeline as arrays: by stage, and by hop, which is all flows from one stage to another."""
+class PipelineArrays:
+    """A pipeline as arrays: by stage, and by hop, which sums all flows from one stage to another."""
 
-    forward: Floats
-    backward: Floats
-    update: Floats
-    begin: Floats  # from the last commit until the stage may begin
-    ready: Floats  # from the end of its last pass until the lead knows; in serving, until the first stage has the answer
-    owner: Indices  # equal numbers, equal peers
-    machine: Indices  # equal numbers, equal cores
-    cores: Floats  # of the machine of the stage's owner; inf: not shared
+    forward_seconds: Floats
+    backward_seconds: Floats
+    update_seconds: Floats
+    start_seconds: Floats  # from the last commit until the stage may begin, the update included
+    ready_seconds: Floats  # from the end of its last pass until the lead has its `ready`; in serving, until stage 0 has the answer
+    owner: Indices  # the peer, by number
+    machine: Indices  # the machine, by number
+    cores: Floats  # of the machine; inf: not shared
     up: Floats  # bytes a second of the stage's owner
     down: Floats
     producer: Indices  # by hop, ascending
     consumer: Indices  # ascending where the producer is the same
-    there: Passage
-    back: Passage
+    forward_transfers: Transfers
+    backward_transfers: Transfers
     training: bool
 
     @cached_property
-    def transits(self) -> tuple[Floats, Floats]:
-        """Seconds from the end of one stage's pass to the start of the other's, over each hop, there and back."""
+    def transfer_seconds(self) -> tuple[Floats, Floats]:
+        """Seconds from the end of one stage's pass to the start of the other's, over each hop, forward and backward."""
         order = np.argsort(self.consumer, kind="stable")
-        again = np.argsort(order)
+        inverse = np.argsort(order)
         return (
-            self._transit(self.there, self.producer, self.consumer, slice(None), slice(None)),
-            self._transit(self.back, self.consumer, self.producer, order, again),
+            self._direction_seconds(
+                self.forward_transfers, self.producer, self.consumer, slice(None), slice(None)
+            ),
+            self._direction_seconds(self.backward_transfers, self.consumer, self.producer, order, inverse),
         )
 
-    def _transit(self, way: Passage, sender: Indices, receiver: Indices, order: Any, again: Any) -> Floats:
-        # A stage sends to one neighbour after the other; its uplink is through with a hop after all before it.
+    def _direction_seconds(
+        self, transfers: Transfers, sender: Indices, receiver: Indices, order: Any, inverse: Any
+    ) -> Floats:
+        # A stage sends to one neighbour after the other: a hop waits in the uplink for those before it.
         grouped = sender[order]
         starts = np.searchsorted(grouped, grouped)
         sent, encoded = (
-            (np.cumsum(v[order]) - np.concatenate(([0.0], np.cumsum(v[order])))[starts])[again]
-            for v in (way.bytes, way.encode_seconds)
+            (np.cumsum(v[order]) - np.concatenate(([0.0], np.cumsum(v[order])))[starts])[inverse]
+            for v in (transfers.bytes, transfers.encode_seconds)
         )
-        wire = np.maximum(way.bytes / way.bytes_per_second, sent / self.up[sender])
-        wire = np.maximum(wire, way.bytes / self.down[receiver])
-        found: Floats = encoded + way.alpha_seconds + wire + way.decode_seconds
-        return found
+        wire = np.maximum(transfers.bytes / transfers.bytes_per_second, sent / self.up[sender])
+        wire = np.maximum(wire, transfers.bytes / self.down[receiver])
+        seconds: Floats = encoded + transfers.alpha_seconds + wire + transfers.decode_seconds
+        return seconds
 
 
 @dataclass(frozen=True, eq=False)
-class Busy:
-    """Seconds a microbatch, forward and backward passes in the two rows."""
+class BusySeconds:
+    """Busy seconds of each resource for one microbatch; row 0 is the forward pass, row 1 the backward pass."""
 
     stages: Floats  # (2, stages)
-    pairs: Floats  # (2, hops): on the link from producer to consumer, and on the link back
-    uplinks: Floats  # (2, stages): of the stage's owner, as all of the following
+    pairs: Floats  # (2, hops): the link from producer to consumer, and the link back
+    uplinks: Floats  # (2, stages), by the stage's owner, as are the following
     downlinks: Floats
     codecs: Floats
-    machines: Floats  # of an even share of the cores of the owner's machine: computing, coding and carrying
+    machines: Floats  # an even share of the cores of the owner's machine: computing, coding and carrying
 
-    def most(self) -> tuple[Floats, ...]:
+    def tables(self) -> tuple[Floats, ...]:
         return self.stages, self.pairs, self.uplinks, self.downlinks, self.codecs, self.machines
 
 
 def step_seconds(pipeline: Pipeline) -> Prediction:
-    work, count, m = work_of(pipeline), len(pipeline.stages), pipeline.microbatches
-    load = busy(work)
-    fill = fill_seconds(work, load)
-    period, where = _busiest(pipeline, work, load)
+    arrays, count, m = pipeline_arrays(pipeline), len(pipeline.stages), pipeline.microbatches
+    busy = busy_seconds(arrays)
+    fill = fill_seconds(arrays, busy)
+    period, bottleneck = _bottleneck(pipeline, arrays, busy)
     if pipeline.training and pipeline.schedule == "1f1b" and m > 1:
-        held = held_by(count, m, pipeline.depth)
-        loop, first, last = worst_loop(loops(work, _outside(held, m)), held, m, period)
+        held = in_flight_by_stage(count, m, pipeline.depth)
+        loop, first, last = slowest_loop(loops(arrays, _stages_that_hold_all(held, m)), held, m, period)
         if loop > period * (1 + 1e-9):
             period = loop
-            where = f"latency between stages {first} and {last}, with {held[first]} microbatches in flight"
+            bottleneck = (
+                f"latency between stages {first} and {last}, with {held[first]} microbatches in flight"
+            )
     names = [pipeline.owners[s] for s in range(count)]
-    stage_busy = m * load.stages.sum(axis=0) + work.update
+    stage_busy = m * busy.stages.sum(axis=0) + arrays.update_seconds
     links: dict[tuple[str, str], float] = {}
-    for h, (a, b) in enumerate(zip(work.producer, work.consumer, strict=True)):
-        for way, pair in enumerate(((names[a], names[b]), (names[b], names[a]))):
-            if load.pairs[way, h]:
-                links[pair] = links.get(pair, 0.0) + m * float(load.pairs[way, h])
+    for h, (a, b) in enumerate(zip(arrays.producer, arrays.consumer, strict=True)):
+        for direction, pair in enumerate(((names[a], names[b]), (names[b], names[a]))):
+            if busy.pairs[direction, h]:
+                links[pair] = links.get(pair, 0.0) + m * float(busy.pairs[direction, h])
     uplinks, downlinks, codecs = (
         {names[s]: m * float(row[s]) for s in range(count) if row[s]}
-        for row in (table.sum(axis=0) for table in (load.uplinks, load.downlinks, load.codecs))
+        for row in (table.sum(axis=0) for table in (busy.uplinks, busy.downlinks, busy.codecs))
     )
     every = (*links.values(), *uplinks.values(), *downlinks.values(), *codecs.values())
-    least = least_seconds(work, load, m)
+    least = compute_bound_seconds(arrays, busy, m)
     return Prediction(
         seconds=max(fill + (m - 1) * period, least),
         bound_seconds=max((least, *every)),
-        bottleneck=where,
+        bottleneck=bottleneck,
         fill_seconds=fill,
         period_seconds=period,
         stage_busy_seconds=tuple(float(s) for s in stage_busy),
@@ -161,119 +167,134 @@ def step_seconds(pipeline: Pipeline) -> Prediction:
     )
 
 
-def busy(work: Work) -> Busy:
-    """What one microbatch takes of everything that it uses."""
-    count = int(work.owner.max()) + 1
+def busy_seconds(arrays: PipelineArrays) -> BusySeconds:
+    """The seconds that one microbatch keeps each resource busy."""
+    count = int(arrays.owner.max()) + 1
 
     def by_owner(stage: Indices, seconds: Floats) -> Floats:
-        return total(work.owner[stage], seconds, count)[work.owner]
+        return group_sums(arrays.owner[stage], seconds, count)[arrays.owner]
 
-    everywhere = np.arange(len(work.owner))
+    every_stage = np.arange(len(arrays.owner))
     pairs, up, down, codecs, machines = [], [], [], [], []
-    for passage, sender, receiver, compute in (
-        (work.there, work.producer, work.consumer, work.forward),
-        (work.back, work.consumer, work.producer, work.backward),
+    for transfers, sender, receiver, compute in (
+        (arrays.forward_transfers, arrays.producer, arrays.consumer, arrays.forward_seconds),
+        (arrays.backward_transfers, arrays.consumer, arrays.producer, arrays.backward_seconds),
     ):
-        pairs.append(_by_pair(work, passage, sender, receiver))
-        up.append(by_owner(sender, passage.bytes / work.up[sender]))
-        down.append(by_owner(receiver, passage.bytes / work.down[receiver]))
-        codecs.append(by_owner(sender, passage.encode_seconds) + by_owner(receiver, passage.decode_seconds))
-        spent = compute + total(sender, passage.sent_seconds + passage.encode_seconds, len(compute))
-        spent += total(receiver, passage.received_seconds + passage.decode_seconds, len(compute))
-        machines.append(spent / _even_shares(work))
-    stages = [by_owner(everywhere, work.forward), by_owner(everywhere, work.backward)]
-    return Busy(*(np.stack(rows) for rows in (stages, pairs, up, down, codecs, machines)))
+        pairs.append(_link_seconds(arrays, transfers, sender, receiver))
+        up.append(by_owner(sender, transfers.bytes / arrays.up[sender]))
+        down.append(by_owner(receiver, transfers.bytes / arrays.down[receiver]))
+        codecs.append(
+            by_owner(sender, transfers.encode_seconds) + by_owner(receiver, transfers.decode_seconds)
+        )
+        spent = compute + group_sums(sender, transfers.sent_seconds + transfers.encode_seconds, len(compute))
+        spent += group_sums(receiver, transfers.received_seconds + transfers.decode_seconds, len(compute))
+        machines.append(spent / _cores_per_stage(arrays))
+    stages = [by_owner(every_stage, arrays.forward_seconds), by_owner(every_stage, arrays.backward_seconds)]
+    return BusySeconds(*(np.stack(rows) for rows in (stages, pairs, up, down, codecs, machines)))
 
 
-def least_seconds(work: Work, load: Busy, microbatches: int) -> float:
-    """Of a step: what computes is busy for so long, however well microbatches follow each other, and stages share cores."""
-    stages = microbatches * load.stages.sum(axis=0) + work.update
-    machines = (microbatches * load.machines.sum(axis=0) + work.update / _even_shares(work)) / _beside(work)
-    return float(max(stages.max(), total(work.machine, machines, len(machines)).max()))
+def compute_bound_seconds(arrays: PipelineArrays, busy: BusySeconds, microbatches: int) -> float:
+    """A lower bound for a step: the work of its busiest stage, or machine, without any wait."""
+    stages = microbatches * busy.stages.sum(axis=0) + arrays.update_seconds
+    machines = (
+        microbatches * busy.machines.sum(axis=0) + arrays.update_seconds / _cores_per_stage(arrays)
+    ) / _stages_on_machine(arrays)
+    return float(max(stages.max(), group_sums(arrays.machine, machines, len(machines)).max()))
 
 
-def period_seconds(load: Busy, schedule: Schedule) -> float:
-    """Of the busiest; loops are not in it."""
+def period_seconds(busy: BusySeconds, schedule: Schedule) -> float:
+    """The period that the busiest resource allows, without the latency of loops."""
     if schedule == "gpipe":
-        return sum(max(float(t[way].max(initial=0.0)) for t in load.most()) for way in (0, 1))
-    return max(float(t.sum(axis=0).max(initial=0.0)) for t in _shared(load))
+        return sum(max(float(t[way].max(initial=0.0)) for t in busy.tables()) for way in (0, 1))
+    return max(float(t.sum(axis=0).max(initial=0.0)) for t in _shared_by_both_passes(busy))
 
 
-def fill_seconds(work: Work, load: Busy) -> float:
-    """A step of one microbatch, from commit to commit."""
-    count = len(work.forward)
-    forward, backward, begin = work.forward.tolist(), work.backward.tolist(), work.begin.tolist()
-    there, back = (t.tolist() for t in work.transits)
+def fill_seconds(arrays: PipelineArrays, busy: BusySeconds) -> float:
+    """The time of a step with one microbatch, from commit to commit."""
+    count = len(arrays.forward_seconds)
+    forward, backward, start = (
+        arrays.forward_seconds.tolist(),
+        arrays.backward_seconds.tolist(),
+        arrays.start_seconds.tolist(),
+    )
+    forward_transfer, backward_transfer = (t.tolist() for t in arrays.transfer_seconds)
     into: list[list[int]] = [[] for _ in range(count)]
     out: list[list[int]] = [[] for _ in range(count)]
-    producer, consumer, returns = work.producer.tolist(), work.consumer.tolist(), work.back.used.tolist()
+    producer, consumer, returns = (
+        arrays.producer.tolist(),
+        arrays.consumer.tolist(),
+        arrays.backward_transfers.used.tolist(),
+    )
     for h in range(len(producer)):
         into[consumer[h]].append(h)
         if returns[h]:
             out[producer[h]].append(h)
     done = [0.0] * count
     for s in range(count):
-        done[s] = max([begin[s], *(done[producer[h]] + there[h] for h in into[s])]) + forward[s]
+        done[s] = max([start[s], *(done[producer[h]] + forward_transfer[h] for h in into[s])]) + forward[s]
     end = done
-    if work.training:
+    if arrays.training:
         end = done.copy()
         for s in reversed(range(count)):
-            end[s] = max([done[s], *(end[consumer[h]] + back[h] for h in out[s])]) + backward[s]
-    whole: float = max(e + r for e, r in zip(end, work.ready.tolist(), strict=True))
-    return max(whole, *(float(t.sum(axis=0).max(initial=0.0)) for t in _shared(load)))
+            end[s] = max([done[s], *(end[consumer[h]] + backward_transfer[h] for h in out[s])]) + backward[s]
+    fill: float = max(e + r for e, r in zip(end, arrays.ready_seconds.tolist(), strict=True))
+    return max(fill, *(float(t.sum(axis=0).max(initial=0.0)) for t in _shared_by_both_passes(busy)))
 
 
-def held_by(stages: int, microbatches: int, depth: int) -> Indices:
-    """Microbatches that each stage of a 1F1B pipeline holds at most."""
+def in_flight_by_stage(stages: int, microbatches: int, depth: int) -> Indices:
+    """(stages,) the most microbatches that each stage of a 1F1B pipeline holds."""
     return np.array([in_flight(s, stages, microbatches, depth) for s in range(stages)], dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Loops:
-    """Seconds around the loop from stage `first + row` forward to stage `column` and back; -inf where none runs."""
+    """Seconds around the loop from stage `first + row` forward to stage `column` and back; -inf where there is none."""
 
     first: int
     seconds: tuple[Floats, ...]  # in blocks of rows
 
 
-def loops(work: Work, first: int = 0) -> Loops:
-    """Of all stages from `first` on."""
-    count = len(work.forward)
-    there, back = work.transits
+def loops(arrays: PipelineArrays, first: int = 0) -> Loops:
+    """The loops that begin at stage `first` or later."""
+    count = len(arrays.forward_seconds)
+    forward, backward = arrays.transfer_seconds
     into: list[list[int]] = [[] for _ in range(count)]
-    for h, c in enumerate(work.consumer.tolist()):
+    for h, c in enumerate(arrays.consumer.tolist()):
         into[c].append(h)
-    producer, returns = work.producer.tolist(), work.back.used.tolist()
-    on, again = (there + work.forward[work.producer]).tolist(), (back + work.backward[work.producer]).tolist()
+    producer, returns = arrays.producer.tolist(), arrays.backward_transfers.used.tolist()
+    forward_step, backward_step = (
+        (forward + arrays.forward_seconds[arrays.producer]).tolist(),
+        (backward + arrays.backward_seconds[arrays.producer]).tolist(),
+    )
     blocks = []
     for begin in range(first, count, _BLOCK):
         rows = min(_BLOCK, count - begin)
-        # (stages, rows): from the start of a row's forward to that of the stage's; and of backward, end to end.
+        # (stages, rows): from the start of the row's forward pass to that of the stage's; the same for backward, end to end.
         out = np.full((count, rows), -np.inf)
-        home = out.copy()
+        back = out.copy()
         for t in range(begin, count):
             if t - begin < rows:
-                out[t, t - begin] = home[t, t - begin] = 0.0
+                out[t, t - begin] = back[t, t - begin] = 0.0
             for h in into[t]:
                 p = producer[h]
                 if p >= begin:
-                    np.maximum(out[t], out[p] + on[h], out=out[t])
+                    np.maximum(out[t], out[p] + forward_step[h], out=out[t])
                     if returns[h]:
-                        np.maximum(home[t], home[p] + again[h], out=home[t])
-        blocks.append((out + home + (work.forward + work.backward)[:, None]).T)
+                        np.maximum(back[t], back[p] + backward_step[h], out=back[t])
+        blocks.append((out + back + (arrays.forward_seconds + arrays.backward_seconds)[:, None]).T)
     return Loops(first, tuple(blocks))
 
 
-def worst_loop(found: Loops, held: Indices, microbatches: int, period: float) -> tuple[float, int, int]:
-    """The mean period that latency allows where all else allows `period`, and the first and last stage of the loop that
-    sets it; 0 where none does. The microbatches that a loop holds follow each other at `period`, the next ones wait."""
+def slowest_loop(found: Loops, held: Indices, microbatches: int, period: float) -> tuple[float, int, int]:
+    """The longest mean period that the latency of a loop sets, where resources allow `period`, and the first and last stage of
+    that loop; 0 where none does. The microbatches in a loop follow each other at `period`, the next ones wait."""
     worst, begin = (0.0, 0, 0), found.first
     for block in found.seconds:
-        skipped = max(0, _outside(held, microbatches) - begin)
+        skipped = max(0, _stages_that_hold_all(held, microbatches) - begin)
         if skipped < len(block):
             rows = held[begin + skipped : begin + len(block), None]
             rounds, rest = np.divmod(microbatches - 1, np.maximum(rows - held[None, :] + 1, 1))
-            # Where no loop runs, -inf stays -inf: every loop that is looked at goes round once or more.
+            # -inf stays -inf: `rounds` is at least 1 here.
             mean = (rounds * block[skipped:] + rest * period) / (microbatches - 1)
             row, column = divmod(int(np.argmax(mean)), mean.shape[1])
             if mean[row, column] > worst[0]:
@@ -282,19 +303,19 @@ def worst_loop(found: Loops, held: Indices, microbatches: int, period: float) ->
     return worst
 
 
-def _outside(held: Indices, microbatches: int) -> int:
-    """How many stages, from the first, hold every microbatch of the step, so that no loop begins at them."""
+def _stages_that_hold_all(held: Indices, microbatches: int) -> int:
+    """The number of leading stages that hold every microbatch of the step: no loop begins at them."""
     return int((held >= microbatches).sum())
 
 
-def handshake(from_lead: Floats, to_lead: Floats, training: bool) -> tuple[Floats, Floats]:
-    """`begin` without the update, and `ready`, from the latencies between the owner of stage 0, which leads, and each."""
+def handshake_seconds(from_lead: Floats, to_lead: Floats, training: bool) -> tuple[Floats, Floats]:
+    """`start_seconds` without the update, and `ready_seconds`, from the latencies between the lead, which owns stage 0, and each stage."""
     if training:
         return from_lead, to_lead
     return np.zeros_like(from_lead), np.where(np.arange(len(to_lead)) == len(to_lead) - 1, to_lead, 0.0)
 
 
-def work_of(pipeline: Pipeline) -> Work:
+def pipeline_arrays(pipeline: Pipeline) -> PipelineArrays:
     network, owners = pipeline.network, pipeline.owners
     devices = [network.device(owner) for owner in owners]
     number = {owner: i for i, owner in enumerate(dict.fromkeys(owners))}
@@ -302,17 +323,17 @@ def work_of(pipeline: Pipeline) -> Work:
     ends = [(owners[a], owners[b]) for a, b in pairs]
     stages = [(s.forward_seconds, s.backward_seconds, s.update_seconds) for s in pipeline.stages]
     forward, backward, update = np.array(stages).reshape(len(owners), 3).T
-    begin, ready = handshake(
+    start, ready = handshake_seconds(
         np.array([_link(network, owners[0], owner).alpha_seconds for owner in owners]),
         np.array([_link(network, owner, owners[0]).alpha_seconds for owner in owners]),
         pipeline.training,
     )
-    return Work(
-        forward=forward,
-        backward=backward,
-        update=update,
-        begin=begin + update,
-        ready=ready,
+    return PipelineArrays(
+        forward_seconds=forward,
+        backward_seconds=backward,
+        update_seconds=update,
+        start_seconds=start + update,
+        ready_seconds=ready,
         owner=np.array([number[owner] for owner in owners], dtype=np.int64),
         machine=network.machines[[network.index[owner] for owner in owners]],
         cores=np.array([d.shared.cores for d in devices]),
@@ -320,25 +341,30 @@ def work_of(pipeline: Pipeline) -> Work:
         down=np.array([d.down_bytes_per_second for d in devices]),
         producer=pairs[:, 0],
         consumer=pairs[:, 1],
-        there=_passage(network, ends, sums[0], np.ones(len(ends), dtype=bool)),
-        back=_passage(network, [end[::-1] for end in ends], sums[1], returns),
+        forward_transfers=_transfers(network, ends, sums[0], np.ones(len(ends), dtype=bool)),
+        backward_transfers=_transfers(network, [end[::-1] for end in ends], sums[1], returns),
         training=pipeline.training,
     )
 
 
 def _hops(pipeline: Pipeline) -> tuple[Indices, Floats, npt.NDArray[np.bool_]]:
-    """(hops, 2) producer and consumer; (2, 4, hops) what one microbatch sends there and back: bytes, seconds to encode, seconds to
-    decode, messages; and over which hops gradients come back."""
+    """(hops, 2) producer and consumer; (2, 4, hops) bytes, seconds to encode, seconds to decode and messages of one microbatch,
+    forward and backward; (hops,) whether gradients are sent back."""
     sums: dict[tuple[int, int], Floats] = {}
     returns: set[tuple[int, int]] = set()
     for flow in sorted(pipeline.flows, key=lambda f: (f.producer, f.consumer)):
         hop = flow.producer, flow.consumer
         sent = sums.setdefault(hop, np.zeros((2, 4)))
         here = pipeline.owners[flow.producer] == pipeline.owners[flow.consumer]
-        for way, cost in enumerate((flow.forward, flow.backward)):
+        for direction, cost in enumerate((flow.forward, flow.backward)):
             if cost is not None and not here:
                 encode, decode = cost.encode_seconds_per_element, cost.decode_seconds_per_element
-                sent[way] += (cost.bytes(flow.elements), encode * flow.elements, decode * flow.elements, 1)
+                sent[direction] += (
+                    cost.bytes(flow.elements),
+                    encode * flow.elements,
+                    decode * flow.elements,
+                    1,
+                )
         if flow.backward is not None:
             returns.add(hop)
     pairs = np.array(list(sums), dtype=np.int64).reshape(-1, 2)
@@ -346,20 +372,20 @@ def _hops(pipeline: Pipeline) -> tuple[Indices, Floats, npt.NDArray[np.bool_]]:
     return pairs, table, np.array([hop in returns for hop in sums], dtype=bool)
 
 
-def _passage(
+def _transfers(
     network: Network, ends: Sequence[tuple[str, str]], sums: Floats, used: npt.NDArray[np.bool_]
-) -> Passage:
+) -> Transfers:
     """`ends`: sender and receiver over each hop; `sums`: a row of `_hops`."""
     bytes_, encode, decode, messages = sums
     links = [_link(network, a, b) for a, b in ends]
     rates = [network.rate(a, b) if a != b else inf for a, b in ends]
 
     def carried(peers: Iterable[str]) -> Floats:
-        # As `fusion.dag.placement.simulate` has it: half by either end.
+        # As in `fusion.dag.placement.simulate`: half at either end.
         costs = zip(peers, bytes_, rates, messages, strict=True)
         return np.array([network.device(p).shared.carry_seconds(b, rate, m) / 2 for p, b, rate, m in costs])
 
-    return Passage(
+    return Transfers(
         used=used,
         bytes=bytes_,
         encode_seconds=encode,
@@ -372,63 +398,68 @@ def _passage(
 
 
 def _link(network: Network, a: str, b: str) -> Link:
-    return network.link(a, b) if a != b else HERE
+    return network.link(a, b) if a != b else LOOPBACK
 
 
-def total(group: Indices, values: Floats, groups: int) -> Floats:
+def group_sums(group: Indices, values: Floats, groups: int) -> Floats:
     """The sum of the values of each group."""
     found: Floats = np.bincount(group, weights=values, minlength=groups).astype(np.float64)
     return found
 
 
-def _beside(work: Work) -> Floats:
-    """How many stages the machine of each stage's owner runs."""
-    found: Floats = np.bincount(work.machine).astype(np.float64)[work.machine]
+def _stages_on_machine(arrays: PipelineArrays) -> Floats:
+    """(stages,) how many stages run on the same machine."""
+    found: Floats = np.bincount(arrays.machine).astype(np.float64)[arrays.machine]
     return found
 
 
-def _even_shares(work: Work) -> Floats:
-    """Cores for each stage; inf where they are not shared."""
-    cores = np.full(int(work.machine.max()) + 1, inf)
-    np.minimum.at(cores, work.machine, work.cores)  # peers with more threads count fewer of the same machine
-    found: Floats = cores[work.machine] / _beside(work)
+def _cores_per_stage(arrays: PipelineArrays) -> Floats:
+    """(stages,) an even share of the machine's cores; inf where they are not shared."""
+    cores = np.full(int(arrays.machine.max()) + 1, inf)
+    np.minimum.at(
+        cores, arrays.machine, arrays.cores
+    )  # peers with more threads count fewer of the same machine
+    found: Floats = cores[arrays.machine] / _stages_on_machine(arrays)
     return found
 
 
-def _by_pair(work: Work, passage: Passage, sender: Indices, receiver: Indices) -> Floats:
-    """Busy seconds of each hop's link, which other hops of the same two machines share."""
-    seconds = passage.bytes / passage.bytes_per_second
-    if int(work.owner.max()) + 1 == len(work.owner):
+def _link_seconds(arrays: PipelineArrays, transfers: Transfers, sender: Indices, receiver: Indices) -> Floats:
+    """(hops,) busy seconds of each hop's link, summed over the hops between the same two peers."""
+    seconds = transfers.bytes / transfers.bytes_per_second
+    if int(arrays.owner.max()) + 1 == len(arrays.owner):
         return seconds
-    key = work.owner[sender] * (int(work.owner.max()) + 1) + work.owner[receiver]
+    key = arrays.owner[sender] * (int(arrays.owner.max()) + 1) + arrays.owner[receiver]
     _, at = np.unique(key, return_inverse=True)
-    return total(at, seconds, len(at))[at]
+    return group_sums(at, seconds, len(at))[at]
 
 
-def _shared(load: Busy) -> tuple[Floats, ...]:
-    """Tables whose two passes use the same thing; a link has one side for each."""
-    return load.stages, load.uplinks, load.downlinks, load.codecs, load.machines, load.pairs.reshape(1, -1)
+def _shared_by_both_passes(busy: BusySeconds) -> tuple[Floats, ...]:
+    """Tables whose two passes share a resource; links are full duplex, so each direction counts alone."""
+    return busy.stages, busy.uplinks, busy.downlinks, busy.codecs, busy.machines, busy.pairs.reshape(1, -1)
 
 
-def _busiest(pipeline: Pipeline, work: Work, load: Busy) -> tuple[float, str]:
+def _bottleneck(pipeline: Pipeline, arrays: PipelineArrays, busy: BusySeconds) -> tuple[float, str]:
     owners = pipeline.owners
-    names = {
+    descriptions = {
         "stages": lambda s: f"compute of stage {s} on {owners[s]}",
         "uplinks": lambda s: f"uplink of {owners[s]}",
         "downlinks": lambda s: f"downlink of {owners[s]}",
         "codecs": lambda s: f"codec of {owners[s]}",
         "machines": lambda s: f"cores of the machine of {owners[s]}",
     }
-    where, most = "", -1.0
-    for kind, table in zip(names, _shared(load)[:-1], strict=True):
-        total = table.sum(axis=0)
-        at = int(np.argmax(total))
-        if total[at] > most:
-            where, most = names[kind](at), float(total[at])
-    if load.pairs.size:
-        way, hop = divmod(int(np.argmax(load.pairs)), load.pairs.shape[1])
-        if load.pairs[way, hop] >= most:
-            ends = (owners[work.producer[hop]], owners[work.consumer[hop]])
-            most, where = float(load.pairs[way, hop]), "link {} -> {}".format(*(ends, ends[::-1])[way])
-    return (most if pipeline.schedule == "1f1b" or not pipeline.training
-            else period_seconds(load, "gpipe")), where  # fmt: skip
+    name, seconds = "", -1.0
+    for kind, table in zip(descriptions, _shared_by_both_passes(busy)[:-1], strict=True):
+        both = table.sum(axis=0)
+        at = int(np.argmax(both))
+        if both[at] > seconds:
+            name, seconds = descriptions[kind](at), float(both[at])
+    if busy.pairs.size:
+        direction, hop = divmod(int(np.argmax(busy.pairs)), busy.pairs.shape[1])
+        if busy.pairs[direction, hop] >= seconds:
+            ends = (owners[arrays.producer[hop]], owners[arrays.consumer[hop]])
+            seconds, name = (
+                float(busy.pairs[direction, hop]),
+                "link {} -> {}".format(*(ends, ends[::-1])[direction]),
+            )
+    return (seconds if pipeline.schedule == "1f1b" or not pipeline.training
+            else period_seconds(busy, "gpipe")), name  # fmt: skip

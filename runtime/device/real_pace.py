@@ -21,7 +21,7 @@ import numpy as np
 
 from fusion.dag.cutting.costs import stage_costs
 from fusion.dag.cutting.stage import Stage
-from fusion.dag.placement.speeds import KINDS, Rows, Speeds, asked
+from fusion.dag.placement.speeds import KINDS, Rows, Speeds, demands
 
 Asks = Rows  # (KINDS,)
 
@@ -49,7 +49,7 @@ class RealPace:
     @staticmethod
     def asks(stage: Stage, sizes: Mapping[str, int]) -> Asks:
         """The work of both passes of one microbatch. Takes a while for a graph of thousands of nodes."""
-        forward, backward = asked(stage_costs(stage, sizes))
+        forward, backward = demands(stage_costs(stage, sizes))
         found: Asks = (forward + backward).sum(axis=1)
         return found
 

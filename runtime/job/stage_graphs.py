@@ -20,7 +20,7 @@ from fusion.dag.ir.dims import bind, size
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import Ref
 from fusion.dag.placement.misfit import size_text
-from fusion.dag.placement.pipeline import held
+from fusion.dag.placement.pipeline import max_in_flight
 from fusion.runtime.device.overrun import LONGEST_SECONDS, call_seconds
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import Refused, Understated, Unsupported
@@ -154,7 +154,7 @@ def needed_bytes(stage: Stage, manifest: Manifest) -> int:
     assert config is not None, "a manifest without one is refused"
     in_flight, training = 1, isinstance(config, TrainConfig)
     if isinstance(config, TrainConfig):
-        in_flight = held(
+        in_flight = max_in_flight(
             stage.index, manifest.stages, config.microbatches, True, config.schedule, config.depth
         )
     bounds = (0, len(stage.graph.nodes))

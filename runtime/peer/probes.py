@@ -27,7 +27,7 @@ from fusion.dag.placement.speeds import (
     TOUCHED,
     Rows,
     Speeds,
-    asked,
+    demands,
 )
 
 X = Ref("x")  # the input of a probe, without a gradient
@@ -59,7 +59,7 @@ class Probe:
     @property
     def asks(self) -> Rows:
         """The work of each kind, (KINDS,)."""
-        forward, _ = asked(node_costs(self.graph, {}))
+        forward, _ = demands(node_costs(self.graph, {}))
         found: Rows = forward.sum(axis=1)
         return found
 

@@ -15,7 +15,7 @@ from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph
 from fusion.dag.ir.opset import kept
 from fusion.dag.placement.misfit import size_text
-from fusion.dag.placement.pipeline import held
+from fusion.dag.placement.pipeline import max_in_flight
 from fusion.runtime.job.manifest import ServeConfig, TrainConfig
 from fusion.runtime.job.stage_graphs import Config, memory_config, serving_memory
 from fusion.swarm.directory.records import PeerRecord
@@ -75,7 +75,7 @@ def fitted(
         if isinstance(config, TrainConfig):
             schedule, depth = config.schedule, config.depth
             in_flight = np.array(
-                [held(s, count, config.microbatches, True, schedule, depth) for s in range(count)]
+                [max_in_flight(s, count, config.microbatches, True, schedule, depth) for s in range(count)]
             )
         needed = tuple(int(bytes_) for bytes_ in tables.bytes(first, first + 1, in_flight))
         short = [s for s in range(count) if needed[s] > room[s]]

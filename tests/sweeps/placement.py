@@ -54,7 +54,7 @@ def every(options: Space) -> float | None:
     if sum(perm(devices, n) * comb(inner, n - 1) for n in counts) > EVERY:
         return None
     return min(
-        options.outlook(Choice(order, (0, *cuts, inner + 1))).seconds
+        options.estimate(Choice(order, (0, *cuts, inner + 1))).seconds
         for n in counts
         for order in permutations(range(devices), n)
         for cuts in combinations(range(1, inner + 1), n - 1)
@@ -79,7 +79,7 @@ def judge(instance: Instance) -> dict[str, Any]:
     options = space(graph, network, SIZES, m)
 
     def seconds(choice: Choice | None) -> float:
-        return options.outlook(choice).seconds if choice else inf
+        return options.estimate(choice).seconds if choice else inf
 
     began = time.process_time()
     alone = seconds(op_fence(options))

@@ -38,7 +38,7 @@ def sites(*sizes: int, far: float = 20 * MBPS) -> Network:
 
 
 def seconds(options, choice):
-    return options.outlook(choice).seconds if choice else np.inf
+    return options.estimate(choice).seconds if choice else np.inf
 
 
 def test_clusters_are_sites():
@@ -93,8 +93,8 @@ def test_never_worse_than_the_baselines_and_legal(part):
         assert all(
             m <= network.device(o).memory_bytes for m, o in zip(found.memory_bytes, found.owners, strict=True)
         ), instance.name
-        outlook = options.outlook(op_fence(options))
-        assert outlook.seconds >= found.predicted_seconds * (1 - 1e-9)
+        estimate = options.estimate(op_fence(options))
+        assert estimate.seconds >= found.predicted_seconds * (1 - 1e-9)
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_many_devices_and_many_nodes():
 @pytest.mark.parametrize("stages", [None, 14])
 def test_the_two_that_have_room_for_its_ends_get_them(stages, monkeypatch):
     """Of more peers than `exact` tries all orders of."""
-    monkeypatch.setattr("fusion.dag.placement.op_fence._WORK", 1)  # any order that fits will do
+    monkeypatch.setattr("fusion.dag.placement.op_fence._MOVE_BUDGET", 1)  # any order that fits will do
     graph = chain([1024, *[64] * 25, 1024])
     large, small = 330_000, 45_000  # bytes: an end and something more; two of the layers between
     rooms = [small] * 5 + [large] * 2 + [small] * 10

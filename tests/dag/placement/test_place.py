@@ -198,9 +198,9 @@ def test_a_tied_weight_counts_once_in_each_stage_that_reads_it():
     tied = Graph(graph.inputs, graph.variables[:3], nodes, graph.outputs, graph.symbols)
     segments = measure(tied, (2, 4, 6), SIZES, training=False)
     one = 8 * 8 * 4
-    assert segments.held.static_bytes[0, 4] == 3 * one  # w0, w1, w2
-    assert [segments.held.static_bytes[i, i + 1] for i in range(4)] == [one] * 4
-    assert segments.held.static_bytes[1, 4] == 3 * one
+    assert segments.memory_tables.static_bytes[0, 4] == 3 * one  # w0, w1, w2
+    assert [segments.memory_tables.static_bytes[i, i + 1] for i in range(4)] == [one] * 4
+    assert segments.memory_tables.static_bytes[1, 4] == 3 * one
 
 
 @pytest.mark.parametrize("stages", [0, 3, 9])

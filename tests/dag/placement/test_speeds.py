@@ -13,7 +13,7 @@ from fusion.dag.placement.speeds import (
     UPDATE_NODES,
     UPDATE_TOUCHES,
     Speeds,
-    asked,
+    demands,
 )
 
 SPEEDS = Speeds(
@@ -38,7 +38,7 @@ def test_the_best_of_two_measurements_is_that_of_each_figure() -> None:
 
 def test_every_node_asks_for_its_flops_its_bytes_and_a_beginning() -> None:
     costs = node_costs(make("dropout").graph, {"batch": 2, "sequence": 12})
-    forward, backward = asked(costs)
+    forward, backward = demands(costs)
     assert forward.shape == backward.shape == (KINDS, len(costs))
     assert forward[NODES].sum() == len(costs)
     assert forward[:3].sum() == sum(cost.forward_flops for cost in costs)
@@ -71,7 +71,7 @@ def test_an_update_costs_what_it_touches_and_a_beginning_for_each_tensor() -> No
     parts = segments.updates(first, last, np.array([1e-9, 2e-9]), np.array([1e-6, 1e-6]))
     counted = np.diff(segments.tensors)
     assert counted.sum() == len(trained) and counted.min() > 0
-    touched = UPDATE_TOUCHES * segments.held.static_bytes[first, last] * np.array([1e-9, 2e-9])
+    touched = UPDATE_TOUCHES * segments.memory_tables.static_bytes[first, last] * np.array([1e-9, 2e-9])
     assert parts == pytest.approx(touched + UPDATE_NODES * counted * 1e-6)
 
 
