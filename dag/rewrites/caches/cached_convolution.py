@@ -1,8 +1,8 @@
-"""Give short convolutions along the sequence a memory: one that sees only a few positions back, channel by channel, becomes
-`fusion.cached_convolution`, which keeps what it has seen of every position, as attention keeps its keys.
+"""Give short causal convolutions along the sequence a cache: a depthwise one becomes `fusion.cached_convolution`, which keeps its
+input of every position, as attention keeps its keys.
 
-Only for what is plainly causal: zeros in front of the sequence, and the result cut back to its length. Anything else stays, and
-is refused for what it mixes.
+The pattern is zero padding and a slice of the result back to the sequence's length. Anything else stays, and is refused later,
+as it mixes positions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONVOLUTION = "aten.conv1d"
 
 
 def cache_convolutions(graph: Graph) -> Graph:
-    """The graph for a piece of a sequence, as far as convolutions go. Slots go on from those that are taken."""
+    """The graph with cached convolutions, in slots after those in use."""
     types = dict(graph.types)
     slot = next_slot(graph)
     nodes: list[Node] = []
@@ -33,11 +33,11 @@ def cache_convolutions(graph: Graph) -> Graph:
 
 
 def _causal(graph: Graph, cut: Node) -> Node | None:
-    """The convolution whose result `cut` cuts back to the positions that its input has, where it sees none that follow."""
+    """The causal depthwise convolution whose padded result `cut` slices to the length of its input; else None."""
     if cut.op != "aten.slice.Tensor" or not isinstance(cut.args[0], Ref):
         return None
-    at = graph.node_index.get(cut.args[0].name)
-    node = None if at is None else graph.nodes[at]
+    index = graph.node_index.get(cut.args[0].name)
+    node = None if index is None else graph.nodes[index]
     if node is None or node.op != CONVOLUTION:
         return None
     x, w = (graph.types[ref] for ref in node.args[:2] if isinstance(ref, Ref))
@@ -53,26 +53,26 @@ def _causal(graph: Graph, cut: Node) -> Node | None:
     ):
         return None
     stride, padding, dilation, groups = node.args[3:]
-    # As many zeros are put behind as in front; what they make is what the cut takes away.
-    alone = w.shape[:2] == (x.shape[1], 1) and groups == x.shape[1]
-    if not alone or (stride, padding, dilation) != ((1,), (w.shape[2] - 1,), (1,)):
+    # The padding is symmetric; the slice drops what the zeros at the end produce.
+    depthwise = w.shape[:2] == (x.shape[1], 1) and groups == x.shape[1]
+    if not depthwise or (stride, padding, dilation) != ((1,), (w.shape[2] - 1,), (1,)):
         return None
     return node
 
 
 def _cached(cut: Node, convolution: Node, slot: int, types: dict[Ref, TensorType]) -> list[Node]:
-    """Nodes that give what `cut` gave, under its name: (batch, channels, sequence)."""
-    made: list[Node] = []
+    """Nodes that compute what `cut` did, (batch, channels, sequence), under its name."""
+    emitted: list[Node] = []
 
     def emit(name: str, op: str, *args: Arg) -> Ref:
-        made.append(Node(name, op, args, infer(op, args, types)))
-        types[Ref(name)] = made[-1].results[0]
+        emitted.append(Node(name, op, args, infer(op, args, types)))
+        types[Ref(name)] = emitted[-1].results[0]
         return Ref(name)
 
     x, weight, bias = convolution.args[:3]
     rows = emit(f"{cut.name}:rows", "aten.transpose.int", x, 1, 2)
-    headed = emit(f"{cut.name}:headed", "aten.unsqueeze", rows, 1)
-    sums = emit(f"{cut.name}:sums", "fusion.cached_convolution", headed, weight, bias, slot)
-    flat = emit(f"{cut.name}:flat", "aten.squeeze.dim", sums, 1)
-    emit(cut.name, "aten.transpose.int", flat, 1, 2)
-    return made
+    with_head = emit(f"{cut.name}:headed", "aten.unsqueeze", rows, 1)
+    convolved = emit(f"{cut.name}:sums", "fusion.cached_convolution", with_head, weight, bias, slot)
+    without_head = emit(f"{cut.name}:flat", "aten.squeeze.dim", convolved, 1)
+    emit(cut.name, "aten.transpose.int", without_head, 1, 2)
+    return emitted

@@ -1,5 +1,5 @@
-"""Give recurrences a memory: `fusion.recurrence`, which begins with a state of zeros, becomes `fusion.cached_recurrence`, which goes
-on with that of earlier positions. It is causal by what it is, so there is nothing to recognise."""
+"""Give recurrences a cached state: `fusion.recurrence`, whose initial state is zero, becomes `fusion.cached_recurrence`, which
+continues from the state after earlier positions. A recurrence is causal, so there is no pattern to match."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _WHOLE = "fusion.recurrence"
 
 
 def cache_states(graph: Graph) -> Graph:
-    """The graph for a piece of a sequence, as far as recurrences and the short convolutions before them go."""
+    """The graph with cached recurrences and cached short convolutions."""
     return cache_recurrences(cache_convolutions(graph))
 
 
 def cache_recurrences(graph: Graph) -> Graph:
-    """The graph for a piece of a sequence, as far as recurrences go. Slots go on from those that are taken."""
+    """The graph with cached recurrences, in slots after those in use."""
     slot = next_slot(graph)
     nodes: list[Node] = []
     for node in graph.nodes:

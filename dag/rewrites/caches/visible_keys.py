@@ -1,5 +1,5 @@
-"""What an attention sees and what is added to its scores: its masks and biases, read as a reach over positions, slopes, biases by key
-or by distance, and keys that an indexer selects. What is none of these is refused."""
+"""What an attention sees and what is added to its scores: its masks and biases, classified as a window or chunk, ALiBi slopes,
+biases by key or by distance, and keys that an indexer selects. Anything else is refused."""
 
 from __future__ import annotations
 
@@ -11,139 +11,156 @@ from fusion.dag.cutting.source import SOURCE
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import Graph, Node, Ref
-from fusion.dag.rewrites.caches.eager_attention import Added, Hides, heads_of, hidden_parts, positional_names
-from fusion.dag.rewrites.caches.masks import Bias, Evaluate, Reach, affine_bias, shows_all, visible_reach
+from fusion.dag.rewrites.caches.eager_attention import (
+    AttentionBias,
+    AttentionMask,
+    heads_of,
+    positional_names,
+    split_bias,
+)
+from fusion.dag.rewrites.caches.masks import (
+    AffineBias,
+    Evaluate,
+    Span,
+    affine_bias,
+    hides_nothing,
+    visible_span,
+)
 from fusion.dag.rewrites.caches.relative_bias import RelativeBias, relative_bias
-from fusion.dag.rewrites.caches.selected_keys import Selection, parts_of, read_selection
+from fusion.dag.rewrites.caches.selected_keys import Selection, conjuncts, read_selection
 from fusion.dag.rewrites.positions import SEQUENCE, require_separate_positions
 
 
 @dataclass
-class Seen:
-    """What the masks and biases of one attention come to."""
+class Visibility:
+    """The combined effect of the masks and biases of one attention."""
 
     causal: bool = False
     window: int | None = None
     chunk: int | None = None
-    biases: list[Added] = field(default_factory=list)  # for each key
+    biases: list[AttentionBias] = field(default_factory=list)  # a number for each key
     slopes: tuple[float, ...] | None = None
     relative: RelativeBias | None = None
-    constant: bool = False  # whether a number for all keys was left out
+    constant: bool = False  # whether a bias that is the same for all keys was left out
     selection: Selection | None = None
 
     @property
-    def whole(self) -> bool:
-        """Whether there is no window, and nothing that is added to scores."""
+    def unrestricted(self) -> bool:
+        """Whether there is no window and no bias."""
         return not self.biases and (self.slopes, self.relative, self.window) == (None,) * 3
 
 
 class MaskReader:
-    """Reads the masks of one graph's attentions; what is found of one that several share is kept. `longest`, `longest_source`: the
-    most positions of a sequence and of a source, None where there is no limit."""
+    """Classifies the masks of one graph's attentions, each once. `max_length`, `max_source_length`: the most positions of a
+    sequence and of a source, None for no limit."""
 
     def __init__(
         self,
         graph: Graph,
         evaluate: Evaluate,
-        longest: int | None,
-        longest_source: int | None,
-        taken: Mapping[str, tuple[Ref, int]],
+        max_length: int | None,
+        max_source_length: int | None,
+        top_k: Mapping[str, tuple[Ref, int]],
     ) -> None:
-        """`taken`: see `taken_places`."""
+        """`top_k`: see `top_k_masks`."""
         self._graph = graph
         self._evaluate = evaluate
-        self._longest = longest
-        self._longest_source = longest_source
-        self._taken = taken
+        self._max_length = max_length
+        self._max_source_length = max_source_length
+        self._top_k = top_k
         self.positional = positional_names(graph)
-        self._reaches: dict[Hides, Reach] = {}
-        self._biases: dict[Ref, Bias] = {}
+        self._spans: dict[AttentionMask, Span] = {}
+        self._biases: dict[Ref, AffineBias] = {}
         self._relatives: dict[Ref, RelativeBias | None] = {}
-        self._shown: dict[Hides, bool] = {}
+        self._hides_nothing: dict[AttentionMask, bool] = {}
 
-    def read(self, node: Node, parts: Iterable[Hides | Added]) -> Seen:
-        """What the masks and what is added to the scores of the attention `node` come to. UnsupportedModel for what is not recognised."""
-        seen = Seen()
-        for part in parts:
-            if isinstance(part, Added):
-                self._look(node, seen, part)
-            elif self._is_of_queries(part) or not self.shows_all(part):
-                self._add(node, seen, self._reach(part))
-        return seen
+    def read(self, node: Node, terms: Iterable[AttentionMask | AttentionBias]) -> Visibility:
+        """The combined effect of masks and biases of the attention `node`. UnsupportedModel for one that is not recognised."""
+        visibility = Visibility()
+        for term in terms:
+            if isinstance(term, AttentionBias):
+                self._read_bias(node, visibility, term)
+            elif self._depends_on_query(term) or not self.hides_nothing(term):
+                self._restrict(node, visibility, self._span(term))
+        return visibility
 
-    def _is_of_queries(self, hides: Hides) -> bool:
-        return self._graph.types[hides.mask].shape[-2:-1] == (symbol(SEQUENCE),)
+    def _depends_on_query(self, mask: AttentionMask) -> bool:
+        return self._graph.types[mask.mask].shape[-2:-1] == (symbol(SEQUENCE),)
 
-    def shows_all(self, hides: Hides) -> bool:
+    def hides_nothing(self, mask: AttentionMask) -> bool:
         """Whether the mask hides nothing, and adds nothing to scores."""
-        if hides not in self._shown:
-            most = {SEQUENCE: self._longest or 1 << 30, SOURCE: self._longest_source or 1 << 30}
-            self._shown[hides] = shows_all(self._graph, hides.mask, self._evaluate, most, hides=hides.inverts)
-        return self._shown[hides]
-
-    def _add(self, node: Node, seen: Seen, reach: Reach) -> None:
-        """A window or a chunk that no sequence fills is none."""
-        seen.causal = True
-        window, chunk = (
-            None if size is None or (self._longest is not None and size >= self._longest) else size
-            for size in (reach.window, reach.chunk)
-        )
-        seen.window = min((w for w in (seen.window, window) if w is not None), default=None)
-        if chunk is not None and seen.chunk not in (None, chunk):
-            raise refusal(node, "sees chunks of several sizes")
-        seen.chunk = seen.chunk if chunk is None else chunk
-
-    def _reach(self, hides: Hides) -> Reach:
-        if hides not in self._reaches:
-            self._reaches[hides] = visible_reach(
-                self._graph, hides.mask, self._evaluate, self._longest, hides=hides.inverts
+        if mask not in self._hides_nothing:
+            max_lengths = {SEQUENCE: self._max_length or 1 << 30, SOURCE: self._max_source_length or 1 << 30}
+            self._hides_nothing[mask] = hides_nothing(
+                self._graph, mask.mask, self._evaluate, max_lengths, inverted=mask.inverted
             )
-        return self._reaches[hides]
+        return self._hides_nothing[mask]
 
-    def _look(self, node: Node, seen: Seen, added: Added) -> None:
-        """What a mask or a bias that is added to the scores lets a position see, and adds to it."""
+    def _restrict(self, node: Node, visibility: Visibility, span: Span) -> None:
+        """Narrow `visibility` to the span; a window or chunk that no sequence fills is left out."""
+        visibility.causal = True
+        window, chunk = (
+            None if size is None or (self._max_length is not None and size >= self._max_length) else size
+            for size in (span.window, span.chunk)
+        )
+        visibility.window = min((w for w in (visibility.window, window) if w is not None), default=None)
+        if chunk is not None and visibility.chunk not in (None, chunk):
+            raise refusal(node, "sees chunks of several sizes")
+        visibility.chunk = visibility.chunk if chunk is None else chunk
+
+    def _span(self, mask: AttentionMask) -> Span:
+        if mask not in self._spans:
+            self._spans[mask] = visible_span(
+                self._graph, mask.mask, self._evaluate, self._max_length, inverted=mask.inverted
+            )
+        return self._spans[mask]
+
+    def _read_bias(self, node: Node, visibility: Visibility, added: AttentionBias) -> None:
+        """Classify a tensor that is added to the scores: a mask, a bias, or both."""
         type_ = self._graph.types[added.bias]
         if type_.dtype == "bool":
-            self._hide(node, seen, Hides(added.bias))
+            self._apply_mask(node, visibility, AttentionMask(added.bias))
             return
         if symbol(SEQUENCE) not in type_.shape and added.bias.name in self.positional:
-            seen.constant = True  # the same for all keys, which a softmax does not see
+            visibility.constant = True  # the same for all keys, so a softmax ignores it
             return
         if type_.shape[-1:] != (symbol(SEQUENCE),):
             raise refusal(node, f"adds what depends on {added.bias}, {type_}, to its scores")
         if len(type_.shape) > 1 and type_.shape[-2] == symbol(SEQUENCE):
             try:
-                reach = self._reach(Hides(added.bias))
+                span = self._span(AttentionMask(added.bias))
             except UnsupportedModel as why:
-                parts = hidden_parts(self._graph, added)
+                parts = split_bias(self._graph, added)
                 if parts is None:
-                    if not self._by_distance(node, seen, added):
-                        self._slope(node, seen, added, str(why))
+                    if not self._read_relative_bias(node, visibility, added):
+                        self._read_affine_bias(node, visibility, added, str(why))
                     return
-                for hides in parts[0]:
-                    self._hide(node, seen, hides)
+                for mask in parts[0]:
+                    self._apply_mask(node, visibility, mask)
                 for part in parts[1]:
-                    self._look(node, seen, part)
+                    self._read_bias(node, visibility, part)
                 return
-            self._add(node, seen, reach)
-        elif added.bias.name in self.positional and self._separate(added.bias):
-            seen.biases.append(added)
+            self._restrict(node, visibility, span)
+        elif added.bias.name in self.positional and self._is_per_position(added.bias):
+            visibility.biases.append(added)
         else:
-            self._slope(node, seen, added, f"the bias {added.bias} depends on more than positions")
+            self._read_affine_bias(
+                node, visibility, added, f"the bias {added.bias} depends on more than positions"
+            )
 
-    def _hide(self, node: Node, seen: Seen, hides: Hides) -> None:
-        """What a mask lets a position see, which may be keys that the model selects."""
-        for part in parts_of(self._graph, hides, self.positional):
-            found = read_selection(self._graph, part, self.positional, self._taken)
-            if found is None:
-                self._add(node, seen, self._reach(part))
-            elif self._longest is None or found.count < self._longest:
-                if seen.selection not in (None, found):
+    def _apply_mask(self, node: Node, visibility: Visibility, mask: AttentionMask) -> None:
+        """Classify a mask, which may select keys."""
+        for part in conjuncts(self._graph, mask, self.positional):
+            selection = read_selection(self._graph, part, self.positional, self._top_k)
+            if selection is None:
+                self._restrict(node, visibility, self._span(part))
+            elif self._max_length is None or selection.count < self._max_length:
+                if visibility.selection not in (None, selection):
                     raise refusal(node, "selects keys twice")
-                seen.selection = found
+                visibility.selection = selection
 
-    def _separate(self, ref: Ref) -> bool:
-        """Whether the value at a position is made of that position alone, so that a cache can keep it."""
+    def _is_per_position(self, ref: Ref) -> bool:
+        """Whether the value at a position depends on that position alone, so that a cache can keep it."""
         part = replace(self._graph, nodes=needed(self._graph, [ref]), outputs=(ref,))
         try:
             require_separate_positions(part)
@@ -151,42 +168,43 @@ class MaskReader:
             return False
         return True
 
-    def _by_distance(self, node: Node, seen: Seen, added: Added) -> bool:
-        """Whether the bias is one that is looked up by distance."""
+    def _read_relative_bias(self, node: Node, visibility: Visibility, added: AttentionBias) -> bool:
+        """Classify a bias that is looked up by distance, as T5 has it; False if it is none."""
         if added.bias not in self._relatives:
             self._relatives[added.bias] = relative_bias(
-                self._graph, added.bias, self._evaluate, self._longest
+                self._graph, added.bias, self._evaluate, self._max_length
             )
-        found = self._relatives[added.bias]
-        if found is None:
+        bias = self._relatives[added.bias]
+        if bias is None:
             return False
-        if added.times != 1 or seen.relative is not None:
+        if added.scale != 1 or visibility.relative is not None:
             raise refusal(node, "scales a bias by distance, or has two of them")
-        seen.relative = found
+        visibility.relative = bias
         return True
 
-    def _slope(self, node: Node, seen: Seen, added: Added, why: str) -> None:
-        """A bias that falls with distance, and perhaps a mask in it. UnsupportedModel (`why`) where it depends on more than positions."""
+    def _read_affine_bias(self, node: Node, visibility: Visibility, added: AttentionBias, why: str) -> None:
+        """Classify a bias that is linear in distance, perhaps with a mask in it. UnsupportedModel (`why`) if it depends on more than
+        positions."""
         if added.bias.name not in self.positional:
             raise UnsupportedModel(why)
         if added.bias not in self._biases:
-            self._biases[added.bias] = affine_bias(self._graph, added.bias, self._evaluate, self._longest)
+            self._biases[added.bias] = affine_bias(self._graph, added.bias, self._evaluate, self._max_length)
         bias = self._biases[added.bias]
         heads = self._heads(node, len(bias.slopes))
         if bias.masks:
-            if added.times != 1:
+            if added.scale != 1:
                 raise refusal(node, "scales its mask")
-            self._add(node, seen, Reach(bias.window))
-        own = bias.slopes * heads if len(bias.slopes) == 1 else bias.slopes
-        before = seen.slopes or (0.0,) * len(own)
-        seen.slopes = tuple(a + added.times * b for a, b in zip(before, own, strict=True))
+            self._restrict(node, visibility, Span(bias.window))
+        slopes = bias.slopes * heads if len(bias.slopes) == 1 else bias.slopes
+        previous = visibility.slopes or (0.0,) * len(slopes)
+        visibility.slopes = tuple(a + added.scale * b for a, b in zip(previous, slopes, strict=True))
 
-    def _heads(self, node: Node, found: int) -> int:
-        """How many the attention has, of which a bias has `found`."""
+    def _heads(self, node: Node, bias_heads: int) -> int:
+        """The number of heads of the attention; refused if a bias has another number than that or 1."""
         shape = node.results[0].shape
         heads = shape[1] if len(shape) == 4 else heads_of(shape[0])
-        if not isinstance(heads, int) or found not in (1, heads):
-            raise refusal(node, f"has a bias for {found} heads, and {heads} heads")
+        if not isinstance(heads, int) or bias_heads not in (1, heads):
+            raise refusal(node, f"has a bias for {bias_heads} heads, and {heads} heads")
         return heads
 
 

@@ -11,7 +11,7 @@ from fusion.dag.ir.errors import UnsupportedModel
 from fusion.dag.ir.graph import DType, Graph, Input, Node, Ref, TensorType
 from fusion.dag.ir.serialise import validate
 from fusion.dag.rewrites.caches.kv_cache import cache_attention
-from fusion.dag.rewrites.caches.own_positions import given_positions
+from fusion.dag.rewrites.caches.own_positions import use_position_ids
 from fusion.runtime.capture.serving_graph import evaluate as computed
 
 B, S = symbol("batch"), symbol("sequence")
@@ -86,7 +86,7 @@ def test_a_sequence_in_pieces_is_as_the_whole(build, execute, evaluate, count):
 @pytest.mark.parametrize("count", [squared, backwards, beginning_later])
 def test_what_is_no_count_of_positions_stays_and_is_refused(build, evaluate, count):
     graph = built(build, count)
-    assert given_positions(graph, evaluate) == graph
+    assert use_position_ids(graph, evaluate) == graph
     with pytest.raises(UnsupportedModel, match=r"depends on the length|makes positions"):
         cache_attention(graph, evaluate)
 
@@ -108,7 +108,7 @@ def decoder(mask="seen", others=(), symbols=("batch", "sequence", "source")):
 
 
 def test_a_decoder_that_counts_tokens_is_given_their_positions(evaluate):
-    given = given_positions(decoder(), evaluate)
+    given = use_position_ids(decoder(), evaluate)
     inputs = {"input_ids": np.array([[5, 1, 7]]), "position_ids": np.array([[4, 5, 6]])}
     (placed,) = computed(given, inputs, {"batch": 1, "sequence": 3})
     assert placed.tolist() == [[5, 0, 7]]  # the padding is none of them, and what follows is where it is
@@ -118,4 +118,4 @@ def test_a_decoder_that_counts_tokens_is_given_their_positions(evaluate):
     "graph", [decoder(mask="other"), decoder(others=["count"]), decoder(symbols=("batch", "sequence"))]
 )
 def test_what_counts_other_tokens_or_for_others_stays(evaluate, graph):
-    assert given_positions(graph, evaluate) == graph
+    assert use_position_ids(graph, evaluate) == graph
