@@ -1,14 +1,14 @@
 """AdaTopK: how much each link of a job is compressed (FusionLLM, arXiv 2410.12707). Pure arithmetic, no torch.
 
 The paper sparsifies edge e by r_e = max(1, c * r * R_e / max R): R_e is the edge's dense time, r the ratio that the user
-allows the slowest, c the overhead of its codec. That brings every slow link down to max R / r and leaves the fast ones
-alone. Here c is no constant: the payload of every density is known to the byte (`spec.py`), so the density is the one
-with which the link is busy for max R / r, to within one per cent.
+allows the slowest, c the overhead of its codec. That brings every slow link down to max R / r and does not touch
+fast ones. Here c is no constant: the payload of each density is known to the byte (`spec.py`), so the density is chosen so that
+the link is busy for max R / r, to within one per cent.
 
 Where we deviate:
 * A time is that of a busy link, bytes over rate. Its latency is the same with every codec, and microbatches overlap it.
-* No link is brought below `compute_seconds`, what the busiest stage computes: it would lose accuracy and win no time.
-* A link that a gentler codec (fp16, int8, ...) of those offered brings under the target takes that; it is done earlier.
+* No link is brought below `compute_seconds`, the compute time of the busiest stage: that would cost accuracy and gain no time.
+* A link that an element-wise codec (fp16, int8, ...) of those offered brings under the target takes that codec.
 * Backward through a sparse edge is the gradient at the forward positions by default, which needs no positions. Both
   directions then have one density, and the slower of them meets the target.
 * A link that the codec would slow down stays dense.
@@ -22,13 +22,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fusion.compression.spec import LEAST, MOST, Family, Spec, Values
+from fusion.compression.spec import MAX_MILLIONTHS, MIN_MILLIONTHS, Family, Spec, Values
 
 Direction = Literal["forward", "backward"]
 Choice = dict[tuple[str, Direction], str]  # (edge, direction) -> spec
 
 DENSE = Spec(family="none")
-GENTLE: tuple[Family, ...] = ("bf16", "fp16", "int8", "int4")  # by what they take away, least first
+ELEMENT_WISE: tuple[Family, ...] = ("bf16", "fp16", "int8", "int4")  # by their error, least first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class EdgeUse:
     elements: int
     itemsize: int  # bytes, of floating-point elements; edges of integers are not for a codec
     bytes_per_second: float  # of the link, this way
-    # The part of it that this use has: its dense bytes over those of all that share it.
+    # Its share of the uplink: its dense bytes over those of all uses of it.
     uplink_share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class EdgeUse:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecSpeed:
-    """Dense bytes a second that a peer was measured to encode and decode."""
+    """Measured speeds of a peer, in dense bytes a second."""
 
     encode_bytes_per_second: float
     decode_bytes_per_second: float
@@ -80,10 +80,10 @@ def choose(
     reuse_mask: bool = True,
     values: Values = "fp16",
 ) -> Choice:
-    """A spec for every use. `ratio` is what the slowest is compressed by (1: nothing is), `codecs` the families that
-    may be chosen with their speeds ("topk" alone is the paper's), `compute_seconds` those of the busiest stage for a
-    microbatch. With `reuse_mask` a "topk" of both directions of an edge means that backward sends
-    the values at the forward positions; without, that it chooses its own."""
+    """A spec for every use. `ratio` is the compression of the slowest link (1: none), `codecs` the families that may be
+    chosen, with their speeds ("topk" alone is the paper's), `compute_seconds` the time of the busiest stage for a
+    microbatch. With `reuse_mask`, backward through a "topk" edge sends the values at the forward positions; without, it
+    chooses its own."""
     target = target_seconds(uses, ratio, compute_seconds)
     chosen: Choice = {}
     for group in _groups(uses, reuse_mask):
@@ -93,16 +93,16 @@ def choose(
 
 
 def target_seconds(uses: Iterable[EdgeUse], ratio: float, compute_seconds: float = 0.0) -> float:
-    """How long a link may be busy with a microbatch: what the slowest takes with `ratio`, or what computing takes."""
+    """How long a link may be busy with a microbatch: the slowest link's dense time over `ratio`, or `compute_seconds`."""
     if not (math.isfinite(ratio) and ratio >= 1):
         raise ValueError(f"ratio must be a number from 1, not {ratio}")
     return max(max((use.busy_seconds(use.dense_bytes) for use in uses), default=0.0) / ratio, compute_seconds)
 
 
-def gentlest(uses: Sequence[EdgeUse], target: float, codecs: Mapping[str, CodecSpeed]) -> Spec:
-    """Of the codecs that keep every element: the first with which every use meets the target, else the one with which
-    the tensor is there first. `uses` are those that must have one codec."""
-    options = [DENSE, *(Spec(family=family) for family in GENTLE if family in codecs)]
+def least_lossy(uses: Sequence[EdgeUse], target: float, codecs: Mapping[str, CodecSpeed]) -> Spec:
+    """The element-wise codec of least error with which every use meets the target, else the fastest one. `uses` must all have
+    one codec."""
+    options = [DENSE, *(Spec(family=family) for family in ELEMENT_WISE if family in codecs)]
 
     def seconds(spec: Spec) -> float:
         return sum(_seconds(use, spec, codecs, False) for use in uses)
@@ -114,18 +114,18 @@ def gentlest(uses: Sequence[EdgeUse], target: float, codecs: Mapping[str, CodecS
 
 
 def payload_bytes(use: EdgeUse, spec: Spec, *, reuse_mask: bool = True) -> int:
-    """What `use` sends with `spec`."""
+    """Bytes that `use` sends with `spec`."""
     if reuse_mask and use.direction == "backward":
         return spec.payload_bytes_at(use.elements, use.itemsize)
     return spec.payload_bytes(use.elements, use.itemsize)
 
 
 def _groups(uses: Sequence[EdgeUse], reuse_mask: bool) -> Iterable[list[EdgeUse]]:
-    """Uses that must have one density: those of an edge in one direction, whoever reads it; with `reuse_mask` in both."""
-    found: dict[tuple[str, str], list[EdgeUse]] = {}
+    """Uses that must have one density: those of an edge to all consumers, in one direction; with `reuse_mask` in both."""
+    groups: dict[tuple[str, str], list[EdgeUse]] = {}
     for use in uses:
-        found.setdefault((use.edge, "" if reuse_mask else use.direction), []).append(use)
-    return found.values()
+        groups.setdefault((use.edge, "" if reuse_mask else use.direction), []).append(use)
+    return groups.values()
 
 
 def _choose_group(
@@ -135,23 +135,26 @@ def _choose_group(
     values: Values,
     reuse_mask: bool,
 ) -> list[Spec]:
-    ways = {use.direction for use in group}
-    by_way = {way: gentlest([u for u in group if u.direction == way], target, codecs) for way in ways}
-    gentle = [by_way[use.direction] for use in group]
-    if "topk" not in codecs or all(_meets(u, s, target) for u, s in zip(group, gentle, strict=True)):
-        return gentle
-    masked = reuse_mask and "forward" in ways
-    sparse = _sparse(group, target, values, masked)
+    directions = {use.direction for use in group}
+    by_direction = {
+        direction: least_lossy([u for u in group if u.direction == direction], target, codecs)
+        for direction in directions
+    }
+    element_wise = [by_direction[use.direction] for use in group]
+    if "topk" not in codecs or all(_meets(u, s, target) for u, s in zip(group, element_wise, strict=True)):
+        return element_wise
+    masked = reuse_mask and "forward" in directions
+    sparse = _topk_spec(group, target, values, masked)
 
     def seconds(specs: Sequence[Spec]) -> float:
         return sum(_seconds(use, spec, codecs, masked) for use, spec in zip(group, specs, strict=True))
 
-    return min((gentle, [sparse] * len(group)), key=seconds)
+    return min((element_wise, [sparse] * len(group)), key=seconds)
 
 
-def _sparse(group: Sequence[EdgeUse], target: float, values: Values, masked: bool) -> Spec:
+def _topk_spec(group: Sequence[EdgeUse], target: float, values: Values, masked: bool) -> Spec:
     """The largest density, to three digits, with which every use of the group meets the target."""
-    low, high = LEAST, MOST
+    low, high = MIN_MILLIONTHS, MAX_MILLIONTHS
     while low < high:
         middle = (low + high + 1) // 2
         spec = Spec(family="topk", millionths=middle, values=values)
@@ -168,7 +171,7 @@ def _meets(use: EdgeUse, spec: Spec, target: float) -> bool:
 
 
 def _seconds(use: EdgeUse, spec: Spec, codecs: Mapping[str, CodecSpeed], masked: bool) -> float:
-    """From the whole tensor here to the whole tensor there, latency apart."""
+    """Seconds to encode, send and decode the tensor, without latency."""
     busy = use.busy_seconds(payload_bytes(use, spec, reuse_mask=masked))
     if spec.is_dense(use.elements, use.itemsize):
         return busy

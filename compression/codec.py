@@ -17,7 +17,7 @@ from fusion.compression.topk import TopK
 
 @lru_cache(maxsize=1024)
 def codec(spec: str) -> Codec:
-    """A codec keeps nothing between tensors, so there is one of each. ValueError for one that this peer does not have."""
+    """The codec of that spec; codecs have no state, so each is made once. ValueError for an unknown one."""
     parsed = parse(spec)
     if parsed.family == "none":
         return NONE

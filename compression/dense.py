@@ -1,4 +1,4 @@
-"""`none`: the elements as they lie in memory, little-endian. Nothing is copied on either side."""
+"""`none`: the elements as they are in memory, little-endian. Neither side copies."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Dense:
 
     def decode(self, payload: memoryview, shape: Sequence[int], dtype: str) -> torch.Tensor:
         check_size(payload, self.cost(elements_of(shape), dtype), shape, dtype)
-        flat, wanted = byte_tensor(payload), DTYPES[dtype]
-        if wanted is torch.bool:  # any other byte than 0 and 1 is no bool, and what it would do is undefined
+        flat, torch_dtype = byte_tensor(payload), DTYPES[dtype]
+        if torch_dtype is torch.bool:  # a bool of another byte than 0 and 1 is undefined behaviour
             return flat.ne(0).reshape(tuple(shape))
-        return flat.view(wanted).reshape(tuple(shape))
+        return flat.view(torch_dtype).reshape(tuple(shape))
 
 
 NONE = Dense()

@@ -1,10 +1,11 @@
-"""What every codec offers: a tensor into bytes and back. A codec knows no peers, stages or edges.
+"""The interface of codecs: a tensor to bytes and back. A codec knows no peers, stages or edges.
 
-The receiver decodes with the shape and dtype of its own plan, never with what a header says; they and the codec
-determine everything, so no codec has a header of its own.
+The receiver decodes with the shape and dtype of its own plan, never with those of a header; with the codec they
+determine the layout, so no payload has a header of its own.
 
-Lossy codecs take float32, float16 and bfloat16; every other dtype, and whatever would not become smaller, goes dense.
-No codec hides a divergence: a NaN or an infinity of the input arrives as NaN or infinity, for the gates that look for it.
+Lossy codecs take float32, float16 and bfloat16; every other dtype, and every tensor that would not become smaller, is sent
+dense. No codec hides a divergence: a NaN or an infinity of the input is decoded as NaN or infinity, for the gates that check
+for it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Encoded:
     """`buffers`, one after another, are the payload of a frame; they may share memory with the tensor."""
 
     buffers: tuple[memoryview, ...]
-    indices: torch.Tensor | None = None  # int32 (kept,), ascending, into the flat tensor; None: it went whole
+    indices: torch.Tensor | None = (
+        None  # int32 (kept,), ascending, into the flat tensor; None: all elements were sent
+    )
 
     @property
     def payload_bytes(self) -> int:
@@ -46,43 +49,43 @@ class Decoded:
 class Codec(Protocol):
     @property
     def name(self) -> str:
-        """The canonical spelling, `codec(name)` of which is this codec."""
+        """The canonical spelling: `codec(name)` is this codec."""
 
     def encode(self, tensor: torch.Tensor) -> Encoded:
         """The bytes of a CPU tensor of any shape and strides."""
 
     def cost(self, elements: int, dtype: str) -> int:
-        """Payload bytes of a tensor of so many elements: exactly what `encode` gives."""
+        """The exact payload bytes of `encode` for a tensor of so many elements."""
 
     def decode(self, payload: memoryview, shape: Sequence[int], dtype: str) -> torch.Tensor:
-        """The tensor, which may share memory with `payload`. ValueError where the bytes are not one of that shape."""
+        """The tensor, which may share memory with `payload`. ValueError if the bytes do not encode one of that shape."""
 
 
 @runtime_checkable
 class Sparse(Codec, Protocol):
     """Sends some of the elements; the others are zero at the receiver. The gradient of what the receiver computed
-    is then exact at those positions and of no use elsewhere, so the way back needs the values alone."""
+    is then exact at those positions and unused elsewhere, so the backward pass sends values alone."""
 
     def decode_sparse(self, payload: memoryview, shape: Sequence[int], dtype: str) -> Decoded:
         """As `decode`, with the positions."""
 
     def encode_at(self, tensor: torch.Tensor, indices: torch.Tensor | None) -> Encoded:
-        """The values at `indices`, which an `encode` or `decode_sparse` of a tensor of this shape and dtype gave.
+        """Encode the values at `indices`, which `encode` or `decode_sparse` gave for a tensor of this shape and dtype.
         ValueError for others."""
 
     def decode_at(
         self, payload: memoryview, shape: Sequence[int], dtype: str, indices: torch.Tensor | None
     ) -> torch.Tensor:
-        """The tensor with the values at `indices`, zero elsewhere. ValueError where the bytes are not that."""
+        """The tensor with the values at `indices`, zero elsewhere. ValueError if the bytes do not encode that."""
 
 
 def elements_of(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
-def check_size(payload: memoryview, right: int, shape: Sequence[int], dtype: str) -> None:
-    if payload.nbytes != right:
-        raise ValueError(f"{payload.nbytes} bytes for {dtype}{list(shape)}: {right} are right")
+def check_size(payload: memoryview, expected: int, shape: Sequence[int], dtype: str) -> None:
+    if payload.nbytes != expected:
+        raise ValueError(f"{payload.nbytes} bytes for {dtype}{list(shape)}: {expected} are right")
 
 
 def byte_tensor(payload: memoryview) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How many bytes the positions of kept elements take, in either form of `fusion.compression.positions`. Arithmetic alone."""
+"""The bytes of the positions of kept elements, in either form of `fusion.compression.positions`. Arithmetic alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ MAX_ELEMENTS = 2**31 - 1
 
 
 def position_bytes(elements: int, count: int) -> int:
-    """What `count` positions of `elements` take; 0 where there is nothing to say (none of them, or all)."""
+    """The bytes of `count` positions of `elements`; 0 where count alone determines them (none, or all)."""
     if count in (0, elements):
         return 0
     return min(_bytes(elements), planes_bytes(elements, count) + _bytes(unary_bits(elements, count)))

@@ -1,4 +1,4 @@
-"""How fast the codecs are on a machine of reference, for plans that must not depend on where they are made."""
+"""The speeds of the codecs on a reference machine, for plans that must not depend on where they are made."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     none | fp16 | bf16 | int8 | int4 | topk:<density>[:fp16|int8]        topk:0.01 is topk:0.01:fp16
 
 The length of a payload is a function of (spec, number of elements, element size) alone. Both ends compute it, so a
-payload carries no length of its own, what is planned is what is sent, and a payload of any other length is refused.
+payload carries no length of its own, plans are exact, and a payload of any other length is refused.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PLAIN: tuple[Family, ...] = ("none", "fp16", "bf16", "int8", "int4")
 
 BLOCK = 64  # elements that share a scale
 SCALE_BYTES = 2  # a bfloat16
-EXPONENT_BYTES = 2  # of the power of two that a payload of fp16 is scaled by
+EXPONENT_BYTES = 2  # the power of two that a payload of fp16 is scaled by
 
 MILLION = 1_000_000
-LEAST, MOST = 100, 500_000  # millionths of the elements that topk may keep
+MIN_MILLIONTHS, MAX_MILLIONTHS = 100, 500_000  # millionths of the elements that topk may keep
 
 _TOPK = re.compile(r"topk:(0\.[0-9]{1,6})(?::(fp16|int8))?", re.ASCII)
 
@@ -35,9 +35,9 @@ class Spec:
     values: Values = "fp16"  # what topk keeps them as
 
     def __post_init__(self) -> None:
-        if self.family == "topk" and not LEAST <= self.millionths <= MOST:
+        if self.family == "topk" and not MIN_MILLIONTHS <= self.millionths <= MAX_MILLIONTHS:
             raise ValueError(
-                f"a density of topk lies between {LEAST / MILLION:.4f} and {MOST / MILLION}, "
+                f"a density of topk lies between {MIN_MILLIONTHS / MILLION:.4f} and {MAX_MILLIONTHS / MILLION}, "
                 f"not {self.millionths / MILLION:.6g}"
             )
 
@@ -48,22 +48,22 @@ class Spec:
         return f"topk:{density}" + ("" if self.values == "fp16" else f":{self.values}")
 
     def kept(self, elements: int) -> int:
-        """How many of so many elements topk keeps: at least one of any."""
+        """How many of `elements` topk keeps: at least one, if there are any."""
         return min(elements, max(1, (elements * self.millionths + MILLION // 2) // MILLION))
 
     def payload_bytes(self, elements: int, itemsize: int) -> int:
-        """Of a tensor of so many floating-point elements of `itemsize` bytes."""
+        """Payload bytes of a tensor of `elements` floating-point numbers of `itemsize` bytes."""
         dense = elements * itemsize
         return dense if self.is_dense(elements, itemsize) else self._packed_bytes(elements)
 
     def payload_bytes_at(self, elements: int, itemsize: int) -> int:
-        """Of the values at positions that both ends know already; the whole of it where the codec is dense."""
+        """Payload bytes of the values at positions that both ends know; of all elements where the codec is dense."""
         if self.family != "topk" or self.is_dense(elements, itemsize):
             return self.payload_bytes(elements, itemsize)
         return self._value_bytes(self.kept(elements))
 
     def is_dense(self, elements: int, itemsize: int) -> bool:
-        """Whether the elements go as they are: because the packed form would not be smaller, or for its limits."""
+        """Whether the elements are sent as they are: the packed form would not be smaller, or does not support them."""
         if self.family == "none" or itemsize not in (2, 4) or elements > MAX_ELEMENTS:
             return True
         return self._packed_bytes(elements) >= elements * itemsize
@@ -86,16 +86,16 @@ class Spec:
 
 
 def parse(text: str) -> Spec:
-    """ValueError names what is not a codec here; any spelling of a density is read, `str` of the result is the one."""
+    """The spec of `text`, in any spelling of a density; `str` of it is canonical. ValueError for an unknown codec."""
     for family in PLAIN:
         if text == family:
             return Spec(family=family)
-    found = _TOPK.fullmatch(text)
-    if found is None:
+    match = _TOPK.fullmatch(text)
+    if match is None:
         raise ValueError(
             f"codec {text[:40]!r} is not known here (known: {', '.join(PLAIN)}, topk:<density>[:fp16|int8])"
         )
-    density, values = found.groups()
+    density, values = match.groups()
     kept_as: Values = "int8" if values == "int8" else "fp16"
     return Spec(family="topk", millionths=int(density[2:].ljust(6, "0")), values=kept_as)
 

@@ -44,8 +44,8 @@ class TopK:
         flat = flat_floats(tensor).numpy()
         kept = largest_positions(flat, self._spec.kept(elements))
         values = self._packer.pack(torch.from_numpy(flat[kept])).numpy()
-        where = positions.pack(kept, elements)
-        return Encoded((values.data, where.data), indices=torch.from_numpy(kept.astype(np.int32)))
+        packed_positions = positions.pack(kept, elements)
+        return Encoded((values.data, packed_positions.data), indices=torch.from_numpy(kept.astype(np.int32)))
 
     def cost(self, elements: int, dtype: str) -> int:
         return payload_bytes(self._spec, elements, dtype)
@@ -61,55 +61,59 @@ class TopK:
         kept = self._spec.kept(elements)
         data = byte_tensor(payload)
         value_bytes = self._spec.payload_bytes_at(elements, DTYPES[dtype].itemsize)
-        where = positions.unpack(data[value_bytes:].numpy(), elements, kept)
+        kept_positions = positions.unpack(data[value_bytes:].numpy(), elements, kept)
         values = self._packer.unpack(data[:value_bytes], kept)
-        return Decoded(_scatter(values, where, shape, dtype), torch.from_numpy(where))
+        return Decoded(_scatter(values, kept_positions, shape, dtype), torch.from_numpy(kept_positions))
 
     def encode_at(self, tensor: torch.Tensor, indices: torch.Tensor | None) -> Encoded:
-        where = self._known(indices, tensor.numel(), NAMES[tensor.dtype])
-        if where is None:
+        kept_positions = self._checked_positions(indices, tensor.numel(), NAMES[tensor.dtype])
+        if kept_positions is None:
             return NONE.encode(tensor)
-        values = torch.from_numpy(flat_floats(tensor).numpy()[where])
+        values = torch.from_numpy(flat_floats(tensor).numpy()[kept_positions])
         return Encoded((self._packer.pack(values).numpy().data,), indices=indices)
 
     def decode_at(
         self, payload: memoryview, shape: Sequence[int], dtype: str, indices: torch.Tensor | None
     ) -> torch.Tensor:
         elements = elements_of(shape)
-        where = self._known(indices, elements, dtype)
-        if where is None:
+        kept_positions = self._checked_positions(indices, elements, dtype)
+        if kept_positions is None:
             return NONE.decode(payload, shape, dtype)
-        right = self._spec.payload_bytes_at(elements, DTYPES[dtype].itemsize)
-        check_size(payload, right, shape, dtype)
-        return _scatter(self._packer.unpack(byte_tensor(payload), len(where)), where, shape, dtype)
+        expected_bytes = self._spec.payload_bytes_at(elements, DTYPES[dtype].itemsize)
+        check_size(payload, expected_bytes, shape, dtype)
+        return _scatter(
+            self._packer.unpack(byte_tensor(payload), len(kept_positions)), kept_positions, shape, dtype
+        )
 
-    def _known(self, indices: torch.Tensor | None, elements: int, dtype: str) -> positions.Positions | None:
-        """The indices of a tensor of that size, None where such a tensor goes whole."""
+    def _checked_positions(
+        self, indices: torch.Tensor | None, elements: int, dtype: str
+    ) -> positions.Positions | None:
+        """The checked indices of a tensor of that size; None where such a tensor is sent dense. ValueError for others."""
         dense = goes_dense(self._spec, elements, dtype)
-        given = None if indices is None else len(indices)
-        wanted = None if dense else self._spec.kept(elements)
-        if given != wanted or (indices is not None and int(indices[-1]) >= elements):
+        count = None if indices is None else len(indices)
+        expected = None if dense else self._spec.kept(elements)
+        if count != expected or (indices is not None and int(indices[-1]) >= elements):
             raise ValueError(
-                f"{given} positions for {elements} elements of {dtype}: {self.name} keeps {wanted}"
+                f"{count} positions for {elements} elements of {dtype}: {self.name} keeps {expected}"
             )
         return None if indices is None else indices.numpy()
 
 
 def largest_positions(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
     """Ascending positions of the `count` (at least one) largest magnitudes, ties to the lower position."""
-    # The bits of a float without its sign order as its magnitude does, with NaN above infinity: no comparison of
-    # theirs is unordered, and integers are what NumPy selects fastest.
+    # Without the sign, the bits of a float order as its magnitude does, with NaN above infinity: the order is total, and
+    # NumPy selects integers fastest.
     bits = values.view(np.int32) & np.int32(0x7FFFFFFF)
-    last = np.partition(bits, len(bits) - count)[len(bits) - count]
-    chosen = bits > last
-    ties = np.flatnonzero(bits == last)
-    chosen[ties[: count - np.count_nonzero(chosen)]] = True
-    return np.flatnonzero(chosen)
+    threshold = np.partition(bits, len(bits) - count)[len(bits) - count]
+    selected = bits > threshold
+    ties = np.flatnonzero(bits == threshold)
+    selected[ties[: count - np.count_nonzero(selected)]] = True
+    return np.flatnonzero(selected)
 
 
 def _scatter(
-    values: torch.Tensor, where: positions.Positions, shape: Sequence[int], dtype: str
+    values: torch.Tensor, kept_positions: positions.Positions, shape: Sequence[int], dtype: str
 ) -> torch.Tensor:
     flat = np.zeros(elements_of(shape), np.float32)
-    flat[where] = values.numpy()
+    flat[kept_positions] = values.numpy()
     return in_dtype(torch.from_numpy(flat), DTYPES[dtype]).reshape(tuple(shape))

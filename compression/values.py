@@ -1,4 +1,4 @@
-"""Numbers in fewer bits: float32 (n,) to bytes (uint8 tensor) and back. What the lossy codecs are made of.
+"""Numbers in fewer bits: float32 (n,) to bytes (uint8 tensor) and back, for the lossy codecs.
 
 A payload of the right length always decodes to n numbers or is refused with ValueError; its length is the caller's check.
 """
@@ -13,7 +13,7 @@ import torch
 
 from fusion.compression.spec import BLOCK, EXPONENT_BYTES, SCALE_BYTES, block_bytes, half_bytes
 
-CHUNK = 1 << 16  # elements worked on at once: what is made on the way stays in the cache
+CHUNK = 1 << 16  # elements processed at once: temporaries stay in the CPU's cache
 
 
 class Packer(Protocol):
@@ -43,18 +43,18 @@ class Half:
     stay what they are.
     """
 
-    # Both factors are normal float32, and MOST * 2**HIGHEST is about the largest there is
+    # Both factors are normal float32, and LARGEST * 2**HIGHEST is about the largest one
     LOWEST, HIGHEST = -126, 113
-    MOST = 2.0**15 - 2.0**4  # the last float16 below 2**15, which times 2**HIGHEST is infinite
+    LARGEST = 2.0**15 - 2.0**4  # the last float16 below 2**15, which times 2**HIGHEST is infinite
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
         payload = torch.empty(half_bytes(len(values)), dtype=torch.uint8)
         exponent = self._exponent(values)
         payload[:EXPONENT_BYTES].view(torch.int16)[0] = exponent
         halves = payload[EXPONENT_BYTES:].view(torch.float16)
-        for at in _chunks(len(values)):
-            scaled = values[at] * 2.0**-exponent
-            halves[at] = _clamped(scaled, self.MOST) if exponent == self.HIGHEST else scaled
+        for chunk in _chunks(len(values)):
+            scaled = values[chunk] * 2.0**-exponent
+            halves[chunk] = _clamped(scaled, self.LARGEST) if exponent == self.HIGHEST else scaled
         return payload
 
     def unpack(self, payload: torch.Tensor, count: int) -> torch.Tensor:
@@ -95,9 +95,9 @@ class Blocks:
         payload = torch.empty(block_bytes(count, self._bits), dtype=torch.uint8)
         scales, packed = self._parts(payload, count)
         codes = packed.view(torch.int8) if self._bits == 8 else torch.empty(count, dtype=torch.int8)
-        for at in _chunks(count):
-            scales_at = slice(at.start // BLOCK, -(-at.stop // BLOCK))
-            scales[scales_at], codes[at] = self._quantise(values[at])
+        for chunk in _chunks(count):
+            scales_at = slice(chunk.start // BLOCK, -(-chunk.stop // BLOCK))
+            scales[scales_at], codes[chunk] = self._quantise(values[chunk])
         if self._bits == 4:
             half = len(packed)
             torch.bitwise_and(codes[:half], 15, out=packed.view(torch.int8))
@@ -113,17 +113,19 @@ class Blocks:
             codes = torch.cat((codes << 4 >> 4, (codes >> 4)[: count - len(codes)]))
         scales = _bfloat16(scale_bits)
         values = torch.empty(count)
-        for at in _chunks(count):
-            whole = at.start + (at.stop - at.start) // BLOCK * BLOCK
-            blocks = scales[at.start // BLOCK : whole // BLOCK, None]
+        for chunk in _chunks(count):
+            full_end = chunk.start + (chunk.stop - chunk.start) // BLOCK * BLOCK
+            blocks = scales[chunk.start // BLOCK : full_end // BLOCK, None]
             torch.mul(
-                codes[at.start : whole].view(-1, BLOCK), blocks, out=values[at.start : whole].view(-1, BLOCK)
+                codes[chunk.start : full_end].view(-1, BLOCK),
+                blocks,
+                out=values[chunk.start : full_end].view(-1, BLOCK),
             )
-            if whole < at.stop:
-                torch.mul(codes[whole : at.stop], scales[-1], out=values[whole : at.stop])
-        bad = codes == self._nan
-        if bool(bad.any()):
-            values[bad] = torch.nan
+            if full_end < chunk.stop:
+                torch.mul(codes[full_end : chunk.stop], scales[-1], out=values[full_end : chunk.stop])
+        non_finite = codes == self._nan
+        if bool(non_finite.any()):
+            values[non_finite] = torch.nan
         return values
 
     def _parts(self, payload: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,35 +139,35 @@ class Blocks:
             values = torch.nn.functional.pad(values, (0, -count % BLOCK))
         blocks = values.view(-1, BLOCK)
         peaks = blocks.abs().amax(1)
-        bad = None
-        most = self._limit * float(_bfloat16(torch.tensor(self._last)))
-        if not float(peaks.max()) <= most:  # also where it is NaN
-            bad = ~blocks.isfinite()
-            blocks = blocks.masked_fill(bad, 0.0).clamp_(-most, most)
+        non_finite = None
+        largest = self._limit * float(_bfloat16(torch.tensor(self._last)))
+        if not float(peaks.max()) <= largest:  # also where it is NaN
+            non_finite = ~blocks.isfinite()
+            blocks = blocks.masked_fill(non_finite, 0.0).clamp_(-largest, largest)
             peaks = blocks.abs().amax(1)
         scale_bits = (_bits(peaks / self._limit) + 0xFFFF) >> 16
         scale_bits.masked_fill_(peaks < 1e-34, 0)
         inverse = _bfloat16(scale_bits).reciprocal_().masked_fill_(scale_bits == 0, 0.0)
         codes = (blocks * inverse[:, None]).round_()
-        if bad is not None:
-            codes.masked_fill_(bad, self._nan)
+        if non_finite is not None:
+            codes.masked_fill_(non_finite, self._nan)
         return scale_bits.to(torch.int16), codes.to(torch.int8).view(-1)[:count]
 
 
 def in_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 numbers in the dtype of the tensor. A scale that was rounded up brings the largest one of a block above what that
-    holds: no number becomes infinite for it."""
+    """float32 numbers in `dtype`, finite ones clamped to its range: a scale that was rounded up can take the largest of a block
+    above it."""
     if dtype == torch.float32 or not len(values):
         return values.to(dtype)
-    most = torch.finfo(dtype).max
-    if not _peak(values) <= most:  # also where it is NaN
-        values = _clamped(values, most)
+    largest = torch.finfo(dtype).max
+    if not _peak(values) <= largest:  # also where it is NaN
+        values = _clamped(values, largest)
     return values.to(dtype)
 
 
-def _clamped(values: torch.Tensor, most: float) -> torch.Tensor:
-    """Finite numbers of a magnitude of `most` at most; NaN and infinities stay what they are."""
-    return torch.where(values.isinf(), values, values.clamp(-most, most))
+def _clamped(values: torch.Tensor, largest: float) -> torch.Tensor:
+    """Finite numbers clamped to a magnitude of `largest`; NaN and infinities stay."""
+    return torch.where(values.isinf(), values, values.clamp(-largest, largest))
 
 
 def _chunks(count: int) -> Iterator[slice]:

@@ -17,12 +17,12 @@ from math import inf
 from fusion.compression import spec as specs
 from fusion.compression.adaptive import (
     DENSE,
-    GENTLE,
+    ELEMENT_WISE,
     CodecSpeed,
     Direction,
     EdgeUse,
     choose,
-    gentlest,
+    least_lossy,
     target_seconds,
 )
 from fusion.compression.spec import Spec
@@ -104,12 +104,12 @@ def choose_codecs(
         (edge.name, found.get((edge.name, "forward"), "none"), found.get((edge.name, "backward"), "none"))
         for edge in traffic.edges
     ]
-    gentle: dict[str, CodecSpeed] = {f: speed for f, speed in families.items() if f in GENTLE}
+    gentle: dict[str, CodecSpeed] = {f: speed for f, speed in families.items() if f in ELEMENT_WISE}
     if "topk" in families and WITH_TOPK in speeds:
         gentle[WITH_TOPK] = speeds[WITH_TOPK]
     target = target_seconds(uses, compression.ratio, compute_seconds)
     for tie in traffic.ties:
-        spec = gentlest(_tie_uses(tie, traffic), target, gentle)
+        spec = least_lossy(_tie_uses(tie, traffic), target, gentle)
         ways.append((tie.variable, str(spec), "none"))
     return tuple(way for way in ways if way[1:] != ("none", "none"))
 
@@ -121,7 +121,7 @@ def fastest_codecs(
     compute_seconds: float,
     step_seconds: Callable[[EdgeCodecs], float],
 ) -> EdgeCodecs:
-    """The gentlest table with which a step is nearly as short as with any, `step_seconds` being what a step takes with a
+    """The least lossy table with which a step is nearly as short as with any, `step_seconds` being what a step takes with a
     table; the others as for `choose_codecs`. What computing hides in the long run still takes its time in the first
     microbatch and the last, so that it can pay to bring a link below what the busiest stage computes."""
 

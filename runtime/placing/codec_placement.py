@@ -1,8 +1,8 @@
 """A training job's placement together with the codecs of its edges, since each depends on the other: the cost of an edge over a
 slow link depends on its codec, and which edges cross slow links depends on the placement.
 
-The job is placed as if all edges were dense, and as if all had the gentlest and the strongest codec that it allows; codecs are
-chosen for each of these placements, the gentlest that are nearly as fast as any, and the placement with the shortest simulated
+The job is placed as if all edges were dense, and as if all had the least and the most lossy codec that it allows; codecs are
+chosen for each of these placements, the least lossy that are nearly as fast as any, and the placement with the shortest simulated
 step is taken.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from fusion.compression import spec as specs
-from fusion.compression.adaptive import GENTLE, CodecSpeed
+from fusion.compression.adaptive import ELEMENT_WISE, CodecSpeed
 from fusion.dag.cutting.cuts import split
 from fusion.dag.cutting.memory import MemoryConfig
 from fusion.dag.ir.graph import Graph
@@ -159,7 +159,7 @@ def _assumed(compression: CompressionConfig, speeds: Mapping[str, CodecSpeed]) -
                 return [None]
             bytes_per_element = spec.payload_bytes(_ELEMENTS, _ITEMSIZE) / _ELEMENTS
             return [_cost(spec.family, bytes_per_element, speeds)]
-    gentle = [family for family in GENTLE if family in compression.families]
+    gentle = [family for family in ELEMENT_WISE if family in compression.families]
     assumed: list[CodecCost | None] = [None]
     for family in dict.fromkeys((*gentle[:1], *gentle[-1:])):
         bytes_per_element = specs.Spec(family=family).payload_bytes(_ELEMENTS, _ITEMSIZE) / _ELEMENTS

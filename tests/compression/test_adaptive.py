@@ -12,7 +12,7 @@ from support.examples import examples
 
 from fusion.compression.adaptive import Choice, CodecSpeed, Direction, EdgeUse, choose, payload_bytes
 from fusion.compression.codec import codec
-from fusion.compression.spec import LEAST, MOST, parse
+from fusion.compression.spec import MAX_MILLIONTHS, MIN_MILLIONTHS, parse
 
 FAST = CodecSpeed(encode_bytes_per_second=math.inf, decode_bytes_per_second=math.inf)
 TOPK = {"topk": FAST}
@@ -35,7 +35,7 @@ def finish(uses: list[EdgeUse], chosen: Choice, reuse_mask: bool) -> dict[str, f
     found: dict[str, float] = {}
     for one in uses:
         spec = parse(chosen[one.edge, one.direction])
-        if spec.family == "topk" and LEAST < spec.millionths < MOST // 1000 * 1000:
+        if spec.family == "topk" and MIN_MILLIONTHS < spec.millionths < MAX_MILLIONTHS // 1000 * 1000:
             key = one.edge if reuse_mask else f"{one.edge} {one.direction}"
             busy = one.busy_seconds(payload_bytes(one, spec, reuse_mask=reuse_mask))
             found[key] = max(found.get(key, 0.0), busy)

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.compression.codec import codec
-from fusion.compression.spec import LEAST, MOST, PLAIN, Spec, parse
+from fusion.compression.spec import MAX_MILLIONTHS, MIN_MILLIONTHS, PLAIN, Spec, parse
 
 
-@given(st.integers(LEAST, MOST), st.sampled_from(("fp16", "int8")))
+@given(st.integers(MIN_MILLIONTHS, MAX_MILLIONTHS), st.sampled_from(("fp16", "int8")))
 def test_every_density_has_one_spelling(millionths: int, values: str) -> None:
     spec = Spec(family="topk", millionths=millionths, values="int8" if values == "int8" else "fp16")
     assert parse(str(spec)) == spec
@@ -72,7 +72,7 @@ def test_hostile_spellings_are_refused_in_one_line(text: str) -> None:
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 200
 
 
-@given(st.integers(0, 100_000), st.integers(LEAST, MOST - 1), st.sampled_from((2, 4)))
+@given(st.integers(0, 100_000), st.integers(MIN_MILLIONTHS, MAX_MILLIONTHS - 1), st.sampled_from((2, 4)))
 def test_more_density_never_costs_less(elements: int, millionths: int, itemsize: int) -> None:
     here = Spec(family="topk", millionths=millionths)
     more = Spec(family="topk", millionths=millionths + 1)

@@ -15,7 +15,7 @@ from support.examples import examples
 
 from fusion.compression.adaptive import CodecSpeed
 from fusion.compression.reference_speeds import REFERENCE
-from fusion.compression.spec import LEAST, MOST, parse
+from fusion.compression.spec import MAX_MILLIONTHS, MIN_MILLIONTHS, parse
 from fusion.dag.cutting.stage import Edge
 from fusion.dag.ir.dims import symbol
 from fusion.dag.ir.graph import DTYPE_BYTES, Ref, TensorType
@@ -294,7 +294,7 @@ def test_under_topk_slow_links_are_busy_for_within_a_tenth_of_each_other(
         spec = parse(table.get(one.name, "none"))
         if spec.family == "none":
             assert dense[pair] <= target * (1 + 1e-9)
-        elif LEAST < spec.millionths < MOST // 1000 * 1000:
+        elif MIN_MILLIONTHS < spec.millionths < MAX_MILLIONTHS // 1000 * 1000:
             assert 0.9 * target <= found[pair] <= target * (1 + 1e-9)
 
 
