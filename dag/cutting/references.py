@@ -18,7 +18,7 @@ def substitute(args: tuple[Arg, ...], renamed: Mapping[Ref, Ref]) -> tuple[Arg, 
     )
 
 
-def made_by(arg: object, op: str, nodes: Mapping[str, Node]) -> Node | None:
+def produced_by(arg: object, op: str, nodes: Mapping[str, Node]) -> Node | None:
     """The node of `nodes`, by name, that makes the argument, if that is an `op`."""
     node = nodes.get(arg.name) if isinstance(arg, Ref) else None
     return node if node is not None and node.op == op else None

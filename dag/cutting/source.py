@@ -59,7 +59,7 @@ def source_values(graph: Graph) -> frozenset[Ref]:
     )
 
 
-def misread(graph: Graph, received: Collection[str] = ()) -> Node | None:
+def misused_source(graph: Graph, received: Collection[str] = ()) -> Node | None:
     """The first node of the second half that reads a value of the first one in another way than as keys and values, or others as
     these."""
     kinds = _kinds(graph, received)
@@ -81,7 +81,7 @@ def halves(stage: Stage) -> Halves | None:
         return None
     received = {edge.name for edge in stage.receives if edge.of_source}
     kinds = _kinds(graph, received)
-    if (wrong := misread(graph, received)) is not None:
+    if (wrong := misused_source(graph, received)) is not None:
         raise GraphError(f"{wrong.name} ({wrong.op}) mixes up what is made of the source and what is not")
     results = graph.outputs[len(stage.sends) :]
     if any(kinds.get(ref.name, _NOTHING) == _SOURCE for ref in results):

@@ -1,6 +1,6 @@
-"""Drop what does not change a value: dead nodes, no-op casts and views, repeated nodes; write views and layers one way.
+"""Dead code elimination, common subexpressions, no-op casts and views, and canonical forms of views and layers.
 
-Sound for training and for serving: values and gradients stay what they were, and random draws keep their names.
+Sound for training and for serving: values and gradients do not change, and random draws keep their names.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fusion.dag.ir.opset_pointwise import BY_MODE, KEEP
 
 Types = Mapping[Ref, TensorType]
 
-# One function, whatever the strides (`view` needs some that fit, which dropping copies could take away) and whatever
-# the sizes (`squeeze` would take away a batch of 1).
+# All become `reshape`: it needs no particular strides, which dropping copies could change under a `view`, and its result does
+# not depend on sizes, as that of `squeeze` does for a batch of 1.
 _RESHAPES = frozenset({
     "aten.view", "aten._unsafe_view", "aten.reshape", "aten.flatten.using_ints", "aten.unflatten.int", "aten.squeeze",
     "aten.squeeze.dims",
@@ -28,46 +28,46 @@ _SAME_IF_SAME_TYPE = frozenset({
     "aten.to.dtype", "aten.type_as", "aten.reshape", "aten.expand", "aten.expand_as", "aten.squeeze.dim",
     "aten.repeat", "aten.narrow",
 })  # fmt: skip
-# Two calls with the same arguments are not the same value, or not without effect.
+# Equal calls have different values, or side effects.
 _IMPURE = frozenset({"fusion.dropout", "fusion.dropout_attention", "aten.batch_norm", KEEP})
 
 
 def clean(graph: Graph) -> Graph:
-    """The graph without the nodes that only pass on a value, are computed already, or that no output needs.
-    The nodes that stay keep their names; inputs and variables stay."""
+    """The graph without nodes that are identities, duplicates or dead. The other nodes keep their names; inputs and variables
+    stay."""
     types = dict(graph.types)
     same: dict[Ref, Ref] = {}
     nodes: list[Node] = []
     seen: dict[object, Node] = {}
-    made: dict[str, Node] = {}
+    producers: dict[str, Node] = {}
     for node in graph.nodes:
         args = substitute(node.args, same)
-        node = _canonical(node if args == node.args else replace(node, args=args), types, made)
-        product = _rows_first(node, types, made)
+        node = _canonical(node if args == node.args else replace(node, args=args), types, producers)
+        product = _as_linear_of_rows(node, types, producers)
         if product is not None:
             node, rows = product
             types[Ref(rows.name)] = rows.results[0]
-            made[rows.name] = rows
+            producers[rows.name] = rows
             nodes.append(rows)
-        ref = _passes_on(node, types)
+        ref = _identity_of(node, types)
         if ref is not None:
             same[Ref(node.name)] = ref
             continue
         key = (node.op, argument_key(node.args))
-        twin = seen.get(key)
-        if twin is not None:
-            same.update({Ref(node.name, i): Ref(twin.name, i) for i in range(len(node.results))})
+        duplicate = seen.get(key)
+        if duplicate is not None:
+            same.update({Ref(node.name, i): Ref(duplicate.name, i) for i in range(len(node.results))})
             continue
         if node.op not in _IMPURE:
             seen[key] = node
-        made[node.name] = node
+        producers[node.name] = node
         nodes.append(node)
     outputs = tuple(same.get(ref, ref) for ref in graph.outputs)
     return without_dead_nodes(replace(graph, nodes=tuple(nodes), outputs=outputs))
 
 
 def without_detach(graph: Graph) -> Graph:
-    """The same of a graph of which no gradient is taken."""
+    """The graph without `aten.detach`, for one of which no gradient is taken."""
     same: dict[Ref, Ref] = {}
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -81,18 +81,18 @@ def without_detach(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(nodes), outputs=tuple(same.get(ref, ref) for ref in graph.outputs))
 
 
-def _canonical(node: Node, types: Types, made: Mapping[str, Node]) -> Node:
-    """One way to write a reshape, over what a chain of them started from; a linear layer; constants that read no tensor."""
+def _canonical(node: Node, types: Types, producers: Mapping[str, Node]) -> Node:
+    """The canonical form of a reshape (of the first source of a chain), of a linear layer, and of constants (which read no tensor)."""
     if node.op in _RESHAPES:
         source = node.args[0]
         assert isinstance(source, Ref)
-        before = made.get(source.name)
+        before = producers.get(source.name)
         if before is not None and before.op == "aten.reshape":
             source = before.args[0]
         return replace(node, op="aten.reshape", args=(source, _shape_argument(node.results[0])))
     if node.op == "aten.matmul":
-        return _layer(node, types, made)
-    make = _MAKES.get(node.op)
+        return _as_linear(node, types, producers)
+    make = _CONSTANTS.get(node.op)
     if make is None:
         return node
     type_ = node.results[0]
@@ -101,59 +101,59 @@ def _canonical(node: Node, types: Types, made: Mapping[str, Node]) -> Node:
     return replace(node, op=op, args=(type_.shape, *fill, DType(type_.dtype)))
 
 
-def _layer(node: Node, types: Types, made: Mapping[str, Node]) -> Node:
-    """`aten.linear` for a product with a matrix that lies the other way round: to the library they are the same call."""
+def _as_linear(node: Node, types: Types, producers: Mapping[str, Node]) -> Node:
+    """`aten.linear` for a product with a transposed matrix: the framework makes the same call of both."""
     given, other = node.args
     assert isinstance(given, Ref) and isinstance(other, Ref)
-    turned = made.get(other.name)
-    if turned is None or not _turns(turned, types) or len(types[given].shape) < 2:
+    transpose = producers.get(other.name)
+    if transpose is None or not _is_transpose(transpose, types) or len(types[given].shape) < 2:
         return node
-    return replace(node, op="aten.linear", args=(given, turned.args[0], None))
+    return replace(node, op="aten.linear", args=(given, transpose.args[0], None))
 
 
-def _rows_first(node: Node, types: Types, made: Mapping[str, Node]) -> tuple[Node, Node] | None:
-    """Of a matrix times rows that lie the other way round, as Mamba has it, the same product turned, and that of the rows with
-    the matrix: each row stands for a position there."""
+def _as_linear_of_rows(node: Node, types: Types, producers: Mapping[str, Node]) -> tuple[Node, Node] | None:
+    """For matrix @ rows^T, as Mamba has it: (rows @ matrix^T)^T as a transpose and a linear layer, in which each row is a
+    position."""
     if node.op != "aten.matmul":
         return None
     matrix, other = node.args
     assert isinstance(matrix, Ref) and isinstance(other, Ref)
-    turned, name = made.get(other.name), f"{node.name}_rows"
-    if turned is None or turned.op != "aten.transpose.int" or Ref(name) in types:
+    transpose, name = producers.get(other.name), f"{node.name}_rows"
+    if transpose is None or transpose.op != "aten.transpose.int" or Ref(name) in types:
         return None
-    given, *ends = turned.args
-    assert isinstance(given, Ref)
-    rank = len(types[given].shape)
+    rows, *ends = transpose.args
+    assert isinstance(rows, Ref)
+    rank = len(types[rows].shape)
     if {end % rank for end in ends if isinstance(end, int)} != {rank - 1, rank - 2}:
         return None
     if len(types[matrix].shape) != 2 or any(isinstance(size, Poly) for size in types[matrix].shape):
         return None
-    args = (given, matrix, None)
-    rows = Node(name, "aten.linear", args, infer("aten.linear", args, types))
-    return replace(node, op="aten.transpose.int", args=(Ref(name), -2, -1)), rows
+    args = (rows, matrix, None)
+    linear = Node(name, "aten.linear", args, infer("aten.linear", args, types))
+    return replace(node, op="aten.transpose.int", args=(Ref(name), -2, -1)), linear
 
 
-def _turns(node: Node, types: Types) -> bool:
-    """Whether it is a matrix the other way round."""
+def _is_transpose(node: Node, types: Types) -> bool:
+    """Whether the node transposes a matrix."""
     match node.op, *node.args:
         case (("aten.t" | "aten.numpy_T"), Ref() as matrix):
             return len(types[matrix].shape) == 2
         case "aten.transpose.int", Ref() as matrix, int(one), int(other):
             return len(types[matrix].shape) == 2 and (one - other) % 2 == 1
-        case "aten.permute", Ref(), (int(first), int(second)):  # what decompositions make of it
+        case "aten.permute", Ref(), (int(first), int(second)):  # as decompositions write it
             return (first % 2, second % 2) == (1, 0)
     return False
 
 
 def _shape_argument(type_: TensorType) -> tuple[Dim, ...]:
-    """The shape; where a single dimension has symbols it is -1, so that running it needs no sizes."""
+    """The shape, with -1 for a single symbolic dimension, so that running it needs no sizes."""
     if sum(isinstance(d, Poly) for d in type_.shape) == 1 and 0 not in type_.shape:
         return tuple(-1 if isinstance(d, Poly) else d for d in type_.shape)
     return type_.shape
 
 
-# Only the type of their tensor argument counts: as constants they depend on nothing.
-_MAKES: dict[str, Callable[[Node], tuple[str, Arg]]] = {
+# They read only the type of their tensor argument, so they are constants.
+_CONSTANTS: dict[str, Callable[[Node], tuple[str, Arg]]] = {
     "aten.new_ones": lambda _: ("aten.ones", None),
     "aten.ones_like": lambda _: ("aten.ones", None),
     "aten.new_zeros": lambda _: ("aten.zeros", None),
@@ -163,8 +163,8 @@ _MAKES: dict[str, Callable[[Node], tuple[str, Arg]]] = {
 }
 
 
-def _passes_on(node: Node, types: Types) -> Ref | None:
-    """The argument that the node's only result equals, if it plainly does."""
+def _identity_of(node: Node, types: Types) -> Ref | None:
+    """The argument that the node's only result equals, if the node is an identity."""
     if len(node.results) != 1:
         return None
     first = node.args[0] if node.args else None
@@ -176,7 +176,7 @@ def _passes_on(node: Node, types: Types) -> Ref | None:
 
 
 def _neutral(node: Node) -> bool:
-    """Whether the constant arguments make the op the identity, given that the types of argument and result agree."""
+    """Whether constant arguments make the op the identity, given equal types of argument and result."""
     op, args = node.op, node.args
     if op == "aten.slice.Tensor":
         return args[4] == 1  # as long as its argument, so all of it
@@ -204,7 +204,7 @@ def _is_number(arg: Arg, value: int) -> bool:
 
 
 def argument_key(arg: Arg) -> object:
-    """Equal for arguments that are the same constant: 1, 1.0 and True are not, nor are 0.0 and -0.0."""
+    """A key that is equal for equal constants; it tells 1, 1.0 and True apart, and 0.0 and -0.0."""
     if isinstance(arg, tuple):
         return tuple(map(argument_key, arg))
     if isinstance(arg, float):

@@ -1,8 +1,9 @@
-"""Expert parallelism: experts in groups, so that a cut may lie between them: a layer whose experts fit no peer runs on several.
+"""Expert parallelism: split the experts of a layer into groups with cuts between them, so that a layer that fits no peer runs on
+several.
 
-Each group holds a part of every expert variable, runs the rows that have chosen it, and gives zeros for the others, so the
-groups' results add up to the layer's. They are added behind the sum over each row's experts where nothing but linear ops lies
-between, so that one row a position crosses a cut, not one for each expert that it has chosen.
+Each group holds a slice of every expert variable, computes the rows routed to it, and gives zeros for the others, so the
+groups' results add up to the layer's. If only linear ops lie between, they are added after the sum over each row's experts, so
+that one row for each position crosses a cut, not one for each of its experts.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from fusion.dag.cutting.references import substitute
 from fusion.dag.ir.dims import Poly
 from fusion.dag.ir.graph import Arg, Graph, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import mixed_dims, spec
-from fusion.dag.rewrites.experts import ExpertLinear, expert_linear, starting_at
+from fusion.dag.rewrites.experts import ExpertLinear, expert_linear, with_first_expert
 
 _PART = re.compile(r"(.+):([0-9]{1,9})-([0-9]{1,9})")
 _REPEAT = "aten.repeat_interleave.self_int"
-# Ops that give zeros for zeros and sums for sums in their first argument, whatever the others are.
+# Ops that are linear in their first argument.
 _LINEAR = frozenset(
     {"aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar", "aten.sum.dim_IntList"}
 )
@@ -39,15 +40,15 @@ class Part:
 
 
 def part_of(variable: str) -> Part | None:
-    """What a variable that `group_experts` has made is a part of; None for any other."""
-    found = _PART.fullmatch(variable)
-    return None if found is None else Part(found[1], int(found[2]), int(found[3]))
+    """The part that a variable of `group_experts` is; None for any other variable."""
+    match = _PART.fullmatch(variable)
+    return None if match is None else Part(match[1], int(match[2]), int(match[3]))
 
 
 def group_experts(graph: Graph, groups: int) -> Graph:
-    """The graph with the experts of every layer in so many groups of neighbours, one behind the other, or as many as it has
-    experts. The same products, with the sums over a position's experts in another order. A layer that is not plainly
-    rows -> products -> ops by row -> products stays whole; so does one whose variables something else reads."""
+    """The graph with the experts of every layer in `groups` contiguous groups, one after the other, at most one for each expert.
+    The products are the same, the sums over a position's experts in another order. A layer that is not
+    rows -> products -> row-wise ops -> products is not split; nor is one whose variables have other readers."""
     by_ids: dict[Ref, list[int]] = {}
     for i, node in enumerate(graph.nodes):
         if (found := expert_linear(node)) is not None:
@@ -60,7 +61,7 @@ def group_experts(graph: Graph, groups: int) -> Graph:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Names of the nodes that are repeated in each group, in order; the last one gives what is added up."""
+    """Names of the nodes that are copied for each group, in order; the results of the last one are added."""
 
     nodes: tuple[str, ...]
     experts: int
@@ -68,33 +69,33 @@ class _Layer:
 
 def _layer(graph: Graph, products: Sequence[int]) -> _Layer | None:
     nodes, last = graph.nodes, products[-1]
-    found = [linear for i in products if (linear := expert_linear(nodes[i])) is not None]
-    held = {linear.of for linear in found}
-    if len(held) != 1 or any(not _whole(graph, linear) for linear in found):
+    linears = [linear for i in products if (linear := expert_linear(nodes[i])) is not None]
+    expert_counts = {linear.of for linear in linears}
+    if len(expert_counts) != 1 or any(not _has_all_experts(graph, linear) for linear in linears):
         return None
-    own = {nodes[i].name for i in products}
-    between = _between(graph, own, last)
+    product_names = {nodes[i].name for i in products}
+    between = _between(graph, product_names, last)
     rows = nodes[last].results[0].shape[0]
-    # What a group makes for rows that have chosen others is nobody's: rows must stay apart, and nothing else look at them.
+    # A group's values for rows of other groups are arbitrary: rows must not mix, and nothing else may read them.
     for name in between - {nodes[last].name}:
         node = graph.nodes[graph.node_index[name]]
-        if name not in own and not _by_row(graph, node, between, rows):
+        if name not in product_names and not _by_row(graph, node, between, rows):
             return None
         if not _readers(graph, node) <= between:
             return None
-    repeats = {ref.name for i in products for ref in nodes[i].refs()} - between
-    for name in repeats & graph.node_index.keys():
+    repeated_inputs = {ref.name for i in products for ref in nodes[i].refs()} - between
+    for name in repeated_inputs & graph.node_index.keys():
         node = graph.nodes[graph.node_index[name]]
         if node.op == _REPEAT and _readers(graph, node) <= between:
             between.add(name)
     inside = sorted(graph.node_index[name] for name in between)
     ends = [*_linear_chain(graph, last)]
-    end = min(range(len(ends)), key=lambda i: (_weight(nodes[ends[i]].results[0]), i))
-    return _Layer(tuple(nodes[i].name for i in (*inside, *ends[1 : end + 1])), held.pop())
+    end = min(range(len(ends)), key=lambda i: (_elements_per_position(nodes[ends[i]].results[0]), i))
+    return _Layer(tuple(nodes[i].name for i in (*inside, *ends[1 : end + 1])), expert_counts.pop())
 
 
-def _whole(graph: Graph, linear: ExpertLinear) -> bool:
-    """Whether the product has all experts, from variables that nothing else reads."""
+def _has_all_experts(graph: Graph, linear: ExpertLinear) -> bool:
+    """Whether the product has all experts, in variables without other readers."""
     return linear.first == 0 and all(
         graph.types[ref].shape[0] == linear.of
         and ref.name in graph.variable_names
@@ -105,7 +106,7 @@ def _whole(graph: Graph, linear: ExpertLinear) -> bool:
 
 
 def _between(graph: Graph, products: Collection[str], last: int) -> set[str]:
-    """The nodes on a way from one of the products to the last one, these included."""
+    """The nodes on a path from one of the products to the last one, these included."""
     after: set[str] = set(products)
     for node in graph.nodes[:last]:
         if any(ref.name in after for ref in node.refs()):
@@ -120,7 +121,7 @@ def _between(graph: Graph, products: Collection[str], last: int) -> set[str]:
 
 
 def _by_row(graph: Graph, node: Node, between: Collection[str], rows: object) -> bool:
-    """Whether it treats the rows of what comes from the products one by one."""
+    """Whether the node treats the rows of values between the products one by one."""
     if any(t.shape[:1] != (rows,) for t in node.results):
         return False
     mixed = mixed_dims(node.op, node.args, graph.types)
@@ -136,7 +137,7 @@ def _readers(graph: Graph, node: Node) -> set[str]:
 
 
 def _linear_chain(graph: Graph, last: int) -> Iterator[int]:
-    """The node and those behind it, each the only reader of the one before and linear in it."""
+    """The node `last` and its successors, each the only reader of the one before and linear in it."""
     while True:
         yield last
         node = graph.nodes[last]
@@ -154,8 +155,8 @@ def _linear_chain(graph: Graph, last: int) -> Iterator[int]:
         last = readers[0]
 
 
-def _weight(type_: TensorType) -> int:
-    """How many elements there are for a position, as far as plain numbers tell."""
+def _elements_per_position(type_: TensorType) -> int:
+    """The elements for each position: the product of the numeric factors."""
     total = 1
     for dim in type_.shape:
         total *= dim.terms[0][1] if isinstance(dim, Poly) else dim
@@ -186,10 +187,10 @@ def _grouped(graph: Graph, layer: _Layer, groups: int) -> Graph:
         total = Ref(copies[0][-1].name)
         for g, copy in enumerate(copies[1:], 1):
             nodes += copy
-            name = end if g == count - 1 else _fresh(f"{end}_to_{g}", taken)
+            name = end if g == count - 1 else _unused(f"{end}_to_{g}", taken)
             nodes.append(Node(name, "aten.add.Tensor", (total, Ref(copy[-1].name), 1), node.results))
             total = Ref(name)
-    variables = [part for v in graph.variables for part in _parted(v, parts.get(v.name))]
+    variables = [part for v in graph.variables for part in _split_variable(v, parts.get(v.name))]
     return replace(graph, nodes=tuple(nodes), variables=tuple(variables))
 
 
@@ -200,26 +201,28 @@ def _copy(
     parts: Mapping[str, Sequence[Part]],
     taken: set[str],
 ) -> list[Node]:
-    """The nodes of one group. Those of the first keep their names, but for the last: that is the name of the whole sum."""
+    """The nodes of one group. Those of group 0 keep their names, but for the last, whose name the sum takes."""
     renamed: dict[Ref, Ref] = {Ref(name): Ref(str(own[group])) for name, own in parts.items()}
-    made = []
+    copies = []
     for node in repeated:
-        name = node.name if group == 0 and node is not repeated[-1] else _fresh(f"{node.name}_{group}", taken)
+        name = (
+            node.name if group == 0 and node is not repeated[-1] else _unused(f"{node.name}_{group}", taken)
+        )
         renamed.update({Ref(node.name, i): Ref(name, i) for i in range(len(node.results))})
         args: tuple[Arg, ...] = substitute(node.args, renamed)
         copied = replace(node, name=name, args=args)
-        made.append(copied if expert_linear(node) is None else starting_at(copied, bound[0]))
-    return made
+        copies.append(copied if expert_linear(node) is None else with_first_expert(copied, bound[0]))
+    return copies
 
 
-def _fresh(name: str, taken: set[str]) -> str:
+def _unused(name: str, taken: set[str]) -> str:
     while name in taken:
         name += "_"
     taken.add(name)
     return name
 
 
-def _parted(variable: Variable, parts: Sequence[Part] | None) -> list[Variable]:
+def _split_variable(variable: Variable, parts: Sequence[Part] | None) -> list[Variable]:
     if parts is None:
         return [variable]
     return [

@@ -1,6 +1,6 @@
-"""One op for what exports spell out in many: fewer calls a token when decoding, where calls are the cost.
+"""Operator fusion for serving graphs: fewer kernel calls for each token when decoding, where calls dominate.
 
-For serving graphs. A fused kernel rounds in another order, so training graphs keep what the model's author wrote.
+A fused kernel rounds in another order, so training graphs are left as the model's author wrote them.
 """
 
 from __future__ import annotations
@@ -8,28 +8,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fusion.dag.cutting.references import made_by, without_dead_nodes
+from fusion.dag.cutting.references import produced_by, without_dead_nodes
 from fusion.dag.ir.graph import Graph, Node, Ref
 
 
 def fuse(graph: Graph) -> Graph:
     """weight * (x * rsqrt(mean(x ** 2, -1, keepdim) + eps)) becomes aten.rms_norm, in float32 only. The product with
-    the weight keeps its name. Expects a graph that `clean` has gone over."""
-    made = {n.name: n for n in graph.nodes}
-    fused = [_rms_norm(graph, node, made) or node for node in graph.nodes]
+    the weight keeps its name. Expects the output of `clean`."""
+    producers = {n.name: n for n in graph.nodes}
+    fused = [_rms_norm(graph, node, producers) or node for node in graph.nodes]
     return without_dead_nodes(replace(graph, nodes=tuple(fused)))
 
 
-def _rms_norm(graph: Graph, node: Node, made: Mapping[str, Node]) -> Node | None:
+def _rms_norm(graph: Graph, node: Node, producers: Mapping[str, Node]) -> Node | None:
     for weight, scaled in _factors(node):
-        inner = made.get(scaled.name)
+        inner = producers.get(scaled.name)
         for x, root in _factors(inner) if inner is not None else ():
-            eps = _epsilon(x, root, made)
+            eps = _epsilon(x, root, producers)
             width = graph.types[x].shape[-1:]
-            alike = graph.types[x] == node.results[0] and graph.types[x].dtype == "float32"
+            same_type = graph.types[x] == node.results[0] and graph.types[x].dtype == "float32"
             if (
                 eps is None
-                or not alike
+                or not same_type
                 or graph.types[weight].shape != width
                 or graph.types[weight].dtype != "float32"
             ):
@@ -46,14 +46,14 @@ def _factors(node: Node) -> list[tuple[Ref, Ref]]:
     return [(a, b), (b, a)] if isinstance(a, Ref) and isinstance(b, Ref) else []
 
 
-def _epsilon(x: Ref, root: Ref, made: Mapping[str, Node]) -> float | None:
+def _epsilon(x: Ref, root: Ref, producers: Mapping[str, Node]) -> float | None:
     """eps where `root` is rsqrt(mean(x ** 2, -1, keepdim) + eps)."""
-    rsqrt = made_by(root, "aten.rsqrt", made)
-    total = rsqrt and made_by(rsqrt.args[0], "aten.add.Tensor", made)
+    rsqrt = produced_by(root, "aten.rsqrt", producers)
+    total = rsqrt and produced_by(rsqrt.args[0], "aten.add.Tensor", producers)
     if not total or not isinstance(total.args[1], float) or total.args[2] != 1:
         return None
-    mean = made_by(total.args[0], "aten.mean.dim", made)
+    mean = produced_by(total.args[0], "aten.mean.dim", producers)
     if not mean or mean.args[1:] != ((-1,), True, None):
         return None
-    square = made_by(mean.args[0], "aten.pow.Tensor_Scalar", made)
+    square = produced_by(mean.args[0], "aten.pow.Tensor_Scalar", producers)
     return total.args[1] if square and square.args == (x, 2) else None

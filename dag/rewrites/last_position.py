@@ -18,16 +18,15 @@ _MOVABLE = frozenset({"pointwise", "contraction"})
 def last_position(graph: Graph) -> Graph:
     """The graph whose only output, (batch, sequence, ...), becomes (batch, 1, ...): its last position.
 
-    The slice is put before the last ops that treat positions one by one and read nothing else along the sequence
-    (the head, a cap on the logits), as far back as such a chain of single readers goes; the nodes after it keep their
-    names. A graph with several outputs, or one whose output has no sequence, is returned as it is.
+    The slice is moved up before the trailing ops that treat positions one by one and read nothing else along the sequence
+    (the head, a softcap on the logits), as far as each has one reader; the nodes after it keep their names. A graph with several outputs, or one whose output has no sequence, is returned as it is.
     """
     if len(graph.outputs) != 1 or NAME in graph.node_index or _axis(graph.types[graph.outputs[0]]) is None:
         return graph
     at, chain = graph.outputs[0], list[Node]()
-    while (node := _movable(graph, at)) is not None:
+    while (node := _movable_producer(graph, at)) is not None:
         chain.append(node)
-        at = next(ref for ref in node.refs() if _along(graph.types[ref]))
+        at = next(ref for ref in node.refs() if _sequence_dims(graph.types[ref]))
     axis = _axis(graph.types[at])
     args: tuple[Arg, ...] = (at, axis, -1, _END, 1)
     types = dict(graph.types)
@@ -44,23 +43,23 @@ def last_position(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(nodes), outputs=(Ref(nodes[-1].name),))
 
 
-def _along(type_: TensorType) -> list[int]:
+def _sequence_dims(type_: TensorType) -> list[int]:
     return [i for i, d in enumerate(type_.shape) if SEQUENCE in symbols_of(d)]
 
 
 def _axis(type_: TensorType) -> int | None:
-    """The dimension that is the sequence and nothing else, where no other has to do with it."""
-    axes = _along(type_)
+    """The dimension that is exactly the sequence, if no other depends on it."""
+    axes = _sequence_dims(type_)
     return axes[0] if len(axes) == 1 and type_.shape[axes[0]] == symbol(SEQUENCE) else None
 
 
-def _movable(graph: Graph, ref: Ref) -> Node | None:
-    """The node that makes `ref`, if it may run on the last position alone and nothing else reads it."""
+def _movable_producer(graph: Graph, ref: Ref) -> Node | None:
+    """The node that produces `ref`, if it may run on the last position alone and has one reader."""
     index = graph.node_index.get(ref.name)
     if index is None or len(graph.uses.get(ref, ())) + graph.outputs.count(ref) != 1:
         return None
     node, types = graph.nodes[index], graph.types
-    along = [r for r in dict.fromkeys(node.refs()) if _along(types[r])]
+    along = [r for r in dict.fromkeys(node.refs()) if _sequence_dims(types[r])]
     if len(along) != 1 or len(node.results) != 1 or spec(node.op).family not in _MOVABLE:
         return None
     axis = _axis(types[along[0]])

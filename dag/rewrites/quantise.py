@@ -1,7 +1,7 @@
-"""Large matrices stored as int8 or int4: what decoding reads of a model in a quarter or a seventh of the bytes. Quantised
-when they are read, or as the file has them already.
+"""Weight-only quantisation for serving: large matrices stored as int8 or int4, a quarter or a seventh of the bytes that decoding
+reads. They are quantised when they are loaded, or come quantised in the file.
 
-For what is served. The graph alone is rewritten: `sources` says of which tensor of the model the numbers are made.
+Only the graph is rewritten; `sources` maps the stored numbers to the tensors of the model.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fusion.dag.rewrites.experts import EXPERT_LINEAR
 Kind = Literal["int8", "int4"]
 Use = Literal["linear", "addmm", "embedding", "expert_linear"]
 
-GROUP = 32  # columns that share a scale, as in GGUF's kinds
-LEAST_ELEMENTS = 1 << 12  # of a matrix: what is smaller saves nothing
+GROUP = 32  # columns that share a scale, as in GGUF's types
+MIN_ELEMENTS = 1 << 12  # of a matrix; a smaller one saves nothing
 SCALES = "float16"
 _FLOATS = frozenset({"float32", "bfloat16", "float16"})
-# Ops that choose by size, each with which of its results says what was chosen.
+# Ops that choose by size, each with the index of the result that has the choice.
 _CHOICES = {"aten.topk": 1, "aten.sort": 1, "aten.max.dim": 1, "aten.argmax": 0, "aten.argsort": 0}
 _SOFTMAXES = frozenset({"aten.softmax.int", "aten.log_softmax.int"})
 
@@ -43,8 +43,8 @@ LAYOUTS: Mapping[Kind, Layout] = {"int8": Layout("int8"), "int4": Layout("int4",
 
 @dataclass(frozen=True)
 class Source:
-    """A variable of the model, and how the graph has it instead: (rows, columns), each row along the inputs of a product; those
-    of experts one behind the other, (experts, rows, columns)."""
+    """A variable of the model and how it is stored: (rows, columns), each row along the input features of a product, or
+    (experts, rows, columns)."""
 
     variable: Variable
     layout: Layout
@@ -57,13 +57,13 @@ class Source:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of what it is stored as: numbers, scales and perhaps minimums."""
+        """The names of the stored tensors: numbers, scales and perhaps minimums."""
         parts = (self.layout.kind, "scales", "minimums")
         return tuple(f"{self.variable.name}:{part}" for part in parts[: 3 if self.layout.minimums else 2])
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """Under `names`."""
+        """The stored tensors, by `names`."""
         *rows, columns = self.shape
         numbers = TensorType((*rows, columns), "int8")
         if self.layout.kind == "int4":
@@ -82,22 +82,22 @@ class Quantised:
 
 
 def quantise(graph: Graph, kind: Kind) -> Quantised:
-    """Every matrix that can be stored so and is large enough, but those of routers: rounded, they run other experts. With "int4"
-    tables, and matrices that the outputs are made with, are stored as int8: they are read least, a row a token and once, and what
-    is lost there is lost last."""
-    late, routers = _last_matrices(graph), _routers(graph)
+    """Quantise every matrix that is large enough, except those of routers, where rounding would choose other experts. With "int4",
+    embedding tables and output matrices are stored as int8: they are read least (a row a token, and once), so that precision
+    costs little there."""
+    output_matrices, routers = _last_matrices(graph), _routers(graph)
 
     def choose(variable: Variable, uses: frozenset[Use]) -> Layout | None:
         if variable.name in routers:
             return None
-        return LAYOUTS["int8" if "embedding" in uses or variable.name in late else kind]
+        return LAYOUTS["int8" if "embedding" in uses or variable.name in output_matrices else kind]
 
     return store_matrices(graph, choose)
 
 
 def store_matrices(graph: Graph, choose: Callable[[Variable, frozenset[Use]], Layout | None]) -> Quantised:
-    """With the matrices of rows with `aten.linear`, a plain `aten.addmm` or `fusion.expert_linear`, and the tables of
-    `aten.embedding`, that are used for nothing else, are large enough, and for which `choose` says how they are stored."""
+    """Store the matrices of `aten.linear`, plain `aten.addmm` and `fusion.expert_linear`, and the tables of `aten.embedding`, that
+    have no other use, are large enough, and for which `choose` gives a layout."""
     taken = {*graph.input_names, *graph.node_index}
     taken.update(name for v in graph.variables for name in (v.name, *v.aliases))
     sources = {}
@@ -111,7 +111,7 @@ def store_matrices(graph: Graph, choose: Callable[[Variable, frozenset[Use]], La
     variables = tuple(
         each for v in graph.variables for each in (sources[v.name].variables if v.name in sources else (v,))
     )
-    nodes = tuple(_rewritten(node, sources) for node in graph.nodes)
+    nodes = tuple(_with_stored_matrix(node, sources) for node in graph.nodes)
     return Quantised(replace(graph, variables=variables, nodes=nodes), tuple(sources.values()))
 
 
@@ -121,25 +121,25 @@ def _source(
     uses: frozenset[Use],
     choose: Callable[[Variable, frozenset[Use]], Layout | None],
 ) -> Source | None:
-    turned = {_is_transposed(graph.nodes[at]) for at in graph.uses[Ref(variable.name)]}
-    if variable.type.dtype not in _FLOATS or len(turned) > 1:
+    transposed = {_is_transposed(graph.nodes[at]) for at in graph.uses[Ref(variable.name)]}
+    if variable.type.dtype not in _FLOATS or len(transposed) > 1:
         return None
     layout = choose(variable, uses)
     if layout is None:
         return None
-    source = Source(variable, layout, turned.pop())
+    source = Source(variable, layout, transposed.pop())
     shape = source.shape
     fits = len(shape) == (3 if "expert_linear" in uses else 2)
-    return source if fits and not shape[-1] % layout.group and prod(shape) >= LEAST_ELEMENTS else None
+    return source if fits and not shape[-1] % layout.group and prod(shape) >= MIN_ELEMENTS else None
 
 
 def _is_transposed(node: Node) -> bool:
-    """Whether a node with a `_use` reads its matrix the other way round."""
+    """Whether a node with a `_use` reads its matrix transposed."""
     return node.op == "aten.addmm" or (node.op == EXPERT_LINEAR and bool(node.args[6]))
 
 
 def _uses(graph: Graph, name: str) -> frozenset[Use]:
-    """How a variable is used; nothing where it is read in another way too."""
+    """The uses of a variable; empty if it has any other."""
     ref, found = Ref(name), set[Use]()
     if ref in graph.outputs:
         return frozenset()
@@ -167,13 +167,12 @@ def _use(graph: Graph, node: Node, ref: Ref) -> Use | None:
 
 
 def _last_matrices(graph: Graph) -> frozenset[str]:
-    """The variables that are matrices of products from which an output comes without another product with a variable."""
+    """The variables in the last product before an output."""
     return _matrices_before(graph, graph.outputs, lambda node: True)
 
 
 def _routers(graph: Graph) -> frozenset[str]:
-    """The variables that are matrices of products by whose size something is chosen: what is done to them before may be pointwise, a
-    softmax or another view."""
+    """The variables in the last product before a choice by size, such as topk; only pointwise ops, softmax and views between."""
     read = {*graph.uses, *graph.outputs}
     choices = [n for n in graph.nodes if n.op in _CHOICES and Ref(n.name, _CHOICES[n.op]) in read]
     starts = [ref for node in choices if isinstance(ref := node.args[0], Ref)]
@@ -185,11 +184,10 @@ def _keeps_elements(node: Node) -> bool:
 
 
 def _matrices_before(graph: Graph, refs: Iterable[Ref], passes: Callable[[Node], bool]) -> frozenset[str]:
-    """The variables that are matrices of the last products, tables of the last look-ups, that these values are made of; only through
-    nodes that it `passes`."""
-    waiting, seen, found = list(refs), set[Ref](), set[str]()
-    while waiting:
-        ref = waiting.pop()
+    """The variables of the last products or look-ups on every path to these values, through nodes that satisfy `passes`."""
+    todo, seen, found = list(refs), set[Ref](), set[str]()
+    while todo:
+        ref = todo.pop()
         at = graph.node_index.get(ref.name)
         if ref in seen or at is None:
             continue
@@ -198,11 +196,11 @@ def _matrices_before(graph: Graph, refs: Iterable[Ref], passes: Callable[[Node],
         matrices = [r.name for r in node.refs() if r.name in graph.variable_names and _use(graph, node, r)]
         found.update(matrices)
         if not matrices and passes(node):
-            waiting.extend(node.refs())
+            todo.extend(node.refs())
     return frozenset(found)
 
 
-def _rewritten(node: Node, sources: Mapping[str, Source]) -> Node:
+def _with_stored_matrix(node: Node, sources: Mapping[str, Source]) -> Node:
     source = next((sources[ref.name] for ref in node.refs() if ref.name in sources), None)
     if source is None:
         return node
@@ -217,9 +215,9 @@ def _rewritten(node: Node, sources: Mapping[str, Source]) -> Node:
             args=(numbers, scales, minimums, node.args[1], dtype),
         )
     if node.op == EXPERT_LINEAR:
-        given, ids, _, bias, first, of, _ = node.args
-        args = (given, ids, numbers, scales, minimums, bias, first, of)
+        input_, ids, _, bias, first, of, _ = node.args
+        args = (input_, ids, numbers, scales, minimums, bias, first, of)
         return replace(node, op=f"{EXPERT_LINEAR}_{source.layout.kind}", args=args)
-    given, bias = (node.args[0], node.args[2]) if node.op == "aten.linear" else (node.args[1], node.args[0])
-    args = (given, numbers, scales, minimums, bias)
+    input_, bias = (node.args[0], node.args[2]) if node.op == "aten.linear" else (node.args[1], node.args[0])
+    args = (input_, numbers, scales, minimums, bias)
     return replace(node, op=f"fusion.linear_{source.layout.kind}", args=args)

@@ -15,7 +15,7 @@ from fusion.dag.cutting.source import (
     SOURCE,
     SOURCE_ATTENTION,
     SOURCE_ATTENTION_SCORED,
-    misread,
+    misused_source,
     source_values,
 )
 from fusion.dag.ir.dims import Dim, symbol, symbols_of
@@ -66,7 +66,7 @@ def cache_attention(
     mask_reader = MaskReader(graph, evaluate, maximum_sequence, maximum_source, top_k)
     cached = clean(cache_states(clean(_CacheRewrite(graph, mask_reader).run())))
     require_separate_positions(cached)
-    if (node := misread(cached)) is not None:
+    if (node := misused_source(cached)) is not None:
         raise UnsupportedModel(
             f"no KV cache for this model: {node.name} ({node.op}) reads the encoder in another way than attention does"
         )

@@ -17,7 +17,7 @@ from support.packed_models import awq, compressed, gptq, numbers_of, save_packed
 
 from fusion.dag.cutting.cuts import split
 from fusion.dag.rewrites.expert_groups import group_experts, part_of
-from fusion.dag.rewrites.quantise import LEAST_ELEMENTS
+from fusion.dag.rewrites.quantise import MIN_ELEMENTS
 from fusion.runtime.capture import huggingface, sources
 from fusion.runtime.capture.quantised_weights import stored_model
 from fusion.runtime.capture.serving_graph import serving_graph
@@ -139,7 +139,7 @@ def test_a_directory_answers_as_the_model_that_it_stands_for(case: str, tmp_path
     stored, read = stored_model(graph, served.read, served.blocks)
     as_they_are = sum(node.op.startswith("fusion.linear_int") for node in stored.nodes)
     large = sum(
-        name.endswith("_proj.weight") and value.numel() >= LEAST_ELEMENTS
+        name.endswith("_proj.weight") and value.numel() >= MIN_ELEMENTS
         for name, value in held.named_parameters()
     )
     assert as_they_are == (large if kept else 0)
