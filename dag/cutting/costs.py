@@ -1,10 +1,10 @@
-"""What nodes cost: FLOPs and bytes, by formula from shapes (the workload estimator of FusionLLM, arXiv
-2410.12707, section 3.4; it times operators, we count them, so that a graph can be placed before it has run anywhere).
+"""The cost of nodes: FLOPs and bytes, by formula from shapes (the workload estimator of FusionLLM, arXiv
+2410.12707, section 3.4; it times operators, we count, so that a graph can be placed before it has run).
 
-FLOPs: a product of (m, k) and (k, n) is 2 m k n; backward repeats it once for each factor that needs a gradient, which
-makes the usual 2 to 1 (Kaplan et al., arXiv 2001.08361, section 2.1); attention as in FlashAttention-2 (arXiv 2307.08691).
-Bytes: what autograd keeps for backward, each tensor once, views counted as what they look at; what a stage needs of
-them is in `fusion.dag.cutting.memory`. Seconds are no concern of this module: a device divides by what it was measured to do.
+FLOPs: a product of (m, k) and (k, n) is 2 m k n; backward repeats it for each factor that needs a gradient, which
+is the usual ratio of 2 to 1 (Kaplan et al., arXiv 2001.08361, section 2.1); attention as in FlashAttention-2 (arXiv 2307.08691).
+Bytes: what autograd saves for backward, each tensor once, views counted as their base; the sum for a stage is in
+`fusion.dag.cutting.memory`. Seconds follow from the measured speeds of a device, elsewhere.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from fusion.dag.ir.opset_contract import leads
 from fusion.dag.ir.opset_shapes import broadcast, is_float, promote
 from fusion.dag.ir.opset_spec import Call, Family, OpSpec, elements, plain
 
-# Views that change the order of elements in memory: a reshape of what they give has to copy.
+# Views that change the order of elements in memory: a reshape of the result has to copy.
 _REORDER = frozenset(
     {"aten.transpose.int", "aten.permute", "aten.t", "aten.numpy_T", "aten.expand", "aten.expand_as"}
 )
 _COPY_IF_REORDERED = frozenset(
     {"aten.reshape", "aten.view", "aten._unsafe_view", "aten.flatten.using_ints", "aten.contiguous"}
 )
-# Families that want what they read in full, one number after the other: an expanded tensor is copied for them.
-_READ_IN_FULL = frozenset({"contraction", "attention", "convolution", "norm", "reduction"})
-# What gives a part of what it reads: the gradient of that is of the whole, however little memory an expanded tensor takes.
-_PARTS = PARTS | frozenset({
+# Families that need dense operands: an expanded tensor is copied for them.
+_NEED_DENSE = frozenset({"contraction", "attention", "convolution", "norm", "reduction"})
+# Ops whose result is a part of their operand: its gradient is dense and of full size, even if the operand is expanded.
+_SELECTIONS = PARTS | frozenset({
     "aten.index.Tensor", "aten.index_select", "aten.gather", "aten.embedding",
     "aten.constant_pad_nd",
 })  # fmt: skip
@@ -43,76 +43,79 @@ _ATTENTION = frozenset({
 _CONVOLUTIONS = frozenset({
     "aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.conv_transpose1d", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input",
 })  # fmt: skip
-# How often these write out something of the size of their first argument.
+# Temporaries of the size of the first argument.
 _COPIES = {"aten.logsumexp": 1, "aten.roll": 1, "aten.binary_cross_entropy_with_logits": 2}
-# Reductions that compute in the dtype of their result.
-_REDUCED_IN = frozenset({
+# Reductions that cast their operand to the dtype of the result.
+_REDUCED_IN_RESULT_DTYPE = frozenset({
     "aten.sum", "aten.sum.dim_IntList", "aten.mean", "aten.mean.dim", "aten.prod", "aten.prod.dim_int", "aten.linalg_vector_norm",
     "aten.cumsum", "aten.cumprod", "aten.logsumexp",
 })  # fmt: skip
 _RECURRENCES = frozenset({"fusion.recurrence", "fusion.cached_recurrence"})
-_SCORES = 2  # times that they are there at once: with their softmax
-_STATES = 3  # the same: with what is read of a state, and what is added to it
-# Of a value, however much of it is ever made: sums of bytes are exact, or near enough.
+_SCORE_COPIES = 2  # copies of the scores alive at once: with their softmax
+_STATE_COPIES = 3  # the same for states: with the value read from one, and the update
+# Of one value: keeps sums of bytes exact, or nearly so, in float64.
 MAX_BOUND_ELEMENTS = 2**56
 FLOAT32_BYTES = DTYPE_BYTES["float32"]
-# What processors have no convolution for that reads its windows where they lie: all of them are written out first.
-_WRITTEN_OUT = frozenset({"float64", "float16"})
+# Dtypes in which CPUs convolve by im2col: all windows are written out first.
+_UNFOLDED = frozenset({"float64", "float16"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCost:
-    """Of one node and one microbatch. Sums over nodes are meaningful: what several nodes share is counted at the first."""
+    """The cost of one node for one microbatch. Costs may be summed: what several nodes share is counted at the first."""
 
     family: Family
     forward_flops: int
     backward_flops: int
-    moved_bytes: int  # read and written by the forward pass: what bounds the time of nodes with few FLOPs
+    moved_bytes: int  # read and written by the forward pass; bounds the time of nodes with few FLOPs
     drawn_elements: int  # of masks of dropout
-    trainable: int  # elements of the variables that no earlier node reads and an optimizer updates
-    trainable_tensors: int  # how many these are
+    trainable: int  # elements of the trainable variables that no earlier node reads
+    trainable_tensors: int  # the number of these variables
 
 
 def type_bytes(type_: TensorType) -> int:
-    """Of a type whose dimensions are plain integers."""
+    """Bytes of a type whose dimensions are integers."""
     return elements(type_) * DTYPE_BYTES[type_.dtype]
 
 
 def bound_types(graph: Graph, sizes: Mapping[str, int], *, most: bool = False) -> dict[Ref, TensorType]:
-    """The type of every value where each symbol has the size given, or, for `most`, with dimensions as large as they may be where
-    it has that size at most. GraphError on a symbol without a size, and on a value of more than MAX_BOUND_ELEMENTS."""
-    bound, found = bind_most if most else bind, dict[Ref, TensorType]()
+    """The type of every value with each symbol bound to its size, or, for `most`, with an upper bound of every dimension for sizes
+    up to these. GraphError on a symbol without a size, and on a value of more than MAX_BOUND_ELEMENTS."""
+    bound, types = bind_most if most else bind, dict[Ref, TensorType]()
     for ref, type_ in graph.types.items():
-        found[ref] = replace(type_, shape=tuple(max(0, bound(d, sizes)) for d in type_.shape))
-        if elements(found[ref]) > MAX_BOUND_ELEMENTS:
+        types[ref] = replace(type_, shape=tuple(max(0, bound(d, sizes)) for d in type_.shape))
+        if elements(types[ref]) > MAX_BOUND_ELEMENTS:
             raise GraphError(f"{ref.name:.80} is of more than {MAX_BOUND_ELEMENTS} elements")
-    return found
+    return types
 
 
-def differentiable(graph: Graph, given: Iterable[Ref] = ()) -> frozenset[Ref]:
-    """The floating values that depend on a trainable parameter, or on one of the inputs `given`, through ops that have a
-    gradient."""
-    start = (v for v in graph.variables if v.trainable and v.kind == "parameter" and "float" in v.type.dtype)
-    found = {*given, *(Ref(v.name) for v in start)}
+def differentiable(graph: Graph, inputs: Iterable[Ref] = ()) -> frozenset[Ref]:
+    """The floating-point values that depend on a trainable parameter, or on one of `inputs`, through differentiable ops."""
+    parameters = (
+        v for v in graph.variables if v.trainable and v.kind == "parameter" and "float" in v.type.dtype
+    )
+    values = {*inputs, *(Ref(v.name) for v in parameters)}
     for node in graph.nodes:
-        if spec(node.op).differentiable and any(ref in found for ref in read_in_training(node)):
-            found.update(Ref(node.name, i) for i, t in enumerate(node.results) if "float" in t.dtype)
-    return frozenset(found)
+        if spec(node.op).differentiable and any(ref in values for ref in read_in_training(node)):
+            values.update(Ref(node.name, i) for i, t in enumerate(node.results) if "float" in t.dtype)
+    return frozenset(values)
 
 
 def with_gradient(graph: Graph) -> frozenset[Ref]:
-    """Those of `differentiable` that a gradient of the outputs comes back to: not what is read only behind a detach, or by an
-    op that has none, as that of a backbone which runs under torch.no_grad."""
-    able = differentiable(graph)
-    found = {ref for ref in graph.outputs if ref in able}
+    """Those of `differentiable` that get a gradient from the outputs: not those read only before a detach or an op without a
+    gradient, as of a backbone under torch.no_grad."""
+    candidates = differentiable(graph)
+    values = {ref for ref in graph.outputs if ref in candidates}
     for node in reversed(graph.nodes):
-        if spec(node.op).differentiable and any(Ref(node.name, i) in found for i in range(len(node.results))):
-            found.update(ref for ref in read_in_training(node) if ref in able)
-    return frozenset(found)
+        if spec(node.op).differentiable and any(
+            Ref(node.name, i) in values for i in range(len(node.results))
+        ):
+            values.update(ref for ref in read_in_training(node) if ref in candidates)
+    return frozenset(values)
 
 
 def cast_once(graph: Graph) -> frozenset[Ref]:
-    """The casts of trained float32 parameters to half precision: a plane makes them once a step, not for each microbatch."""
+    """The casts of trained float32 parameters to half precision, which a plane computes once a step, not for each microbatch."""
     trained = {
         Ref(v.name)
         for v in graph.variables
@@ -130,32 +133,32 @@ def cast_once(graph: Graph) -> frozenset[Ref]:
 def node_costs(
     graph: Graph, sizes: Mapping[str, int], needing: frozenset[Ref] | None = None, *, most: bool = False
 ) -> tuple[NodeCost, ...]:
-    """The cost of each node, in order, where each symbol has the size given; `needing` are the values that get a
-    gradient (default: those that depend on a trainable variable). `most`: no less than it costs with any data, and sizes up to
-    those given. GraphError on a symbol without a size."""
+    """The cost of each node, in order, with each symbol bound to its size; `needing` are the values that get a gradient
+    (default: those that depend on a trainable variable). `most`: an upper bound for any data and for sizes up to these.
+    GraphError on a symbol without a size."""
     types = bound_types(graph, sizes, most=most)
     needing = differentiable(graph) if needing is None else needing
-    once = cast_once(graph)
+    casts = cast_once(graph)
     variables = {v.name: v for v in graph.variables}
     costs = []
     for node in graph.nodes:
-        found = spec(node.op)
-        call = found.call(node.args, types)
-        call = found.worst(call) if most else call
+        op_spec = spec(node.op)
+        call = op_spec.call(node.args, types)
+        call = op_spec.worst(call) if most else call
         results = tuple(types[Ref(node.name, i)] for i in range(len(node.results)))
-        flops = found.flops(call, results)
-        read = [variables.pop(r.name) for r in node.refs() if r.name in variables]
-        trained = [v for v in read if v.trainable and v.kind == "parameter"]
-        output = sum(map(type_bytes, results))
+        flops = op_spec.flops(call, results)
+        new_variables = [variables.pop(r.name) for r in node.refs() if r.name in variables]
+        trained = [v for v in new_variables if v.trainable and v.kind == "parameter"]
+        result_bytes = sum(map(type_bytes, results))
         costs.append(
             NodeCost(
-                family=found.family,
+                family=op_spec.family,
                 forward_flops=flops,
-                backward_flops=int(flops * _backward_ratio(found, node, needing)),
+                backward_flops=int(flops * _backward_ratio(op_spec, node, needing)),
                 moved_bytes=0
-                if found.family == "view" or Ref(node.name) in once
-                else output + _read_bytes(found, call, results),
-                drawn_elements=_drawn(found, call, results),
+                if op_spec.family == "view" or Ref(node.name) in casts
+                else result_bytes + _read_bytes(op_spec, call, results),
+                drawn_elements=_drawn_elements(op_spec, call, results),
                 trainable=sum(elements(types[Ref(v.name)]) for v in trained),
                 trainable_tensors=len(trained),
             )
@@ -164,23 +167,23 @@ def node_costs(
 
 
 def stage_costs(stage: Stage, sizes: Mapping[str, int], *, most: bool = False) -> tuple[NodeCost, ...]:
-    """The same of one stage, whose inputs from other stages get gradients."""
+    """`node_costs` of one stage, whose inputs from other stages get gradients."""
     given = [Ref(edge.name) for edge in stage.receives if edge.needs_gradient]
     return node_costs(stage.graph, sizes, differentiable(stage.graph, given), most=most)
 
 
-def _drawn(found: OpSpec, call: Call, results: Sequence[TensorType]) -> int:
-    """Each element that dropout may drop: of its result, or of the probabilities of attention."""
-    if found.name == "fusion.dropout":
+def _drawn_elements(op_spec: OpSpec, call: Call, results: Sequence[TensorType]) -> int:
+    """The random numbers that dropout draws: one for each element of its result, or of the weights of attention."""
+    if op_spec.name == "fusion.dropout":
         return elements(results[0])
-    if found.name == "fusion.dropout_attention":
+    if op_spec.name == "fusion.dropout_attention":
         rows = TensorType(results[0].shape[:-1], results[0].dtype)
         return elements(rows) * plain(call["key"].shape[-2])
     return 0
 
 
 def storages(graph: Graph) -> dict[Ref, Ref]:
-    """For each value the value whose memory it looks at: its own, or for a view that of what it is a view of."""
+    """For each value the value whose storage it uses: itself, or the base of a view."""
     owner: dict[Ref, Ref] = {ref: ref for ref in graph.types}
     reordered, gaps = set[Ref](), dict[Ref, Gaps]()
     for node in graph.nodes:
@@ -191,48 +194,50 @@ def storages(graph: Graph) -> dict[Ref, Ref]:
         call = spec(node.op).call(node.args, graph.types)
         for i, type_ in enumerate(node.results):
             result = Ref(node.name, i)
-            found = None if moved else view_gaps(call, type_.shape, gaps.get(source, frozenset()))
-            if found is None and copies:
+            result_gaps = None if moved else view_gaps(call, type_.shape, gaps.get(source, frozenset()))
+            if result_gaps is None and copies:
                 continue
             owner[result] = owner.get(source, source)
-            if found is None:
+            if result_gaps is None:
                 reordered.add(result)
-            elif found:
-                gaps[result] = found
+            elif result_gaps:
+                gaps[result] = result_gaps
     return owner
 
 
 def stashed(
     node: Node, types: Mapping[Ref, TensorType], needing: frozenset[Ref], storage: Mapping[Ref, Ref]
 ) -> tuple[int, frozenset[Ref]]:
-    """What autograd keeps of a node for its backward pass: bytes that are this node's alone, and the values, by
-    `storage`, that other nodes may keep too."""
-    found = spec(node.op)
-    given = _given(found, node)
-    wanting = {name for name, refs in given.items() if any(r in needing for r in refs)}
-    if not wanting or not found.differentiable:
+    """What autograd saves of a node for its backward pass: bytes of this node alone, and the values, by `storage`, that other
+    nodes may save too."""
+    op_spec = spec(node.op)
+    arguments = _refs_by_parameter(op_spec, node)
+    differentiated = {name for name, refs in arguments.items() if any(r in needing for r in refs)}
+    if not differentiated or not op_spec.differentiable:
         return 0, frozenset()
-    own, values = 0, set[Ref]()
+    own_bytes, values = 0, set[Ref]()
     if node.op == "aten.scaled_dot_product_attention":
-        own += _scores_bytes(found.call(node.args, types), types[Ref(node.name)], "attn_mask" in wanting)
-    spread = _spread_bytes(found.call(node.args, types)) if node.op == "aten.matmul" else {}
-    for name in found.saves:
+        own_bytes += _scores_bytes(
+            op_spec.call(node.args, types), types[Ref(node.name)], "attn_mask" in differentiated
+        )
+    copies = _broadcast_copies(op_spec.call(node.args, types)) if node.op == "aten.matmul" else {}
+    for name in op_spec.saves:
         if name == "copy":
-            own += type_bytes(types[next(node.refs())])
+            own_bytes += type_bytes(types[next(node.refs())])
         elif name == "scores":
-            length = plain(types[given["key"][0]].shape[-2])
+            length = plain(types[arguments["key"][0]].shape[-2])
             rows = elements(types[Ref(node.name)]) // max(1, plain(types[Ref(node.name)].shape[-1]))
-            own += 3 * rows * length * DTYPE_BYTES[types[Ref(node.name)].dtype]
+            own_bytes += 3 * rows * length * DTYPE_BYTES[types[Ref(node.name)].dtype]
         elif name == "max_indices":
-            own += DTYPE_BYTES["int64"] * elements(types[Ref(node.name)])
+            own_bytes += DTYPE_BYTES["int64"] * elements(types[Ref(node.name)])
         elif name == "positions":
             values.add(storage[Ref(node.name, 1)])
         elif name == "result":
             values.update(storage[Ref(node.name, i)] for i in range(len(node.results)))
-        elif not found.bilinear or (wanting & set(found.saves)) - {name}:
-            own += spread.get(name, 0)
-            values.update(storage[ref] for ref in given.get(name, []))
-    return own, frozenset(values)
+        elif not op_spec.bilinear or (differentiated & set(op_spec.saves)) - {name}:
+            own_bytes += copies.get(name, 0)
+            values.update(storage[ref] for ref in arguments.get(name, []))
+    return own_bytes, frozenset(values)
 
 
 def scratch_bytes(
@@ -241,23 +246,22 @@ def scratch_bytes(
     storage: Mapping[Ref, Ref],
     needing: frozenset[Ref] = frozenset(),
 ) -> int:
-    """What a node takes while it runs, beside what it reads and gives: expanded tensors in full, operands in another dtype, scores
-    of attention, states, windows of convolutions. `needing`: the values that get a gradient."""
-    given, cast = _scratch_bytes(node, types, storage, needing), _cast_bytes(node, types)
-    # What these write out they read from an expanded tensor where it lies.
-    return max(given, cast) if node.op in _COPIES else given + cast
+    """Temporary bytes of a node while it runs, beside operands and results: dense copies of expanded tensors, casts of operands,
+    scores of attention, states, windows of convolutions. `needing`: the values that get a gradient."""
+    scratch, cast = _scratch_bytes(node, types, storage, needing), _cast_bytes(node, types)
+    # These read an expanded tensor in place.
+    return max(scratch, cast) if node.op in _COPIES else scratch + cast
 
 
 def _cast_bytes(node: Node, types: Mapping[Ref, TensorType]) -> int:
-    """Of operands in the dtype that an operator computes in, where they have another: PyTorch writes them out first on a CPU; and
-    of what it writes out besides."""
-    found, result = spec(node.op), types[Ref(node.name)]
-    if found.family not in ("reduction", "pointwise") and node.op not in _COPIES:
+    """Bytes of operands that PyTorch casts on a CPU to the dtype that an operator computes in, and of its other temporaries."""
+    op_spec, result = spec(node.op), types[Ref(node.name)]
+    if op_spec.family not in ("reduction", "pointwise") and node.op not in _COPIES:
         return 0
-    call = found.call(node.args, types)
-    if found.family == "reduction":
-        operands, dtype = [call["self"]] if node.op in _REDUCED_IN else [], result.dtype
-    elif found.family == "pointwise" and node.op != "aten.to.dtype":
+    call = op_spec.call(node.args, types)
+    if op_spec.family == "reduction":
+        operands, dtype = [call["self"]] if node.op in _REDUCED_IN_RESULT_DTYPE else [], result.dtype
+    elif op_spec.family == "pointwise" and node.op != "aten.to.dtype":
         chosen = (v for name, v in call.values.items() if name not in ("condition", "mask"))
         operands = [v for v in chosen if isinstance(v, TensorType)]
         dtype = result.dtype if is_float(result.dtype) else promote(operands) if operands else ""
@@ -271,38 +275,40 @@ def _cast_bytes(node: Node, types: Mapping[Ref, TensorType]) -> int:
 def _scratch_bytes(
     node: Node, types: Mapping[Ref, TensorType], storage: Mapping[Ref, Ref], needing: frozenset[Ref]
 ) -> int:
-    found = spec(node.op)
-    if node.op in _PARTS:
-        whole = next(node.refs())
-        expanded = type_bytes(types[whole]) > type_bytes(types[storage[whole]])
-        return type_bytes(types[whole]) if expanded and whole in needing else 0
-    if found.family not in _READ_IN_FULL and not node.op.startswith(("aten.upsample", "aten.diff")):
+    op_spec = spec(node.op)
+    if node.op in _SELECTIONS:
+        source = next(node.refs())
+        expanded = type_bytes(types[source]) > type_bytes(types[storage[source]])
+        return type_bytes(types[source]) if expanded and source in needing else 0
+    if op_spec.family not in _NEED_DENSE and not node.op.startswith(("aten.upsample", "aten.diff")):
         return 0
     copied = sum(
         type_bytes(types[ref])
-        for name, refs in _given(found, node).items()
+        for name, refs in _refs_by_parameter(op_spec, node).items()
         for ref in refs
         if name != "attn_mask" and type_bytes(types[ref]) > type_bytes(types[storage[ref]])
     )
     if node.op == "aten.matmul":
-        return copied + sum(_spread_bytes(found.call(node.args, types)).values())
+        return copied + sum(_broadcast_copies(op_spec.call(node.args, types)).values())
     if node.op in _ATTENTION:
-        call = found.call(node.args, types)
-        learned = any(ref in needing for ref in _given(found, node).get("attn_mask", []))
-        copied += sum(_spread_bytes(call).values())
-        return copied + _SCORES * _scores_bytes(call, types[Ref(node.name)], learned)
+        call = op_spec.call(node.args, types)
+        learned = any(ref in needing for ref in _refs_by_parameter(op_spec, node).get("attn_mask", []))
+        copied += sum(_broadcast_copies(call).values())
+        return copied + _SCORE_COPIES * _scores_bytes(call, types[Ref(node.name)], learned)
     if node.op in _RECURRENCES:
-        call = found.call(node.args, types)
+        call = op_spec.call(node.args, types)
         (batch, heads, _, read), width = call["value"].shape, call["key"].shape[3]
-        return copied + _STATES * FLOAT32_BYTES * plain(batch) * plain(heads) * plain(width) * plain(read)
-    if node.op in _CONVOLUTIONS and types[Ref(node.name)].dtype in _WRITTEN_OUT:
-        return copied + _windows_bytes(found.call(node.args, types), types[Ref(node.name)])
+        return copied + _STATE_COPIES * FLOAT32_BYTES * plain(batch) * plain(heads) * plain(width) * plain(
+            read
+        )
+    if node.op in _CONVOLUTIONS and types[Ref(node.name)].dtype in _UNFOLDED:
+        return copied + _windows_bytes(op_spec.call(node.args, types), types[Ref(node.name)])
     return copied
 
 
 def _windows_bytes(call: Call, result: TensorType) -> int:
-    """Of the windows of a convolution, one group of channels at a time: those that the places of its result see, or, transposed,
-    those that the places of its input write."""
+    """Bytes of the im2col matrix of a convolution for one group of channels: a window for each position of its result, or of its
+    input if transposed."""
     x, weight = call["input"], call["weight"]
     places, dims = x if "output_padding" in call.values else result, len(weight.shape) - 2
     lead, window = places.shape[: -dims - 1], TensorType(weight.shape[1:], weight.dtype)
@@ -310,22 +316,21 @@ def _windows_bytes(call: Call, result: TensorType) -> int:
 
 
 def _scores_bytes(call: Call, result: TensorType, learned: bool) -> int:
-    """Of attention that no kernel computes piece by piece: with dropout, of tensors that do not fit one, or with a mask that does
-    not or is `learned`."""
+    """Bytes of the scores of attention without a fused kernel: with dropout, with shapes or a mask that no kernel supports, or
+    with a `learned` mask; else 0."""
     query, key, value = (call[name].shape for name in ("query", "key", "value"))
     mask = call.values.get("attn_mask")
     fits = mask is None or (len(mask.shape) in (2, 4) and not learned)
     if call.op != "fusion.dropout_attention" and {len(query), len(key), len(value)} == {4} and fits:
-        alike = len(set(leads(call, call.values.get("enable_gqa", True)))) == 1
-        if alike and query[3] == value[3]:
+        same_batch = len(set(leads(call, call.values.get("enable_gqa", True)))) == 1
+        if same_batch and query[3] == value[3]:
             return 0
     rows = elements(TensorType(result.shape[:-1], result.dtype))
     return rows * plain(key[-2]) * max(FLOAT32_BYTES, DTYPE_BYTES[result.dtype])
 
 
-def _spread_bytes(call: Call) -> dict[str, int]:
-    """By parameter, what a product copies of a factor whose matrices go with several of the other's each, where it has several: a
-    single one is read where it lies."""
+def _broadcast_copies(call: Call) -> dict[str, int]:
+    """Bytes, by parameter, of the copies that a batched product makes to broadcast a factor; a single matrix is not copied."""
     if call.op == "aten.matmul":
         names: tuple[str, ...] = ("self", "other")
         lead = [call[name].shape[:-2] for name in names]
@@ -333,42 +338,42 @@ def _spread_bytes(call: Call) -> dict[str, int]:
         names = ("query", "key", "value")
         lead = leads(call, call.values.get("enable_gqa", True))
     full = broadcast(call, *lead)
-    found = {}
-    for name, own in zip(names, lead, strict=True):
-        own = (1,) * (len(full) - len(own)) + own
-        if own != full and any(plain(d) > 1 for d in own):
+    copies = {}
+    for name, batch in zip(names, lead, strict=True):
+        batch = (1,) * (len(full) - len(batch)) + batch
+        if batch != full and any(plain(d) > 1 for d in batch):
             matrix = TensorType((*full, *call[name].shape[-2:]), call[name].dtype)
-            found[name] = type_bytes(matrix)
-    return found
+            copies[name] = type_bytes(matrix)
+    return copies
 
 
-def _given(found: OpSpec, node: Node) -> dict[str, list[Ref]]:
-    """The values that a node reads, by parameter."""
-    pairs = zip(found.parameters, node.args, strict=True)
+def _refs_by_parameter(op_spec: OpSpec, node: Node) -> dict[str, list[Ref]]:
+    """The operands of a node, by parameter."""
+    pairs = zip(op_spec.parameters, node.args, strict=True)
     return {
         p.name: [a for a in (arg if isinstance(arg, tuple) else (arg,)) if isinstance(a, Ref)]
         for p, arg in pairs
     }
 
 
-def _backward_ratio(found: OpSpec, node: Node, needing: frozenset[Ref]) -> float:
-    if not found.differentiable:
+def _backward_ratio(op_spec: OpSpec, node: Node, needing: frozenset[Ref]) -> float:
+    if not op_spec.differentiable:
         return 0.0
-    share = found.backward
+    share = op_spec.backward
     return sum(
         1.0 if share is None else share.get(name, 0.0)
-        for name, refs in _given(found, node).items()
+        for name, refs in _refs_by_parameter(op_spec, node).items()
         for ref in refs
         if ref in needing
     )
 
 
-def _read_bytes(found: OpSpec, call: Call, results: tuple[TensorType, ...]) -> int:
-    """Look-ups by index read as much as they write; everything else reads its arguments."""
-    if found.family == "move" or found.family == "make":
-        return sum(map(type_bytes, results)) if found.family == "move" else 0
-    shares = found.reads(call)
+def _read_bytes(op_spec: OpSpec, call: Call, results: tuple[TensorType, ...]) -> int:
+    """Bytes that a node reads: for look-ups as many as they write, else those of its arguments."""
+    if op_spec.family == "move" or op_spec.family == "make":
+        return sum(map(type_bytes, results)) if op_spec.family == "move" else 0
+    shares = op_spec.reads(call)
     if not shares:
         return sum(map(type_bytes, call.tensors()))
-    given = ((name, value) for name, value in call.values.items() if isinstance(value, TensorType))
-    return sum(int(type_bytes(value) * shares.get(name, 1.0)) for name, value in given)
+    tensors = ((name, value) for name, value in call.values.items() if isinstance(value, TensorType))
+    return sum(int(type_bytes(value) * shares.get(name, 1.0)) for name, value in tensors)

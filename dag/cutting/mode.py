@@ -1,7 +1,7 @@
-"""What of a graph is computed in which mode: while it is trained, or evaluated on samples that are held out.
+"""The modes of a graph: training, and evaluation on held-out samples.
 
-One graph has both. Evaluated, dropout is off, running statistics are used, and a value that is kept is the buffer as it is; where a model
-computes something else in evaluation, `BY_MODE` chooses.
+One graph has both. In evaluation dropout is off, batch normalisation uses running statistics, and `KEEP` gives the buffer as it is;
+where a model computes something else in evaluation, `BY_MODE` chooses.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from fusion.dag.ir.opset_pointwise import BY_MODE, KEEP
 
 
 def in_mode(node: Node, *, training: bool) -> tuple[str, tuple[Arg, ...]]:
-    """The operator that stands for the node's in this mode, and its arguments."""
+    """The operator and arguments to run for the node in this mode."""
     if not training:
         return evaluation(node.op, node.args)
     return ("aten.alias", node.args[:1]) if node.op == BY_MODE else (node.op, node.args)
 
 
 def evaluation(op: str, args: tuple[Arg, ...]) -> tuple[str, tuple[Arg, ...]]:
-    """The operator that stands for `op` when the model is evaluated."""
+    """The operator and arguments to run for `op` in evaluation."""
     if op == "fusion.dropout":
         return "aten.dropout", (*args, False)
     if op == "fusion.dropout_attention":
@@ -37,19 +37,19 @@ def evaluation(op: str, args: tuple[Arg, ...]) -> tuple[str, tuple[Arg, ...]]:
 
 
 def read_in_training(node: Node) -> Iterator[Ref]:
-    """What the node reads in training, and has a gradient for."""
+    """The values that the node reads in training."""
     return replace(node, args=node.args[:1]).refs() if node.op == BY_MODE else node.refs()
 
 
 def computed(graph: Graph, *, training: bool) -> frozenset[str]:
-    """Names of the nodes that a run in this mode is for, of a graph that chooses by it; else all."""
+    """Names of the nodes that a run in this mode needs: all, if the graph has no `BY_MODE`."""
     if all(node.op != BY_MODE for node in graph.nodes):
         return frozenset(graph.node_index)
-    wanted: Iterable[Ref] = roots(graph) if training else graph.outputs
+    outputs: Iterable[Ref] = roots(graph) if training else graph.outputs
     return frozenset(
-        node.name for node in needed(graph, wanted, read_in_training if training else _evaluated)
+        node.name for node in needed(graph, outputs, read_in_training if training else _read_in_evaluation)
     )
 
 
-def _evaluated(node: Node) -> Iterator[Ref]:
+def _read_in_evaluation(node: Node) -> Iterator[Ref]:
     return replace(node, args=evaluation(node.op, node.args)[1]).refs()

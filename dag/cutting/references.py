@@ -1,4 +1,4 @@
-"""What arguments refer to: replacing references, finding nodes, symbols and numbers."""
+"""Traversal of arguments: substituting references, and finding nodes, symbols and constants."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def substitute(args: tuple[Arg, ...], renamed: Mapping[Ref, Ref]) -> tuple[Arg, 
 
 
 def produced_by(arg: object, op: str, nodes: Mapping[str, Node]) -> Node | None:
-    """The node of `nodes`, by name, that makes the argument, if that is an `op`."""
+    """The node of `nodes`, by name, that produces the argument, if it is an `op`."""
     node = nodes.get(arg.name) if isinstance(arg, Ref) else None
     return node if node is not None and node.op == op else None
 
 
 def constants(args: Iterable[Arg]) -> Iterator[Arg]:
-    """Everything in the arguments but references and lists, in order: numbers, polynomials, dtypes, None."""
+    """The constants in the arguments and their lists, in order: numbers, polynomials, dtypes, None."""
     for arg in args:
         if isinstance(arg, tuple):
             yield from constants(arg)
@@ -41,22 +41,22 @@ def argument_symbols(args: Iterable[Arg]) -> set[str]:
 def needed(
     graph: Graph, outputs: Iterable[Ref], read: Callable[[Node], Iterator[Ref]] = Node.refs
 ) -> tuple[Node, ...]:
-    """The nodes that `outputs` depend on, in order. `read`: what counts of what a node reads."""
-    found: set[int] = set()
-    todo = list(outputs)
-    while todo:
-        at = graph.node_index.get(todo.pop().name)
-        if at is not None and at not in found:
-            found.add(at)
-            todo.extend(read(graph.nodes[at]))
-    return tuple(graph.nodes[i] for i in sorted(found))
+    """The nodes that `outputs` depend on, in order. `read`: the operands of a node that count."""
+    indices: set[int] = set()
+    pending = list(outputs)
+    while pending:
+        at = graph.node_index.get(pending.pop().name)
+        if at is not None and at not in indices:
+            indices.add(at)
+            pending.extend(read(graph.nodes[at]))
+    return tuple(graph.nodes[i] for i in sorted(indices))
 
 
 def roots(graph: Graph) -> tuple[Ref, ...]:
-    """What a run is for: its outputs, and what it keeps for the next one, running statistics among it."""
+    """The values that a run must compute: outputs, and nodes that write to buffers, such as running statistics."""
     return (*graph.outputs, *(Ref(node.name) for node in graph.nodes if writes(node)))
 
 
 def without_dead_nodes(graph: Graph) -> Graph:
-    """The graph with only the nodes that its outputs depend on, or that keep a value; inputs and variables stay."""
+    """The graph with only the nodes that its `roots` depend on; inputs and variables stay."""
     return replace(graph, nodes=needed(graph, roots(graph)))

@@ -1,7 +1,7 @@
 """A stage: nodes that are contiguous in topological order and run together on one peer (the frozen values only).
 
-`fusion.dag.cutting.cuts` makes them. An edge is one value that crosses from the stage that makes it to every stage that
-reads it, skip connections included: it is sent once to each consumer.
+`fusion.dag.cutting.cuts` makes them. An edge is one value that its producing stage sends once to every stage that
+reads it, skip connections included.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fusion.dag.ir.graph import Graph, Ref, TensorType
 
 
 def edge_name(ref: Ref) -> str:
-    """The name that a crossing value has as an input of the stages that read it, and on the wire."""
+    """The name of a crossing value, as an input of the stages that read it and on the wire."""
     return f"{ref.name}/{ref.index}"
 
 
@@ -23,8 +23,8 @@ class Edge:
     type: TensorType
     producer: int  # stage index
     consumers: tuple[int, ...]  # stage indices, ascending, all > producer
-    needs_gradient: bool  # a floating value between a trainable parameter and the loss
-    # Made once for a session, of what it was given to read (`fusion.dag.cutting.source`).
+    needs_gradient: bool  # a floating-point value between a trainable parameter and the loss
+    # Computed once for a session, by the encoder (`fusion.dag.cutting.source`).
     of_source: bool = False
 
 
@@ -33,7 +33,7 @@ class Stage:
     index: int
     graph: Graph
     # graph.inputs  = the model inputs this stage reads (original names), then one input per edge of `receives`
-    # graph.outputs = the refs of `sends` in order, then the model outputs made here (`results` of them)
+    # graph.outputs = the refs of `sends` in order, then the model outputs of this stage (`results` of them)
     receives: tuple[Edge, ...]
     sends: tuple[Edge, ...]
     results: tuple[int, ...]  # indices into the whole graph's outputs

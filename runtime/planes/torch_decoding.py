@@ -210,7 +210,7 @@ class _Encoder:
         stage = both.encode
         self._device = device
         self._slots = both.slots
-        self._types = [stage.graph.types[ref] for ref in both.handed]
+        self._types = [stage.graph.types[ref] for ref in both.keys_and_values]
         self._keys = output_keys(stage)
         products = matrices.products(together=False)
         self._program = compile_graph(
