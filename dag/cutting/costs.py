@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fusion.dag.cutting.mode import read_in_training
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.cutting.strides import PARTS, Gaps, view_gaps
-from fusion.dag.ir.dims import bind, bind_most
+from fusion.dag.ir.dims import bind, bind_upper_bound
 from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DTYPE_BYTES, Graph, Node, Ref, TensorType
 from fusion.dag.ir.opset import spec
@@ -81,7 +81,7 @@ def type_bytes(type_: TensorType) -> int:
 def bound_types(graph: Graph, sizes: Mapping[str, int], *, most: bool = False) -> dict[Ref, TensorType]:
     """The type of every value with each symbol bound to its size, or, for `most`, with an upper bound of every dimension for sizes
     up to these. GraphError on a symbol without a size, and on a value of more than MAX_BOUND_ELEMENTS."""
-    bound, types = bind_most if most else bind, dict[Ref, TensorType]()
+    bound, types = bind_upper_bound if most else bind, dict[Ref, TensorType]()
     for ref, type_ in graph.types.items():
         types[ref] = replace(type_, shape=tuple(max(0, bound(d, sizes)) for d in type_.shape))
         if elements(types[ref]) > MAX_BOUND_ELEMENTS:

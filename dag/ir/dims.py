@@ -1,8 +1,8 @@
 """Dimensions of a shape: whole numbers, or polynomials over named symbols such as `batch` and `sequence`.
 
 A polynomial in normal form is enough for every shape that capture meets, makes equality of two shapes decidable,
-and can be evaluated without running any code that came with a graph. How many blocks hold a size is a symbol as well, which
-that size tells.
+and can be evaluated without running any code that came with a graph. The number of blocks that hold a size is a symbol as well,
+whose value follows from that size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from math import prod
 from fusion.dag.ir.errors import GraphError
 
 Monomial = tuple[str, ...]  # sorted symbol names; () is the constant term
-# Of terms that a product is made of: the dimensions of a hostile graph's value, multiplied, have a hundred million.
+# Terms of a product before they are collected: the dimensions in a hostile graph could multiply to a hundred million.
 MAX_PRODUCTS = 1 << 10
 
 _BLOCKS = re.compile(r"([a-z][a-z0-9_]*)_([0-9]{1,9})_over_([1-9][0-9]{0,8})")
@@ -34,7 +34,7 @@ class Poly:
     __radd__ = __add__
 
     def __mul__(self, other: Dim) -> Dim:
-        """GraphError where it is made of more than MAX_PRODUCTS terms."""
+        """GraphError for more than MAX_PRODUCTS terms."""
         if isinstance(other, Poly) and len(self.terms) * len(other.terms) > MAX_PRODUCTS:
             raise GraphError("a size that is too intricate")
         return _normal((tuple(sorted(a + b)), x * y) for a, x in self.terms for b, y in _terms(other))
@@ -85,7 +85,7 @@ def symbol(name: str) -> Poly:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A symbol that another one tells: as many blocks of `length` as hold a size `of` and `more` beyond, the last perhaps in part."""
+    """A symbol that is ceil((of + more) / length): the blocks of `length` that hold the size `of` and `more` elements."""
 
     of: str
     more: int
@@ -98,28 +98,28 @@ class Blocks:
 
 @lru_cache(1024)
 def blocks(name: str) -> Blocks | None:
-    """What a symbol of this name counts; None for a size by itself."""
-    found = _BLOCKS.fullmatch(name)
-    return None if found is None else Blocks(found[1], int(found[2]), int(found[3]))
+    """The blocks that a symbol of this name counts; None for a plain size."""
+    match = _BLOCKS.fullmatch(name)
+    return None if match is None else Blocks(match[1], int(match[2]), int(match[3]))
 
 
 def symbols_of(dim: Dim) -> frozenset[str]:
-    """The sizes that tell `dim`."""
-    return frozenset(_told_by(s) for monomial, _ in _terms(dim) for s in monomial)
+    """The plain sizes that `dim` depends on."""
+    return frozenset(_base_symbol(s) for monomial, _ in _terms(dim) for s in monomial)
 
 
 def named_symbols(dim: Dim) -> frozenset[str]:
-    """The symbols as `dim` has them, among them numbers of blocks."""
+    """The symbols in `dim`, numbers of blocks included."""
     return frozenset(s for monomial, _ in _terms(dim) for s in monomial)
 
 
-def _told_by(name: str) -> str:
-    found = blocks(name)
-    return name if found is None else found.of
+def _base_symbol(name: str) -> str:
+    counted = blocks(name)
+    return name if counted is None else counted.of
 
 
 def bind(dim: Dim, sizes: Mapping[str, int]) -> int:
-    """The value of `dim` where each symbol has the size given. GraphError names a symbol that has none."""
+    """The value of `dim` with each symbol bound to its size. GraphError names a symbol without a size."""
     if isinstance(dim, int):
         return dim
     try:
@@ -129,17 +129,16 @@ def bind(dim: Dim, sizes: Mapping[str, int]) -> int:
 
 
 def _size(name: str, sizes: Mapping[str, int]) -> int:
-    found = blocks(name)
-    return sizes[name] if found is None else -(-(sizes[found.of] + found.more) // found.length)
+    counted = blocks(name)
+    return sizes[name] if counted is None else -(-(sizes[counted.of] + counted.more) // counted.length)
 
 
-def bind_most(dim: Dim, sizes: Mapping[str, int]) -> int:
-    """No less than any value of `dim` where each symbol is from 1 to the size given: what takes away from it is taken at 1.
-    GraphError as `bind`."""
+def bind_upper_bound(dim: Dim, sizes: Mapping[str, int]) -> int:
+    """An upper bound of `dim` for each symbol between 1 and its size: negative terms are taken at 1. GraphError as `bind`."""
     if isinstance(dim, int):
         return dim
-    taken = sum(c for _, c in dim.terms if c < 0)
-    return taken + bind(poly((m, c) for m, c in dim.terms if c > 0), sizes)
+    negative = sum(c for _, c in dim.terms if c < 0)
+    return negative + bind(poly((m, c) for m, c in dim.terms if c > 0), sizes)
 
 
 def size(shape: Iterable[Dim]) -> Dim:

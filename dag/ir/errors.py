@@ -1,4 +1,4 @@
-"""What can be wrong with a graph. A ValueError, because a graph is always input from a user or a peer."""
+"""Errors of graphs. They are ValueErrors, because a graph is always input from a user or a peer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class GraphError(ValueError):
 
 
 class NewerGraph(GraphError):
-    """A graph for a newer op-set than this software's: others may run it."""
+    """A graph for a newer op-set than this software's."""
 
 
 class UnsupportedModel(GraphError):

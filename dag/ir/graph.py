@@ -105,9 +105,9 @@ class Graph:
     def types(self) -> dict[Ref, TensorType]:
         """The type of every value."""
         named: tuple[Input | Variable, ...] = (*self.inputs, *self.variables)
-        found = {Ref(v.name): v.type for v in named}
-        found.update({Ref(n.name, i): t for n in self.nodes for i, t in enumerate(n.results)})
-        return found
+        types = {Ref(v.name): v.type for v in named}
+        types.update({Ref(n.name, i): t for n in self.nodes for i, t in enumerate(n.results)})
+        return types
 
     @cached_property
     def node_index(self) -> dict[str, int]:
@@ -134,4 +134,4 @@ class Graph:
         for i, node in enumerate(self.nodes):
             for ref in dict.fromkeys(node.refs()):
                 readers.setdefault(ref, []).append(i)
-        return {ref: tuple(found) for ref, found in readers.items()}
+        return {ref: tuple(nodes) for ref, nodes in readers.items()}

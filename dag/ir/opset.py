@@ -2,8 +2,8 @@
 
 An op is named after the framework call it stands for: "aten.<packet>", with ".<overload>" unless it is the default one;
 its parameters are those of that call, in its order, less those that do not change values (device, layout,
-memory_format, generator, ...). "fusion." ops are our own. Rules of the result types are written by hand, and a test
-holds them against the framework.
+memory_format, generator, ...). "fusion." ops are our own. The rules for result types are written by hand; a test
+compares them with the framework.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ __all__ = [
     "infer", "kept", "mixed_dims", "needed_version", "next_slot", "spec",
 ]  # fmt: skip
 
-OPSET_VERSION = 3  # raised where operators are added; what one of them computes never changes
-_OF_BLOCKS = 3  # the first that knows symbols which count blocks
+OPSET_VERSION = 3  # raised when operators are added; the semantics of one never change
+_BLOCKS_SINCE = 3  # the first version with symbols that count blocks
 
 _TABLES = (
     opset_attention,
@@ -55,7 +55,7 @@ assert len(OPSET) == sum(len(table.SPECS) for table in _TABLES), "an op is liste
 
 
 def spec(op: str) -> OpSpec:
-    """The entry of `op`. GraphError where there is none."""
+    """The entry of `op`. GraphError for an unknown op."""
     try:
         return OPSET[op]
     except KeyError:
@@ -63,16 +63,16 @@ def spec(op: str) -> OpSpec:
 
 
 def needed_version(graph: Graph) -> int:
-    """The first version of the op-set that has every operator of the graph, and its symbols: whoever knows it can run the graph."""
-    of_symbols = _OF_BLOCKS if any(map(blocks, graph.symbols)) else 1
-    return max([of_symbols, *(spec(op).since for op in {node.op for node in graph.nodes})])
+    """The first version of the op-set that has every operator and symbol of the graph, so that peers from it on can run it."""
+    symbols_version = _BLOCKS_SINCE if any(map(blocks, graph.symbols)) else 1
+    return max([symbols_version, *(spec(op).since for op in {node.op for node in graph.nodes})])
 
 
 def infer(op: str, args: tuple[Arg, ...], types: Mapping[Ref, TensorType]) -> tuple[TensorType, ...]:
     """The types of the results of `op` on `args` (positional and complete), `types` being those of all values
-    defined so far. GraphError on an unknown op, a wrong number or sort of argument, shape or dtype."""
-    found = spec(op)
-    return found.infer(found.call(args, types))
+    defined so far. GraphError on an unknown op, or a wrong number of arguments, type, shape or dtype."""
+    op_spec = spec(op)
+    return op_spec.infer(op_spec.call(args, types))
 
 
 def mixed_dims(
@@ -80,13 +80,13 @@ def mixed_dims(
 ) -> tuple[tuple[Ref, frozenset[int]], ...]:
     """For each tensor argument, in order, the dimensions over which the op combines or moves values of different
     positions: reductions, softmax, contractions, windows, slices, look-ups, joins. A dimension that is not listed is
-    carried through position by position (but perhaps under another number, or merged with its neighbours: shapes tell).
-    Attention to a cache does not list its length: the cache makes up for a sequence given in pieces. Ops that make
-    positions from sizes (aten.arange) have no tensor argument and so say nothing here."""
-    found = spec(op)
-    mixed = found.mixes(found.call(args, types))
+    passed on position by position, though perhaps under another number or merged with its neighbours, which shapes show.
+    Attention to a cache does not list its length, as the cache supplies earlier positions. Ops that create positions from
+    sizes (aten.arange) have no tensor argument, so nothing is listed for them."""
+    op_spec = spec(op)
+    mixed = op_spec.mixes(op_spec.call(args, types))
     result = []
-    for parameter, arg in zip(found.parameters, args, strict=True):
+    for parameter, arg in zip(op_spec.parameters, args, strict=True):
         dims = frozenset(mixed.get(parameter.name, ()))
         for ref in arg if isinstance(arg, tuple) else (arg,):
             if isinstance(ref, Ref):
@@ -95,16 +95,16 @@ def mixed_dims(
 
 
 def kept(node: Node) -> tuple[int, tuple[Ref, ...]] | None:
-    """Of a node that keeps values of every position (attention to a cache): the slot of its cache, and what is kept."""
-    found = spec(node.op)
-    if not found.keeps:
+    """The cache slot of a node and the operands that it caches for every position; None for a node without a cache."""
+    op_spec = spec(node.op)
+    if not op_spec.keeps:
         return None
-    named = dict(zip((p.name for p in found.parameters), node.args, strict=True))
-    slot = named["slot"]
+    arguments = dict(zip((p.name for p in op_spec.parameters), node.args, strict=True))
+    slot = arguments["slot"]
     assert isinstance(slot, int)
-    return slot, tuple(ref for ref in (named[name] for name in found.keeps) if isinstance(ref, Ref))
+    return slot, tuple(ref for ref in (arguments[name] for name in op_spec.keeps) if isinstance(ref, Ref))
 
 
 def next_slot(graph: Graph) -> int:
-    """The first number of a cache that no node of the graph has taken."""
+    """The first cache slot after those in use."""
     return 1 + max((cache[0] for node in graph.nodes if (cache := kept(node)) is not None), default=-1)

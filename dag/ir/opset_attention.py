@@ -1,5 +1,5 @@
-"""Attention to a cache that is not a plain softmax of products: capped scores, a bias by position or by distance, sinks; attention to
-keys that were selected for each query; and attention to what a session was given to read before it began."""
+"""Variants of cached attention: softcap, bias by key or by distance, ALiBi slopes, sinks; sparse attention to selected keys; and
+cross-attention to the source of a session."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ MAX_SELECTED = 1 << 16  # keys for each query; models have 2048
 
 
 def cached_attention_scored(call: Call) -> Types:
-    """query (batch, heads, length, width), key and value (batch, key heads, length, width[']): the new positions only, as
-    of `fusion.cached_attention`; the result has the dtype of value. For query i and key j of head h
+    """query (batch, heads, length, width), key and value (batch, key heads, length, width[']) of the new positions, as for
+    `fusion.cached_attention`; the result has the dtype of value. For query i and key j of head h
 
         score = query_i . key_j * scale, then softcap * tanh(score / softcap), + bias_hj, + slopes[h] * (j - i)
 
-    `bias` (batch or 1, heads or 1, length, 1) is kept for each position like its key; `slopes` are numbers, one a head,
-    and may be taken from any position instead of i, as a softmax does not see a number a row;
-    `sinks` (heads), not beside slopes, are scores of one more key each, which has no value. Weights are a softmax over the positions that
-    the query sees: all before it and itself, or the last `window` of them."""
+    `bias` (batch or 1, heads or 1, length, 1) is cached for each position like its key; `slopes` has a number for each head,
+    and may count from any position instead of i, as a softmax ignores a constant in a row; `sinks` (heads), not beside slopes,
+    are scores of one more key for each head, without a value. Weights are a softmax over the visible positions: the query's
+    own and all before it, or the last `window` of these."""
     q, k, v, bias, sinks = (call[n] for n in ("query", "key", "value", "bias", "sinks"))
     if any(len(t.shape) != 4 for t in (q, k, v)) or call["slot"] < 0 or (call["window"] or 1) < 1:
         raise call.fail(
@@ -63,7 +63,7 @@ def cached_attention_relative(call: Call) -> Types:
 
         query_i . key_j * scale + table[buckets[min(i - j, len(buckets) - 1)], h]
 
-    as T5 has it (arXiv 1910.10683, section 2.1). `table` (rows, heads), of any floating dtype, is read in that of the scores;
+    as in T5 (arXiv 1910.10683, section 2.1). `table` (rows, heads), of any floating dtype, is cast to that of the scores;
     the result has the dtype of value."""
     q, k, v, table, buckets = (call[n] for n in ("query", "key", "value", "table", "buckets"))
     scores = replace(v, dtype=q.dtype)
@@ -81,12 +81,12 @@ def cached_attention_relative(call: Call) -> Types:
 
 
 def cached_selection(call: Call) -> Types:
-    """query (batch, heads, length, width), key (batch, 1, length, width), weights (batch, heads, length, 1): the new positions only.
-    The result, int64 (batch, 1, length, count), is where the `count` keys lie that query i sees best, by
+    """query (batch, heads, length, width), key (batch, 1, length, width), weights (batch, heads, length, 1) of the new positions.
+    The result, int64 (batch, 1, length, count), has the positions of the `count` keys with the highest scores for query i,
 
         score_ij = sum over heads h of weights_ih * max(0, query_ih . key_j * scale), in float32
 
-    among all positions before it and itself; -1 where there are fewer. So DeepSeek-V3.2 has it (arXiv 2512.02556, section 2.1)."""
+    among the positions up to its own; -1 where there are fewer. As in DeepSeek-V3.2 (arXiv 2512.02556, section 2.1)."""
     q, k, weights = (call[n] for n in ("query", "key", "weights"))
     if any(len(t.shape) != 4 for t in (q, k, weights)) or call["slot"] < 0:
         raise call.fail("needs (batch, heads, length, width) and a slot of at least 0")
@@ -104,8 +104,8 @@ def cached_selection(call: Call) -> Types:
 
 
 def cached_attention_selected(call: Call) -> Types:
-    """As `fusion.cached_attention` without a window, where each query sees those positions alone that `selected`, int64
-    (batch, 1, length, count), has for it, of those before it and itself: any other number there is none."""
+    """As `fusion.cached_attention` without a window, but each query sees only the positions in `selected`, int64
+    (batch, 1, length, count), that are not after its own; other entries are ignored."""
     results = cached_attention(Call(call.op, {**call.values, "window": None}))
     q, selected = call["query"], call["selected"]
     if selected.dtype != "int64" or selected.shape[:-1] != (q.shape[0], 1, q.shape[2]):
@@ -116,9 +116,9 @@ def cached_attention_selected(call: Call) -> Types:
 
 
 def source_attention(call: Call) -> Types:
-    """query (batch, heads, length, width), key and value (batch, key heads, source, width[']): every query to all keys, which
-    belong to what the session was given to read (an encoder's output) and are the same for each of its positions. Whoever
-    runs a sequence in pieces keeps them under `slot`."""
+    """query (batch, heads, length, width), key and value (batch, key heads, source, width[']): every query attends
+    to all keys, which come from the source of the session (an encoder's output) and are the same for all its positions. When
+    a sequence runs in pieces they are cached in `slot`."""
     q, k, v = (call[n] for n in ("query", "key", "value"))
     if any(len(t.shape) != 4 for t in (q, k, v)) or call["slot"] < 0:
         raise call.fail("needs (batch, heads, length, width) and a slot of at least 0")
@@ -147,7 +147,7 @@ def _source_mixes(_: Call) -> Mixed:
 
 
 def _source_flops(call: Call, results: Types) -> int:
-    """Those of plain attention, and what the cap takes."""
+    """FLOPs of plain attention and of the softcap."""
     rows = elements(results[0]) // max(1, plain(results[0].shape[-1]))
     return attention_flops(call, results) + (
         3 * rows * plain(call["key"].shape[-2]) if call["softcap"] else 0
@@ -178,12 +178,12 @@ def _selection_flops(call: Call, _: Types) -> int:
 
 
 def _mixes(_: Call) -> Mixed:
-    # Along length the cache carries what came before, so a sequence may be given in pieces.
+    # Not along the length: the cache has the earlier positions.
     return {"query": {3}, "key": {3}}
 
 
 def _flops(call: Call, results: Types) -> int:
-    """Those of plain attention, and what the scores get besides."""
+    """FLOPs of plain attention, and of cap, bias and slopes."""
     rows = elements(results[0]) // max(1, plain(results[0].shape[-1]))
     more = sum((3 if name == "softcap" else 1) for name in ("softcap", "bias", "slopes") if call[name])
     return attention_flops(call, results) + more * rows * plain(call["key"].shape[-2])

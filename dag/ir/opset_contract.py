@@ -8,10 +8,10 @@ from fusion.dag.ir.opset_spec import Call, Flops, Infer, Mixed, Mixes, OpSpec, T
 
 
 def one_dtype(call: Call, *tensors: TensorType | None) -> str:
-    found = [t.dtype for t in tensors if t is not None]
-    if len(set(found)) != 1:
-        raise call.fail(f"dtypes {', '.join(found)} differ")
-    return found[0]
+    dtypes = [t.dtype for t in tensors if t is not None]
+    if len(set(dtypes)) != 1:
+        raise call.fail(f"dtypes {', '.join(dtypes)} differ")
+    return dtypes[0]
 
 
 def linear(call: Call) -> Types:
@@ -112,7 +112,7 @@ def attention(call: Call) -> Types:
         raise call.fail("draws from a global generator: use fusion.dropout_attention")
     if mask is not None and call["is_causal"]:
         raise call.fail("has a mask and is_causal")
-    dtype = _queries_fit(call, q, k, v)
+    dtype = _check_query_key_value(call, q, k, v)
     lead = broadcast(call, *leads(call, call["enable_gqa"]))
     if mask is not None:
         scores = (*lead, q.shape[-2], k.shape[-2])
@@ -121,7 +121,7 @@ def attention(call: Call) -> Types:
     return (TensorType((*lead, q.shape[-2], v.shape[-1]), dtype),)
 
 
-def _queries_fit(call: Call, q: TensorType, k: TensorType, v: TensorType) -> str:
+def _check_query_key_value(call: Call, q: TensorType, k: TensorType, v: TensorType) -> str:
     same(call, q.shape[-1], k.shape[-1], "width of query and key")
     same(call, k.shape[-2], v.shape[-2], "length of key and value")
     dtype = one_dtype(call, q, k, v)
@@ -131,31 +131,31 @@ def _queries_fit(call: Call, q: TensorType, k: TensorType, v: TensorType) -> str
 
 
 def leads(call: Call, grouped: bool) -> list[Shape]:
-    """The dimensions before length of query, key and value, the heads of grouped keys counted as the query's."""
+    """The dimensions before the length of query, key and value; with `grouped`, key and value have the query's heads."""
     q, k, v = (call[n].shape for n in ("query", "key", "value"))
     if not grouped:
         return [q[:-2], k[:-2], v[:-2]]
-    heads, shared = q[-3], k[-3]
+    heads, key_heads = q[-3], k[-3]
     if not (
         isinstance(heads, int)
-        and isinstance(shared, int)
-        and shared > 0
-        and heads % shared == 0
-        and v[-3] == shared
+        and isinstance(key_heads, int)
+        and key_heads > 0
+        and heads % key_heads == 0
+        and v[-3] == key_heads
     ):
-        raise call.fail(f"{heads} query heads over {shared} key heads and {v[-3]} value heads")
+        raise call.fail(f"{heads} query heads over {key_heads} key heads and {v[-3]} value heads")
     return [q[:-2], (*k[:-3], heads), (*v[:-3], heads)]
 
 
 def cached_attention(call: Call) -> Types:
-    """query (batch, heads, length, width), key and value (batch, key heads, length, width[']): the new positions only.
+    """query (batch, heads, length, width), key and value (batch, key heads, length, width[']) of the new positions.
     Causal over all positions in the cache of `slot`, or over the last `window` of them."""
     q, k, v = call["query"], call["key"], call["value"]
     if any(len(t.shape) != 4 for t in (q, k, v)) or call["slot"] < 0 or (call["window"] or 1) < 1:
         raise call.fail(
             "needs (batch, heads, length, width), a slot of at least 0 and a window of at least 1"
         )
-    dtype = _queries_fit(call, q, k, v)
+    dtype = _check_query_key_value(call, q, k, v)
     same(call, q.shape[-2], k.shape[-2], "length of query and key")
     lead = leads(call, grouped=True)
     if any(part != lead[0] for part in lead):
@@ -194,12 +194,12 @@ def _attention_mixes(call: Call) -> Mixed:
     if mask is not None and mask.shape:
         mixed["attn_mask"] = {len(mask.shape) - 1}
     if call["is_causal"]:
-        mixed["query"].add(q - 2)  # which keys a query sees depends on its place
+        mixed["query"].add(q - 2)  # the visible keys of a query depend on its position
     return mixed
 
 
 def _cached_mixes(_: Call) -> Mixed:
-    # Along length the cache carries what came before, so a sequence may be given in pieces.
+    # Not along the length: the cache has the earlier positions.
     return {"query": {3}, "key": {3}}
 
 
@@ -213,7 +213,7 @@ def _product_flops(name: str, extra: int = 0) -> Flops:
 
 
 def attention_flops(call: Call, results: Types) -> int:
-    """Two products and a softmax over full scores: kernels that skip the masked half of a causal one are faster."""
+    """FLOPs of two products and a softmax over full scores; kernels that skip masked blocks need fewer."""
     width = plain(call["query"].shape[-1])
     rows = elements(results[0]) // max(1, plain(results[0].shape[-1]))
     return rows * plain(call["key"].shape[-2]) * (2 * width + 2 * plain(results[0].shape[-1]) + 5)
@@ -241,7 +241,7 @@ _ATTENTION = (
     "query: tensor, key: tensor, value: tensor, attn_mask: tensor? = None, dropout_p: float = 0.0, "
     "is_causal: bool = False, scale: float? = None, enable_gqa: bool = False"
 )
-# Backward of attention: four products where forward has two, and the scores once more (FlashAttention-2, section 3.1).
+# Backward of attention: four products where forward has two, and recomputed scores (FlashAttention-2, section 3.1).
 _ATTENTION_BACKWARD = {"query": 2.5 / 3, "key": 2.5 / 3, "value": 2.5 / 3}
 
 SPECS: list[OpSpec] = [

@@ -1,4 +1,4 @@
-"""Convolutions and pools: windows that slide over the last one to three dimensions."""
+"""Convolutions and pooling over the last one to three dimensions."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from math import prod
 from fusion.dag.ir.dims import Dim
 from fusion.dag.ir.graph import TensorType
 from fusion.dag.ir.opset_contract import one_dtype
-from fusion.dag.ir.opset_shapes import divide, is_float, least, same
+from fusion.dag.ir.opset_shapes import divide, is_float, lower_bound, same
 from fusion.dag.ir.opset_spec import Call, Flops, Infer, Mixed, Mixes, OpSpec, Types, elements, op
 
-MAX_WINDOW = 64  # positions that `fusion.cached_convolution` sees; models have 3 or 4
+MAX_WINDOW = 64  # kernel size of `fusion.cached_convolution`; models have 3 or 4
 
 
-def spread(call: Call, name: str, n: int, empty: tuple[int, ...] | None = None) -> tuple[int, ...]:
+def per_dimension(call: Call, name: str, n: int, empty: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """A list of one value or of n, as n values."""
     given = call[name]
     if not given and empty is not None:
@@ -28,7 +28,7 @@ def spread(call: Call, name: str, n: int, empty: tuple[int, ...] | None = None) 
 def _windows(
     call: Call, length: Dim, window: int, stride: int, pad: int, dilation: int, ceil: bool = False
 ) -> Dim:
-    """How many windows fit (PyTorch's formula for convolutions and pools)."""
+    """The number of windows (PyTorch's formula for convolutions and pooling)."""
     span = length + 2 * pad - dilation * (window - 1) - 1
     if not isinstance(span, int):
         if ceil and stride != 1:
@@ -65,10 +65,10 @@ def convolution(n: int, transposed: bool = False) -> Infer:
             raise call.fail(f"{inside} to {outside} channels in {groups} groups")
         if b is not None and b.shape != (outside,):
             raise call.fail(f"bias {b} does not fit {outside} channels")
-        stride, pad, dilation = (spread(call, name, n) for name in ("stride", "padding", "dilation"))
+        stride, pad, dilation = (per_dimension(call, name, n) for name in ("stride", "padding", "dilation"))
         windows = list(zip(space, w.shape[2:], stride, pad, dilation, strict=True))
         if transposed:
-            more = spread(call, "output_padding", n)
+            more = per_dimension(call, "output_padding", n)
             result = tuple(
                 (d - 1) * s - 2 * p + g * (k - 1) + m + 1
                 for (d, k, s, p, g), m in zip(windows, more, strict=True)
@@ -85,13 +85,13 @@ def convolution(n: int, transposed: bool = False) -> Infer:
 def pool(n: int) -> Infer:
     def infer(call: Call) -> Types:
         lead, space = _frame(call, n)
-        kernel = spread(call, "kernel_size", n)
-        stride, pad = spread(call, "stride", n, kernel), spread(call, "padding", n)
-        dilation = spread(call, "dilation", n) if "dilation" in call.values else (1,) * n
+        kernel = per_dimension(call, "kernel_size", n)
+        stride, pad = per_dimension(call, "stride", n, kernel), per_dimension(call, "padding", n)
+        dilation = per_dimension(call, "dilation", n) if "dilation" in call.values else (1,) * n
         if any(2 * p > k for p, k in zip(pad, kernel, strict=True)):
             raise call.fail(f"padding {pad} is over half the window {kernel}")
         for length, p, step in zip(space, pad, dilation, strict=True):
-            _require_a_position(call, length, p, step)
+            _require_no_window_in_padding(call, length, p, step)
         windows = zip(space, kernel, stride, pad, dilation, strict=True)
         found = tuple(_windows(call, *w, ceil=call["ceil_mode"]) for w in windows)
         return (TensorType((*lead, *found), call["self"].dtype),)
@@ -99,11 +99,11 @@ def pool(n: int) -> Infer:
     return infer
 
 
-def _require_a_position(call: Call, length: Dim, pad: int, dilation: int) -> None:
-    """That no window lies in the padding alone: PyTorch then takes a position outside the tensor for its maximum, and adds the
-    gradient there. A window that begins in the padding has its first position inside before place `dilation`; that an empty
-    dimension has none, PyTorch sees by itself."""
-    shortest = least(length)
+def _require_no_window_in_padding(call: Call, length: Dim, pad: int, dilation: int) -> None:
+    """GraphError if a window may be in the padding alone: PyTorch would take a position outside the tensor for its maximum, and
+    write a gradient there. A window that begins in the padding has its first position inside before index `dilation`. PyTorch
+    itself refuses an empty dimension."""
+    shortest = lower_bound(length)
     if pad and dilation > (max(1, shortest) if shortest is not None else 1):
         raise call.fail(f"a window of dilation {dilation} may lie in the padding of {length} alone")
 
@@ -111,7 +111,7 @@ def _require_a_position(call: Call, length: Dim, pad: int, dilation: int) -> Non
 def adaptive_pool(n: int) -> Infer:
     def infer(call: Call) -> Types:
         lead, _ = _frame(call, n)
-        return (TensorType((*lead, *spread(call, "output_size", n)), call["self"].dtype),)
+        return (TensorType((*lead, *per_dimension(call, "output_size", n)), call["self"].dtype),)
 
     return infer
 
@@ -119,13 +119,13 @@ def adaptive_pool(n: int) -> Infer:
 def _convolution_mixes(n: int, transposed: bool) -> Mixes:
     def mixes(call: Call) -> Mixed:
         rank = len(call["input"].shape)
-        points = (
+        is_pointwise = (
             call["weight"].shape[2:] == (1,) * n
             and set(call["stride"]) == {1}
             and set(call["padding"]) == {0}
         )
         return {
-            "input": {rank - n - 1} if points else set(range(rank - n - 1, rank)),
+            "input": {rank - n - 1} if is_pointwise else set(range(rank - n - 1, rank)),
             "weight": set(range(n + 2)) - {int(transposed)},
         }
 
@@ -166,7 +166,7 @@ def _pool_flops(n: int) -> Flops:
     def flops(call: Call, results: Types) -> int:
         if "kernel_size" not in call.values:
             return max(elements(call["self"]), elements(results[0]))
-        return elements(results[0]) * prod(spread(call, "kernel_size", n))
+        return elements(results[0]) * prod(per_dimension(call, "kernel_size", n))
 
     return flops
 
@@ -189,10 +189,9 @@ def _average(n: int) -> str:
 
 
 def cached_convolution(call: Call) -> Types:
-    """input (batch, 1, length, channels): the new positions only; weight (channels, 1, window), bias (channels) -> as input. At
-    each position the sum over the last `window` positions, itself the last of them, of those with the weights of the channel;
-    before the first one there are zeros. The positions before are in the cache of `slot`. At most MAX_WINDOW of them, as each is a
-    product by itself."""
+    """input (batch, 1, length, channels) of the new positions, weight (channels, 1, window), bias (channels) -> as input. A causal
+    depthwise convolution over the last `window` positions, with zeros before the first one; earlier positions are in the cache of
+    `slot`. `window` is at most MAX_WINDOW, as each tap is a product of its own."""
     x, w, b = call["input"], call["weight"], call["bias"]
     if len(x.shape) != 4 or x.shape[1] != 1 or call["slot"] < 0 or not is_float(x.dtype):
         raise call.fail(f"needs (batch, 1, length, channels) and a slot of at least 0, not {x}")
@@ -230,7 +229,7 @@ SPECS: list[OpSpec] = [
     _p("aten.adaptive_avg_pool1d", 1, "output_size: ints", adaptive_pool(1), ("self",)),
     _p("aten.adaptive_avg_pool2d", 2, "output_size: ints", adaptive_pool(2), ("self",)),
     _p("aten.adaptive_avg_pool3d", 3, "output_size: ints", adaptive_pool(3), ("self",), since=2),
-    # Of the family of attention: rows go one by one, and what takes the time is the cache.
+    # In the family of attention: sequences run one by one, and the cache takes the time.
     op(
         "fusion.cached_convolution",
         "input: tensor, weight: tensor, bias: tensor?, slot: int",

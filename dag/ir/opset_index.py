@@ -31,7 +31,7 @@ from fusion.dag.ir.opset_spec import (
 )
 from fusion.dag.ir.opset_views import along, like, select, slice_
 
-_INDICES = ("int32", "int64")  # to torch uint8 is a mask, and others are no index
+_INDICES = ("int32", "int64")  # torch takes uint8 for a mask, and refuses other dtypes
 
 
 def repeat(call: Call) -> Types:
@@ -84,13 +84,13 @@ def index(call: Call) -> Types:
         raise call.fail(
             "indices must be integers, of 32 or 64 bits (the size of a boolean look-up depends on data)"
         )
-    found = broadcast(call, *(given[i].shape for i in used))
+    looked_up = broadcast(call, *(given[i].shape for i in used))
     rest = [d for i, d in enumerate(t.shape) if i not in used]
     together = used == list(range(used[0], used[-1] + 1))
     at = used[0] if together else 0
-    if len(rest) + len(found) > MAX_RANK:
+    if len(rest) + len(looked_up) > MAX_RANK:
         raise call.fail(f"rank is over {MAX_RANK}")
-    return like(t, (*rest[:at], *found, *rest[at:]))
+    return like(t, (*rest[:at], *looked_up, *rest[at:]))
 
 
 def index_select(call: Call) -> Types:
@@ -133,8 +133,8 @@ def index_add(call: Call) -> Types:
 
 
 def index_put(call: Call) -> Types:
-    """self with `values`, which broadcast to what the indices look up, written there. Instead of integers one tensor of
-    booleans may say where one value goes: over the first dimensions of self."""
+    """self with `values`, broadcast to the shape of the look-up, written at the indices. Instead of integers one boolean mask over
+    the first dimensions of self may choose where a single value is written."""
     t, given, values = call["self"], call["indices"], call["values"]
     if values.dtype != t.dtype:
         raise call.fail(f"values {values} are not of the dtype of {t}")
@@ -160,7 +160,7 @@ def index_put(call: Call) -> Types:
 
 
 def written_part(call: Call) -> Types:
-    """self with `src` in place of a part of it, which has its shape: one position of `dim`, or a slice of it."""
+    """self with one position or slice of `dim` replaced by `src`, which has its shape."""
     t, src = call["self"], call["src"]
     (part,) = select(call) if call.op == "aten.select_scatter" else slice_(call)
     if src != part:
@@ -264,15 +264,14 @@ def _index_mixes(call: Call) -> Mixed:
 
 
 def _gather_mixes(call: Call) -> Mixed:
-    """Each element of the index is read for the one in its place; self is read in step outside `dim`, where the index is as
-    long as it is."""
+    """The index is read element by element; self is mixed along `dim`, and along dimensions where the index is shorter."""
     own, index = call["self"].shape, call["index"].shape
     at = axis(call, call["dim"], len(own))
     return {"self": {at} | {i for i, (a, b) in enumerate(zip(own, index, strict=True)) if a != b}}
 
 
 def _everything_along(call: Call) -> Mixed:
-    """scatter and index_add read several tensors in step: outside `dim` too, where the index is shorter than self."""
+    """scatter and index_add mix all their tensors along `dim`, and along dimensions where the index is shorter than self."""
     at = axis(call, call["dim"], len(call["self"].shape))
     mixed = {
         name: {at}
@@ -289,7 +288,7 @@ def _everything_along(call: Call) -> Mixed:
 
 
 def _index_put_mixes(call: Call) -> Mixed:
-    """Where a value goes is looked up: every dimension of what is looked up, and of the values, is moved."""
+    """The indexed dimensions of self, and all dimensions of indices and values, are mixed."""
     written = {i for i, entry in enumerate(call["indices"]) if entry is not None}
     ranks = [len(entry.shape) for entry in call["indices"] if entry is not None]
     if any(entry is not None and entry.dtype == "bool" for entry in call["indices"]):
@@ -326,7 +325,7 @@ def _shuffle_mixes(call: Call) -> Mixed:
 
 
 def _diff_flops(call: Call, _: Types) -> int:
-    """A difference of each element, n times over, until none is left."""
+    """One subtraction for each element, n times, at most until none is left."""
     own = call["self"]
     length = int(own.shape[axis(call, call["dim"], len(own.shape))])
     return min(int(call["n"]), length) * sum(elements(t) for t in call.tensors())
@@ -367,8 +366,8 @@ SPECS: list[OpSpec] = [
 ]  # fmt: skip
 
 IndexKind = Literal["rows", "stored rows", "along", "listed", "classes", "targets", "probabilities"]
-# Operators with an argument that has to lie within a table or a range, which data, perhaps a stranger's, may not; and where it stands.
-# Each plane sees to it that what is made with another is not a number, or fails.
+# Operators with an argument that must be within a table or a range, which untrusted data may violate, and the kind of it.
+# Each plane makes the result of a violation NaN, or fails.
 INDEXED: Mapping[str, IndexKind] = {
     "aten.embedding": "rows",
     "fusion.embedding_int8": "stored rows",

@@ -32,7 +32,7 @@ def arange(call: Call) -> Types:
 
 
 def arange_count(start: float, end: float, step: float) -> int:
-    """How many numbers there are from start on, before end: below 0 where they disagree. Of floats by a quotient that is rounded, as PyTorch has it:
+    """The length of an arange; below 0 if the bounds and the step disagree. For floats the quotient is rounded first, as in PyTorch:
     from 0 to 0.9 by 0.3 there are three."""
     if all(isinstance(bound, int) for bound in (start, end, step)):
         return int(-((end - start) // -step))
@@ -47,13 +47,13 @@ def _sized(call: Call, size: tuple[Dim, ...], dtype: str) -> Types:
 
 
 def filled(call: Call) -> Types:
-    """full, zeros, ones: float32, or for full the dtype of the number, unless one is asked for."""
+    """full, zeros, ones: float32, or for full the dtype of the number, unless one is given."""
     value = call.values.get("fill_value", 0.0)
     return _sized(call, call["size"], dtype_or(call["dtype"], promote((value,))))
 
 
 def filled_like(call: Call) -> Types:
-    """The dtype of self unless one is asked for; the size of self unless one is given."""
+    """The dtype and the size of self, unless they are given."""
     t = call["self"]
     size = call["size"] if "size" in call.values else t.shape
     return _sized(call, size, dtype_or(call["dtype"], t.dtype))

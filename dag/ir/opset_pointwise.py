@@ -1,4 +1,4 @@
-"""Ops that work on each element by itself: a result depends on one element of each argument, broadcast."""
+"""Element-wise ops: each element of the result depends on one element of each argument, after broadcasting."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fusion.dag.ir.graph import TensorType
 from fusion.dag.ir.opset_shapes import broadcast, floating, is_float, promote
 from fusion.dag.ir.opset_spec import Call, Infer, OpSpec, Types, flops_per_result, op
 
-KEEP = "fusion.keep"  # gives its value, which the next run finds in a buffer
+KEEP = "fusion.keep"  # writes its value to a buffer, which the next run reads
 BY_MODE = "fusion.by_mode"  # gives its first argument in training, its second in evaluation
 SELF = "self: tensor"
 BOTH = "self: tensor, other: tensor"
@@ -36,7 +36,7 @@ def predicate(call: Call) -> Types:
 
 
 def arithmetic(call: Call) -> Types:
-    """self and other, promoted; numbers count by their sort only."""
+    """self and other, promoted; numbers count by their category only."""
     a, b = call["self"], call["other"]
     shapes = [t.shape for t in (a, b) if isinstance(t, TensorType)]
     return (TensorType(broadcast(call, *shapes), promote((a, b))),)
@@ -104,7 +104,7 @@ def like_other(call: Call) -> Types:
 
 
 def overwritten(call: Call) -> Types:
-    """Another value in the shape and dtype of self."""
+    """The value, in the shape and dtype of self."""
     t = call["self"]
     given = call["src"] if "src" in call.values else call["value"]
     if isinstance(given, TensorType) and broadcast(call, t.shape, given.shape) != t.shape:
@@ -115,7 +115,7 @@ def overwritten(call: Call) -> Types:
 
 
 def kept_value(call: Call) -> Types:
-    """What `buffer` holds from this run on. Evaluated, the result is the buffer as it is."""
+    """The value, which is written to `buffer` for the next run. In evaluation, the buffer as it is."""
     buffer, value = call["buffer"], call["value"]
     if buffer != value:
         raise call.fail(f"{value} does not fit the buffer {buffer}")
@@ -123,7 +123,7 @@ def kept_value(call: Call) -> Types:
 
 
 def chosen_by_mode(call: Call) -> Types:
-    """The one value in training, the other in evaluation."""
+    """The first argument in training, the second in evaluation."""
     training, evaluated = call["training"], call["evaluated"]
     if training != evaluated:
         raise call.fail(f"{training} in training is {evaluated} in evaluation")
@@ -136,7 +136,7 @@ def evaluation_dropout(call: Call) -> Types:
     return (call["input"],)
 
 
-def our_dropout(call: Call) -> Types:
+def fusion_dropout(call: Call) -> Types:
     if not 0 <= call["p"] <= 1:
         raise call.fail(f"p = {call['p']} is not a probability")
     return float_only(call)
@@ -172,7 +172,7 @@ def _unary(names: str, infer: Infer, saves: str, flops: int = 1, since: int = 1)
 def _both(
     names: str, infer: Infer, saves: str = "", smooth: bool = True, tensor: str = OPERAND
 ) -> list[OpSpec]:
-    """Each name with the overloads Tensor, whose other may be a number all the same in arithmetic, and Scalar."""
+    """Each name with the overloads Tensor, whose `other` may be a number too in arithmetic, and Scalar."""
     return [
         _p(f"aten.{name}.{overload}", parameters, infer, saves, 1, smooth)
         for name in names.split()
@@ -263,7 +263,7 @@ SPECS: list[OpSpec] = [
     _p("aten.fill.Tensor", "self: tensor, value: tensor", overwritten, since=2),
     _p("aten.type_as", BOTH, like_other),
     _p("aten.dropout", "input: tensor, p: float, train: bool", evaluation_dropout, flops=0),
-    _p("fusion.dropout", "self: tensor, p: float", our_dropout, "copy", 2),
+    _p("fusion.dropout", "self: tensor, p: float", fusion_dropout, "copy", 2),
     _p(KEEP, "buffer: tensor, value: tensor", kept_value, flops=0, since=3),
     _p(BY_MODE, "training: tensor, evaluated: tensor", chosen_by_mode, flops=0, since=3),
 ]

@@ -1,4 +1,4 @@
-"""Linear attention and state-space models: a state that decays, is written to at every position, and is read there."""
+"""Linear attention and state-space models: a state that decays, and is updated and read at every position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TENSORS = "query: tensor, key: tensor, value: tensor, decay: tensor, beta: tens
 
 def recurrence(call: Call) -> Types:
     """query and key (batch, key heads, length, width), value (batch, heads, length, width'), decay (batch, heads, length,
-    width or 1), beta (batch, heads, length, 1), rates (heads, width), the last not beside a decay of each width -> as value,
+    width or 1), beta (batch, heads, length, 1), rates (heads, width), rates only with a decay of width 1 -> as value,
     float32. Each head has a state (width, width'), zeros before the first position; head h reads the key head
     h // (heads / key heads). At every position, in float32:
 
@@ -24,7 +24,7 @@ def recurrence(call: Call) -> Types:
         result = query @ state
 
     Gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention (2510.26692) have a beta, Mamba (2312.00752) rates, Mamba-2
-    (2405.21060) neither. `fusion.cached_recurrence` is given the new positions only; what those before came to is in the cache
+    (2405.21060) neither. `fusion.cached_recurrence` takes the new positions only; the state after the earlier ones is in the cache
     of `slot`."""
     names = ("query", "key", "value", "decay")
     q, k, v, decay = (call[name] for name in names)
@@ -32,9 +32,11 @@ def recurrence(call: Call) -> Types:
     given = [t for t in (q, k, v, decay, beta) if t is not None]
     if any(len(t.shape) != 4 or not is_float(t.dtype) for t in given) or call.values.get("slot", 0) < 0:
         raise call.fail("needs (batch, heads, length, width) of floats, and a slot of at least 0")
-    heads, shared, width = v.shape[1], k.shape[1], k.shape[3]
-    if not (isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared == 0):
-        raise call.fail(f"{heads} heads over {shared} key heads")
+    heads, key_heads, width = v.shape[1], k.shape[1], k.shape[3]
+    if not (
+        isinstance(heads, int) and isinstance(key_heads, int) and key_heads > 0 and heads % key_heads == 0
+    ):
+        raise call.fail(f"{heads} heads over {key_heads} key heads")
     if not isinstance(width, int) or not isinstance(v.shape[3], int):
         raise call.fail(f"key {k} and value {v} have no fixed width")
     if heads * width * v.shape[3] > MAX_STATE:
@@ -53,7 +55,7 @@ def recurrence(call: Call) -> Types:
 
 
 def state_bytes(types: Mapping[Ref, TensorType], node: Node) -> int:
-    """What the node keeps of a session beside its positions: two states, of now and of before."""
+    """Bytes of the states that the node caches for a session: the current one and the one before."""
     if node.op != "fusion.cached_recurrence":
         return 0
     _, key, value, *_ = node.args
@@ -63,14 +65,14 @@ def state_bytes(types: Mapping[Ref, TensorType], node: Node) -> int:
 
 
 def _mixes(call: Call) -> Mixed:
-    # Along length the cache carries what came before, so a sequence may be given in pieces.
+    # Not along the length: the cache has the earlier positions.
     along = set() if "slot" in call.values else {2}
-    whole = {name: {*along, 3} for name in ("query", "key", "decay", "beta")}
-    return {**whole, "value": along, "rates": {1}}
+    with_width = {name: {*along, 3} for name in ("query", "key", "decay", "beta")}
+    return {**with_width, "value": along, "rates": {1}}
 
 
 def _flops(call: Call, results: Types) -> int:
-    """A product to decay, two to write, two to read; with a beta two more to read what is there."""
+    """One product to decay, two to write, two to read; with a beta two more for key @ state."""
     each = 5 if call["beta"] is None else 7
     return elements(results[0]) * plain(call["key"].shape[3]) * each
 

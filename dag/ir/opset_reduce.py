@@ -34,7 +34,7 @@ def total(call: Call) -> Types:
 
 
 def average(call: Call) -> Types:
-    """mean, var, std, norms: of floating values, or of any where a floating dtype is asked for."""
+    """mean, var, std, norms: of floating values, or of any if a floating dtype is given."""
     dtype = dtype_or(call.values.get("dtype"), call["self"].dtype)
     if not is_float(dtype):
         raise call.fail(f"needs a floating dtype, not {dtype}")
@@ -123,7 +123,7 @@ _KEEPS_DTYPE = {"aten.huber_loss": "self", "aten.binary_cross_entropy_with_logit
 
 
 def pair_loss(call: Call) -> Types:
-    """A value for each element of self and target, of the dtype of both, or of the one that PyTorch computes in place of."""
+    """A loss for each element of self and target, of their promoted dtype, or of the argument in `_KEEPS_DTYPE`."""
     tensors = call.tensors()
     kept = _KEEPS_DTYPE.get(call.op)
     dtype = call[kept].dtype if kept else promote(tensors[:2])

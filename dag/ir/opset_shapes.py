@@ -1,6 +1,6 @@
-"""The arithmetic that shape rules share: axes, broadcasting, dtype promotion, exact division of dimensions.
+"""Arithmetic of shapes: axes, broadcasting, dtype promotion, exact division of dimensions.
 
-Symbols stand for whole numbers of at least 1. Shapes may come from the wire, so every product is bounded.
+Symbols are integers of at least 1. Shapes may come from the wire, so every product is bounded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fusion.dag.ir.graph import DTYPE_BYTES, DType, TensorType
 from fusion.dag.ir.opset_spec import MAX_LIST, MAX_RANK, Call
 
 MAX_TERMS = 16  # of a polynomial
-MAX_ELEMENTS = 2**40  # of a tensor, as far as its plain factors tell
+MAX_ELEMENTS = 2**40  # of a tensor, counting integer dimensions
 Shape = tuple[Dim, ...]
 
 FLOATS = tuple(d for d in DTYPE_BYTES if "float" in d)
@@ -26,12 +26,12 @@ def terms(dim: Dim) -> int:
     return len(dim.terms) if isinstance(dim, Poly) else 1
 
 
-def least(dim: Dim) -> int | None:
-    """The smallest value of a dimension whose symbols are at least 1; None where that is not plain to see."""
+def lower_bound(dim: Dim) -> int | None:
+    """The minimum of a dimension, reached with symbols of 1; None if it has negative terms."""
     if isinstance(dim, int):
         return dim
-    rising = all(c > 0 for monomial, c in dim.terms if monomial)
-    return sum(c for _, c in dim.terms) if rising else None
+    non_decreasing = all(c > 0 for monomial, c in dim.terms if monomial)
+    return sum(c for _, c in dim.terms) if non_decreasing else None
 
 
 def axis(call: Call, dim: int, rank: int) -> int:
@@ -48,10 +48,10 @@ def axes(call: Call, dims: Sequence[int] | int | None, rank: int) -> tuple[int, 
         dims = (dims,)
     if not dims:
         return tuple(range(rank))
-    found = sorted(axis(call, d, rank) for d in dims)
-    if len(set(found)) != len(found):
+    numbers = sorted(axis(call, d, rank) for d in dims)
+    if len(set(numbers)) != len(numbers):
         raise call.fail(f"dimension named twice in {tuple(dims)}")
-    return tuple(a for a in found if a < rank)
+    return tuple(a for a in numbers if a < rank)
 
 
 def volume(call: Call, shape: Iterable[Dim]) -> Dim:
@@ -75,10 +75,10 @@ def add_up(call: Call, dims: Iterable[Dim]) -> Dim:
 
 
 def divide(call: Call, total: Dim, divisor: Dim) -> Dim:
-    """total / divisor where that is exact for every value of the symbols; GraphError where it is not.
+    """total / divisor if that is exact for all values of the symbols, else GraphError.
 
-    Long division by the divisor's leading term; each round removes the leading term of what is left, and there are
-    never more rounds than terms in an exact quotient.
+    Polynomial long division by the divisor's leading term; each round removes the leading term of the remainder, and there
+    are no more rounds than terms in an exact quotient.
     """
     quotient: Dim = 0
     rest = total
@@ -96,16 +96,16 @@ def _divide_leading(total: Dim, divisor: Dim) -> Dim | None:
     (top, x), (bottom, y) = _leading(total), _leading(divisor)
     if y == 0 or x % y:
         return None
-    left = list(top)
+    symbols_left = list(top)
     for s in bottom:
-        if s not in left:
+        if s not in symbols_left:
             return None
-        left.remove(s)
-    return Poly(((tuple(left), x // y),)) if left else x // y
+        symbols_left.remove(s)
+    return Poly(((tuple(symbols_left), x // y),)) if symbols_left else x // y
 
 
 def _leading(dim: Dim) -> tuple[tuple[str, ...], int]:
-    # Graded order: a total order of monomials that multiplication keeps, as long division needs.
+    # Graded order: a total order of monomials, compatible with multiplication, as long division needs.
     if isinstance(dim, int):
         return (), dim
     names = sorted({s for m, _ in dim.terms for s in m})
@@ -132,7 +132,7 @@ def broadcast(call: Call, *shapes: Shape) -> Shape:
 
 
 def resolve_shape(call: Call, wanted: Shape, total: Dim) -> Shape:
-    """`wanted` with its -1, if it has one, replaced so that it holds `total` elements."""
+    """`wanted` with its -1, if any, replaced so that there are `total` elements."""
     if len(wanted) > MAX_RANK:
         raise call.fail(f"rank {len(wanted)} is over {MAX_RANK}")
     unknown = [i for i, d in enumerate(wanted) if d == -1]
@@ -140,8 +140,8 @@ def resolve_shape(call: Call, wanted: Shape, total: Dim) -> Shape:
     if len(unknown) > 1 or any(isinstance(d, int) and d < -1 for d in wanted):
         raise call.fail("more than one unknown or a negative dimension")
     if unknown:
-        found = divide(call, total, known)
-        return tuple(found if d == -1 else d for d in wanted)
+        inferred = divide(call, total, known)
+        return tuple(inferred if d == -1 else d for d in wanted)
     same(call, known, total, "number of elements")
     return wanted
 
@@ -152,14 +152,14 @@ def splice(shape: Shape, at: int, *dims: Dim) -> Shape:
 
 
 def reduced(shape: Shape, over: Iterable[int], keepdim: bool) -> Shape:
-    gone = set(over)
+    dropped = set(over)
     if keepdim:
-        return tuple(1 if i in gone else d for i, d in enumerate(shape))
-    return tuple(d for i, d in enumerate(shape) if i not in gone)
+        return tuple(1 if i in dropped else d for i, d in enumerate(shape))
+    return tuple(d for i, d in enumerate(shape) if i not in dropped)
 
 
-def few(call: Call, count: int) -> int:
-    """`count` results, refused before anything of that length is made."""
+def checked_count(call: Call, count: int) -> int:
+    """`count`, checked against MAX_LIST before anything of that length is allocated."""
     if not 0 < count <= MAX_LIST:
         raise call.fail(f"{count} results")
     return count
@@ -171,7 +171,7 @@ def dtype_or(given: DType | None, otherwise: str) -> str:
 
 def promote(operands: Iterable[object]) -> str:
     """The dtype of an operation on tensors and numbers: torch's rules, by which a tensor with dimensions outranks
-    one without, which outranks a number, unless the other is of a higher sort (bool < integer < float)."""
+    one without, which outranks a number, unless the other is of a higher category (bool < integer < float)."""
     ranked: list[str | None] = [None, None, None]
     for operand in operands:
         if isinstance(operand, TensorType):
@@ -210,5 +210,5 @@ def _wider(a: str, b: str) -> str:
 
 
 def floating(dtype: str) -> str:
-    """The dtype of a function whose values are not whole numbers, such as exp."""
+    """The result dtype of a function with real values, such as exp."""
     return dtype if is_float(dtype) else "float32"

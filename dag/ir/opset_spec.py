@@ -1,7 +1,7 @@
-"""What an operator is: its parameters, the rule for the types of its results, what it mixes, what it costs.
+"""The specification of an operator: parameters, the rule for result types, mixed dimensions, and costs.
 
-The tables (`opset_pointwise`, `opset_views`, ...) state one `OpSpec` an operator, written with `op`; nothing here is
-derived from a framework at run time.
+The tables (`opset_pointwise`, `opset_views`, ...) have one `OpSpec` for each operator, made with `op`; nothing is derived from a
+framework at run time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fusion.dag.ir.graph import Arg, DType, Ref, TensorType
 MAX_RANK = 8
 MAX_LIST = 1024  # elements of a list argument, and results of a node
 
-# What limits the speed of an op, so that a device can be given one measured efficiency for each class.
+# What limits the speed of an op: a device has a measured speed for each.
 Family = Literal[
     "contraction", "attention", "convolution", "norm", "pointwise", "reduction", "move", "view", "make"
 ]
@@ -48,7 +48,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Call:
-    """One use of an op: argument values by parameter name, each Ref replaced by the type of what it refers to."""
+    """A call of an op: arguments by parameter name, each Ref replaced by the type of its value."""
 
     op: str
     values: Mapping[str, Any]
@@ -60,23 +60,23 @@ class Call:
         return GraphError(f"{self.op}: {why}")
 
     def tensors(self) -> list[TensorType]:
-        """The tensor arguments that are given, in parameter order."""
-        found: list[TensorType] = []
+        """The types of tensor arguments that are not None, in parameter order."""
+        tensors: list[TensorType] = []
         for value in self.values.values():
             if isinstance(value, TensorType):
-                found.append(value)
+                tensors.append(value)
             elif isinstance(value, tuple):
-                found.extend(v for v in value if isinstance(v, TensorType))
-        return found
+                tensors.extend(v for v in value if isinstance(v, TensorType))
+        return tensors
 
 
 Infer = Callable[[Call], Types]
 Mixes = Callable[[Call], Mixed]
-# Floating-point operations of the forward pass; every shape in the call and in the results is of plain integers.
+# FLOPs of the forward pass; all shapes in the call and the results are integers.
 Flops = Callable[[Call, Types], int]
-# The share that is read of an argument, by parameter name, for those that are not read whole; of plain integers too.
+# The share of an argument that is read, by parameter name, for those not read in full; shapes are integers too.
 Reads = Callable[[Call], Mapping[str, float]]
-# The same call as it is where its data make it cost the most, for an op whose FLOPs and bytes read are those of usual data.
+# The call with the data that cost the most, for an op whose FLOPs and bytes are those of average data.
 Worst = Callable[[Call], Call]
 
 
@@ -93,7 +93,7 @@ def all_read(_: Call) -> Mapping[str, float]:
 
 
 def elements(type_: TensorType) -> int:
-    """Number of elements of a type whose dimensions are plain integers."""
+    """Number of elements of a type whose dimensions are integers."""
     return prod(plain(d) for d in type_.shape)
 
 
@@ -102,7 +102,7 @@ def plain(dim: Dim) -> int:
     return dim
 
 
-def as_it_is(call: Call) -> Call:
+def same_call(call: Call) -> Call:
     return call
 
 
@@ -112,11 +112,11 @@ def flops_per_result(count: int) -> Flops:
 
 @dataclass(frozen=True, kw_only=True)
 class OpSpec:
-    """`saves`: the tensor parameters that the backward pass reads again; besides their names, "result" is the op's own
-    result, "positions" its second one, "max_indices" an int64 for each element of its result, "scores" the weights of attention three times (softmax, mask, product), and "copy" a tensor of the size and dtype of the first argument.
+    """`saves`: the tensor parameters that autograd saves for the backward pass; besides their names, "result" is the op's first
+    result, "positions" its second one, "max_indices" an int64 for each element of its result, "scores" the weights of
+    attention three times (softmax, mask, product), and "copy" a tensor like the first argument.
     `backward`: FLOPs of the gradient of each argument over those of the forward pass; None means 1 for each.
-    `keeps`: the tensor parameters that it keeps of every position of a sequence, in the cache that its argument `slot`
-    numbers."""
+    `keeps`: the tensor parameters that it caches for every position of a sequence, in the cache of its argument `slot`."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -126,16 +126,16 @@ class OpSpec:
     mixes: Mixes = no_mixing
     flops: Flops = no_flops
     reads: Reads = all_read
-    worst: Worst = as_it_is
+    worst: Worst = same_call
     backward: Mapping[str, float] | None = None
     saves: tuple[str, ...] = ()
-    bilinear: bool = False  # each saved argument is read again only for the gradient of another one
+    bilinear: bool = False  # each saved argument is needed only for the gradient of another one
     differentiable: bool = True
     keeps: tuple[str, ...] = ()
-    since: int = 1  # the first version of the op-set that has it
+    since: int = 1  # the first version of the op-set with this op
 
     def call(self, args: tuple[Arg, ...], types: Mapping[Ref, TensorType]) -> Call:
-        """The arguments by name, checked against the parameters. GraphError on a wrong number or sort of argument."""
+        """The arguments by name, checked against the parameters. GraphError on a wrong number or type of arguments."""
         if len(args) != len(self.parameters):
             raise GraphError(f"{self.name} takes {len(self.parameters)} arguments, not {len(args)}")
         values: dict[str, Any] = {}
@@ -199,30 +199,30 @@ _ACCEPTS: dict[str, Callable[[object], bool]] = {
 }
 
 _PARAMETER = re.compile(r"(\w+): (\w+)(\??)(?: = (\([^)]*\)|[^,]+))?(?:, |$)")
-_WORDS: dict[str, Arg] = {"None": None, "True": True, "False": False, "bool": DType("bool")}
+_CONSTANTS: dict[str, Arg] = {"None": None, "True": True, "False": False, "bool": DType("bool")}
 
 
 def signature(text: str) -> tuple[Parameter, ...]:
     """Parameters from text such as "self: tensor, dim: ints?, keepdim: bool = False"."""
-    found, end = [], 0
+    parameters, end = [], 0
     for match in _PARAMETER.finditer(text):
         name, type_, optional, default = match.groups()
         assert match.start() == end and type_ in _ACCEPTS, text
         end = match.end()
-        found.append(
+        parameters.append(
             Parameter(name, type_, bool(optional), REQUIRED if default is None else _constant(default))
         )
     assert end == len(text), text
-    return tuple(found)
+    return tuple(parameters)
 
 
 def _constant(text: str) -> Arg:
-    if text in _WORDS:
-        return _WORDS[text]
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
     if text.startswith("("):
         return tuple(int(t) for t in text[1:-1].split(",") if t.strip())
     return float(text) if "." in text or "e" in text else int(text)
 
 
-def op(name: str, parameters: str, infer: Infer, family: Family, **more: Any) -> OpSpec:
-    return OpSpec(name=name, parameters=signature(parameters), infer=infer, family=family, **more)
+def op(name: str, parameters: str, infer: Infer, family: Family, **fields: Any) -> OpSpec:
+    return OpSpec(name=name, parameters=signature(parameters), infer=infer, family=family, **fields)

@@ -1,4 +1,4 @@
-"""Ops that look at a tensor in another shape or at a part of it; no value is computed, and most copy none."""
+"""Views: a tensor in another shape, or a part of it. No value is computed, and most copy none."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from fusion.dag.ir.opset_shapes import (
     Shape,
     axes,
     axis,
+    checked_count,
     divide,
-    few,
-    least,
+    lower_bound,
     resolve_shape,
     same,
     splice,
@@ -18,7 +18,7 @@ from fusion.dag.ir.opset_shapes import (
 )  # fmt: skip
 from fusion.dag.ir.opset_spec import MAX_RANK, Call, Infer, Mixed, Mixes, OpSpec, Types, no_mixing, op
 
-_FAR = 2**62  # an `end` this far means "to the end" (exports write 2**63 - 1)
+_FAR = 2**62  # an `end` from here on means "to the end" (exports write 2**63 - 1)
 
 
 def like(t: TensorType, shape: Shape) -> Types:
@@ -74,8 +74,8 @@ def permute(call: Call) -> Types:
 
 def squeeze(call: Call) -> Types:
     t = call["self"]
-    chosen = axes(call, call.values.get("dim"), len(t.shape)) if call.values.get("dim", ...) != () else ()
-    return like(t, tuple(d for i, d in enumerate(t.shape) if i not in chosen or d != 1))
+    dims = axes(call, call.values.get("dim"), len(t.shape)) if call.values.get("dim", ...) != () else ()
+    return like(t, tuple(d for i, d in enumerate(t.shape) if i not in dims or d != 1))
 
 
 def unsqueeze(call: Call) -> Types:
@@ -108,15 +108,15 @@ def _parts(call: Call, sizes: list[Dim], at: int) -> Types:
     return tuple(TensorType(splice(t.shape, at, s), t.dtype) for s in sizes)
 
 
-def _plain(call: Call, at: int) -> int:
+def _fixed_size(call: Call, at: int) -> int:
     t = call["self"]
     if not t.shape or not isinstance(t.shape[at], int):
         raise call.fail(f"dimension {at} of {t} has no plain size")
     return int(t.shape[at])
 
 
-def _cut(call: Call, total: int, step: int, at: int) -> Types:
-    count = few(call, -(-total // step) or 1)
+def _equal_parts(call: Call, total: int, step: int, at: int) -> Types:
+    count = checked_count(call, -(-total // step) or 1)
     return _parts(call, [min(step, total - i * step) for i in range(count)], at)
 
 
@@ -127,14 +127,14 @@ def split(call: Call) -> Types:
         return (call["self"],)
     if not isinstance(step, int) or step <= 0:
         raise call.fail(f"split_size {step} is not above zero")
-    return _cut(call, _plain(call, at), step, at)
+    return _equal_parts(call, _fixed_size(call, at), step, at)
 
 
 def split_sizes(call: Call) -> Types:
     t = call["self"]
     sizes = list(call["split_size"] if "split_size" in call.values else call["split_sizes"])
     at = axis(call, call["dim"], len(t.shape))
-    few(call, len(sizes))
+    checked_count(call, len(sizes))
     total: Dim = 0
     for s in sizes:
         if isinstance(s, int) and s < 0:
@@ -147,21 +147,23 @@ def split_sizes(call: Call) -> Types:
 def chunk(call: Call) -> Types:
     t, chunks = call["self"], call["chunks"]
     at = axis(call, call["dim"], len(t.shape))
-    few(call, chunks)
+    checked_count(call, chunks)
     if t.shape and isinstance(t.shape[at], Poly):
         return _parts(call, [divide(call, t.shape[at], chunks)] * chunks, at)
-    total = _plain(call, at)
-    return _cut(call, total, max(1, -(-total // chunks)), at)
+    total = _fixed_size(call, at)
+    return _equal_parts(call, total, max(1, -(-total // chunks)), at)
 
 
 def unbind(call: Call) -> Types:
     at = axis(call, call["dim"], len(call["self"].shape))
     t = call["self"]
-    return tuple(TensorType(splice(t.shape, at), t.dtype) for _ in range(few(call, _plain(call, at))))
+    return tuple(
+        TensorType(splice(t.shape, at), t.dtype) for _ in range(checked_count(call, _fixed_size(call, at)))
+    )
 
 
 def _bound(call: Call, at: Dim | None, length: Dim, default: Dim) -> Dim:
-    """A slice bound counted from the front and inside [0, length]; which side of it a polynomial lies must be plain."""
+    """A slice bound counted from the front and clamped to [0, length]; GraphError for a polynomial of which that is undecidable."""
     if at is None or (isinstance(at, int) and at >= _FAR):
         return default if at is None else length
     if isinstance(at, int) and at < 0:
@@ -169,17 +171,17 @@ def _bound(call: Call, at: Dim | None, length: Dim, default: Dim) -> Dim:
         if isinstance(at, int):
             at = max(at, 0)
         return at
-    if isinstance(at, Poly) and (least(-at) or 0) > 0:  # from the end, whatever the sizes are
+    if isinstance(at, Poly) and (lower_bound(-at) or 0) > 0:  # negative for all sizes: counts from the end
         at = length + at
         if isinstance(at, int):
             return max(at, 0)
-        low = least(at)
+        low = lower_bound(at)
         if low is None or low < 0:
             raise call.fail(f"cannot tell whether {at} is below 0")
         return at
     if isinstance(at, int) and isinstance(length, int):
         return min(at, length)
-    low = least(length - at)
+    low = lower_bound(length - at)
     if isinstance(length, Poly) and low is not None and low < 0 and at != length:
         raise call.fail(f"cannot tell whether {at} is within {length}")
     return at
@@ -222,7 +224,7 @@ def narrow(call: Call) -> Types:
 
 
 def along(parameter: str, *also: str) -> Mixes:
-    """`self` and the tensors of `also` change places along the dimension that `parameter` names."""
+    """`self` and the tensors of `also` are mixed along the dimension that `parameter` names."""
 
     def mixes(call: Call) -> Mixed:
         at = axis(call, call[parameter], len(call["self"].shape))

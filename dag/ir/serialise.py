@@ -4,12 +4,12 @@
     input     [name, type]                      type  [dtype, [dimension]]
     variable  [name, type, is_parameter, trainable, [alias]]
     node      [name, op, [argument], [type]]
-    output    [value, result]                   value: its number among inputs, variables and nodes, in that order
+    output    [value, result]                   value: its index among inputs, variables and nodes, in that order
     dimension  an integer, or [[coefficient, symbol number, ...], ...]
     argument   nil, a boolean, an integer, a float, [0, value, result], [1, argument, ...] (a list), [2, dtype], or
                [3, [coefficient, symbol number, ...], ...] (a polynomial)
 
-Values are referred to by number, so a cycle or a forward reference cannot even be written down without standing out.
+Values are referred to by index, so a cycle or a forward reference is detected when it is read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMAT = "fusion.graph"
 FORMAT_VERSION = 1
 MAX_BYTES = 64 * 2**20
 MAX_ITEM_BYTES = 64 * 2**10  # one input, variable or node
-# Numbers, names and lists in the whole graph: what bounds the memory and the time that decoding can take.
+# Numbers, names and lists in the whole graph: bounds the memory and the time of decoding.
 MAX_PARTS = 2_000_000  # a Llama of 70 billion parameters has about 150 000
 
 _REF, _LIST, _DTYPE, _POLY = range(4)
@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 
 def encode(graph: Graph) -> bytes:
-    """The canonical bytes of a valid graph. GraphError where it is not valid or over a size limit."""
+    """The canonical bytes of a valid graph. GraphError if it is not valid or over a size limit."""
     validate(graph)
     data = _encode(graph)
     if len(data) > MAX_BYTES:
@@ -54,9 +54,9 @@ def digest(graph: Graph) -> str:
 
 
 def decode(data: bytes) -> Graph:
-    """The graph that `encode` made these bytes from, validated. NewerGraph where it needs a newer op-set or form than
-    ours; GraphError, in one line, on any other bytes: time and
-    memory stay within a small multiple of what `MAX_BYTES` and `MAX_PARTS` allow, whatever lengths the bytes claim."""
+    """The graph that `encode` made these bytes from, validated. NewerGraph if it needs a newer op-set or format
+    version; GraphError, in one line, on any other bytes. Time and memory are bounded by a small multiple of `MAX_BYTES` and
+    `MAX_PARTS`, whatever lengths the bytes claim."""
     if len(data) > MAX_BYTES:
         raise GraphError(f"{len(data)} bytes: more than {MAX_BYTES}")
     try:
@@ -112,7 +112,7 @@ def _encode(graph: Graph) -> bytes:
 
 
 class _Reader:
-    """Reads item by item: the length of each is measured before any object is made of it."""
+    """Reads item by item, and checks the length of each before it allocates objects."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -120,7 +120,7 @@ class _Reader:
         self._stream.feed(data)
         self._parts = 0
         self._symbols: tuple[str, ...] = ()
-        self._values: list[tuple[Ref, ...]] = []  # the results of each value so far, made once and shared
+        self._values: list[tuple[Ref, ...]] = []  # the refs of each value so far, shared
 
     def graph(self) -> Graph:
         if self._stream.read_array_header() != 8 or self._item() != FORMAT:
@@ -150,7 +150,7 @@ class _Reader:
 
     def _item(self) -> Any:
         start = self._stream.tell()
-        self._stream.skip()  # walks over it without making anything
+        self._stream.skip()  # skips it without allocating
         end = self._stream.tell()
         if end - start > MAX_ITEM_BYTES:
             raise GraphError(f"an item of {end - start} bytes: more than {MAX_ITEM_BYTES}")
@@ -188,9 +188,9 @@ class _Reader:
     def _node(self, raw: Any) -> Node:
         name, op, args, results = _list(raw, 4, 4)
         # arguments before the node's own results exist: a node cannot read itself
-        found = tuple(self._arg(a) for a in _list(args))
+        arguments = tuple(self._arg(a) for a in _list(args))
         types = tuple(self._type(t) for t in _list(results))
-        return Node(name=self._define(_text(name), len(types)), op=_text(op), args=found, results=types)
+        return Node(name=self._define(_text(name), len(types)), op=_text(op), args=arguments, results=types)
 
     def _output(self, raw: Any) -> Ref:
         return self._ref(*_list(raw, 2, 2))
@@ -208,8 +208,8 @@ class _Reader:
     def _arg(self, raw: Any, inside: bool = False) -> Arg:
         self._count(1)
         if raw is None or type(raw) in (bool, int, float):
-            found: Arg = raw
-            return found
+            constant: Arg = raw
+            return constant
         if isinstance(raw, str):
             raise GraphError(
                 "an argument is a string: constants are numbers, booleans, dtypes and lists of them"

@@ -1,5 +1,5 @@
-"""The rules of a graph. A graph from anywhere, a hostile peer included, is either refused here or safe to plan with:
-every name is plain, every value is defined before it is read, every op is known and its result types are right.
+"""Validation of graphs. A graph from anywhere, a hostile peer included, is either refused here or safe to plan with:
+names are restricted, values are defined before they are read, ops are known, and result types are correct.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fusion.dag.ir.opset_pointwise import KEEP
 from fusion.dag.ir.opset_shapes import MAX_ELEMENTS, MAX_TERMS
 from fusion.dag.ir.opset_spec import MAX_LIST, MAX_RANK
 
-MAX_VARIABLE_ELEMENTS = 2**36  # of one: the largest of published models are below 2**32
+MAX_VARIABLE_ELEMENTS = 2**36  # of one variable: the largest of published models are below 2**32
 MAX_PARAMETERS = 2**42  # of all variables together
 MAX_NODES = 200_000
 MAX_VARIABLES = 200_000
 MAX_INTERFACE = 4096  # inputs, and outputs
 MAX_SYMBOLS = 8
 MAX_NAME = 256
-MAX_NUMBER = 2**40  # of a dimension and of a coefficient
+MAX_NUMBER = 2**40  # a dimension or a coefficient
 MAX_DEGREE = 4
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
@@ -54,7 +54,7 @@ def validate(graph: Graph) -> None:
     if elements > MAX_PARAMETERS:
         raise GraphError(f"variables of {elements} elements: more than {MAX_PARAMETERS}")
     slots: set[int] = set()
-    written = {v.name for v in graph.variables if v.trainable}  # which an optimizer writes to
+    written = {v.name for v in graph.variables if v.trainable}  # written by the optimizer
     for node in graph.nodes:
         _check_node(node, types, symbols)
         if node.op == KEEP:
@@ -108,9 +108,9 @@ def _check_names(graph: Graph) -> None:
         seen.add(name)
     values = {o.name for o in owners}
     for name in seen:
-        maker, slash, index = name.rpartition("/")
-        if slash and maker in values and index.isdigit():
-            raise GraphError(f"the name {name} is kept for a result of {maker} that another stage reads")
+        producer, slash, index = name.rpartition("/")
+        if slash and producer in values and index.isdigit():
+            raise GraphError(f"the name {name} is kept for a result of {producer} that another stage reads")
 
 
 def check_type(type_: TensorType, symbols: frozenset[str], where: str) -> None:
@@ -131,7 +131,7 @@ def check_type(type_: TensorType, symbols: frozenset[str], where: str) -> None:
 
 
 def check_poly(poly: Poly, symbols: frozenset[str], where: str) -> None:
-    """A polynomial in the normal form of `dims`, small, over the graph's own symbols."""
+    """GraphError unless the polynomial is in normal form (`dims`), within limits, and over the graph's symbols."""
     if len(poly.terms) > MAX_TERMS:
         raise GraphError(f"{where}: a dimension of more than {MAX_TERMS} terms")
     before: tuple[str, ...] | None = None
@@ -163,7 +163,7 @@ def _check_node(node: Node, types: dict[Ref, TensorType], symbols: frozenset[str
 
 
 def _check_kept(node: Node, variables: frozenset[str], written: set[str]) -> None:
-    """A value is kept in a variable of its own; that joins `written`."""
+    """GraphError unless the node writes to a buffer that nothing else writes to; adds it to `written`."""
     buffer = node.args[0]
     if not isinstance(buffer, Ref) or buffer.name not in variables or buffer.name in written:
         raise GraphError(f"node {node.name}: {node.op} writes to what is no buffer, or to one twice")
@@ -187,7 +187,7 @@ def _check_constants(args: tuple[Arg, ...], symbols: frozenset[str], where: str,
             if not -(2**63) <= arg < 2**63:
                 raise GraphError(f"{where}: an integer over 64 bits")
         elif type(arg) is float:
-            # Infinities stand in masks; a NaN equals nothing, not even itself, so no graph with one has a fixed name.
+            # Infinities occur in masks. A NaN does not equal itself, so a graph with one would have no stable digest.
             if arg != arg:
                 raise GraphError(f"{where}: a constant is not a number (NaN)")
         elif not (arg is None or type(arg) is bool or isinstance(arg, Ref)):

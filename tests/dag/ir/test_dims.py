@@ -12,7 +12,7 @@ from fusion.dag.ir.dims import (
     Dim,
     Poly,
     bind,
-    bind_most,
+    bind_upper_bound,
     named_symbols,
     poly,
     size,
@@ -57,13 +57,13 @@ def test_normal_form(a: Dim) -> None:
 @given(DIMS, st.integers(1, 12), st.integers(1, 12))
 @settings(max_examples=examples(150), deadline=None)
 def test_the_most_is_above_the_values_at_all_smaller_sizes(a: Dim, batch: int, sequence: int) -> None:
-    most = bind_most(a, {"batch": batch, "sequence": sequence})
+    most = bind_upper_bound(a, {"batch": batch, "sequence": sequence})
     assert all(
         most >= bind(a, {"batch": b, "sequence": s})
         for b in range(1, batch + 1)
         for s in range(1, sequence + 1)
     )
-    assert bind_most(12 - 3 * symbol("batch"), {"batch": batch}) == 9
+    assert bind_upper_bound(12 - 3 * symbol("batch"), {"batch": batch}) == 9
 
 
 def test_size_and_words() -> None:
