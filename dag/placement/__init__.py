@@ -2,7 +2,7 @@
 
 network        devices and links, as numbers
 speeds         how fast a device runs operators, by what limits them
-shared         what peers on one machine share
+machine        the cores of a machine, which peers on it share
 pipeline       a placement as work: what each stage computes, what flows between stages
 codec_cost     bytes and seconds of a codec on an edge
 schedule       the order of forward and backward passes: 1F1B, GPipe

@@ -98,11 +98,11 @@ class _Tables:
     @staticmethod
     def of(space: Space) -> _Tables:
         devices, at = np.arange(space.devices), np.arange(len(space.segments.bounds))
-        most = space.most_stages
-        held = space.min_in_flight(most)[::-1]
+        max_stages = space.most_stages
+        held = space.min_in_flight(max_stages)[::-1]
         by_stages = tuple(
             stage_costs(space, devices[:, None, None], at[:, None], at[None, :], int(held[n]))
-            for n in range(most)
+            for n in range(max_stages)
         )
         return _Tables(
             space, by_stages, link_costs(space, devices[:, None, None], devices[None, :, None], at)

@@ -94,8 +94,8 @@ def _busiest(space: Space, choice: Choice) -> int:
     by_stage = np.stack(
         [t.sum(axis=0) for t in (busy.stages, busy.uplinks, busy.downlinks, busy.codecs)]
     ).max(axis=0)
-    if busy.pairs.size:
-        np.maximum.at(by_stage, arrays.producer, busy.pairs.max(axis=0))
+    if busy.links.size:
+        np.maximum.at(by_stage, arrays.producer, busy.links.max(axis=0))
     return int(by_stage.argmax())
 
 

@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from fusion.dag.placement.shared import ALONE, Shared
+from fusion.dag.placement.machine import SEPARATE_MACHINE, Machine
 from fusion.dag.placement.speeds import Speeds
 
 Matrix = npt.NDArray[np.float64]
@@ -28,7 +28,7 @@ class Device:
     up_bytes_per_second: float = inf
     down_bytes_per_second: float = inf
     measured: Speeds | None = None
-    shared: Shared = ALONE  # the machine that it runs on
+    machine: Machine = SEPARATE_MACHINE
 
     def __post_init__(self) -> None:
         if not (self.flops_per_second > 0 and self.memory_bytes_per_second > 0 and self.memory_bytes >= 0):
@@ -94,7 +94,7 @@ class Network:
     @cached_property
     def machines(self) -> npt.NDArray[np.int64]:
         """(devices,) the machine of each device, by number."""
-        names = [d.shared.name for d in self.devices]
+        names = [d.machine.name for d in self.devices]
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
         return np.array([numbers[name] for name in names], dtype=np.int64)
 

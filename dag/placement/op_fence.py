@@ -119,10 +119,10 @@ def path(between: Matrix) -> list[int]:
         return list(max(permutations(range(count)), key=width))
     best: list[int] = []
     for first in range(count) if count <= 64 else (0,):
-        order, left = [first], set(range(count)) - {first}
-        while left:
-            order.append(max(left, key=lambda c: (log_width[order[-1], c], -c)))
-            left.remove(order[-1])
+        order, remaining = [first], set(range(count)) - {first}
+        while remaining:
+            order.append(max(remaining, key=lambda c: (log_width[order[-1], c], -c)))
+            remaining.remove(order[-1])
         if not best or width(order) > width(best):
             best = order
     return best
@@ -151,19 +151,19 @@ def _fitting(space: Space, members: Sequence[int]) -> list[int]:
     can hold its first node, which takes as much as it has room for. Empty where none is found."""
     segments, size = space.segments, len(space.segments.bounds)
     held = space.min_in_flight(len(members))
-    left = sorted(members, key=lambda d: (space.memory[d], d))
+    remaining = sorted(members, key=lambda d: (space.memory[d], d))
     order, bounds = list[int](), [0]
     while bounds[-1] < size - 1:
         at = bounds[-1]
         needed = segments.memory(at, slice(at + 1, None), held[min(len(order), len(members) - 1)])
-        reach = [int(np.flatnonzero(needed <= space.memory[d]).max(initial=-1)) + 1 for d in left]
+        reach = [int(np.flatnonzero(needed <= space.memory[d]).max(initial=-1)) + 1 for d in remaining]
         chosen = next((n for n, pieces in enumerate(reach) if pieces), None)
         if chosen is None:
             return []
-        order.append(left.pop(chosen))
+        order.append(remaining.pop(chosen))
         bounds.append(at + reach[chosen])
     # Where the number of stages is given, the devices left over take the ends of long segments.
-    for device in reversed(left) if space.stages is not None else ():
+    for device in reversed(remaining) if space.stages is not None else ():
         for s in sorted(range(len(order)), key=lambda s: bounds[s] - bounds[s + 1]):
             end = bounds[s + 1]
             if end - bounds[s] > 1 and segments.memory(end - 1, end, held[s + 1]) <= space.memory[device]:
@@ -225,20 +225,20 @@ def _chain(network: Network, groups: Sequence[Sequence[int]]) -> list[int]:
     rates, alphas = np.minimum(network.rates, network.rates.T), network.alphas
     order: list[int] = []
     for i, group in enumerate(groups):
-        left = list(group)
+        remaining = list(group)
         exit_ = None
-        if i + 1 < len(groups) and len(left) > 1:
-            crossing = rates[np.ix_(left, list(groups[i + 1]))].max(axis=1)
-            exit_ = left[int(crossing.argmax())]
-            left.remove(exit_)
+        if i + 1 < len(groups) and len(remaining) > 1:
+            crossing = rates[np.ix_(remaining, list(groups[i + 1]))].max(axis=1)
+            exit_ = remaining[int(crossing.argmax())]
+            remaining.remove(exit_)
         if not order:
-            first = left[0] if exit_ is None else min(left, key=lambda d: (rates[d, exit_], d))
+            first = remaining[0] if exit_ is None else min(remaining, key=lambda d: (rates[d, exit_], d))
             order.append(first)
-            left.remove(first)
-        while left:
-            current, options = order[-1], np.array(left)
+            remaining.remove(first)
+        while remaining:
+            current, options = order[-1], np.array(remaining)
             nearest = np.lexsort((options, alphas[current, options], -rates[current, options]))[0]
-            order.append(left.pop(int(nearest)))
+            order.append(remaining.pop(int(nearest)))
         if exit_ is not None:
             order.append(exit_)
     return order

@@ -14,10 +14,10 @@ from fusion.dag.cutting.cuts import candidate_cuts
 from fusion.dag.cutting.memory import MemoryConfig
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.codec_cost import DENSE, CodecCost
+from fusion.dag.placement.machine import carry_seconds
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.schedule import Schedule
 from fusion.dag.placement.segments import Segments, measure
-from fusion.dag.placement.shared import carry_seconds
 from fusion.dag.placement.speeds import NODES
 from fusion.dag.placement.step_model import (
     PipelineArrays,
@@ -110,13 +110,13 @@ class Space:
 
     @cached_property
     def cores(self) -> Floats:
-        return np.array([d.shared.cores for d in self.network.devices])
+        return np.array([d.machine.cores for d in self.network.devices])
 
     @cached_property
     def _carry_costs(self) -> Floats:
         """(3, devices) seconds for a message, a byte and a packet."""
-        shared = [d.shared for d in self.network.devices]
-        return np.array([(s.message_seconds, s.byte_seconds, s.packet_seconds) for s in shared]).T
+        machines = [d.machine for d in self.network.devices]
+        return np.array([(s.message_seconds, s.byte_seconds, s.packet_seconds) for s in machines]).T
 
     @cached_property
     def crossing_costs(self) -> Floats:

@@ -48,8 +48,8 @@ class Segments:
         if not self.training:
             return np.zeros_like(self.memory_tables.static_bytes[first, last])
         moved = UPDATE_TOUCHES * self.memory_tables.static_bytes[first, last] * updated_byte
-        found: Row = moved + UPDATE_NODES * (self.tensors[last] - self.tensors[first]) * node
-        return found
+        seconds: Row = moved + UPDATE_NODES * (self.tensors[last] - self.tensors[first]) * node
+        return seconds
 
     def memory(self, first: At, last: At, in_flight: At) -> Row:
         """Bytes that the segments need with `in_flight` microbatches."""
@@ -118,8 +118,8 @@ def _prefix_sums(values: Row) -> Row:
 
 
 def _seconds(rows: Rows, first: At, last: At, seconds: Rate) -> Row:
-    found = np.zeros(np.broadcast_shapes(np.shape(first), np.shape(last), np.shape(seconds[0])))
+    total = np.zeros(np.broadcast_shapes(np.shape(first), np.shape(last), np.shape(seconds[0])))
     for row, each in zip(rows, seconds, strict=True):
         if row[-1]:  # skip kinds of work that the graph has none of
-            found = found + (row[last] - row[first]) * each
-    return found
+            total = total + (row[last] - row[first]) * each
+    return total

@@ -31,6 +31,6 @@ def shortlist(network: Network, limit: int = LIMIT) -> Network:
         (line, limit // 4),
     )
     for rank, count in ranks:
-        left = sorted((d for d in network.devices if d.peer not in chosen), key=speed, reverse=True)
-        chosen.update(d.peer for d in sorted(left, key=rank, reverse=True)[:count])
+        remaining = sorted((d for d in network.devices if d.peer not in chosen), key=speed, reverse=True)
+        chosen.update(d.peer for d in sorted(remaining, key=rank, reverse=True)[:count])
     return network.only(chosen)

@@ -6,7 +6,7 @@ while the peer computes. Between two peers values are sent one after the other; 
 share its rate. A value arrives `alpha_seconds` after its last byte was sent. A step lasts from one commit to the next:
 stage 0, which leads, commits, each stage applies the update and begins at once, and each reports when it is done.
 
-Peers on one machine (`Shared`) share its cores for computing, coding and sending.
+Peers on one machine (`Machine`) share its cores for computing, coding and sending.
 
 Not modelled: the ramp-up of a transport after idling, frame headers, tie-group gradients, held-out batches and
 snapshots. Sharing is max-min fair among the pairs of one uplink, and among those of one
@@ -23,9 +23,9 @@ from math import inf
 from typing import Any
 
 from fusion.dag.placement.codec_cost import CodecCost
+from fusion.dag.placement.machine import Machine
 from fusion.dag.placement.pipeline import Pipeline
 from fusion.dag.placement.schedule import Action
-from fusion.dag.placement.shared import Shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,10 @@ class Trace:
     events: int  # that were simulated
 
 
-def simulate(pipeline: Pipeline, shared: Shared | None = None) -> Trace:
-    """Simulate one step of `pipeline`, on the machines of its network, or with all peers on the machine `shared`. Deterministic.
+def simulate(pipeline: Pipeline, one_machine: Machine | None = None) -> Trace:
+    """Simulate one step of `pipeline`, on the machines of its network, or with all peers on `one_machine`. Deterministic.
     Time and memory are O(microbatches x (stages + flows)), whatever the number of peers of the network."""
-    return _Simulation(pipeline, shared).run()
+    return _Simulation(pipeline, one_machine).run()
 
 
 class _Cores:
@@ -85,8 +85,10 @@ class _Cores:
     def _schedule_end(self) -> None:
         self._version += 1
         if self._tasks:
-            left = max(0.0, self._tasks[0][0] - self._served)
-            self.simulation.call_at(self.simulation.now + left / self._rate(), self._ended, self._version)
+            remaining = max(0.0, self._tasks[0][0] - self._served)
+            self.simulation.call_at(
+                self.simulation.now + remaining / self._rate(), self._ended, self._version
+            )
 
     def _ended(self, version: int) -> None:
         if version != self._version:  # stale: tasks have started since
@@ -137,10 +139,10 @@ class _Line:
         limits = [pipe.limit for pipe in self.active]
         if sum(limits) <= self.bytes_per_second:
             return limits
-        left, shares = self.bytes_per_second, list(limits)
+        remaining, shares = self.bytes_per_second, list(limits)
         for done, i in enumerate(sorted(range(len(limits)), key=limits.__getitem__)):
-            shares[i] = min(limits[i], left / (len(limits) - done))
-            left -= shares[i]
+            shares[i] = min(limits[i], remaining / (len(limits) - done))
+            remaining -= shares[i]
         return shares
 
     def load(self) -> LinkLoad:
@@ -159,7 +161,7 @@ class _Pipe:
     up_share: float = 0.0
     down_share: float = 0.0
     rate: float = 0.0
-    left: float = 0.0  # bytes of the first, at `since`
+    remaining: float = 0.0  # bytes of the first, at `since`
     since: float = 0.0
     version: int = 0  # of the event that says when the first has been sent
     bytes: float = 0.0
@@ -200,7 +202,7 @@ class _Stage:
 
 
 class _Simulation:
-    def __init__(self, pipeline: Pipeline, shared: Shared | None) -> None:
+    def __init__(self, pipeline: Pipeline, one_machine: Machine | None) -> None:
         self.pipeline = pipeline
         self.now = 0.0
         self.events = 0
@@ -209,7 +211,7 @@ class _Simulation:
         self._scheduled = 0
         owners = dict.fromkeys(pipeline.owners)
         devices = {d.peer: d for d in pipeline.network.devices if d.peer in owners}
-        self.machines = {peer: shared or devices[peer].shared for peer in owners}
+        self.machines = {peer: one_machine or devices[peer].machine for peer in owners}
         limits: dict[str, float] = {}  # peers with more threads count fewer cores of the same machine
         for machine in self.machines.values():
             limits[machine.name] = min(machine.cores, limits.get(machine.name, inf))
@@ -368,7 +370,7 @@ class _Simulation:
         pipe.down.bytes += hop.bytes
         pipe.queue.append((hop, microbatch))
         if len(pipe.queue) == 1:
-            pipe.left, pipe.since, pipe.rate = hop.bytes, self.now, 0.0
+            pipe.remaining, pipe.since, pipe.rate = hop.bytes, self.now, 0.0
             pipe.up.active.append(pipe)
             pipe.down.active.append(pipe)
             self._share(pipe)
@@ -383,20 +385,20 @@ class _Simulation:
             rate = min(pipe.up_share, pipe.down_share)
             if rate != pipe.rate:
                 if pipe.rate < inf:
-                    pipe.left -= pipe.rate * (self.now - pipe.since)
+                    pipe.remaining -= pipe.rate * (self.now - pipe.since)
                 pipe.since, pipe.rate = self.now, rate
                 self._schedule_sent(pipe)
 
     def _schedule_sent(self, pipe: _Pipe) -> None:
         pipe.version += 1
-        self.call_at(self.now + max(0.0, pipe.left) / pipe.rate, self._sent, pipe, pipe.version)
+        self.call_at(self.now + max(0.0, pipe.remaining) / pipe.rate, self._sent, pipe, pipe.version)
 
     def _sent(self, pipe: _Pipe, version: int) -> None:
         if version != pipe.version:  # stale: the rate has changed since
             return
         hop, microbatch = pipe.queue.popleft()
         if pipe.queue:
-            pipe.left, pipe.since = pipe.queue[0][0].bytes, self.now
+            pipe.remaining, pipe.since = pipe.queue[0][0].bytes, self.now
             self._schedule_sent(pipe)
         else:
             pipe.up.active.remove(pipe)

@@ -117,14 +117,14 @@ class BusySeconds:
     """Busy seconds of each resource for one microbatch; row 0 is the forward pass, row 1 the backward pass."""
 
     stages: Floats  # (2, stages)
-    pairs: Floats  # (2, hops): the link from producer to consumer, and the link back
+    links: Floats  # (2, hops): the link from producer to consumer, and the link back
     uplinks: Floats  # (2, stages), by the stage's owner, as are the following
     downlinks: Floats
     codecs: Floats
     machines: Floats  # an even share of the cores of the owner's machine: computing, coding and carrying
 
     def tables(self) -> tuple[Floats, ...]:
-        return self.stages, self.pairs, self.uplinks, self.downlinks, self.codecs, self.machines
+        return self.stages, self.links, self.uplinks, self.downlinks, self.codecs, self.machines
 
 
 def step_seconds(pipeline: Pipeline) -> Prediction:
@@ -145,8 +145,8 @@ def step_seconds(pipeline: Pipeline) -> Prediction:
     links: dict[tuple[str, str], float] = {}
     for h, (a, b) in enumerate(zip(arrays.producer, arrays.consumer, strict=True)):
         for direction, pair in enumerate(((names[a], names[b]), (names[b], names[a]))):
-            if busy.pairs[direction, h]:
-                links[pair] = links.get(pair, 0.0) + m * float(busy.pairs[direction, h])
+            if busy.links[direction, h]:
+                links[pair] = links.get(pair, 0.0) + m * float(busy.links[direction, h])
     uplinks, downlinks, codecs = (
         {names[s]: m * float(row[s]) for s in range(count) if row[s]}
         for row in (table.sum(axis=0) for table in (busy.uplinks, busy.downlinks, busy.codecs))
@@ -205,7 +205,7 @@ def compute_bound_seconds(arrays: PipelineArrays, busy: BusySeconds, microbatche
 def period_seconds(busy: BusySeconds, schedule: Schedule) -> float:
     """The period that the busiest resource allows, without the latency of loops."""
     if schedule == "gpipe":
-        return sum(max(float(t[way].max(initial=0.0)) for t in busy.tables()) for way in (0, 1))
+        return sum(max(float(t[direction].max(initial=0.0)) for t in busy.tables()) for direction in (0, 1))
     return max(float(t.sum(axis=0).max(initial=0.0)) for t in _shared_by_both_passes(busy))
 
 
@@ -285,17 +285,17 @@ def loops(arrays: PipelineArrays, first: int = 0) -> Loops:
     return Loops(first, tuple(blocks))
 
 
-def slowest_loop(found: Loops, held: Indices, microbatches: int, period: float) -> tuple[float, int, int]:
+def slowest_loop(feedback: Loops, held: Indices, microbatches: int, period: float) -> tuple[float, int, int]:
     """The longest mean period that the latency of a loop sets, where resources allow `period`, and the first and last stage of
     that loop; 0 where none does. The microbatches in a loop follow each other at `period`, the next ones wait."""
-    worst, begin = (0.0, 0, 0), found.first
-    for block in found.seconds:
+    worst, begin = (0.0, 0, 0), feedback.first
+    for block in feedback.seconds:
         skipped = max(0, _stages_that_hold_all(held, microbatches) - begin)
         if skipped < len(block):
             rows = held[begin + skipped : begin + len(block), None]
-            rounds, rest = np.divmod(microbatches - 1, np.maximum(rows - held[None, :] + 1, 1))
+            rounds, remainder = np.divmod(microbatches - 1, np.maximum(rows - held[None, :] + 1, 1))
             # -inf stays -inf: `rounds` is at least 1 here.
-            mean = (rounds * block[skipped:] + rest * period) / (microbatches - 1)
+            mean = (rounds * block[skipped:] + remainder * period) / (microbatches - 1)
             row, column = divmod(int(np.argmax(mean)), mean.shape[1])
             if mean[row, column] > worst[0]:
                 worst = float(mean[row, column]), begin + skipped + row, column
@@ -336,7 +336,7 @@ def pipeline_arrays(pipeline: Pipeline) -> PipelineArrays:
         ready_seconds=ready,
         owner=np.array([number[owner] for owner in owners], dtype=np.int64),
         machine=network.machines[[network.index[owner] for owner in owners]],
-        cores=np.array([d.shared.cores for d in devices]),
+        cores=np.array([d.machine.cores for d in devices]),
         up=np.array([d.up_bytes_per_second for d in devices]),
         down=np.array([d.down_bytes_per_second for d in devices]),
         producer=pairs[:, 0],
@@ -355,9 +355,9 @@ def _hops(pipeline: Pipeline) -> tuple[Indices, Floats, npt.NDArray[np.bool_]]:
     for flow in sorted(pipeline.flows, key=lambda f: (f.producer, f.consumer)):
         hop = flow.producer, flow.consumer
         sent = sums.setdefault(hop, np.zeros((2, 4)))
-        here = pipeline.owners[flow.producer] == pipeline.owners[flow.consumer]
+        local = pipeline.owners[flow.producer] == pipeline.owners[flow.consumer]
         for direction, cost in enumerate((flow.forward, flow.backward)):
-            if cost is not None and not here:
+            if cost is not None and not local:
                 encode, decode = cost.encode_seconds_per_element, cost.decode_seconds_per_element
                 sent[direction] += (
                     cost.bytes(flow.elements),
@@ -383,7 +383,7 @@ def _transfers(
     def carried(peers: Iterable[str]) -> Floats:
         # As in `fusion.dag.placement.simulate`: half at either end.
         costs = zip(peers, bytes_, rates, messages, strict=True)
-        return np.array([network.device(p).shared.carry_seconds(b, rate, m) / 2 for p, b, rate, m in costs])
+        return np.array([network.device(p).machine.carry_seconds(b, rate, m) / 2 for p, b, rate, m in costs])
 
     return Transfers(
         used=used,
@@ -403,14 +403,14 @@ def _link(network: Network, a: str, b: str) -> Link:
 
 def group_sums(group: Indices, values: Floats, groups: int) -> Floats:
     """The sum of the values of each group."""
-    found: Floats = np.bincount(group, weights=values, minlength=groups).astype(np.float64)
-    return found
+    sums: Floats = np.bincount(group, weights=values, minlength=groups).astype(np.float64)
+    return sums
 
 
 def _stages_on_machine(arrays: PipelineArrays) -> Floats:
     """(stages,) how many stages run on the same machine."""
-    found: Floats = np.bincount(arrays.machine).astype(np.float64)[arrays.machine]
-    return found
+    counts: Floats = np.bincount(arrays.machine).astype(np.float64)[arrays.machine]
+    return counts
 
 
 def _cores_per_stage(arrays: PipelineArrays) -> Floats:
@@ -419,8 +419,8 @@ def _cores_per_stage(arrays: PipelineArrays) -> Floats:
     np.minimum.at(
         cores, arrays.machine, arrays.cores
     )  # peers with more threads count fewer of the same machine
-    found: Floats = cores[arrays.machine] / _stages_on_machine(arrays)
-    return found
+    shares: Floats = cores[arrays.machine] / _stages_on_machine(arrays)
+    return shares
 
 
 def _link_seconds(arrays: PipelineArrays, transfers: Transfers, sender: Indices, receiver: Indices) -> Floats:
@@ -435,7 +435,7 @@ def _link_seconds(arrays: PipelineArrays, transfers: Transfers, sender: Indices,
 
 def _shared_by_both_passes(busy: BusySeconds) -> tuple[Floats, ...]:
     """Tables whose two passes share a resource; links are full duplex, so each direction counts alone."""
-    return busy.stages, busy.uplinks, busy.downlinks, busy.codecs, busy.machines, busy.pairs.reshape(1, -1)
+    return busy.stages, busy.uplinks, busy.downlinks, busy.codecs, busy.machines, busy.links.reshape(1, -1)
 
 
 def _bottleneck(pipeline: Pipeline, arrays: PipelineArrays, busy: BusySeconds) -> tuple[float, str]:
@@ -453,12 +453,12 @@ def _bottleneck(pipeline: Pipeline, arrays: PipelineArrays, busy: BusySeconds) -
         at = int(np.argmax(both))
         if both[at] > seconds:
             name, seconds = descriptions[kind](at), float(both[at])
-    if busy.pairs.size:
-        direction, hop = divmod(int(np.argmax(busy.pairs)), busy.pairs.shape[1])
-        if busy.pairs[direction, hop] >= seconds:
+    if busy.links.size:
+        direction, hop = divmod(int(np.argmax(busy.links)), busy.links.shape[1])
+        if busy.links[direction, hop] >= seconds:
             ends = (owners[arrays.producer[hop]], owners[arrays.consumer[hop]])
             seconds, name = (
-                float(busy.pairs[direction, hop]),
+                float(busy.links[direction, hop]),
                 "link {} -> {}".format(*(ends, ends[::-1])[direction]),
             )
     return (seconds if pipeline.schedule == "1f1b" or not pipeline.training

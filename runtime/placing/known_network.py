@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import permutations
 from math import inf
 
+from fusion.dag.placement.machine import SEPARATE_MACHINE, Machine
 from fusion.dag.placement.network import Device, Link, Network
-from fusion.dag.placement.shared import ALONE, Shared
 from fusion.dag.placement.speeds import Speeds
 from fusion.runtime.placing.link_guess import link_guess, machines_of
 from fusion.swarm.directory.records import PeerRecord
@@ -45,7 +45,7 @@ def known_network(peers: Sequence[PeerRecord], view: LinkView) -> KnownNetwork:
             up_bytes_per_second=_line(view.up.get(peer.peer), best_out.get(peer.peer, 0.0)),
             down_bytes_per_second=_line(view.down.get(peer.peer), best_in.get(peer.peer, 0.0)),
             measured=_speeds(peer),
-            shared=_shared(machines[peer.peer], peer.cores),
+            machine=_machine(machines[peer.peer], peer.cores),
         )
         for peer in peers
     )
@@ -86,11 +86,11 @@ def _speeds(peer: PeerRecord) -> Speeds | None:
         return None
 
 
-def _shared(machine: str, cores: float) -> Shared:
+def _machine(name: str, cores: float) -> Machine:
     if not cores:
-        return ALONE
-    return Shared(
-        name=machine, cores=max(1.0, cores), message_seconds=MESSAGE_SECONDS, byte_seconds=BYTE_SECONDS
+        return SEPARATE_MACHINE
+    return Machine(
+        name=name, cores=max(1.0, cores), message_seconds=MESSAGE_SECONDS, byte_seconds=BYTE_SECONDS
     )
 
 

@@ -28,10 +28,10 @@ from fusion.compression.reference_speeds import REFERENCE
 from fusion.dag.cutting.cuts import split
 from fusion.dag.cutting.memory import MemoryConfig
 from fusion.dag.ir.graph import Graph
+from fusion.dag.placement.machine import SEPARATE_MACHINE, packet_bytes
 from fusion.dag.placement.network import Network
 from fusion.dag.placement.pipeline import EdgeCosts, Flow, Pipeline, pipeline
 from fusion.dag.placement.place import Scheduler
-from fusion.dag.placement.shared import ALONE, packet_bytes
 from fusion.dag.placement.simulate import simulate
 from fusion.dag.placement.step_model import step_seconds
 from fusion.dag.rewrites.clean import clean
@@ -209,7 +209,7 @@ def predicted(
     def line(of: Network, edge_costs: EdgeCosts | None) -> Pipeline:
         return _calibrated(pipeline(bench.graph, found.placement, of, bench.sizes, edge_costs), stage_seconds)
 
-    goodput, shared = (machine.goodput, machine.shared) if machine else (1.0, ALONE)
+    goodput, shared = (machine.goodput, machine.shared) if machine else (1.0, SEPARATE_MACHINE)
     whole, real = line(network, costs), line(_slower(network, found.placement.owners, goodput), costs)
     dense = step_seconds(line(network, None))
     busiest = max(

@@ -20,7 +20,8 @@ from statistics import median
 import psutil
 from box.network import Box
 
-from fusion.dag.placement.shared import MOST_PACKET, Shared, packet_bytes
+from fusion.dag.placement.machine import MAX_PACKET, packet_bytes
+from fusion.dag.placement.machine import Machine as PlacementMachine
 
 WORK = (sys.executable, str(Path(__file__).with_name("core_work.py")))
 FLOW = (sys.executable, str(Path(__file__).with_name("frame_flow.py")))
@@ -37,7 +38,7 @@ WORK_SECONDS, WORK_TURNS = 2.0, 3
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """`goodput`: the share of the slowest link's or line's rate that payloads get; `cores`: how many times as much all cores
-    compute together as one alone; `idle_cores`: that idle peers keep busy. The others as in `Shared`."""
+    compute together as one alone; `idle_cores`: that idle peers keep busy. The others as in `PlacementMachine`."""
 
     goodput: float = 1.0
     cores: float = math.inf
@@ -47,8 +48,8 @@ class Machine:
     idle_cores: float = 0.0
 
     @property
-    def shared(self) -> Shared:
-        return Shared(
+    def shared(self) -> PlacementMachine:
+        return PlacementMachine(
             cores=self.cores - self.idle_cores,
             message_seconds=self.message_seconds,
             byte_seconds=self.byte_seconds,
@@ -147,7 +148,7 @@ def frame_cost(box: Box, a: str, b: str, rates: Sequence[float]) -> tuple[float,
         with unlimited(box, (a, b)):
             between.exchange(size, count)
             small, each = cost(size, count), cost(large, fewer)
-    packets, least = large * sum(1 / packet_bytes(rate) for rate in rates) / len(rates), large / MOST_PACKET
+    packets, least = large * sum(1 / packet_bytes(rate) for rate in rates) / len(rates), large / MAX_PACKET
     packet = max(0.0, cut - each) / (packets - least) if packets > least else 0.0
     byte = max(0.0, (each - packet * least - small) / (large - size))
     return max(0.0, small - byte * size), byte, packet

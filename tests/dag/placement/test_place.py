@@ -17,13 +17,13 @@ from fusion.dag.ir.errors import PlacementError
 from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer
 from fusion.dag.placement.codec_cost import CodecCost
+from fusion.dag.placement.machine import Machine
 from fusion.dag.placement.network import UNKNOWN_LINK, Device, Link, Network
 from fusion.dag.placement.pipeline import Layout, pipeline
 from fusion.dag.placement.place import place
 from fusion.dag.placement.replicas import replicate
 from fusion.dag.placement.search_space import DEPTHS
 from fusion.dag.placement.segments import measure
-from fusion.dag.placement.shared import Shared
 from fusion.dag.placement.shortlist import shortlist
 from fusion.dag.placement.step_model import step_seconds
 from tests.support.stage_costs import stage_cost
@@ -79,7 +79,7 @@ def test_each_machine_of_a_swarm_has_cores_of_its_own():
     peers = [
         device(name, speed) for name, speed in zip("abcdef", (1e6, 1e6, 1e6, 1e6, 1e9, 1e9), strict=True)
     ]
-    own = [replace(peer, shared=Shared(name=peer.peer, cores=4.0, message_seconds=1e-6)) for peer in peers]
+    own = [replace(peer, machine=Machine(name=peer.peer, cores=4.0, message_seconds=1e-6)) for peer in peers]
     found = place(mlp([512] * 9), network(own), SIZES, 8, stages=2)
     alone = place(mlp([512] * 9), network(peers), SIZES, 8, stages=2)
     assert set(found.owners) == {"e", "f"}

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from fusion.dag.placement.codec_cost import CodecCost
+from fusion.dag.placement.machine import Machine, packet_bytes
 from fusion.dag.placement.network import Device, Link, Network
 from fusion.dag.placement.pipeline import Flow, Pipeline, StageLoad
-from fusion.dag.placement.shared import Shared, packet_bytes
 from fusion.dag.placement.simulate import simulate
 from fusion.dag.placement.step_model import step_seconds
 
@@ -326,19 +326,19 @@ def test_tasks_share_the_cores():
     assert simulate(pipeline).step_seconds == pytest.approx(4 * 3 + 0.5)
     for cores in (1, 2, 3):
         alone = 6 * (4 * 3 + 0.5)
-        assert simulate(pipeline, Shared(cores=cores)).step_seconds == pytest.approx(alone / cores)
-    assert simulate(pipeline, Shared(cores=6)).step_seconds == pytest.approx(4 * 3 + 0.5)
+        assert simulate(pipeline, Machine(cores=cores)).step_seconds == pytest.approx(alone / cores)
+    assert simulate(pipeline, Machine(cores=6)).step_seconds == pytest.approx(4 * 3 + 0.5)
 
 
 def test_only_peers_of_one_machine_share_its_cores():
     # p0 and p1 have a core together, p2 and p3 one each.
-    machines = [Shared(name=name, cores=1.0) for name in ("here", "here", "there", "elsewhere")]
-    devices = [replace(device(f"p{i}"), shared=machine) for i, machine in enumerate(machines)]
+    machines = [Machine(name=name, cores=1.0) for name in ("here", "here", "there", "elsewhere")]
+    devices = [replace(device(f"p{i}"), machine=machine) for i, machine in enumerate(machines)]
     pipeline = pipe([load(1.0, 2.0)] * 4, [], microbatches=4, devices=devices)
     assert simulate(pipeline).step_seconds == pytest.approx(2 * 4 * 3)
-    assert simulate(pipeline, Shared(cores=1)).step_seconds == pytest.approx(4 * 4 * 3)
+    assert simulate(pipeline, Machine(cores=1)).step_seconds == pytest.approx(4 * 4 * 3)
     # Of one machine, for peers with more threads, there are fewer cores: they share them all the same.
-    devices[1] = replace(devices[1], shared=Shared(name="here", cores=2.0))
+    devices[1] = replace(devices[1], machine=Machine(name="here", cores=2.0))
     pipeline = pipe([load(1.0, 2.0)] * 4, [], microbatches=4, devices=devices)
     assert simulate(pipeline).step_seconds == pytest.approx(2 * 4 * 3)
 
@@ -347,7 +347,7 @@ def test_a_task_that_begins_later_takes_its_share_from_then_on():
     # Alone for 1 s; then both get half a core: the second is done after 2 s of its own, the first 1 s of work later.
     stages = [load(0.0, 0.0, update=3.0), load(0.0, 0.0, update=1.0)]
     late = {("p0", "p1"): Link(alpha_seconds=1.0, bytes_per_second=inf)}
-    trace = simulate(pipe(stages, [], microbatches=1, links=late), Shared(cores=1))
+    trace = simulate(pipe(stages, [], microbatches=1, links=late), Machine(cores=1))
     assert trace.step_seconds == pytest.approx(4.0)
     assert trace.stage_busy_seconds == (3.0, 1.0)
 
@@ -356,9 +356,9 @@ def test_messages_cost_the_cores_of_both_ends():
     one_way = [flow(0, 1, 10, backward=None)]
     pipeline = pipe([load(0, 0), load(0, 0)], one_way, microbatches=5, schedule="gpipe")
     size = pipeline.flows[0].forward_bytes
-    sent = Shared(cores=1, message_seconds=0.2, byte_seconds=0.01)
+    sent = Machine(cores=1, message_seconds=0.2, byte_seconds=0.01)
     assert simulate(pipeline, sent).step_seconds == pytest.approx(5 * (0.2 + 0.01 * size))
-    alone = Shared(
+    alone = Machine(
         message_seconds=0.2, byte_seconds=0.01
     )  # one end sends while the other reads what came before
     assert simulate(pipeline, alone).step_seconds == pytest.approx(6 * (0.2 + 0.01 * size) / 2)
@@ -369,7 +369,7 @@ def test_a_slow_link_has_small_packets():
     assert [packet_bytes(rate) for rate in (1e6, 12.5e6, 1.25e9, inf)] == [1448, 12_500, 65_536, 65_536]
     one_way = [flow(0, 1, 10, backward=None)]
     slow = {("p0", "p1"): Link(alpha_seconds=0.0, bytes_per_second=1e6)}
-    sent = Shared(packet_seconds=10.0)
+    sent = Machine(packet_seconds=10.0)
     took = [
         simulate(
             pipe([load(0, 0)] * 2, one_way, microbatches=1, schedule="gpipe", **links), sent
@@ -383,7 +383,7 @@ def test_a_slow_link_has_small_packets():
 @settings(max_examples=examples(100))
 @given(pipelines(), st.sampled_from([1.0, 1.5, 2.0, 3.0]), st.sampled_from([0.0, 0.05]))
 def test_no_more_is_done_than_the_cores_do(given_pipeline, cores, message_seconds):
-    shared = Shared(cores=cores, message_seconds=message_seconds)
+    shared = Machine(cores=cores, message_seconds=message_seconds)
     trace = simulate(given_pipeline, shared)
     assert trace == simulate(given_pipeline, shared)
     messages = sum(1 + (f.backward is not None) for f in given_pipeline.flows) * given_pipeline.microbatches
@@ -395,5 +395,5 @@ def test_no_more_is_done_than_the_cores_do(given_pipeline, cores, message_second
 @settings(max_examples=examples(50))
 @given(pipelines())
 def test_enough_cores_are_as_good_as_machines_of_their_own(given_pipeline):
-    many = simulate(given_pipeline, Shared(cores=1e6))
+    many = simulate(given_pipeline, Machine(cores=1e6))
     assert many.step_seconds == pytest.approx(simulate(given_pipeline).step_seconds)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fusion.dag.placement.codec_cost import CodecCost
+from fusion.dag.placement.machine import Machine
 from fusion.dag.placement.network import Device, Link, Network
 from fusion.dag.placement.pipeline import Flow, Pipeline, StageLoad
-from fusion.dag.placement.shared import Shared
 from fusion.dag.placement.simulate import simulate
 from fusion.dag.placement.step_model import step_seconds
 
@@ -137,14 +137,14 @@ def test_the_model_agrees_with_the_simulator(schedule):
 
 
 def on_one_machine(pipeline, *shared):
-    devices = [replace(d, shared=s) for d, s in zip(pipeline.network.devices, shared, strict=True)]
+    devices = [replace(d, machine=s) for d, s in zip(pipeline.network.devices, shared, strict=True)]
     return replace(pipeline, network=replace(pipeline.network, devices=tuple(devices)))
 
 
 def test_peers_of_one_machine_have_its_cores_together():
     loads, link = [(1, 2, 0.5)] * 3, Link(alpha_seconds=0, bytes_per_second=100)
     alone = line(loads, 10, link, 10)
-    carrying = Shared(name="here", cores=2.0, message_seconds=0.1, byte_seconds=0.01)
+    carrying = Machine(name="here", cores=2.0, message_seconds=0.1, byte_seconds=0.01)
     found = step_seconds(on_one_machine(alone, carrying, carrying, carrying))
     # Four messages of 10 bytes, of each microbatch, of which the stage in the middle has half.
     message = 0.1 + 10 * 0.01
@@ -161,7 +161,7 @@ def test_peers_of_one_machine_have_its_cores_together():
 def test_on_shared_cores_it_keeps_to_the_simulator(cores, seed):
     random = np.random.default_rng(seed)
     loads = [tuple(random.uniform(0.9, 1.1, 3)) for _ in range(int(random.integers(1, 5)))]
-    shared = Shared(
+    shared = Machine(
         name="here", cores=cores, message_seconds=float(random.uniform(0, 0.3)), byte_seconds=0.01
     )
     link = Link(alpha_seconds=0.01, bytes_per_second=100)

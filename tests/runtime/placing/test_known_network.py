@@ -89,9 +89,9 @@ def test_peers_of_one_machine_share_its_cores() -> None:
     hosts = {A: "127.0.0.1", B: "127.0.0.1", C: "1.2.3.4"}
     peers = [peer(name, host, cores=2.0) for name, host in hosts.items()]
     network = known_network(peers, link_view([], [])).network
-    a, b, c = (network.device(name).shared for name in hosts)
+    a, b, c = (network.device(name).machine for name in hosts)
     assert a == b and a.cores == 2.0 and c.name != a.name
-    assert known_network([peer(A, "1.2.3.4")], link_view([], [])).network.device("A").shared.cores == inf
+    assert known_network([peer(A, "1.2.3.4")], link_view([], [])).network.device("A").machine.cores == inf
 
 
 def test_links_are_worked_out_for_the_pairs_that_are_asked_for() -> None:

@@ -8,9 +8,9 @@ import pytest
 from support.captured_once import capture_once
 
 from fusion.dag.ir import serialise
+from fusion.dag.placement.machine import Machine
 from fusion.dag.placement.network import Device, Link, Network
 from fusion.dag.placement.place import place
-from fusion.dag.placement.shared import Shared
 from fusion.dag.placement.speeds import Speeds
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
@@ -98,9 +98,9 @@ def test_peers_of_one_machine_are_cut_apart_where_little_has_to_be_carried(job):
     the cores carried then took longer than what the cut had won."""
     graph = training_graph(job(blocks=4, width=256))
 
-    def sent(shared: Shared) -> tuple[int, ...]:
+    def sent(shared: Machine) -> tuple[int, ...]:
         devices = tuple(
-            Device(peer=name, flops_per_second=1e9, memory_bytes=1 << 40, shared=shared, measured=Speeds.of([factor * part for part in TYPICAL.parts]))
+            Device(peer=name, flops_per_second=1e9, memory_bytes=1 << 40, machine=shared, measured=Speeds.of([factor * part for part in TYPICAL.parts]))
             for name, factor in (("a", 1.0), ("b", 1.1))
         )  # fmt: skip
         links = {pair: Link(alpha_seconds=5e-4, bytes_per_second=250e6) for pair in (("a", "b"), ("b", "a"))}
@@ -108,5 +108,5 @@ def test_peers_of_one_machine_are_cut_apart_where_little_has_to_be_carried(job):
         return place(graph, network, {"batch": 2, "sequence": 32}, 8, stages=2).sent_bytes
 
     activation = 4 * 2 * 32 * 256
-    assert sent(Shared(name="here", cores=2.0, message_seconds=1e-3, byte_seconds=2e-8)) == (activation,)
-    assert sent(Shared())[0] > activation, "or this shows nothing"
+    assert sent(Machine(name="here", cores=2.0, message_seconds=1e-3, byte_seconds=2e-8)) == (activation,)
+    assert sent(Machine())[0] > activation, "or this shows nothing"

@@ -10,7 +10,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class Machine:
     """One machine, by its `name`, on which peers run. `cores` are those that are otherwise idle. A message costs sender and
     receiver together `message_seconds`, and `byte_seconds` and `packet_seconds` for each byte and packet."""
 
@@ -26,15 +26,15 @@ class Shared:
         return float(carry_seconds(costs, messages, bytes_, bytes_per_second))
 
 
-ALONE = Shared()  # every peer on a machine of its own, whose transport costs it nothing
-SPAN_SECONDS = 1e-3
-LEAST_PACKET, MOST_PACKET = 1448.0, 65536.0  # a segment of TCP over Ethernet; the largest IP packet
+SEPARATE_MACHINE = Machine()  # every peer on a machine of its own, whose transport costs it nothing
+BURST_SECONDS = 1e-3
+MIN_PACKET, MAX_PACKET = 1448.0, 65536.0  # a segment of TCP over Ethernet; the largest IP packet
 
 
 def packet_bytes(bytes_per_second: Any) -> Any:
     """Bytes that the stack hands to a link at once: Linux sizes it to about a millisecond (`tcp_tso_autosize`), so that a
     byte over a slow link costs the cores far more than one over a fast link."""
-    return np.clip(np.multiply(SPAN_SECONDS, bytes_per_second), LEAST_PACKET, MOST_PACKET)
+    return np.clip(np.multiply(BURST_SECONDS, bytes_per_second), MIN_PACKET, MAX_PACKET)
 
 
 def carry_seconds(costs: Any, messages: Any, bytes_: Any, bytes_per_second: Any) -> Any:
