@@ -15,14 +15,14 @@ MAX_WINDOW = 64  # kernel size of `fusion.cached_convolution`; models have 3 or 
 
 def per_dimension(call: Call, name: str, n: int, empty: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """A list of one value or of n, as n values."""
-    given = call[name]
-    if not given and empty is not None:
+    values = call[name]
+    if not values and empty is not None:
         return empty
-    if len(given) not in (1, n):
-        raise call.fail(f"{name} has {len(given)} values for {n} dimensions")
-    if any(v < 0 or (v == 0 and "padding" not in name) for v in given):
-        raise call.fail(f"{name} {given} is out of range")
-    return tuple(given) * n if len(given) == 1 else tuple(given)
+    if len(values) not in (1, n):
+        raise call.fail(f"{name} has {len(values)} values for {n} dimensions")
+    if any(v < 0 or (v == 0 and "padding" not in name) for v in values):
+        raise call.fail(f"{name} {values} is out of range")
+    return tuple(values) * n if len(values) == 1 else tuple(values)
 
 
 def _windows(
@@ -93,8 +93,8 @@ def pool(n: int) -> Infer:
         for length, p, step in zip(space, pad, dilation, strict=True):
             _require_no_window_in_padding(call, length, p, step)
         windows = zip(space, kernel, stride, pad, dilation, strict=True)
-        found = tuple(_windows(call, *w, ceil=call["ceil_mode"]) for w in windows)
-        return (TensorType((*lead, *found), call["self"].dtype),)
+        sizes = tuple(_windows(call, *w, ceil=call["ceil_mode"]) for w in windows)
+        return (TensorType((*lead, *sizes), call["self"].dtype),)
 
     return infer
 

@@ -76,15 +76,15 @@ def stack(call: Call) -> Types:
 
 def index(call: Call) -> Types:
     """Advanced indexing: the index tensors broadcast together and replace the dimensions that they index."""
-    t, given = call["self"], call["indices"]
-    used = [i for i, entry in enumerate(given) if entry is not None]
-    if not used or len(given) > len(t.shape):
-        raise call.fail(f"{len(given)} indices of {t}")
-    if any(given[i].dtype not in _INDICES for i in used):
+    t, indices = call["self"], call["indices"]
+    used = [i for i, entry in enumerate(indices) if entry is not None]
+    if not used or len(indices) > len(t.shape):
+        raise call.fail(f"{len(indices)} indices of {t}")
+    if any(indices[i].dtype not in _INDICES for i in used):
         raise call.fail(
             "indices must be integers, of 32 or 64 bits (the size of a boolean look-up depends on data)"
         )
-    looked_up = broadcast(call, *(given[i].shape for i in used))
+    looked_up = broadcast(call, *(indices[i].shape for i in used))
     rest = [d for i, d in enumerate(t.shape) if i not in used]
     together = used == list(range(used[0], used[-1] + 1))
     at = used[0] if together else 0
@@ -135,16 +135,16 @@ def index_add(call: Call) -> Types:
 def index_put(call: Call) -> Types:
     """self with `values`, broadcast to the shape of the look-up, written at the indices. Instead of integers one boolean mask over
     the first dimensions of self may choose where a single value is written."""
-    t, given, values = call["self"], call["indices"], call["values"]
+    t, indices, values = call["self"], call["indices"], call["values"]
     if values.dtype != t.dtype:
         raise call.fail(f"values {values} are not of the dtype of {t}")
-    masks = [entry for entry in given if entry is not None and entry.dtype == "bool"]
+    masks = [entry for entry in indices if entry is not None and entry.dtype == "bool"]
     if masks:
-        (mask, *more), at = masks, given.index(masks[0])
+        (mask, *more), at = masks, indices.index(masks[0])
         if (
             more
             or at
-            or any(e is not None for e in given[1:])
+            or any(e is not None for e in indices[1:])
             or values.shape not in ((), (1,))
             or call["accumulate"]
         ):

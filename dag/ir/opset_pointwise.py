@@ -106,11 +106,11 @@ def like_other(call: Call) -> Types:
 def overwritten(call: Call) -> Types:
     """The value, in the shape and dtype of self."""
     t = call["self"]
-    given = call["src"] if "src" in call.values else call["value"]
-    if isinstance(given, TensorType) and broadcast(call, t.shape, given.shape) != t.shape:
-        raise call.fail(f"{given} does not fit {t}")
-    if call.op == "aten.fill.Tensor" and given.shape:
-        raise call.fail(f"needs a value without dimensions, not {given}")
+    value = call["src"] if "src" in call.values else call["value"]
+    if isinstance(value, TensorType) and broadcast(call, t.shape, value.shape) != t.shape:
+        raise call.fail(f"{value} does not fit {t}")
+    if call.op == "aten.fill.Tensor" and value.shape:
+        raise call.fail(f"needs a value without dimensions, not {value}")
     return (t,)
 
 

@@ -29,8 +29,8 @@ def recurrence(call: Call) -> Types:
     names = ("query", "key", "value", "decay")
     q, k, v, decay = (call[name] for name in names)
     beta, rates = call["beta"], call["rates"]
-    given = [t for t in (q, k, v, decay, beta) if t is not None]
-    if any(len(t.shape) != 4 or not is_float(t.dtype) for t in given) or call.values.get("slot", 0) < 0:
+    tensors = [t for t in (q, k, v, decay, beta) if t is not None]
+    if any(len(t.shape) != 4 or not is_float(t.dtype) for t in tensors) or call.values.get("slot", 0) < 0:
         raise call.fail("needs (batch, heads, length, width) of floats, and a slot of at least 0")
     heads, key_heads, width = v.shape[1], k.shape[1], k.shape[3]
     if not (
@@ -41,7 +41,7 @@ def recurrence(call: Call) -> Types:
         raise call.fail(f"key {k} and value {v} have no fixed width")
     if heads * width * v.shape[3] > MAX_STATE:
         raise call.fail(f"a state of {heads} x {width} x {v.shape[3]} elements: more than {MAX_STATE}")
-    if q.shape != k.shape or any((t.shape[0], t.shape[2]) != (v.shape[0], v.shape[2]) for t in given):
+    if q.shape != k.shape or any((t.shape[0], t.shape[2]) != (v.shape[0], v.shape[2]) for t in tensors):
         raise call.fail(f"query {q}, key {k} and value {v} do not fit each other")
     if decay.shape[1] != heads or decay.shape[3] not in (1, width):
         raise call.fail(f"decay {decay} does not fit key {k} and value {v}")

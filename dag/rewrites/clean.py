@@ -103,12 +103,12 @@ def _canonical(node: Node, types: Types, producers: Mapping[str, Node]) -> Node:
 
 def _as_linear(node: Node, types: Types, producers: Mapping[str, Node]) -> Node:
     """`aten.linear` for a product with a transposed matrix: the framework makes the same call of both."""
-    given, other = node.args
-    assert isinstance(given, Ref) and isinstance(other, Ref)
+    rows, other = node.args
+    assert isinstance(rows, Ref) and isinstance(other, Ref)
     transpose = producers.get(other.name)
-    if transpose is None or not _is_transpose(transpose, types) or len(types[given].shape) < 2:
+    if transpose is None or not _is_transpose(transpose, types) or len(types[rows].shape) < 2:
         return node
-    return replace(node, op="aten.linear", args=(given, transpose.args[0], None))
+    return replace(node, op="aten.linear", args=(rows, transpose.args[0], None))
 
 
 def _as_linear_of_rows(node: Node, types: Types, producers: Mapping[str, Node]) -> tuple[Node, Node] | None:

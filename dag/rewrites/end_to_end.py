@@ -43,20 +43,20 @@ def end_to_end(graph: Graph) -> EndToEnd | None:
     try:
         all_positions, last_only = _every_position(graph, last)
         require_separate_positions(all_positions)
-        inputs = {given.name: _along(given.type) for given in all_positions.inputs}
+        inputs = {i.name: _along(i.type) for i in all_positions.inputs}
         outputs = [_along(all_positions.types[ref]) for ref in all_positions.outputs]
     except (UnsupportedModel, GraphError, ValueError):
         return None
-    given = {name: along for name, along in inputs.items() if along is not None}
+    known_inputs = {name: along for name, along in inputs.items() if along is not None}
     known_outputs = tuple(along for along in outputs if along is not None)
     if (
-        len(given) < len(inputs)
+        len(known_inputs) < len(inputs)
         or len(known_outputs) < len(outputs)
-        or not given
+        or not known_inputs
         or not _keeps_rows_separate(all_positions)
     ):
         return None
-    return EndToEnd(given, known_outputs, last, tuple(ref in last_only for ref in graph.outputs))
+    return EndToEnd(known_inputs, known_outputs, last, tuple(ref in last_only for ref in graph.outputs))
 
 
 def _along(type_: TensorType) -> Along | None:
@@ -113,9 +113,9 @@ def _keeps_rows_separate(graph: Graph) -> bool:
 
 def _is_outer_product(graph: Graph, node: Node) -> bool:
     """Whether the contracted dimension is 1, as where a model multiplies frequencies with positions."""
-    given = node.args[0]
+    operand = node.args[0]
     return (
         node.op in ("aten.matmul", "aten.bmm", "aten.linear")
-        and isinstance(given, Ref)
-        and graph.types[given].shape[-1:] == (1,)
+        and isinstance(operand, Ref)
+        and graph.types[operand].shape[-1:] == (1,)
     )

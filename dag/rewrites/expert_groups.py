@@ -51,8 +51,8 @@ def group_experts(graph: Graph, groups: int) -> Graph:
     rows -> products -> row-wise ops -> products is not split; nor is one whose variables have other readers."""
     by_ids: dict[Ref, list[int]] = {}
     for i, node in enumerate(graph.nodes):
-        if (found := expert_linear(node)) is not None:
-            by_ids.setdefault(found.ids, []).append(i)
+        if (linear := expert_linear(node)) is not None:
+            by_ids.setdefault(linear.ids, []).append(i)
     layers = [layer for products in by_ids.values() if (layer := _layer(graph, products)) is not None]
     for layer in layers if groups > 1 else ():
         graph = _grouped(graph, layer, groups)
@@ -111,13 +111,13 @@ def _between(graph: Graph, products: Collection[str], last: int) -> set[str]:
     for node in graph.nodes[:last]:
         if any(ref.name in after for ref in node.refs()):
             after.add(node.name)
-    found, todo = set[str](), [graph.nodes[last].name]
+    path, todo = set[str](), [graph.nodes[last].name]
     while todo:
         name = todo.pop()
-        if name in after and name not in found:
-            found.add(name)
+        if name in after and name not in path:
+            path.add(name)
             todo.extend(ref.name for ref in graph.nodes[graph.node_index[name]].refs())
-    return found | set(products)
+    return path | set(products)
 
 
 def _by_row(graph: Graph, node: Node, between: Collection[str], rows: object) -> bool:
@@ -168,7 +168,7 @@ def _grouped(graph: Graph, layer: _Layer, groups: int) -> Graph:
     bounds = [*pairwise(layer.experts * g // count for g in range(count + 1))]
     if count < 2:
         return graph
-    taken = {*graph.node_index, *graph.variable_names, *graph.input_names}
+    used_names = {*graph.node_index, *graph.variable_names, *graph.input_names}
     repeated = [graph.nodes[graph.node_index[name]] for name in layer.nodes]
     end = repeated[-1].name
     parts = {
@@ -177,7 +177,7 @@ def _grouped(graph: Graph, layer: _Layer, groups: int) -> Graph:
         if (linear := expert_linear(node)) is not None
         for ref in linear.held
     }
-    copies = [_copy(repeated, g, bounds[g], parts, taken) for g in range(count)]
+    copies = [_copy(repeated, g, bounds[g], parts, used_names) for g in range(count)]
     inside = {node.name: copy for node, copy in zip(repeated, copies[0], strict=True)}
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -187,7 +187,7 @@ def _grouped(graph: Graph, layer: _Layer, groups: int) -> Graph:
         total = Ref(copies[0][-1].name)
         for g, copy in enumerate(copies[1:], 1):
             nodes += copy
-            name = end if g == count - 1 else _unused(f"{end}_to_{g}", taken)
+            name = end if g == count - 1 else _unused(f"{end}_to_{g}", used_names)
             nodes.append(Node(name, "aten.add.Tensor", (total, Ref(copy[-1].name), 1), node.results))
             total = Ref(name)
     variables = [part for v in graph.variables for part in _split_variable(v, parts.get(v.name))]
@@ -199,14 +199,16 @@ def _copy(
     group: int,
     bound: tuple[int, int],
     parts: Mapping[str, Sequence[Part]],
-    taken: set[str],
+    used_names: set[str],
 ) -> list[Node]:
     """The nodes of one group. Those of group 0 keep their names, but for the last, whose name the sum takes."""
     renamed: dict[Ref, Ref] = {Ref(name): Ref(str(own[group])) for name, own in parts.items()}
     copies = []
     for node in repeated:
         name = (
-            node.name if group == 0 and node is not repeated[-1] else _unused(f"{node.name}_{group}", taken)
+            node.name
+            if group == 0 and node is not repeated[-1]
+            else _unused(f"{node.name}_{group}", used_names)
         )
         renamed.update({Ref(node.name, i): Ref(name, i) for i in range(len(node.results))})
         args: tuple[Arg, ...] = substitute(node.args, renamed)
@@ -215,10 +217,10 @@ def _copy(
     return copies
 
 
-def _unused(name: str, taken: set[str]) -> str:
-    while name in taken:
+def _unused(name: str, used_names: set[str]) -> str:
+    while name in used_names:
         name += "_"
-    taken.add(name)
+    used_names.add(name)
     return name
 
 

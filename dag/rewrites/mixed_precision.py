@@ -60,8 +60,8 @@ class _Casts:
     def graph(self) -> Graph:
         renamed: dict[Ref, Ref] = {}
         for node in self._old.nodes:
-            wanted = self._wanted(node, renamed)
-            operands = {ref: self._cast_to(renamed.get(ref, ref), wanted) for ref in node.refs()}
+            dtype = self._wanted(node, renamed)
+            operands = {ref: self._cast_to(renamed.get(ref, ref), dtype) for ref in node.refs()}
             self._add(replace(node, args=substitute(node.args, operands)))
             if node.op == "aten.embedding" and Ref(node.name) in self._differentiable:
                 # The rows are cast, not the table, which has far more of them.

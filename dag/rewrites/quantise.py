@@ -98,16 +98,16 @@ def quantise(graph: Graph, kind: Kind) -> Quantised:
 def store_matrices(graph: Graph, choose: Callable[[Variable, frozenset[Use]], Layout | None]) -> Quantised:
     """Store the matrices of `aten.linear`, plain `aten.addmm` and `fusion.expert_linear`, and the tables of `aten.embedding`, that
     have no other use, are large enough, and for which `choose` gives a layout."""
-    taken = {*graph.input_names, *graph.node_index}
-    taken.update(name for v in graph.variables for name in (v.name, *v.aliases))
+    used_names = {*graph.input_names, *graph.node_index}
+    used_names.update(name for v in graph.variables for name in (v.name, *v.aliases))
     sources = {}
     for variable in graph.variables:
         uses = _uses(graph, variable.name)
         if not uses or (source := _source(graph, variable, uses, choose)) is None:
             continue
-        if not taken.intersection(source.names) and all(len(name) <= MAX_NAME for name in source.names):
+        if not used_names.intersection(source.names) and all(len(name) <= MAX_NAME for name in source.names):
             sources[variable.name] = source
-            taken.update(source.names)
+            used_names.update(source.names)
     variables = tuple(
         each for v in graph.variables for each in (sources[v.name].variables if v.name in sources else (v,))
     )
@@ -140,15 +140,15 @@ def _is_transposed(node: Node) -> bool:
 
 def _uses(graph: Graph, name: str) -> frozenset[Use]:
     """The uses of a variable; empty if it has any other."""
-    ref, found = Ref(name), set[Use]()
+    ref, uses = Ref(name), set[Use]()
     if ref in graph.outputs:
         return frozenset()
     for at in graph.uses.get(ref, ()):
         use = _use(graph, graph.nodes[at], ref)
         if use is None:
             return frozenset()
-        found.add(use)
-    return frozenset(found)
+        uses.add(use)
+    return frozenset(uses)
 
 
 def _use(graph: Graph, node: Node, ref: Ref) -> Use | None:
@@ -185,7 +185,7 @@ def _keeps_elements(node: Node) -> bool:
 
 def _matrices_before(graph: Graph, refs: Iterable[Ref], passes: Callable[[Node], bool]) -> frozenset[str]:
     """The variables of the last products or look-ups on every path to these values, through nodes that satisfy `passes`."""
-    todo, seen, found = list(refs), set[Ref](), set[str]()
+    todo, seen, names = list(refs), set[Ref](), set[str]()
     while todo:
         ref = todo.pop()
         at = graph.node_index.get(ref.name)
@@ -194,10 +194,10 @@ def _matrices_before(graph: Graph, refs: Iterable[Ref], passes: Callable[[Node],
         seen.add(ref)
         node = graph.nodes[at]
         matrices = [r.name for r in node.refs() if r.name in graph.variable_names and _use(graph, node, r)]
-        found.update(matrices)
+        names.update(matrices)
         if not matrices and passes(node):
             todo.extend(node.refs())
-    return frozenset(found)
+    return frozenset(names)
 
 
 def _with_stored_matrix(node: Node, sources: Mapping[str, Source]) -> Node:

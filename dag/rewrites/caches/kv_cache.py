@@ -190,10 +190,10 @@ class _CacheRewrite:
 
     def query_key_value(self, attention: EagerAttention) -> tuple[Ref, Ref, Ref]:
         """Query (batch, heads, sequence, width), key and value (batch, heads, keys, width[']) of eager attention."""
-        end, turned = attention.end, producer(self.graph, attention.key_transposed)
+        end, transpose = attention.end, producer(self.graph, attention.key_transposed)
         key = (
-            turned.args[0]
-            if turned is not None and turned.op == "aten.transpose.int" and swaps_last_two(turned)
+            transpose.args[0]
+            if transpose is not None and transpose.op == "aten.transpose.int" and swaps_last_two(transpose)
             else self.emit(end, "key_turned", "aten.transpose.int", attention.key_transposed, -2, -1)
         )
         assert isinstance(key, Ref)
@@ -327,11 +327,11 @@ class _CacheRewrite:
         if visibility.selection is not None or visibility.chunk is not None:
             raise refusal(attention.end, "selects keys, or sees a chunk, beside scores that are not plain")
         if visibility.relative is not None:
-            more = (
+            unsupported = (
                 visibility.biases
                 or (visibility.slopes, attention.softcap, attention.sinks, visibility.window) != (None,) * 4
             )
-            if more:
+            if unsupported:
                 raise refusal(
                     attention.end, "has a bias by distance beside a window, a cap, sinks or another bias"
                 )

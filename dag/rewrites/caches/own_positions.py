@@ -48,7 +48,7 @@ def use_position_ids(graph: Graph, evaluate: Evaluate) -> Graph:
     lines = dict.fromkeys(tokens, (1, 1))
     renamed: dict[Ref, Ref] = {}
     nodes: list[Node] = []
-    taken = {*graph.input_names, *graph.variable_names, *(node.name for node in graph.nodes)}
+    used_names = {*graph.input_names, *graph.variable_names, *(node.name for node in graph.nodes)}
     for node in graph.nodes:
         nodes.append(replace(node, args=substitute(node.args, renamed)))
         ref = Ref(node.name)
@@ -58,7 +58,7 @@ def use_position_ids(graph: Graph, evaluate: Evaluate) -> Graph:
                 lines[ref] = line
         if ref in lines:
             position_nodes = _position_nodes(
-                node.results[0], *lines[ref], f"{node.name}_given", taken, graph.types
+                node.results[0], *lines[ref], f"{node.name}_given", used_names, graph.types
             )
             nodes.extend(position_nodes)
             renamed[ref] = Ref(position_nodes[-1].name)
@@ -70,11 +70,11 @@ def _size_only_nodes(graph: Graph) -> set[str]:
     """The names of nodes that depend on no input and no variable, through ops whose values are polynomials of the position."""
     nodes_of_sizes: set[str] = set()
     for node in graph.nodes:
-        whole = not any(isinstance(c, float) for c in constants(node.args))
+        integers = not any(isinstance(c, float) for c in constants(node.args))
         exact = node.results[0].dtype in _EXACT
         if (
             node.op in _POLYNOMIAL
-            and whole
+            and integers
             and exact
             and all(ref.name in nodes_of_sizes for ref in node.refs())
         ):
@@ -155,7 +155,7 @@ def _linear_positions(graph: Graph, ref: Ref, evaluate: Evaluate) -> tuple[int, 
 
 
 def _position_nodes(
-    type_: TensorType, step: int, start: int, name: str, taken: set[str], types: Mapping[Ref, TensorType]
+    type_: TensorType, step: int, start: int, name: str, used_names: set[str], types: Mapping[Ref, TensorType]
 ) -> list[Node]:
     """Nodes that compute `position_ids * step + start`, one row for the whole batch, as `type_`."""
     nodes: list[Node] = []
@@ -163,9 +163,9 @@ def _position_nodes(
 
     def add(op: str, *args: Arg) -> Ref:
         unique, count = name, 1
-        while unique in taken:
+        while unique in used_names:
             unique, count = f"{name}_{count}", count + 1
-        taken.add(unique)
+        used_names.add(unique)
         nodes.append(Node(unique, op, args, infer(op, args, known)))
         known[Ref(unique)] = nodes[-1].results[0]
         return Ref(unique)

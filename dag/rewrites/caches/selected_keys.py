@@ -129,9 +129,9 @@ def _scattered_top_k(graph: Graph, node: Node) -> tuple[Node, int | None] | None
     if top_k is None or top_k.op != "aten.topk" or index != Ref(top_k.name, 1):
         return None
     _, k, axis, largest, ordered = top_k.args
-    whole = k == shape[-1] and axis in (-1, len(shape) - 1) and top_k.results[1].shape == shape
+    sorts_all = k == shape[-1] and axis in (-1, len(shape) - 1) and top_k.results[1].shape == shape
     best_first = largest is True and ordered is True
-    return (top_k, count) if whole and (best_first or count is None) else None
+    return (top_k, count) if sorts_all and (best_first or count is None) else None
 
 
 def _leading_places(graph: Graph, node: Node) -> tuple[Ref, int] | None:
