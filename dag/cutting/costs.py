@@ -78,10 +78,12 @@ def type_bytes(type_: TensorType) -> int:
     return elements(type_) * DTYPE_BYTES[type_.dtype]
 
 
-def bound_types(graph: Graph, sizes: Mapping[str, int], *, most: bool = False) -> dict[Ref, TensorType]:
-    """The type of every value with each symbol bound to its size, or, for `most`, with an upper bound of every dimension for sizes
-    up to these. GraphError on a symbol without a size, and on a value of more than MAX_BOUND_ELEMENTS."""
-    bound, types = bind_upper_bound if most else bind, dict[Ref, TensorType]()
+def bound_types(
+    graph: Graph, sizes: Mapping[str, int], *, upper_bound: bool = False
+) -> dict[Ref, TensorType]:
+    """The type of every value with each symbol bound to its size, or, for `upper_bound`, with bounds of every dimension for
+    sizes up to these. GraphError on a symbol without a size, and on a value of more than MAX_BOUND_ELEMENTS."""
+    bound, types = bind_upper_bound if upper_bound else bind, dict[Ref, TensorType]()
     for ref, type_ in graph.types.items():
         types[ref] = replace(type_, shape=tuple(max(0, bound(d, sizes)) for d in type_.shape))
         if elements(types[ref]) > MAX_BOUND_ELEMENTS:
@@ -131,20 +133,24 @@ def cast_once(graph: Graph) -> frozenset[Ref]:
 
 
 def node_costs(
-    graph: Graph, sizes: Mapping[str, int], needing: frozenset[Ref] | None = None, *, most: bool = False
+    graph: Graph,
+    sizes: Mapping[str, int],
+    needs_gradient: frozenset[Ref] | None = None,
+    *,
+    upper_bound: bool = False,
 ) -> tuple[NodeCost, ...]:
-    """The cost of each node, in order, with each symbol bound to its size; `needing` are the values that get a gradient
-    (default: those that depend on a trainable variable). `most`: an upper bound for any data and for sizes up to these.
+    """The cost of each node, in order, with each symbol bound to its size; `needs_gradient` are the values that get a gradient
+    (default: those that depend on a trainable variable). `upper_bound`: an upper bound for any data and for sizes up to these.
     GraphError on a symbol without a size."""
-    types = bound_types(graph, sizes, most=most)
-    needing = differentiable(graph) if needing is None else needing
+    types = bound_types(graph, sizes, upper_bound=upper_bound)
+    needs_gradient = differentiable(graph) if needs_gradient is None else needs_gradient
     casts = cast_once(graph)
     variables = {v.name: v for v in graph.variables}
     costs = []
     for node in graph.nodes:
         op_spec = spec(node.op)
         call = op_spec.call(node.args, types)
-        call = op_spec.worst(call) if most else call
+        call = op_spec.worst(call) if upper_bound else call
         results = tuple(types[Ref(node.name, i)] for i in range(len(node.results)))
         flops = op_spec.flops(call, results)
         new_variables = [variables.pop(r.name) for r in node.refs() if r.name in variables]
@@ -154,7 +160,7 @@ def node_costs(
             NodeCost(
                 family=op_spec.family,
                 forward_flops=flops,
-                backward_flops=int(flops * _backward_ratio(op_spec, node, needing)),
+                backward_flops=int(flops * _backward_ratio(op_spec, node, needs_gradient)),
                 moved_bytes=0
                 if op_spec.family == "view" or Ref(node.name) in casts
                 else result_bytes + _read_bytes(op_spec, call, results),
@@ -166,10 +172,10 @@ def node_costs(
     return tuple(costs)
 
 
-def stage_costs(stage: Stage, sizes: Mapping[str, int], *, most: bool = False) -> tuple[NodeCost, ...]:
+def stage_costs(stage: Stage, sizes: Mapping[str, int], *, upper_bound: bool = False) -> tuple[NodeCost, ...]:
     """`node_costs` of one stage, whose inputs from other stages get gradients."""
     given = [Ref(edge.name) for edge in stage.receives if edge.needs_gradient]
-    return node_costs(stage.graph, sizes, differentiable(stage.graph, given), most=most)
+    return node_costs(stage.graph, sizes, differentiable(stage.graph, given), upper_bound=upper_bound)
 
 
 def _drawn_elements(op_spec: OpSpec, call: Call, results: Sequence[TensorType]) -> int:
@@ -206,13 +212,13 @@ def storages(graph: Graph) -> dict[Ref, Ref]:
 
 
 def stashed(
-    node: Node, types: Mapping[Ref, TensorType], needing: frozenset[Ref], storage: Mapping[Ref, Ref]
+    node: Node, types: Mapping[Ref, TensorType], needs_gradient: frozenset[Ref], storage: Mapping[Ref, Ref]
 ) -> tuple[int, frozenset[Ref]]:
     """What autograd saves of a node for its backward pass: bytes of this node alone, and the values, by `storage`, that other
     nodes may save too."""
     op_spec = spec(node.op)
     arguments = _refs_by_parameter(op_spec, node)
-    differentiated = {name for name, refs in arguments.items() if any(r in needing for r in refs)}
+    differentiated = {name for name, refs in arguments.items() if any(r in needs_gradient for r in refs)}
     if not differentiated or not op_spec.differentiable:
         return 0, frozenset()
     own_bytes, values = 0, set[Ref]()
@@ -244,11 +250,11 @@ def scratch_bytes(
     node: Node,
     types: Mapping[Ref, TensorType],
     storage: Mapping[Ref, Ref],
-    needing: frozenset[Ref] = frozenset(),
+    needs_gradient: frozenset[Ref] = frozenset(),
 ) -> int:
     """Temporary bytes of a node while it runs, beside operands and results: dense copies of expanded tensors, casts of operands,
-    scores of attention, states, windows of convolutions. `needing`: the values that get a gradient."""
-    scratch, cast = _scratch_bytes(node, types, storage, needing), _cast_bytes(node, types)
+    scores of attention, states, windows of convolutions. `needs_gradient`: the values that get a gradient."""
+    scratch, cast = _scratch_bytes(node, types, storage, needs_gradient), _cast_bytes(node, types)
     # These read an expanded tensor in place.
     return max(scratch, cast) if node.op in _COPIES else scratch + cast
 
@@ -273,13 +279,13 @@ def _cast_bytes(node: Node, types: Mapping[Ref, TensorType]) -> int:
 
 
 def _scratch_bytes(
-    node: Node, types: Mapping[Ref, TensorType], storage: Mapping[Ref, Ref], needing: frozenset[Ref]
+    node: Node, types: Mapping[Ref, TensorType], storage: Mapping[Ref, Ref], needs_gradient: frozenset[Ref]
 ) -> int:
     op_spec = spec(node.op)
     if node.op in _SELECTIONS:
         source = next(node.refs())
         expanded = type_bytes(types[source]) > type_bytes(types[storage[source]])
-        return type_bytes(types[source]) if expanded and source in needing else 0
+        return type_bytes(types[source]) if expanded and source in needs_gradient else 0
     if op_spec.family not in _NEED_DENSE and not node.op.startswith(("aten.upsample", "aten.diff")):
         return 0
     copied = sum(
@@ -292,7 +298,7 @@ def _scratch_bytes(
         return copied + sum(_broadcast_copies(op_spec.call(node.args, types)).values())
     if node.op in _ATTENTION:
         call = op_spec.call(node.args, types)
-        learned = any(ref in needing for ref in _refs_by_parameter(op_spec, node).get("attn_mask", []))
+        learned = any(ref in needs_gradient for ref in _refs_by_parameter(op_spec, node).get("attn_mask", []))
         copied += sum(_broadcast_copies(call).values())
         return copied + _SCORE_COPIES * _scores_bytes(call, types[Ref(node.name)], learned)
     if node.op in _RECURRENCES:
@@ -356,7 +362,7 @@ def _refs_by_parameter(op_spec: OpSpec, node: Node) -> dict[str, list[Ref]]:
     }
 
 
-def _backward_ratio(op_spec: OpSpec, node: Node, needing: frozenset[Ref]) -> float:
+def _backward_ratio(op_spec: OpSpec, node: Node, needs_gradient: frozenset[Ref]) -> float:
     if not op_spec.differentiable:
         return 0.0
     share = op_spec.backward
@@ -364,7 +370,7 @@ def _backward_ratio(op_spec: OpSpec, node: Node, needing: frozenset[Ref]) -> flo
         1.0 if share is None else share.get(name, 0.0)
         for name, refs in _refs_by_parameter(op_spec, node).items()
         for ref in refs
-        if ref in needing
+        if ref in needs_gradient
     )
 
 

@@ -79,18 +79,18 @@ def measure_memory(
     sizes: Mapping[str, int],
     training: bool,
     config: MemoryConfig,
-    needing: Collection[Ref] = (),
+    needs_gradient: Collection[Ref] = (),
 ) -> MemoryTables:
     """The tables for `bounds`, which are 0, some cuts, and the number of nodes. `sizes` are those of one microbatch, or, in serving,
-    the largest ones, for which every dimension is bounded from above; `needing`: the inputs that get a gradient, if the graph is
-    a stage of another."""
+    the largest ones, for which every dimension is bounded from above; `needs_gradient`: the inputs that get a gradient, if the
+    graph is a stage of another."""
     if not training and config.positions is not None:
         sizes = {**sizes, "sequence": config.positions}
-    types = bound_types(graph, sizes, most=not training)
-    measure, running = _Measure(graph, bounds, types, training, needing), types
+    types = bound_types(graph, sizes, upper_bound=not training)
+    measure, running = _Measure(graph, bounds, types, training, needs_gradient), types
     if not training and config.chunk is not None and "sequence" in sizes:
         chunk = {**sizes, "sequence": min(sizes["sequence"], config.chunk)}
-        running = bound_types(graph, chunk, most=True)
+        running = bound_types(graph, chunk, upper_bound=True)
     working = measure.working(running)
     if training and config.error_feedback:
         working += measure.residuals(sizes)
@@ -135,9 +135,14 @@ class _Measure:
     """Measures a graph. A block is the nodes between two neighbouring bounds; inputs are in block -1."""
 
     def __init__(
-        self, graph: Graph, bounds: Sequence[int], types: Types, training: bool, needing: Collection[Ref]
+        self,
+        graph: Graph,
+        bounds: Sequence[int],
+        types: Types,
+        training: bool,
+        needs_gradient: Collection[Ref],
     ) -> None:
-        self._needing = needing
+        self._needs_gradient = needs_gradient
         self._graph, self._types, self._training = graph, types, training
         self._bounds = np.array(bounds)
         self._size = len(bounds)
@@ -164,10 +169,10 @@ class _Measure:
 
     def stash(self) -> Matrix:
         """Bytes that autograd saves of one microbatch."""
-        needing = differentiable(self._graph, self._needing)
+        needs_gradient = differentiable(self._graph, self._needs_gradient)
         own_bytes, keepers = np.zeros(len(self._graph.nodes)), dict[Ref, list[int]]()
         for i, node in enumerate(self._graph.nodes):
-            own_bytes[i], values = stashed(node, self._types, needing, self._storages)
+            own_bytes[i], values = stashed(node, self._types, needs_gradient, self._storages)
             for value in values - self._variables:
                 keepers.setdefault(value, []).append(self._block[i])
         table = _Rectangles(self._size)
@@ -210,9 +215,9 @@ class _Measure:
                 if next_block is not None and next_block > block + 1:
                     skips.add((block + 1, next_block), 0, bytes_)
                     skips.add((block + 1, next_block), next_block + 1, -bytes_)
-        needing = differentiable(graph, self._needing) if self._training else frozenset[Ref]()
+        needs_gradient = differentiable(graph, self._needs_gradient) if self._training else frozenset[Ref]()
         for i, node in enumerate(graph.nodes):
-            bytes_ = scratch_bytes(node, types, self._storages, needing)
+            bytes_ = scratch_bytes(node, types, self._storages, needs_gradient)
             alive[i] += bytes_
             alive[i + 1] -= bytes_
         peaks = np.maximum.reduceat(np.cumsum(alive), self._bounds[:-1])

@@ -25,9 +25,7 @@ BACKWARD_CALLS = 2.5  # convolution calls for each of the forward pass: two, wit
 # Times weights, gradients and optimizer state that an update reads or writes: AdamW 7 of these four, the gradients' norm in
 # float64 5, clipping 2.
 UPDATE_TOUCHES = 14 / 4
-UPDATE_NODES = (
-    3.0  # operator calls for each tensor: its norm, the sum of norms, its share of the optimizer's call
-)
+UPDATE_NODES = 3.0  # operator calls for each tensor: its norm, the sum of norms, a share of the optimizer's
 SLOWEST = 1e6  # seconds for one of anything
 
 

@@ -30,7 +30,7 @@ from fusion.dag.placement.schedule import Schedule, in_flight
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
-LOOPBACK = Link(alpha_seconds=0.0, bytes_per_second=inf)  # between two stages on one machine
+LOOPBACK = Link(alpha_seconds=0.0, bytes_per_second=inf)  # between two stages of one peer
 _BLOCK = 512  # stages whose loops are computed at once: a matrix for 10 000 would not fit into memory
 
 

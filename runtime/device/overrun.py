@@ -26,7 +26,7 @@ def call_seconds(stage: Stage, sizes: Mapping[str, int], flops_per_second: float
     """An upper estimate of the longest call of a stage on one microbatch, forward or backward, on a device of that measured rate.
     `sizes`: of the graph's symbols, at most; all rows are routed to experts of this stage. Takes a while for a graph of
     thousands of nodes."""
-    costs = stage_costs(stage, sizes, most=True)
+    costs = stage_costs(stage, sizes, upper_bound=True)
     flops = sum(max(cost.forward_flops, cost.backward_flops) for cost in costs)
     # A backward pass reads the inputs and outputs of the forward
     moved = sum(2 * cost.moved_bytes for cost in costs)

@@ -47,15 +47,15 @@ def stage_cost(stage: Stage, sizes: Mapping[str, int], optimizer_slots: int = 2)
 
 
 def node_saved_bytes(
-    graph: Graph, sizes: Mapping[str, int], needing: frozenset[Ref] | None = None
+    graph: Graph, sizes: Mapping[str, int], needs_gradient: frozenset[Ref] | None = None
 ) -> list[int]:
-    """By how much each node makes the stash of the backward pass grow; `needing` as of `node_costs`."""
+    """By how much each node makes the stash of the backward pass grow; `needs_gradient` as of `node_costs`."""
     types, storage = bound_types(graph, sizes), storages(graph)
-    needing = differentiable(graph) if needing is None else needing
+    needs_gradient = differentiable(graph) if needs_gradient is None else needs_gradient
     seen = {*cast_once(graph), *(Ref(v.name) for v in graph.variables)}
     found = []
     for node in graph.nodes:
-        own, values = stashed(node, types, needing, storage)
+        own, values = stashed(node, types, needs_gradient, storage)
         found.append(own + sum(type_bytes(types[value]) for value in values - seen))
         seen |= values
     return found
