@@ -176,7 +176,8 @@ class _CacheRewrite:
             self.emit_chunked(node, (query, *keys), scale, visibility, visibility.chunk)
             return
         if not visibility.biases and visibility.slopes is None and visibility.relative is None:
-            self.emit_plain(node, query, *keys, scale, visibility.window)
+            op = "fusion.cached_attention"
+            self.emit_attention(node, op, query, *keys, self.new_slot(), scale, visibility.window)
             return
         width = self.types[query].shape[3]
         if not isinstance(width, int):
@@ -312,13 +313,6 @@ class _CacheRewrite:
         types = [self.types[r] for r in (query, key, value)]
         _require_head_shapes(node, types, grouped or unrepeated == (key, value))
         return key, value
-
-    def emit_plain(
-        self, node: Node, query: Ref, key: Ref, value: Ref, scale: float | None, window: int | None
-    ) -> None:
-        self.emit_attention(
-            node, "fusion.cached_attention", query, key, value, self.new_slot(), scale, window
-        )
 
     def emit_scored(
         self, attention: EagerAttention, values: tuple[Ref, Ref, Ref], visibility: Visibility
