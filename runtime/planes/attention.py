@@ -40,9 +40,9 @@ class Scored(NamedTuple):
         return self.relative[distance].permute(2, 0, 1)[None]
 
 
-def runs_singly(query: torch.Tensor, held: Sequence[torch.Tensor], scored: Scored | None) -> bool:
+def supports_single(query: torch.Tensor, held: Sequence[torch.Tensor], scored: Scored | None) -> bool:
     """Whether `single_attention` is for these."""
-    return (scored is None or scored.relative is None) and single_queries.runs(query, held)
+    return (scored is None or scored.relative is None) and single_queries.supports(query, held)
 
 
 def single_attention(

@@ -1,10 +1,8 @@
-"""Batch-invariant forms of what a CPU rounds in one way or another by how many numbers it gets, so that whoever decodes has the same
-bits in any batch.
+"""Batch-invariant forms of operators that round by the number of elements on a CPU, for decoding.
 
-Functions of single numbers are computed for several at once, and in another way for those that are left over: seen here for those
-below, by a bit in the last place or two. So they are run with nothing left over. Sums along the last dimension, and what is
-made of them, gave the same bits for any number of rows that lie one behind the other; rows that do not are summed up in
-another order, and one alone always does.
+Elementwise functions run in vectors, and the remainder in scalar code that rounds differently: seen for VECTORISED, by one or two ULP.
+So their inputs are padded to full vectors. Reductions over the last dimension gave the same bits for any number of contiguous rows.
+Rows that are not contiguous have another reduction order; a single row always is contiguous. So inputs are made contiguous.
 """
 
 from __future__ import annotations
@@ -16,39 +14,43 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-UNEVEN = frozenset({
+VECTORISED = frozenset({
     "aten.sigmoid", "aten.silu", "aten.mish", "aten.gelu", "fusion.gelu_tanh", "aten.softplus", "aten.elu", "aten.celu", "aten.selu",
     "aten.rsqrt", "aten.pow.Tensor_Scalar", "aten.pow.Tensor_Tensor", "aten.pow.Scalar", "aten.atan2",
 })  # fmt: skip
-_AT_ONCE = 64  # two registers of AVX-512 in half precision
-_THREADED = 32_768  # numbers from which the library shares them out among threads
+_VECTOR_ELEMENTS = 64  # two registers of AVX-512 in half precision
+_THREADED_ELEMENTS = 32_768  # from so many on the library uses threads
 
 
 @cache
-def in_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A reduction, of tensors whose rows lie one behind the other."""
+def with_contiguous_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The reduction `function`, with contiguous inputs."""
 
-    def of_rows(*args: Any, **named: Any) -> Any:
+    def contiguous(*args: Any, **named: Any) -> Any:
         return function(
             *(arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args), **named
         )
 
-    return of_rows
+    return contiguous
 
 
 @cache
-def even(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The function, for so many numbers that nothing is left over, on any number of threads."""
+def in_full_vectors(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The elementwise `function`, with inputs padded to full vectors on each thread."""
 
-    def evenly(*args: Any, **named: Any) -> torch.Tensor:
+    def padded(*args: Any, **named: Any) -> torch.Tensor:
         tensors: tuple[torch.Tensor, ...] = tuple(arg for arg in args if isinstance(arg, torch.Tensor))
         if len(tensors) > 1:  # broadcast_shapes loads SymPy, and takes longer
             dtype = torch.result_type(*tensors)  # before a 0-dimensional one gets dimensions
             tensors = torch.broadcast_tensors(*(t.to(dtype) for t in tensors))  # type: ignore[no-untyped-call]
         shape, count = tensors[0].shape, tensors[0].numel()
-        each = _AT_ONCE * (torch.get_num_threads() if count >= _THREADED else 1)
-        flat = iter([functional.pad(tensor.reshape(-1), (0, -count % each)) for tensor in tensors])
-        made = function(*(next(flat) if isinstance(arg, torch.Tensor) else arg for arg in args), **named)
-        return made[:count].view(shape)
+        multiple = _VECTOR_ELEMENTS * (torch.get_num_threads() if count >= _THREADED_ELEMENTS else 1)
+        padded_inputs = iter(
+            [functional.pad(tensor.reshape(-1), (0, -count % multiple)) for tensor in tensors]
+        )
+        output = function(
+            *(next(padded_inputs) if isinstance(arg, torch.Tensor) else arg for arg in args), **named
+        )
+        return output[:count].view(shape)
 
-    return evenly
+    return padded

@@ -22,7 +22,7 @@ from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import Arg, DType, Graph, Node, Ref
 from fusion.dag.ir.opset import spec
 from fusion.dag.ir.opset_pointwise import KEEP
-from fusion.runtime.planes.batch_invariant import UNEVEN, even, in_rows
+from fusion.runtime.planes.batch_invariant import VECTORISED, in_full_vectors, with_contiguous_rows
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES, InputSizes, polynomials
 from fusion.runtime.planes.kernels.in_range import in_range
 from fusion.runtime.planes.preemption import preemption_point
@@ -109,7 +109,7 @@ class _Writer:
         self.fused = fused
         self.replaced = frozenset[str]().union(*(each.replaces for each in fused.values()))
         cpu = device.type == "cpu"
-        self.even = not training and cpu  # positions have the same bits however many are run
+        self.batch_invariant = not training and cpu  # positions have the same bits however many are run
         self.rests_after = 1 if training else DECODED_NODES if cpu else 0  # nodes; 0: nowhere
         self.graph = graph
         self.device = device
@@ -167,10 +167,10 @@ class _Writer:
             raise GraphError(f"unknown op {op!r:.100}") from None
         if self.device.type == "cuda":
             target = in_range(op, target)
-        if self.even and op in UNEVEN:
-            target = even(target)
-        elif self.even and spec(op).family == "reduction":
-            target = in_rows(target)
+        if self.batch_invariant and op in VECTORISED:
+            target = in_full_vectors(target)
+        elif self.batch_invariant and spec(op).family == "reduction":
+            target = with_contiguous_rows(target)
         return self.call(target, given, named)
 
     def number(self, op: str, name: str) -> tuple[int, ...]:

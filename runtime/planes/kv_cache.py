@@ -17,10 +17,10 @@ from fusion.runtime.planes.attention import (
     all_attention,
     best_keys,
     most_scored,
-    runs_singly,
     scored_attention,
     selected_attention,
     single_attention,
+    supports_single,
 )
 from fusion.runtime.planes.input_sizes import HALF
 from fusion.runtime.planes.recurrence import first_state, read
@@ -190,7 +190,7 @@ class SessionCache:
         """Store what is new, and attend causally to all positions that are held, or to the last `window`."""
         held = self._memory[slot]
         start, end = self._start, self._end
-        if self.single and runs_singly(query, held, scored):
+        if self.single and supports_single(query, held, scored):
             return single_attention(query, new, [held] * (end - start), self.running, scale, window, scored)
         for memory, values in zip(held, new, strict=True):
             memory[:, :, start:end] = values

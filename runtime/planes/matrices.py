@@ -1,4 +1,4 @@
-"""The variables of a stage that decodes, laid out as it reads them fastest."""
+"""The variables of a decoding stage, prepacked for its products."""
 
 from __future__ import annotations
 
@@ -20,153 +20,161 @@ from fusion.runtime.planes.products.experts import (
     packed_expert_linear,
     padded_expert_linear,
 )
-from fusion.runtime.planes.products.half import ByPiece, is_batch_invariant
+from fusion.runtime.planes.products.half import ByPiece, is_half_batch_invariant
 from fusion.runtime.planes.products.packed import (
-    FEW_ROWS,
+    MIN_ROWS,
     addmm,
     embedding,
-    filling,
+    is_batch_invariant,
     linear,
     pack,
     packable,
+    padding_rows,
     row_by_row,
-    rows_agree,
 )
-from fusion.runtime.planes.products.stored import StoredMatrices
+from fusion.runtime.planes.products.quantised_matrices import QuantisedMatrices
 from fusion.runtime.planes.stage_values import checked
 
-# What blocks add is in nobody's account, so that a stage of very many matrices of one row must not gain much by it.
-_SPARE_BYTES = 64 << 20
-_SPARE_SHARE = 8  # or the share of a stage's variables that is more
+# The padding of blocks is in no memory budget: a stage of very many matrices of one row must not gain much by it.
+_MAX_PADDING_BYTES = 64 << 20
+_MAX_PADDING_SHARE = 8  # or this share of the bytes of a stage's variables, if that is more
 
 
 class Matrices:
-    """The variables of a stage as decoding reads them fastest: the float32 matrices of linear layers and of experts packed, where
-    that can be had here. Those in half precision are left as they are where a row's product has the same bits in any company, or
-    on a CPU in that of its own piece (`by_piece`).
-    `rows_agree`: whether that holds for every matrix, for so many rows at once (`least_rows`, 1 or FEW_ROWS). `fixed_rows`: as many as
-    are run always where positions come singly; it holds then whatever the library does."""
+    """The variables of a decoding stage (`prepacked`): float32 matrices of linear layers and of experts are packed, where this machine
+    supports that. Matrices in half precision stay as they are where the library's products with them are batch-invariant, or on a
+    CPU where each piece has a product of its own (`by_piece`).
+
+    `batch_invariant`: whether all products are, from `least_rows` rows on (1 or MIN_ROWS). `fixed_rows`: single positions always run in
+    batches of so many rows, which makes every library batch-invariant; 0: they do not."""
 
     def __init__(self, graph: Graph, variables: Tensors, device: torch.device, fixed_rows: int = 0) -> None:
         self._graph = graph
-        self._fixed = fixed_rows
+        self._fixed_rows = fixed_rows
         self._kernels = kernels() if device.type == "cuda" else None
-        self._wanted, self._experts = packable(graph), packable_experts(graph)
-        self._tied = _linear_matrices(graph) - self._wanted.keys()
-        self._stored = StoredMatrices(graph, device)
+        self._linears, self._experts = packable(graph), packable_experts(graph)
+        self._unpacked_linears = _linear_matrices(graph) - self._linears.keys()
+        self._quantised = QuantisedMatrices(graph, device)
         self.by_piece = ByPiece()
         self._packed: set[str] = set()
-        self._alone: set[str] = set()  # matrices whose products are the same for one row as for several
+        self._invariant_halves: set[str] = set()  # matrices in half precision with batch-invariant products
         self._by_piece: set[str] = set()
-        self._agree: dict[tuple[tuple[int, ...], torch.dtype], bool] = {}
-        self._invariant: dict[tuple[tuple[int, ...], torch.dtype, bool], bool] = {}
+        self._invariant_library: dict[tuple[tuple[int, ...], torch.dtype], bool] = {}
+        self._invariant_half: dict[tuple[tuple[int, ...], torch.dtype, bool], bool] = {}
         total = sum(type_bytes(variable.type) for variable in graph.variables)
-        self._spare_bytes = max(_SPARE_BYTES, total // _SPARE_SHARE)
-        self.rows_agree = bool(fixed_rows) or (self._stored.rows_agree and self._knows_all_products())
-        self.laid_out: dict[str, Any] = {}  # tensors, and packed matrices and experts
-        for variable in graph.variables:  # one after the other, as `variables` may read each from a file
+        self._padding_budget = max(_MAX_PADDING_BYTES, total // _MAX_PADDING_SHARE)
+        self.batch_invariant = bool(fixed_rows) or (
+            self._quantised.batch_invariant and self._covers_all_products()
+        )
+        self.prepacked: dict[str, Any] = {}  # tensors, and packed matrices and experts
+        for variable in graph.variables:  # one at a time: `variables` may read each from a file
             value = checked(variables, variable).detach().to(device)
-            self.laid_out[variable.name] = self._lay_out(variable.name, value)
-        multiplied = self._wanted.keys() | self._tied | self._experts.keys()
-        by_library = multiplied - self._alone - self._by_piece - self._packed
-        self.least_rows = FEW_ROWS if by_library and not fixed_rows else 1
+            self.prepacked[variable.name] = self._prepack(variable.name, value)
+        multiplied = self._linears.keys() | self._unpacked_linears | self._experts.keys()
+        by_library = multiplied - self._invariant_halves - self._by_piece - self._packed
+        self.least_rows = MIN_ROWS if by_library and not fixed_rows else 1
 
-    def _knows_all_products(self) -> bool:
-        """Whether there is no product but with matrices that are looked at here."""
-        known = self._wanted.keys() | self._experts.keys()
+    def _covers_all_products(self) -> bool:
+        """Whether every product is with a matrix that is checked here."""
+        known = self._linears.keys() | self._experts.keys()
         return all(
             isinstance(node.args[2], Ref) and node.args[2].name in known
             for node in self._graph.nodes
             if node.op in ("aten.addmm", EXPERT_LINEAR)
         )
 
-    def _lay_out(self, name: str, value: torch.Tensor) -> Any:
-        """A variable as it is kept."""
-        if not self._fixed and value.dtype in HALF and (name in self._wanted or name in self._tied):
-            (self._alone if self._is_invariant(name, value) else self._by_piece).add(name)
+    def _prepack(self, name: str, value: torch.Tensor) -> Any:
+        if (
+            not self._fixed_rows
+            and value.dtype in HALF
+            and (name in self._linears or name in self._unpacked_linears)
+        ):
+            (self._invariant_halves if self._is_half_invariant(name, value) else self._by_piece).add(name)
             return value.contiguous()
         packed = None
-        if not self._fixed and (name in self._wanted or name in self._experts):
+        if not self._fixed_rows and (name in self._linears or name in self._experts):
             packed = self._pack(name, value)
-        return self._stored.laid_out(name, value.contiguous()) if packed is None else packed
+        return self._quantised.prepack(name, value.contiguous()) if packed is None else packed
 
-    def _is_invariant(self, name: str, matrix: torch.Tensor) -> bool:
-        kind = tuple(matrix.shape), matrix.dtype, self._wanted.get(name, False)
-        if kind not in self._invariant:
-            self._invariant[kind] = is_batch_invariant(matrix, added=kind[2])
-        return self._invariant[kind]
+    def _is_half_invariant(self, name: str, matrix: torch.Tensor) -> bool:
+        kind = tuple(matrix.shape), matrix.dtype, self._linears.get(name, False)
+        if kind not in self._invariant_half:
+            self._invariant_half[kind] = is_half_batch_invariant(matrix, is_addmm=kind[2])
+        return self._invariant_half[kind]
 
     def _pack(self, name: str, value: torch.Tensor) -> Any:
-        """A matrix, or those of experts, packed; None where that cannot be had, or would take more memory than there is for it:
-        the library's products have to do then."""
-        is_expert = name not in self._wanted
-        transposed = self._experts[name] if is_expert else self._wanted[name]
+        """A packed matrix, or those of experts; None where they cannot be packed, or the padding exceeds its budget: then the library's
+        products are used."""
+        is_expert = name not in self._linears
+        transposed = self._experts[name] if is_expert else self._linears[name]
         matrices = value if is_expert else value[None]
-        each = matrices[0].t() if transposed else matrices[0]
-        added = len(matrices) * filling(each.shape[0]) * each.shape[1] * value.element_size()
+        first_matrix = matrices[0].t() if transposed else matrices[0]
+        added_bytes = (
+            len(matrices) * padding_rows(first_matrix.shape[0]) * first_matrix.shape[1] * value.element_size()
+        )
         packed = None
-        if added <= self._spare_bytes:
-            packed = pack_experts(value, transposed=transposed) if is_expert else pack(each)
+        if added_bytes <= self._padding_budget:
+            packed = pack_experts(value, transposed=transposed) if is_expert else pack(first_matrix)
         if packed is None:
-            self._require_agreement(each)
+            self._check_library_product(first_matrix)
         else:
             self._packed.add(name)
-            self._spare_bytes -= added
+            self._padding_budget -= added_bytes
         return packed
 
-    def _require_agreement(self, matrix: torch.Tensor) -> None:
-        """(out, in): of the library's own products."""
+    def _check_library_product(self, matrix: torch.Tensor) -> None:
+        """Test the library's products with a matrix (out, in)."""
         kind = tuple(matrix.shape), matrix.dtype
-        if kind not in self._agree:
-            self._agree[kind] = rows_agree(
+        if kind not in self._invariant_library:
+            self._invariant_library[kind] = is_batch_invariant(
                 lambda rows: torch._C._nn.linear(rows, matrix, None), matrix.shape[1], matrix
             )
-        self.rows_agree &= self._agree[kind]
+        self.batch_invariant &= self._invariant_library[kind]
 
-    def products(self, *, together: bool) -> dict[str, Callable[..., torch.Tensor]]:
-        """What computes which node; `together`: sequences are run end to end."""
-        found = dict(self._stored.products)
+    def products(self, *, batched: bool) -> dict[str, Callable[..., torch.Tensor]]:
+        """Functions by the node that they compute in place of its operator. `batched`: sequences run end to end."""
+        functions = dict(self._quantised.products)
         for node in self._graph.nodes:
             match node.op, *node.args:
                 case "aten.linear", _, Ref() as matrix, _:
-                    if (product := self._linear(matrix.name, together)) is not None:
-                        found[node.name] = product
+                    if (product := self._linear(matrix.name, batched)) is not None:
+                        functions[node.name] = product
                 case "aten.embedding", Ref() as table, *_ if table.name in self._packed:
-                    found[node.name] = embedding
+                    functions[node.name] = embedding
                 case "aten.addmm", _, _, Ref() as matrix, *_ if matrix.name in self._packed:
-                    found[node.name] = addmm
-                case "aten.addmm", _, _, Ref() as matrix, *_ if together and matrix.name in self._by_piece:
-                    found[node.name] = self.by_piece.addmm
+                    functions[node.name] = addmm
+                case "aten.addmm", _, _, Ref() as matrix, *_ if batched and matrix.name in self._by_piece:
+                    functions[node.name] = self.by_piece.addmm
                 case "fusion.expert_linear", _, _, Ref() as matrix, *_:
-                    found[node.name] = self._expert_linear(matrix.name, together)
-        return found
+                    functions[node.name] = self._expert_linear(matrix.name, batched)
+        return functions
 
-    def _linear(self, matrix: str, together: bool) -> Callable[..., torch.Tensor] | None:
-        """None: the library's, as it is."""
+    def _linear(self, matrix: str, batched: bool) -> Callable[..., torch.Tensor] | None:
+        """None: the operator itself."""
         if matrix in self._packed:
             return linear
-        if together and matrix in self._by_piece:
+        if batched and matrix in self._by_piece:
             return self.by_piece.linear
-        if together and not self._fixed and matrix not in self._wanted.keys() | self._alone:
+        if batched and not self._fixed_rows and matrix not in self._linears.keys() | self._invariant_halves:
             return row_by_row
         return None
 
-    def _expert_linear(self, matrix: str, together: bool) -> Callable[..., torch.Tensor]:
+    def _expert_linear(self, matrix: str, batched: bool) -> Callable[..., torch.Tensor]:
         if matrix in self._packed:
             return packed_expert_linear
         if self._kernels is not None:
             kernel: Callable[..., torch.Tensor] = self._kernels.experts.expert_linear
             return kernel
-        if self._fixed and together:
-            return fixed_expert_linear(self._fixed)
+        if self._fixed_rows and batched:
+            return fixed_expert_linear(self._fixed_rows)
         return padded_expert_linear
 
 
 def _linear_matrices(graph: Graph) -> set[str]:
-    """The variables that some `aten.linear` reads as its matrix."""
-    read = {
+    """The variables that an `aten.linear` reads as its matrix."""
+    matrices = {
         node.args[1].name
         for node in graph.nodes
         if node.op == "aten.linear" and isinstance(node.args[1], Ref)
     }
-    return read & graph.variable_names
+    return matrices & graph.variable_names

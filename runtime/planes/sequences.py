@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from fusion.runtime.planes.attention import Scored, all_attention, runs_singly, single_attention
+from fusion.runtime.planes.attention import Scored, all_attention, single_attention, supports_single
 from fusion.runtime.planes.kv_cache import SessionCache
 
 Part = Callable[[torch.Tensor], torch.Tensor]  # of a tensor along the rows, those of one piece
@@ -38,7 +38,7 @@ class Sequences:
         scored: Scored | None = None,
     ) -> torch.Tensor:
         """Each piece to its own sequence, as it would alone."""
-        if self._single and runs_singly(query, self._caches[0].memory(slot), scored):
+        if self._single and supports_single(query, self._caches[0].memory(slot), scored):
             rows = partial(torch.narrow, dim=2, start=0, length=len(self._positions))
             kept = [memory for cache in self._caches for memory in [cache.memory(slot)] * len(cache.running)]
             found = single_attention(

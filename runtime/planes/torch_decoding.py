@@ -20,7 +20,7 @@ from fusion.runtime.planes.kv_cache import KeptShape, KeptSource, SessionCache
 from fusion.runtime.planes.matrices import Matrices
 from fusion.runtime.planes.plane import Piece, Tensors
 from fusion.runtime.planes.products.fused_rows import fused_rows
-from fusion.runtime.planes.products.packed import padded
+from fusion.runtime.planes.products.packed import padded_rows
 from fusion.runtime.planes.sequences import Sequences
 from fusion.runtime.planes.sessions import Sessions, slot_shapes, state_bytes_of
 from fusion.runtime.planes.stage_values import joined, output_keys, positions_of, selected
@@ -43,13 +43,13 @@ class TorchDecodingStage(Sessions[SessionCache]):
             stage = both.decode
         self._slots = slot_shapes(stage.graph)
         self._state_bytes = state_bytes_of(stage.graph)
-        layout = end_to_end(stage.graph) if matrices.rows_agree else None
+        layout = end_to_end(stage.graph) if matrices.batch_invariant else None
         self._layout = layout
         self.least_rows = matrices.least_rows  # how many rows run at once at least
         self._by_piece = matrices.by_piece
         self._idle = both is not None and not stage.graph.outputs  # all that is here is an encoder's
         self.together = layout is not None or self._idle  # whether pieces run as one
-        products = matrices.products(together=layout is not None)
+        products = matrices.products(batched=layout is not None)
         last = layout.last if layout is not None else frozenset[str]()
         cpu = self.device.type == "cpu"
         self._program = compile_graph(
@@ -61,7 +61,9 @@ class TorchDecodingStage(Sessions[SessionCache]):
             fused=fused_rows(stage.graph, {*products, *last}) if cpu else {},
         )
         # What stands for keys and values of the source is with each session.
-        self._variables: tuple[Any, ...] = tuple(matrices.laid_out.get(v.name) for v in stage.graph.variables)
+        self._variables: tuple[Any, ...] = tuple(
+            matrices.prepacked.get(v.name) for v in stage.graph.variables
+        )
         if self._slots and layout is None:
             self._program.sizes.require("sequence")
         self._keys = output_keys(stage)
@@ -122,7 +124,7 @@ class TorchDecodingStage(Sessions[SessionCache]):
         self, layout: EndToEnd, pieces: Sequence[Piece], caches: Sequence[SessionCache]
     ) -> list[dict[str, torch.Tensor]]:
         lengths = self._begin(layout, pieces, caches)
-        rows = padded(sum(lengths), least=self.least_rows)
+        rows = padded_rows(sum(lengths), min_rows=self.least_rows)
         laid, shown = self._laid(layout, pieces, rows), [piece.shown for piece in pieces]
         outputs = self._of_sequences(laid, pieces, caches, lengths, shown, rows)
         return self._parted(layout, outputs, caches, lengths, shown)
@@ -189,7 +191,7 @@ class TorchDecodingStage(Sessions[SessionCache]):
             for end, count in zip(accumulate(lengths), shown, strict=True)
             for n in range(count, 0, -1)
         ]
-        least = rows if len(ends) == sum(lengths) else padded(len(ends), least=self.least_rows)
+        least = rows if len(ends) == sum(lengths) else padded_rows(len(ends), min_rows=self.least_rows)
         ends += ends[-1:] * (least - len(ends))
         self._by_piece.begin(lengths, [piece.singly for piece in pieces], rows)
         state = Sequences(caches, lengths, rows, torch.tensor(ends, device=self.device))
@@ -212,11 +214,11 @@ class _Encoder:
         self._slots = both.slots
         self._types = [stage.graph.types[ref] for ref in both.keys_and_values]
         self._keys = output_keys(stage)
-        products = matrices.products(together=False)
+        products = matrices.products(batched=False)
         self._program = compile_graph(
             stage.graph, device, training=False, products=products, passed=(SOURCE,)
         )
-        self._variables = tuple(matrices.laid_out[v.name] for v in stage.graph.variables)
+        self._variables = tuple(matrices.prepacked[v.name] for v in stage.graph.variables)
 
     def kept(self, length: int) -> KeptSource:
         sizes = {"batch": 1, SOURCE: length}

@@ -20,7 +20,7 @@ from fusion.dag.ir.opset_spec import OpSpec
 from fusion.runtime.planes.dropout import dropout, dropout_attention
 from fusion.runtime.planes.products.experts import expert_linear
 from fusion.runtime.planes.products.quantised import embedding, linear
-from fusion.runtime.planes.products.quantised_experts import expert_linear as stored_expert_linear
+from fusion.runtime.planes.products.quantised_experts import expert_linear as quantised_expert_linear
 from fusion.runtime.planes.recurrence import recurrence
 from fusion.runtime.planes.sequences import (
     cached_attention,
@@ -161,8 +161,8 @@ _SPELLINGS: dict[str, Spelling] = {
     "fusion.div_trunc": _plain(_div_trunc),
     "fusion.linear_int8": _plain(linear),
     "fusion.linear_int4": _plain(linear),
-    "fusion.expert_linear_int8": _plain(stored_expert_linear),
-    "fusion.expert_linear_int4": _plain(stored_expert_linear),
+    "fusion.expert_linear_int8": _plain(quantised_expert_linear),
+    "fusion.expert_linear_int4": _plain(quantised_expert_linear),
     "fusion.embedding_int8": _plain(embedding),
     "fusion.embedding_int4": _plain(embedding),
     "aten.add.Tensor": _arithmetic(operator.add, torch.add),

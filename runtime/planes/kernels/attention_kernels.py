@@ -1,7 +1,7 @@
-"""Attention of single positions to the caches of their sessions, in Triton: a row's bits depend on its own sequence alone.
+"""Decode attention in Triton: single positions to the KV caches of their sessions. Batch-invariant.
 
-Keys and values lie where each session has them; a table says where. A sequence is summed up in chunks of so many keys, and the
-chunks in order, whatever the others' lengths are (flash decoding, with splits that are fixed).
+Each session has its own cache; a table holds their addresses. A sequence is reduced in chunks of CHUNK keys, and then the chunks in
+order, whatever the lengths of the others (flash decoding with a fixed split size).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -12,10 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-CHUNK = 256  # keys that one program of a kernel sums up
-_BLOCK = 64  # of them at once
-_WIDEST = 128  # of a head, for so many at once
-ENTRY = 3  # numbers of the table for a row: where its keys are, where its values are, and for how many positions there is room
+CHUNK = 256  # keys of one program
+_BLOCK = 64  # keys at once
+_MAX_BLOCK_WIDTH = 128  # of a head, for blocks of this size
+ENTRY = (
+    3  # integers of the table for a row: addresses of its keys and values, and positions allocated for them
+)
 
 
 def attend(
@@ -24,15 +26,15 @@ def attend(
     value: torch.Tensor,  # (1, key heads, rows, value width)
     table: torch.Tensor,  # (rows, ENTRY) int64
     positions: torch.Tensor,  # (rows,) int64; -1 for a row that is padding
-    chunks: int,  # of CHUNK keys, in the longest sequence at most
+    chunks: int,  # of CHUNK keys, at least as many as the longest sequence has
     scale: float | None,
     window: int | None,
     softcap: float | None = None,
-    slopes: torch.Tensor | None = None,  # (heads,) float32: what a position further away adds to a score
-    sinks: torch.Tensor | None = None,  # (heads,): scores of a key that each row sees and that has no value
+    slopes: torch.Tensor | None = None,  # (heads,) float32, as in ALiBi
+    sinks: torch.Tensor | None = None,  # (heads,): scores of a virtual key without a value
 ) -> torch.Tensor:
-    """Store each row's key and value at its position, and let it see all positions up to its own, or the last `window`:
-    (1, heads, rows, value width). Rows of one sequence come in the order of their positions. Scores are float32."""
+    """Store each row's key and value at its position, and attend to all positions up to it, or to the last `window`. Rows of one sequence
+    come in the order of their positions. Scores are float32. Returns (1, heads, rows, value width)."""
     _, heads, rows, width = query.shape
     key_heads, value_width = key.shape[1], value.shape[3]
     query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))
@@ -58,7 +60,7 @@ def attend(
         CAPPED=softcap is not None,
         GROUP=heads // key_heads,
         CHUNK=CHUNK,
-        BLOCK=_BLOCK if max(width, value_width) <= _WIDEST else _BLOCK // 2,
+        BLOCK=_BLOCK if max(width, value_width) <= _MAX_BLOCK_WIDTH else _BLOCK // 2,
         WINDOW=0 if window is None else window,
         ENTRY=ENTRY,
         **sizes,
@@ -79,18 +81,18 @@ def _append(
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, PADDED_VALUE_WIDTH: tl.constexpr, ENTRY: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
-    at = tl.load(positions + row)
-    if at >= 0:
+    position = tl.load(positions + row)
+    if position >= 0:
         keys = tl.load(table + row * ENTRY).to(key.dtype)
         values = tl.load(table + row * ENTRY + 1).to(value.dtype)
-        place = head * tl.load(table + row * ENTRY + 2) + at
+        cache_row = head * tl.load(table + row * ENTRY + 2) + position
         columns, value_columns = tl.arange(0, PADDED_WIDTH), tl.arange(0, PADDED_VALUE_WIDTH)
         new = tl.load(key + head * key_head + row * key_row + columns, mask=columns < WIDTH)
-        tl.store(keys + place * WIDTH + columns, new, mask=columns < WIDTH)
+        tl.store(keys + cache_row * WIDTH + columns, new, mask=columns < WIDTH)
         new = tl.load(
             value + head * value_head + row * value_row + value_columns, mask=value_columns < VALUE_WIDTH
         )
-        tl.store(values + place * VALUE_WIDTH + value_columns, new, mask=value_columns < VALUE_WIDTH)
+        tl.store(values + cache_row * VALUE_WIDTH + value_columns, new, mask=value_columns < VALUE_WIDTH)
 
 
 @triton.jit
@@ -100,17 +102,17 @@ def _attend_chunk(
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, PADDED_VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     row, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    at = tl.load(positions + row).to(tl.int32)
+    position = tl.load(positions + row).to(tl.int32)
     first = 0
     if WINDOW > 0:
-        first = tl.maximum(at + 1 - WINDOW, 0)
-    low, high = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, at + 1)
+        first = tl.maximum(position + 1 - WINDOW, 0)
+    low, high = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, position + 1)
     if (low < high) & (first < high):
         if WINDOW > 0:
             low = tl.maximum(low, first - first % BLOCK)
         keys = tl.load(table + row * ENTRY).to(key.dtype)
         values = tl.load(table + row * ENTRY + 1).to(value.dtype)
-        begin = (head // GROUP) * tl.load(table + row * ENTRY + 2)
+        cache_row = (head // GROUP) * tl.load(table + row * ENTRY + 2)
         columns, value_columns = tl.arange(0, PADDED_WIDTH), tl.arange(0, PADDED_VALUE_WIDTH)
         q = tl.load(query + head * query_head + row * query_row + columns, mask=columns < WIDTH, other=0.0)
         q = q.to(tl.float32)
@@ -120,7 +122,7 @@ def _attend_chunk(
         for start in range(low, high, BLOCK):
             key_positions = start + tl.arange(0, BLOCK)
             visible = (key_positions < high) & (key_positions >= first)
-            offsets = (begin + key_positions)[:, None]
+            offsets = (cache_row + key_positions)[:, None]
             k_block = tl.load(
                 keys + offsets * WIDTH + columns[None, :],
                 mask=visible[:, None] & (columns < WIDTH)[None, :],
@@ -128,10 +130,10 @@ def _attend_chunk(
             )
             scores = tl.sum(q[None, :] * k_block.to(tl.float32), 1) * scale
             if CAPPED:
-                ratio = scores / softcap  # tanh of it, from what Triton has everywhere
+                ratio = scores / softcap  # tanh from exp, which every version of Triton has
                 scores = softcap * (2 / (1 + tl.exp(-2 * ratio)) - 1)
             if slopes is not None:
-                scores += tl.load(slopes + head) * (key_positions - at).to(tl.float32)
+                scores += tl.load(slopes + head) * (key_positions - position).to(tl.float32)
             scores = tl.where(visible, scores, float("-inf"))
             new_max = tl.maximum(running_max, tl.max(scores, 0))
             p = tl.exp(scores - new_max)
@@ -144,10 +146,10 @@ def _attend_chunk(
             acc = acc * rescale + tl.sum(p[:, None] * v_block.to(tl.float32), 0)
             running_sum = running_sum * rescale + tl.sum(p, 0)
             running_max = new_max
-        place = (row * tl.num_programs(1) + head) * tl.num_programs(2) + chunk
-        tl.store(partial_sums + place * VALUE_WIDTH + value_columns, acc, mask=value_columns < VALUE_WIDTH)
-        tl.store(partial_stats + place * 2, running_max)
-        tl.store(partial_stats + place * 2 + 1, running_sum)
+        partial = (row * tl.num_programs(1) + head) * tl.num_programs(2) + chunk
+        tl.store(partial_sums + partial * VALUE_WIDTH + value_columns, acc, mask=value_columns < VALUE_WIDTH)
+        tl.store(partial_stats + partial * 2, running_max)
+        tl.store(partial_stats + partial * 2 + 1, running_sum)
 
 
 @triton.jit
@@ -156,29 +158,29 @@ def _reduce_chunks(
     CHUNK: tl.constexpr, WINDOW: tl.constexpr, VALUE_WIDTH: tl.constexpr, PADDED_VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
-    at = tl.load(positions + row).to(tl.int32)
+    position = tl.load(positions + row).to(tl.int32)
     first = 0
     if WINDOW > 0:
-        first = tl.maximum(at + 1 - WINDOW, 0)
+        first = tl.maximum(position + 1 - WINDOW, 0)
     value_columns = tl.arange(0, PADDED_VALUE_WIDTH)
-    line = row * tl.num_programs(1) + head
+    output_row = row * tl.num_programs(1) + head
     acc = tl.zeros([PADDED_VALUE_WIDTH], dtype=tl.float32)
-    running_sum = 1.0  # of a row that is padding
-    if at >= 0:
+    running_sum = 1.0  # for padding rows
+    if position >= 0:
         running_max = float("-inf")
         running_sum = 0.0
-        for chunk in range(first // CHUNK, at // CHUNK + 1):
-            place = line * chunks + chunk
-            chunk_max = tl.load(partial_stats + place * 2)
+        for chunk in range(first // CHUNK, position // CHUNK + 1):
+            partial = output_row * chunks + chunk
+            chunk_max = tl.load(partial_stats + partial * 2)
             new_max = tl.maximum(running_max, chunk_max)
             rescale, chunk_rescale = tl.exp(running_max - new_max), tl.exp(chunk_max - new_max)
             chunk_sum = tl.load(
-                partial_sums + place * VALUE_WIDTH + value_columns,
+                partial_sums + partial * VALUE_WIDTH + value_columns,
                 mask=value_columns < VALUE_WIDTH,
                 other=0.0,
             )
             acc = acc * rescale + chunk_sum * chunk_rescale
-            running_sum = running_sum * rescale + tl.load(partial_stats + place * 2 + 1) * chunk_rescale
+            running_sum = running_sum * rescale + tl.load(partial_stats + partial * 2 + 1) * chunk_rescale
             running_max = new_max
         if sinks is not None:
             sink = tl.load(sinks + head).to(tl.float32)
@@ -186,7 +188,7 @@ def _reduce_chunks(
             acc = acc * tl.exp(running_max - new_max)
             running_sum = running_sum * tl.exp(running_max - new_max) + tl.exp(sink - new_max)
     tl.store(
-        out + line * VALUE_WIDTH + value_columns,
+        out + output_row * VALUE_WIDTH + value_columns,
         (acc / running_sum).to(out.dtype.element_ty),
         mask=value_columns < VALUE_WIDTH,
     )

@@ -1,4 +1,4 @@
-"""The kernels, where there are any: Triton comes with torch for CUDA on Linux, and needs a C compiler."""
+"""The Triton kernels, where they run: Triton comes with torch for CUDA on Linux, and needs a C compiler."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Kernels(NamedTuple):
 
 @cache
 def kernels() -> Kernels | None:
-    """None, and one line in the log, where Triton is not installed or one of them does not run. In the worker's thread."""
+    """The kernels; None, with one line in the log, where Triton is not installed or a test kernel fails. Runs in the worker's thread."""
     try:
         from fusion.runtime.planes.kernels import attention_kernels, expert_kernels, quantised_kernels
 
-        _try(expert_kernels)
-    except Exception as error:  # Triton's own, the compiler's, the driver's: there is no list of them
+        _test(expert_kernels)
+    except Exception as error:  # Triton's, the compiler's or the driver's errors: there is no list of them
         logger.warning("no kernel of Triton runs on this GPU, so it decodes slowly: %s", error_line(error))
         return None
     return Kernels(attention_kernels, expert_kernels, quantised_kernels)
 
 
-def _try(kernels: ModuleType) -> None:
-    """RuntimeError where a product is not what it should be."""
+def _test(kernels: ModuleType) -> None:
+    """Raises RuntimeError where a product is wrong."""
     rows, matrices = torch.ones(1, 16, device="cuda"), torch.ones(1, 16, 16, device="cuda")
-    made = kernels.expert_linear(rows, rows.new_zeros(1, dtype=torch.int64), matrices, None, 0, 1, False)
-    if made.tolist() != [[16.0] * 16]:
+    product = kernels.expert_linear(rows, rows.new_zeros(1, dtype=torch.int64), matrices, None, 0, 1, False)
+    if product.tolist() != [[16.0] * 16]:
         raise RuntimeError("a product of ones is not their sum")

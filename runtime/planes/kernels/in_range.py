@@ -1,8 +1,8 @@
-"""Indices that stay within their tables, for what torch computes on CUDA.
+"""Clamps indices to their tables, for torch's operators on CUDA.
 
-Indices are data, perhaps a stranger's. On a CPU one beyond its table is an IndexError; on CUDA it ends, some time after the call, all
-that the process could still compute there. So it is moved into the table first, and what is made with it is not a number (of
-whole numbers the least), for which an answer or a step of training fails.
+Indices are untrusted data. On a CPU, one out of range raises IndexError; on CUDA it fails an assertion on the device, after which the
+process can compute nothing more there. So indices are clamped first, and results of those out of range are NaN (of integers the
+minimum), for which a generation or a training step fails.
 """
 
 from __future__ import annotations
@@ -17,102 +17,102 @@ from fusion.dag.ir.opset_index import INDEXED, IndexKind
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
-# The arguments to call an operator with, and whether one of them had to be moved: a single truth, or one for each number made.
-Moved = tuple[Args, Tensor]
+# The arguments with clamped indices, and which were out of range: one boolean, or one for each element of the result.
+Clamped = tuple[Args, Tensor]
 
 
 @cache
 def in_range(op: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What computes `op` in place of `function`, which is all of it but for the indices."""
+    """`function`, which computes `op`, with its indices clamped."""
     if op not in INDEXED:
         return function
-    moved_into = _MOVED[INDEXED[op]]
+    clamp_indices = _CLAMPS[INDEXED[op]]
 
-    def within(*args: Any, **named: Any) -> Tensor:
-        given, moved = moved_into(args)
-        made = function(*given, **named)
-        if made.dtype == torch.bool:
-            return made
-        floats = made.dtype.is_floating_point
-        return made.masked_fill(moved, float("nan") if floats else torch.iinfo(made.dtype).min)
+    def checked(*args: Any, **named: Any) -> Tensor:
+        clamped_args, out_of_range = clamp_indices(args)
+        output = function(*clamped_args, **named)
+        if output.dtype == torch.bool:
+            return output
+        floats = output.dtype.is_floating_point
+        return output.masked_fill(out_of_range, float("nan") if floats else torch.iinfo(output.dtype).min)
 
-    return within
+    return checked
 
 
-def _into(index: Tensor, size: int, least: int = 0) -> tuple[Tensor, Tensor]:
-    """The index within [least, size), and where that is another. IndexError if nothing is."""
+def _clamp(index: Tensor, size: int, low: int = 0) -> tuple[Tensor, Tensor]:
+    """The index clamped to [low, size), and where it was out of range. IndexError for an empty table."""
     if size == 0 and index.numel():
         raise IndexError("an index into a table without rows")
-    found = index.clamp(least, max(0, size - 1))
-    return found, found != index
+    clamped = index.clamp(low, max(0, size - 1))
+    return clamped, clamped != index
 
 
-def _rows_of(args: Args) -> Moved:
-    """weight, indices, ...: each row is by itself."""
-    found, moved = _into(args[1], args[0].shape[0])
-    return (args[0], found, *args[2:]), moved[..., None]
+def _clamp_rows(args: Args) -> Clamped:
+    """weight, indices, ...: each row has one index."""
+    clamped, out_of_range = _clamp(args[1], args[0].shape[0])
+    return (args[0], clamped, *args[2:]), out_of_range[..., None]
 
 
-def _stored_rows_of(args: Args) -> Moved:
+def _clamp_quantised_rows(args: Args) -> Clamped:
     """weight, scales, minimums, indices, dtype."""
-    found, moved = _into(args[3], args[0].shape[0])
-    return (*args[:3], found, args[4]), moved[..., None]
+    clamped, out_of_range = _clamp(args[3], args[0].shape[0])
+    return (*args[:3], clamped, args[4]), out_of_range[..., None]
 
 
-def _along(args: Args) -> Moved:
+def _clamp_along(args: Args) -> Clamped:
     """self, dim, index, ..."""
-    found, moved = _into(args[2], args[0].shape[args[1]] if args[0].dim() else 1)
-    return (*args[:2], found, *args[3:]), moved.any()
+    clamped, out_of_range = _clamp(args[2], args[0].shape[args[1]] if args[0].dim() else 1)
+    return (*args[:2], clamped, *args[3:]), out_of_range.any()
 
 
-def _listed(args: Args) -> Moved:
-    """self, indices, ...: for each dimension one, which may count from the end, or none; or for several a mask."""
+def _clamp_listed(args: Args) -> Clamped:
+    """self, indices, ...: for each dimension an index, which may be negative, or None; or a mask over several dimensions."""
     indices: Sequence[Tensor | None] = args[1]
-    found, moved = list[Tensor | None](), torch.zeros((), dtype=torch.bool, device=args[0].device)
+    clamped, out_of_range = list[Tensor | None](), torch.zeros((), dtype=torch.bool, device=args[0].device)
     dim = 0
     for index in indices:
         mask = index is not None and index.dtype == torch.bool
         if index is not None and not mask:
             size = args[0].shape[dim]
-            index, beyond = _into(index, size, -size)
-            moved = moved | beyond.any()
-        found.append(index)
+            index, index_out_of_range = _clamp(index, size, -size)
+            out_of_range = out_of_range | index_out_of_range.any()
+        clamped.append(index)
         dim += index.dim() if index is not None and mask else 1
-    return (args[0], found, *args[2:]), moved
+    return (args[0], clamped, *args[2:]), out_of_range
 
 
-def _classes(args: Args) -> Moved:
+def _clamp_classes(args: Args) -> Clamped:
     """self, num_classes."""
-    found, moved = _into(args[0], args[1])
-    return (found, *args[1:]), moved.any()
+    clamped, out_of_range = _clamp(args[0], args[1])
+    return (clamped, *args[1:]), out_of_range.any()
 
 
-def _targets(args: Args) -> Moved:
+def _clamp_targets(args: Args) -> Clamped:
     """self, target, weight, reduction, ignore_index, ...: classes, or a probability for each."""
     scores, target, ignored = args[0], args[1], args[4]
     if target.is_floating_point():
         return args, torch.zeros((), dtype=torch.bool, device=target.device)
-    found, moved = _into(target, scores.shape[min(1, scores.dim() - 1)])
+    clamped, out_of_range = _clamp(target, scores.shape[min(1, scores.dim() - 1)])
     counted = target != ignored
-    return (scores, torch.where(counted, found, target), *args[2:]), (moved & counted).any()
+    return (scores, torch.where(counted, clamped, target), *args[2:]), (out_of_range & counted).any()
 
 
-def _probabilities(args: Args) -> Moved:
+def _clamp_probabilities(args: Args) -> Clamped:
     """self, target, ..."""
-    found, moved = list[Tensor](), []
-    for given in args[:2]:
-        inside = (given >= 0) & (given <= 1)  # not a number is not
-        found.append(torch.where(inside, given, 0.5))
-        moved.append(~inside.all())
-    return (*found, *args[2:]), moved[0] | moved[1]
+    clamped, out_of_range = list[Tensor](), []
+    for values in args[:2]:
+        inside = (values >= 0) & (values <= 1)  # False for NaN
+        clamped.append(torch.where(inside, values, 0.5))
+        out_of_range.append(~inside.all())
+    return (*clamped, *args[2:]), out_of_range[0] | out_of_range[1]
 
 
-_MOVED: Mapping[IndexKind, Callable[[Args], Moved]] = {
-    "rows": _rows_of,
-    "stored rows": _stored_rows_of,
-    "along": _along,
-    "listed": _listed,
-    "classes": _classes,
-    "targets": _targets,
-    "probabilities": _probabilities,
+_CLAMPS: Mapping[IndexKind, Callable[[Args], Clamped]] = {
+    "rows": _clamp_rows,
+    "stored rows": _clamp_quantised_rows,
+    "along": _clamp_along,
+    "listed": _clamp_listed,
+    "classes": _clamp_classes,
+    "targets": _clamp_targets,
+    "probabilities": _clamp_probabilities,
 }

@@ -1,17 +1,16 @@
-"""Products of rows with a matrix, and attention of single positions, for stages that decode: batch-invariant: a row has the same
-bits in any batch.
+"""Products of rows with matrices, and decode attention, for decoding stages. Batch-invariant: a row has the same bits in any batch.
 
-machine_code        functions that LLVM makes for this machine
-attention_code      attention of single positions, as machine code
-single_queries      all that run at once in one call
-row_code            norms, rotary positions and gates, as machine code
-fused_rows          which nodes of a graph these compute
-packed_code         products with matrices of float32, as machine code
-packed              how such matrices lie, and what a library does where there is no such code
-half                products in half precision, by piece where a row's bits depend on whether it comes alone
-quantised_code      products with matrices stored as int8 and int4, as machine code
-quantised           the same on any device, and how such matrices lie
-experts             products of rows with the matrix that each has chosen, rows sorted by it
-quantised_experts   the same with matrices stored as int8 and int4
-stored              the quantised matrices of a stage, and what computes the nodes that read them
+machine_code         functions that LLVM compiles for this machine
+attention_code       decode attention, as machine code
+single_queries       decode attention of a batch in one call
+row_code             RMS norm, rotary positions and SiLU gates, as machine code
+fused_rows           fuses nodes of a graph into these
+packed_code          products with float32 matrices, as machine code
+packed               packs such matrices; the library's products where there is no machine code
+half                 products in half precision, one a piece where the library's are not batch-invariant
+quantised_code       products with matrices of int8 and int4, as machine code
+quantised            the same on any device, and packed
+experts              products of rows with the matrices of experts (grouped GEMM)
+quantised_experts    the same with matrices of int8 and int4
+quantised_matrices   the quantised matrices of a stage, and the functions for the nodes that read them
 """

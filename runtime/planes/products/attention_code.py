@@ -1,8 +1,8 @@
 """Attention of single positions to the keys and values of their own sequences, as machine code.
 
-A library's takes a call for each sequence, and a few more to store what is new and to find what is kept: for sequences of a
-few hundred positions most of what it takes. Here one call does a layer's for all of them. The scores of a
-position are computed key by key and its softmax in one order, whatever other positions there are.
+A library needs a call for each sequence, and a few more to store the new keys and values and to look up the cached ones: for sequences
+of a few hundred positions, these calls take most of its time. Here one call computes the attention of a layer for all sequences.
+Scores are computed key by key, and the softmax in a fixed reduction order, so a position's bits do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -12,259 +12,297 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from fusion.runtime.planes.products.machine_code import LANES, Code, Function, compiled
+from fusion.runtime.planes.products.machine_code import LANES, Code, Function, jit_compile
 
-ENTRY = 4  # whole numbers of the table for each position
-_KEYS = 4  # whose scores are computed at once: their sums wait for each other otherwise
-_VECTORS = 4  # of a value's width that are summed at once
+ENTRY = 4  # integers of the table for each position
+_KEYS_PER_STEP = 4  # whose scores are computed at once, which hides the latency of the multiply-adds
+_VECTORS_PER_STEP = 4  # of a value row, summed at once
 
 
 @cache
 def attention() -> Function | None:
-    """(queries, new keys, new values, table, slopes, sinks, scores, output; first head of the keys, last, how many there are,
-    queries' heads for each, positions, width of a key, of a value, floats from one head of the queries to the next and from one
-    position to the next, the same of new keys and of new values, of scores from one head to the next, window, bits of the scale,
-    of the cap).
+    """A function of (queries, new keys, new values, table, slopes, sinks, scores, output; first key head, last, number of key heads,
+    query heads per key head, positions, key width, value width; the head and position strides, in floats, of queries, new keys and new
+    values; head stride of scores, window, bits of the scale, bits of the cap).
 
-    The table has (address of the keys, of the values, positions that these have room for in each head, position) for each
-    position. What is new is stored there first; then the position sees all up to itself, or the last of them, as many as the
-    window has, if that is not 0. Slopes and sinks are one a head of the queries, their addresses 0 where there are none, and so is the
-    cap of the scores (`fusion.cached_attention_scored`). Output: (positions, heads, width of a value), contiguous. Scores have
-    room for LANES more than a position sees at most. None where there is no such code for this machine."""
-    return compiled(8, 17, _write)
+    The table holds (address of the cached keys, of the cached values, positions allocated per head, position) for each position. New
+    keys and values are stored in the cache first; then the position attends to all positions up to itself, or to the last `window` of
+    them where that is not 0. Slopes and sinks have one number per query head; their addresses, and the cap of the scores, are 0 where
+    there are none (`fusion.cached_attention_scored`). Output: (positions, heads, value width), contiguous. `scores` needs room for
+    LANES more than the most positions that one attends to. None where this machine is not supported."""
+    return jit_compile(8, 17, _write)
 
 
-Place = tuple[Any, Any]  # an address, and how many floats behind it something begins
+Pointer = tuple[Any, Any]  # an address, and an offset in floats
 
 
 def _write(code: Code) -> None:
-    at = code.at
-    queries, new_keys, new_values, table, slopes, sinks, scores, made, *numbers = code.arguments
-    first, last, groups, each, positions, width, value_width, *strides, room, window, scale, cap = numbers
-    scale, cap = (at.bitcast(at.trunc(bits, code.ir.IntType(32)), code.float) for bits in (scale, cap))
-    # How often a loop runs that is for these alone: once or not at all.
-    has_cap = at.zext(at.fcmp_ordered("!=", cap, code.zero), code.word)
-    has_slopes, has_sinks = (
-        at.zext(at.icmp_unsigned("!=", at.ptrtoint(address, code.word), code.number(0)), code.word)
+    build = code.builder
+    queries, new_keys, new_values, table, slopes, sinks, scores, output, *sizes = code.arguments
+    first, last, groups, group_queries, positions, width, value_width, *strides, room, window, scale, cap = (
+        sizes
+    )
+    scale, cap = (
+        build.bitcast(build.trunc(bits, code.ir.IntType(32)), code.float32) for bits in (scale, cap)
+    )
+    # `Code` has no branches: a loop of one or no iterations stands for one.
+    cap_runs = build.zext(build.fcmp_ordered("!=", cap, code.zero), code.int64)
+    slope_runs, sink_runs = (
+        build.zext(build.icmp_unsigned("!=", build.ptrtoint(address, code.int64), code.index(0)), code.int64)
         for address in (slopes, sinks)
     )
-    widths = [(code.whole(code.number(0), wide, LANES), wide) for wide in (width, value_width)]
+    vector_sizes = [(code.aligned_end(code.index(0), size, LANES), size) for size in (width, value_width)]
 
-    def head(group: Any, _: Sequence[Any]) -> Sequence[Any]:
-        def position(row: Any, _: Sequence[Any]) -> Sequence[Any]:
-            entry = at.mul(row, code.number(ENTRY))
-            *addresses, rows, own = (
-                code.load(table, at.add(entry, code.number(n)), code.word) for n in range(ENTRY)
+    def run_head(group: Any, _: Sequence[Any]) -> Sequence[Any]:
+        def run_position(row: Any, _: Sequence[Any]) -> Sequence[Any]:
+            entry = build.mul(row, code.index(ENTRY))
+            *addresses, room_positions, own_position = (
+                code.load(table, build.add(entry, code.index(n)), code.int64) for n in range(ENTRY)
             )
-            keys, values = (at.inttoptr(address, code.ir.PointerType()) for address in addresses)
-            before = at.mul(group, rows)
-            for given, kept, wide, n in ((new_keys, keys, widths[0], 2), (new_values, values, widths[1], 4)):
-                start = at.add(at.mul(group, strides[n]), at.mul(row, strides[n + 1]))
-                _copy(code, (given, start), (kept, at.mul(at.add(before, own), wide[1])), wide)
-            until = at.add(own, code.number(1))
-            cut = at.and_(
-                at.icmp_unsigned("!=", window, code.number(0)), at.icmp_unsigned(">", until, window)
+            keys, values = (build.inttoptr(address, code.ir.PointerType()) for address in addresses)
+            head_start = build.mul(group, room_positions)
+            for source, cached, size, stride in (
+                (new_keys, keys, vector_sizes[0], 2),
+                (new_values, values, vector_sizes[1], 4),
+            ):
+                start = build.add(build.mul(group, strides[stride]), build.mul(row, strides[stride + 1]))
+                _copy_row(
+                    code,
+                    (source, start),
+                    (cached, build.mul(build.add(head_start, own_position), size[1])),
+                    size,
+                )
+            end = build.add(own_position, code.index(1))
+            windowed = build.and_(
+                build.icmp_unsigned("!=", window, code.index(0)), build.icmp_unsigned(">", end, window)
             )
-            begin = at.select(cut, at.sub(until, window), code.number(0))
-            seen, start = at.sub(until, begin), at.add(before, begin)
+            first_seen = build.select(windowed, build.sub(end, window), code.index(0))
+            seen, start = build.sub(end, first_seen), build.add(head_start, first_seen)
 
-            def query(number: Any, _: Sequence[Any]) -> Sequence[Any]:
-                which = at.add(at.mul(group, each), number)
-                asked = (queries, at.add(at.mul(which, strides[0]), at.mul(row, strides[1])))
-                held = (scores, at.mul(which, room))
-                _scores(code, asked, (keys, start), held, widths[0], seen, scale)
-                _cap(code, held, seen, has_cap, cap)
-                _pad(code, held, seen)
-                _slope(code, held, seen, has_slopes, (slopes, which))
-                total = _softmax(code, held, seen, has_sinks, (sinks, which))
-                place = at.mul(at.add(at.mul(row, at.mul(groups, each)), which), value_width)
-                _values(code, held, (values, start), (made, place), widths[1], seen, total)
+            def run_query(query_index: Any, _: Sequence[Any]) -> Sequence[Any]:
+                query_head = build.add(build.mul(group, group_queries), query_index)
+                query_row = (
+                    queries,
+                    build.add(build.mul(query_head, strides[0]), build.mul(row, strides[1])),
+                )
+                row_scores = (scores, build.mul(query_head, room))
+                _scores(code, query_row, (keys, start), row_scores, vector_sizes[0], seen, scale)
+                _cap_scores(code, row_scores, seen, cap_runs, cap)
+                _pad_scores(code, row_scores, seen)
+                _add_slopes(code, row_scores, seen, slope_runs, (slopes, query_head))
+                total = _softmax(code, row_scores, seen, sink_runs, (sinks, query_head))
+                output_start = build.mul(
+                    build.add(build.mul(row, build.mul(groups, group_queries)), query_head), value_width
+                )
+                _weighted_values(
+                    code, row_scores, (values, start), (output, output_start), vector_sizes[1], seen, total
+                )
                 return ()
 
-            code.loop(code.number(0), each, 1, query)
+            code.loop(code.index(0), group_queries, 1, run_query)
             return ()
 
-        code.loop(code.number(0), positions, 1, position)
+        code.loop(code.index(0), positions, 1, run_position)
         return ()
 
-    code.loop(first, last, 1, head)
+    code.loop(first, last, 1, run_head)
 
 
-def _copy(code: Code, given: Place, to: Place, width: tuple[Any, Any]) -> None:
-    """`width`, here and below: of how many floats there are whole vectors, and how many there are."""
-    whole, end = width
-    for begin, until, count in ((code.number(0), whole, LANES), (whole, end, 1)):
+def _copy_row(code: Code, source: Pointer, target: Pointer, width: tuple[Any, Any]) -> None:
+    """`width`, here and below: the floats in full vectors, and all floats."""
+    aligned, end = width
+    for begin, stop, count in ((code.index(0), aligned, LANES), (aligned, end, 1)):
 
-        def some(index: Any, _: Sequence[Any], count: int = count) -> Sequence[Any]:
-            found = code.load(given[0], code.at.add(given[1], index), code.float, count if count > 1 else 0)
-            code.store(found, to[0], code.at.add(to[1], index))
+        def copy(index: Any, _: Sequence[Any], count: int = count) -> Sequence[Any]:
+            values = code.load(
+                source[0], code.builder.add(source[1], index), code.float32, count if count > 1 else 0
+            )
+            code.store(values, target[0], code.builder.add(target[1], index))
             return ()
 
-        code.loop(begin, until, count, some)
+        code.loop(begin, stop, count, copy)
 
 
 def _scores(
-    code: Code, query: Place, keys: Place, scores: Place, width: tuple[Any, Any], seen: Any, scale: Any
+    code: Code, query: Pointer, keys: Pointer, scores: Pointer, width: tuple[Any, Any], seen: Any, scale: Any
 ) -> None:
-    """Of all keys that are seen, times the scale. `keys` begins with a whole key."""
-    at = code.at
-    whole, end = width
+    """Store the scaled scores of the `seen` keys; `keys` points to the first of them."""
+    build = code.builder
+    aligned, end = width
 
-    def some(count: int, first: Any, last: Any) -> None:
-        def several(key: Any, _: Sequence[Any]) -> Sequence[Any]:
-            starts = [at.mul(at.add(at.add(keys[1], key), code.number(k)), end) for k in range(count)]
+    def blocked(count: int, first: Any, last: Any) -> None:
+        def key_block(key: Any, _: Sequence[Any]) -> Sequence[Any]:
+            starts = [build.mul(build.add(build.add(keys[1], key), code.index(k)), end) for k in range(count)]
 
             def column(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
-                asked = code.load(query[0], at.add(query[1], index), code.float, LANES)
-                held = [code.load(keys[0], at.add(begin, index), code.float, LANES) for begin in starts]
-                return [code.fma(asked, key, total) for key, total in zip(held, sums, strict=True)]
+                query_values = code.load(query[0], build.add(query[1], index), code.float32, LANES)
+                key_values = [
+                    code.load(keys[0], build.add(begin, index), code.float32, LANES) for begin in starts
+                ]
+                return [
+                    code.fma(query_values, key, total) for key, total in zip(key_values, sums, strict=True)
+                ]
 
-            sums = code.loop(code.number(0), whole, LANES, column, [code.zeros] * count)
+            sums = code.loop(code.index(0), aligned, LANES, column, [code.zero_lanes] * count)
 
-            def rest(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
-                asked = code.load(query[0], at.add(query[1], index), code.float)
-                held = [code.load(keys[0], at.add(begin, index), code.float) for begin in starts]
-                return [at.fadd(total, at.fmul(asked, key)) for key, total in zip(held, sums, strict=True)]
+            def tail_column(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
+                query_values = code.load(query[0], build.add(query[1], index), code.float32)
+                key_values = [code.load(keys[0], build.add(begin, index), code.float32) for begin in starts]
+                return [
+                    build.fadd(total, build.fmul(query_values, key))
+                    for key, total in zip(key_values, sums, strict=True)
+                ]
 
-            totals = code.loop(whole, end, 1, rest, [code.sum(total) for total in sums])
+            totals = code.loop(aligned, end, 1, tail_column, [code.lane_sum(total) for total in sums])
             for k, total in enumerate(totals):
-                place = at.add(scores[1], at.add(key, code.number(k)))
-                code.store(at.fmul(total, scale), scores[0], place)
+                offset = build.add(scores[1], build.add(key, code.index(k)))
+                code.store(build.fmul(total, scale), scores[0], offset)
             return ()
 
-        code.loop(first, last, count, several)
+        code.loop(first, last, count, key_block)
 
-    together = code.whole(code.number(0), seen, _KEYS)
-    some(_KEYS, code.number(0), together)
-    some(1, together, seen)
+    aligned_keys = code.aligned_end(code.index(0), seen, _KEYS_PER_STEP)
+    blocked(_KEYS_PER_STEP, code.index(0), aligned_keys)
+    blocked(1, aligned_keys, seen)
 
 
-def _each(code: Code, scores: Place, seen: Any, change: Callable[[Any, Any], Any]) -> None:
-    """What `change` (index, scores) makes of them in place of each."""
+def _map_scores(code: Code, scores: Pointer, seen: Any, change: Callable[[Any, Any], Any]) -> None:
+    """Replace each vector of scores by `change(index, scores)`."""
 
-    def some(index: Any, _: Sequence[Any]) -> Sequence[Any]:
-        place = code.at.add(scores[1], index)
-        code.store(change(index, code.load(scores[0], place, code.float, LANES)), scores[0], place)
+    def apply(index: Any, _: Sequence[Any]) -> Sequence[Any]:
+        offset = code.builder.add(scores[1], index)
+        code.store(change(index, code.load(scores[0], offset, code.float32, LANES)), scores[0], offset)
         return ()
 
-    code.loop(code.number(0), seen, LANES, some)
+    code.loop(code.index(0), seen, LANES, apply)
 
 
-def _cap(code: Code, scores: Place, seen: Any, times: Any, cap: Any) -> None:
-    """cap * tanh(score / cap), where `times` is 1."""
-    at = code.at
+def _cap_scores(code: Code, scores: Pointer, seen: Any, runs: Any, cap: Any) -> None:
+    """Replace scores by cap * tanh(score / cap), where `runs` is 1."""
+    build = code.builder
 
     def capped(_: Any, value: Any) -> Any:
-        value = at.fdiv(value, code.spread(cap))
-        bits = at.bitcast(value, code.integers)
-        sign = at.and_(bits, code.whole_numbers(-(1 << 31)))
-        size = at.bitcast(at.and_(bits, code.whole_numbers((1 << 31) - 1)), code.floats)
-        less = code.exp(at.fmul(size, code.all(-2.0)))
-        found = at.fdiv(at.fsub(code.all(1.0), less), at.fadd(code.all(1.0), less))
-        found = at.bitcast(at.or_(at.bitcast(found, code.integers), sign), code.floats)
-        return at.fmul(found, code.spread(cap))
+        value = build.fdiv(value, code.splat(cap))
+        bits = build.bitcast(value, code.int_lanes)
+        sign = build.and_(bits, code.int_constant(-(1 << 31)))
+        size = build.bitcast(build.and_(bits, code.int_constant((1 << 31) - 1)), code.float_lanes)
+        exponential = code.exp(build.fmul(size, code.float_constant(-2.0)))
+        tanh = build.fdiv(
+            build.fsub(code.float_constant(1.0), exponential),
+            build.fadd(code.float_constant(1.0), exponential),
+        )
+        tanh = build.bitcast(build.or_(build.bitcast(tanh, code.int_lanes), sign), code.float_lanes)
+        return build.fmul(tanh, code.splat(cap))
 
     def once(_: Any, __: Sequence[Any]) -> Sequence[Any]:
-        _each(code, scores, seen, capped)
+        _map_scores(code, scores, seen, capped)
         return ()
 
-    code.loop(code.number(0), times, 1, once)
+    code.loop(code.index(0), runs, 1, once)
 
 
-def _pad(code: Code, scores: Place, seen: Any) -> None:
-    """-inf behind the last, up to whole vectors."""
-    lowest = code.ir.Constant(code.float, -math.inf)
+def _pad_scores(code: Code, scores: Pointer, seen: Any) -> None:
+    """Fill the last vector with -inf."""
+    masked = code.ir.Constant(code.float32, -math.inf)
 
     def pad(index: Any, _: Sequence[Any]) -> Sequence[Any]:
-        code.store(lowest, scores[0], code.at.add(scores[1], index))
+        code.store(masked, scores[0], code.builder.add(scores[1], index))
         return ()
 
-    code.loop(seen, code.at.add(seen, code.number(LANES)), 1, pad)
+    code.loop(seen, code.builder.add(seen, code.index(LANES)), 1, pad)
 
 
-def _slope(code: Code, scores: Place, seen: Any, times: Any, slope: Place) -> None:
-    """Plus the slope for each position from the last one back, where `times` is 1."""
-    at = code.at
-    places = code.ir.Constant(code.floats, [float(lane) for lane in range(LANES)])
+def _add_slopes(code: Code, scores: Pointer, seen: Any, runs: Any, slope: Pointer) -> None:
+    """Add slope * (position - last position), where `runs` is 1 (ALiBi)."""
+    build = code.builder
+    lane_offsets = code.ir.Constant(code.float_lanes, [float(lane) for lane in range(LANES)])
 
     def once(_: Any, __: Sequence[Any]) -> Sequence[Any]:
-        each = code.spread(code.load(*slope, code.float))
+        slopes = code.splat(code.load(*slope, code.float32))
 
-        def sloped(index: Any, value: Any) -> Any:
-            first = at.sitofp(at.sub(index, at.sub(seen, code.number(1))), code.float)
-            return at.fadd(value, at.fmul(each, at.fadd(code.spread(first), places)))
+        def add_slope(index: Any, value: Any) -> Any:
+            distance = build.sitofp(build.sub(index, build.sub(seen, code.index(1))), code.float32)
+            return build.fadd(value, build.fmul(slopes, build.fadd(code.splat(distance), lane_offsets)))
 
-        _each(code, scores, seen, sloped)
+        _map_scores(code, scores, seen, add_slope)
         return ()
 
-    code.loop(code.number(0), times, 1, once)
+    code.loop(code.index(0), runs, 1, once)
 
 
-def _softmax(code: Code, scores: Place, seen: Any, times: Any, sink: Place) -> Any:
-    """exp(score - the highest) in place of each; the sum of them, and of the sink's where `times` is 1."""
-    at = code.at
-    lowest = code.all(-math.inf)
+def _softmax(code: Code, scores: Pointer, seen: Any, sink_runs: Any, sink: Pointer) -> Any:
+    """Replace scores by exp(score - maximum); return their sum, with that of the sink where `sink_runs` is 1."""
+    build = code.builder
+    minimum = code.float_constant(-math.inf)
 
-    def higher(index: Any, carried: Sequence[Any]) -> Sequence[Any]:
-        found = code.load(scores[0], at.add(scores[1], index), code.float, LANES)
-        return [at.select(at.fcmp_ordered(">", found, carried[0]), found, carried[0])]
+    def maximum(index: Any, carried: Sequence[Any]) -> Sequence[Any]:
+        values = code.load(scores[0], build.add(scores[1], index), code.float32, LANES)
+        return [build.select(build.fcmp_ordered(">", values, carried[0]), values, carried[0])]
 
     def sink_score(_: Any, __: Sequence[Any]) -> Sequence[Any]:
-        return [code.load(*sink, code.float)]
+        return [code.load(*sink, code.float32)]
 
-    (most,) = code.loop(code.number(0), seen, LANES, higher, [lowest])
-    (own,) = code.loop(code.number(0), times, 1, sink_score, [code.ir.Constant(code.float, -math.inf)])
-    highest = own
+    (lane_maxima,) = code.loop(code.index(0), seen, LANES, maximum, [minimum])
+    (sink_value,) = code.loop(
+        code.index(0), sink_runs, 1, sink_score, [code.ir.Constant(code.float32, -math.inf)]
+    )
+    highest = sink_value
     for lane in range(LANES):
-        one = at.extract_element(most, code.ir.Constant(code.ir.IntType(32), lane))
-        highest = at.select(at.fcmp_ordered(">", one, highest), one, highest)
-    most = code.spread(highest)
+        lane_value = build.extract_element(lane_maxima, code.ir.Constant(code.ir.IntType(32), lane))
+        highest = build.select(build.fcmp_ordered(">", lane_value, highest), lane_value, highest)
+    lane_maxima = code.splat(highest)
 
-    def some(index: Any, carried: Sequence[Any]) -> Sequence[Any]:
-        place = at.add(scores[1], index)
-        found = code.exp(at.fsub(code.load(scores[0], place, code.float, LANES), most))
-        code.store(found, scores[0], place)
-        return [at.fadd(carried[0], found)]
+    def exponentials(index: Any, carried: Sequence[Any]) -> Sequence[Any]:
+        offset = build.add(scores[1], index)
+        values = code.exp(build.fsub(code.load(scores[0], offset, code.float32, LANES), lane_maxima))
+        code.store(values, scores[0], offset)
+        return [build.fadd(carried[0], values)]
 
-    (total,) = code.loop(code.number(0), seen, LANES, some, [code.zeros])
-    extra = code.exp(at.fsub(code.spread(own), most))
-    return at.fadd(code.sum(total), code.first(extra))
+    (total,) = code.loop(code.index(0), seen, LANES, exponentials, [code.zero_lanes])
+    sink_weight = code.exp(build.fsub(code.splat(sink_value), lane_maxima))
+    return build.fadd(code.lane_sum(total), code.first_lane(sink_weight))
 
 
-def _values(
-    code: Code, weights: Place, values: Place, made: Place, width: tuple[Any, Any], seen: Any, total: Any
+def _weighted_values(
+    code: Code,
+    weights: Pointer,
+    values: Pointer,
+    output: Pointer,
+    width: tuple[Any, Any],
+    seen: Any,
+    total: Any,
 ) -> None:
-    """The sum of the values times their weights, over the sum of these."""
-    at = code.at
-    whole, end = width
-    totals = code.spread(total)
+    """Store the sum of values times weights, divided by `total`."""
+    build = code.builder
+    aligned, end = width
+    total_lanes = code.splat(total)
 
-    def some(vectors: int, first: Any, last: Any) -> None:
+    def columns(vectors: int, first: Any, last: Any) -> None:
         step = vectors * LANES or 1
 
-        def several(column: Any, _: Sequence[Any]) -> Sequence[Any]:
+        def column_block(column: Any, _: Sequence[Any]) -> Sequence[Any]:
             def key(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
-                weight = code.load(weights[0], at.add(weights[1], index), code.float)
-                begin = at.add(at.mul(at.add(values[1], index), end), column)
+                weight = code.load(weights[0], build.add(weights[1], index), code.float32)
+                value_start = build.add(build.mul(build.add(values[1], index), end), column)
                 if not vectors:
-                    held = code.load(values[0], begin, code.float)
-                    return [at.fadd(sums[0], at.fmul(weight, held))]
-                many = code.spread(weight)
-                held = [
-                    code.load(values[0], at.add(begin, code.number(n * LANES)), code.float, LANES)
+                    value = code.load(values[0], value_start, code.float32)
+                    return [build.fadd(sums[0], build.fmul(weight, value))]
+                weight_lanes = code.splat(weight)
+                value = [
+                    code.load(values[0], build.add(value_start, code.index(n * LANES)), code.float32, LANES)
                     for n in range(vectors)
                 ]
-                return [code.fma(many, each, total) for each, total in zip(held, sums, strict=True)]
+                return [code.fma(weight_lanes, each, total) for each, total in zip(value, sums, strict=True)]
 
-            none = [code.zeros] * vectors or [code.zero]
-            for n, found in enumerate(code.loop(code.number(0), seen, 1, key, none)):
-                place = at.add(made[1], at.add(column, code.number(n * LANES)))
-                code.store(at.fdiv(found, totals if vectors else total), made[0], place)
+            initial = [code.zero_lanes] * vectors or [code.zero]
+            for n, weighted in enumerate(code.loop(code.index(0), seen, 1, key, initial)):
+                offset = build.add(output[1], build.add(column, code.index(n * LANES)))
+                code.store(build.fdiv(weighted, total_lanes if vectors else total), output[0], offset)
             return ()
 
-        code.loop(first, last, step, several)
+        code.loop(first, last, step, column_block)
 
-    wide = code.whole(code.number(0), end, _VECTORS * LANES)
-    some(_VECTORS, code.number(0), wide)
-    some(1, wide, whole)
-    some(0, whole, end)
+    unrolled_end = code.aligned_end(code.index(0), end, _VECTORS_PER_STEP * LANES)
+    columns(_VECTORS_PER_STEP, code.index(0), unrolled_end)
+    columns(1, unrolled_end, aligned)
+    columns(0, aligned, end)

@@ -1,7 +1,7 @@
-"""Products of rows with the matrix that each row has chosen (`fusion.expert_linear`): rows sorted by expert, one product an
-expert. No weights are gathered for a row, and experts that nobody has chosen are not read.
+"""Products of rows with the matrix of the expert that each row is routed to (`fusion.expert_linear`): rows are sorted by expert, with one
+product an expert (grouped GEMM). No weights are gathered per row, and experts without rows are not read.
 
-Ids are data, perhaps a stranger's: one that names no expert held here gives zeros.
+Ids are untrusted data: an id of no expert held here gives a row of zeros.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.experts import EXPERT_LINEAR
-from fusion.runtime.planes.products.packed import Packed, pack, padded
+from fusion.runtime.planes.products.packed import Packed, pack, padded_rows
 from fusion.runtime.planes.products.packed import linear as packed_linear
 
-Product = Callable[[torch.Tensor, int], torch.Tensor]  # rows (n, in) with the matrix of an expert: (n, out)
-# Finer steps than those of other products: here each expert's rows are padded, and their number differs at every run.
-PARTS = 8
+Product = Callable[[torch.Tensor, int], torch.Tensor]  # (rows (n, in), expert) -> (n, out)
+# Finer than for other products: each expert's rows are padded, and their number differs at every run.
+ROW_COUNT_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,20 @@ class PackedExperts:
 
 
 def packable_experts(graph: Graph) -> dict[str, bool]:
-    """The variables that are read as the matrices of `fusion.expert_linear` and of nothing else; whether they are stored the
-    other way round."""
-    read: dict[str, set[bool | None]] = {}
+    """The variables that are read as the matrices of `fusion.expert_linear` and as nothing else, and whether they are stored transposed."""
+    transposed_uses: dict[str, set[bool | None]] = {}
     for node in graph.nodes:
         for ref in node.refs():
-            alone = node.op == EXPERT_LINEAR and ref == node.args[2] and list(node.refs()).count(ref) == 1
-            read.setdefault(ref.name, set()).add(bool(node.args[6]) if alone else None)
-    uses = {name: next(iter(found)) for name, found in read.items() if len(found) == 1}
-    return {name: use for name, use in uses.items() if use is not None and name in graph.variable_names}
+            only_matrix = (
+                node.op == EXPERT_LINEAR and ref == node.args[2] and list(node.refs()).count(ref) == 1
+            )
+            transposed_uses.setdefault(ref.name, set()).add(bool(node.args[6]) if only_matrix else None)
+    single_uses = {name: next(iter(values)) for name, values in transposed_uses.items() if len(values) == 1}
+    return {
+        name: transposed
+        for name, transposed in single_uses.items()
+        if transposed is not None and name in graph.variable_names
+    }
 
 
 def expert_linear(
@@ -53,20 +58,20 @@ def expert_linear(
 ) -> torch.Tensor:
     """`fusion.expert_linear`, with gradients."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows, weight, bias)):
-        found: torch.Tensor = _ExpertLinear.apply(rows, ids, weight, bias, first, transposed)  # type: ignore[no-untyped-call]
-        return found
+        output: torch.Tensor = _ExpertLinear.apply(rows, ids, weight, bias, first, transposed)  # type: ignore[no-untyped-call]
+        return output
     return _forward(rows, ids, weight, bias, first, transposed)
 
 
 def pack_experts(weight: torch.Tensor, *, transposed: bool) -> PackedExperts | None:
-    """For `packed_expert_linear`; None where they cannot be packed here."""
-    found: list[Packed] = []
+    """Pack the matrices for `packed_expert_linear`; None where this device or dtype is not supported."""
+    matrices: list[Packed] = []
     for matrix in weight.unbind():
         packed = pack(matrix.t() if transposed else matrix)
         if packed is None:
             return None
-        found.append(packed)
-    return PackedExperts(tuple(found), _width(weight, transposed))
+        matrices.append(packed)
+    return PackedExperts(tuple(matrices), _out_features(weight, transposed))
 
 
 def packed_expert_linear(
@@ -78,7 +83,7 @@ def packed_expert_linear(
     of: int,
     transposed: bool,
 ) -> torch.Tensor:
-    """`fusion.expert_linear` for decoding where the matrices are packed: a row has the same bits in any company."""
+    """`fusion.expert_linear` for decoding with packed matrices: batch-invariant."""
 
     def product(group: torch.Tensor, expert: int) -> torch.Tensor:
         return packed_linear(group, experts.matrices[expert], None if bias is None else bias[expert])
@@ -86,8 +91,8 @@ def packed_expert_linear(
     return by_expert(rows, ids, first, len(experts.matrices), experts.out, product)
 
 
-def _in_steps(count: int) -> int:
-    return padded(count, PARTS)
+def _padded_count(count: int) -> int:
+    return padded_rows(count, ROW_COUNT_STEPS)
 
 
 def padded_expert_linear(
@@ -99,35 +104,35 @@ def padded_expert_linear(
     of: int,
     transposed: bool,
     *,
-    whole: Callable[[int], int] = _in_steps,
+    row_count: Callable[[int], int] = _padded_count,
 ) -> torch.Tensor:
-    """`fusion.expert_linear` for decoding where the matrices are not packed and products of several rows agree. `whole`: how many
-    rows are run for so many of an expert."""
-    product = _padded(_plain(weight, bias, transposed), whole)
-    return by_expert(rows, ids, first, weight.shape[0], _width(weight, transposed), product)
+    """`fusion.expert_linear` for decoding with matrices that are not packed, where products of several rows are batch-invariant.
+    `row_count`: maps the rows of an expert to the rows to run."""
+    product = _padded_product(_library_product(weight, bias, transposed), row_count)
+    return by_expert(rows, ids, first, weight.shape[0], _out_features(weight, transposed), product)
 
 
-def fixed_expert_linear(least: int) -> Callable[..., torch.Tensor]:
-    """The same where rows have the same bits if there are as many of them: so many at least are run, the number that single
-    positions are run in, of which no expert gets more."""
+def fixed_expert_linear(min_rows: int) -> Callable[..., torch.Tensor]:
+    """The same for kernels whose bits depend on the number of rows: every expert runs at least `min_rows`, the fixed batch size of single
+    positions, and an expert never has more."""
 
     def linear(*args: Any) -> torch.Tensor:
-        return padded_expert_linear(*args, whole=lambda count: max(count, least))
+        return padded_expert_linear(*args, row_count=lambda count: max(count, min_rows))
 
     return linear
 
 
-def _padded(product: Product, whole: Callable[[int], int]) -> Product:
-    """Of `whole` as many rows, the last one again as often as some are missing."""
+def _padded_product(product: Product, row_count: Callable[[int], int]) -> Product:
+    """The product with rows padded to `row_count` by repeating the last one."""
 
-    def of_padded(group: torch.Tensor, expert: int) -> torch.Tensor:
+    def padded(group: torch.Tensor, expert: int) -> torch.Tensor:
         count = group.shape[0]
-        missing = whole(count) - count
+        missing = row_count(count) - count
         if not missing:
             return product(group, expert)
         return product(torch.cat([group, group[-1:].expand(missing, -1)]), expert)[:count]
 
-    return of_padded
+    return padded
 
 
 def _forward(
@@ -138,19 +143,19 @@ def _forward(
     first: int,
     transposed: bool,
 ) -> torch.Tensor:
-    product = _plain(weight, bias, transposed)
-    return by_expert(rows, ids, first, weight.shape[0], _width(weight, transposed), product)
+    product = _library_product(weight, bias, transposed)
+    return by_expert(rows, ids, first, weight.shape[0], _out_features(weight, transposed), product)
 
 
-def _width(weight: torch.Tensor, transposed: bool) -> int:
+def _out_features(weight: torch.Tensor, transposed: bool) -> int:
     return int(weight.shape[2 if transposed else 1])
 
 
-def _plain(weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> Product:
+def _library_product(weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> Product:
     def product(group: torch.Tensor, expert: int) -> torch.Tensor:
         matrix = weight[expert].t() if transposed else weight[expert]
-        found: torch.Tensor = torch._C._nn.linear(group, matrix, None if bias is None else bias[expert])
-        return found
+        output: torch.Tensor = torch._C._nn.linear(group, matrix, None if bias is None else bias[expert])
+        return output
 
     return product
 
@@ -158,25 +163,25 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) ->
 def by_expert(
     rows: torch.Tensor, ids: torch.Tensor, first: int, held: int, out: int, product: Product
 ) -> torch.Tensor:
-    """(rows, out): of each row what `product` makes with the expert that it has chosen, or zeros where that is not held."""
+    """(rows, out): `product` of each row with its expert, or zeros where that is not held here."""
     order, groups = _groups(ids, first, held)
-    given = rows.index_select(0, order)
-    made = rows.new_zeros(rows.shape[0], out)
+    sorted_rows = rows.index_select(0, order)
+    sorted_output = rows.new_zeros(rows.shape[0], out)
     for expert, start, end in groups:
-        made[start:end] = product(given[start:end], expert)
-    return torch.empty_like(made).index_copy_(0, order, made)
+        sorted_output[start:end] = product(sorted_rows[start:end], expert)
+    return torch.empty_like(sorted_output).index_copy_(0, order, sorted_output)
 
 
 def _groups(ids: torch.Tensor, first: int, held: int) -> tuple[torch.Tensor, Iterator[tuple[int, int, int]]]:
-    """The rows in the order of their experts; and (expert, start, end) of those that are held and have rows."""
-    by_expert, order = torch.sort(ids, stable=True)
+    """The order that sorts rows by expert, and (expert, start, end) of the held experts that have rows."""
+    sorted_ids, order = torch.sort(ids, stable=True)
     bounds = torch.arange(first, first + held + 1, device=ids.device)
-    at = torch.searchsorted(by_expert, bounds).tolist()
-    return order, ((e, at[e], at[e + 1]) for e in range(held) if at[e] < at[e + 1])
+    starts = torch.searchsorted(sorted_ids, bounds).tolist()
+    return order, ((e, starts[e], starts[e + 1]) for e in range(held) if starts[e] < starts[e + 1])
 
 
 class _ExpertLinear(torch.autograd.Function):
-    """Gradients of a matrix come from the rows that have chosen it, summed in the order of the rows."""
+    """The gradient of a matrix is summed over the rows routed to it, in the order of the rows."""
 
     @staticmethod
     def forward(
@@ -198,20 +203,22 @@ class _ExpertLinear(torch.autograd.Function):
         rows, ids, weight = ctx.saved_tensors
         wants_rows, _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         order, groups = _groups(ids, ctx.first, weight.shape[0])
-        given, of_rows = gradient.index_select(0, order), None
-        chosen = rows.index_select(0, order) if wants_weight else rows
-        made = torch.zeros_like(rows) if wants_rows else None
-        of_weight = torch.zeros_like(weight) if wants_weight else None
-        of_bias = weight.new_zeros(weight.shape[0], gradient.shape[1]) if wants_bias else None
+        sorted_gradient, rows_gradient = gradient.index_select(0, order), None
+        sorted_rows = rows.index_select(0, order) if wants_weight else rows
+        sorted_rows_gradient = torch.zeros_like(rows) if wants_rows else None
+        weight_gradient = torch.zeros_like(weight) if wants_weight else None
+        bias_gradient = weight.new_zeros(weight.shape[0], gradient.shape[1]) if wants_bias else None
         for expert, start, end in groups:
-            part, matrix = given[start:end], weight[expert]
-            if made is not None:
-                made[start:end] = part @ (matrix.t() if ctx.transposed else matrix)
-            if of_weight is not None:
-                mine = chosen[start:end]
-                of_weight[expert] = mine.t() @ part if ctx.transposed else part.t() @ mine
-            if of_bias is not None:
-                of_bias[expert] = part.sum(0)
-        if made is not None:
-            of_rows = torch.empty_like(made).index_copy_(0, order, made)
-        return of_rows, None, of_weight, of_bias, None, None
+            group_gradient, matrix = sorted_gradient[start:end], weight[expert]
+            if sorted_rows_gradient is not None:
+                sorted_rows_gradient[start:end] = group_gradient @ (matrix.t() if ctx.transposed else matrix)
+            if weight_gradient is not None:
+                group = sorted_rows[start:end]
+                weight_gradient[expert] = (
+                    group.t() @ group_gradient if ctx.transposed else group_gradient.t() @ group
+                )
+            if bias_gradient is not None:
+                bias_gradient[expert] = group_gradient.sum(0)
+        if sorted_rows_gradient is not None:
+            rows_gradient = torch.empty_like(sorted_rows_gradient).index_copy_(0, order, sorted_rows_gradient)
+        return rows_gradient, None, weight_gradient, bias_gradient, None, None

@@ -1,9 +1,9 @@
-"""Products of rows with a matrix in half precision, by the library's own code, with the bits that `generate()` gets in it.
+"""Products of rows with a matrix in half precision, by the library's kernels, with the bits that `generate()` gets in half precision.
 
-Where a processor has no instructions for half precision, the library takes row after row and a row's bits do not depend on the others.
-Where it has some (AVX512-BF16, AMX), it takes a row that comes alone another way than several. A program that decodes by itself runs a
-prompt as one piece and then one position at a time, so that is what a row gets here too, whoever else runs: each piece has a
-product of its own. Many answers at once then read the matrix once each.
+On a processor without instructions for half precision, the library multiplies row by row, which is batch-invariant. With them
+(AVX512-BF16, AMX), it runs another kernel for one row than for several. `generate()` prefills a prompt in one piece and then decodes
+one position at a time. To get the same bits in any batch, each piece has a product of its own here; so a batch of many decoding
+sessions reads the matrix once for each.
 """
 
 from __future__ import annotations
@@ -14,62 +14,62 @@ import torch
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # of rows (..., in): (..., out)
 
-_TRIED_ELEMENTS = 1 << 20  # of a matrix; a part of a larger one tells
-_TRIED_ROWS = (2, 3, 5, 8, 16, 40)
-_SPARE_COLUMNS = 3  # that make a sum cancel out
+_TRIAL_ELEMENTS = 1 << 20  # of a matrix; of a larger one, a part is tried
+_TRIAL_ROWS = (2, 3, 5, 8, 16, 40)
+_CANCELLING_COLUMNS = 3  # whose weights make the sums cancel out
 
 
-def is_batch_invariant(matrix: torch.Tensor, *, added: bool) -> bool:
-    """Whether a row's product with a matrix of this shape and dtype has the same bits alone as among others. `matrix`: (out, in), or
-    (in, out) where it is `added`, the one of `aten.addmm`.
+def is_half_batch_invariant(matrix: torch.Tensor, *, is_addmm: bool) -> bool:
+    """Whether a row's product with a matrix of this shape and dtype has the same bits alone as in a batch. `matrix`: (out, in), or
+    (in, out) where `is_addmm`.
 
-    Sums that are rounded to half precision look alike for most values whatever order they were made in, so these cancel out: what is left
-    is what the order did.
+    After rounding to half precision, sums of most values are equal in any reduction order. So the trial uses values whose sums cancel
+    out: what remains is the rounding error of the order.
     """
-    width = matrix.shape[0 if added else 1]
-    outputs = min(matrix.shape[1 if added else 0], max(1, _TRIED_ELEMENTS // max(1, width)))
+    width = matrix.shape[0 if is_addmm else 1]
+    outputs = min(matrix.shape[1 if is_addmm else 0], max(1, _TRIAL_ELEMENTS // max(1, width)))
     row, part = _cancelling(outputs, width, matrix)
-    if added:
+    if is_addmm:
         part = part.t().contiguous()
     bias = part.new_zeros(outputs)
 
     def product(count: int) -> torch.Tensor:
         rows = row.repeat(1, count, 1)
-        if added:
+        if is_addmm:
             return torch.addmm(bias, rows[0], part)[None]
         return torch.cat([torch._C._nn.linear(rows, part, each) for each in (None, bias)], -1)
 
     alone = product(1)
-    return all(torch.equal(each, alone.expand_as(each)) for each in map(product, _TRIED_ROWS))
+    return all(torch.equal(each, alone.expand_as(each)) for each in map(product, _TRIAL_ROWS))
 
 
 def _cancelling(outputs: int, width: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row (1, 1, width) and a matrix (outputs, width) whose product is all but zero."""
-    made = torch.Generator().manual_seed(0)
-    row = torch.randn(width, generator=made).to(like.dtype)
-    part = torch.randn(outputs, width, generator=made).to(like.dtype)
-    rest = max(0, width - _SPARE_COLUMNS)
-    row[rest:] = 1
-    left = part[:, :rest].double() @ row[:rest].double()
-    for column in range(rest, width):
-        part[:, column] = (-left).to(like.dtype)
-        left += part[:, column].double()
-    return row.view(1, 1, width).to(like.device), part.to(like.device)
+    """A row (1, 1, width) and a matrix (outputs, width) whose product is nearly zero."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(width, generator=generator).to(like.dtype)
+    matrix = torch.randn(outputs, width, generator=generator).to(like.dtype)
+    plain_columns = max(0, width - _CANCELLING_COLUMNS)
+    row[plain_columns:] = 1
+    residual = matrix[:, :plain_columns].double() @ row[:plain_columns].double()
+    for column in range(plain_columns, width):
+        matrix[:, column] = (-residual).to(like.dtype)
+        residual += matrix[:, column].double()
+    return row.view(1, 1, width).to(like.device), matrix.to(like.device)
 
 
 class ByPiece:
-    """The products of one run: which rows come together is said before it (`begin`)."""
+    """The products of a stage in half precision, one for each piece of a run. `begin` sets the pieces before each run."""
 
     def __init__(self) -> None:
-        # Of pieces, one after the other; those whose positions run singly are several
+        # Rows of each product; a piece that runs `singly` has one for each position.
         self._lengths: Sequence[int] = ()
 
     def begin(self, lengths: Sequence[int], singly: Sequence[bool], rows: int) -> None:
-        """So many positions of each piece, `rows` with the padding."""
+        """Set the positions of each piece of the next run; `rows` includes padding."""
         pieces = [
             each
-            for length, alone in zip(lengths, singly, strict=True)
-            for each in ([1] * length if alone else [length])
+            for length, single in zip(lengths, singly, strict=True)
+            for each in ([1] * length if single else [length])
         ]
         self._lengths = pieces + [rows - sum(lengths)] * (rows > sum(lengths))
 
@@ -82,7 +82,7 @@ class ByPiece:
         return self._each(rows, lambda part: torch.addmm(bias, part, matrix, beta=beta, alpha=alpha))
 
     def _each(self, rows: torch.Tensor, product: Product) -> torch.Tensor:
-        """Along the first dimension that has more than one row: all positions, or of each piece the last ones."""
+        """Split along the first dimension of more than one row, which has all positions, or the last ones of each piece."""
         along = next((axis for axis, size in enumerate(rows.shape[:-1]) if size > 1), None)
         if along is None:
             return product(rows)

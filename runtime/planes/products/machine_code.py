@@ -1,8 +1,8 @@
-"""Functions that LLVM makes for this machine, and running them over the blocks of a matrix.
+"""Functions that LLVM compiles just in time for this machine, and calls of them over the blocks of a matrix.
 
-What LLVM is given is written here and beside it (modules named `..._code`); nothing of a graph comes near it. Sums are
-written in one order, with fused multiply-adds and without leave to change it, so that what is written gives the same bits
-whatever runs beside it, on any number of threads and on any CPU; it was seen on x86-64 with AVX2 alone.
+The LLVM IR is generated here and in the modules named `..._code`; nothing of a graph enters it. The IR fixes the reduction order and
+uses fused multiply-adds, without fast-math flags, so a function gives the same bits in any batch, on any number of threads and on any
+CPU. This was observed on x86-64 with AVX2 only.
 """
 
 from __future__ import annotations
@@ -16,39 +16,44 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
-LANES = 16  # numbers that are counted with at once: the rows of a matrix that a block has
-_GROUP = 4  # blocks that are run with all rows before the next
-_THREAD_PRODUCTS = 1 << 22  # for fewer another thread does not pay
-_LOWEST = -87.0  # of which exp is the smallest that we tell from 0
+LANES = 16  # of a vector; a block has as many rows of a matrix
+_GROUP_BLOCKS = 4  # blocks that all rows are run with before the next group
+_THREAD_MULTIPLY_ADDS = 1 << 22  # fewer are not worth another thread
+_MIN_EXPONENT = -87.0  # exp of less counts as 0
 _LOG2_E = 1.4426950408889634
-# ln 2 in two parts, the first of so few bits that whole multiples of it are exact, and exp(x) - 1 - x over x squared for half
-# of it on both sides of 0, of least error (Cephes, expf.c).
+# ln 2 in two parts, the first of so few bits that its integer multiples are exact; and the minimax polynomial of
+# (exp(x) - 1 - x) / x**2 for |x| <= ln(2) / 2 (Cephes, expf.c).
 _LN2 = (0.693359375, -2.12194440e-4)
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-_ROUND = 1.5 * 2**23  # a float that much greater has no place for fractions
+_ROUND_TO_INTEGER = 1.5 * 2**23  # adding it rounds: a float of this size has no fraction bits
 
-Function = Callable[..., None]  # of addresses and whole numbers
+Function = Callable[..., None]  # of addresses and integers
 
 
 class Code:
-    """A function that is being written with `llvmlite.ir`: of so many addresses, and then of so many whole numbers. `wide`: for a
-    machine whose registers hold LANES floats, and of which there are 32."""
+    """Generates one function with `llvmlite.ir`, whose parameters are `pointers` addresses and then `integers` 64-bit integers.
+    `wide_registers`: the machine has 32 vector registers of LANES floats each (AVX-512)."""
 
-    def __init__(self, ir: Any, triple: str, addresses: int, numbers: int, wide: bool) -> None:
-        self.ir, self.wide = ir, wide
-        self.word, self.byte = ir.IntType(64), ir.IntType(8)
-        self.half, self.float = ir.HalfType(), ir.FloatType()
-        self.floats, self.integers = (ir.VectorType(kind, LANES) for kind in (self.float, ir.IntType(32)))
-        self.zero, self.zeros = ir.Constant(self.float, 0.0), ir.Constant(self.floats, [0.0] * LANES)
+    def __init__(self, ir: Any, triple: str, pointers: int, integers: int, wide_registers: bool) -> None:
+        self.ir, self.wide_registers = ir, wide_registers
+        self.int64, self.int8 = ir.IntType(64), ir.IntType(8)
+        self.float16, self.float32 = ir.HalfType(), ir.FloatType()
+        self.float_lanes, self.int_lanes = (
+            ir.VectorType(lane_type, LANES) for lane_type in (self.float32, ir.IntType(32))
+        )
+        self.zero, self.zero_lanes = (
+            ir.Constant(self.float32, 0.0),
+            ir.Constant(self.float_lanes, [0.0] * LANES),
+        )
         self.module = ir.Module()
         self.module.triple = triple
-        kind = ir.FunctionType(ir.VoidType(), [ir.PointerType()] * addresses + [self.word] * numbers)
-        self._function = ir.Function(self.module, kind, "function")
-        fused = ir.FunctionType(self.floats, [self.floats] * 3)
-        self._fused = ir.Function(self.module, fused, f"llvm.fma.v{LANES}f32")
-        root = ir.FunctionType(self.float, [self.float])
-        self._root = ir.Function(self.module, root, "llvm.sqrt.f32")
-        self.at = ir.IRBuilder(self._function.append_basic_block())
+        signature = ir.FunctionType(ir.VoidType(), [ir.PointerType()] * pointers + [self.int64] * integers)
+        self._function = ir.Function(self.module, signature, "function")
+        fma_type = ir.FunctionType(self.float_lanes, [self.float_lanes] * 3)
+        self._fma = ir.Function(self.module, fma_type, f"llvm.fma.v{LANES}f32")
+        sqrt_type = ir.FunctionType(self.float32, [self.float32])
+        self._sqrt = ir.Function(self.module, sqrt_type, "llvm.sqrt.f32")
+        self.builder = ir.IRBuilder(self._function.append_basic_block())
 
     @property
     def arguments(self) -> Sequence[Any]:
@@ -62,29 +67,30 @@ class Code:
         body: Callable[[Any, Sequence[Any]], Sequence[Any]],
         carried: Sequence[Any] = (),
     ) -> Sequence[Any]:
-        """Runs `body` from first to before last, not at all where these are one; `carried` are the values that it gives on."""
-        at, before = self.at, self.at.block
-        head, inside, after = (self._function.append_basic_block() for _ in range(3))
-        at.branch(head)
-        at.position_at_end(head)
-        index = at.phi(self.word)
-        index.add_incoming(first, before)
-        held = [at.phi(value.type) for value in carried]
-        for phi, value in zip(held, carried, strict=True):
-            phi.add_incoming(value, before)
-        at.cbranch(at.icmp_unsigned("<", index, last), inside, after)
-        at.position_at_end(inside)
-        made = body(index, held)
-        index.add_incoming(at.add(index, self.number(step)), at.block)
-        for phi, value in zip(held, made, strict=True):
-            phi.add_incoming(value, at.block)
-        at.branch(head)
-        at.position_at_end(after)
-        return held
+        """A loop over range(first, last, step). `body` takes the index and the loop-carried values, which start as `carried`, and returns
+        their next values. Returns the last ones."""
+        build, entry = self.builder, self.builder.block
+        header, body_block, exit_block = (self._function.append_basic_block() for _ in range(3))
+        build.branch(header)
+        build.position_at_end(header)
+        index = build.phi(self.int64)
+        index.add_incoming(first, entry)
+        phis = [build.phi(value.type) for value in carried]
+        for phi, value in zip(phis, carried, strict=True):
+            phi.add_incoming(value, entry)
+        build.cbranch(build.icmp_unsigned("<", index, last), body_block, exit_block)
+        build.position_at_end(body_block)
+        results = body(index, phis)
+        index.add_incoming(build.add(index, self.index(step)), build.block)
+        for phi, value in zip(phis, results, strict=True):
+            phi.add_incoming(value, build.block)
+        build.branch(header)
+        build.position_at_end(exit_block)
+        return phis
 
-    def whole(self, first: Any, last: Any, step: int) -> Any:
-        """Where the last of the whole steps from first ends."""
-        return self.at.sub(last, self.at.urem(self.at.sub(last, first), self.number(step)))
+    def aligned_end(self, first: Any, last: Any, step: int) -> Any:
+        """The end of the last full step in [first, last)."""
+        return self.builder.sub(last, self.builder.urem(self.builder.sub(last, first), self.index(step)))
 
     def tiles(
         self,
@@ -94,173 +100,180 @@ class Code:
         shapes: Sequence[tuple[int, int]],
         tile: Callable[[Any, int, Any, int], None],
     ) -> None:
-        """`tile(row, rows, block, blocks)` for every row and every block from first to before last: as many at once as `shapes`
-        (rows, blocks) has, in its order, as long as there are as many. A few blocks are run with all rows before the next, so
-        that they stay in a cache and a matrix comes from memory once."""
+        """Call `tile(row, rows, block, blocks)` for tiles that cover all rows and the blocks [first, last). `shapes` (rows, blocks) of
+        tiles are tried in order, each as long as it fits. All rows run with one group of blocks before the next group, so that the
+        group stays in a cache and the matrix is read from memory once."""
 
         def group(begin: Any, _: Sequence[Any]) -> Sequence[Any]:
-            beyond = self.at.add(begin, self.number(_GROUP))
-            end = self.at.select(self.at.icmp_unsigned("<", beyond, last), beyond, last)
-            done: Any = self.number(0)
-            for count, many in groupby(shapes, itemgetter(0)):
-                until = self.whole(done, rows, count)
-                sizes = [blocks for _, blocks in many]
+            group_end = self.builder.add(begin, self.index(_GROUP_BLOCKS))
+            end = self.builder.select(self.builder.icmp_unsigned("<", group_end, last), group_end, last)
+            rows_done: Any = self.index(0)
+            for count, of_count in groupby(shapes, itemgetter(0)):
+                rows_end = self.aligned_end(rows_done, rows, count)
+                block_counts = [blocks for _, blocks in of_count]
 
-                def several(
-                    row: Any, _: Sequence[Any], count: int = count, sizes: list[int] = sizes
+                def row_tile(
+                    row: Any, _: Sequence[Any], count: int = count, block_counts: list[int] = block_counts
                 ) -> Sequence[Any]:
                     block = begin
-                    for blocks in sizes:
-                        whole = self.whole(block, end, blocks)
+                    for blocks in block_counts:
+                        aligned = self.aligned_end(block, end, blocks)
 
-                        def some(index: Any, _: Sequence[Any], blocks: int = blocks) -> Sequence[Any]:
+                        def block_tile(index: Any, _: Sequence[Any], blocks: int = blocks) -> Sequence[Any]:
                             tile(row, count, index, blocks)
                             return ()
 
-                        self.loop(block, whole, blocks, some)
-                        block = whole
+                        self.loop(block, aligned, blocks, block_tile)
+                        block = aligned
                     return ()
 
-                self.loop(done, until, count, several)
-                done = until
+                self.loop(rows_done, rows_end, count, row_tile)
+                rows_done = rows_end
             return ()
 
-        self.loop(first, last, _GROUP, group)
+        self.loop(first, last, _GROUP_BLOCKS, group)
 
-    def load(self, base: Any, place: Any, kind: Any, count: int = 0) -> Any:
-        """One number of a kind, or so many as a vector."""
-        address = self.at.gep(base, [place], source_etype=kind)
-        found = self.at.load(address, typ=self.ir.VectorType(kind, count) if count else kind)
-        found.align = 1 if kind == self.byte else 2 if kind == self.half else 4
-        return found
+    def load(self, base: Any, offset: Any, element: Any, count: int = 0) -> Any:
+        """One element, or a vector of `count`."""
+        address = self.builder.gep(base, [offset], source_etype=element)
+        value = self.builder.load(address, typ=self.ir.VectorType(element, count) if count else element)
+        value.align = 1 if element == self.int8 else 2 if element == self.float16 else 4
+        return value
 
-    def store(self, value: Any, base: Any, place: Any) -> None:
-        self.at.store(value, self.at.gep(base, [place], source_etype=self.float)).align = 4
+    def store(self, value: Any, base: Any, offset: Any) -> None:
+        self.builder.store(value, self.builder.gep(base, [offset], source_etype=self.float32)).align = 4
 
-    def fma(self, one: Any, other: Any, total: Any) -> Any:
-        return self.at.call(self._fused, [one, other, total])
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        return self.builder.call(self._fma, [a, b, c])
 
-    def spread(self, one: Any) -> Any:
-        """One float in all lanes."""
-        empty = self.ir.Constant(self.floats, self.ir.Undefined)
-        placed = self.at.insert_element(empty, one, self.ir.Constant(self.ir.IntType(32), 0))
-        return self.at.shuffle_vector(placed, empty, self.ir.Constant(self.integers, [0] * LANES))
+    def splat(self, scalar: Any) -> Any:
+        """A vector with the scalar in all lanes."""
+        undefined = self.ir.Constant(self.float_lanes, self.ir.Undefined)
+        first_set = self.builder.insert_element(undefined, scalar, self.ir.Constant(self.ir.IntType(32), 0))
+        return self.builder.shuffle_vector(
+            first_set, undefined, self.ir.Constant(self.int_lanes, [0] * LANES)
+        )
 
     def exp(self, value: Any) -> Any:
-        """Of numbers that are not above 0: to 2 units in the last place, and 0 below _LOWEST."""
-        at, all_of = self.at, self.all
-        rounded = self.fma(value, all_of(_LOG2_E), all_of(_ROUND))
-        whole = at.fsub(rounded, all_of(_ROUND))
-        rest = value
+        """exp of lanes that are at most 0, within 2 ULP; 0 below _MIN_EXPONENT."""
+        build, constant = self.builder, self.float_constant
+        rounded = self.fma(value, constant(_LOG2_E), constant(_ROUND_TO_INTEGER))
+        multiple = build.fsub(rounded, constant(_ROUND_TO_INTEGER))
+        remainder = value
         for part in _LN2:
-            rest = self.fma(whole, all_of(-part), rest)
-        found = all_of(_EXP[0])
-        for number in _EXP[1:]:
-            found = self.fma(found, rest, all_of(number))
-        found = at.fadd(self.fma(found, at.fmul(rest, rest), rest), all_of(1.0))
-        # What is in the last bits of `rounded` is the power of two.
-        power = at.shl(at.bitcast(rounded, self.integers), self.whole_numbers(23))
-        power = at.bitcast(at.add(power, self.whole_numbers(0x3F800000)), self.floats)
-        return at.select(at.fcmp_ordered("<", value, all_of(_LOWEST)), self.zeros, at.fmul(found, power))
+            remainder = self.fma(multiple, constant(-part), remainder)
+        polynomial = constant(_EXP[0])
+        for coefficient in _EXP[1:]:
+            polynomial = self.fma(polynomial, remainder, constant(coefficient))
+        polynomial = build.fadd(
+            self.fma(polynomial, build.fmul(remainder, remainder), remainder), constant(1.0)
+        )
+        # The low bits of `rounded` hold the exponent.
+        power = build.shl(build.bitcast(rounded, self.int_lanes), self.int_constant(23))
+        power = build.bitcast(build.add(power, self.int_constant(0x3F800000)), self.float_lanes)
+        return build.select(
+            build.fcmp_ordered("<", value, constant(_MIN_EXPONENT)),
+            self.zero_lanes,
+            build.fmul(polynomial, power),
+        )
 
-    def sqrt(self, one: Any) -> Any:
-        """Of one float."""
-        return self.at.call(self._root, [one])
+    def sqrt(self, scalar: Any) -> Any:
+        return self.builder.call(self._sqrt, [scalar])
 
-    def first(self, lanes: Any) -> Any:
-        """The float in the first lane."""
-        return self.at.extract_element(lanes, self.ir.Constant(self.ir.IntType(32), 0))
+    def first_lane(self, lanes: Any) -> Any:
+        return self.builder.extract_element(lanes, self.ir.Constant(self.ir.IntType(32), 0))
 
-    def sum(self, lanes: Any) -> Any:
-        """Of all lanes: of each half's, and so on."""
+    def lane_sum(self, lanes: Any) -> Any:
+        """The sum of all lanes, by halving: a fixed reduction order."""
         count = LANES
         while count > 1:
             count //= 2
-            kind = self.ir.VectorType(self.ir.IntType(32), count)
+            mask_type = self.ir.VectorType(self.ir.IntType(32), count)
             halves = [
-                self.at.shuffle_vector(
-                    lanes, lanes, self.ir.Constant(kind, list(range(first, first + count)))
+                self.builder.shuffle_vector(
+                    lanes, lanes, self.ir.Constant(mask_type, list(range(first, first + count)))
                 )
                 for first in (0, count)
             ]
-            lanes = self.at.fadd(*halves)
-        return self.first(lanes)
+            lanes = self.builder.fadd(*halves)
+        return self.first_lane(lanes)
 
-    def all(self, number: float) -> Any:
-        """A float that is known now, in all lanes."""
-        return self.ir.Constant(self.floats, [number] * LANES)
+    def float_constant(self, value: float) -> Any:
+        """A vector constant."""
+        return self.ir.Constant(self.float_lanes, [value] * LANES)
 
-    def number(self, value: int) -> Any:
-        return self.ir.Constant(self.word, value)
+    def index(self, value: int) -> Any:
+        return self.ir.Constant(self.int64, value)
 
-    def whole_numbers(self, value: int) -> Any:
-        """One whole number in all lanes."""
-        return self.ir.Constant(self.integers, [value] * LANES)
+    def int_constant(self, value: int) -> Any:
+        """A vector constant."""
+        return self.ir.Constant(self.int_lanes, [value] * LANES)
 
 
-def compiled(addresses: int, numbers: int, write: Callable[[Code], None]) -> Function | None:
-    """What `write` writes, for this machine; None where LLVM makes nothing for it, or nothing fast."""
+def jit_compile(pointers: int, integers: int, write: Callable[[Code], None]) -> Function | None:
+    """The function that `write` generates, compiled for this machine; None where LLVM does not support the machine, or without the
+    instructions that make it fast."""
     try:
-        from llvmlite import binding, ir  # 40 MiB of memory, which a peer without such a matrix does not need
-    except ImportError:  # a machine that LLVM is not made for
+        from llvmlite import binding, ir  # 40 MiB, which a peer without such a matrix does not need
+    except ImportError:  # no wheel for this machine
         return None
     try:
         binding.initialize_native_target()
         binding.initialize_native_asmprinter()
         features, triple = binding.get_host_cpu_features(), binding.get_process_triple()
-        # Without these, LLVM calls functions of a compiler's library, which are slow if they are there at all.
+        # Without these, LLVM calls functions of the compiler's runtime library: slow, and perhaps missing.
         if triple.startswith("x86_64") and not all(features.get(name) for name in ("avx2", "fma", "f16c")):
             return None
         if not triple.startswith(("x86_64", "aarch64", "arm64")):
             return None
-        code = Code(ir, triple, addresses, numbers, bool(features.get("avx512f")))
+        code = Code(ir, triple, pointers, integers, bool(features.get("avx512f")))
         write(code)
-        code.at.ret_void()
+        code.builder.ret_void()
         module = binding.parse_assembly(str(code.module))
         module.verify()
         machine = binding.Target.from_triple(triple).create_target_machine(
             cpu=binding.get_host_cpu_name(), features=features.flatten(), opt=3, jit=True
         )
-        # More than that takes up to four times as long, and what it makes was a fifteenth faster at best.
+        # Higher levels take up to four times as long to compile, for code that was a fifteenth faster at best.
         builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=0))
         builder.getModulePassManager().run(module, builder)
         engine = binding.create_mcjit_compiler(module, machine)
         engine.finalize_object()
     except (RuntimeError, OSError):
         return None
-    _ENGINES.append(engine)  # whose memory the code lies in
-    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * addresses, *[ctypes.c_int64] * numbers)
-    return kind(engine.get_function_address("function"))
+    _ENGINES.append(engine)  # an engine owns the memory of its code
+    prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * pointers, *[ctypes.c_int64] * integers)
+    return prototype(engine.get_function_address("function"))
 
 
 _ENGINES: list[Any] = []
 
 
 def float_bits(value: float) -> int:
-    """A float as such a function takes it among its whole numbers; infinity for one that is too large."""
+    """The bits of a float32, to be passed as an integer; infinity for a value that is too large."""
     return int.from_bytes(bytes(ctypes.c_float(value)), sys.byteorder)
 
 
-def over_blocks(
+def run_blocks(
     function: Function,
-    addresses: Sequence[int],
+    pointers: Sequence[int],
     blocks: int,
     sizes: Sequence[int],
     *,
-    products: int,
+    multiply_adds: int,
     threads: int,
 ) -> None:
-    """`function(*addresses, first block, last, *sizes)` over all blocks, by as many threads as pay for so many products."""
-    parts = min(threads, products // _THREAD_PRODUCTS)
-    if parts < 2:
-        function(*addresses, 0, blocks, *sizes)
+    """Call `function(*pointers, first, last, *sizes)` for ranges that cover all blocks, on up to `threads` threads where there are enough
+    `multiply_adds`."""
+    shares = min(threads, multiply_adds // _THREAD_MULTIPLY_ADDS)
+    if shares < 2:
+        function(*pointers, 0, blocks, *sizes)
         return
-    bounds = [blocks * part // parts for part in range(parts + 1)]
-    for each in [
-        _threads(threads).submit(function, *addresses, first, last, *sizes)
-        for first, last in pairwise(bounds)
+    bounds = [blocks * part // shares for part in range(shares + 1)]
+    for future in [
+        _threads(threads).submit(function, *pointers, first, last, *sizes) for first, last in pairwise(bounds)
     ]:
-        each.result()
+        future.result()
 
 
 @cache

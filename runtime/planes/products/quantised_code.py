@@ -1,12 +1,13 @@
 """Products of float32 rows with a matrix stored as int8 or int4, as machine code.
 
 PyTorch's own kernels for such matrices are fast where a CPU has AVX-512 only: with AVX2 they took 7 to 30 times as long as
-the product of the same matrix in float32. What is written depends on two sizes of a number, a dtype and a flag.
+the product of the same matrix in float32. The generated code depends only on the bits of a weight, the dtype of the scales and whether
+there are minimums.
 
-For each output, a sum over the columns of a group, one after another, is multiplied by the group's scale and added to what the
-groups before gave. So a row's bits depend neither on the rows beside it nor on the number of threads.
+Each output is a sum over groups in order: the sum over the group's columns in order, times the group's scale. So a row's bits depend
+neither on the rest of its batch nor on the number of threads.
 
-Matrices lie in blocks of 16 rows, by columns in a block, as those of `packed_code` do.
+Matrices are packed as in `packed_code`.
 """
 
 from __future__ import annotations
@@ -15,111 +16,132 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from fusion.runtime.planes.products.machine_code import LANES, Code, Function, compiled
+from fusion.runtime.planes.products.machine_code import LANES, Code, Function, jit_compile
 
-# (rows, blocks) that are run at once: see `packed_code`. Where registers hold 16 floats and there are 32 of them, two blocks share
-# what is loaded of four rows.
+# (rows, blocks) of register tiles, as in `packed_code`. With 32 registers of 16 floats, two blocks share the inputs loaded of four
+# rows.
 _TILES = ((4, 1), (2, 2), (2, 1), (1, 4), (1, 2), (1, 1))
 _WIDE_TILES = ((4, 2), *_TILES)
-# Of a row of the matrix, by the bits of a number, from one test of the loop to the next: more saves little, and takes longer to compile.
-_BYTES_AT_ONCE = {8: 4, 4: 1}
+# Loop unrolling by the bits of a weight, in bytes of a row: more saves little, and takes longer to compile.
+_UNROLLED_BYTES = {8: 4, 4: 1}
 
 
 @cache
 def product(bits: int, half: bool, minimums: bool) -> Function | None:
-    """(input, weight, scales, minimums, output; first block, last, rows of the input, groups, columns of a group, floats from
-    one row of the output to the next) for numbers of 8 or 4 bits, with scales and minimums in float16 (`half`) or float32:
-    16 outputs a block for each row. None where there is no such code for this machine."""
-    return compiled(5, 6, lambda code: _Writer(code, bits, half, minimums).write())
+    """A function of (input, weight, scales, minimums, output; first block, last, rows of the input, groups, columns of a group, row
+    stride of the output in floats), which computes 16 outputs a block for each row. Weights have 8 or 4 bits, scales and minimums
+    are float16 (`half`) or float32. None where this machine is not supported."""
+    return jit_compile(5, 6, lambda code: _Writer(code, bits, half, minimums).write())
 
 
 class _Writer:
     def __init__(self, code: Code, bits: int, half: bool, minimums: bool) -> None:
-        self.code, self.at = code, code.at
+        self.code, self.build = code, code.builder
         self.bits, self.minimums = bits, minimums
-        self.share = code.half if half else code.float
+        self.scale_type = code.float16 if half else code.float32
 
     def write(self) -> None:
-        code, at, args = self.code, self.at, self.code.arguments
+        code, build, args = self.code, self.build, self.code.arguments
         self.input, self.weight, self.scales, self.offsets, self.output = args[:5]
         first, last, rows, self.groups, self.group, self.width = args[5:]
-        self.columns = at.mul(self.groups, self.group)
-        self.held = self.columns if self.bits == 8 else at.lshr(self.columns, code.number(1))
+        self.columns = build.mul(self.groups, self.group)
+        self.row_width = self.columns if self.bits == 8 else build.lshr(self.columns, code.index(1))
 
-        code.tiles(first, last, rows, _WIDE_TILES if code.wide else _TILES, self.tile)
+        code.tiles(first, last, rows, _WIDE_TILES if code.wide_registers else _TILES, self.tile)
 
     def tile(self, row: Any, count: int, block: Any, blocks: int) -> None:
-        code, at = self.code, self.at
-        inputs = [at.mul(at.add(row, code.number(r)), self.columns) for r in range(count)]
-        begins = [at.add(block, code.number(b)) for b in range(blocks)]
-        weights = [at.mul(begin, at.mul(self.held, code.number(LANES))) for begin in begins]
-        shares = [at.mul(begin, at.mul(self.groups, code.number(LANES))) for begin in begins]
-        together = 8 // self.bits  # columns in a byte
-        at_once = together * _BYTES_AT_ONCE[self.bits]
-        sums = count if self.minimums else 0  # of the input over a group: what a minimum is multiplied by
+        code, build = self.code, self.build
+        row_starts = [build.mul(build.add(row, code.index(r)), self.columns) for r in range(count)]
+        block_indices = [build.add(block, code.index(b)) for b in range(blocks)]
+        weight_starts = [
+            build.mul(block_index, build.mul(self.row_width, code.index(LANES)))
+            for block_index in block_indices
+        ]
+        scale_starts = [
+            build.mul(block_index, build.mul(self.groups, code.index(LANES))) for block_index in block_indices
+        ]
+        columns_per_byte = 8 // self.bits
+        columns_per_step = columns_per_byte * _UNROLLED_BYTES[self.bits]
+        input_sums = (
+            count if self.minimums else 0
+        )  # a minimum is multiplied by the sum of the input over its group
 
         def group(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
-            begin = at.mul(index, self.group)
+            group_start = build.mul(index, self.group)
 
-            def columns(column: Any, found: Sequence[Any]) -> Sequence[Any]:
-                place = at.add(begin, column)
-                held = at.mul(place if self.bits == 8 else at.lshr(place, code.number(1)), code.number(LANES))
-                stored = [
-                    code.load(self.weight, at.add(weight, held), code.byte, LANES) for weight in weights
+            def columns(column: Any, sums: Sequence[Any]) -> Sequence[Any]:
+                offset = build.add(group_start, column)
+                stored_offset = build.mul(
+                    offset if self.bits == 8 else build.lshr(offset, code.index(1)), code.index(LANES)
+                )
+                stored_bytes = [
+                    code.load(self.weight, build.add(weight, stored_offset), code.int8, LANES)
+                    for weight in weight_starts
                 ]
-                products, given = list(found[: count * blocks]), list(found[count * blocks :])
-                for step, numbers in enumerate(zip(*map(self.numbers, stored), strict=True)):
+                products, row_sums = list(sums[: count * blocks]), list(sums[count * blocks :])
+                for byte_column, values in enumerate(zip(*map(self.unpack, stored_bytes), strict=True)):
                     for r in range(count):
-                        one = code.load(
-                            self.input, at.add(inputs[r], at.add(place, code.number(step))), code.float
+                        scalar = code.load(
+                            self.input,
+                            build.add(row_starts[r], build.add(offset, code.index(byte_column))),
+                            code.float32,
                         )
-                        for b, number in enumerate(numbers):
+                        for b, value in enumerate(values):
                             n = b * count + r
-                            products[n] = code.fma(code.spread(one), number, products[n])
-                        if sums:
-                            given[r] = at.fadd(given[r], one)
-                return [*products, *given]
+                            products[n] = code.fma(code.splat(scalar), value, products[n])
+                        if input_sums:
+                            row_sums[r] = build.fadd(row_sums[r], scalar)
+                return [*products, *row_sums]
 
-            def several(column: Any, found: Sequence[Any]) -> Sequence[Any]:
-                for more in range(0, at_once, together):
-                    found = columns(at.add(column, code.number(more)), found)
-                return found
+            def step(column: Any, sums: Sequence[Any]) -> Sequence[Any]:
+                for shift in range(0, columns_per_step, columns_per_byte):
+                    sums = columns(build.add(column, code.index(shift)), sums)
+                return sums
 
-            start = [code.zeros] * (count * blocks) + [code.zero] * sums
-            whole = code.whole(code.number(0), self.group, at_once)
-            found = code.loop(code.number(0), whole, at_once, several, start)
-            if at_once > together:
-                found = code.loop(whole, self.group, together, columns, found)
-            made = []
-            for b, share in enumerate(shares):
-                place = at.add(share, at.mul(index, code.number(LANES)))
-                scales = self.load_shares(self.scales, place)
+            start = [code.zero_lanes] * (count * blocks) + [code.zero] * input_sums
+            aligned = code.aligned_end(code.index(0), self.group, columns_per_step)
+            sums = code.loop(code.index(0), aligned, columns_per_step, step, start)
+            if columns_per_step > columns_per_byte:
+                sums = code.loop(aligned, self.group, columns_per_byte, columns, sums)
+            updated = []
+            for b, scale_start in enumerate(scale_starts):
+                offset = build.add(scale_start, build.mul(index, code.index(LANES)))
+                scales = self.load_scales(self.scales, offset)
                 part = slice(b * count, (b + 1) * count)
-                mine = [code.fma(p, scales, t) for p, t in zip(found[part], totals[part], strict=True)]
-                if sums:
-                    offsets, given = self.load_shares(self.offsets, place), found[count * blocks :]
-                    mine = [code.fma(code.spread(g), offsets, t) for g, t in zip(given, mine, strict=True)]
-                made += mine
-            return made
+                block_totals = [code.fma(p, scales, t) for p, t in zip(sums[part], totals[part], strict=True)]
+                if input_sums:
+                    offsets, row_sums = self.load_scales(self.offsets, offset), sums[count * blocks :]
+                    block_totals = [
+                        code.fma(code.splat(g), offsets, t)
+                        for g, t in zip(row_sums, block_totals, strict=True)
+                    ]
+                updated += block_totals
+            return updated
 
-        totals = code.loop(code.number(0), self.groups, 1, group, [code.zeros] * (count * blocks))
+        totals = code.loop(code.index(0), self.groups, 1, group, [code.zero_lanes] * (count * blocks))
         for n, total in enumerate(totals):
             b, r = divmod(n, count)
-            begin = at.mul(at.add(row, code.number(r)), self.width)
-            code.store(total, self.output, at.add(begin, at.mul(begins[b], code.number(LANES))))
+            row_start = build.mul(build.add(row, code.index(r)), self.width)
+            code.store(
+                total, self.output, build.add(row_start, build.mul(block_indices[b], code.index(LANES)))
+            )
 
-    def numbers(self, stored: Any) -> list[Any]:
-        """The numbers in 16 bytes as floats: of one column, or of two with 4 bits."""
-        code, at = self.code, self.at
+    def unpack(self, stored: Any) -> list[Any]:
+        """The weights in 16 bytes as floats: of one column, or with 4 bits of two."""
+        code, build = self.code, self.build
         if self.bits == 8:
-            return [at.sitofp(at.sext(stored, code.integers), code.floats)]
-        # Made wide first: two instructions that read memory, where bytes that are halved before take six more.
-        wide = at.zext(stored, code.integers)
-        parts = [at.and_(wide, code.whole_numbers(15)), at.lshr(wide, code.whole_numbers(4))]
+            return [build.sitofp(build.sext(stored, code.int_lanes), code.float_lanes)]
+        # Widened first: two instructions that read memory; splitting the bytes first takes six more.
+        widened = build.zext(stored, code.int_lanes)
+        nibbles = [build.and_(widened, code.int_constant(15)), build.lshr(widened, code.int_constant(4))]
         if not self.minimums:
-            parts = [at.sub(part, code.whole_numbers(8)) for part in parts]
-        return [at.sitofp(part, code.floats) for part in parts]
+            nibbles = [build.sub(nibble, code.int_constant(8)) for nibble in nibbles]
+        return [build.sitofp(nibble, code.float_lanes) for nibble in nibbles]
 
-    def load_shares(self, base: Any, place: Any) -> Any:
-        found = self.code.load(base, place, self.share, LANES)
-        return found if self.share == self.code.float else self.at.fpext(found, self.code.floats)
+    def load_scales(self, base: Any, offset: Any) -> Any:
+        scales = self.code.load(base, offset, self.scale_type, LANES)
+        return (
+            scales
+            if self.scale_type == self.code.float32
+            else self.build.fpext(scales, self.code.float_lanes)
+        )

@@ -1,5 +1,5 @@
-"""Products of rows with the stored matrix that each has chosen (`fusion.expert_linear_int8`, `_int4`): those of `quantised`, one
-an expert, as `experts` has them of floats.
+"""Products of rows with the quantised matrix of the expert that each row is routed to (`fusion.expert_linear_int8`, `_int4`): one
+product of `quantised` an expert, grouped as in `experts`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Tensor = torch.Tensor
 Linear = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
-def of_experts(multiply: Linear, outputs: int | None = None) -> Callable[..., Tensor]:
-    """The op with what multiplies rows with one stored matrix. `outputs`: of a matrix that is laid out otherwise than in rows."""
+def expert_linear_by(multiply: Linear, outputs: int | None = None) -> Callable[..., Tensor]:
+    """The operator, with `multiply` for one quantised matrix. `outputs`: columns of the result, where the matrix is packed."""
 
     def expert_linear(
         rows: Tensor,  # (rows, in)
@@ -31,9 +31,9 @@ def of_experts(multiply: Linear, outputs: int | None = None) -> Callable[..., Te
         """(rows, out), in the dtype of the rows."""
 
         def product(group: Tensor, expert: int) -> Tensor:
-            least = None if minimums is None else minimums[expert]
-            added = None if bias is None else bias[expert]
-            return multiply(group, weight[expert], scales[expert], least, added)
+            expert_minimums = None if minimums is None else minimums[expert]
+            expert_bias = None if bias is None else bias[expert]
+            return multiply(group, weight[expert], scales[expert], expert_minimums, expert_bias)
 
         return by_expert(
             rows, ids, first, len(weight), weight.shape[1] if outputs is None else outputs, product
@@ -42,4 +42,4 @@ def of_experts(multiply: Linear, outputs: int | None = None) -> Callable[..., Te
     return expert_linear
 
 
-expert_linear = of_experts(linear)  # on any device, a tile of a matrix as floats at a time
+expert_linear = expert_linear_by(linear)  # on any device; dequantises a tile at a time

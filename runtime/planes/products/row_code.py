@@ -1,7 +1,7 @@
-"""What a layer does to each row between its products, as machine code: a library has several calls for each, and those of a few rows
-cost it above all the call.
+"""Row-wise operators of a layer, fused into machine code: RMS norm, rotary positions, SiLU and gate. A library needs several calls for
+each, and with few rows the overhead of a call is most of its time.
 
-What a number becomes does not depend on how many rows there are.
+An element's bits do not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -10,138 +10,151 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from fusion.runtime.planes.products.machine_code import LANES, Code, Function, compiled
+from fusion.runtime.planes.products.machine_code import LANES, Code, Function, jit_compile
 
-Loaded = Sequence[Any]
-Place = tuple[Any, Any]  # an address, and how many floats behind it something begins
+Values = Sequence[Any]
+Pointer = tuple[Any, Any]  # an address, and an offset in floats
 
 
 @cache
 def rms_norm() -> Function | None:
-    """(rows, weight, output; first row, last, width, bits of epsilon): the rows and the output contiguous."""
-    return compiled(3, 4, _rms_norm)
+    """A function of (rows, weight, output; first row, last, width, bits of epsilon). Rows and output are contiguous."""
+    return jit_compile(3, 4, _rms_norm)
 
 
 @cache
 def rotate() -> Function | None:
-    """(heads, cosines, sines, output; first position, last, heads, half of their width, floats from one head to the next, and from
-    one position to the next): (a, b) becomes (a cos - b sin, b cos + a sin), where a and b are the halves of a head. Cosines and
-    sines: (positions, width); output: (positions, heads, width), all contiguous."""
-    return compiled(4, 6, _rotate)
+    """A function of (heads, cosines, sines, output; first position, last, number of heads, half their width, head stride and position
+    stride in floats). (a, b) becomes (a cos - b sin, b cos + a sin), where a and b are the halves of a head. Cosines and sines are
+    (positions, width), the output is (positions, heads, width), all contiguous."""
+    return jit_compile(4, 6, _rotate)
 
 
 @cache
 def silu() -> Function | None:
-    """(given, output; first block of LANES, last, how many numbers)."""
-    return compiled(2, 3, _silu)
+    """A function of (input, output; first block of LANES, last, number of elements)."""
+    return jit_compile(2, 3, _silu)
 
 
 @cache
 def gate() -> Function | None:
-    """(gate, other, output; first block of LANES, last, how many numbers): silu(gate) times other."""
-    return compiled(3, 3, _silu)
+    """A function of (gate, other, output; first block of LANES, last, number of elements): silu(gate) * other."""
+    return jit_compile(3, 3, _silu)
 
 
 def _rms_norm(code: Code) -> None:
-    """Sums in float64: no further from a library's, whichever order that takes, than its own are from what is right."""
-    at, double = code.at, code.ir.DoubleType()
+    """Sums are in float64, so the result is as close to a library's, in any reduction order, as that is to the exact one."""
+    build, double = code.builder, code.ir.DoubleType()
     doubles = code.ir.VectorType(double, LANES)
-    rows, weight, made, first, last, width, bits = code.arguments
-    epsilon = at.bitcast(at.trunc(bits, code.ir.IntType(32)), code.float)
+    rows, weight, output, first, last, width, epsilon_bits = code.arguments
+    epsilon = build.bitcast(build.trunc(epsilon_bits, code.ir.IntType(32)), code.float32)
 
-    def row(index: Any, _: Loaded) -> Loaded:
-        place = at.mul(index, width)
-        whole = code.whole(code.number(0), width, LANES)
+    def row(index: Any, _: Values) -> Values:
+        row_start = build.mul(index, width)
+        aligned = code.aligned_end(code.index(0), width, LANES)
 
-        def squares(column: Any, sums: Loaded) -> Loaded:
-            found = at.fpext(code.load(rows, at.add(place, column), code.float, LANES), doubles)
-            return [at.fadd(sums[0], at.fmul(found, found))]
+        def squares(column: Any, sums: Values) -> Values:
+            values = build.fpext(code.load(rows, build.add(row_start, column), code.float32, LANES), doubles)
+            return [build.fadd(sums[0], build.fmul(values, values))]
 
-        def square(column: Any, sums: Loaded) -> Loaded:
-            found = at.fpext(code.load(rows, at.add(place, column), code.float), double)
-            return [at.fadd(sums[0], at.fmul(found, found))]
+        def tail_square(column: Any, sums: Values) -> Values:
+            values = build.fpext(code.load(rows, build.add(row_start, column), code.float32), double)
+            return [build.fadd(sums[0], build.fmul(values, values))]
 
-        none = code.ir.Constant(doubles, [0.0] * LANES)
-        (lanes,) = code.loop(code.number(0), whole, LANES, squares, [none])
-        (total,) = code.loop(whole, width, 1, square, [code.sum(lanes)])
-        mean = at.fptrunc(at.fdiv(total, at.sitofp(width, double)), code.float)
-        scale = at.fdiv(code.ir.Constant(code.float, 1.0), code.sqrt(at.fadd(mean, epsilon)))
+        initial = code.ir.Constant(doubles, [0.0] * LANES)
+        (lanes,) = code.loop(code.index(0), aligned, LANES, squares, [initial])
+        (total,) = code.loop(aligned, width, 1, tail_square, [code.lane_sum(lanes)])
+        mean = build.fptrunc(build.fdiv(total, build.sitofp(width, double)), code.float32)
+        scale = build.fdiv(code.ir.Constant(code.float32, 1.0), code.sqrt(build.fadd(mean, epsilon)))
 
-        def scaled(found: Loaded) -> Any:
-            by = code.spread(scale) if found[0].type == code.floats else scale
-            return at.fmul(at.fmul(found[0], by), found[1])
+        def normalise(values: Values) -> Any:
+            factor = code.splat(scale) if values[0].type == code.float_lanes else scale
+            return build.fmul(build.fmul(values[0], factor), values[1])
 
-        _each(code, width, ((rows, place), (weight, code.number(0))), (made, place), scaled)
+        _elementwise(
+            code, width, ((rows, row_start), (weight, code.index(0))), (output, row_start), normalise
+        )
         return ()
 
     code.loop(first, last, 1, row)
 
 
 def _rotate(code: Code) -> None:
-    at = code.at
-    heads, cosines, sines, made, first, last, count, half, *strides = code.arguments
-    width = at.add(half, half)
+    build = code.builder
+    heads, cosines, sines, output, first, last, count, half, *strides = code.arguments
+    width = build.add(half, half)
 
-    def position(index: Any, _: Loaded) -> Loaded:
-        angle = at.mul(index, width)
+    def rotate_position(index: Any, _: Values) -> Values:
+        angle = build.mul(index, width)
 
-        def head(number: Any, _: Loaded) -> Loaded:
-            given = at.add(at.mul(number, strides[0]), at.mul(index, strides[1]))
-            place = at.mul(at.add(at.mul(index, count), number), width)
-            for own, other, turn in ((code.number(0), half, at.fsub), (half, code.number(0), at.fadd)):
-                read = [(heads, at.add(given, own)), (heads, at.add(given, other))]
-                read += [(angles, at.add(angle, own)) for angles in (cosines, sines)]
+        def rotate_head(head_index: Any, _: Values) -> Values:
+            input_start = build.add(build.mul(head_index, strides[0]), build.mul(index, strides[1]))
+            output_start = build.mul(build.add(build.mul(index, count), head_index), width)
+            for half_start, other_start, combine in (
+                (code.index(0), half, build.fsub),
+                (half, code.index(0), build.fadd),
+            ):
+                inputs = [
+                    (heads, build.add(input_start, half_start)),
+                    (heads, build.add(input_start, other_start)),
+                ]
+                inputs += [(angles, build.add(angle, half_start)) for angles in (cosines, sines)]
 
-                def turned(found: Loaded, turn: Callable[[Any, Any], Any] = turn) -> Any:
-                    return turn(at.fmul(found[0], found[2]), at.fmul(found[1], found[3]))
+                def rotated(values: Values, combine: Callable[[Any, Any], Any] = combine) -> Any:
+                    return combine(build.fmul(values[0], values[2]), build.fmul(values[1], values[3]))
 
-                _each(code, half, read, (made, at.add(place, own)), turned)
+                _elementwise(code, half, inputs, (output, build.add(output_start, half_start)), rotated)
             return ()
 
-        code.loop(code.number(0), count, 1, head)
+        code.loop(code.index(0), count, 1, rotate_head)
         return ()
 
-    code.loop(first, last, 1, position)
+    code.loop(first, last, 1, rotate_position)
 
 
 def _silu(code: Code) -> None:
-    """Of the first of what is given, times all others."""
-    at = code.at
-    *given, made, first, last, count = code.arguments
-    begin, beyond = (at.mul(block, code.number(LANES)) for block in (first, last))
-    end = at.select(at.icmp_unsigned("<", beyond, count), beyond, count)
+    """silu(first input) times the other inputs."""
+    build = code.builder
+    *inputs, output, first, last, count = code.arguments
+    begin, block_end = (build.mul(block, code.index(LANES)) for block in (first, last))
+    end = build.select(build.icmp_unsigned("<", block_end, count), block_end, count)
 
     def silu(value: Any) -> Any:
-        one = code.all(1.0)
-        bits = at.bitcast(value, code.integers)
-        less = code.exp(at.bitcast(at.or_(bits, code.whole_numbers(-(1 << 31))), code.floats))
-        above = at.select(at.fcmp_ordered(">=", value, code.zeros), one, less)
-        return at.fdiv(at.fmul(value, above), at.fadd(one, less))
+        ones = code.float_constant(1.0)
+        bits = build.bitcast(value, code.int_lanes)
+        exponential = code.exp(
+            build.bitcast(build.or_(bits, code.int_constant(-(1 << 31))), code.float_lanes)
+        )
+        numerator = build.select(build.fcmp_ordered(">=", value, code.zero_lanes), ones, exponential)
+        return build.fdiv(build.fmul(value, numerator), build.fadd(ones, exponential))
 
-    def gated(found: Loaded) -> Any:
-        value, *others = found
-        if value.type == code.floats:
+    def gated(values: Values) -> Any:
+        value, *factors = values
+        if value.type == code.float_lanes:
             value = silu(value)
         else:
-            value = code.first(silu(code.spread(value)))
-        for other in others:
-            value = at.fmul(value, other)
+            value = code.first_lane(silu(code.splat(value)))
+        for factor in factors:
+            value = build.fmul(value, factor)
         return value
 
-    places = [(address, begin) for address in given]
-    _each(code, at.sub(end, begin), places, (made, begin), gated)
+    pointers = [(address, begin) for address in inputs]
+    _elementwise(code, build.sub(end, begin), pointers, (output, begin), gated)
 
 
-def _each(
-    code: Code, count: Any, given: Sequence[Place], made: Place, change: Callable[[Loaded], Any]
+def _elementwise(
+    code: Code, count: Any, inputs: Sequence[Pointer], output: Pointer, change: Callable[[Values], Any]
 ) -> None:
-    """What `change` makes of so many floats at each place, LANES at once, and then one by one."""
-    whole = code.whole(code.number(0), count, LANES)
-    for begin, until, lanes in ((code.number(0), whole, LANES), (whole, count, 0)):
+    """Store `change(values)` for `count` elements of the inputs, LANES at once, then one by one."""
+    aligned = code.aligned_end(code.index(0), count, LANES)
+    for begin, stop, lanes in ((code.index(0), aligned, LANES), (aligned, count, 0)):
 
-        def some(index: Any, _: Loaded, lanes: int = lanes) -> Loaded:
-            found = [code.load(base, code.at.add(place, index), code.float, lanes) for base, place in given]
-            code.store(change(found), made[0], code.at.add(made[1], index))
+        def apply(index: Any, _: Values, lanes: int = lanes) -> Values:
+            values = [
+                code.load(base, code.builder.add(offset, index), code.float32, lanes)
+                for base, offset in inputs
+            ]
+            code.store(change(values), output[0], code.builder.add(output[1], index))
             return ()
 
-        code.loop(begin, until, lanes or 1, some)
+        code.loop(begin, stop, lanes or 1, apply)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusion.runtime.planes import batch_invariant
-from fusion.runtime.planes.batch_invariant import UNEVEN, even
+from fusion.runtime.planes.batch_invariant import VECTORISED, in_full_vectors
 from fusion.runtime.planes.torch_ops import spell
 
 MORE: dict[str, tuple[Any, ...]] = {
@@ -19,10 +19,10 @@ MORE: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("op", sorted(UNEVEN))
+@pytest.mark.parametrize("op", sorted(VECTORISED))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_counts_change_no_bit(op: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_invariant, "_THREADED", 100)
+    monkeypatch.setattr(batch_invariant, "_THREADED_ELEMENTS", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     numbers = torch.randn(1, 640, generator=torch.Generator().manual_seed(0)).mul(3).abs().to(dtype)
 
@@ -35,7 +35,7 @@ def test_counts_change_no_bit(op: str, dtype: torch.dtype, monkeypatch: pytest.M
             case _:
                 args = (given, *MORE.get(op, ()))
         function, positional, named = spell(op, args, torch.device("cpu"))
-        made: torch.Tensor = (even(function) if evenly else function)(*positional, **named)
+        made: torch.Tensor = (in_full_vectors(function) if evenly else function)(*positional, **named)
         return made
 
     whole = run(numbers)
@@ -53,4 +53,6 @@ def test_a_number_without_dimensions_decides_no_dtype(op: str) -> None:
     function, positional, named = spell(
         op, (numbers, torch.tensor(1.7, dtype=torch.float64)), torch.device("cpu")
     )
-    torch.testing.assert_close(even(function)(*positional, **named), function(*positional, **named))
+    torch.testing.assert_close(
+        in_full_vectors(function)(*positional, **named), function(*positional, **named)
+    )

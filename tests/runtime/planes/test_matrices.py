@@ -37,15 +37,15 @@ def test_packing_adds_no_more_than_its_allowance(
     spare: int, packed: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled = 8 * 8 * 4  # bytes of zeros that a matrix of 8 rows of 8 gets in a block of 16
-    monkeypatch.setattr(matrices, "_SPARE_BYTES", spare * filled)
-    monkeypatch.setattr(matrices, "_SPARE_SHARE", 1 << 20)
+    monkeypatch.setattr(matrices, "_MAX_PADDING_BYTES", spare * filled)
+    monkeypatch.setattr(matrices, "_MAX_PADDING_SHARE", 1 << 20)
     graph, values = with_experts(experts=8, linears=3)
     found = Matrices(graph, values, torch.device("cpu"))
     assert {
-        name for name, laid in found.laid_out.items() if isinstance(laid, Packed | PackedExperts)
+        name for name, laid in found.prepacked.items() if isinstance(laid, Packed | PackedExperts)
     } == packed
     assert found.least_rows == (1 if len(packed) == 4 else 4)
     rows, ids = torch.randn(4, 8), torch.tensor([0, 7, 3, 3])
-    product = found.products(together=False)["y"]
+    product = found.products(batched=False)["y"]
     wanted = torch.stack([values["experts"][i] @ row for i, row in zip(ids.tolist(), rows, strict=True)])
-    torch.testing.assert_close(product(rows, ids, found.laid_out["experts"], None, 0, 8, False), wanted)
+    torch.testing.assert_close(product(rows, ids, found.prepacked["experts"], None, 0, 8, False), wanted)

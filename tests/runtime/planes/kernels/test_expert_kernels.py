@@ -8,7 +8,7 @@ from support.devices import NEEDS_GPU
 
 from fusion.runtime.planes.kernels.available import kernels
 from fusion.runtime.planes.products.experts import expert_linear
-from fusion.runtime.planes.products.quantised_experts import expert_linear as stored_expert_linear
+from fusion.runtime.planes.products.quantised_experts import expert_linear as quantised_expert_linear
 
 pytestmark = NEEDS_GPU
 
@@ -69,14 +69,14 @@ def test_products_with_stored_matrices_are_those_of_what_they_stand_for(
     assert there is not None
     stored = (given, ids, weight, scales, least, bias)
     on_device = [None if part is None else part.cuda() for part in stored]
-    found = there.experts.stored_expert_linear(*on_device, first, 16)
-    exact = stored_expert_linear(
+    found = there.experts.quantised_expert_linear(*on_device, first, 16)
+    exact = quantised_expert_linear(
         given.float(), *stored[1:5], None if bias is None else bias.float(), first, 16
     )
     error = 4e-6 if dtype == torch.float32 else 1e-2
     assert found.dtype == dtype and found.shape == (rows, out)
     assert float((found.cpu().float() - exact).abs().max()) <= error * max(1.0, float(exact.abs().max()))
-    alone = there.experts.stored_expert_linear(
+    alone = there.experts.quantised_expert_linear(
         *(part[-1:] for part in on_device[:2]), *on_device[2:], first, 16
     )
     assert torch.equal(alone[0], found[-1])

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType
 from fusion.dag.ir.opset_index import INDEXED, IndexKind
 from fusion.runtime.planes.codegen import compile_graph
-from fusion.runtime.planes.kernels.in_range import _MOVED, in_range
+from fusion.runtime.planes.kernels.in_range import _CLAMPS, in_range
 from fusion.runtime.planes.torch_ops import spell
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ HALF = torch.full((2, 3), 0.5)
 
 
 def test_every_kind_of_index_is_known() -> None:
-    assert _MOVED.keys() == set(INDEXED.values()) == set(get_args(IndexKind))
+    assert _CLAMPS.keys() == set(INDEXED.values()) == set(get_args(IndexKind))
 
 
 @pytest.mark.parametrize("op", sorted(INDEXED))

@@ -44,7 +44,7 @@ def test_products_are_those_of_float32(
     given = torch.randn(2, rows, columns).to(dtype)
     parts = [None if part is None else part.cuda() for part in (weight, scales, minimums, bias)]
     there = kernels()
-    assert there is not None and there.quantised.multiplies(columns, columns // group)
+    assert there is not None and there.quantised.supports(columns, columns // group)
     found = there.quantised.linear(given.cuda(), *parts)
     exact = linear(given.double().float(), weight, scales, minimums, bias)
     assert found.dtype == dtype and found.shape == (2, rows, out)
@@ -58,5 +58,5 @@ def test_products_are_those_of_float32(
 def test_groups_that_tensor_cores_do_not_take_are_left_to_the_library() -> None:
     there = kernels()
     assert there is not None
-    assert there.quantised.multiplies(256, 16) and there.quantised.multiplies(96, 1)
-    assert not there.quantised.multiplies(256, 32) and not there.quantised.multiplies(120, 5)
+    assert there.quantised.supports(256, 16) and there.quantised.supports(96, 1)
+    assert not there.quantised.supports(256, 32) and not there.quantised.supports(120, 5)

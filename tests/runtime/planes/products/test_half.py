@@ -9,7 +9,7 @@ from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer
 from fusion.runtime.planes.matrices import Matrices
 from fusion.runtime.planes.products import half
-from fusion.runtime.planes.products.half import ByPiece, _cancelling, is_batch_invariant
+from fusion.runtime.planes.products.half import ByPiece, _cancelling, is_half_batch_invariant
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -33,8 +33,8 @@ def of_one_product(op: str, dtype: torch.dtype) -> tuple[Graph, dict[str, torch.
 def test_a_row_has_the_bits_of_its_own_piece_in_any_company(op: str, dtype: torch.dtype) -> None:
     graph, values, row = of_one_product(op, dtype)
     found = Matrices(graph, values, torch.device("cpu"))
-    assert found.rows_agree
-    matrix, bias = found.laid_out["w"], found.laid_out["b"]
+    assert found.batch_invariant
+    matrix, bias = found.prepacked["w"], found.prepacked["b"]
 
     def of_the_library(rows: torch.Tensor) -> torch.Tensor:
         if op == "aten.addmm":
@@ -44,7 +44,7 @@ def test_a_row_has_the_bits_of_its_own_piece_in_any_company(op: str, dtype: torc
     lengths, singly = [1, 5, 1, 3], [False, False, False, True]
     rows = row.repeat(1, 12, 1)  # two of them are padding
     found.by_piece.begin(lengths, singly, 12)
-    product = found.products(together=True).get("y")
+    product = found.products(batched=True).get("y")
     if product is None:
         made = of_the_library(rows)
     elif op == "aten.addmm":
@@ -79,4 +79,4 @@ def test_a_library_that_adds_a_lone_row_up_otherwise_is_found_out(
     matrix = torch.empty(32, width, dtype=torch.bfloat16)
     for least in (1, 2, 6):
         monkeypatch.setattr(half.torch._C._nn, "linear", lambda *args, n=least: added_up(*args, least=n))
-        assert is_batch_invariant(matrix, added=False) == (least == 1 or width <= 3)
+        assert is_half_batch_invariant(matrix, is_addmm=False) == (least == 1 or width <= 3)

@@ -10,11 +10,19 @@ from hypothesis import strategies as st
 from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import infer
 from fusion.runtime.planes.products import machine_code, packed
-from fusion.runtime.planes.products.packed import addmm, embedding, linear, pack, packable, padded, rows_agree
+from fusion.runtime.planes.products.packed import (
+    addmm,
+    embedding,
+    is_batch_invariant,
+    linear,
+    pack,
+    packable,
+    padded_rows,
+)
 
 
 def test_few_counts_of_rows_are_run() -> None:
-    assert [padded(n) for n in (1, 2, 3, 8, 9, 17, 64, 65, 512, 513)] == [
+    assert [padded_rows(n) for n in (1, 2, 3, 8, 9, 17, 64, 65, 512, 513)] == [
         4,
         4,
         4,
@@ -26,9 +34,10 @@ def test_few_counts_of_rows_are_run() -> None:
         512,
         640,
     ]
-    assert all(n <= padded(n) <= max(4, n + n // 4 + 1) for n in range(1, 5000))
-    assert len({padded(n) for n in range(1, 513)}) < 40
-    assert [padded(n, least=1) for n in (1, 2, 3, 17)] == [1, 2, 3, 17]  # where a row alone has the same bits
+    assert all(n <= padded_rows(n) <= max(4, n + n // 4 + 1) for n in range(1, 5000))
+    assert len({padded_rows(n) for n in range(1, 513)}) < 40
+    # where a row alone has the same bits
+    assert [padded_rows(n, min_rows=1) for n in (1, 2, 3, 17)] == [1, 2, 3, 17]
 
 
 @given(st.integers(1, 70), st.integers(1, 40), st.integers(1, 20), st.booleans())
@@ -65,7 +74,7 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     held, rows = pack(torch.randn(530, 64)), torch.randn(9, 64)
     assert held is not None
     alone = linear(rows, held, None)
-    monkeypatch.setattr(machine_code, "_THREAD_PRODUCTS", 1)
+    monkeypatch.setattr(machine_code, "_THREAD_MULTIPLY_ADDS", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(linear(rows, held, None), alone)
 
@@ -118,14 +127,16 @@ def test_what_is_packed(uses: list[str], found: dict[str, bool]) -> None:
 
 def test_rows_that_depend_on_their_company_are_noticed() -> None:
     like = torch.zeros(1)
-    assert rows_agree(lambda rows: rows * 2, 8, like)
-    assert not rows_agree(lambda rows: rows + (rows.shape[1] == 5), 8, like)
-    assert not rows_agree(lambda rows: rows - rows.mean(1, keepdim=True), 8, like)
-    assert not rows_agree(lambda rows: rows + torch.arange(rows.shape[1])[:, None], 8, like)
+    assert is_batch_invariant(lambda rows: rows * 2, 8, like)
+    assert not is_batch_invariant(lambda rows: rows + (rows.shape[1] == 5), 8, like)
+    assert not is_batch_invariant(lambda rows: rows - rows.mean(1, keepdim=True), 8, like)
+    assert not is_batch_invariant(lambda rows: rows + torch.arange(rows.shape[1])[:, None], 8, like)
     for count, agree in (
         (1, True),
         (3, True),
         (4, False),
     ):  # alone, they are only looked at where that matters
-        assert rows_agree(lambda rows, count=count: rows + (rows.shape[1] == count), 8, like) is agree
-        assert not rows_agree(lambda rows, count=count: rows + (rows.shape[1] == count), 8, like, least=1)
+        assert is_batch_invariant(lambda rows, count=count: rows + (rows.shape[1] == count), 8, like) is agree
+        assert not is_batch_invariant(
+            lambda rows, count=count: rows + (rows.shape[1] == count), 8, like, min_rows=1
+        )

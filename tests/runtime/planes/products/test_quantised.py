@@ -22,9 +22,8 @@ from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.quantised_weights import quantised_read
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.planes.plane import Piece
-from fusion.runtime.planes.products import machine_code
-from fusion.runtime.planes.products import stored as stored_matrices
-from fusion.runtime.planes.products.packed import in_blocks, rows_agree
+from fusion.runtime.planes.products import machine_code, quantised_matrices
+from fusion.runtime.planes.products.packed import in_blocks, is_batch_invariant
 from fusion.runtime.planes.products.quantised import InBlocks, dequantised, embedding, linear
 from fusion.runtime.planes.products.quantised_code import product
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
@@ -108,12 +107,12 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
 ) -> None:
     made, laid = blocks(stored(bits, 200, 96, 32, half, minimums))
     given = torch.randn(1, 40, 96)
-    assert rows_agree(lambda rows: made.linear(rows, *laid, None), 96, given)
+    assert is_batch_invariant(lambda rows: made.linear(rows, *laid, None), 96, given)
     whole = made.linear(given, *laid, None)
     assert all(
         torch.equal(made.linear(given[:, n : n + 1], *laid, None), whole[:, n : n + 1]) for n in range(40)
     )
-    monkeypatch.setattr(machine_code, "_THREAD_PRODUCTS", 1000)
+    monkeypatch.setattr(machine_code, "_THREAD_MULTIPLY_ADDS", 1000)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(made.linear(given, *laid, None), whole)
 
@@ -339,18 +338,18 @@ def compare_company(graph: Graph, values: dict[str, torch.Tensor]) -> None:
         assert all(torch.equal(found[name], alone[name][turn][name]) for name in texts)
 
 
-@pytest.mark.parametrize(("rows", "laid_out"), [(1, False), (17, False), (112, True), (125, True)])
-def test_blocks_do_not_take_many_times_the_bytes_of_a_matrix(rows: int, laid_out: bool) -> None:
+@pytest.mark.parametrize(("rows", "packed"), [(1, False), (17, False), (112, True), (125, True)])
+def test_blocks_do_not_take_many_times_the_bytes_of_a_matrix(rows: int, packed: bool) -> None:
     types = {"w": TensorType((rows, 64), "int8"), "s": TensorType((rows, 2), "float16")}
     given = Input("x", TensorType((1, 4, 64), "float32"))
     args = (Ref("x"), Ref("w"), Ref("s"), None, None)
     made = infer("fusion.linear_int8", args, {Ref("x"): given.type, **{Ref(n): t for n, t in types.items()}})
     variables = tuple(Variable(name, type_, trainable=False) for name, type_ in types.items())
     graph = Graph((given,), variables, (Node("y", "fusion.linear_int8", args, made),), (Ref("y"),))
-    matrices = stored_matrices.StoredMatrices(graph, torch.device("cpu"))
+    matrices = quantised_matrices.QuantisedMatrices(graph, torch.device("cpu"))
     weight = torch.zeros(rows, 64, dtype=torch.int8)
-    assert (matrices.laid_out("w", weight) is not weight) == laid_out == ("y" in matrices.products)
-    assert matrices.laid_out("w", weight).numel() <= weight.numel() * 9 / 8
+    assert (matrices.prepack("w", weight) is not weight) == packed == ("y" in matrices.products)
+    assert matrices.prepack("w", weight).numel() <= weight.numel() * 9 / 8
 
 
 def test_without_machine_code_the_values_are_the_same_and_company_changes_no_bit(
@@ -358,7 +357,7 @@ def test_without_machine_code_the_values_are_the_same_and_company_changes_no_bit
 ) -> None:
     _, graph, values, _ = served("llama", "int8")
     _, expected = answer(stages_of(graph, values, 1), [1, 2, 3], 4)
-    monkeypatch.setattr(stored_matrices, "product", lambda *_: None)
+    monkeypatch.setattr(quantised_matrices, "product", lambda *_: None)
     _, found = answer(stages_of(graph, values, 1), [1, 2, 3], 4)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     compare_company(graph, values)

@@ -11,7 +11,7 @@ from fusion.dag.ir.opset import infer
 from fusion.dag.ir.serialise import validate
 from fusion.runtime.capture.quantised_weights import quantised
 from fusion.runtime.planes.plane import Piece
-from fusion.runtime.planes.products import experts, quantised_experts, stored
+from fusion.runtime.planes.products import experts, quantised_experts, quantised_matrices
 from fusion.runtime.planes.products.quantised import dequantised
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
@@ -69,13 +69,13 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str, monkeypatch: pytest.M
     rows, ids = torch.randn(40, IN), torch.randint(FIRST, FIRST + HELD, (40,))
     for code in (True, False):
         if not code:
-            monkeypatch.setattr(stored, "product", lambda *_: None)
-        matrices = stored.StoredMatrices(
+            monkeypatch.setattr(quantised_matrices, "product", lambda *_: None)
+        matrices = quantised_matrices.QuantisedMatrices(
             graph_of(values, TensorType((40, IN), "float32")), torch.device("cpu")
         )
-        assert matrices.rows_agree and ("y" in matrices.products) == code
+        assert matrices.batch_invariant and ("y" in matrices.products) == code
         product = matrices.products.get("y", quantised_experts.expert_linear)
-        laid = [matrices.laid_out(n, values[n]) if n in values else None for n in "wsm"]
+        laid = [matrices.prepack(n, values[n]) if n in values else None for n in "wsm"]
         assert sum(part.numel() for part in laid if part is not None) == sum(
             values[n].numel() for n in "wsm" if n in values
         )
@@ -88,7 +88,9 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str, monkeypatch: pytest.M
 def test_what_something_else_reads_too_stays_as_it_is_stored() -> None:
     values = values_of("int8")
     graph = graph_of(values, TensorType((1, IN), "float32"), shown=True)
-    matrices = stored.StoredMatrices(graph, torch.device("cpu"))
-    assert not matrices.products and matrices.laid_out("w", values["w"]) is values["w"]
+    matrices = quantised_matrices.QuantisedMatrices(graph, torch.device("cpu"))
+    assert not matrices.products and matrices.prepack("w", values["w"]) is values["w"]
     few = graph_of({name: value[:, :8] for name, value in values.items()}, TensorType((1, IN), "float32"))
-    assert not stored.StoredMatrices(few, torch.device("cpu")).products, "blocks would take twice the bytes"
+    assert not quantised_matrices.QuantisedMatrices(few, torch.device("cpu")).products, (
+        "blocks would take twice the bytes"
+    )

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from fusion.runtime.planes.attention import Scored, runs_singly, scored_attention, single_attention
+from fusion.runtime.planes.attention import Scored, scored_attention, single_attention, supports_single
 from fusion.runtime.planes.kv_cache import KeptShape, SessionCache
 from fusion.runtime.planes.products import machine_code
-from fusion.runtime.planes.products.single_queries import attend, runs
+from fusion.runtime.planes.products.single_queries import attend, supports
 from fusion.runtime.planes.sequences import Sequences
 
 
@@ -138,7 +138,7 @@ def test_a_position_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyP
     assert torch.equal(attend(dense[0], dense[1:], made.copied(), made.at, None, None), whole)
     crossed = [each.transpose(2, 3).contiguous().transpose(2, 3) for each in (made.query, *made.new)]
     assert torch.equal(attend(crossed[0], crossed[1:], made.copied(), made.at, None, None), whole)
-    monkeypatch.setattr(machine_code, "_THREAD_PRODUCTS", 1)
+    monkeypatch.setattr(machine_code, "_THREAD_MULTIPLY_ADDS", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -207,13 +207,13 @@ def test_tensors_that_do_not_belong_together_are_refused() -> None:
 def test_it_is_for_float32_with_keys_and_values_alone() -> None:
     made = case(1, 1, 16, 16, (3,))
     keys, values = made.kept[0]
-    assert runs(made.query, (keys, values))
-    assert not runs(made.query, (keys, values, values))
-    assert not runs(made.query, (keys,))
-    assert not runs(made.query.bfloat16(), (keys.bfloat16(), values.bfloat16()))
-    assert not runs(made.query.to("meta"), (keys, values))
-    assert runs_singly(made.query, (keys, values), Scored(softcap=5.0))
-    assert not runs_singly(made.query, (keys, values), Scored(relative=torch.zeros(3, 1)))
+    assert supports(made.query, (keys, values))
+    assert not supports(made.query, (keys, values, values))
+    assert not supports(made.query, (keys,))
+    assert not supports(made.query.bfloat16(), (keys.bfloat16(), values.bfloat16()))
+    assert not supports(made.query.to("meta"), (keys, values))
+    assert supports_single(made.query, (keys, values), Scored(softcap=5.0))
+    assert not supports_single(made.query, (keys, values), Scored(relative=torch.zeros(3, 1)))
 
 
 @pytest.mark.parametrize("scored", [None, Scored(softcap=3.0)])
