@@ -1,8 +1,8 @@
-"""A graph as one Python function: each node becomes a call of an operator from our table.
+"""Compiles a graph to one Python function: each node becomes a call of an operator from our table.
 
-`torch.fx` writes the function's source from names and constants, so both are ours: every identifier is v<number>,
-values are found by position and never by name, and a constant is a number, a boolean, None, a dtype, a device or a
-list of them, of exactly these types. Nothing that came over the wire as text reaches the source.
+`torch.fx` generates the function's source from names and constants, both of which are ours: every identifier is v<number>, values are
+found by position and never by name, and a constant is a number, a boolean, None, a dtype, a device or a list of them, of exactly these
+types. No text from the wire reaches the source.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from fusion.runtime.planes.kernels.in_range import in_range
 from fusion.runtime.planes.preemption import preemption_point
 from fusion.runtime.planes.products.fused_rows import Fused
 from fusion.runtime.planes.sequences import last_position
-from fusion.runtime.planes.torch_ops import STATEFUL, gives_several, spell
+from fusion.runtime.planes.torch_ops import STATEFUL, returns_several, torch_call
 
-# From one place where a run may rest to the next, where there are no gradients: each costs half a microsecond. On CUDA a run is
-# queued in a moment, and may be captured as a graph: there it has none.
-DECODED_NODES = 8
+# Between preemption points of a run without gradients: each costs half a microsecond. CUDA has none: kernels are queued in a moment,
+# and may be captured as a graph.
+NODES_PER_PREEMPTION = 8
 
 Tensors = tuple[torch.Tensor, ...]
 
 
 class Program:
-    """The compiled graph. `inputs` and `variables` are the names, in order, of the tensors that `run` takes;
-    `stateful` the names of the nodes that use the state of the run (dropout masks, a cache), by their number; `kept` the
-    variables that a run in training has a new value of, which stand behind the outputs."""
+    """A compiled graph. `inputs` and `variables`: the names, in order, of the tensors that `run` takes. `stateful`: the names, by number, of
+    the nodes that use the state of the run (dropout masks, a cache). `updated`: the variables that a run in training has new values of,
+    which follow the outputs."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Program:
         function: Callable[..., Tensors],
         dimensions: Sequence[Poly],
         stateful: Sequence[str],
-        kept: Sequence[str],
+        updated: Sequence[str],
         source: str,
         passed: Collection[str],
     ) -> None:
@@ -56,7 +56,7 @@ class Program:
         self.inputs = tuple(i.name for i in graph.inputs)
         self.variables = tuple(v.name for v in graph.variables)
         self.stateful = tuple(stateful)
-        self.kept = tuple(kept)
+        self.updated = tuple(updated)
         self.source = source
         self._function = function
         self.sizes = InputSizes(graph, dimensions, passed)
@@ -68,8 +68,8 @@ class Program:
         state: object,
         passed: Mapping[str, int] = MappingProxyType({}),
     ) -> Tensors:
-        """The outputs in order, then what is kept. `passed`: the sizes of the symbols that it was compiled with as `passed`. Raises ValueError
-        for an input whose shape or dtype differs from the graph's."""
+        """The outputs in order, then the new values of updated variables. `passed`: the sizes of the symbols that it was compiled with as
+        `passed`. Raises ValueError for an input whose shape or dtype differs from the graph's."""
         return self._function(*inputs, *variables, *self.sizes.dimensions(inputs, passed), state)
 
 
@@ -83,13 +83,13 @@ def compile_graph(
     fused: Mapping[str, Fused] | None = None,
     passed: Collection[str] = (),
 ) -> Program:
-    """Generate the code of `graph` for `device`; without `training`, dropout is off and running statistics are used.
-    `products`: what computes these nodes in place of their operators; `last`: nodes that keep the last position of each
-    sequence of a run (`fusion.runtime.planes.sequences`); `fused`: what computes others, and nodes before them, in one call;
-    `passed`: symbols whose sizes are passed to each run, as the inputs may not determine them.
+    """Generate the code of `graph` for `device`; without `training`, dropout is off and running statistics are used. `products`: functions that
+    compute these nodes in place of their operators; `last`: nodes that keep the last position of each sequence of a run
+    (`fusion.runtime.planes.sequences`); `fused`: calls that compute a node and nodes before it; `passed`: symbols whose sizes are
+    passed to each run, as the inputs may not determine them.
 
-    GraphError names what cannot become code. The graph is assumed to have passed `fusion.dag.ir.serialise.validate`; one
-    that has not may fail later, but still cannot place text in the source.
+    GraphError names what cannot become code. The graph is assumed to have passed `fusion.dag.ir.serialise.validate`; one that has not
+    may fail later, but still cannot place text in the source.
     """
     return _Writer(graph, device, training, products or {}, last, fused or {}).write(passed)
 
@@ -109,8 +109,8 @@ class _Writer:
         self.fused = fused
         self.replaced = frozenset[str]().union(*(each.replaces for each in fused.values()))
         cpu = device.type == "cpu"
-        self.batch_invariant = not training and cpu  # positions have the same bits however many are run
-        self.rests_after = 1 if training else DECODED_NODES if cpu else 0  # nodes; 0: nowhere
+        self.batch_invariant = not training and cpu  # a position has the same bits in any batch
+        self.nodes_per_preemption = 1 if training else NODES_PER_PREEMPTION if cpu else 0  # nodes; 0: nowhere
         self.graph = graph
         self.device = device
         self.training = training
@@ -129,32 +129,32 @@ class _Writer:
                 if dim not in self.dimensions:
                     self.dimensions[dim] = self.placeholder()
         state = self.placeholder()
-        wanted = computed(graph, training=self.training) - self.replaced
+        needed = computed(graph, training=self.training) - self.replaced
         for number, node in enumerate(graph.nodes, 1):
-            if node.name not in wanted:
+            if node.name not in needed:
                 continue
             fused = self.fused.get(node.name)
-            op, given = in_mode(node, training=self.training)
-            args = tuple(self.value(a) for a in (given if fused is None else fused.args))
+            op, node_args = in_mode(node, training=self.training)
+            args = tuple(self.value(a) for a in (node_args if fused is None else fused.args))
             if fused is not None:
-                made = self.call(fused.function, args, {})
+                output = self.call(fused.function, args, {})
             else:
-                made = self.computed(node.name, op, args, state)
-            self.results(node, op, made)
-            if self.rests_after and number % self.rests_after == 0:
-                self.call(preemption_point, (made,), {})
-        keeping = [node for node in graph.nodes if node.op == KEEP and self.training]
-        outputs = (*graph.outputs, *(Ref(node.name) for node in keeping))
+                output = self.call_node(node.name, op, args, state)
+            self.results(node, op, output)
+            if self.nodes_per_preemption and number % self.nodes_per_preemption == 0:
+                self.call(preemption_point, (output,), {})
+        update_nodes = [node for node in graph.nodes if node.op == KEEP and self.training]
+        outputs = (*graph.outputs, *(Ref(node.name) for node in update_nodes))
         self.code.output(tuple(self.find(ref) for ref in outputs))
         module = fx.GraphModule(nn.Module(), self.code)
         _forget_source(module)
-        kept = [next(node.refs()).name for node in keeping]
+        updated = [next(node.refs()).name for node in update_nodes]
         return Program(
-            graph, module.forward, tuple(self.dimensions), self.stateful, kept, module.code, passed
+            graph, module.forward, tuple(self.dimensions), self.stateful, updated, module.code, passed
         )
 
-    def computed(self, name: str, op: str, args: tuple[Any, ...], state: fx.Node) -> fx.Node:
-        """The call for the node `name`."""
+    def call_node(self, name: str, op: str, args: tuple[Any, ...], state: fx.Node) -> fx.Node:
+        """The call that computes the node `name`."""
         if name in self.last:
             return self.call(last_position, (*args[:2], state), {})
         if name in self.products:
@@ -162,7 +162,7 @@ class _Writer:
         if op in STATEFUL:
             return self.call(STATEFUL[op], (*args, state, *self.number(op, name)), {})
         try:
-            target, given, named = spell(op, args, self.device)
+            target, positional, keywords = torch_call(op, args, self.device)
         except KeyError:
             raise GraphError(f"unknown op {op!r:.100}") from None
         if self.device.type == "cuda":
@@ -171,7 +171,7 @@ class _Writer:
             target = in_full_vectors(target)
         elif self.batch_invariant and spec(op).family == "reduction":
             target = with_contiguous_rows(target)
-        return self.call(target, given, named)
+        return self.call(target, positional, keywords)
 
     def number(self, op: str, name: str) -> tuple[int, ...]:
         if spec(op).keeps:
@@ -190,10 +190,12 @@ class _Writer:
     def call(self, target: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> fx.Node:
         return self.code.create_node("call_function", target, args, keywords, name=self.name())
 
-    def results(self, node: Node, op: str, made: fx.Node) -> None:
-        several = gives_several(op)
+    def results(self, node: Node, op: str, output: fx.Node) -> None:
+        several = returns_several(op)
         for i in range(len(node.results)):
-            self.values[Ref(node.name, i)] = self.call(operator.getitem, (made, i), {}) if several else made
+            self.values[Ref(node.name, i)] = (
+                self.call(operator.getitem, (output, i), {}) if several else output
+            )
 
     def find(self, ref: Ref) -> fx.Node:
         try:
@@ -218,7 +220,7 @@ class _Writer:
 
 
 def _forget_source(module: fx.GraphModule) -> None:
-    """`torch.fx` keeps the source of every function that it makes, for tracebacks, as long as the process runs."""
+    """`torch.fx` keeps the source of every function for tracebacks, as long as the process runs."""
     name = module.forward.__code__.co_filename
     linecache.cache.pop(name, None)
     getattr(getattr(fx.graph_module, "_loader", None), "eval_cache", {}).pop(name, None)

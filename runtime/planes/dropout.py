@@ -1,7 +1,7 @@
-"""Dropout whose masks are a function of (seed, step, microbatch, node name) and of nothing else.
+"""Dropout whose masks are a function of (seed, step, microbatch, node name) and nothing else.
 
-The bits come from Philox, a counter-based generator (Salmon et al., SC 2011) whose raw output is fixed by definition:
-the same mask on every device, in every execution plane and however the model is cut.
+The bits come from Philox, a counter-based generator (Salmon et al., SC 2011) whose output is fixed by definition: the same mask on
+every device, in every execution plane and however the model is cut.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from fusion.runtime.planes.plane import RngKey
 
 
 class Masks:
-    """The masks of one run of one stage. `names[i]` is the name of the node that asks with index i."""
+    """The masks of one run of a stage. `names[i]`: the node with index i."""
 
     def __init__(self, key: RngKey, names: Sequence[str]) -> None:
         self._prefix = struct.pack("<qqq", key.seed, key.step, key.microbatch)
         self._names = names
 
     def draw(self, index: int, like: torch.Tensor, p: float) -> torch.Tensor:
-        """Of the shape, dtype and device of `like`: 0 with probability p, else 1 / (1 - p)."""
+        """The mask of a node in the shape, dtype and device of `like`: 0 with probability p, else 1 / (1 - p)."""
         return keep_mask(self._prefix, self._names[index], like, p)
 
     def kept(self, name: str, count: int, p: float) -> np.ndarray:
-        """Of the node of that name, for its elements in order: whether each is kept."""
+        """Whether each element of the node is kept, in order."""
         return _kept(self._prefix, name, count, p)
 
 
@@ -76,7 +76,7 @@ def dropout_attention(
     if is_causal:
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~visible, -torch.inf)
-    blind = None  # queries that see no key: they get zeros, as the library has it, and not NaN
+    blind = None  # queries that see no key give zeros, as in the library, not NaN
     if attn_mask is not None:
         boolean = attn_mask.dtype == torch.bool
         hidden = ~attn_mask if boolean else attn_mask == -torch.inf

@@ -18,7 +18,7 @@ _MAX_SIZES = 256  # combinations of symbol sizes whose dimensions are remembered
 
 
 class InputSizes:
-    """Of the graph's inputs, in order. `dimensions`: those whose sizes its nodes need; `passed`: symbols whose sizes each run passes.
+    """Derives sizes from a graph's inputs, in order. `dimensions`: those that its nodes need; `passed`: symbols whose sizes each run passes.
     Raises GraphError where no input determines one of the others."""
 
     def __init__(self, graph: Graph, dimensions: Sequence[Poly], passed: Collection[str] = ()) -> None:
@@ -54,12 +54,12 @@ class InputSizes:
 
     def size(self, inputs: Sequence[torch.Tensor], symbol_name: str) -> int:
         """The size of a symbol in these inputs. ValueError where its input lacks the dimension."""
-        at, dim = self._places[symbol(symbol_name)]
-        if inputs[at].dim() <= dim:
+        index, dim = self._places[symbol(symbol_name)]
+        if inputs[index].dim() <= dim:
             raise ValueError(
-                f"input {self._names[at]} has shape {tuple(inputs[at].shape)}, not {self._types[at]}"
+                f"input {self._names[index]} has shape {tuple(inputs[index].shape)}, not {self._types[index]}"
             )
-        return int(inputs[at].shape[dim])
+        return int(inputs[index].shape[dim])
 
     def _bind(
         self, key: tuple[int, ...], passed: Mapping[str, int]
@@ -68,11 +68,11 @@ class InputSizes:
         sizes = {next(iter(symbols_of(p))): n for p, n in known.items() if _symbols(p) == {p}}
         sizes.update(passed)
         shapes = tuple(torch.Size([_bound(d, known, sizes) for d in t.shape]) for t in self._types)
-        found = shapes, tuple(_bound(d, known, sizes) for d in self._dimensions)
+        sizes_bound = shapes, tuple(_bound(d, known, sizes) for d in self._dimensions)
         if len(self._bound) >= _MAX_SIZES:
             self._bound.clear()
-        self._bound[key] = found
-        return found
+        self._bound[key] = sizes_bound
+        return sizes_bound
 
     def _misfit(self, inputs: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> ValueError:
         for name, value, type_, shape, dtype in zip(
@@ -84,7 +84,7 @@ class InputSizes:
 
 
 def polynomials(args: tuple[Arg, ...]) -> Iterator[Poly]:
-    """Among the arguments of a node."""
+    """The polynomials among the arguments of a node."""
     for arg in args:
         if isinstance(arg, Poly):
             yield arg
@@ -101,17 +101,17 @@ def _places(graph: Graph) -> dict[Poly, tuple[int, int]]:
     polynomial whose symbols are not all of these."""
     dims = [
         (dim, (i, at))
-        for i, given in enumerate(graph.inputs)
-        for at, dim in enumerate(given.type.shape)
+        for i, input_ in enumerate(graph.inputs)
+        for at, dim in enumerate(input_.type.shape)
         if isinstance(dim, Poly)
     ]
     places: dict[Poly, tuple[int, int]] = {}
     for dim, place in dims:
         if _symbols(dim) == {dim}:
             places.setdefault(dim, place)
-    plain = frozenset(places)
+    single_symbols = frozenset(places)
     for dim, place in dims:
-        if not _symbols(dim) <= plain:
+        if not _symbols(dim) <= single_symbols:
             places.setdefault(dim, place)
     return places
 

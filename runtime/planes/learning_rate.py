@@ -1,4 +1,4 @@
-"""What the lead decides for the update of every step: the learning rate, and the factor that clips the gradients. Pure."""
+"""The learning rate and the clip factor of each step, which the lead decides. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import OptimizerConfig
 
 SKIPPED = 0.0  # the clip factor of a step in which a gradient in float16 has overflowed: nothing is applied
-MOST_SKIPPED = 24  # in a row: then the largest loss scale has become 1
+MAX_SKIPPED = 24  # in a row: then the largest loss scale has become 1
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -32,7 +32,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def clip_factor(config: OptimizerConfig, squared_norm: float) -> float:
-    """What gradients of this global squared norm are multiplied by, as in torch's clip_grad_norm_; 1.0 without a clip."""
+    """The factor for gradients of this global squared norm, as in torch's clip_grad_norm_; 1.0 without clipping."""
     if config.clip_norm is None:
         return 1.0
     return min(1.0, config.clip_norm / (math.sqrt(squared_norm) + 1e-6))

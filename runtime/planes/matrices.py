@@ -33,7 +33,7 @@ from fusion.runtime.planes.products.packed import (
     row_by_row,
 )
 from fusion.runtime.planes.products.quantised_matrices import QuantisedMatrices
-from fusion.runtime.planes.stage_values import checked
+from fusion.runtime.planes.stage_values import checked_variable
 
 # The padding of blocks is in no memory budget: a stage of very many matrices of one row must not gain much by it.
 _MAX_PADDING_BYTES = 64 << 20
@@ -68,7 +68,7 @@ class Matrices:
         )
         self.prepacked: dict[str, Any] = {}  # tensors, and packed matrices and experts
         for variable in graph.variables:  # one at a time: `variables` may read each from a file
-            value = checked(variables, variable).detach().to(device)
+            value = checked_variable(variables, variable).detach().to(device)
             self.prepacked[variable.name] = self._prepack(variable.name, value)
         multiplied = self._linears.keys() | self._unpacked_linears | self._experts.keys()
         by_library = multiplied - self._invariant_halves - self._by_piece - self._packed

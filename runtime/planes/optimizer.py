@@ -1,7 +1,7 @@
-"""The optimizer as data: torch's AdamW and SGD behind `OptimizerConfig`.
+"""torch's AdamW and SGD for an `OptimizerConfig`, with their state as tensors.
 
-What changes from step to step (`fusion.runtime.planes.learning_rate`) travels with the commit and is passed in, so
-that every stage applies the same numbers.
+What changes from step to step (`fusion.runtime.planes.learning_rate`) travels with the commit and is passed in, so that every stage
+applies the same numbers.
 
 The functions of torch.optim are called, not its classes: the first object of one loads torch's compiler, 800 modules, 70 MiB and
 1.5 s of a core, for every peer that trains or stands by.
@@ -36,18 +36,18 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """Apply the gradients in `.grad` at learning rate `rate`; a parameter without one is left alone, as in torch."""
+        """Apply the gradients in `.grad` at learning rate `rate`; a parameter without one is skipped, as in torch."""
         names = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
         if not names:
             return
         if self._config.kind == "adamw":
             self._adamw(names, rate)
             return
-        # Of those with a momentum already and of those without: the library takes either.
-        for held in (True, False):
-            some = [name for name in names if (name in self._slots) == held]
-            if some:
-                self._sgd(some, rate)
+        # The library takes parameters with a momentum buffer, or without one.
+        for has_slots in (True, False):
+            group = [name for name in names if (name in self._slots) == has_slots]
+            if group:
+                self._sgd(group, rate)
 
     def _adamw(self, names: Sequence[str], rate: float) -> None:
         for name in names:
@@ -92,32 +92,31 @@ class Optimizer:
             nesterov=False,
             maximize=False,
         )
-        for name, buffer in zip(names, buffers, strict=False):  # the library made those that were not there
+        for name, buffer in zip(names, buffers, strict=False):  # the library created missing ones
             assert buffer is not None
             self._slots[name] = {"momentum_buffer": buffer}
 
     def _gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
-        found = (self._parameters[name].grad for name in names)
-        return [gradient for gradient in found if gradient is not None]
+        gradients = (self._parameters[name].grad for name in names)
+        return [gradient for gradient in gradients if gradient is not None]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The state by "<name>/<slot>", step counts included: our own memory, until `move`, in tensors that nobody else holds.
-        Empty before the first step."""
+        """The state by "<name>/<slot>", step counts included, without a copy: it changes with the next step unless `detach_state` is called
+        first. Empty before the first step."""
         return {
             f"{name}/{slot}": self._slots[name][slot].detach()
             for name in self._parameters
             for slot in self._slots.get(name, ())
         }
 
-    def move(self) -> None:
-        """Go on in a copy: what `state` gave does not change any more."""
+    def detach_state(self) -> None:
+        """Continue in a copy, so that tensors that `state` returned do not change."""
         for slots in self._slots.values():
             for slot, value in slots.items():
                 slots[slot] = value.clone()
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Replace the state by copies of `state`. JobError names a slot that fits no parameter of ours, or a parameter that lacks one:
-        nobody can go on from that."""
+        """Replace the state by copies of `state`. JobError names a slot of no parameter, or a parameter that lacks one."""
         slots: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in state.items():
             name, _, slot = key.rpartition("/")
@@ -130,31 +129,31 @@ class Optimizer:
                     f"optimizer state: {key} is {value.dtype}{list(value.shape)}, not {dtype}{list(shape)}"
                 )
             slots.setdefault(name, {})[slot] = value.to(parameter.device, copy=True)
-        require_whole(slots, self._config.kind)
+        require_complete(slots, self._config.kind)
         self._slots = slots
 
 
 SLOTS = {"adamw": frozenset({"step", "exp_avg", "exp_avg_sq"}), "sgd": frozenset({"momentum_buffer"})}
 
 
-def require_whole(slots: Mapping[str, Mapping[str, object]], kind: str) -> None:
-    """Raises JobError where a parameter has some slots of an optimizer of that kind, and not all."""
-    for name, found in slots.items():
-        if missing := sorted(SLOTS[kind] - found.keys()):
+def require_complete(slots: Mapping[str, Mapping[str, object]], kind: str) -> None:
+    """Raises JobError where a parameter has some of the slots of an optimizer of that kind, but not all."""
+    for name, parameter_slots in slots.items():
+        if missing := sorted(SLOTS[kind] - parameter_slots.keys()):
             raise JobError(f"optimizer state: {name} has no {missing[0]}")
 
 
-# --- how long a gradient is
+# --- gradient norms
 
-PIECE = 1 << 16  # elements that are in float64 at once
-# So many may be: the library is three times as fast as we are where its copy stays in a cache.
-WHOLE = 1 << 20
-_LANES = (2, 4, 8)  # of the registers of processors: so many sums the library keeps side by side
-_TRIED = 10_001  # elements
+CHUNK_ELEMENTS = 1 << 16  # converted to float64 at once
+# Up to so many, the library converts all: its copy stays in a cache, and it is three times as fast as we are.
+MAX_COPIED_ELEMENTS = 1 << 20
+_LANE_COUNTS = (2, 4, 8)  # accumulators of the library, by the width of vector registers
+_TRIAL_ELEMENTS = 10_001  # elements
 
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> float:
-    """Their sums of squares, added up in their order, in float64. A GPU makes all of them in a few calls."""
+    """The sum, in order, of the sums of squares, in float64. A GPU computes all in a few calls."""
     if gradients and gradients[0].device.type == "cuda":
         roots = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)
         return float(torch.stack(roots).square_().sum())
@@ -164,39 +163,39 @@ def squared_norms(gradients: Sequence[torch.Tensor]) -> float:
 
 
 def squared_norm(gradient: torch.Tensor) -> torch.Tensor:
-    """Its sum of squares in float64, on its device. On a CPU: to the bit the square of what torch.linalg.vector_norm gives for a
-    contiguous copy, however its memory is laid out, on any number of threads. That makes a copy of the whole in
-    float64 first, the largest thing in memory where a stage has a vocabulary; of a large one no more than a piece is copied,
-    where we know in which order the library adds."""
+    """The sum of squares in float64, on the gradient's device. On a CPU it is, to the bit, the square of torch.linalg.vector_norm of a
+    contiguous copy, for any memory layout and any number of threads. The library converts the whole tensor to float64 first, which
+    would be the largest thing in memory for the embedding of a vocabulary; so large ones are converted in chunks, where the
+    library's reduction order is known."""
     if gradient.device.type == "cpu":
         gradient = gradient.detach().contiguous()  # the library adds in the order of memory
-        large = gradient.dtype == torch.float32 and gradient.numel() > WHOLE
-        if large and (lanes := _lanes()):
-            root = _in_lanes(gradient, lanes)
+        large = gradient.dtype == torch.float32 and gradient.numel() > MAX_COPIED_ELEMENTS
+        if large and (lanes := _library_lanes()):
+            root = _norm_in_lanes(gradient, lanes)
             return torch.tensor(root * root, dtype=torch.float64)
-    found: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-    return found.square()
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    return norm.square()
 
 
 @cache
-def _lanes() -> int:
-    """In how many lanes the library adds here; 0 where in none that we know."""
-    tried = torch.randn(_TRIED, generator=torch.Generator().manual_seed(0))
-    wanted = float(torch.linalg.vector_norm(tried, dtype=torch.float64))
-    return next((lanes for lanes in _LANES if _in_lanes(tried, lanes) == wanted), 0)
+def _library_lanes() -> int:
+    """The number of lanes the library adds in on this machine; 0 where it is none of _LANE_COUNTS."""
+    values = torch.randn(_TRIAL_ELEMENTS, generator=torch.Generator().manual_seed(0))
+    norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+    return next((lanes for lanes in _LANE_COUNTS if _norm_in_lanes(values, lanes) == norm), 0)
 
 
-def _in_lanes(gradient: torch.Tensor, lanes: int) -> float:
-    """The root of the sum of squares, added up in so many sums side by side, then these, then what is left over: squares of float32
-    are exact in float64. The root is Python's: that of a tensor may be a bit off."""
+def _norm_in_lanes(gradient: torch.Tensor, lanes: int) -> float:
+    """The norm of a float32 tensor, with one accumulator a lane, then their sum, then the remainder; squares of float32 are exact in
+    float64. The root is Python's: that of a tensor may be a bit off."""
     flat = gradient.reshape(-1)
-    even = flat.numel() // lanes * lanes
+    aligned = flat.numel() // lanes * lanes
     sums = torch.zeros(lanes, dtype=torch.float64)
-    for begin in range(0, even, PIECE):
-        squares = flat[begin : min(even, begin + PIECE)].double().square_().reshape(-1, lanes)
+    for start in range(0, aligned, CHUNK_ELEMENTS):
+        squares = flat[start : min(aligned, start + CHUNK_ELEMENTS)].double().square_().reshape(-1, lanes)
         squares[0] += sums
         sums = squares.cumsum(0)[-1]
     total = 0.0
-    for each in (*sums.tolist(), *flat[even:].double().square_().tolist()):
-        total += each
+    for square in (*sums.tolist(), *flat[aligned:].double().square_().tolist()):
+        total += square
     return math.sqrt(total)

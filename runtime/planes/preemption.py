@@ -1,8 +1,7 @@
-"""Where a long run of a graph rests: between two operators, forward and backward, so that others need not wait for its end.
+"""Preemption points of a long run: between two operators, forward and backward, other work may run on the device.
 
-Nothing is computed otherwise for it. How long a run is before it rests is the worker's to say (`fusion.runtime.job.worker`).
-On CUDA the operators of a run are queued in a moment and computed later, and gradients in a thread of the library's, where
-there is no rest.
+The results are the same. The worker decides how long a run may take before it is preempted (`fusion.runtime.job.worker`). On CUDA
+the kernels of a run are queued in a moment, and gradients are computed in a thread of the library, so there are none.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ import torch
 from fusion.runtime.job.worker import rest
 
 
-def preemption_point(made: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-    """After the operator that made this. Where the run rested, so does the backward pass of it, before it comes here."""
+def preemption_point(output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+    """After the operator with this output. Where the run was preempted here, its backward pass may be too, before this operator."""
     if not rest():
         return
-    for value in (made,) if isinstance(made, torch.Tensor) else made:
+    for value in (output,) if isinstance(output, torch.Tensor) else output:
         if value.grad_fn is not None:
             value.grad_fn.register_prehook(_before)
             return

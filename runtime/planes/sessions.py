@@ -1,4 +1,4 @@
-"""What a stage that decodes keeps of its sessions: by its graph, and the table of those that are open or retained."""
+"""The sessions of a decoding stage: the shapes of their caches, and the table of open sessions and retained caches."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from fusion.dag.ir.opset import kept
 from fusion.dag.ir.opset_recurrence import state_bytes
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
-from fusion.runtime.planes.kv_cache import KeptShape
+from fusion.runtime.planes.kv_cache import CacheShape
 
 
-def slot_shapes(graph: Graph) -> dict[int, tuple[KeptShape, ...]]:
-    """What each attention of the stage that has a cache keeps there."""
-    found: dict[int, tuple[KeptShape, ...]] = {}
+def slot_shapes(graph: Graph) -> dict[int, tuple[CacheShape, ...]]:
+    """The shapes of the tensors in each slot of the KV cache."""
+    shapes_by_slot: dict[int, tuple[CacheShape, ...]] = {}
     for node in graph.nodes:
         cache = kept(node)
         if cache is None or node.op in SOURCE_ATTENTIONS:
             continue
         slot, values = cache
-        if slot in found:
+        if slot in shapes_by_slot:
             raise JobError(f"two attention nodes share slot {slot} of the KV cache")
         shapes = []
         for type_ in (graph.types[ref] for ref in values):
             heads, width = type_.shape[1], type_.shape[3]
             if not (isinstance(heads, int) and isinstance(width, int)):
                 raise JobError(f"the heads of attention slot {slot} have no fixed size")
-            shapes.append(KeptShape(heads, width, TORCH_DTYPES[type_.dtype]))
-        found[slot] = tuple(shapes)
-    return found
+            shapes.append(CacheShape(heads, width, TORCH_DTYPES[type_.dtype]))
+        shapes_by_slot[slot] = tuple(shapes)
+    return shapes_by_slot
 
 
 def state_bytes_of(graph: Graph) -> int:
-    """Of its recurrences, whatever positions a session has."""
+    """The bytes of the states of recurrences, which do not grow with positions."""
     return sum(state_bytes(graph.types, node) for node in graph.nodes)
 
 
 class Cache(Protocol):
-    """Of one session."""
+    """The cache of one session."""
 
     capacity: int  # positions at most
 
     @property
     def bytes(self) -> int:
-        """Set aside."""
+        """Reserved bytes."""
 
     def reserve(self, positions: int) -> None: ...
 
@@ -60,7 +60,7 @@ C = TypeVar("C", bound=Cache)
 
 
 class Sessions(Generic[C]):
-    """The part of a `DecodingStage` that is about sessions, for caches of any plane. Its methods are those of the protocol."""
+    """The part of a `DecodingStage` that manages sessions, for caches of any plane. The methods are those of the protocol."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, C] = {}
@@ -71,7 +71,7 @@ class Sessions(Generic[C]):
         raise NotImplementedError
 
     def _retains(self, cache: C) -> bool:
-        """Whether another session may go on from what it holds."""
+        """Whether the cache may be reused by another session."""
         raise NotImplementedError
 
     def _cache(self, session: str) -> C:
@@ -98,10 +98,10 @@ class Sessions(Generic[C]):
 
     def retain(self, session: str, name: int, positions: int) -> tuple[int, int]:
         cache = self._sessions.pop(session, None)
-        if cache is None or not self._retains(cache) or not (held := cache.cut(positions)):
+        if cache is None or not self._retains(cache) or not (length := cache.cut(positions)):
             return 0, 0
         self._retained[name] = cache
-        return held, cache.bytes
+        return length, cache.bytes
 
     def resume(self, session: str, capacity: int, name: int, positions: int) -> int:
         self.open(session, capacity)
@@ -127,7 +127,7 @@ class Sessions(Generic[C]):
         self._retained.clear()
 
     def used_bytes(self) -> int:
-        # Asked from the loop's thread too, while the worker's opens sessions and ends them.
+        # Also called in the event loop's thread, while the worker's thread opens and closes sessions.
         return sum(cache.bytes for cache in list(self._sessions.values())) + self.retained_bytes()
 
     def retained_bytes(self) -> int:

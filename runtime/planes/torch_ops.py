@@ -1,7 +1,7 @@
 """The op-set in torch: how generated code calls each operator.
 
-Most operators are called through torch's own dispatcher, with their arguments by name. Those that a model runs all
-the time have a shorter spelling below, because in decoding the cost of a call is the Python around it.
+Most operators are called through torch's dispatcher, with arguments by name. Frequent ones have a shorter call below: in decoding,
+the Python code around a call is most of its cost.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from fusion.runtime.planes.sequences import (
 
 Args = tuple[Any, ...]  # positional and complete, in the order of the op-set's parameters
 Call = tuple[Callable[..., Any], Args, dict[str, Any]]
-Spelling = Callable[[Args], Call]
+CallMaker = Callable[[Args], Call]
 
-# Operators that need the state of the run: they get it, and the number of the node among its kind, as well.
+# Operators that also take the state of the run and the number of the node.
 STATEFUL: Mapping[str, Callable[..., torch.Tensor]] = {
     "fusion.dropout": dropout,
     "fusion.dropout_attention": dropout_attention,
@@ -54,38 +54,38 @@ STATEFUL: Mapping[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def spell(op: str, args: Args, device: torch.device) -> Call:
+def torch_call(op: str, args: Args, device: torch.device) -> Call:
     """The call that computes `op` on `args`; tensors are made on `device`. KeyError for an op without one."""
-    if op in _SPELLINGS:
-        return _SPELLINGS[op](args)
-    found = _DISPATCHED[op]
-    named = dict(zip((p.name for p in OPSET[op].parameters), args, strict=True))
-    extra = {name: named[name] for name in found.keywords if named[name] is not None}
-    extra.update(found.given)
-    if OPSET[op].family == "make" and "self" not in named:
-        extra["device"] = device
-    return found.target, tuple(named[name] for name in found.positional), extra
+    if op in _CALLS:
+        return _CALLS[op](args)
+    dispatched = _DISPATCHED[op]
+    by_name = dict(zip((p.name for p in OPSET[op].parameters), args, strict=True))
+    keywords = {name: by_name[name] for name in dispatched.keywords if by_name[name] is not None}
+    keywords.update(dispatched.constants)
+    if OPSET[op].family == "make" and "self" not in by_name:
+        keywords["device"] = device
+    return dispatched.target, tuple(by_name[name] for name in dispatched.positional), keywords
 
 
-def gives_several(op: str) -> bool:
-    """Whether the call gives a list or tuple of tensors, be it of one."""
-    found = _DISPATCHED.get(op)
-    if found is None:
+def returns_several(op: str) -> bool:
+    """Whether the call returns a list or tuple of tensors, even of one."""
+    dispatched = _DISPATCHED.get(op)
+    if dispatched is None:
         return False
-    returns = found.target._schema.returns
+    returns = dispatched.target._schema.returns
     return len(returns) != 1 or str(returns[0].type) != "Tensor"
 
 
-def _plain(function: Callable[..., Any]) -> Spelling:
+def _plain(function: Callable[..., Any]) -> CallMaker:
     return lambda args: (function, args, {})
 
 
-def _arithmetic(short: Callable[..., Any], long: Callable[..., Any]) -> Spelling:
+def _arithmetic(short: Callable[..., Any], long: Callable[..., Any]) -> CallMaker:
     """self, other, alpha: the Python operator where alpha is 1."""
     return lambda args: (short, args[:2], {}) if args[2] == 1 else (long, args[:2], {"alpha": args[2]})
 
 
-def _with_dtype(function: Callable[..., Any]) -> Spelling:
+def _with_dtype(function: Callable[..., Any]) -> CallMaker:
     """..., dtype: left out where it is None."""
     return lambda args: (function, args[:-1], {} if args[-1] is None else {"dtype": args[-1]})
 
@@ -108,29 +108,28 @@ def _slice(args: Args) -> Call:
 
 
 def _div_trunc(x: torch.Tensor, other: Any) -> torch.Tensor:
-    """The quotient of the least whole number and -1 wraps around, as sums do: the library leaves it to the processor, to which it is
-    an error that ends the process."""
+    """The quotient of the minimum integer and -1 wraps around, as sums do. The library leaves that to the processor, where it is an error
+    that ends the process."""
     if torch.result_type(x, other).is_floating_point:
         return torch.div(x, other, rounding_mode="trunc")
     if not isinstance(other, torch.Tensor):
-        turns = other == -1 and x.dtype.is_signed
-        found = torch.div(x, 1 if turns else other, rounding_mode="trunc")
-        return -found if turns else found
+        negates = other == -1 and x.dtype.is_signed
+        quotient = torch.div(x, 1 if negates else other, rounding_mode="trunc")
+        return -quotient if negates else quotient
     if not other.dtype.is_signed:  # its -1 is 255
         return torch.div(x, other, rounding_mode="trunc")
-    turned = other == -1
-    found = torch.div(x, other.masked_fill(turned, 1), rounding_mode="trunc")
-    return torch.where(turned, -found, found)
+    negated = other == -1
+    quotient = torch.div(x, other.masked_fill(negated, 1), rounding_mode="trunc")
+    return torch.where(negated, -quotient, quotient)
 
 
 def _copied(like: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """What torch's own `copy` gives, which has no gradient."""
+    """The result of torch's `copy`, which has no gradient."""
     return source.to(like.dtype).expand(like.shape)
 
 
-def _scattering(function: Callable[..., torch.Tensor]) -> Spelling:
-    """self, dim, index, src: of a source that is larger than its index no more than is read, which is all that the library has a
-    gradient for."""
+def _scattering(function: Callable[..., torch.Tensor]) -> CallMaker:
+    """self, dim, index, src: a larger source is cut to the index, as the library has a gradient for equal shapes only."""
 
     def scattered(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         if source.shape != index.shape:
@@ -140,7 +139,7 @@ def _scattering(function: Callable[..., torch.Tensor]) -> Spelling:
     return _plain(scattered)
 
 
-_SPELLINGS: dict[str, Spelling] = {
+_CALLS: dict[str, CallMaker] = {
     "aten.scatter.src": _scattering(torch.scatter),
     "aten.scatter_add": _scattering(torch.scatter_add),
     KEEP: lambda args: (torch.ops.aten.alias.default, args[1:], {}),
@@ -212,7 +211,7 @@ class _Dispatched:
     target: Any
     positional: tuple[str, ...]
     keywords: tuple[str, ...]
-    given: Mapping[str, Any]
+    constants: Mapping[str, Any]
 
 
 # Parameters that torch insists on and that change no value.
@@ -220,23 +219,23 @@ _REQUIRED: Mapping[str, Any] = {"cudnn_enabled": True}
 
 
 def _dispatched(spec: OpSpec) -> _Dispatched | None:
-    """torch's operator of that name, and which of our parameters it takes by position and which by keyword."""
+    """torch's operator of that name, and which parameters it takes by position and by keyword."""
     namespace, packet, *overload = spec.name.split(".")
     if namespace != "aten":
         return None
     target = getattr(getattr(torch.ops.aten, packet), *overload or ("default",))
-    own = [p.name for p in spec.parameters]
+    parameters = [p.name for p in spec.parameters]
     schema = target._schema.arguments
-    required = {a.name for a in schema if not a.has_default_value()} - set(own)
+    required = {a.name for a in schema if not a.has_default_value()} - set(parameters)
     assert required <= _REQUIRED.keys(), f"{spec.name} needs {required}"
     positional = []
-    for name, argument in zip(own, schema, strict=False):
+    for name, argument in zip(parameters, schema, strict=False):
         if argument.kwarg_only or argument.name != name:
             break
         positional.append(name)
-    given = {name: _REQUIRED[name] for name in required}
-    return _Dispatched(target, tuple(positional), tuple(own[len(positional) :]), given)
+    constants = {name: _REQUIRED[name] for name in required}
+    return _Dispatched(target, tuple(positional), tuple(parameters[len(positional) :]), constants)
 
 
-# Looked up by the op-set's own names, which are constants of this program: no name from a graph comes this way.
+# Built from the names of the op-set, which are constants of this program, not from names of a graph.
 _DISPATCHED = {name: found for name, spec in OPSET.items() if (found := _dispatched(spec)) is not None}

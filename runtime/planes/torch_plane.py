@@ -1,8 +1,7 @@
-"""The torch execution plane: stages as generated code on CPU or CUDA (its contract: `fusion.runtime.planes.plane`).
+"""The torch execution plane: stages as generated code on CPU or CUDA. Implements `fusion.runtime.planes.plane`.
 
-A training stage keeps one autograd graph for each microbatch in flight: the values it receives are the leaves, and
-`backward` runs from the values it sent (RAD, FusionLLM section 3.2). It knows no peers and no protocol. Decoding:
-`fusion.runtime.planes.torch_decoding`.
+A training stage keeps one autograd graph for each microbatch in flight: received values are its leaves, and `backward` runs from the
+values sent (RAD, FusionLLM section 3.2). Decoding: `fusion.runtime.planes.torch_decoding`.
 """
 
 from __future__ import annotations
@@ -24,21 +23,27 @@ from fusion.runtime.planes.dropout import Masks
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
 from fusion.runtime.planes.optimizer import Optimizer, squared_norms
 from fusion.runtime.planes.plane import RngKey, Tensors
-from fusion.runtime.planes.stage_values import checked, output_keys, selected, state_of, state_parts
+from fusion.runtime.planes.stage_values import (
+    checked_variable,
+    ordered_inputs,
+    output_keys,
+    stage_state,
+    state_parts,
+)
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
 
 @dataclass(frozen=True)
 class _Stash:
-    """What the backward pass of one microbatch needs."""
+    """The activations that the backward pass of one microbatch needs."""
 
     leaves: dict[str, torch.Tensor]  # received values that need a gradient, by edge name
-    outputs: tuple[torch.Tensor, ...]  # as the program gave them, still attached
+    outputs: tuple[torch.Tensor, ...]  # of the program, not detached
 
 
 class _Seeded(torch.autograd.Function):
-    """A scalar whose backward pass gives these gradients to values. torch.autograd.backward takes them as well, but loads symbolic
-    shapes to compare the sizes: 33 MiB, and half a second in which nothing else runs on the device."""
+    """A scalar whose backward pass gives these gradients to values. torch.autograd.backward takes gradients too, but loads symbolic shapes to
+    compare sizes: 33 MiB, and half a second in which nothing else runs on the device."""
 
     @staticmethod
     def forward(ctx: Any, seeds: Sequence[torch.Tensor], *values: torch.Tensor) -> torch.Tensor:
@@ -51,11 +56,11 @@ class _Seeded(torch.autograd.Function):
 
 
 class TorchTrainingStage:
-    """A stage with its parameters, gradients and optimizer state. `variables` holds every variable of the stage's
-    graph, by name; they are copied. JobError for one that is missing or of another shape or dtype.
+    """A stage with its parameters, gradients and optimizer state. `variables` holds every variable of the stage's graph, by name; they are
+    copied. JobError for one that is missing or of another shape or dtype.
 
-    On a CPU what `state` gives is the stage's own memory: a copy beside it would take as much again, each time a snapshot is
-    taken. It is copied only if somebody still holds it when the next commit comes."""
+    On a CPU, `state` returns the stage's own memory, as a copy for each snapshot would take as much again. It is copied only if a caller
+    still holds it at the next commit (copy on write)."""
 
     def __init__(
         self, stage: Stage, variables: Tensors, optimizer: OptimizerConfig, device: str = "cpu"
@@ -63,40 +68,40 @@ class TorchTrainingStage:
         self.stage = stage
         self.device = torch.device(device)
         graph = stage.graph
-        # A weight in half precision is made once a step, not in each microbatch, which would keep it for its backward pass.
-        self._cast, program = _casts_apart(graph)
-        self._half: tuple[torch.Tensor, ...] | None = None
+        # A weight is cast to half precision once a step. A cast in each microbatch would be kept for its backward pass.
+        self._cast, program = _without_casts(graph)
+        self._cast_weights: tuple[torch.Tensor, ...] | None = None
         self._training = compile_graph(program, self.device, training=True)
         self._evaluation = compile_graph(program, self.device, training=False)
-        self._values = {v.name: _own(variables, v, self.device) for v in graph.variables}
+        self._values = {v.name: _copied(variables, v, self.device) for v in graph.variables}
         self._parameters = {
             v.name: self._values[v.name] for v in graph.variables if v.kind == "parameter" and v.trainable
         }
         for parameter in self._parameters.values():
             parameter.requires_grad_()
-        # Running statistics change in every forward pass, and only a commit makes that stick.
+        # Running statistics change in every forward pass, but only a commit keeps the change.
         self._written = {ref.name: self._values[ref.name] for ref in written_buffers(graph)}
         self._committed = {name: value.clone() for name, value in self._written.items()}
         self._optimizer = Optimizer(optimizer, self._parameters)
         self._keys = output_keys(stage)
-        self._wanting = frozenset(e.name for e in stage.receives if e.needs_gradient)
+        self._needs_gradient = frozenset(e.name for e in stage.receives if e.needs_gradient)
         self._stashes: dict[int, _Stash] = {}
-        self._shown: list[weakref.ref[torch.Tensor]] = []  # what `state` gave
+        self._returned_state: list[weakref.ref[torch.Tensor]] = []  # tensors that `state` returned
 
     def forward(self, microbatch: int, inputs: Tensors, rng: RngKey) -> dict[str, torch.Tensor]:
         leaves: dict[str, torch.Tensor] = {}
-        given = []
+        program_inputs = []
         for name, value in zip(
-            self._training.inputs, selected(self._training.inputs, inputs, self.device), strict=True
+            self._training.inputs, ordered_inputs(self._training.inputs, inputs, self.device), strict=True
         ):
-            if name in self._wanting:
+            if name in self._needs_gradient:
                 value = leaves[name] = value.detach().requires_grad_()
-            given.append(value)
+            program_inputs.append(value)
         masks = Masks(rng, self._training.stateful)
         with torch.enable_grad():
-            made = self._training.run(given, self._read(), masks)
-        outputs = made[: len(self._keys)]
-        self._keep(made[len(self._keys) :])
+            results = self._training.run(program_inputs, self._program_variables(), masks)
+        outputs = results[: len(self._keys)]
+        self._store_updated(results[len(self._keys) :])
         self._stashes[microbatch] = _Stash(leaves, outputs)
         return {key: value.detach() for key, value in zip(self._keys, outputs, strict=True)}
 
@@ -125,15 +130,15 @@ class TorchTrainingStage:
     def evaluate(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             outputs = self._evaluation.run(
-                selected(self._evaluation.inputs, inputs, self.device), self._read(), None
+                ordered_inputs(self._evaluation.inputs, inputs, self.device), self._program_variables(), None
             )
         return dict(zip(self._keys, outputs, strict=True))
 
     def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
-        wanted = self._parameters if names is None else {name: self._parameter(name) for name in names}
+        parameters = self._parameters if names is None else {name: self._parameter(name) for name in names}
         return {
             name: torch.zeros_like(p, requires_grad=False) if p.grad is None else p.grad
-            for name, p in wanted.items()
+            for name, p in parameters.items()
         }
 
     def set_gradients(self, gradients: Tensors) -> None:
@@ -151,7 +156,7 @@ class TorchTrainingStage:
         )
 
     def apply(self, learning_rate: float, clip_factor: float) -> None:
-        self._leave_shown()
+        self._detach_returned_state()
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         if clip_factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, clip_factor)
@@ -165,28 +170,28 @@ class TorchTrainingStage:
         self._clear()
 
     def state(self) -> dict[str, torch.Tensor]:
-        # What is committed: a run of a microbatch since may have moved the statistics on.
+        # The committed values: a forward pass since may have changed running statistics.
         values = {**self._values, **self._committed}
-        found = state_of({n: value.detach() for n, value in values.items()}, self._optimizer.state())
+        state = stage_state({n: value.detach() for n, value in values.items()}, self._optimizer.state())
         if self.device.type != "cpu":
-            return {key: value.to("cpu", copy=True) for key, value in found.items()}
-        self._shown = [each for each in self._shown if each() is not None]
-        self._shown += map(weakref.ref, found.values())
-        return found
+            return {key: value.to("cpu", copy=True) for key, value in state.items()}
+        self._returned_state = [each for each in self._returned_state if each() is not None]
+        self._returned_state += map(weakref.ref, state.values())
+        return state
 
-    def _leave_shown(self) -> None:
-        """Before the state changes: where a caller still holds tensors that `state` returned, continue in a copy."""
-        if any(each() is not None for each in self._shown):
+    def _detach_returned_state(self) -> None:
+        """Called before the state changes: where a caller still holds tensors that `state` returned, continue in a copy."""
+        if any(each() is not None for each in self._returned_state):
             for value in self._values.values():
                 value.data = value.detach().clone()
-            self._optimizer.move()
-        self._shown.clear()
+            self._optimizer.detach_state()
+        self._returned_state.clear()
 
     def load_state(self, state: Tensors) -> None:
-        """JobError names what is missing or does not fit; nothing has changed then."""
+        """JobError names what is missing or does not fit; then nothing has changed."""
         variables, slots = state_parts(state)
-        values = {v.name: checked(variables, v) for v in self.stage.graph.variables}
-        self._leave_shown()
+        values = {v.name: checked_variable(variables, v) for v in self.stage.graph.variables}
+        self._detach_returned_state()
         self._optimizer.load_state(slots)
         with torch.no_grad():
             for name, value in values.items():
@@ -194,16 +199,16 @@ class TorchTrainingStage:
         self._committed = {name: value.clone() for name, value in self._written.items()}
         self._clear()
 
-    def _read(self) -> tuple[torch.Tensor, ...]:
-        """What programs read: the variables, and those that are cast."""
-        if self._half is None:
+    def _program_variables(self) -> tuple[torch.Tensor, ...]:
+        """The variables of the programs: those of the stage, and weights that are cast."""
+        if self._cast_weights is None:
             with torch.enable_grad():
-                self._half = tuple(self._values[name].to(dtype) for name, dtype in self._cast)
-        return (*(self._values[v.name] for v in self.stage.graph.variables), *self._half)
+                self._cast_weights = tuple(self._values[name].to(dtype) for name, dtype in self._cast)
+        return (*(self._values[v.name] for v in self.stage.graph.variables), *self._cast_weights)
 
-    def _keep(self, values: Sequence[torch.Tensor]) -> None:
-        """In tensors of their own: what the next run finds there. The backward pass of this one reads what it found itself."""
-        for name, value in zip(self._training.kept, values, strict=True):
+    def _store_updated(self, values: Sequence[torch.Tensor]) -> None:
+        """Store the new values of updated variables in new tensors: the backward pass of this run still reads the old ones."""
+        for name, value in zip(self._training.updated, values, strict=True):
             self._values[name] = self._written[name] = value.detach().clone(
                 memory_format=torch.contiguous_format
             )
@@ -216,7 +221,7 @@ class TorchTrainingStage:
 
     def _clear(self) -> None:
         self._stashes.clear()
-        self._half = None
+        self._cast_weights = None
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -238,12 +243,16 @@ class TorchPlane:
         return TorchDecodingStage(stage, variables, self._device)
 
 
-def _own(variables: Mapping[str, torch.Tensor], variable: Variable, device: torch.device) -> torch.Tensor:
-    return checked(variables, variable).detach().to(device, copy=True, memory_format=torch.contiguous_format)
+def _copied(variables: Mapping[str, torch.Tensor], variable: Variable, device: torch.device) -> torch.Tensor:
+    return (
+        checked_variable(variables, variable)
+        .detach()
+        .to(device, copy=True, memory_format=torch.contiguous_format)
+    )
 
 
-def _casts_apart(graph: Graph) -> tuple[tuple[tuple[str, torch.dtype], ...], Graph]:
-    """The trained parameters that are cast, and to what, in order; and the graph with these as more variables."""
+def _without_casts(graph: Graph) -> tuple[tuple[tuple[str, torch.dtype], ...], Graph]:
+    """The parameters that are cast, and their dtypes, in order; and the graph with the results as variables."""
     once = cast_once(graph)
     if not once:
         return (), graph

@@ -1,5 +1,5 @@
-"""Tensors in a file of the safetensors format, one at a time: neither who writes a stage's weights nor who reads them holds
-more than the largest of them twice, and nothing is mapped into memory.
+"""Tensors in a file of the safetensors format, written and read one at a time: neither needs more memory than two copies of the largest
+tensor, and nothing is mapped into memory.
 
 The bytes are those that the library of the format writes: 8 bytes with the length of the header, the header (JSON, padded with
 blanks to a multiple of 8), the tensors. https://github.com/huggingface/safetensors#format
@@ -20,23 +20,23 @@ from fusion.dag.ir.graph import DTYPE_BYTES, TensorType, Variable
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.stage_graphs import file_bytes
 from fusion.runtime.planes.input_sizes import TORCH_DTYPES
-from fusion.runtime.planes.stage_values import checked
+from fusion.runtime.planes.stage_values import checked_variable
 
-# As the format spells our dtypes, in the order in which its tensors lie: the last ones first, each dtype by name.
-_SPELLED = {
+# Names of our dtypes in the format. Tensors are stored by dtype, the last one first, then by name.
+_FORMAT_DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "float16": "F16", "bfloat16": "BF16",
     "int32": "I32", "float32": "F32", "float64": "F64", "int64": "I64",
 }  # fmt: skip
-STORED_DTYPES = {spelled: name for name, spelled in _SPELLED.items()}  # ours, by how the format spells them
-_ORDER = {name: place for place, name in enumerate(_SPELLED)}
+STORED_DTYPES = {stored: name for name, stored in _FORMAT_DTYPES.items()}
+_ORDER = {name: place for place, name in enumerate(_FORMAT_DTYPES)}
 
-_LEAST_HEADER_BYTES = 64 << 10  # that any header may have
-_ENTRY_BYTES = 512  # of a header for one tensor, beside its name
+_MIN_HEADER_LIMIT = 64 << 10  # that any file may have
+_ENTRY_BYTES = 512  # of a header for one tensor, without its name
 
 
 @dataclass(frozen=True)
 class WeightsBytes:
-    """The file of these variables: its size, and its bytes, made while they are asked for."""
+    """A file of variables: its size, and its bytes, which are produced while they are read."""
 
     size_bytes: int
     pieces: Iterator[bytes | memoryview]
@@ -45,7 +45,7 @@ class WeightsBytes:
 def tensors_bytes_of(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> WeightsBytes:
-    """The same of tensors that are in memory, none of them copied."""
+    """The file of tensors that are in memory; none is copied."""
     types = {n: TensorType(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
     return weights_bytes_of(
         [Variable(name, kind) for name, kind in types.items()],
@@ -59,14 +59,14 @@ def weights_bytes_of(
     read: Callable[[Iterable[Variable]], Mapping[str, torch.Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> WeightsBytes:
-    """`read` is called for one variable after the other. JobError where it gives one of another shape or dtype."""
+    """The file of `variables`; `read` is called for one at a time. JobError where it returns another shape or dtype."""
     ordered = sorted(variables, key=lambda v: (-_ORDER[v.type.dtype], v.name))
     shapes = [[d for d in v.type.shape if isinstance(d, int)] for v in ordered]
     ends = [0]
     for variable, shape in zip(ordered, shapes, strict=True):
         ends.append(ends[-1] + prod(shape) * DTYPE_BYTES[variable.type.dtype])
     entries = {
-        v.name: {"dtype": _SPELLED[v.type.dtype], "shape": shape, "data_offsets": span}
+        v.name: {"dtype": _FORMAT_DTYPES[v.type.dtype], "shape": shape, "data_offsets": span}
         for v, shape, span in zip(ordered, shapes, pairwise(ends), strict=True)
     }
     named: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -77,7 +77,7 @@ def weights_bytes_of(
     def pieces() -> Iterator[bytes | memoryview]:
         yield header
         for variable in ordered:
-            value = checked(read((variable,)), variable).detach()
+            value = checked_variable(read((variable,)), variable).detach()
             if value.numel():
                 yield _bytes(value.cpu().contiguous())
 
@@ -87,7 +87,7 @@ def weights_bytes_of(
 def check_header(path: Path, names: Iterable[str], copies: int = 1) -> None:
     """Raises JobError where the header is longer than tensors of these names need, each `copies` times. The library takes seconds and
     gigabytes to parse a long one, and holds the GIL meanwhile."""
-    most = _LEAST_HEADER_BYTES + copies * sum(_ENTRY_BYTES + len(name) for name in names)
+    most = _MIN_HEADER_LIMIT + copies * sum(_ENTRY_BYTES + len(name) for name in names)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
     if most < length <= path.stat().st_size:  # longer than the file: the library refuses it
@@ -95,8 +95,8 @@ def check_header(path: Path, names: Iterable[str], copies: int = 1) -> None:
 
 
 class WeightsFile(Mapping[str, torch.Tensor]):
-    """An untrusted file, of at most so many tensors. Each tensor is read into new memory with every request. Raises JobError for
-    a malformed file; no length that it declares is believed beyond the file's own."""
+    """An untrusted file of at most `tensors` tensors. Each lookup reads the tensor into new memory. Raises JobError for a malformed file; no
+    length in it is believed beyond the size of the file."""
 
     def __init__(self, path: Path, tensors: int) -> None:
         self._path = path
@@ -142,7 +142,7 @@ class WeightsFile(Mapping[str, torch.Tensor]):
 
 
 def _entry(name: str, entry: object, most: int) -> tuple[str, tuple[int, ...], int]:
-    """dtype, shape, and where it begins. JobError where that is nonsense, or beyond so many bytes."""
+    """The dtype, shape and offset of a tensor. JobError where the entry is malformed, or exceeds `most` bytes."""
     match entry:
         case {
             "dtype": str() as dtype,
@@ -162,8 +162,8 @@ def _entry(name: str, entry: object, most: int) -> tuple[str, tuple[int, ...], i
 
 def _bytes(value: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    found: memoryview = value.reshape(-1).view(torch.uint8).numpy().data
-    return found
+    memory: memoryview = value.reshape(-1).view(torch.uint8).numpy().data
+    return memory
 
 
 def _fill(memory: memoryview, read: Callable[[memoryview], int | None]) -> None:

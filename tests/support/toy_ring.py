@@ -86,12 +86,12 @@ def arithmetic(stage: Stage, inputs: Mapping[str, torch.Tensor]) -> dict[str, to
 
 
 class ToyPlane:
-    together = chunks_agree = True
+    batched = chunk_invariant = True
     compiles = False
 
     def __init__(self, stage: Stage, on_run: Callable[[str, int, int], None] = lambda *_: None) -> None:
         self.stage = stage
-        self.caches = True
+        self.has_cache = True
         self.seen: dict[str, dict[str, torch.Tensor]] = {}
         self.retained: dict[int, dict[str, torch.Tensor]] = {}
         self.capacity: dict[str, int] = {}
@@ -128,8 +128,10 @@ class ToyPlane:
                 )
             cache[name] = torch.cat([old[:, :start], value.clone()], 1)
         whole = self._whole(cache)
-        shown = -piece.shown
-        return {n: v[:, shown:] if n.startswith("result") else v[:, start:] for n, v in whole.items()}
+        start_of_logits = -piece.logit_positions
+        return {
+            n: v[:, start_of_logits:] if n.startswith("result") else v[:, start:] for n, v in whole.items()
+        }
 
     def _whole(self, cache: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return arithmetic(self.stage, cache)

@@ -1,4 +1,4 @@
-"""The torch plane on CUDA: it trains as on a CPU, and decodes in batches of one size."""
+"""The torch plane on CUDA: trains as on a CPU, and decodes in batches of a fixed size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program of `ROWS` rows as a CUDA graph: its kernels are queued once, where queuing them one by one takes longer than they do."""
+"""A program of `ROWS` rows as a CUDA graph: its kernels are launched at once, where launching each takes longer than it runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fusion.runtime.planes.kv_cache import SessionCache
 from fusion.swarm.printable import error_line
 
 logger = logging.getLogger(__name__)
-_WARM = 2  # runs before one is captured: they compile kernels and take the library's memory
+_WARM_UP_RUNS = 2  # warm-up runs before capture, which compile kernels and allocate the library's workspace
 
 Tensors = tuple[torch.Tensor, ...]
 
 
 class GraphedRows:
-    """One graph for each number of chunks of keys (`RowAttention.begin`). `slots`: as of `RowAttention`. Where a program
-    cannot be captured its operators are queued one by one."""
+    """One CUDA graph for each number of key chunks (`RowAttention.begin`). `slots`: as in `RowAttention`. A program that cannot be captured
+    runs operator by operator."""
 
     def __init__(
         self,
@@ -38,17 +38,17 @@ class GraphedRows:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensors]] = {}
 
     def run(
-        self, given: Sequence[torch.Tensor], caches: Sequence[SessionCache], positions: Sequence[int]
+        self, inputs: Sequence[torch.Tensor], caches: Sequence[SessionCache], positions: Sequence[int]
     ) -> Tensors:
-        """`given`: the inputs of all the rows. The outputs are the caller's."""
+        """`inputs`: of all rows. The caller owns the outputs."""
         state = self._state
         chunks = state.begin(caches, positions)
         if not self._inputs:
-            self._inputs = [torch.empty_like(value, device=self._device) for value in given]
-        for mine, value in zip(self._inputs, given, strict=True):
-            mine.copy_(value, non_blocking=True)
+            self._inputs = [torch.empty_like(value, device=self._device) for value in inputs]
+        for static, value in zip(self._inputs, inputs, strict=True):
+            static.copy_(value, non_blocking=True)
         if self._captures and chunks not in self._graphs:
-            state.clear()  # of what is run to capture it nothing is kept
+            state.clear()  # warm-up runs write to no cache
             self._capture(chunks)
             state.begin(caches, positions)
         if chunks not in self._graphs:
@@ -61,14 +61,14 @@ class GraphedRows:
     def _capture(self, chunks: int) -> None:
         self._state.chunks = chunks
         try:
-            beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            beside.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(beside):
-                for _ in range(_WARM):
+            side_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            side_stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(side_stream):
+                for _ in range(_WARM_UP_RUNS):
                     self._program.run(self._inputs, self._variables, self._state)
-            torch.cuda.current_stream(self._device).wait_stream(beside)
+            torch.cuda.current_stream(self._device).wait_stream(side_stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=beside, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=side_stream, capture_error_mode="thread_local"):
                 outputs = self._program.run(self._inputs, self._variables, self._state)
         except RuntimeError as error:
             logger.warning("this stage runs without CUDA graphs: %s", error_line(error))

@@ -17,7 +17,7 @@ from jax import Array, lax
 from fusion.dag.ir.graph import Node
 from fusion.runtime.planes.jax_plane.contracting import attention_weights, grouped, plain_scores
 from fusion.runtime.planes.jax_plane.program import Arguments
-from fusion.runtime.planes.kv_cache import BLOCK_POSITIONS, KeptShape
+from fusion.runtime.planes.kv_cache import BLOCK_POSITIONS, CacheShape
 
 Slots = Mapping[int, tuple[Array, ...]]  # (1, heads, room, width) each
 
@@ -39,7 +39,7 @@ def room_for(positions: int) -> int:
 class SessionArrays:
     """Of one session, of at most `capacity` positions."""
 
-    shapes: Mapping[int, Sequence[KeptShape]]
+    shapes: Mapping[int, Sequence[CacheShape]]
     capacity: int
     device: jax.Device
     length: int = 0  # positions held
@@ -104,7 +104,7 @@ class SessionArrays:
         return self.length
 
 
-def jax_dtype(shape: KeptShape) -> jnp.dtype:
+def jax_dtype(shape: CacheShape) -> jnp.dtype:
     return jnp.dtype(str(shape.dtype).removeprefix("torch."))
 
 

@@ -24,7 +24,13 @@ from fusion.runtime.planes.jax_plane.jax_cache import Attending, SessionArrays, 
 from fusion.runtime.planes.jax_plane.program import Program
 from fusion.runtime.planes.plane import Piece, Tensors
 from fusion.runtime.planes.sessions import Sessions, slot_shapes
-from fusion.runtime.planes.stage_values import checked, joined, output_keys, positions_of, selected
+from fusion.runtime.planes.stage_values import (
+    checked_variable,
+    concatenated,
+    count_positions,
+    ordered_inputs,
+    output_keys,
+)
 
 MOST_COMPILED = 64  # combinations of rows and memory whose code is kept
 _CPU = torch.device("cpu")
@@ -33,9 +39,9 @@ _CPU = torch.device("cpu")
 class JaxDecodingStage(Sessions[SessionArrays]):
     """A stage being served. A stage without attention to a cache keeps nothing between runs."""
 
-    together = False  # each piece is a run of its own
+    batched = False
     compiles = True
-    chunks_agree = True  # of 36 prompts in bfloat16, cut in three ways, none had other logits (CPU)
+    chunk_invariant = True  # of 36 prompts in bfloat16, cut in three ways, none had other logits (CPU)
 
     def __init__(self, stage: Stage, variables: Tensors, device: jax.Device) -> None:
         super().__init__()
@@ -46,13 +52,15 @@ class JaxDecodingStage(Sessions[SessionArrays]):
                 f"the JAX plane does not run {SOURCE_ATTENTION}, nor what an encoder makes for it"
             )
         self._slots = slot_shapes(stage.graph)
-        self.caches = bool(self._slots)
+        self.has_cache = bool(self._slots)
         self._layout = end_to_end(stage.graph) if self._slots else None
         last = frozenset[str]() if self._layout is None else self._layout.last
         self._program = Program(stage.graph, training=False, last=last)
         if self._slots and self._layout is None:
             self._program.sizes.require("sequence")
-        self._variables = {v.name: array(checked(variables, v), device) for v in stage.graph.variables}
+        self._variables = {
+            v.name: array(checked_variable(variables, v), device) for v in stage.graph.variables
+        }
         self._keys = output_keys(stage)
         self._compiled: OrderedDict[Any, Callable[..., tuple[list[Array], Slots]]] = OrderedDict()
 
@@ -81,15 +89,15 @@ class JaxDecodingStage(Sessions[SessionArrays]):
         """What the piece gives, and what the session holds once it counts."""
         if piece.singly or piece.start < 0:
             raise ValueError("this stage runs positions of a sequence alone, and not singly")
-        given = selected(self._program.inputs, piece.inputs, _CPU)
+        given = ordered_inputs(self._program.inputs, piece.inputs, _CPU)
         count = 1
         if self._layout is not None:
             along = [self._layout.inputs[name] for name in self._program.inputs]
-            count = positions_of(given, along, self._program.inputs)
+            count = count_positions(given, along, self._program.inputs)
             if not count:
                 raise ValueError("a piece has at least one position")
             given = [
-                joined([value], axis, each, rows_of(count) - count)
+                concatenated([value], axis, each, rows_of(count) - count)
                 for value, (axis, each) in zip(given, along, strict=True)
             ]
         elif self._slots:

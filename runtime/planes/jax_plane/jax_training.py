@@ -27,7 +27,13 @@ from fusion.runtime.planes.jax_plane.optimizer import Arrays, Optimizer
 from fusion.runtime.planes.jax_plane.program import Program
 from fusion.runtime.planes.jax_plane.residuals import Layout, combine, partition
 from fusion.runtime.planes.plane import RngKey, Tensors
-from fusion.runtime.planes.stage_values import checked, output_keys, selected, state_of, state_parts
+from fusion.runtime.planes.stage_values import (
+    checked_variable,
+    ordered_inputs,
+    output_keys,
+    stage_state,
+    state_parts,
+)
 
 # Combinations of shapes whose code is kept: a job has one, and perhaps another in its evaluations.
 MOST_COMPILED = 8
@@ -100,7 +106,7 @@ class JaxTrainingStage:
         graph = stage.graph
         self._training = Program(graph, training=True)
         self._evaluation = Program(graph, training=False)
-        self._values = {v.name: array(checked(variables, v), device) for v in graph.variables}
+        self._values = {v.name: array(checked_variable(variables, v), device) for v in graph.variables}
         self._trained = tuple(v.name for v in graph.variables if v.kind == "parameter" and v.trainable)
         self._keys = output_keys(stage)
         wanting = frozenset(e.name for e in stage.receives if e.needs_gradient)
@@ -125,7 +131,7 @@ class JaxTrainingStage:
         self._end_compiled = False
 
     def forward(self, microbatch: int, inputs: Tensors, rng: RngKey) -> dict[str, torch.Tensor]:
-        given = selected(self._training.inputs, inputs, _CPU)
+        given = ordered_inputs(self._training.inputs, inputs, _CPU)
         dimensions = self._training.sizes.dimensions(given)
         arrays = {
             name: array(value, self._device) for name, value in zip(self._training.inputs, given, strict=True)
@@ -168,7 +174,7 @@ class JaxTrainingStage:
         return {name: tensor(value) for name, value in leaves.items()}
 
     def evaluate(self, inputs: Tensors) -> dict[str, torch.Tensor]:
-        given = selected(self._evaluation.inputs, inputs, _CPU)
+        given = ordered_inputs(self._evaluation.inputs, inputs, _CPU)
         dimensions = self._evaluation.sizes.dimensions(given)
 
         def compiled() -> Callable[..., Any]:
@@ -210,12 +216,12 @@ class JaxTrainingStage:
     def state(self) -> dict[str, torch.Tensor]:
         # What is committed: a run of a microbatch since may have moved the statistics on.
         values = {**self._values, **self._committed}
-        return state_of({n: tensor(value) for n, value in values.items()}, self._optimizer.state())
+        return stage_state({n: tensor(value) for n, value in values.items()}, self._optimizer.state())
 
     def load_state(self, state: Tensors) -> None:
         """JobError names what is missing or does not fit; nothing has changed then."""
         variables, slots = state_parts(state)
-        values = {v.name: checked(variables, v) for v in self.stage.graph.variables}
+        values = {v.name: checked_variable(variables, v) for v in self.stage.graph.variables}
         self._optimizer.load_state(slots, {name: self._values[name] for name in self._trained})
         self._values = {name: array(value, self._device) for name, value in values.items()}
         self._committed = {name: self._values[name] for name in self._training.written}

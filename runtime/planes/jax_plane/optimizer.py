@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.planes.jax_plane.arrays import array, shapes_of, tensor
-from fusion.runtime.planes.optimizer import SLOTS, require_whole
+from fusion.runtime.planes.optimizer import SLOTS, require_complete
 
 Arrays = dict[str, Array]
 Slots = dict[str, Arrays]  # by the name of the parameter, then of the slot
@@ -80,7 +80,7 @@ class Optimizer:
                     f"optimizer state: {key} is {made.dtype}{list(made.shape)}, not {jnp.dtype(dtype)}{list(shape)}"
                 )
             found.setdefault(name, {})[slot] = made
-        require_whole(found, self._config.kind)
+        require_complete(found, self._config.kind)
         self._slots = found
 
     def _slots_of(self, parameters: Arrays) -> Slots:

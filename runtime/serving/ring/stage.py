@@ -303,7 +303,7 @@ class RingStage:
         chunk_positions = self._position.serve.prefill_chunk
         most = chunk_positions
         # Positions of the completion run singly, so they may be cut anywhere
-        if self._runner.chunks_agree or feed.answering:
+        if self._runner.chunk_invariant or feed.answering:
             most = schedule.prefill_positions(
                 session, most, feed.fed, feed.prompt_positions,
                 fed=feed.prompt_fed, round_trip_seconds=self._sessions.round_trip_seconds(session),

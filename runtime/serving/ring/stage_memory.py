@@ -66,7 +66,7 @@ class StageMemory:
             except MemoryError:
                 if not await self.give_way():
                     raise
-        if not self._runner.caches:
+        if not self._runner.has_cache:
             session.held = positions_of(opening.prefix)
 
     async def _begin(self, session: StageSession, capacity: int, positions: int) -> int:
@@ -90,7 +90,7 @@ class StageMemory:
         """The longest cached prefix of a session, in a running session or retained, and the retained entry if the session takes it over."""
         chain, gateway = session.opening.prefix, session.gateway_peer
         best: ReusedPrefix | None = None
-        if not self._runner.chunks_agree:
+        if not self._runner.chunk_invariant:
             return None, None
         for other in self._sessions():
             if other is not session and other.gateway_peer == gateway:
@@ -109,7 +109,7 @@ class StageMemory:
 
     def end(self, session: StageSession, chain: bytes) -> None:
         """The session has ended: retain the blocks of `chain`, if any, and free the rest."""
-        keeps = chain and self._runner.chunks_agree
+        keeps = chain and self._runner.chunk_invariant
         name, gone = self._prefixes.add(session.gateway_peer, chain) if keeps else (None, [])
         if name is None:
             self._unneeded.append(session.id)

@@ -207,7 +207,7 @@ class StageRunner:
     @property
     def guesses(self) -> bool:
         """Whether speculation is supported."""
-        return self._plane.together
+        return self._plane.batched
 
     def begin(
         self,
@@ -244,15 +244,15 @@ class StageRunner:
         return self._plane.compiles
 
     @property
-    def chunks_agree(self) -> bool:
+    def chunk_invariant(self) -> bool:
         """Whether results do not depend on how a prompt is cut into chunks, so that its keys and values may be reused for another with the
         same prefix."""
-        return self._plane.chunks_agree
+        return self._plane.chunk_invariant
 
     @property
-    def caches(self) -> bool:
+    def has_cache(self) -> bool:
         """Whether sessions have keys and values here; a stage without attention has none."""
-        return self._plane.caches
+        return self._plane.has_cache
 
     def retain(self, kept: Sequence[Kept]) -> list[tuple[int, int]]:
         """Retain the prefixes of sessions that have ended. Returns positions and bytes of each."""
@@ -332,15 +332,15 @@ class StageRunner:
         """Run a chunk of a prompt whose log-probabilities are requested, by itself: it needs the logits of all positions, in parts of
         `at_once`, or of one position where the plane does not run pieces together."""
         chunk = work.chunk
-        most = scores.at_once if self._plane.together else 1
+        most = scores.at_once if self._plane.batched else 1
         scored_pieces, tokens = list[tuple[int, bytes]](), tuple[Token, ...]()
         try:
             piece, _ = self._piece(work)
             along = self._along() if most < chunk.length else {}
             for first in range(0, chunk.length, most):
                 count = min(most, chunk.length - first)
-                part = piece if count == chunk.length else piece.part(first, count, along)
-                [outputs] = self._plane.run([replace(part, shown=count)])
+                part = piece if count == chunk.length else piece.slice(first, count, along)
+                [outputs] = self._plane.run([replace(part, logit_positions=count)])
                 logits = outputs["result/0"][0]
                 scored_pieces += scores.scores_of(chunk.start + first, logits)
             if chunk.sample:
@@ -374,7 +374,7 @@ class StageRunner:
         if self._plan.reads_positions:
             inputs["position_ids"] = self._positions[:, chunk.start : chunk.end]
         # Guesses, and tokens of the completion that are prefilled again, must have the bits of positions that ran singly.
-        again = self._plane.together and chunk.length > 1 and chunk.start >= work.session.opening.first
+        again = self._plane.batched and chunk.length > 1 and chunk.start >= work.session.opening.first
         shown = chunk.length if chunk.guesses else 1
         return Piece(work.session.id, chunk.start, inputs, bool(chunk.guesses) or again, shown), ids
 

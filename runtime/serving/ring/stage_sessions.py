@@ -71,7 +71,7 @@ class StageSessions:
         self.schedule: Schedule[StageSession] = Schedule(
             stages=plan.stages, bounded=not plan.first, user_of=lambda session: session.user
         )
-        self._guesses, self._retains = runner.guesses, runner.chunks_agree
+        self._guesses, self._retains = runner.guesses, runner.chunk_invariant
         self._clock = clock
         self._shares: Shares[StageSession] = Shares(clock)  # in positions of the sequence
         self._openings = Openings(clock)

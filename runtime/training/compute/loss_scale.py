@@ -15,11 +15,11 @@ import torch
 
 from fusion.dag.cutting.stage import Stage
 from fusion.runtime.job.errors import JobError
-from fusion.runtime.planes.learning_rate import MOST_SKIPPED, SKIPPED
+from fusion.runtime.planes.learning_rate import MAX_SKIPPED, SKIPPED
 from fusion.runtime.planes.plane import RngKey, Tensors, TrainingStage
 
 LOSS_SCALE = "loss_scale"  # in a stage's state: the scale, and the steps since it changed; float64
-FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**MOST_SKIPPED
+FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**MAX_SKIPPED
 GROWTH_STEPS = 1000  # without overflow, until a larger one is tried
 
 

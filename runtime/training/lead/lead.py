@@ -22,7 +22,7 @@ from fusion.runtime.training.step import messages as m
 from fusion.runtime.training.step.checkpoint import Checkpoint
 from fusion.runtime.training.step.faults import HOLDS_JOB_UP, Faults
 from fusion.runtime.training.step.handover_state import HandoverState
-from fusion.runtime.training.step.lead import after, first_state, lead
+from fusion.runtime.training.step.lead import after, initial_state, lead
 from fusion.runtime.training.step.run_statistics import RunStatistics
 from fusion.swarm.directory.records import Digest, JobId
 from fusion.swarm.transport import PeerId
@@ -70,7 +70,7 @@ class Lead:
         self._changed = changed
         self._clock = clock
         self._owners = owners
-        begun = first_state(config, stages, term, newest, handover, samples=samples, faults=faults)
+        begun = initial_state(config, stages, term, newest, handover, samples=samples, faults=faults)
         self._state = replace(begun, spare=spare)
         self._snapshots = SnapshotCoordinator(
             job,

@@ -24,7 +24,7 @@ from fusion.dag.cutting.stage import Stage
 from fusion.dag.ir.graph import TensorType
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.fields import build, plain
-from fusion.runtime.planes.stage_values import OPTIMIZER, VARIABLE, state_of, state_parts
+from fusion.runtime.planes.stage_values import OPTIMIZER, VARIABLE, stage_state, state_parts
 from fusion.runtime.planes.weights_file import STORED_DTYPES, check_header, tensors_bytes_of
 from fusion.runtime.training.compute.loss_scale import LOSS_SCALE, scale_state
 from fusion.runtime.training.data.ledger import Ledger
@@ -151,7 +151,7 @@ def variables(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def untrained(weights: Mapping[str, torch.Tensor], *, scaled: bool = False) -> dict[str, torch.Tensor]:
     """The initial state of a stage: its variables without optimizer slots; `scaled`: with the initial loss scale, for float16."""
-    state = state_of(weights, {})
+    state = stage_state(weights, {})
     return {**state, LOSS_SCALE: scale_state()} if scaled else state
 
 

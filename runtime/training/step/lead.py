@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from fusion.runtime.job.manifest import TrainConfig
-from fusion.runtime.planes.learning_rate import MOST_SKIPPED, SKIPPED, clip_factor, learning_rate
+from fusion.runtime.planes.learning_rate import MAX_SKIPPED, SKIPPED, clip_factor, learning_rate
 from fusion.runtime.training.data.ledger import fed_digest
 from fusion.runtime.training.data.samples import sample_indices
 from fusion.runtime.training.step import events as e
@@ -15,9 +15,9 @@ from fusion.runtime.training.step.dismissal import dismiss, fail, fault, not_fin
 from fusion.runtime.training.step.faults import is_finite, overcome, overflowed
 from fusion.runtime.training.step.gathering import after, hold, join, lack, lose, requested
 from fusion.runtime.training.step.history import contents, extend
-from fusion.runtime.training.step.lead_state import LeadState, Result, first_state
+from fusion.runtime.training.step.lead_state import LeadState, Result, initial_state
 
-__all__ = ["LeadState", "after", "expected", "first_state", "lead"]
+__all__ = ["LeadState", "after", "expected", "initial_state", "lead"]
 
 
 def lead(state: LeadState, event: e.LeadEvent, stage: int = 0) -> Result:
@@ -74,7 +74,7 @@ def _commit(state: LeadState) -> Result:
     overflow = False
     if not (is_finite(ordered) and math.isfinite(squared_norm)):
         # By then the loss scale is 1: an overflow that is still reported has another cause.
-        overflow = config.precision == "fp16" and overflowed(ordered) and state.skipped < MOST_SKIPPED
+        overflow = config.precision == "fp16" and overflowed(ordered) and state.skipped < MAX_SKIPPED
         if not overflow:
             return not_finite(state, ordered)
     fed, wrong = _fed(state)

@@ -109,7 +109,7 @@ class LeadState:
 Result = tuple[LeadState, tuple[e.LeadAction, ...]]
 
 
-def first_state(
+def initial_state(
     config: TrainConfig,
     stages: int,
     term: int,

@@ -87,7 +87,7 @@ def test_decoding_is_token_identical_to_generate(family: str) -> None:
 @pytest.mark.parametrize("family", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
 def test_sessions_that_run_together_get_the_bits_that_they_get_alone(family: str) -> None:
     stages = staged(family, 5)
-    assert all(stage.together for stage in stages)
+    assert all(stage.batched for stage in stages)
     tokens = {"a": [START, 7, 9], "b": [START, 11], "c": [START]}
     alone = {}
     for seed, (name, ids) in enumerate(tokens.items()):

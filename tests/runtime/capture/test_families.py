@@ -120,7 +120,7 @@ def test_a_layer_cut_by_its_experts_gives_the_same_tokens_and_sends_what_is_coun
         if (part := part_of(variable.name)) is not None:
             variables[variable.name] = variables[part.name][part.start : part.stop]
     stages = [TorchDecodingStage(stage, variables) for stage in split(graph, cuts)]
-    assert len(stages) == peers and all(stage.together for stage in stages)
+    assert len(stages) == peers and all(stage.batched for stage in stages)
     held = [[v for v in s.stage.graph.variables if part_of(v.name) is not None] for s in stages]
     assert [[v.type.shape[0] for v in each] for each in held] == [[16 // peers] * 2] * peers
     for stage in stages:

@@ -98,7 +98,7 @@ def test_a_row_is_the_same_in_any_company(family: str, device: str) -> None:
                 assert torch.equal(made[name][key], value), (family, name, number, key)
         waiting = {name: left for name, left in waiting.items() if left}
     assert together > 5
-    assert all(stage.together for stage in stages)
+    assert all(stage.batched for stage in stages)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -139,7 +139,7 @@ def test_a_prompt_in_half_precision_may_not_be_cut_anywhere() -> None:
         graph, module = families.made(family, positions=POSITIONS)
         cuts = legal_cuts(graph)[:1]  # the first stage is an embedding alone
         found = [TorchDecodingStage(each, variables_from_module(module)) for each in split(graph, cuts)]
-        assert not found[0].caches and [stage.chunks_agree for stage in found] == [agree] * 2
+        assert not found[0].has_cache and [stage.chunk_invariant for stage in found] == [agree] * 2
 
 
 def test_stages_run_sessions_together_wherever_they_are_cut() -> None:
@@ -149,14 +149,14 @@ def test_stages_run_sessions_together_wherever_they_are_cut() -> None:
     last = next(i for i, node in enumerate(graph.nodes) if keeps_last(graph, node))
     cuts = legal_cuts(graph)
     assert max(cuts) == last < len(graph.nodes) - 1
-    assert all(TorchDecodingStage(stage, variables).together for stage in split(graph, (cuts[0], cuts[-1])))
+    assert all(TorchDecodingStage(stage, variables).batched for stage in split(graph, (cuts[0], cuts[-1])))
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", ["openai-gpt"])
 def test_models_without_a_cache_run_one_after_another(family: str) -> None:
     stages = stages_of(family, 1)
-    assert not stages[0].together
+    assert not stages[0].batched
     for name in "ab":
         stages[0].open(name, POSITIONS)
     alone = run(stages, {"a": (0, [1, 2, 3])})["a"]["result/0"]
@@ -172,7 +172,7 @@ def test_models_without_a_cache_run_one_after_another(family: str) -> None:
 )  # the first has a gate of one number a position
 def test_models_with_states_run_together(family: str) -> None:
     stages = stages_of(family, 1)
-    assert stages[0].together
+    assert stages[0].batched
     ids = [(7 * i * i + 3) % 256 for i in range(30)]
     for name in "abc":
         stages[0].open(name, POSITIONS)

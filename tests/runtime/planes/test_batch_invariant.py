@@ -9,7 +9,7 @@ import torch
 
 from fusion.runtime.planes import batch_invariant
 from fusion.runtime.planes.batch_invariant import VECTORISED, in_full_vectors
-from fusion.runtime.planes.torch_ops import spell
+from fusion.runtime.planes.torch_ops import torch_call
 
 MORE: dict[str, tuple[Any, ...]] = {
     "aten.softplus": (1.0, 20.0),
@@ -34,7 +34,7 @@ def test_counts_change_no_bit(op: str, dtype: torch.dtype, monkeypatch: pytest.M
                 args = (2.5, given)
             case _:
                 args = (given, *MORE.get(op, ()))
-        function, positional, named = spell(op, args, torch.device("cpu"))
+        function, positional, named = torch_call(op, args, torch.device("cpu"))
         made: torch.Tensor = (in_full_vectors(function) if evenly else function)(*positional, **named)
         return made
 
@@ -50,7 +50,7 @@ def test_counts_change_no_bit(op: str, dtype: torch.dtype, monkeypatch: pytest.M
 @pytest.mark.parametrize("op", ["aten.pow.Tensor_Tensor", "aten.atan2"])
 def test_a_number_without_dimensions_decides_no_dtype(op: str) -> None:
     numbers = torch.rand(3, 5, dtype=torch.float32)
-    function, positional, named = spell(
+    function, positional, named = torch_call(
         op, (numbers, torch.tensor(1.7, dtype=torch.float64)), torch.device("cpu")
     )
     torch.testing.assert_close(

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fusion.runtime.planes.kv_cache import KeptShape, SessionCache
+from fusion.runtime.planes.kv_cache import CacheShape, SessionCache
 from fusion.runtime.planes.sequences import Sequences
 
 CHANNELS, WINDOW, LENGTH = 6, 4, 20
-SLOTS = {3: (KeptShape(heads=1, width=CHANNELS, dtype=torch.float32),)}
+SLOTS = {3: (CacheShape(heads=1, width=CHANNELS, dtype=torch.float32),)}
 
 
 def case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

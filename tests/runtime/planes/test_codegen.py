@@ -19,7 +19,7 @@ from fusion.dag.ir.errors import GraphError
 from fusion.dag.ir.graph import DType, Graph, Input, Node, Ref, TensorType, Variable
 from fusion.dag.ir.opset import OPSET
 from fusion.runtime.planes.codegen import compile_graph
-from fusion.runtime.planes.torch_ops import _DISPATCHED, _SPELLINGS, STATEFUL
+from fusion.runtime.planes.torch_ops import _CALLS, _DISPATCHED, STATEFUL
 
 CPU = torch.device("cpu")
 BATCH, SEQUENCE = symbol("batch"), symbol("sequence")
@@ -131,9 +131,9 @@ def test_a_value_is_defined_before_it_is_read() -> None:
 
 
 def test_every_operator_of_the_op_set_has_a_spelling() -> None:
-    missing = [n for n in OPSET if n not in _SPELLINGS and n not in _DISPATCHED and n not in STATEFUL]
+    missing = [n for n in OPSET if n not in _CALLS and n not in _DISPATCHED and n not in STATEFUL]
     assert missing == []
-    unknown = [n for n in (*_SPELLINGS, *STATEFUL) if n not in OPSET]
+    unknown = [n for n in (*_CALLS, *STATEFUL) if n not in OPSET]
     assert unknown == []
 
 

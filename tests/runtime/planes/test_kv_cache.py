@@ -12,13 +12,13 @@ from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.capture.models import GPT
 from fusion.runtime.capture.serving_graph import serving_graph
 from fusion.runtime.job.spec import GPTConfig
-from fusion.runtime.planes.attention import Scored
-from fusion.runtime.planes.kv_cache import KeptShape, SessionCache
+from fusion.runtime.planes.attention import ScoreMods
+from fusion.runtime.planes.kv_cache import CacheShape, SessionCache
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.sessions import Sessions
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
-SLOT = (KeptShape(heads=2, width=8, dtype=torch.float32),) * 2
+SLOT = (CacheShape(heads=2, width=8, dtype=torch.float32),) * 2
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -48,7 +48,7 @@ def test_pieces_attend_as_the_whole_does(pieces: list[int], window: int | None) 
 
 
 def scored_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scored: Scored, window: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scored: ScoreMods, window: int
 ) -> torch.Tensor:
     """In double precision, with the distance of each key from its own query."""
     q, k, v, bias = (t.double() for t in (q, k, v, bias))
@@ -73,13 +73,13 @@ def scored_reference(
 def test_scores_that_are_not_plain_are_those_of_the_whole(
     pieces: list[int], most_scores: int, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fusion.runtime.planes.attention.MOST_SCORES", most_scores)
+    monkeypatch.setattr("fusion.runtime.planes.attention.MAX_SCORES", most_scores)
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 6)
     bias = torch.randn(1, 4, 20, 1)
     row = torch.randn(4)
-    scored = Scored(row if sinks else None, 2.0, None if sinks else (0.5, 0.25, 0.1, 0.0))
-    shapes = [KeptShape(t.shape[1], t.shape[3], t.dtype) for t in (k, v, bias)]
+    scored = ScoreMods(row if sinks else None, 2.0, None if sinks else (0.5, 0.25, 0.1, 0.0))
+    shapes = [CacheShape(t.shape[1], t.shape[3], t.dtype) for t in (k, v, bias)]
     found: dict[bool, torch.Tensor] = {}
     for singly in (False, True):
         cache, parts, at = SessionCache({3: shapes}, 24, torch.device("cpu")), [], 0
@@ -100,11 +100,14 @@ def test_attentions_of_several_kinds_with_one_window_see_the_same_positions() ->
     """In half precision more keys are read than are seen, in whole blocks; in float32, or with a cap, no more than these."""
     torch.manual_seed(0)
     x, window = torch.randn(1, 2, 604, 8), 7
-    kinds = {0: (torch.bfloat16, None), 1: (torch.float32, None), 2: (torch.bfloat16, Scored(softcap=2.0))}
-    kinds |= {3: (torch.float32, Scored(slopes=(0.1, 0.3))), 4: (torch.bfloat16, Scored(slopes=(0.1, 0.3)))}
+    kinds = {0: (torch.bfloat16, None), 1: (torch.float32, None), 2: (torch.bfloat16, ScoreMods(softcap=2.0))}
+    kinds |= {
+        3: (torch.float32, ScoreMods(slopes=(0.1, 0.3))),
+        4: (torch.bfloat16, ScoreMods(slopes=(0.1, 0.3))),
+    }
 
     def run(slots: tuple[int, ...]) -> dict[int, torch.Tensor]:
-        shapes = {slot: (KeptShape(2, 8, kinds[slot][0]),) * 2 for slot in slots}
+        shapes = {slot: (CacheShape(2, 8, kinds[slot][0]),) * 2 for slot in slots}
         cache, found = SessionCache(shapes, 604, torch.device("cpu")), dict[int, torch.Tensor]()
         for start, end in ((0, 600), (600, 604)):
             cache.begin(start, end - start)
@@ -206,7 +209,7 @@ def test_memory_is_counted_as_it_is_set_aside_and_given_back() -> None:
 def test_what_was_retained_goes_on_as_if_it_had_been_read_anew(moved: bool) -> None:
     stages = gpt_stages()
     for stage in stages:
-        assert stage.caches
+        assert stage.has_cache
         stage.open("a", 16)
     logits(stages, "a", 0, [1, 2, 3, 4, 5])
     for stage in stages:

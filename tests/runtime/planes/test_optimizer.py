@@ -6,7 +6,7 @@ import torch
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.planes import optimizer
-from fusion.runtime.planes.optimizer import PIECE, WHOLE, Optimizer, squared_norm
+from fusion.runtime.planes.optimizer import CHUNK_ELEMENTS, MAX_COPIED_ELEMENTS, Optimizer, squared_norm
 
 
 def test_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
@@ -92,12 +92,20 @@ def test_a_squared_norm_has_the_bits_of_the_librarys(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         draw = torch.Generator().manual_seed(threads)
-        for elements in (1, 1001, PIECE, WHOLE, WHOLE + 1, WHOLE + PIECE + 8, 40 * PIECE + 16):
+        for elements in (
+            1,
+            1001,
+            CHUNK_ELEMENTS,
+            MAX_COPIED_ELEMENTS,
+            MAX_COPIED_ELEMENTS + 1,
+            MAX_COPIED_ELEMENTS + CHUNK_ELEMENTS + 8,
+            40 * CHUNK_ELEMENTS + 16,
+        ):
             gradient = _drawn(draw, elements)
             assert torch.equal(squared_norm(gradient), _by_library(gradient)), elements
-        assert optimizer._lanes() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512")
+        assert optimizer._library_lanes() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512")
         for broken in (float("nan"), float("inf")):
-            gradient[PIECE] = broken
+            gradient[CHUNK_ELEMENTS] = broken
             assert str(squared_norm(gradient)) == str(torch.linalg.vector_norm(gradient, dtype=torch.float64))
     finally:
         torch.set_num_threads(before)
@@ -120,7 +128,7 @@ def test_a_squared_norm_is_the_same_however_it_is_added_up_and_lies_in_memory(
             wanted = _by_library(gradient)
             torch.set_num_threads(1 + turn % 3)
             for whole in (1 << 20, 8):
-                monkeypatch.setattr(optimizer, "WHOLE", whole)
+                monkeypatch.setattr(optimizer, "MAX_COPIED_ELEMENTS", whole)
                 for same in (gradient, gradient.T.contiguous().T, wider[:, ::2], shifted):
                     assert torch.equal(squared_norm(same), wanted), (turn, rows, columns)
     finally:

@@ -10,7 +10,7 @@ from fusion.dag.cutting.cuts import split
 from fusion.dag.cutting.memory import MemoryConfig, measure_memory
 from fusion.dag.ir.opset_recurrence import state_bytes
 from fusion.runtime.capture.capture import variables_from_module
-from fusion.runtime.planes.kv_cache import KeptShape, SessionCache
+from fusion.runtime.planes.kv_cache import CacheShape, SessionCache
 from fusion.runtime.planes.recurrence import recurrence
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
@@ -50,8 +50,8 @@ def reference(given: list[torch.Tensor | None]) -> torch.Tensor:
 
 
 def cache(beta: bool, rates: bool) -> SessionCache:
-    shapes = [KeptShape(2, 8, FLOAT), KeptShape(4, 6, FLOAT), KeptShape(4, 1 if rates else 8, FLOAT)]
-    return SessionCache({3: (*shapes, *[KeptShape(4, 1, FLOAT)] * beta)}, 32, torch.device("cpu"))
+    shapes = [CacheShape(2, 8, FLOAT), CacheShape(4, 6, FLOAT), CacheShape(4, 1 if rates else 8, FLOAT)]
+    return SessionCache({3: (*shapes, *[CacheShape(4, 1, FLOAT)] * beta)}, 32, torch.device("cpu"))
 
 
 def run(held: SessionCache, given: list[torch.Tensor | None], start: int, end: int) -> torch.Tensor:

@@ -69,4 +69,4 @@ def test_without_a_cache_nothing_is_retained(family: str) -> None:
     stage = TorchDecodingStage(part, variables_from_module(module))
     stage.open("a", POSITIONS)
     assert answer([stage], "a", [1, 2, 3], 0, 1)
-    assert not stage.caches and stage.retain("a", 0, 3) == (0, 0) and not stage.used_bytes()
+    assert not stage.has_cache and stage.retain("a", 0, 3) == (0, 0) and not stage.used_bytes()

@@ -7,13 +7,13 @@ import torch
 from torch.nn import functional
 
 from fusion.runtime.planes import attention
-from fusion.runtime.planes.kv_cache import KeptShape, SessionCache
+from fusion.runtime.planes.kv_cache import CacheShape, SessionCache
 from fusion.runtime.planes.sequences import Sequences
 
 LENGTH, HEADS, WIDTH, MOST = 20, 16, 8, 6
 SLOTS = {
-    3: (KeptShape(heads=1, width=WIDTH, dtype=torch.float32),),
-    7: (KeptShape(heads=2, width=WIDTH, dtype=torch.float32),) * 2,
+    3: (CacheShape(heads=1, width=WIDTH, dtype=torch.float32),),
+    7: (CacheShape(heads=2, width=WIDTH, dtype=torch.float32),) * 2,
 }
 PIECES = [[20], [1] * 20, [7, 1, 1, 11], [3, 17], [19, 1]]
 
@@ -42,7 +42,7 @@ def new_cache() -> SessionCache:
 def test_pieces_see_the_keys_that_the_whole_selects(
     pieces: list[int], singly: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "MOST_SCORES", 3 * HEADS * LENGTH)  # three rows at once
+    monkeypatch.setattr(attention, "MAX_SCORES", 3 * HEADS * LENGTH)  # three rows at once
     given = indexer()
     q, k, v = (torch.randn(1, heads, LENGTH, WIDTH) for heads in (4, 2, 2))
     shown = visible(*given)
@@ -99,7 +99,7 @@ def test_sequences_that_run_together_select_as_each_alone() -> None:
 def test_half_precision_is_scored_in_float32() -> None:
     query, key, weights = indexer(3)
     halves = (query.bfloat16(), key.bfloat16())
-    slots = {3: (KeptShape(heads=1, width=WIDTH, dtype=torch.bfloat16),)}
+    slots = {3: (CacheShape(heads=1, width=WIDTH, dtype=torch.bfloat16),)}
     cache = SessionCache(slots, LENGTH, torch.device("cpu"))
     cache.begin(0, LENGTH)
     found = cache.select(*halves, weights, 3, 0.5, MOST)

@@ -17,7 +17,7 @@ from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType
 from fusion.runtime.capture.capture import variables_from_module
 from fusion.runtime.planes.cuda.cuda_decoding import CudaDecodingStage
 from fusion.runtime.planes.cuda.fixed_batch import ROWS, batches
-from fusion.runtime.planes.cuda.row_attention import MOST_KINDS, WIDEST_HEAD, served
+from fusion.runtime.planes.cuda.row_attention import MAX_HEAD_WIDTH, MAX_KINDS, is_supported
 from fusion.runtime.planes.plane import Piece
 from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 
@@ -29,8 +29,8 @@ def test_each_position_comes_once_and_in_order(lengths: list[int], rows: int) ->
     found = [*batches(lengths, rows)]
     counts = [sum(part.count for part in batch) for batch in found]
     assert all(count == rows for count in counts[:-1]) and all(0 < count <= rows for count in counts)
-    come = [(part.place, part.first + i) for batch in found for part in batch for i in range(part.count)]
-    assert come == [(place, i) for place, length in enumerate(lengths) for i in range(length)]
+    come = [(part.piece, part.first + i) for batch in found for part in batch for i in range(part.count)]
+    assert come == [(piece, i) for piece, length in enumerate(lengths) for i in range(length)]
 
 
 @pytest.mark.heavy
@@ -90,8 +90,8 @@ def of_windows(windows: range) -> Graph:
 
 def test_kernels_are_compiled_for_few_kinds_of_attention_and_heads_of_a_usual_width() -> None:
     """A model may be a stranger's, and to compile one takes a second or more."""
-    assert served(of_windows(range(1, MOST_KINDS + 1)))
-    assert not served(of_windows(range(1, MOST_KINDS + 2)))
-    for width, there in ((WIDEST_HEAD, True), (WIDEST_HEAD + 1, False), (1 << 20, False)):
+    assert is_supported(of_windows(range(1, MAX_KINDS + 1)))
+    assert not is_supported(of_windows(range(1, MAX_KINDS + 2)))
+    for width, there in ((MAX_HEAD_WIDTH, True), (MAX_HEAD_WIDTH + 1, False), (1 << 20, False)):
         node, shape = attention(2, width)
-        assert served(Graph((Input("x", shape),), (), (node,), (Ref("n"),))) == there
+        assert is_supported(Graph((Input("x", shape),), (), (node,), (Ref("n"),))) == there

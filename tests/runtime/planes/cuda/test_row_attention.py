@@ -9,10 +9,10 @@ import pytest
 import torch
 from support.devices import NEEDS_GPU
 
-from fusion.runtime.planes.attention import Scored
+from fusion.runtime.planes.attention import ScoreMods
 from fusion.runtime.planes.cuda.fixed_batch import ROWS
 from fusion.runtime.planes.cuda.row_attention import RowAttention
-from fusion.runtime.planes.kv_cache import KeptShape, SessionCache
+from fusion.runtime.planes.kv_cache import CacheShape, SessionCache
 
 pytestmark = NEEDS_GPU
 SLOT, CAPACITY = 4, 2000
@@ -25,9 +25,9 @@ CASES: dict[str, dict[str, Any]] = {
     "a window of chunks": {"window": 600, "held": 1},
     "uneven widths": {"width": 48, "broad": 80},
     "wide": {"width": 192, "broad": 256},
-    "capped": {"scored": Scored(softcap=3.0)},
-    "sloped": {"scored": Scored(slopes=(0.5, 0.25, 0.125, 0.0625))},
-    "with sinks": {"scored": Scored(sinks=torch.tensor([0.5, -1.0, 2.0, 6.0])), "window": 300},
+    "capped": {"scored": ScoreMods(softcap=3.0)},
+    "sloped": {"scored": ScoreMods(slopes=(0.5, 0.25, 0.125, 0.0625))},
+    "with sinks": {"scored": ScoreMods(sinks=torch.tensor([0.5, -1.0, 2.0, 6.0])), "window": 300},
 }
 
 
@@ -36,14 +36,14 @@ class Case:
 
     def __init__(
         self, held: int = 4, width: int = 64, broad: int = 64, window: int | None = None,
-        scored: Scored | None = None, dtype: torch.dtype = torch.float32,
+        scored: ScoreMods | None = None, dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
         self.held, self.widths, self.dtype = held, (width, broad), dtype
         self.options = width**-0.5 * 2, window
         self.scored = scored
         self.state = RowAttention([SLOT], torch.device("cuda"))
-        shapes = {SLOT: (KeptShape(held, width, dtype), KeptShape(held, broad, dtype))}
+        shapes = {SLOT: (CacheShape(held, width, dtype), CacheShape(held, broad, dtype))}
         self.there = [SessionCache(shapes, CAPACITY, torch.device("cuda")) for _ in LENGTHS]
         self.here = [SessionCache(shapes, CAPACITY, torch.device("cpu")) for _ in LENGTHS]
         for there, here, length in zip(self.there, self.here, LENGTHS, strict=True):

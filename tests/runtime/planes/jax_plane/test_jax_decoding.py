@@ -123,7 +123,7 @@ def test_a_session_goes_on_from_what_was_kept_copied_or_run_again(both: tuple[Pl
     stage.close("fresh"), stage.forget(7), stage.clear()
     assert stage.used_bytes() == 0
     assert stage.copy("moved", "gone", 3) == 0
-    assert not stage.together
+    assert not stage.batched
 
 
 @pytest.mark.heavy

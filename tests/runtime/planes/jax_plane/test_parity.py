@@ -19,7 +19,7 @@ from fusion.runtime.planes.codegen import compile_graph
 from fusion.runtime.planes.jax_plane.lacking import LACKING
 from fusion.runtime.planes.jax_plane.library import load
 from fusion.runtime.planes.plane import RngKey
-from fusion.runtime.planes.torch_ops import spell
+from fusion.runtime.planes.torch_ops import torch_call
 
 pytest.importorskip("jax", reason="the extra jax is not installed")
 DEVICE = load("cpu", 1)
@@ -201,7 +201,7 @@ def test_each_operator_is_run_or_known_not_to_be() -> None:
 )
 def test_a_corner_has_torchs_gradient(op: str, given: list[float], rest: tuple[Any, ...]) -> None:
     own = torch.tensor(given, requires_grad=True)
-    function, args, named = spell(op, (own, *rest), torch.device("cpu"))
+    function, args, named = torch_call(op, (own, *rest), torch.device("cpu"))
     wanted = function(*args, **named).sum()
     wanted.backward()
     more = [array(each, DEVICE) if isinstance(each, torch.Tensor) else each for each in rest]
@@ -213,7 +213,7 @@ def test_a_corner_has_torchs_gradient(op: str, given: list[float], rest: tuple[A
 def made_in_both(op: str, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """What torch makes, and what JAX makes."""
     args = tuple(complete(op, given))
-    function, own, named = spell(op, args, torch.device("cpu"))
+    function, own, named = torch_call(op, args, torch.device("cpu"))
     wanted = function(*own, **named)
     arrays = [array(each, DEVICE) if isinstance(each, torch.Tensor) else each for each in args]
     return wanted, tensor(TABLE[op](*arrays).astype(str(wanted.dtype).removeprefix("torch.")))

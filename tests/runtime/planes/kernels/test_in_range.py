@@ -16,7 +16,7 @@ from fusion.dag.ir.graph import Graph, Input, Node, Ref, TensorType
 from fusion.dag.ir.opset_index import INDEXED, IndexKind
 from fusion.runtime.planes.codegen import compile_graph
 from fusion.runtime.planes.kernels.in_range import _CLAMPS, in_range
-from fusion.runtime.planes.torch_ops import spell
+from fusion.runtime.planes.torch_ops import torch_call
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ def test_indices_within_their_tables_give_the_same_bits(op: str) -> None:
     assert mine
     for _, *given in mine:
         torch.manual_seed(0)
-        target, args, named = spell(op, tuple(in_framework(op, tuple(given), "cpu")), CPU)
+        target, args, named = torch_call(op, tuple(in_framework(op, tuple(given), "cpu")), CPU)
         made = target(*args, **named)
         assert torch.equal(in_range(op, target)(*args, **named), made) and not made.isnan().any()
 

@@ -319,7 +319,7 @@ def test_sessions_together_get_what_they_get_alone(family: str, kind: Kind) -> N
 
 def compare_company(graph: Graph, values: dict[str, torch.Tensor]) -> None:
     stages = stages_of(graph, values, 2)
-    assert all(stage.together for stage in stages)
+    assert all(stage.batched for stage in stages)
     chance = random.Random(5)
     texts = {f"s{i}": [chance.randrange(256) for _ in range(6 + 5 * i)] for i in range(5)}
     alone = {}

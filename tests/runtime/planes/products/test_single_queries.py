@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from fusion.runtime.planes.attention import Scored, scored_attention, single_attention, supports_single
-from fusion.runtime.planes.kv_cache import KeptShape, SessionCache
+from fusion.runtime.planes.attention import ScoreMods, score_mod_attention, single_attention, supports_single
+from fusion.runtime.planes.kv_cache import CacheShape, SessionCache
 from fusion.runtime.planes.products import machine_code
 from fusion.runtime.planes.products.single_queries import attend, supports
 from fusion.runtime.planes.sequences import Sequences
@@ -111,7 +111,9 @@ def test_scores_are_capped_sloped_and_drained_as_step_by_step(
     heads, scale = groups * each, 0.7
     slopes = tuple(2.0 ** -(head + 1) for head in range(heads)) if more == "slopes" else None
     sinks = torch.linspace(-2, 3, heads) if more == "sinks" else None
-    found = single_attention(made.query, made.new, kept.kept, at, scale, window, Scored(sinks, cap, slopes))
+    found = single_attention(
+        made.query, made.new, kept.kept, at, scale, window, ScoreMods(sinks, cap, slopes)
+    )
     for row, end in enumerate(at):
         first = 0 if window is None else max(0, end + 1 - window)
         held = [each[:, :, first : end + 1].double() for each in kept.kept[row]]  # with what is new
@@ -119,8 +121,8 @@ def test_scores_are_capped_sloped_and_drained_as_step_by_step(
         if slopes is not None:
             distance = torch.arange(first - end, 1, dtype=torch.float64)
             far = (torch.tensor(slopes, dtype=torch.float64)[:, None] * distance)[None, :, None]
-        scored = Scored(None if sinks is None else sinks.double(), cap)
-        one = scored_attention(
+        scored = ScoreMods(None if sinks is None else sinks.double(), cap)
+        one = score_mod_attention(
             made.query[:, :, row : row + 1].double(), held[0], held[1], scale, None, far, scored
         )
         torch.testing.assert_close(found[:, :, row : row + 1].double(), one, atol=1e-4, rtol=1e-4)
@@ -212,13 +214,13 @@ def test_it_is_for_float32_with_keys_and_values_alone() -> None:
     assert not supports(made.query, (keys,))
     assert not supports(made.query.bfloat16(), (keys.bfloat16(), values.bfloat16()))
     assert not supports(made.query.to("meta"), (keys, values))
-    assert supports_single(made.query, (keys, values), Scored(softcap=5.0))
-    assert not supports_single(made.query, (keys, values), Scored(relative=torch.zeros(3, 1)))
+    assert supports_single(made.query, (keys, values), ScoreMods(softcap=5.0))
+    assert not supports_single(made.query, (keys, values), ScoreMods(relative=torch.zeros(3, 1)))
 
 
-@pytest.mark.parametrize("scored", [None, Scored(softcap=3.0)])
-def test_tokens_beside_a_prompt_have_the_bits_that_they_have_among_tokens(scored: Scored | None) -> None:
-    shapes = {0: (KeptShape(2, 16, torch.float32), KeptShape(2, 24, torch.float32))}
+@pytest.mark.parametrize("scored", [None, ScoreMods(softcap=3.0)])
+def test_tokens_beside_a_prompt_have_the_bits_that_they_have_among_tokens(scored: ScoreMods | None) -> None:
+    shapes = {0: (CacheShape(2, 16, torch.float32), CacheShape(2, 24, torch.float32))}
     lengths, starts = (1, 1, 3, 1), (4, 0, 2, 9)
     made = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, sum(lengths), 16, generator=made)

@@ -105,7 +105,7 @@ def test_what_stages_retain_that_say_nothing_of_it_is_asked_for_first(
 
     received = GatewaySessions._received_opened
     if why == "keeps nothing":
-        monkeypatch.setattr(StageRunner, "chunks_agree", False)
+        monkeypatch.setattr(StageRunner, "chunk_invariant", False)
     else:
         monkeypatch.setattr(
             GatewaySessions,

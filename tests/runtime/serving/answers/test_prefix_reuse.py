@@ -180,7 +180,7 @@ def test_a_cut_at_every_place_leaves_stages_without_attention_which_hold_everyth
         async with swarm_of(3, tmp_path, seconds=240) as swarm:
             job = await serve(swarm, "llama", 2, cuts=(len(graph.nodes) - 1,))
             plane = swarm.owners[1].service._hosted[job, 1].loaded.plane
-            assert not plane.caches
+            assert not plane.has_cache
             chat = Chat(swarm, swarm.peers[2], "llama")
             async with swarm.client() as transport:
                 await chat.turn(transport)

@@ -100,7 +100,7 @@ def test_logits_are_there_of_a_few_positions_at_once(
             await swarm.serve("llama", 2)
             for peer in swarm.owners:
                 for hosted in peer.service._hosted.values():
-                    hosted.loaded.plane.together = together
+                    hosted.loaded.plane.batched = together
             shown.clear()
             found, answer = await told(swarm.peers[2], LONG, max_tokens=4, top_logprobs=1)
             check(found, LONG, 1)

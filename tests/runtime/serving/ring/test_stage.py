@@ -204,7 +204,7 @@ def test_a_prompt_is_not_cut_where_that_moves_a_bit() -> None:
         prompt = [i % 11 for i in range(200)]
         async with ring_of(SHAPES["two"], on_run=on_run, max_sequence=256, prefill_chunk=150) as ring:
             for plane in ring.planes:
-                plane.chunks_agree = agree
+                plane.chunk_invariant = agree
             assert await ring.generate(prompt, 1) == reference(SHAPES["two"], prompt, 1)
         return runs
 

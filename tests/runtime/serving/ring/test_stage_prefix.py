@@ -86,7 +86,7 @@ def test_nothing_is_kept_where_keys_depend_on_how_the_prompt_was_cut() -> None:
     async def main() -> None:
         async with ring_of(SHAPES["two"], **BIG) as ring:
             for plane in ring.planes:
-                plane.chunks_agree = False
+                plane.chunk_invariant = False
             streams = await ring.connect()
             for _ in range(2):
                 tokens, held = await turn(ring, streams, HISTORY)

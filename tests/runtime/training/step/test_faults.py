@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from fusion.runtime.job.manifest import DataConfig, OptimizerConfig, TrainConfig
-from fusion.runtime.planes.learning_rate import MOST_SKIPPED, SKIPPED
+from fusion.runtime.planes.learning_rate import MAX_SKIPPED, SKIPPED
 from fusion.runtime.training.step import events as e
 from fusion.runtime.training.step import faults as f
 from fusion.runtime.training.step import messages as m
@@ -238,12 +238,12 @@ def test_a_gradient_that_overflows_in_float16_costs_its_step_and_no_more_of_them
     assert isinstance(committed, e.Committed) and committed.reports[1].loss is None
     commit, _ = step(4.0)
     assert isinstance(commit, m.Commit) and commit.clip_factor > 0
-    for _ in range(MOST_SKIPPED):
+    for _ in range(MAX_SKIPPED):
         commit, _ = step(math.inf)
         assert isinstance(commit, m.Commit) and commit.clip_factor == SKIPPED
     discard, begin = step(math.inf)
     assert isinstance(discard, m.Discard) and isinstance(begin, m.Begin) and begin.after.look
-    assert job.state.step == MOST_SKIPPED + 2
+    assert job.state.step == MAX_SKIPPED + 2
 
 
 def test_numbers_that_are_not_finite_once_only_cost_a_step() -> None:
