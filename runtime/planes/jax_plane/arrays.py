@@ -1,5 +1,4 @@
-"""Tensors of torch, which cross a plane's boundary, as arrays of JAX and back. Values are copied: neither side changes the
-other's."""
+"""Torch tensors, which cross the boundary of a plane, as JAX arrays and back. Values are copied, never shared."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ JAX_DTYPES: Mapping[str, np.dtype] = {
 
 def array(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
     value = tensor.detach().cpu().contiguous()
-    if value.dtype == torch.bfloat16:  # which numpy has not by itself
+    if value.dtype == torch.bfloat16:  # numpy has none
         numbers = value.view(torch.int16).numpy().view(JAX_DTYPES["bfloat16"])
     else:
         numbers = value.numpy()
@@ -29,7 +28,7 @@ def array(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
 
 
 def shapes_of(values: Any, device: jax.Device) -> Any:
-    """The same tree with the shape and dtype of each array, said to be on the device: what a function can be compiled for."""
+    """The same tree with the shape and dtype of each array, placed on the device: the arguments to compile a function for."""
     place = SingleDeviceSharding(device)
     return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=place), values)
 

@@ -1,6 +1,6 @@
-"""Operators that contract a dimension: products, look-ups, norms, attention, experts, recurrences, in JAX.
+"""Operators that contract a dimension: products, look-ups, norms, attention, experts and recurrences, in JAX.
 
-Products are of full float32 numbers: `fusion.runtime.planes.jax_plane.library` says so to JAX, which on some devices takes fewer bits.
+Products are in full float32: `fusion.runtime.planes.jax_plane.library` configures that, as some devices default to fewer bits.
 """
 
 from __future__ import annotations
@@ -13,51 +13,51 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 Function = Callable[..., Any]
-# Rows of which each reads its own matrix of an expert, rather than all of them every matrix.
-_GATHERED_ROWS = 8
+# Up to so many rows, each gathers its expert's matrix; above, every matrix is multiplied with all rows.
+_MAX_GATHERED_ROWS = 8
 
 
 def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
     # `x @ weight.T` would have each microbatch keep a transposed copy of the weight for its backward pass.
-    made = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
-    return made if bias is None else made + bias
+    output = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+    return output if bias is None else output + bias
 
 
-def _added(added: Array, a: Array, b: Array, beta: Any, alpha: Any) -> Array:
+def _addmm(added: Array, a: Array, b: Array, beta: Any, alpha: Any) -> Array:
     product = alpha * (a @ b)
-    return product if beta == 0 else beta * added + product  # what is not a number is left out as well
+    return product if beta == 0 else beta * added + product  # also drops NaN, as in torch
 
 
 def _embedding(weight: Array, ids: Array, padding: int, by_frequency: bool) -> Array:
     rows = jnp.take(weight, ids, axis=0)
     fixed = lax.stop_gradient(rows)
-    if by_frequency:  # the gradient of a row over how often it was looked up
+    if by_frequency:  # the gradient of a row, divided by its look-ups
         counts = jnp.zeros(weight.shape[0], rows.dtype).at[ids].add(1)[ids][..., None]
         rows = rows / counts + (fixed - fixed / counts)
     return jnp.where((ids == padding)[..., None], fixed, rows) if padding >= 0 else rows
 
 
-def wide(x: Array) -> Array:
-    """In which norms, softmaxes and running sums are computed: float32 at least."""
+def at_least_float32(x: Array) -> Array:
+    """`x` in float32 at least, for norms, softmaxes and running sums."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _normed(x: Array, axes: Sequence[int], eps: float) -> Array:
-    far = x - jnp.mean(x, axes, keepdims=True)
-    return far * lax.rsqrt(jnp.mean(far * far, axes, keepdims=True) + eps)
+    centred = x - jnp.mean(x, axes, keepdims=True)
+    return centred * lax.rsqrt(jnp.mean(centred * centred, axes, keepdims=True) + eps)
 
 
 def _layer_norm(x: Array, over: Sequence[int], weight: Array | None, bias: Array | None, eps: float) -> Array:
-    made = _normed(wide(x), range(x.ndim - len(over), x.ndim), eps)
-    made = made if weight is None else made * weight
-    return made if bias is None else made + bias
+    output = _normed(at_least_float32(x), range(x.ndim - len(over), x.ndim), eps)
+    output = output if weight is None else output * weight
+    return output if bias is None else output + bias
 
 
 def _rms_norm(x: Array, over: Sequence[int], weight: Array | None, eps: float | None) -> Array:
-    given = wide(x)
-    mean = jnp.mean(given * given, range(x.ndim - len(over), x.ndim), keepdims=True)
-    made = given * lax.rsqrt(mean + (jnp.finfo(given.dtype).eps if eps is None else eps))
-    return made if weight is None else made * weight
+    wide_x = at_least_float32(x)
+    mean = jnp.mean(wide_x * wide_x, range(x.ndim - len(over), x.ndim), keepdims=True)
+    output = wide_x * lax.rsqrt(mean + (jnp.finfo(wide_x.dtype).eps if eps is None else eps))
+    return output if weight is None else output * weight
 
 
 def _by_channel(values: Array, rank: int) -> Array:
@@ -70,7 +70,7 @@ def _affine(x: Array, weight: Array | None, bias: Array | None) -> Array:
 
 
 def _group_norm(x: Array, groups: int, weight: Array | None, bias: Array | None, eps: float) -> Array:
-    parts = wide(x).reshape(x.shape[0], groups, -1)
+    parts = at_least_float32(x).reshape(x.shape[0], groups, -1)
     return _affine(_normed(parts, (2,), eps).reshape(x.shape), weight, bias)
 
 
@@ -84,42 +84,42 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Array, Array | None, Array | None]:
-    """The result, and the running statistics after it, None where there are none or they stay."""
-    given = wide(x)
+    """The result and the new running statistics; None where there are none, or they do not change."""
+    wide_x = at_least_float32(x)
     if not training:
         assert mean is not None and variance is not None
-        scaled = (given - _by_channel(mean, x.ndim)) * lax.rsqrt(_by_channel(variance, x.ndim) + eps)
+        scaled = (wide_x - _by_channel(mean, x.ndim)) * lax.rsqrt(_by_channel(variance, x.ndim) + eps)
         return _affine(scaled, weight, bias), None, None
     axes = (0, *range(2, x.ndim))
-    made = _affine(_normed(given, axes, eps), weight, bias)
+    output = _affine(_normed(wide_x, axes, eps), weight, bias)
     if mean is None or variance is None:
-        return made, None, None
+        return output, None, None
     count = prod(x.shape[axis] for axis in axes)
-    seen = lax.stop_gradient(given)
-    spread = jnp.var(seen, axes) * (count / max(1, count - 1))
+    detached = lax.stop_gradient(wide_x)
+    sample_variance = jnp.var(detached, axes) * (count / max(1, count - 1))
     return (
-        made,
-        (1 - momentum) * mean + momentum * jnp.mean(seen, axes),
-        (1 - momentum) * variance + momentum * spread,
+        output,
+        (1 - momentum) * mean + momentum * jnp.mean(detached, axes),
+        (1 - momentum) * variance + momentum * sample_variance,
     )
 
 
 def attention_weights(scores: Array) -> Array:
-    """A softmax in float32 at least, whose row is zeros where nothing may be seen, as PyTorch has it."""
-    scores = wide(scores)
-    most = jnp.max(scores, -1, keepdims=True)
-    seen = jnp.exp(scores - lax.stop_gradient(jnp.where(jnp.isfinite(most), most, 0)))
-    total = jnp.sum(seen, -1, keepdims=True)
-    return seen / jnp.where(total == 0, 1, total)
+    """Softmax in float32 at least; a row that is masked everywhere gives zeros, as in PyTorch."""
+    scores = at_least_float32(scores)
+    maximum = jnp.max(scores, -1, keepdims=True)
+    exponentials = jnp.exp(scores - lax.stop_gradient(jnp.where(jnp.isfinite(maximum), maximum, 0)))
+    total = jnp.sum(exponentials, -1, keepdims=True)
+    return exponentials / jnp.where(total == 0, 1, total)
 
 
 def grouped(values: Array, heads: int) -> Array:
-    """Keys or values (..., key heads, length, width), each head as often as queries share it."""
+    """Keys or values (..., key heads, length, width), repeated for the query heads that share them."""
     return values if values.shape[-3] == heads else jnp.repeat(values, heads // values.shape[-3], -3)
 
 
 def plain_scores(query: Array, key: Array, scale: float | None) -> Array:
-    """Of each query with each key, in float32 at least: before they are scaled, float16 does not hold them."""
+    """Scaled scores of queries and keys, in float32 at least: float16 overflows before scaling."""
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     products = jnp.matmul(query, jnp.swapaxes(key, -1, -2), preferred_element_type=dtype)
     return products * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -130,7 +130,7 @@ def attention(
     key: Array,
     value: Array,
     mask: Array | None,
-    dropped: Function | None,  # what is left of the weights
+    dropped: Function | None,  # applies dropout to the weights
     causal: bool,
     scale: float | None,
     groups: bool,
@@ -157,23 +157,23 @@ def _expert_linear(
     transposed: bool,
 ) -> Array:
     held = weight.shape[0]
-    own = ids - first
-    here = (own >= 0) & (own < held)
-    safe = jnp.where(here, own, 0)
+    local_ids = ids - first
+    is_held = (local_ids >= 0) & (local_ids < held)
+    expert_index = jnp.where(is_held, local_ids, 0)
     if not transposed:
         weight = jnp.swapaxes(weight, 1, 2)
-    if x.shape[0] <= _GATHERED_ROWS:
-        made = jnp.einsum("ri,rio->ro", x, weight[safe])
+    if x.shape[0] <= _MAX_GATHERED_ROWS:
+        output = jnp.einsum("ri,rio->ro", x, weight[expert_index])
     else:
-        # Every row with every matrix, one after the other, so that no more than one product is there at once.
+        # One matrix after another, so that only one product is in memory.
         def add(total: Array, expert: tuple[Array, Array]) -> tuple[Array, None]:
             number, matrix = expert
-            return total + jnp.where((safe == number)[:, None], x, 0) @ matrix, None
+            return total + jnp.where((expert_index == number)[:, None], x, 0) @ matrix, None
 
         zeros = jnp.zeros((x.shape[0], weight.shape[2]), x.dtype)
-        made, _ = lax.scan(add, zeros, (jnp.arange(held), weight))
-    made = made if bias is None else made + bias[safe]
-    return jnp.where(here[:, None], made, 0)
+        output, _ = lax.scan(add, zeros, (jnp.arange(held), weight))
+    output = output if bias is None else output + bias[expert_index]
+    return jnp.where(is_held[:, None], output, 0)
 
 
 def _recurrence(
@@ -185,7 +185,7 @@ def _recurrence(
     rates: Array | None,  # (heads, width)
 ) -> Array:
     heads = value.shape[1]
-    given = [
+    by_position = [
         jnp.moveaxis(each.astype(jnp.float32), 2, 0)
         for each in (
             *(jnp.repeat(each, heads // key.shape[1], 1) for each in (query, key)),
@@ -195,17 +195,17 @@ def _recurrence(
         )
     ]
 
-    def go(state: Array, at: tuple[Array, ...]) -> tuple[Array, Array]:
-        query, key, new, faster, strength = at
-        state = state * jnp.exp(faster if rates is None else faster * rates)[..., None]
+    def step(state: Array, at: tuple[Array, ...]) -> tuple[Array, Array]:
+        query, key, new, log_decay, beta_at = at
+        state = state * jnp.exp(log_decay if rates is None else log_decay * rates)[..., None]
         if beta is not None:
-            new = (new - jnp.einsum("bhwv,bhw->bhv", state, key)) * strength
+            new = (new - jnp.einsum("bhwv,bhw->bhv", state, key)) * beta_at
         state = state + key[..., None] * new[..., None, :]
         return state, jnp.einsum("bhwv,bhw->bhv", state, query)
 
-    first = jnp.zeros((*value.shape[:2], key.shape[3], value.shape[3]), jnp.float32)
-    _, seen = lax.scan(go, first, tuple(given))
-    return jnp.moveaxis(seen, 0, 2)
+    initial = jnp.zeros((*value.shape[:2], key.shape[3], value.shape[3]), jnp.float32)
+    _, outputs = lax.scan(step, initial, tuple(by_position))
+    return jnp.moveaxis(outputs, 0, 2)
 
 
 def _plain_attention(query: Array, key: Array, value: Array, mask: Any, _: float, *rest: Any) -> Array:
@@ -217,8 +217,8 @@ CONTRACTING: Mapping[str, Function] = {
     "aten.matmul": jnp.matmul,
     "aten.mm": jnp.matmul,
     "aten.bmm": jnp.matmul,
-    "aten.addmm": _added,
-    "aten.baddbmm": _added,
+    "aten.addmm": _addmm,
+    "aten.baddbmm": _addmm,
     "aten.embedding": _embedding,
     "aten.layer_norm": _layer_norm,
     "aten.rms_norm": _rms_norm,

@@ -1,4 +1,4 @@
-"""Dropout in JAX: masks are an input of a run, drawn where those of torch are (`fusion.runtime.planes.dropout`)."""
+"""Dropout in JAX: masks are inputs of a run, drawn as those of torch are (`fusion.runtime.planes.dropout`)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from jax import Array
 
 from fusion.dag.ir.graph import Node
 from fusion.runtime.planes.jax_plane.contracting import attention
-from fusion.runtime.planes.jax_plane.program import DROPPING, Arguments
+from fusion.runtime.planes.jax_plane.program import DROPOUT_PROBABILITY, Arguments
 
 
 class Dropped:
-    """The state of a run in training. `kept`: whether each element is kept, by the name of the node that asks."""
+    """The state of a training run. `kept`: whether each element is kept, by node name."""
 
     def __init__(self, kept: Mapping[str, Array]) -> None:
         self._kept = kept
 
     def run(self, node: Node, args: Arguments) -> Array:
-        p, kept = args[DROPPING[node.op]], self._kept[node.name]
+        p, kept = args[DROPOUT_PROBABILITY[node.op]], self._kept[node.name]
         factor = 0.0 if p >= 1 else 1.0 / (1.0 - p)
 
         def dropped(x: Array) -> Array:

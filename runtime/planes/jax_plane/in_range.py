@@ -1,9 +1,7 @@
-"""Indices that stay within their tables, in JAX, which takes one below zero for one from the end, the last row for one beyond, and
-leaves out what would be written there.
+"""Checks indices in JAX, which takes one below zero from the end, clamps one beyond its table, and drops writes there.
 
-Indices are data, perhaps a stranger's, and a label may be one that the model does not have. What is made with one that torch refuses
-is not a number (of whole numbers the least), as on CUDA (`fusion.runtime.planes.kernels.in_range`): an answer or a step of training
-fails for it.
+Indices are untrusted data, and a label may be of no class of the model. Results for indices that torch refuses are NaN (of integers the
+minimum), as on CUDA (`fusion.runtime.planes.kernels.in_range`), for which a generation or a training step fails.
 """
 
 from __future__ import annotations
@@ -19,42 +17,42 @@ from fusion.dag.ir.opset_index import INDEXED, IndexKind
 Args = tuple[Any, ...]
 
 
-def in_range(op: str, args: Args, made: Array) -> Array:
-    """What `op` has made of these arguments, as far as their indices are within their tables."""
-    if op not in INDEXED or made.dtype == jnp.bool_:
-        return made
-    strayed = _STRAYED[INDEXED[op]]
-    nothing = jnp.nan if jnp.issubdtype(made.dtype, jnp.floating) else jnp.iinfo(made.dtype).min
-    return jnp.where(strayed(args), jnp.asarray(nothing, made.dtype), made)
+def in_range(op: str, args: Args, output: Array) -> Array:
+    """The result of `op`, invalid where an index is out of range."""
+    if op not in INDEXED or output.dtype == jnp.bool_:
+        return output
+    check = _CHECKS[INDEXED[op]]
+    invalid = jnp.nan if jnp.issubdtype(output.dtype, jnp.floating) else jnp.iinfo(output.dtype).min
+    return jnp.where(check(args), jnp.asarray(invalid, output.dtype), output)
 
 
-def _beyond(index: Array, size: int, least: int = 0) -> Array:
+def _out_of_range(index: Array, size: int, low: int = 0) -> Array:
     index = index.astype(jnp.int64)
-    return (index < least) | (index >= size)
+    return (index < low) | (index >= size)
 
 
 def _rows_of(args: Args) -> Array:
-    """weight, indices, ...: each row is by itself."""
-    return _beyond(args[1], args[0].shape[0])[..., None]
+    """weight, indices, ...: each row has one index."""
+    return _out_of_range(args[1], args[0].shape[0])[..., None]
 
 
 def _along(args: Args) -> Array:
     """self, dim, index, ..."""
-    return jnp.any(_beyond(args[2], args[0].shape[args[1]] if args[0].ndim else 1))
+    return jnp.any(_out_of_range(args[2], args[0].shape[args[1]] if args[0].ndim else 1))
 
 
 def _listed(args: Args) -> Array:
-    """self, indices, ...: for each dimension one, which may count from the end, or none; or for several a mask."""
-    found = jnp.zeros((), jnp.bool_)
+    """self, indices, ...: for each dimension an index, which may be negative, or None; or a mask over several dimensions."""
+    out_of_range = jnp.zeros((), jnp.bool_)
     for index, size in zip(args[1], args[0].shape, strict=False):
         if index is not None and index.dtype != jnp.bool_:
-            found = found | jnp.any(_beyond(index, size, -size))
-    return found
+            out_of_range = out_of_range | jnp.any(_out_of_range(index, size, -size))
+    return out_of_range
 
 
 def _classes(args: Args) -> Array:
     """self, num_classes."""
-    return jnp.any(_beyond(args[0], args[1]))
+    return jnp.any(_out_of_range(args[0], args[1]))
 
 
 def _targets(args: Args) -> Array:
@@ -62,16 +60,16 @@ def _targets(args: Args) -> Array:
     scores, target, ignored = args[0], args[1], args[4]
     if jnp.issubdtype(target.dtype, jnp.floating):
         return jnp.zeros((), jnp.bool_)
-    strayed = _beyond(target, scores.shape[min(1, scores.ndim - 1)])
-    return jnp.any(strayed & (target.astype(jnp.int64) != ignored))
+    out_of_range = _out_of_range(target, scores.shape[min(1, scores.ndim - 1)])
+    return jnp.any(out_of_range & (target.astype(jnp.int64) != ignored))
 
 
 def _probabilities(args: Args) -> Array:
-    """self, target, ...: not a number is none."""
-    return ~jnp.all(jnp.stack([jnp.all((given >= 0) & (given <= 1)) for given in args[:2]]))
+    """self, target, ...: NaN is out of range."""
+    return ~jnp.all(jnp.stack([jnp.all((values >= 0) & (values <= 1)) for values in args[:2]]))
 
 
-_STRAYED: Mapping[IndexKind, Callable[[Args], Array]] = {
+_CHECKS: Mapping[IndexKind, Callable[[Args], Array]] = {
     "rows": _rows_of,
     "along": _along,
     "listed": _listed,

@@ -1,7 +1,7 @@
-"""A stage of a served model in JAX: pieces of sessions one after the other, each with keys and values of its own.
+"""A decoding stage in JAX: pieces run one after another, each with the KV cache of its session.
 
-Where the graph treats positions one by one (`fusion.dag.rewrites.end_to_end`), a piece is run with as many rows as the next power
-of two, so that few programs are compiled; the last position stands in for those that are missing. Others are run as long as they are.
+Where the graph treats positions one by one (`fusion.dag.rewrites.end_to_end`), a piece is padded to the next power of two with copies of
+its last position, so that few programs are compiled. Other graphs run at their own length.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusion.dag.ir.errors import GraphError
 from fusion.dag.rewrites.end_to_end import end_to_end
 from fusion.runtime.job.worker import rest
 from fusion.runtime.planes.jax_plane.arrays import array, tensor
-from fusion.runtime.planes.jax_plane.jax_cache import Attending, SessionArrays, Slots, rows_of
+from fusion.runtime.planes.jax_plane.jax_cache import CacheState, SessionArrays, Slots, row_count
 from fusion.runtime.planes.jax_plane.program import Program
 from fusion.runtime.planes.plane import Piece, Tensors
 from fusion.runtime.planes.sessions import Sessions, slot_shapes
@@ -32,16 +32,16 @@ from fusion.runtime.planes.stage_values import (
     output_keys,
 )
 
-MOST_COMPILED = 64  # combinations of rows and memory whose code is kept
+MAX_COMPILED = 64  # programs, by rows and allocated memory
 _CPU = torch.device("cpu")
 
 
 class JaxDecodingStage(Sessions[SessionArrays]):
-    """A stage being served. A stage without attention to a cache keeps nothing between runs."""
+    """A decoding stage. A stage without attention to a cache keeps nothing between runs."""
 
     batched = False
     compiles = True
-    chunk_invariant = True  # of 36 prompts in bfloat16, cut in three ways, none had other logits (CPU)
+    chunk_invariant = True  # of 36 prompts in bfloat16, each cut in three ways, none had other logits (CPU)
 
     def __init__(self, stage: Stage, variables: Tensors, device: jax.Device) -> None:
         super().__init__()
@@ -71,62 +71,62 @@ class JaxDecodingStage(Sessions[SessionArrays]):
         return bool(self._slots)
 
     def run(self, pieces: Sequence[Piece]) -> list[dict[str, torch.Tensor]]:
-        """ValueError for an unknown session, one that comes twice, a gap before `start`, positions beyond the capacity, or
-        positions `singly`."""
+        """ValueError for a session that is unknown or comes twice, a gap before `start`, positions beyond the capacity, or positions
+        `singly`."""
         caches = [self._cache(piece.session) for piece in pieces]
         if len(set(map(id, caches))) < len(caches):
             raise ValueError("a session runs one piece at a time")
-        found = []
+        results = []
         for piece, cache in zip(pieces, caches, strict=True):
-            found.append(self._run(piece, cache))
-            rest()  # others need not wait for the end of all pieces
-        for (_, memory, end), cache in zip(found, caches, strict=True):
+            results.append(self._run(piece, cache))
+            rest()  # between pieces, other work may run
+        for (_, memory, end), cache in zip(results, caches, strict=True):
             if self._slots:
                 cache.commit(memory, end)
-        return [outputs for outputs, _, _ in found]
+        return [outputs for outputs, _, _ in results]
 
     def _run(self, piece: Piece, cache: SessionArrays) -> tuple[dict[str, torch.Tensor], Slots, int]:
-        """What the piece gives, and what the session holds once it counts."""
+        """The results of the piece, and the cache and length of the session once it is committed."""
         if piece.singly or piece.start < 0:
             raise ValueError("this stage runs positions of a sequence alone, and not singly")
-        given = ordered_inputs(self._program.inputs, piece.inputs, _CPU)
+        inputs = ordered_inputs(self._program.inputs, piece.inputs, _CPU)
         count = 1
         if self._layout is not None:
-            along = [self._layout.inputs[name] for name in self._program.inputs]
-            count = count_positions(given, along, self._program.inputs)
+            axes = [self._layout.inputs[name] for name in self._program.inputs]
+            count = count_positions(inputs, axes, self._program.inputs)
             if not count:
                 raise ValueError("a piece has at least one position")
-            given = [
-                concatenated([value], axis, each, rows_of(count) - count)
-                for value, (axis, each) in zip(given, along, strict=True)
+            inputs = [
+                concatenated([value], axis, rows, row_count(count) - count)
+                for value, (axis, rows) in zip(inputs, axes, strict=True)
             ]
         elif self._slots:
-            count = self._program.sizes.size(given, "sequence")
-        dimensions = self._program.sizes.dimensions(given)
+            count = self._program.sizes.size(inputs, "sequence")
+        dimensions = self._program.sizes.dimensions(inputs)
         if self._slots:
             cache.begin(piece.start, count)
-        shapes = tuple(tuple(value.shape) for value in given)
-        compiled = self._program_for((shapes, cache.room), dimensions)
-        inputs = [array(value, self._device) for value in given]
-        outputs, memory = compiled(self._variables, inputs, cache.memory, piece.start, count - 1)
-        found = {key: tensor(value) for key, value in zip(self._keys, outputs, strict=True)}
+        shapes = tuple(tuple(value.shape) for value in inputs)
+        compiled = self._program_for((shapes, cache.allocated), dimensions)
+        arrays = [array(value, self._device) for value in inputs]
+        outputs, memory = compiled(self._variables, arrays, cache.memory, piece.start, count - 1)
+        results = {key: tensor(value) for key, value in zip(self._keys, outputs, strict=True)}
         if self._layout is not None:
-            for key, (axis, each), end in zip(
+            for key, (axis, rows), only_logit_rows in zip(
                 self._keys, self._layout.outputs, self._layout.ends, strict=True
             ):
-                if not end:
-                    found[key] = found[key].narrow(axis, 0, count * each)
-        return found, memory, piece.start + count
+                if not only_logit_rows:
+                    results[key] = results[key].narrow(axis, 0, count * rows)
+        return results, memory, piece.start + count
 
     def _program_for(self, key: Any, dimensions: Sequence[int]) -> Callable[..., tuple[list[Array], Slots]]:
         if key not in self._compiled:
-            if len(self._compiled) >= MOST_COMPILED:
+            if len(self._compiled) >= MAX_COMPILED:
                 self._compiled.popitem(last=False)
 
             def run(
                 variables: dict[str, Array], inputs: list[Array], memory: Slots, start: Array, last: Array
             ) -> tuple[list[Array], Slots]:
-                state = Attending(memory, start, last)
+                state = CacheState(memory, start, last)
                 outputs, _ = self._program.run(inputs, variables, dimensions, state)
                 return outputs, state.memory
 

@@ -1,4 +1,4 @@
-"""The JAX execution plane (its contract: `fusion.runtime.planes.plane`)."""
+"""The JAX execution plane. Implements `fusion.runtime.planes.plane`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusion.runtime.planes.plane import Tensors
 
 
 class JaxPlane:
-    """Implements `fusion.runtime.planes.plane.Plane` on "cpu", "cuda" or "cuda:<index>" of JAX, with so many threads on a CPU."""
+    """Implements `fusion.runtime.planes.plane.Plane` on "cpu", "cuda" or "cuda:<index>" of JAX, with `threads` on a CPU."""
 
     name = "jax"
     lacks = LACKING

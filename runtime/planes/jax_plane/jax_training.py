@@ -1,7 +1,7 @@
-"""A stage that is trained, in JAX (its contract: `fusion.runtime.planes.plane`).
+"""A training stage in JAX. Implements `fusion.runtime.planes.plane`.
 
-The forward pass of a microbatch and the function of its backward pass are what `jax.vjp` makes of the stage's program, both
-compiled once for each combination of shapes. What backward needs is kept from one to the other.
+`jax.vjp` of the stage's program gives the forward pass of a microbatch and the function of its backward pass. Both are compiled once for
+each combination of shapes; the residuals are kept between them.
 """
 
 from __future__ import annotations
@@ -35,58 +35,60 @@ from fusion.runtime.planes.stage_values import (
     state_parts,
 )
 
-# Combinations of shapes whose code is kept: a job has one, and perhaps another in its evaluations.
-MOST_COMPILED = 8
+# Programs, by shapes: a job has one, and perhaps another in its evaluations.
+MAX_COMPILED = 8
 _CPU = torch.device("cpu")
 
-Residuals = tuple[list[Array], list[Array]]  # that the forward pass was given, and that it returned
+Residuals = tuple[list[Array], list[Array]]  # arguments of the forward pass, and values that it returned
 
 
 class _Passes:
-    """Compiled for one combination of shapes. `program`: of the parameters, the other variables, the inputs that get a gradient, the
-    other inputs and dropout's masks; its outputs, those of them that the backward pass begins at, and the variables that it
-    writes."""
+    """The compiled forward and backward pass for one combination of shapes. `program` takes the parameters, the other variables, the inputs
+    that need a gradient, the other inputs and the dropout masks. It returns the outputs, those that the backward pass starts from, and
+    the variables that it writes."""
 
     def __init__(self, program: Callable[..., tuple[list[Array], list[Array], Arrays]]) -> None:
         self._program = program
-        self._layout: Layout | None = None  # known once the forward pass was traced
+        self._layout: Layout | None = None  # set when the forward pass is traced
         self._forward = jax.jit(self._traced_forward)
-        # The memory of the sums so far is taken for the new ones.
+        # Accumulated gradients are updated in place.
         self._backward = jax.jit(self._traced_backward, donate_argnums=3)
 
-    def forward(self, *given: Any) -> tuple[list[Array], Arrays, Residuals]:
-        outputs, written, returned = self._forward(*given)
+    def forward(self, *args: Any) -> tuple[list[Array], Arrays, Residuals]:
+        outputs, written, returned = self._forward(*args)
         assert self._layout is not None
-        flat = jax.tree.leaves(given)
-        return outputs, written, ([flat[place] for place in self._layout.held], returned)
+        flat = jax.tree.leaves(args)
+        return outputs, written, ([flat[index] for index in self._layout.held], returned)
 
     def backward(self, residuals: Residuals, seeds: list[Array], gradients: Arrays) -> tuple[Arrays, Arrays]:
-        """`gradients`, of each parameter one, with those of this microbatch added, and those of the inputs that get one."""
-        found: tuple[Arrays, Arrays] = self._backward(*residuals, seeds, gradients)
-        return found
+        """Returns `gradients`, one of each parameter, with those of this microbatch added; and the gradients of the inputs that need one."""
+        gradients_and_leaves: tuple[Arrays, Arrays] = self._backward(*residuals, seeds, gradients)
+        return gradients_and_leaves
 
     def _traced_forward(
-        self, parameters: Arrays, fixed: Arrays, leaves: Arrays, inputs: Arrays, kept: Arrays
+        self, parameters: Arrays, fixed: Arrays, leaves: Arrays, inputs: Arrays, masks_kept: Arrays
     ) -> tuple[list[Array], Arrays, list[Array]]:
         def run(parameters: Arrays, leaves: Arrays) -> tuple[list[Array], tuple[list[Array], Arrays]]:
-            outputs, roots, written = self._program(parameters, fixed, leaves, inputs, kept)
+            outputs, roots, written = self._program(parameters, fixed, leaves, inputs, masks_kept)
             return roots, (outputs, written)
 
-        _, back, (outputs, written) = jax.vjp(run, parameters, leaves, has_aux=True)
-        returned, self._layout = partition(back, jax.tree.leaves((parameters, fixed, leaves, inputs, kept)))
+        _, vjp, (outputs, written) = jax.vjp(run, parameters, leaves, has_aux=True)
+        returned, self._layout = partition(
+            vjp, jax.tree.leaves((parameters, fixed, leaves, inputs, masks_kept))
+        )
         return outputs, written, returned
 
     def _traced_backward(
         self, held: list[Array], returned: list[Array], seeds: list[Array], gradients: Arrays
     ) -> tuple[Arrays, Arrays]:
         assert self._layout is not None
-        found, leaves = combine(self._layout, held, returned)(seeds)
-        return {**gradients, **{name: gradients[name] + value for name, value in found.items()}}, leaves
+        added, leaves = combine(self._layout, held, returned)(seeds)
+        return {**gradients, **{name: gradients[name] + value for name, value in added.items()}}, leaves
 
 
 @dataclass(frozen=True)
 class _Stash:
-    """What the backward pass of one microbatch needs."""
+    """The residuals that the backward pass of one microbatch needs."""
 
     passes: _Passes
     residuals: Residuals
@@ -95,8 +97,8 @@ class _Stash:
 
 
 class JaxTrainingStage:
-    """A stage with its parameters, gradients and optimizer state. `variables` holds every variable of the stage's graph, by
-    name; they are copied. JobError for one that is missing or of another shape or dtype."""
+    """A stage with its parameters, gradients and optimizer state. `variables` holds every variable of the stage's graph, by name; they are
+    copied. JobError for one that is missing or of another shape or dtype."""
 
     def __init__(
         self, stage: Stage, variables: Tensors, optimizer: OptimizerConfig, device: jax.Device
@@ -109,17 +111,17 @@ class JaxTrainingStage:
         self._values = {v.name: array(checked_variable(variables, v), device) for v in graph.variables}
         self._trained = tuple(v.name for v in graph.variables if v.kind == "parameter" and v.trainable)
         self._keys = output_keys(stage)
-        wanting = frozenset(e.name for e in stage.receives if e.needs_gradient)
-        self._wanting = tuple(name for name in self._training.inputs if name in wanting)
-        found = attached(graph, {*self._trained, *self._wanting})
-        # Outputs that the backward pass begins at: those sent whose gradients come back, and the losses.
+        leaf_names = frozenset(e.name for e in stage.receives if e.needs_gradient)
+        self._leaf_inputs = tuple(name for name in self._training.inputs if name in leaf_names)
+        attached_values = attached(graph, {*self._trained, *self._leaf_inputs})
+        # Outputs that the backward pass starts from: sent values that receive a gradient, and the losses.
         self._roots = tuple(
             i
             for i, ref in enumerate(graph.outputs)
-            if ref in found and (i >= len(stage.sends) or stage.sends[i].needs_gradient)
+            if ref in attached_values and (i >= len(stage.sends) or stage.sends[i].needs_gradient)
         )
-        reached = with_gradient(graph, found, {graph.outputs[i] for i in self._roots})
-        self._reached = tuple(name for name in self._trained if name in reached)
+        names_with_gradient = with_gradient(graph, attached_values, {graph.outputs[i] for i in self._roots})
+        self._parameters_with_gradient = tuple(name for name in self._trained if name in names_with_gradient)
         self._committed = {name: self._values[name] for name in self._training.written}
         self._optimizer = Optimizer(optimizer, device)
         self._gradients: Arrays = {}
@@ -128,22 +130,23 @@ class JaxTrainingStage:
         self._evaluations: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
         self._squares = jax.jit(_squares)
         self._zeros = jax.jit(_zeros, out_shardings=SingleDeviceSharding(device))
-        self._end_compiled = False
+        self._update_compiled = False
 
     def forward(self, microbatch: int, inputs: Tensors, rng: RngKey) -> dict[str, torch.Tensor]:
-        given = ordered_inputs(self._training.inputs, inputs, _CPU)
-        dimensions = self._training.sizes.dimensions(given)
+        tensors = ordered_inputs(self._training.inputs, inputs, _CPU)
+        dimensions = self._training.sizes.dimensions(tensors)
         arrays = {
-            name: array(value, self._device) for name, value in zip(self._training.inputs, given, strict=True)
+            name: array(value, self._device)
+            for name, value in zip(self._training.inputs, tensors, strict=True)
         }
-        leaves = {name: arrays.pop(name) for name in self._wanting}
+        leaves = {name: arrays.pop(name) for name in self._leaf_inputs}
         masks = Masks(rng, ())
-        kept = {
+        masks_kept = {
             name: jax.device_put(masks.kept(name, count, p), self._device)
-            for name, count, p in self._training.draws(dimensions)
+            for name, count, p in self._training.dropout_masks(dimensions)
         }
-        passes = _remembered(self._passes, _shapes(given), lambda: self._compiled(dimensions))
-        outputs, written, residuals = passes.forward(*self._parts(), leaves, arrays, kept)
+        passes = _cached(self._passes, _shapes(tensors), lambda: self._compiled(dimensions))
+        outputs, written, residuals = passes.forward(*self._split_variables(), leaves, arrays, masks_kept)
         self._values.update(written)
         shapes = tuple(outputs[i].shape for i in self._roots)
         self._stashes[microbatch] = _Stash(passes, residuals, shapes, leaves)
@@ -166,16 +169,16 @@ class JaxTrainingStage:
             return {
                 name: torch.zeros(leaf.shape, dtype=tensor(leaf).dtype) for name, leaf in stash.leaves.items()
             }
-        if not self._end_compiled:
-            self._compile_end()
-        found = stash.passes.backward(stash.residuals, seeds, self._accumulated())
-        # Dispatch is asynchronous: the next call would wait for it, which may be another job's.
-        self._gradients, leaves = jax.block_until_ready(found)
+        if not self._update_compiled:
+            self._compile_update()
+        results = stash.passes.backward(stash.residuals, seeds, self._accumulated())
+        # Dispatch is asynchronous: else the next call, perhaps of another job, would wait for this one.
+        self._gradients, leaves = jax.block_until_ready(results)
         return {name: tensor(value) for name, value in leaves.items()}
 
     def evaluate(self, inputs: Tensors) -> dict[str, torch.Tensor]:
-        given = ordered_inputs(self._evaluation.inputs, inputs, _CPU)
-        dimensions = self._evaluation.sizes.dimensions(given)
+        tensors = ordered_inputs(self._evaluation.inputs, inputs, _CPU)
+        dimensions = self._evaluation.sizes.dimensions(tensors)
 
         def compiled() -> Callable[..., Any]:
             run: Callable[..., Any] = jax.jit(
@@ -183,8 +186,8 @@ class JaxTrainingStage:
             )
             return run
 
-        run = _remembered(self._evaluations, _shapes(given), compiled)
-        outputs = run(self._values, [array(value, self._device) for value in given])
+        run = _cached(self._evaluations, _shapes(tensors), compiled)
+        outputs = run(self._values, [array(value, self._device) for value in tensors])
         return {key: tensor(value) for key, value in zip(self._keys, outputs, strict=True)}
 
     def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
@@ -214,12 +217,12 @@ class JaxTrainingStage:
         self._clear()
 
     def state(self) -> dict[str, torch.Tensor]:
-        # What is committed: a run of a microbatch since may have moved the statistics on.
+        # The committed values: a forward pass since may have changed running statistics.
         values = {**self._values, **self._committed}
         return stage_state({n: tensor(value) for n, value in values.items()}, self._optimizer.state())
 
     def load_state(self, state: Tensors) -> None:
-        """JobError names what is missing or does not fit; nothing has changed then."""
+        """JobError names what is missing or does not fit; then nothing has changed."""
         variables, slots = state_parts(state)
         values = {v.name: checked_variable(variables, v) for v in self.stage.graph.variables}
         self._optimizer.load_state(slots, {name: self._values[name] for name in self._trained})
@@ -227,42 +230,43 @@ class JaxTrainingStage:
         self._committed = {name: self._values[name] for name in self._training.written}
         self._clear()
 
-    def _parts(self) -> tuple[Arrays, Arrays]:
+    def _split_variables(self) -> tuple[Arrays, Arrays]:
         """The parameters that get a gradient, and the other variables."""
-        parameters = {name: self._values[name] for name in self._reached}
+        parameters = {name: self._values[name] for name in self._parameters_with_gradient}
         return parameters, {n: value for n, value in self._values.items() if n not in parameters}
 
     def _compiled(self, dimensions: Sequence[int]) -> _Passes:
         program, roots = self._training, self._roots
 
         def run(
-            parameters: Arrays, fixed: Arrays, leaves: Arrays, inputs: Arrays, kept: Arrays
+            parameters: Arrays, fixed: Arrays, leaves: Arrays, inputs: Arrays, masks_kept: Arrays
         ) -> tuple[list[Array], list[Array], Arrays]:
-            given = {**inputs, **leaves}
-            values = [given[name] for name in program.inputs]
-            outputs, written = program.run(values, {**fixed, **parameters}, dimensions, Dropped(kept))
+            inputs_by_name = {**inputs, **leaves}
+            values = [inputs_by_name[name] for name in program.inputs]
+            outputs, written = program.run(values, {**fixed, **parameters}, dimensions, Dropped(masks_kept))
             return outputs, [outputs[i] for i in roots], written
 
         return _Passes(run)
 
     def _accumulated(self) -> Arrays:
-        """The gradients so far, of zeros at first: the backward pass of a step's first microbatch is that of all others, so that it
-        is compiled once."""
-        missing = {name: self._values[name] for name in self._reached if name not in self._gradients}
+        """The accumulated gradients; zeros at first, so that the backward pass of every microbatch is the same program."""
+        missing = {
+            name: self._values[name] for name in self._parameters_with_gradient if name not in self._gradients
+        }
         return {**self._gradients, **self._zeros(missing)} if missing else self._gradients
 
-    def _compile_end(self) -> None:
-        """What ends a step, with the backward pass of the first: a second of the second step otherwise."""
-        self._end_compiled = True
-        parameters, _ = self._parts()
+    def _compile_update(self) -> None:
+        """Compile the update with the first backward pass; else it would take a second of the second step."""
+        self._update_compiled = True
+        parameters, _ = self._split_variables()
         if parameters:
             self._squares.lower(shapes_of(parameters, self._device)).compile()
             self._optimizer.compile(parameters)
 
     def _gradient(self, name: str) -> torch.Tensor:
         parameter = self._parameter(name)
-        found = self._gradients.get(name)
-        return tensor(jnp.zeros_like(parameter) if found is None else found)
+        gradient = self._gradients.get(name)
+        return tensor(jnp.zeros_like(parameter) if gradient is None else gradient)
 
     def _parameter(self, name: str) -> Array:
         if name not in self._trained:
@@ -274,14 +278,14 @@ class JaxTrainingStage:
         self._gradients = {}
 
 
-def _remembered(found: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """What was made for the key, of which the most recent ones are kept."""
-    if key not in found:
-        if len(found) >= MOST_COMPILED:
-            found.popitem(last=False)
-        found[key] = make()
-    found.move_to_end(key)
-    return found[key]
+def _cached(cache: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """The cached value of the key, made where it is missing (LRU)."""
+    if key not in cache:
+        if len(cache) >= MAX_COMPILED:
+            cache.popitem(last=False)
+        cache[key] = make()
+    cache.move_to_end(key)
+    return cache[key]
 
 
 def _shapes(values: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
@@ -296,7 +300,7 @@ def _seed(gradients: Tensors, name: str, shape: tuple[int, ...], device: jax.Dev
 
 
 def _squares(gradients: Arrays) -> Arrays:
-    """The sum of squares of each, in float64."""
+    """The sum of squares of each gradient, in float64."""
     return {name: jnp.sum(jnp.square(each.astype(jnp.float64))) for name, each in gradients.items()}
 
 

@@ -1,4 +1,4 @@
-"""JAX, loaded for a peer: with the threads that it was given, 64-bit integers, and products of full float32 numbers."""
+"""Loads JAX for a peer: with its number of threads, 64-bit integers and full float32 products."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     import jax
 
 MISSING = 'plane: jax is not installed here: pip install "fusion-peer[jax]"'
-# How many threads XLA takes on a CPU; read when its device is made, once for a process.
+# Threads of XLA on a CPU; read once a process, when its device is created.
 _THREADS = "PJRT_NPROC"
-# JAX says so of every program that this process starts (p2pd): between the fork and the program's begin none of its code runs.
+# JAX warns at every program that this process starts (p2pd), though none of its code runs between fork and exec.
 _NO_DEADLOCK = r"os\.fork\(\) was called\. os\.fork\(\) is incompatible with multithreaded code"
 
 
@@ -24,15 +24,15 @@ def load(device: str, threads: int) -> jax.Device:
     except ImportError:
         raise ValueError(MISSING) from None
     warnings.filterwarnings("ignore", message=_NO_DEADLOCK, category=RuntimeWarning)
-    # Token ids are int64 in graphs; what is computed has the dtypes that they say
+    # Token ids are int64 in graphs, which give every value its dtype
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_default_matmul_precision", "highest")
     kind, _, index = device.partition(":")
     try:
-        found = jax.devices(kind)
+        devices = jax.devices(kind)
     except RuntimeError:
         raise ValueError(f"device: this JAX has no {kind}") from None
-    at = int(index or 0)
-    if at >= len(found):
-        raise ValueError(f"device: {device} of {len(found)}")
-    return found[at]
+    number = int(index or 0)
+    if number >= len(devices):
+        raise ValueError(f"device: {device} of {len(devices)}")
+    return devices[number]

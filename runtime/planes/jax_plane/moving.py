@@ -1,4 +1,4 @@
-"""Operators that look at a tensor in another shape, move its values to other places, or make one from sizes, in JAX."""
+"""Views, moves, and tensors made from sizes, in JAX."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _flatten(x: Array, start: int, end: int) -> Array:
 
 def _unflatten(x: Array, dim: int, sizes: Sequence[int]) -> Array:
     at = dim % x.ndim
-    return x.reshape(*x.shape[:at], *_known(sizes, x.shape[at]), *x.shape[at + 1 :])
+    return x.reshape(*x.shape[:at], *_resolved_sizes(sizes, x.shape[at]), *x.shape[at + 1 :])
 
 
-def _known(sizes: Sequence[int], total: int) -> list[int]:
-    """The sizes with their -1, if there is one, replaced."""
-    rest = int(np.prod([size for size in sizes if size != -1], dtype=np.int64))
-    return [total // rest if size == -1 else size for size in sizes]
+def _resolved_sizes(sizes: Sequence[int], total: int) -> list[int]:
+    """The sizes, with a -1 replaced."""
+    known = int(np.prod([size for size in sizes if size != -1], dtype=np.int64))
+    return [total // known if size == -1 else size for size in sizes]
 
 
 def _transpose(x: Array, a: int, b: int) -> Array:
@@ -48,12 +48,12 @@ def _expand(x: Array, size: Sequence[int]) -> Array:
     return jnp.broadcast_to(x, [x.shape[at - lead] if n == -1 else n for at, n in enumerate(size)])
 
 
-def _part(x: Array, dim: int, start: int | None, end: int | None, step: int) -> Index:
+def _slice_index(x: Array, dim: int, start: int | None, end: int | None, step: int) -> Index:
     return (*[slice(None)] * (dim % x.ndim), slice(start, end, step))
 
 
 def _slice(x: Array, dim: int, start: int | None, end: int | None, step: int) -> Array:
-    return x[_part(x, dim, start, end, step)]
+    return x[_slice_index(x, dim, start, end, step)]
 
 
 def _narrow(x: Array, dim: int, start: int, length: int) -> Array:
@@ -62,11 +62,11 @@ def _narrow(x: Array, dim: int, start: int, length: int) -> Array:
 
 
 def _select(x: Array, dim: int, index: int) -> Array:
-    return x[_place(x, dim, index)]
+    return x[_select_index(x, dim, index)]
 
 
-def _place(x: Array, dim: int, index: int) -> Index:
-    """IndexError for one that the dimension does not have: JAX would take the last."""
+def _select_index(x: Array, dim: int, index: int) -> Index:
+    """An index of one element of a dimension. IndexError out of range, which JAX would clamp."""
     if not -x.shape[dim] <= index < x.shape[dim]:
         raise IndexError(f"index {index} of a dimension of {x.shape[dim]}")
     return (*[slice(None)] * (dim % x.ndim), index)
@@ -117,7 +117,7 @@ def _gather(x: Array, dim: int, index: Array) -> Array:
     if not x.ndim:
         return x
     at = dim % x.ndim
-    # Outside `dim` the index may be shorter.
+    # In other dimensions the index may be shorter.
     x = x[tuple(slice(None) if i == at else slice(0, n) for i, n in enumerate(index.shape))]
     return jnp.take_along_axis(x, index, axis=at)
 
@@ -146,11 +146,11 @@ def _index_add(x: Array, dim: int, index: Array, source: Array, alpha: Any) -> A
 
 
 def _select_scatter(x: Array, source: Array, dim: int, index: int) -> Array:
-    return x.at[_place(x, dim, index)].set(source)
+    return x.at[_select_index(x, dim, index)].set(source)
 
 
 def _slice_scatter(x: Array, source: Array, dim: int, start: int | None, end: int | None, step: int) -> Array:
-    return x.at[_part(x, dim, start, end, step)].set(source)
+    return x.at[_slice_index(x, dim, start, end, step)].set(source)
 
 
 def _flip(x: Array, dims: Sequence[int]) -> Array:
@@ -163,66 +163,68 @@ def _roll(x: Array, shifts: Sequence[int], dims: Sequence[int]) -> Array:
 
 def _diff(x: Array, n: int, dim: int, prepend: Array | None, append: Array | None) -> Array:
     x = jnp.concatenate([each for each in (prepend, x, append) if each is not None], dim)
-    left = max(0, x.shape[dim] - n)
+    length = max(0, x.shape[dim] - n)
 
-    def less(x: Array, _: None) -> tuple[Array, None]:
-        after = jnp.roll(x, -1, dim)  # what comes round to the end is cut away
-        return jnp.logical_xor(after, x) if x.dtype == jnp.bool_ else after - x, None
+    def difference(x: Array, _: None) -> tuple[Array, None]:
+        next_values = jnp.roll(x, -1, dim)  # the wrapped element is cut off below
+        return jnp.logical_xor(next_values, x) if x.dtype == jnp.bool_ else next_values - x, None
 
-    if left:
-        x, _ = lax.scan(less, x, length=n)
-    return lax.slice_in_dim(x, 0, left, axis=dim % x.ndim)
+    if length:
+        x, _ = lax.scan(difference, x, length=n)
+    return lax.slice_in_dim(x, 0, length, axis=dim % x.ndim)
 
 
 def _pad(x: Array, pad: Sequence[int], value: Any) -> Array:
-    around = [(0, 0, 0)] * x.ndim
-    for at in range(len(pad) // 2):
-        around[-1 - at] = (pad[2 * at], pad[2 * at + 1], 0)
-    return lax.pad(x, jnp.asarray(value, x.dtype), around)
+    paddings = [(0, 0, 0)] * x.ndim
+    for pair in range(len(pad) // 2):
+        paddings[-1 - pair] = (pad[2 * pair], pad[2 * pair + 1], 0)
+    return lax.pad(x, jnp.asarray(value, x.dtype), paddings)
 
 
 def _pixel_shuffle(x: Array, factor: int) -> Array:
-    *lead, channels, height, width = x.shape
-    kept = channels // factor**2
-    x = x.reshape(*lead, kept, factor, factor, height, width)
-    rank = len(lead)
+    *leading, channels, height, width = x.shape
+    out_channels = channels // factor**2
+    x = x.reshape(*leading, out_channels, factor, factor, height, width)
+    rank = len(leading)
     order = (*range(rank), rank, rank + 3, rank + 1, rank + 4, rank + 2)
-    return x.transpose(order).reshape(*lead, kept, height * factor, width * factor)
+    return x.transpose(order).reshape(*leading, out_channels, height * factor, width * factor)
 
 
-def shrinking_first(had: Sequence[int], wanted: Sequence[int]) -> list[int]:
-    """Dimensions that get other sizes one after the other, in an order in which nothing between is larger than both ends."""
-    return sorted(range(len(had)), key=lambda at: wanted[at] / max(1, had[at]))
+def shrinking_first(sizes: Sequence[int], new_sizes: Sequence[int]) -> list[int]:
+    """An order in which to resize dimensions so that no intermediate tensor is larger than both ends."""
+    return sorted(range(len(sizes)), key=lambda dim: new_sizes[dim] / max(1, sizes[dim]))
 
 
 def _upsample_nearest(x: Array, size: Sequence[int], *scales: float | None) -> Array:
-    for at in shrinking_first(x.shape[2:], size):
-        wanted, scale, had = size[at], scales[at], x.shape[at + 2]
-        step = np.float32(1 / scale if scale is not None and scale > 0 else had / wanted)
-        sources = np.floor(np.arange(wanted, dtype=np.float32) * step).astype(np.int64)
-        x = jnp.take(x, np.minimum(sources, had - 1), axis=at + 2)
+    for dim in shrinking_first(x.shape[2:], size):
+        new_size, scale, old_size = size[dim], scales[dim], x.shape[dim + 2]
+        step = np.float32(1 / scale if scale is not None and scale > 0 else old_size / new_size)
+        sources = np.floor(np.arange(new_size, dtype=np.float32) * step).astype(np.int64)
+        x = jnp.take(x, np.minimum(sources, old_size - 1), axis=dim + 2)
     return x
 
 
 def _upsample_bilinear(x: Array, size: Sequence[int], corners: bool, *scales: float | None) -> Array:
-    """Along one dimension after the other, each place from two neighbours."""
-    for at in shrinking_first(x.shape[2:], size):
-        wanted, scale, had = size[at], scales[at], x.shape[at + 2]
-        places = np.arange(wanted)
+    """One dimension after another, each value from two neighbours."""
+    for dim in shrinking_first(x.shape[2:], size):
+        new_size, scale, old_size = size[dim], scales[dim], x.shape[dim + 2]
+        positions = np.arange(new_size)
         if corners:
-            sources = places * ((had - 1) / (wanted - 1) if wanted > 1 else 0.0)
+            sources = positions * ((old_size - 1) / (new_size - 1) if new_size > 1 else 0.0)
         else:
-            step = 1 / scale if scale is not None and scale > 0 else had / wanted
-            sources = np.maximum(0.0, (places + 0.5) * step - 0.5)
-        first = np.minimum(sources.astype(np.int64), had - 1)
-        share = jnp.asarray((sources - first).reshape(-1, *[1] * (1 - at)), x.dtype)
-        near, next_one = (jnp.take(x, each, axis=at + 2) for each in (first, np.minimum(first + 1, had - 1)))
-        x = near * (1 - share) + next_one * share
+            step = 1 / scale if scale is not None and scale > 0 else old_size / new_size
+            sources = np.maximum(0.0, (positions + 0.5) * step - 0.5)
+        first = np.minimum(sources.astype(np.int64), old_size - 1)
+        weight = jnp.asarray((sources - first).reshape(-1, *[1] * (1 - dim)), x.dtype)
+        values, next_values = (
+            jnp.take(x, each, axis=dim + 2) for each in (first, np.minimum(first + 1, old_size - 1))
+        )
+        x = values * (1 - weight) + next_values * weight
     return x
 
 
 def _arange(start: Any, end: Any, step: Any, _: Any) -> Array:
-    """As many as the op-set says, from their numbers: as a constant they would be in the program."""
+    """The number of elements comes from the op-set. Computed from an iota: a constant would be stored in the program."""
     return start + step * jnp.arange(arange_count(start, end, step))
 
 
@@ -231,9 +233,9 @@ def _filled(size: Sequence[int], value: Any) -> Array:
 
 
 MOVING: Mapping[str, Function] = {
-    "aten.view": lambda x, size: x.reshape(_known(size, x.size)),
-    "aten._unsafe_view": lambda x, size: x.reshape(_known(size, x.size)),
-    "aten.reshape": lambda x, size: x.reshape(_known(size, x.size)),
+    "aten.view": lambda x, size: x.reshape(_resolved_sizes(size, x.size)),
+    "aten._unsafe_view": lambda x, size: x.reshape(_resolved_sizes(size, x.size)),
+    "aten.reshape": lambda x, size: x.reshape(_resolved_sizes(size, x.size)),
     "aten.flatten.using_ints": _flatten,
     "aten.unflatten.int": _unflatten,
     "aten.transpose.int": _transpose,

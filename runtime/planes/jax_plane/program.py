@@ -1,6 +1,6 @@
-"""A graph as a function of JAX: its nodes one after the other, called from a table by the op-set's own names.
+"""A graph as one JAX function: its nodes in order, called from a table by the op-set's names.
 
-JAX traces it once for each combination of shapes and compiles what it saw. Nothing of a graph's text is looked up but in that table.
+JAX traces it once for each combination of shapes and compiles the trace. No text of a graph is looked up but in that table.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from fusion.runtime.planes.jax_plane.in_range import in_range
 from fusion.runtime.planes.jax_plane.moving import MOVING
 from fusion.runtime.planes.jax_plane.pointwise import POINTWISE
 from fusion.runtime.planes.jax_plane.reducing import REDUCING
-from fusion.runtime.planes.jax_plane.windows import WINDOWS, require_few_places
+from fusion.runtime.planes.jax_plane.windows import WINDOWS, require_small_dilated_windows
 
 TABLE = {**POINTWISE, **MOVING, **REDUCING, **CONTRACTING, **WINDOWS}
 Arguments = tuple[Any, ...]
 
 
 class RunState(Protocol):
-    """What a run has beside its inputs: dropout masks, or caches."""
+    """The state of a run: dropout masks, or caches."""
 
     def run(self, node: Node, args: Arguments) -> Array:
-        """Of an operator in STATEFUL."""
+        """The result of a node with an operator in STATEFUL."""
 
     def last(self, values: Array, axis: int) -> Array:
-        """What stands for the cut to the last position."""
+        """The last position of the sequence: replaces the cut to it."""
 
 
 STATEFUL = frozenset({
@@ -50,24 +50,26 @@ STATEFUL = frozenset({
 })  # fmt: skip
 
 
-DROPPING = {"fusion.dropout": 1, "fusion.dropout_attention": 4}  # which argument is the probability
+DROPOUT_PROBABILITY = {"fusion.dropout": 1, "fusion.dropout_attention": 4}  # its index among the arguments
 
 
 class Program:
-    """`inputs`, `variables`: names, in order. `last`: nodes that keep the last position of a sequence. Without `training`
-    dropout is off and running statistics are used. GraphError for an operator that there is none of here."""
+    """`inputs`: names, in order. `last`: nodes that keep the last position of a sequence. Without `training`, dropout is off and running
+    statistics are used. GraphError for an operator that this plane lacks."""
 
     def __init__(self, graph: Graph, *, training: bool, last: frozenset[str] = frozenset()) -> None:
         for node in graph.nodes:
             if node.op not in TABLE and node.op not in STATEFUL:
                 raise GraphError(f"the JAX plane does not run {node.op:.100}")
-            require_few_places(node)
+            require_small_dilated_windows(node)
         self.graph = graph
         self.inputs = tuple(i.name for i in graph.inputs)
-        self._drawn = (
-            [(node, _drawn(graph, node)) for node in graph.nodes if node.op in DROPPING] if training else []
+        self._mask_shapes = (
+            [(node, _mask_shape(graph, node)) for node in graph.nodes if node.op in DROPOUT_PROBABILITY]
+            if training
+            else []
         )
-        shapes = (shape for _, shape in self._drawn)
+        shapes = (shape for _, shape in self._mask_shapes)
         used = (polynomials(args) for args in (*(node.args for node in graph.nodes), *shapes))
         self._dimensions = tuple(dict.fromkeys(chain.from_iterable(used)))
         self.sizes = InputSizes(graph, self._dimensions)
@@ -79,11 +81,11 @@ class Program:
     def dtype(self, ref: Ref) -> np.dtype:
         return JAX_DTYPES[self.graph.types[ref].dtype]
 
-    def draws(self, dimensions: Sequence[int]) -> Iterator[tuple[str, int, float]]:
-        """Of each node that draws a dropout mask: its name, how many elements the mask has, and with which probability one is 0."""
+    def dropout_masks(self, dimensions: Sequence[int]) -> Iterator[tuple[str, int, float]]:
+        """For each node with a dropout mask: its name, the elements of the mask, and the probability of 0."""
         sizes = dict(zip(self._dimensions, dimensions, strict=True))
-        for node, shape in self._drawn:
-            p = node.args[DROPPING[node.op]]
+        for node, shape in self._mask_shapes:
+            p = node.args[DROPOUT_PROBABILITY[node.op]]
             assert isinstance(p, (int, float))
             yield node.name, prod(sizes[d] if isinstance(d, Poly) else d for d in shape), p
 
@@ -94,28 +96,28 @@ class Program:
         dimensions: Sequence[int],
         state: RunState | None,
     ) -> tuple[list[Array], dict[str, Array]]:
-        """The outputs, and what the buffers of `written` hold afterwards. To be traced: `dimensions`, of `sizes`, are numbers."""
+        """The outputs, and the new values of the buffers `written`. To be traced: `dimensions`, of `sizes`, are numbers."""
         sizes = dict(zip(self._dimensions, dimensions, strict=True))
         values = {Ref(name): value for name, value in zip(self.inputs, inputs, strict=True)}
         values.update((Ref(name), value) for name, value in variables.items())
         for node in self.graph.nodes:
             if node.name not in self._computed:
                 continue
-            op, given = in_mode(node, training=self._training)
-            args = tuple(_value(arg, values, sizes) for arg in given)
-            made = self._call(node, op, args, values, state)
+            op, node_args = in_mode(node, training=self._training)
+            args = tuple(_value(arg, values, sizes) for arg in node_args)
+            result = self._call(node, op, args, values, state)
             for i, type_ in enumerate(node.results):
-                value = made[i] if isinstance(made, (tuple, list)) else made
+                value = result[i] if isinstance(result, (tuple, list)) else result
                 value = in_range(op, args, value.astype(JAX_DTYPES[type_.dtype]))
                 values[Ref(node.name, i)] = value
         outputs = [values[ref] for ref in self.graph.outputs]
-        kept = {node.args[0]: Ref(node.name) for node in self.graph.nodes if node.op == KEEP}
-        return outputs, {name: values[kept.get(Ref(name), Ref(name))] for name in self.written}
+        updates = {node.args[0]: Ref(node.name) for node in self.graph.nodes if node.op == KEEP}
+        return outputs, {name: values[updates.get(Ref(name), Ref(name))] for name in self.written}
 
     def _call(
         self, node: Node, op: str, args: Arguments, values: dict[Ref, Array], state: RunState | None
     ) -> Any:
-        """Of a node whose operator is `op` in this mode."""
+        """The result of a node whose operator is `op` in this mode."""
         if self._training and not spec(op).differentiable:
             args = jax.tree.map(lambda arg: lax.stop_gradient(arg) if isinstance(arg, Array) else arg, args)
         if node.name in self._last:
@@ -125,16 +127,16 @@ class Program:
             assert state is not None
             return state.run(node, args)
         if op == "aten.batch_norm":
-            made, *statistics = batch_norm(*args)
-            for ref, after in zip(node.args[3:5], statistics, strict=True):
-                if after is not None and isinstance(ref, Ref):
-                    values[ref] = after.astype(values[ref].dtype)
-            return made
+            output, *statistics = batch_norm(*args)
+            for ref, updated in zip(node.args[3:5], statistics, strict=True):
+                if updated is not None and isinstance(ref, Ref):
+                    values[ref] = updated.astype(values[ref].dtype)
+            return output
         return TABLE[op](*args)
 
 
-def _drawn(graph: Graph, node: Node) -> tuple[Dim, ...]:
-    """The shape of the mask that a node draws."""
+def _mask_shape(graph: Graph, node: Node) -> tuple[Dim, ...]:
+    """The shape of the dropout mask of a node."""
     shape = node.results[0].shape
     if node.op == "fusion.dropout":
         return shape

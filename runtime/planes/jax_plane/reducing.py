@@ -1,4 +1,4 @@
-"""Operators that combine elements along dimensions, and the losses, in JAX."""
+"""Reductions, scans, orders and losses in JAX."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from fusion.runtime.planes.jax_plane.contracting import wide
-from fusion.runtime.planes.jax_plane.pointwise import distance
+from fusion.runtime.planes.jax_plane.contracting import at_least_float32
+from fusion.runtime.planes.jax_plane.pointwise import absolute
 
 Function = Callable[..., Any]
 Dims = int | Sequence[int] | None
 
 
 def _axes(x: Array, dims: Dims) -> tuple[int, ...]:
-    """Dimension numbers; None or () mean all of them. A scalar counts as having one dimension."""
+    """Axes as numbers from 0; None or () are all. A scalar counts as one dimension."""
     if dims is None or (not isinstance(dims, int) and not len(dims)):
         return tuple(range(x.ndim))
-    given = (dims,) if isinstance(dims, int) else dims
-    return tuple(dim % max(1, x.ndim) for dim in given) if x.ndim else ()
+    numbers = (dims,) if isinstance(dims, int) else dims
+    return tuple(dim % max(1, x.ndim) for dim in numbers) if x.ndim else ()
 
 
-def _as(x: Array, dtype: Any) -> Array:
-    """Before it is added up: whole numbers and booleans in int64."""
+def _accumulated(x: Array, dtype: Any) -> Array:
+    """The input in the dtype of the sum: integers and booleans in int64."""
     if dtype is not None:
         return x.astype(dtype)
     return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.int64)
 
 
 def _sum(x: Array, dims: Dims, keepdim: bool, dtype: Any) -> Array:
-    return jnp.sum(_as(x, dtype), _axes(x, dims), keepdims=keepdim)
+    return jnp.sum(_accumulated(x, dtype), _axes(x, dims), keepdims=keepdim)
 
 
 def _mean(x: Array, dims: Dims, keepdim: bool, dtype: Any) -> Array:
@@ -42,45 +42,47 @@ def _mean(x: Array, dims: Dims, keepdim: bool, dtype: Any) -> Array:
 
 
 def _var(x: Array, dims: Dims, correction: Any, keepdim: bool) -> Array:
-    x, axes = wide(x), _axes(x, dims)
+    x, axes = at_least_float32(x), _axes(x, dims)
     count = prod(x.shape[axis] for axis in axes)
-    far = x - jnp.mean(x, axes, keepdims=True)
-    less = 1 if correction is None else correction
-    # 0 / 0 where a variance is asked for of too few numbers
-    return jnp.sum(far * far, axes, keepdims=keepdim) / np.float64(max(0.0, count - less)).astype(x.dtype)
+    centred = x - jnp.mean(x, axes, keepdims=True)
+    subtracted = 1 if correction is None else correction
+    # 0 / 0 with too few elements
+    return jnp.sum(centred * centred, axes, keepdims=keepdim) / np.float64(
+        max(0.0, count - subtracted)
+    ).astype(x.dtype)
 
 
 def _deviation(variance: Array) -> Array:
-    """Its root, whose gradient is zero where numbers do not differ."""
-    same = variance == 0
-    return jnp.where(same, 0, jnp.sqrt(jnp.where(same, 1, variance)))
+    """The square root, with gradient zero at zero."""
+    zero = variance == 0
+    return jnp.where(zero, 0, jnp.sqrt(jnp.where(zero, 1, variance)))
 
 
 def _vector_norm(x: Array, order: Any, dims: Dims, keepdim: bool, dtype: Any) -> Array:
-    x = wide(x if dtype is None else x.astype(dtype))
+    x = at_least_float32(x if dtype is None else x.astype(dtype))
     axes = _axes(x, dims)
-    far = distance(x)
+    magnitudes = absolute(x)
     if order == float("inf"):
-        return jnp.max(far, axes, keepdims=keepdim)
+        return jnp.max(magnitudes, axes, keepdims=keepdim)
     if order == -float("inf"):
-        return jnp.min(far, axes, keepdims=keepdim)
+        return jnp.min(magnitudes, axes, keepdims=keepdim)
     if order == 0:
-        return jnp.sum(far != 0, axes, keepdims=keepdim)
+        return jnp.sum(magnitudes != 0, axes, keepdims=keepdim)
     if order == 1:
-        return jnp.sum(far, axes, keepdims=keepdim)
-    total = jnp.sum(far * far if order == 2 else far**order, axes, keepdims=keepdim)
-    # The norm of zeros has the gradient zero.
-    some = jnp.where(total == 0, 1, total)
-    return jnp.where(total == 0, 0, jnp.sqrt(some) if order == 2 else some ** (1 / order))
+        return jnp.sum(magnitudes, axes, keepdims=keepdim)
+    total = jnp.sum(magnitudes * magnitudes if order == 2 else magnitudes**order, axes, keepdims=keepdim)
+    # The norm of zeros has gradient zero.
+    nonzero = jnp.where(total == 0, 1, total)
+    return jnp.where(total == 0, 0, jnp.sqrt(nonzero) if order == 2 else nonzero ** (1 / order))
 
 
 def _extreme_along(find: Function) -> Function:
     def extreme(x: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
         if not x.ndim:
             return x, jnp.zeros((), jnp.int64)
-        at = find(x, dim, keepdims=True)
-        values = jnp.take_along_axis(x, at, dim)
-        return (values, at) if keepdim else (values.squeeze(dim), at.squeeze(dim))
+        indices = find(x, dim, keepdims=True)
+        values = jnp.take_along_axis(x, indices, dim)
+        return (values, indices) if keepdim else (values.squeeze(dim), indices.squeeze(dim))
 
     return extreme
 
@@ -94,23 +96,23 @@ def _position(find: Function) -> Function:
     return position
 
 
-def _truth(of: Function) -> Function:
-    return lambda x, dim=None, keepdim=False: of(x.astype(jnp.bool_), _axes(x, dim), keepdims=keepdim)
+def _on_booleans(function: Function) -> Function:
+    return lambda x, dim=None, keepdim=False: function(x.astype(jnp.bool_), _axes(x, dim), keepdims=keepdim)
 
 
-def _scan(add_up: Function) -> Function:
+def _cumulative(function: Function) -> Function:
     def scan(x: Array, dim: int, dtype: Any) -> Array:
-        x = _as(x, dtype)
-        x = wide(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        return add_up(x, dim) if x.ndim else x
+        x = _accumulated(x, dtype)
+        x = at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return function(x, dim) if x.ndim else x
 
     return scan
 
 
-def _softmax(of: Function) -> Function:
+def _softmax(function: Function) -> Function:
     def softmax(x: Array, dim: int, dtype: Any) -> Array:
-        x = wide(x if dtype is None else x.astype(dtype))
-        return of(x[None], 0)[0] if not x.ndim else of(x, dim)
+        x = at_least_float32(x if dtype is None else x.astype(dtype))
+        return function(x[None], 0)[0] if not x.ndim else function(x, dim)
 
     return softmax
 
@@ -120,15 +122,15 @@ def _order(x: Array, dim: int, descending: bool) -> Array:
 
 
 def _sort(x: Array, dim: int, descending: bool) -> tuple[Array, Array]:
-    at = _order(x, dim, descending)
-    return (jnp.take_along_axis(x, at, dim) if x.ndim else x), at
+    indices = _order(x, dim, descending)
+    return (jnp.take_along_axis(x, indices, dim) if x.ndim else x), indices
 
 
 def _topk(x: Array, k: int, dim: int, largest: bool, _: bool) -> tuple[Array, Array]:
     if not x.ndim:
         return x, jnp.zeros((), jnp.int64)
-    at = jax.lax.slice_in_dim(_order(x, dim, largest), 0, k, axis=dim % x.ndim)
-    return jnp.take_along_axis(x, at, dim), at
+    indices = jax.lax.slice_in_dim(_order(x, dim, largest), 0, k, axis=dim % x.ndim)
+    return jnp.take_along_axis(x, indices, dim), indices
 
 
 def _reduced(losses: Array, reduction: int) -> Array:
@@ -178,26 +180,26 @@ def _cross_entropy(
 
 
 def _smooth_l1(x: Array, target: Array, reduction: int, beta: float) -> Array:
-    far = distance(x - target)
+    error = absolute(x - target)
     if beta == 0:
-        return _reduced(far, reduction)
-    return _reduced(jnp.where(far < beta, 0.5 * far * far / beta, far - 0.5 * beta), reduction)
+        return _reduced(error, reduction)
+    return _reduced(jnp.where(error < beta, 0.5 * error * error / beta, error - 0.5 * beta), reduction)
 
 
 def _huber(x: Array, target: Array, reduction: int, delta: float) -> Array:
-    far = distance(x - target)
-    return _reduced(jnp.where(far <= delta, 0.5 * far * far, delta * (far - 0.5 * delta)), reduction)
+    error = absolute(x - target)
+    return _reduced(jnp.where(error <= delta, 0.5 * error * error, delta * (error - 0.5 * delta)), reduction)
 
 
 def _kl(x: Array, target: Array, reduction: int, log_target: bool) -> Array:
     if log_target:
         return _reduced(jnp.exp(target) * (target - x), reduction)
-    some = jnp.where(target == 0, 1, target)  # below 0 there is no logarithm: not a number
-    return _reduced(jnp.where(target == 0, 0, target * (jnp.log(some) - x)), reduction)
+    safe_target = jnp.where(target == 0, 1, target)  # below 0 the logarithm is NaN
+    return _reduced(jnp.where(target == 0, 0, target * (jnp.log(safe_target) - x)), reduction)
 
 
 def _binary(x: Array, target: Array, weight: Array | None, reduction: int) -> Array:
-    """With PyTorch's gradient, which is finite where a probability is 0 or 1 too."""
+    """Binary cross-entropy with PyTorch's gradient, which is finite at probabilities 0 and 1."""
     known = lax.stop_gradient(x)
     slope = lax.stop_gradient((x - target) / jnp.maximum((1 - x) * x, 1e-12))
     losses = -(
@@ -210,8 +212,8 @@ def _binary(x: Array, target: Array, weight: Array | None, reduction: int) -> Ar
 def _binary_logits(
     x: Array, target: Array, weight: Array | None, positive: Array | None, reduction: int
 ) -> Array:
-    more = 1 if positive is None else 1 + (positive - 1) * target
-    losses = (1 - target) * x - more * jax.nn.log_sigmoid(x)
+    positive_weight = 1 if positive is None else 1 + (positive - 1) * target
+    losses = (1 - target) * x - positive_weight * jax.nn.log_sigmoid(x)
     return _reduced(losses if weight is None else losses * weight, reduction)
 
 
@@ -220,9 +222,9 @@ REDUCING: Mapping[str, Function] = {
     "aten.sum.dim_IntList": _sum,
     "aten.mean": lambda x, dtype: _mean(x, None, False, dtype),
     "aten.mean.dim": _mean,
-    "aten.prod": lambda x, dtype: jnp.prod(_as(x, dtype)),
+    "aten.prod": lambda x, dtype: jnp.prod(_accumulated(x, dtype)),
     "aten.prod.dim_int": lambda x, dim, keepdim, dtype: jnp.prod(
-        _as(x, dtype), _axes(x, dim), keepdims=keepdim
+        _accumulated(x, dtype), _axes(x, dim), keepdims=keepdim
     ),
     "aten.var.correction": _var,
     "aten.std.correction": lambda *args: _deviation(_var(*args)),
@@ -240,14 +242,14 @@ REDUCING: Mapping[str, Function] = {
     "aten.min": jnp.min,
     "aten.max.dim": _extreme_along(jnp.argmax),
     "aten.min.dim": _extreme_along(jnp.argmin),
-    "aten.any": _truth(jnp.any),
-    "aten.all": _truth(jnp.all),
-    "aten.any.dim": _truth(jnp.any),
-    "aten.all.dim": _truth(jnp.all),
+    "aten.any": _on_booleans(jnp.any),
+    "aten.all": _on_booleans(jnp.all),
+    "aten.any.dim": _on_booleans(jnp.any),
+    "aten.all.dim": _on_booleans(jnp.all),
     "aten.argmax": _position(jnp.argmax),
     "aten.argmin": _position(jnp.argmin),
-    "aten.cumsum": _scan(jnp.cumsum),
-    "aten.cumprod": _scan(jnp.cumprod),
+    "aten.cumsum": _cumulative(jnp.cumsum),
+    "aten.cumprod": _cumulative(jnp.cumprod),
     "aten.softmax.int": _softmax(jax.nn.softmax),
     "aten.log_softmax.int": _softmax(jax.nn.log_softmax),
     "aten.topk": _topk,
@@ -257,7 +259,7 @@ REDUCING: Mapping[str, Function] = {
     "aten.nll_loss_nd": _nll,
     "aten.nll_loss": _nll,
     "aten.mse_loss": lambda x, target, reduction: _reduced((x - target) ** 2, reduction),
-    "aten.l1_loss": lambda x, target, reduction: _reduced(distance(x - target), reduction),
+    "aten.l1_loss": lambda x, target, reduction: _reduced(absolute(x - target), reduction),
     "aten.smooth_l1_loss": _smooth_l1,
     "aten.huber_loss": _huber,
     "aten.kl_div": _kl,

@@ -1,7 +1,7 @@
-"""What the backward pass of a microbatch needs of its forward pass, without what is held anyway.
+"""The residuals of a microbatch, without values that are held anyway.
 
-`jax.vjp` names the weights among its residuals, and a compiled function copies whatever it returns: each microbatch under way
-would hold a copy of its stage's weights.
+`jax.vjp` has the weights among its residuals, and a compiled function copies what it returns: each microbatch in flight would hold a
+copy of its stage's weights.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from jax import Array
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each residual is found: in what the forward pass was given, or in what it returned."""
+    """Where each residual is: among the arguments of the forward pass, or among its results."""
 
-    tree: Any  # of JAX: what these are the leaves of
-    held: tuple[int, ...]  # those that it was given, by their places
-    places: tuple[int, ...]  # of each residual among these, and then among what was returned
+    tree: Any  # of JAX, whose leaves are the residuals
+    held: tuple[int, ...]  # indices of arguments that are residuals
+    indices: tuple[int, ...]  # of each residual, among these and then the returned values
 
 
-def partition(back: Any, given: Sequence[Array]) -> tuple[list[Array], Layout]:
-    """What has to be returned for `back`, a function that `jax.vjp` made, within the trace of what was `given`."""
-    leaves, tree = jax.tree.flatten(back)
-    number = {id(value): place for place, value in enumerate(given)}
-    held = tuple(sorted({number[id(leaf)] for leaf in leaves if id(leaf) in number}))
-    known = [given[place] for place in held]
-    places = {id(value): place for place, value in enumerate(known)}
+def partition(vjp: Any, arguments: Sequence[Array]) -> tuple[list[Array], Layout]:
+    """The values to return for `vjp`, a function made by `jax.vjp`, within the trace of the `arguments`; and the layout."""
+    leaves, tree = jax.tree.flatten(vjp)
+    argument_index = {id(value): index for index, value in enumerate(arguments)}
+    held = tuple(sorted({argument_index[id(leaf)] for leaf in leaves if id(leaf) in argument_index}))
+    values = [arguments[index] for index in held]
+    indices = {id(value): index for index, value in enumerate(values)}
     for leaf in leaves:
-        if id(leaf) not in places:
-            places[id(leaf)] = len(known)
-            known.append(leaf)
-    return known[len(held) :], Layout(tree, held, tuple(places[id(leaf)] for leaf in leaves))
+        if id(leaf) not in indices:
+            indices[id(leaf)] = len(values)
+            values.append(leaf)
+    return values[len(held) :], Layout(tree, held, tuple(indices[id(leaf)] for leaf in leaves))
 
 
 def combine(layout: Layout, held: Sequence[Array], returned: Sequence[Array]) -> Any:
-    """The function again, of those of the given values that `layout` holds, and of what was returned."""
-    known = (*held, *returned)
-    return jax.tree.unflatten(layout.tree, [known[place] for place in layout.places])
+    """The function, from the arguments that `layout` holds and the returned values."""
+    values = (*held, *returned)
+    return jax.tree.unflatten(layout.tree, [values[index] for index in layout.indices])

@@ -20,7 +20,7 @@ pytest.importorskip("jax", reason="the extra jax is not installed")
 DEVICE = load("cpu", 1)
 
 from fusion.runtime.planes.jax_plane.arrays import array, tensor  # noqa: E402
-from fusion.runtime.planes.jax_plane.in_range import _STRAYED  # noqa: E402
+from fusion.runtime.planes.jax_plane.in_range import _CHECKS  # noqa: E402
 from fusion.runtime.planes.jax_plane.program import Program  # noqa: E402
 
 TABLE, ROW = torch.arange(1.0, 13).view(4, 3), torch.arange(1.0, 5)
@@ -108,4 +108,4 @@ def test_what_is_in_range_or_does_not_count_is_as_in_torch() -> None:
 
 
 def test_every_operator_that_is_looked_at_on_cuda_is_looked_at_here() -> None:
-    assert _STRAYED.keys() == {INDEXED[op] for op in INDEXED.keys() - LACKING}
+    assert _CHECKS.keys() == {INDEXED[op] for op in INDEXED.keys() - LACKING}

@@ -19,7 +19,7 @@ from fusion.runtime.planes.plane import DecodingStage, Piece, Plane
 
 pytest.importorskip("jax", reason="the extra jax is not installed")
 
-from fusion.runtime.planes.jax_plane.jax_cache import room_for, rows_of
+from fusion.runtime.planes.jax_plane.jax_cache import capacity_for, row_count
 
 POSITIONS = 96
 B, S = symbol("batch"), symbol("sequence")
@@ -150,10 +150,10 @@ def test_selected_keys_are_those_of_torch(both: tuple[Plane, Plane]) -> None:
 
 
 def test_few_sizes_are_compiled() -> None:
-    assert [rows_of(n) for n in (1, 2, 3, 5, 8, 500)] == [1, 2, 4, 8, 8, 512]
-    assert [room_for(n) for n in (0, 1, 64, 65, 96, 97, 2049)] == [0, 64, 64, 96, 96, 128, 3072]
-    assert all(room_for(n) >= n for n in range(4000))
-    assert len({room_for(n) for n in range(1, 100_000)}) < 25
+    assert [row_count(n) for n in (1, 2, 3, 5, 8, 500)] == [1, 2, 4, 8, 8, 512]
+    assert [capacity_for(n) for n in (0, 1, 64, 65, 96, 97, 2049)] == [0, 64, 64, 96, 96, 128, 3072]
+    assert all(capacity_for(n) >= n for n in range(4000))
+    assert len({capacity_for(n) for n in range(1, 100_000)}) < 25
 
 
 def test_what_an_encoder_makes_is_refused(both: tuple[Plane, Plane]) -> None:

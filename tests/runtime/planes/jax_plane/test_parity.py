@@ -142,7 +142,7 @@ def compared(sample: tuple[Any, ...]) -> Compared:
     seeds = [torch.rand_like(each) if each.requires_grad else None for each in wanted]
     program = Program(graph, training=True)
     dimensions = program.sizes.dimensions(values)
-    kept = {name: Masks(KEY, ()).kept(name, n, p) for name, n, p in program.draws(dimensions)}
+    kept = {name: Masks(KEY, ()).kept(name, n, p) for name, n, p in program.dropout_masks(dimensions)}
 
     def both(given: list[Any], seeds: list[Any], kept: Any) -> tuple[Any, Any]:
         def forward(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
