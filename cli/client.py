@@ -52,18 +52,18 @@ class JoinOptions:
 
 def has_way(way: JoinOptions) -> bool:
     """Whether there is any peer to join through. Loads nothing slow. ValueError as `JoinOptions.checked`."""
-    from fusion.runtime.peer.client import ClientConfig, ways_in
+    from fusion.runtime.peer.client import ClientConfig, join_addresses
 
     folder, addresses = way.checked()
-    return bool(ways_in(ClientConfig(home=folder, bootstrap=addresses, peer=way.peer)))
+    return bool(join_addresses(ClientConfig(home=folder, bootstrap=addresses, peer=way.peer)))
 
 
 def need_way(way: JoinOptions) -> None:
     """PeerUnreachable where there is no peer to join through: for commands that load what takes seconds before they join."""
-    from fusion.runtime.peer.client import no_way
+    from fusion.runtime.peer.client import no_address_error
 
     if not has_way(way):
-        raise no_way(home_folder(way.home))
+        raise no_address_error(home_folder(way.home))
 
 
 @asynccontextmanager
@@ -112,11 +112,11 @@ async def join(way: JoinOptions) -> AsyncIterator[Context]:
 async def _join(
     home: Path, addresses: tuple[str, ...], peer: str | None, swarm_key: Path | None
 ) -> AsyncIterator[Context]:
-    from fusion.runtime.peer.client import ClientConfig, no_way, open_client, ways_in
+    from fusion.runtime.peer.client import ClientConfig, join_addresses, no_address_error, open_client
 
     config = ClientConfig(home=home, bootstrap=addresses, peer=peer, swarm_key=swarm_key)
-    if not ways_in(config):  # only then is anything slow loaded
-        raise no_way(home)
+    if not join_addresses(config):  # only then is anything slow loaded
+        raise no_address_error(home)
     if not has_peer_extra():
         with lean_imports():
             from fusion.runtime.peer.thin_client import open_thin

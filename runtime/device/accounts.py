@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from cachetools import LRUCache
 
-from fusion.runtime.device.share import Whose
+from fusion.runtime.device.share import Caller
 from fusion.swarm.authority.statements import Statement, open_statements
 from fusion.swarm.directory.job_order import ENDED
 from fusion.swarm.directory.records import MAX_STATEMENTS, JobId, JobRecord
@@ -28,14 +28,14 @@ MARK = b"author:"  # before a statement that only shows who signed it
 
 
 class Accounts:
-    """Of all jobs that this process sees records of; the most recently used ones are remembered."""
+    """The accounts of all jobs that this process sees records of; the most recently used ones are cached."""
 
     def __init__(self) -> None:
         # The author that has signed, and the signed launch; none where the author's own record was seen.
         self._signed: LRUCache[JobId, tuple[PeerId, tuple[bytes, ...]]] = LRUCache(REMEMBERED)
 
     def record_launch(self, job: JobId, author: PeerId, records: Iterable[JobRecord], verify: Verify) -> None:
-        """Look for the author's launch in records of the job, which are signed by their own authors; its manifest names `author`."""
+        """Look for the author's launch in records of the job, which are signed by their own authors; the manifest names `author`."""
         known = self._signed.get(job, (None, ()))
         if known[0] == author and known[1]:
             return
@@ -58,9 +58,9 @@ class Accounts:
             return record
         return replace(record, proof=(*record.proof[: MAX_STATEMENTS - 1], *launch))
 
-    def whose(self, job: JobId, author: PeerId, *, serves: bool = False) -> Whose:
-        """The account and job of calls on the device."""
-        return Whose(self.of(job, author), job, serves)
+    def caller(self, job: JobId, author: PeerId, *, serves: bool = False) -> Caller:
+        """The caller of a job's device calls."""
+        return Caller(self.of(job, author), job, serves)
 
 
 def payer(record: JobRecord, verify: Verify) -> PeerId:

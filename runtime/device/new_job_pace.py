@@ -1,9 +1,9 @@
 """Rate limit for jobs that are new to a peer: a token bucket of processor seconds, so that offers of jobs cost a busy peer a
 bounded share of its time, however many there are. Pure.
 
-To take a job up is to read its manifest. What follows, a claim of a stage, loading it, standing by for it, is charged but not
-delayed: a stage that needs another owner gets one at once. All of it together takes SHARE of the time, whoever offers: identities
-are free, so a share for each would not bound the sum. The bucket is BURST_SECONDS deep, so that the first jobs after a quiet time
+To take up a job is to read its manifest. What follows (claiming a stage, loading it, standing by for it) is charged but not delayed: a
+stage that needs another owner gets one at once. All of it together takes SHARE of the time, from any number of authors: identities are
+free, so a share for each would not bound the sum. The bucket is BURST_SECONDS deep, so that the first jobs after a quiet time
 do not wait. Authors take turns, the one that was charged least recently first: a new one does not wait behind the many jobs of
 another, nor for longer than it takes to pay DEBT_SECONDS off, however much one of them cost.
 
@@ -31,9 +31,9 @@ DEBT_SECONDS = 0.8
 REMEMBERED = 4096  # authors, and jobs: those that were charged, or taken up, last
 
 # Of a slow core, for a job of one small stage: measured with 180 jobs at three peers.
-READ_SECONDS = 0.02  # a manifest: found, fetched, stored and announced
-STAGE_SECONDS = 0.1  # one that is claimed, loaded and published
-STANDBY_SECONDS = 0.05  # one that is stood by for
+READ_SECONDS = 0.02  # a manifest: looked up, fetched, stored and announced
+STAGE_SECONDS = 0.1  # a claim, with loading and publishing
+STANDBY_SECONDS = 0.05  # a standby
 
 
 class Offer(NamedTuple):
@@ -47,17 +47,17 @@ class NewJobPace:
     """`clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        # Whether this peer has work of others than that author.
+        # Whether this peer has work of other authors.
         self.beside: Callable[[PeerId], bool] = lambda author: False
         self._clock = clock
         self._left, self._at = BURST_SECONDS, clock()
-        # The debt of each, and when it was so much: it shrinks by SHARE of the time.
+        # (debt, time) of each author: the debt shrinks by SHARE of the time.
         self._charged: LRUCache[PeerId, tuple[float, float]] = LRUCache(REMEMBERED)
         self._payers: LRUCache[JobId, PeerId] = LRUCache(REMEMBERED)  # of jobs that were taken up
 
     def take_up(self, offers: Iterable[Offer], begin: Callable[[JobId], bool]) -> None:
-        """Call `begin` with those of the jobs whose turn it is, in the order given among equals. READ_SECONDS are charged for
-        each for which it gives True: that it has begun to read."""
+        """Call `begin` with the jobs that may be taken up now, in the order given among equals. It returns whether it has begun to read; then
+        READ_SECONDS are charged."""
         by_author: dict[PeerId, list[JobId]] = {}
         for job, author in offers:
             by_author.setdefault(author, []).append(job)
@@ -91,7 +91,7 @@ class NewJobPace:
 
     @property
     def left_seconds(self) -> float:
-        """In the bucket now; below 0 after jobs that cost more than was left."""
+        """Seconds in the bucket; below 0 after jobs that cost more than was left."""
         return min(BURST_SECONDS, self._left + SHARE * (self._clock() - self._at))
 
     def charged(self, author: PeerId) -> float:

@@ -17,7 +17,7 @@ SPARE_SECONDS = 1.0  # that any call may take
 # The longest estimate of one call, on this device: other jobs may have to wait for one operator of it. A stage of a billion parameters
 # and 4096 positions, trained, is estimated at 330 s on a CPU of 75 GFLOP/s.
 LONGEST_SECONDS = 600.0
-IN_A_ROW = 3  # one may be late because the machine slept, or had more to do
+IN_A_ROW = 3  # one may be late because the machine slept or was busy
 BYTES_PER_SECOND = 1e9
 NODE_SECONDS = 0.001
 

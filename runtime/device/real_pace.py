@@ -23,7 +23,7 @@ from fusion.dag.cutting.costs import stage_costs
 from fusion.dag.cutting.stage import Stage
 from fusion.dag.placement.speeds import KINDS, Rows, Speeds, demands
 
-Asks = Rows  # (KINDS,)
+Work = Rows  # (KINDS,)
 
 REMEMBERED = 64  # steps
 REMEMBERED_SECONDS = 900.0
@@ -34,8 +34,8 @@ NOISE = 0.03  # variance of a stage's measurement, over that of the factors; les
 
 
 class RealPace:
-    """`probed`: the speeds of the probes; `clock`: seconds of computing of the calling thread, where the device has such a clock,
-    else wall-clock seconds; `now`: wall-clock seconds."""
+    """`probed`: the speeds of the probes; `clock`: computing seconds of the calling thread, where the device has such a clock, else
+    wall-clock seconds; `now`: wall-clock seconds."""
 
     def __init__(
         self, probed: Callable[[], Speeds], clock: Callable[[], float], now: Callable[[], float]
@@ -43,37 +43,37 @@ class RealPace:
         self.clock = clock
         self._now = now
         self._probed = probed
-        # When, the work of each kind, and seconds.
-        self._seen: deque[tuple[float, tuple[float, ...], float]] = deque(maxlen=REMEMBERED)
+        # (time, the work of each kind, seconds)
+        self._steps: deque[tuple[float, tuple[float, ...], float]] = deque(maxlen=REMEMBERED)
 
     @staticmethod
-    def asks(stage: Stage, sizes: Mapping[str, int]) -> Asks:
+    def work(stage: Stage, sizes: Mapping[str, int]) -> Work:
         """The work of both passes of one microbatch. Takes a while for a graph of thousands of nodes."""
         forward, backward = demands(stage_costs(stage, sizes))
-        found: Asks = (forward + backward).sum(axis=1)
-        return found
+        total: Work = (forward + backward).sum(axis=1)
+        return total
 
-    def saw(self, asks: Asks, took_seconds: float) -> None:
-        """Record a step of one stage. `asks`: of all its microbatches."""
-        if asks.any():
-            self._seen.append((self._now(), tuple(asks.tolist()), took_seconds))
+    def record(self, work: Work, seconds: float) -> None:
+        """Record a step of one stage. `work`: of all its microbatches."""
+        if work.any():
+            self._steps.append((self._now(), tuple(work.tolist()), seconds))
 
     @property
     def speeds(self) -> Speeds:
-        """As corrected by steps; at first, those of the probes."""
+        """The speeds corrected by steps; at first, those of the probes."""
         probed = self._probed()
         return Speeds.of([float(part) for part in self._factors(probed) * probed.parts])
 
     def _factors(self, probed: Speeds) -> Rows:
-        """(KINDS + 1,) by which probed speeds are multiplied; the last for updates, which steps do not measure."""
+        """(KINDS + 1,) factors of the probed speeds; the last is for updates, which steps do not measure."""
         since = self._now() - REMEMBERED_SECONDS
         steps = defaultdict[tuple[float, ...], list[float]](list)
-        for at, asks, took in self._seen:
-            if at >= since:
-                steps[asks].append(took)
+        for time, work, seconds in self._steps:
+            if time >= since:
+                steps[work].append(seconds)
         shares, ratios, counts = list[Rows](), list[float](), list[int]()
-        for asks, times in steps.items():
-            predicted = np.array(asks) * probed.seconds
+        for work, times in steps.items():
+            predicted = np.array(work) * probed.seconds
             if len(times) >= LEAST_STEPS and 0.0 < predicted.sum() < inf:
                 shares.append(np.append(predicted / predicted.sum(), 0.0))
                 ratios.append(min(MOST, max(LEAST, median(times) / predicted.sum())))

@@ -5,7 +5,7 @@ of its operators, and each slice counts as a call. Each author has a tag, which 
 first. It grows by the inverse square of the author's age here, relative to the oldest and up to AGE_SECONDS: a newcomer gets less of
 a busy device, and a new id least. An author that is active and uses less than its share saves credit, up to CREDIT_SECONDS: one that
 computes now and then waits for the call that runs, and not for authors that always compute. An author that is new, or comes back
-after REST_SECONDS, has no credit. Calls of one job run in the order in which they were made.
+after IDLE_SECONDS, has no credit. Calls of one job run in the order in which they were made.
 
 Serving waits for at most one training call of other jobs, unless its author has used far more.
 
@@ -17,8 +17,8 @@ While an author that has used less is active, one that has used more pauses afte
 most: a job that waits for two devices in turn would otherwise find a call under way on each. All pauses together take no longer than
 the calls of the authors that they favour.
 
-An operator cannot be interrupted. After one of more than LONG_SECONDS its author's training, or its serving, pauses for LONG_TIMES as
-long, so that others wait for a tenth of the time. Such a pause may take more time than the calls that it favours, the more the younger
+An operator cannot be interrupted. After one of more than LONG_SECONDS its author's training, or its serving, pauses for LONG_PAUSE_FACTOR
+times as long, so that others wait for a tenth of the time. Such a pause may take more time than the calls that it favours, the more the younger
 the author and the longer the operator: otherwise an author that computes a little now and then could block a large model.
 """
 
@@ -36,107 +36,106 @@ from fusion.swarm.transport import PeerId
 
 AGE_SECONDS = 3600.0  # after which authors are of one age
 CREDIT_SECONDS = 5.0  # of the device that an author may save
-REST_SECONDS = 10.0  # without a call, after which its credit is gone
+IDLE_SECONDS = 10.0  # without a call, after which its credit is gone
 HOLD_SECONDS = 0.004
 # After a call of an author that has used more than another active one: as long as the call took, and no longer.
 PAUSE_SECONDS = 0.02
 LONG_SECONDS = PAUSE_SECONDS  # of an operator: no pause makes up for a longer one
-LONG_TIMES = (
-    9.0  # the author's pause after such an operator, in times of it: others wait for a tenth of the time
+LONG_PAUSE_FACTOR = (
+    9.0  # pause after such an operator, in multiples of it: others wait for a tenth of the time
 )
-LEAST_COST = 0.25  # of a second of such a pause, in seconds of the calls that it favours
-ABOUT_SECONDS = 1.0  # for which an author is active after a call
-LESS_SECONDS = (
-    0.5  # by which a tag must be lower to count: two authors that always compute overtake each other by turns
-)
+MIN_PAUSE_COST = 0.25  # of a second of such a pause, in seconds of the calls that it favours
+ACTIVE_SECONDS = 1.0  # for which an author is active after a call
+# By which a tag must be lower to count: two authors that always compute overtake each other by turns.
+TAG_MARGIN_SECONDS = 0.5
 REMEMBERED = 1024  # authors, and jobs
 RECENT = 0.1  # weight of the newest call in a job's moving averages
 
 
-class Whose(NamedTuple):
-    """The account and job of a call. `serves`: of a served model, where a user waits for the answer."""
+class Caller(NamedTuple):
+    """The account and job of a call. `serves`: for a served model, where a user waits for the answer."""
 
     author: PeerId
     job: JobId
     serves: bool = False
 
 
-NOBODY = Whose(PeerId(""), JobId(""))  # of the peer itself
+NOBODY = Caller(PeerId(""), JobId(""))  # the peer itself
 
 
 @dataclass
 class Waiting:
     """A call that waits for the device."""
 
-    whose: Whose
-    passed: int = 0  # training calls of other jobs that were under way meanwhile
+    caller: Caller
+    passed: int = 0  # training calls of other jobs that ran meanwhile
 
 
 @dataclass
-class _Habits:
+class _CallHistory:
     """Moving averages of a job's calls."""
 
     call: float = 0.0  # seconds of a call
-    back: float = 0.0  # share of calls that arrive within HOLD_SECONDS of the last one, from 0 to 1
+    prompt_share: float = 0.0  # share of calls that arrive within HOLD_SECONDS of the last one, from 0 to 1
     ended: float = -math.inf  # when the last one did
 
 
-class _Rest(NamedTuple):
+class _Pause(NamedTuple):
     until: float
     cost: float  # of a second of it
 
 
-NO_REST = _Rest(-math.inf, 0.0)
+NO_PAUSE = _Pause(-math.inf, 0.0)
 
 
-class _Line:
-    """The tags of those that share the device: authors, or the jobs of one. `ages`: older ones get more."""
+class _FairQueue:
+    """The tags of members that share the device: authors, or the jobs of one. `ages`: older members get more."""
 
     def __init__(self, *, ages: bool = False) -> None:
-        self._first_seen: dict[Hashable, float] | None = {} if ages else None  # of those that are known
-        self._now = 0.0  # the tag of the one that had the device last
-        self._known: dict[Hashable, tuple[float, float]] = {}  # tag, and when last seen; in that order
+        self._first_seen: dict[Hashable, float] | None = {} if ages else None  # by member
+        self._now = 0.0  # the highest tag of a call that has begun
+        self._known: dict[Hashable, tuple[float, float]] = {}  # (tag, last seen), the most recently seen last
 
-    def tag(self, who: Hashable) -> float:
-        return max(self._known.get(who, (self._now, 0.0))[0], self._now - CREDIT_SECONDS)
+    def tag(self, member: Hashable) -> float:
+        return max(self._known.get(member, (self._now, 0.0))[0], self._now - CREDIT_SECONDS)
 
-    def arrives(self, who: Hashable, at: float) -> None:
-        tag, seen = self._known.get(who, (self._now, -math.inf))
-        self._keep(who, max(tag, self._now) if at - seen > REST_SECONDS else tag, at)
+    def arrives(self, member: Hashable, at: float) -> None:
+        tag, seen = self._known.get(member, (self._now, -math.inf))
+        self._keep(member, max(tag, self._now) if at - seen > IDLE_SECONDS else tag, at)
 
-    def begins(self, who: Hashable) -> None:
-        self._now = max(self._now, self.tag(who))
+    def begins(self, member: Hashable) -> None:
+        self._now = max(self._now, self.tag(member))
 
-    def stays(self, who: Hashable, at: float) -> None:
-        """It still waits."""
-        self._keep(who, self.tag(who), at)
+    def stays(self, member: Hashable, at: float) -> None:
+        """The member still waits."""
+        self._keep(member, self.tag(member), at)
 
-    def ends(self, who: Hashable, seconds: float, at: float) -> None:
-        self._keep(who, self.tag(who) + seconds / self.weight(who, at, at - seconds), at)
+    def ends(self, member: Hashable, seconds: float, at: float) -> None:
+        self._keep(member, self.tag(member) + seconds / self.weight(member, at, at - seconds), at)
 
-    def weight(self, who: Hashable, at: float, since: float) -> float:
-        """The square of its age, where that of the oldest one that was active at `since` or later is 1."""
+    def weight(self, member: Hashable, at: float, since: float) -> float:
+        """The squared age of the member, relative to the oldest that was active at `since` or later."""
         if self._first_seen is None:
             return 1.0
-        active = (who, *self._active(since))
+        active = (member, *self._active(since))
         ages = {other: 1.0 + min(AGE_SECONDS, at - self._first_seen[other]) for other in active}
-        return (ages[who] / max(ages.values())) ** 2
+        return (ages[member] / max(ages.values())) ** 2
 
-    def others(self, who: Hashable, at: float) -> Iterator[float]:
-        """The tags of all others that are active."""
-        return (self.tag(other) for other in self._active(at) if other != who)
+    def others(self, member: Hashable, at: float) -> Iterator[float]:
+        """The tags of all other active members."""
+        return (self.tag(other) for other in self._active(at) if other != member)
 
     def _active(self, at: float) -> Iterator[Hashable]:
         for other, (_, seen) in reversed(self._known.items()):
-            if seen < at - ABOUT_SECONDS:
+            if seen < at - ACTIVE_SECONDS:
                 return
             yield other
 
-    def _keep(self, who: Hashable, tag: float, at: float) -> None:
-        self._known.pop(who, None)
-        self._known[who] = tag, at
+    def _keep(self, member: Hashable, tag: float, at: float) -> None:
+        self._known.pop(member, None)
+        self._known[member] = tag, at
         if self._first_seen is not None:
-            self._first_seen.setdefault(who, at)
+            self._first_seen.setdefault(member, at)
         if len(self._known) > REMEMBERED:
             oldest = next(iter(self._known))
             del self._known[oldest]
@@ -149,153 +148,156 @@ class DeviceShare:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._authors = _Line(ages=True)
-        self._jobs: LRUCache[PeerId, _Line] = LRUCache(REMEMBERED)
-        self._habits: LRUCache[JobId, _Habits] = LRUCache(REMEMBERED)
-        # When the last call did, its seconds
+        self._authors = _FairQueue(ages=True)
+        self._jobs: LRUCache[PeerId, _FairQueue] = LRUCache(REMEMBERED)
+        self._histories: LRUCache[JobId, _CallHistory] = LRUCache(REMEMBERED)
+        # By author: when its last call ended, and its seconds
         self._ended: LRUCache[PeerId, tuple[float, float]] = LRUCache(REMEMBERED)
-        # The pauses after long operators of an author's training, and of its serving.
-        self._rests: LRUCache[tuple[PeerId, bool], _Rest] = LRUCache(REMEMBERED)
-        self._due = 0.0  # seconds of pauses that are allowed: calls of authors that have used less add to it
+        # By (author, serves): the pause after a long operator.
+        self._long_pauses: LRUCache[tuple[PeerId, bool], _Pause] = LRUCache(REMEMBERED)
+        self._pause_budget = (
+            0.0  # seconds: calls of authors that have used less add to it, pauses take from it
+        )
         # Since when the device is free for a pause, and the cost of a second of it.
         self._paused: tuple[float, float] | None = None
-        self._running: Whose | None = None
-        self._last: Whose | None = None  # whose call ended last
+        self._running: Caller | None = None
+        self._last: Caller | None = None  # of the call that ended last
 
     @property
     def idle(self) -> bool:
         """Whether no call runs."""
         return self._running is None
 
-    def arrives(self, whose: Whose) -> Waiting:
+    def arrives(self, caller: Caller) -> Waiting:
         """A call begins to wait."""
-        self._authors.arrives(whose.author, self._clock())
-        self._line(whose).arrives(whose, self._clock())
-        habits = self._of(whose)
-        if self._running is None or self._running.job != whose.job:
+        self._authors.arrives(caller.author, self._clock())
+        self._job_queue(caller).arrives(caller, self._clock())
+        habits = self._history(caller)
+        if self._running is None or self._running.job != caller.job:
             soon = self._clock() - habits.ended <= HOLD_SECONDS
-            habits.back += RECENT * (soon - habits.back)
-        return Waiting(whose, passed=int(_holds_up(self._running, whose)))
+            habits.prompt_share += RECENT * (soon - habits.prompt_share)
+        return Waiting(caller, passed=int(_delays(self._running, caller)))
 
     def choose(self, waiting: Sequence[Waiting]) -> Waiting | float:
-        """The call to run, of those that wait (at least one, in the order in which they arrived); or seconds for which to hold the
-        device free."""
+        """The call to run, of at least one that waits, in the order in which they arrived; or the seconds to hold the device free."""
         calls: dict[JobId, Waiting] = {}
         for call in waiting:
-            calls.setdefault(call.whose.job, call)
-        authors = dict.fromkeys(call.whose.author for call in calls.values())
+            calls.setdefault(call.caller.job, call)
+        authors = dict.fromkeys(call.caller.author for call in calls.values())
         for author in authors:
             self._authors.stays(author, self._clock())
-        rests = {id(call): self._long_rest(call.whose) for call in calls.values()}
-        first = [call for call in calls.values() if rests[id(call)] <= 0.0]
-        if not first:
+        pauses = {id(call): self._long_pause_seconds(call.caller) for call in calls.values()}
+        ready = [call for call in calls.values() if pauses[id(call)] <= 0.0]
+        if not ready:
             now = self._clock()
             self._pause(
                 max(
-                    self._authors.weight(whose.author, now, now)
-                    * self._rests[whose.author, whose.serves].cost
-                    for whose in (call.whose for call in calls.values())
+                    self._authors.weight(caller.author, now, now)
+                    * self._long_pauses[caller.author, caller.serves].cost
+                    for caller in (call.caller for call in calls.values())
                 )
             )
-            return min(ABOUT_SECONDS, *rests.values())  # the author that it favours may be inactive by then
-        most = CREDIT_SECONDS + min(self._authors.tag(call.whose.author) for call in first)
+            return min(
+                ACTIVE_SECONDS, *pauses.values()
+            )  # the author that the pause favours may be inactive by then
+        tag_limit = CREDIT_SECONDS + min(self._authors.tag(call.caller.author) for call in ready)
         overdue = [
             call
-            for call in first
-            if call.whose.serves and call.passed and self._authors.tag(call.whose.author) <= most
+            for call in ready
+            if call.caller.serves and call.passed and self._authors.tag(call.caller.author) <= tag_limit
         ]
-        found = min(overdue or first, key=lambda call: self._order(call.whose))
+        chosen = min(overdue or ready, key=lambda call: self._order(call.caller))
         if overdue:
-            return found
-        if (hold := self._for_last(found.whose)) > 0.0:
+            return chosen
+        if (hold := self._hold_seconds(chosen.caller)) > 0.0:
             return hold
-        pause = self._for_others(found.whose)
+        pause = self._pause_seconds(chosen.caller)
         if pause > 0.0:
             self._pause(1.0)
-        return pause or found
+        return pause or chosen
 
     def begins(self, call: Waiting, waiting: Sequence[Waiting]) -> None:
         """`call` begins to run, while `waiting` wait."""
-        whose = call.whose
-        self._authors.begins(whose.author)
-        self._line(whose).begins(whose)
-        self._running = whose
+        caller = call.caller
+        self._authors.begins(caller.author)
+        self._job_queue(caller).begins(caller)
+        self._running = caller
         if self._paused is not None:
             since, cost = self._paused
-            self._due -= cost * (self._clock() - since)
+            self._pause_budget -= cost * (self._clock() - since)
             self._paused = None
         for other in waiting:
-            other.passed += _holds_up(whose, other.whose)
+            other.passed += _delays(caller, other.caller)
 
-    def ends(self, whose: Whose, seconds: float) -> None:
+    def ends(self, caller: Caller, seconds: float) -> None:
         """The call that ran has ended after `seconds`."""
-        self._authors.ends(whose.author, seconds, self._clock())
-        self._line(whose).ends(whose, seconds, self._clock())
-        habits = self._of(whose)
+        self._authors.ends(caller.author, seconds, self._clock())
+        self._job_queue(caller).ends(caller, seconds, self._clock())
+        habits = self._history(caller)
         habits.call = seconds if habits.ended == -math.inf else habits.call + RECENT * (seconds - habits.call)
         habits.ended = self._clock()
-        self._ended[whose.author] = habits.ended, seconds
+        self._ended[caller.author] = habits.ended, seconds
         if seconds > LONG_SECONDS:
-            self._rests[whose.author, whose.serves] = _rest_after(seconds, habits.ended)
-        active = self._authors.others(whose.author, self._clock())
-        if any(tag > self._authors.tag(whose.author) + LESS_SECONDS for tag in active):
-            self._due = min(CREDIT_SECONDS, self._due + seconds)
-        self._running, self._last = None, whose
+            self._long_pauses[caller.author, caller.serves] = _pause_after(seconds, habits.ended)
+        active = self._authors.others(caller.author, self._clock())
+        if any(tag > self._authors.tag(caller.author) + TAG_MARGIN_SECONDS for tag in active):
+            self._pause_budget = min(CREDIT_SECONDS, self._pause_budget + seconds)
+        self._running, self._last = None, caller
 
-    def rests(self, whose: Whose, seconds: float) -> Waiting:
-        """The call that ran yields between two operators, after `seconds`. It goes on when it is chosen."""
-        self.ends(whose, seconds)
-        return Waiting(whose)
+    def yields(self, caller: Caller, seconds: float) -> Waiting:
+        """The call that ran yields between two operators, after `seconds`. It continues when it is chosen."""
+        self.ends(caller, seconds)
+        return Waiting(caller)
 
-    def _order(self, whose: Whose) -> tuple[float, float]:
-        return self._authors.tag(whose.author), self._line(whose).tag(whose)
+    def _order(self, caller: Caller) -> tuple[float, float]:
+        return self._authors.tag(caller.author), self._job_queue(caller).tag(caller)
 
-    def _line(self, whose: Whose) -> _Line:
-        return self._jobs.setdefault(whose.author, _Line())
+    def _job_queue(self, caller: Caller) -> _FairQueue:
+        return self._jobs.setdefault(caller.author, _FairQueue())
 
-    def _of(self, whose: Whose) -> _Habits:
-        return self._habits.setdefault(whose.job, _Habits())
+    def _history(self, caller: Caller) -> _CallHistory:
+        return self._histories.setdefault(caller.job, _CallHistory())
 
-    def _for_last(self, next_one: Whose) -> float:
+    def _hold_seconds(self, next_one: Caller) -> float:
         """Seconds to hold the device free for the job that had it last, which may call again at once."""
         last = self._last
         if last is None or last.job == next_one.job or self._order(last) > self._order(next_one):
             return 0.0
-        habits = self._of(last)
-        if habits.back * self._of(next_one).call <= (1.0 - habits.back) * HOLD_SECONDS:
+        habits = self._history(last)
+        if habits.prompt_share * self._history(next_one).call <= (1.0 - habits.prompt_share) * HOLD_SECONDS:
             return 0.0
         return min(HOLD_SECONDS, max(0.0, habits.ended + HOLD_SECONDS - self._clock()))
 
-    def _for_others(self, next_one: Whose) -> float:
+    def _pause_seconds(self, next_one: Caller) -> float:
         """Seconds to pause after a call of this author, while an author that has used less is active."""
-        if self._due <= 0.0:
+        if self._pause_budget <= 0.0:
             return 0.0
         ended, seconds = self._ended.get(next_one.author, (-math.inf, 0.0))
         left = ended + min(PAUSE_SECONDS, seconds) - self._clock()
-        return left if left > 0.0 and self._had_more(next_one.author) else 0.0
+        return left if left > 0.0 and self._used_more(next_one.author) else 0.0
 
-    def _long_rest(self, whose: Whose) -> float:
+    def _long_pause_seconds(self, caller: Caller) -> float:
         """Seconds left of the author's pause after a long operator."""
-        if self._due <= 0.0:
+        if self._pause_budget <= 0.0:
             return 0.0
-        left = self._rests.get((whose.author, whose.serves), NO_REST).until - self._clock()
-        return left if left > 0.0 and self._had_more(whose.author) else 0.0
+        left = self._long_pauses.get((caller.author, caller.serves), NO_PAUSE).until - self._clock()
+        return left if left > 0.0 and self._used_more(caller.author) else 0.0
 
     def _pause(self, cost: float) -> None:
         if self._paused is None:
             self._paused = self._clock(), cost
 
-    def _had_more(self, author: PeerId) -> bool:
-        """Whether it has used more than another active author."""
+    def _used_more(self, author: PeerId) -> bool:
+        """Whether the author has used more than another active author."""
         own = self._authors.tag(author)
-        return any(tag < own - LESS_SECONDS for tag in self._authors.others(author, self._clock()))
+        return any(tag < own - TAG_MARGIN_SECONDS for tag in self._authors.others(author, self._clock()))
 
 
-def _rest_after(seconds: float, now: float) -> _Rest:
+def _pause_after(seconds: float, now: float) -> _Pause:
     """The pause after an operator of `seconds`. A call that arrives at a random moment waits for half of an operator, so a second of
     the pause costs the less the longer the operator."""
-    return _Rest(now + LONG_TIMES * seconds, max(LEAST_COST, LONG_SECONDS / seconds))
+    return _Pause(now + LONG_PAUSE_FACTOR * seconds, max(MIN_PAUSE_COST, LONG_SECONDS / seconds))
 
 
-def _holds_up(running: Whose | None, whose: Whose) -> bool:
-    return running is not None and not running.serves and running.job != whose.job
+def _delays(running: Caller | None, caller: Caller) -> bool:
+    return running is not None and not running.serves and running.job != caller.job

@@ -13,7 +13,7 @@ SPARE_BYTES = 16 << 20  # above the reservations: Python's own needs vary as wel
 
 
 class Surplus:
-    """`base_bytes`: what the process holds without reservations; `lent_bytes`: the most that may be reserved; `working_bytes`: as in
+    """`base_bytes`: bytes of the process without reservations; `lent_bytes`: the most that may be reserved; `working_bytes`: as in
     `fusion.runtime.planes.plane.Plane`."""
 
     def __init__(self, base_bytes: int, lent_bytes: int, working_bytes: int) -> None:
@@ -21,9 +21,9 @@ class Surplus:
         self._working_bytes = min(working_bytes, lent_bytes)
         self._left_bytes = 0  # after the last return: another would free no more of it
 
-    def is_due(self, resident_bytes: int, set_aside_bytes: int) -> bool:
+    def is_due(self, resident_bytes: int, reserved_bytes: int) -> bool:
         self._left_bytes = min(self._left_bytes, resident_bytes)
-        needed = max(set_aside_bytes, self._working_bytes) if set_aside_bytes else 0
+        needed = max(reserved_bytes, self._working_bytes) if reserved_bytes else 0
         return resident_bytes > max(self._base_bytes + needed, self._left_bytes) + SPARE_BYTES
 
     def returned(self, resident_bytes: int) -> None:

@@ -132,9 +132,9 @@ class Context:
 
     def on_behalf_of(self, author: PeerId, job: JobId, *, serves: bool = False) -> Context:
         """The context of one job: its calls on the device are scheduled and charged as that job's."""
-        whose = self.accounts.whose(job, author, serves=serves)
-        codec_worker = None if self.codec_worker is None else self.codec_worker.of(whose)
-        return replace(self, worker=self.compute.of(whose), codec_worker=codec_worker)
+        caller = self.accounts.caller(job, author, serves=serves)
+        codec_worker = None if self.codec_worker is None else self.codec_worker.of(caller)
+        return replace(self, worker=self.compute.of(caller), codec_worker=codec_worker)
 
     async def work_for(
         self, job: JobId, author: PeerId, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs

@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 import torch
 
 from fusion.runtime.device.lost_device import DeviceLost, is_device_error
-from fusion.runtime.device.share import NOBODY, DeviceShare, Waiting, Whose
+from fusion.runtime.device.share import NOBODY, Caller, DeviceShare, Waiting
 from fusion.swarm.printable import error_line
 
 SLICE_SECONDS = 0.01  # for which a call runs before it may yield
@@ -61,14 +61,14 @@ class Worker:
         if threads < 1:
             raise ValueError(f"threads: at least 1, not {threads}")
         self.device = checked_device(device)
-        self._whose = NOBODY
+        self._caller = NOBODY
         self._queue = _Queue(f"fusion-{device}", lambda: _prepare(threads, torch.device(device)))
         self._loss = _Loss()
 
-    def of(self, whose: Whose) -> Self:
+    def of(self, caller: Caller) -> Self:
         """The same thread, for the calls of one job."""
         worker = copy(self)
-        worker._whose = whose
+        worker._caller = caller
         return worker
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -78,14 +78,14 @@ class Worker:
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """As `run`, without waiting: `result` awaits its result. RuntimeError once it is closed."""
         call = self._call(partial(function, *args, **kwargs))
-        self._queue.submit(self._whose, call)
+        self._queue.submit(self._caller, call)
         return call.outcome
 
     def submit_short(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """As `submit`, for a call of less than SLICE_SECONDS: it has run in the event loop's own thread when this returns, if the
         device is free for it. To hand a call over and back takes some hundred microseconds, above all to wake the threads up."""
         call = self._call(function)
-        self._queue.submit(self._whose, call, here=self.device == "cpu")
+        self._queue.submit(self._caller, call, here=self.device == "cpu")
         return call.outcome
 
     def _call(self, function: Callable[[], T]) -> _Call:
@@ -186,18 +186,18 @@ class _Queue:
         self._idle: list[_Thread] = []
         self._threads: list[Thread] = []
         self._closed = False
-        self._whose, self._began = NOBODY, 0.0  # of the call that runs; since when, without a yield
+        self._caller, self._began = NOBODY, 0.0  # of the call that runs; since when, without a yield
         self._prepare_here = cache(prepare)  # of the event loop's thread
         self.look: Callable[[], None] = lambda: None
 
-    def submit(self, whose: Whose, call: _Call, *, here: bool = False) -> None:
+    def submit(self, caller: Caller, call: _Call, *, here: bool = False) -> None:
         """`here`: run the call in this thread before this returns, if the device is idle, no call waits and it is not held free for
         another job."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the worker is closed")
             free = not self._calls and not self._resting and self._share.idle
-            waiting = self._share.arrives(whose)
+            waiting = self._share.arrives(caller)
             here = here and free and self._share.choose([waiting]) is waiting
             if here:
                 self._begins(waiting, [])
@@ -233,7 +233,7 @@ class _Queue:
             return False
         self.look()
         with self._lock:
-            waiting = self._share.rests(self._whose, time.monotonic() - self._began)
+            waiting = self._share.yields(self._caller, time.monotonic() - self._began)
             self._resting[id(waiting)] = waiting, thread
             self._schedule(thread)
             while self._holder is not thread:
@@ -252,11 +252,11 @@ class _Queue:
 
     def _begins(self, call: Waiting, waiting: Sequence[Waiting]) -> None:
         self._share.begins(call, waiting)
-        self._whose, self._began = call.whose, time.monotonic()
+        self._caller, self._began = call.caller, time.monotonic()
 
     def _ended(self) -> None:
         with self._lock:
-            self._share.ends(self._whose, time.monotonic() - self._began)
+            self._share.ends(self._caller, time.monotonic() - self._began)
             self._changed.notify()  # for calls that were submitted while it ran in the event loop's thread
 
     def _next(self, thread: _Thread) -> tuple[Waiting, _Call] | None:

@@ -16,7 +16,7 @@ from fusion.runtime.job.context import Context
 from fusion.runtime.peer.capability import Capability
 from fusion.runtime.peer.client import CACHED_PEERS_FILE
 from fusion.runtime.peer.network import Network
-from fusion.runtime.peer.peer_file import RunningPeer, written_down
+from fusion.runtime.peer.peer_file import RunningPeer, peer_file_kept
 from fusion.runtime.peer.status_server import StagesNow, serve_status
 from fusion.swarm.control.server import ControlServer
 from fusion.swarm.directory.membership import Membership, MembershipConfig
@@ -69,7 +69,7 @@ async def announced(
         http=http,
     )
     async with membership, ControlServer(transport, directory, Path(running.control)):
-        with written_down(context.home, running):
+        with peer_file_kept(context.home, running):
             yield Announcement(record, membership.announced, membership.refused)
 
 

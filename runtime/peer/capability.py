@@ -27,15 +27,15 @@ from fusion.swarm.printable import error_line
 
 log = logging.getLogger(__name__)
 
-# Of each probe: on a busy machine one run that nothing interrupts is among so many.
+# Of each probe: on a busy machine, one of so many runs is not interrupted.
 RUNS, RUN_SECONDS = 8, 0.06
-# Of each but the first, before the peer is announced: within some per cent of what more runs show, which follow once the peer is
-# idle. All kinds are measured, as a guess is up to four times off, and a job may arrive at once.
+# Of each probe but the first, before the peer is announced: accurate to some per cent; more runs follow once the peer is idle. All
+# kinds are measured, as a guess is up to four times off, and a job may arrive at once.
 RUNS_AT_START, RUN_SECONDS_AT_START = 4, 0.02
-# Probes that are run before the peer is announced where each has to be compiled first and a GPU computes: the first ones.
+# Probes, from the first on, before the peer is announced on a GPU whose plane compiles each.
 AT_START_COMPILED_CUDA = 2
-# Written before each run, to clear the caches: in a step hundreds of operators run between two of one kind, so that their inputs are
-# not in a cache near the core, as those of a repeated probe would be.
+# Written before each run, to clear the caches: in a step, hundreds of operators run between two of one kind, so their inputs are not in
+# a cache near the core, as those of a repeated probe would be.
 SWEPT_BYTES = 8 << 20
 WARM_UP = 2  # runs, in which libraries initialize and code is compiled
 # Of the free memory, by default: the machine stays usable.
@@ -60,7 +60,7 @@ class Capability:
 
 
 class Measured:
-    """What a plane reaches on its device, in the thread of its worker."""
+    """The measured speeds of a plane on its device, in the thread of its worker."""
 
     def __init__(self, plane: Plane, worker: Worker, device: str) -> None:
         self._plane, self._worker = plane, worker
@@ -69,45 +69,46 @@ class Measured:
         self._scale = LARGE if cuda else SMALL
         self._quick = not cuda  # at start; the clock of a GPU rises only while it computes
         self._at_start = AT_START_COMPILED_CUDA if cuda and plane.name != "torch" else None
-        # Where what a probe reads lies: a stage's weights are on its device, and to move them there is no part of a step.
-        self._place = device if cuda and plane.name == "torch" else "cpu"
-        self._found: deque[Speeds] = deque(maxlen=REMEMBERED)
-        self._thorough = False  # whether all probes were run as often as they should be, the last time
-        # PyTorch computes in the thread that calls it, on a CPU: what else the machine does meanwhile is no part of that.
+        # Inputs of probes are on the device, as a stage's weights are: moving them is no part of a step.
+        self._input_device = device if cuda and plane.name == "torch" else "cpu"
+        self._measurements: deque[Speeds] = deque(maxlen=REMEMBERED)
+        self._thorough = False  # whether the last measurement ran all probes often enough
+        # On a CPU, PyTorch computes in the calling thread: its CPU time excludes other work of the machine.
         alone = plane.name == "torch" and not cuda
-        self.pace = RealPace(self._at_best, time.thread_time if alone else time.perf_counter, time.monotonic)
+        self.pace = RealPace(
+            self._best_probed, time.thread_time if alone else time.perf_counter, time.monotonic
+        )
 
     @property
     def working_bytes(self) -> int:
-        """The plane's."""
+        """`working_bytes` of the plane."""
         return self._plane.working_bytes
 
     @property
     def speeds(self) -> Speeds:
-        """As corrected by steps; at first, those of the probes."""
+        """The speeds corrected by steps; at first, those of the probes."""
         return self.pace.speeds
 
-    def _at_best(self) -> Speeds:
+    def _best_probed(self) -> Speeds:
         """The best of the last few measurements."""
-        return reduce(Speeds.best, self._found)
+        return reduce(Speeds.best, self._measurements)
 
-    async def look(self, *, at_start: bool = False) -> None:
-        """Measure now, each probe in a call of up to a tenth of a second, longer where code is compiled: some of them, or a few
-        times each, `at_start`."""
-        every = probes(self._scale)
-        found = list[tuple[Probe, float]]()
-        for probe in every[: self._at_start] if at_start else every:
-            quick = at_start and self._quick and bool(found)
-            found.append((probe, await self._worker.run(_run, self._plane, probe, self._place, quick)))
+    async def measure(self, *, at_start: bool = False) -> None:
+        """Run the probes, each in a call of up to a tenth of a second, longer where code is compiled; `at_start`, fewer probes or runs."""
+        all_probes = probes(self._scale)
+        times = list[tuple[Probe, float]]()
+        for probe in all_probes[: self._at_start] if at_start else all_probes:
+            quick = at_start and self._quick and bool(times)
+            times.append((probe, await self._worker.run(_run, self._plane, probe, self._input_device, quick)))
         if not self._thorough:  # replaces the quick one
-            self._found.clear()
+            self._measurements.clear()
         self._thorough = not at_start
-        self._found.append(fitted(found))
+        self._measurements.append(fitted(times))
 
-    async def first_look(self) -> None:
-        """`look` at the start of a peer. ValueError, in one line, where other processes have filled the GPU, or it runs nothing."""
+    async def measure_at_start(self) -> None:
+        """`measure` at the start of a peer. ValueError, in one line, where other processes have filled the GPU, or it runs nothing."""
         try:
-            await self.look(at_start=True)
+            await self.measure(at_start=True)
         except RuntimeError as error:
             if not self._device.startswith("cuda"):
                 raise
@@ -119,14 +120,14 @@ class Measured:
             )
             raise ValueError(f'device: "{self._device}" {wrong}, or "cpu"') from error
 
-    async def keep_looking(self, idle: Callable[[], bool], then: Callable[[], object]) -> None:
-        """For as long as the peer runs: measure again now and then, if it is `idle`, and call `then` after that."""
+    async def measure_repeatedly(self, idle: Callable[[], bool], then: Callable[[], object]) -> None:
+        """Measure again at intervals while the peer runs, if it is `idle`, and then call `then`."""
         for pause in chain(AGAIN_SECONDS, repeat(AGAIN_SECONDS[-1])):
             await asyncio.sleep(pause)
             if idle():
                 try:
-                    await self.look()
-                except RuntimeError as error:  # a device that other processes have filled
+                    await self.measure()
+                except RuntimeError as error:  # other processes have filled the device
                     log.warning("this machine could not be measured again: %s", error_line(error))
                 then()
 
@@ -143,20 +144,20 @@ def unused_gpu(device: str) -> bool:
 
 
 def lent_bytes(device: str) -> int:
-    """The default of what a volunteer lends. In the worker's thread."""
+    """The memory that a volunteer lends by default. Runs in the worker's thread."""
     cuda = device.startswith("cuda")
     free = torch.cuda.mem_get_info(device)[0] if cuda else free_bytes()
     return int(free * LENT_SHARE)
 
 
 def cores_of(device: str, threads: int) -> float:
-    """As `Capability.cores`, of the cores that this process may run on."""
+    """`Capability.cores` of the cores that this process may run on."""
     if device.startswith("cuda"):
         return 0.0
     return max(1.0, usable_cores() / threads)
 
 
-def _cooler() -> Callable[[], object]:
+def _cache_clearer() -> Callable[[], object]:
     """A function that clears caches as a step does."""
     swept = torch.zeros(SWEPT_BYTES, dtype=torch.uint8)
     return lambda: swept.add_(1)
@@ -165,32 +166,32 @@ def _cooler() -> Callable[[], object]:
 def _run(
     plane: Plane,
     probe: Probe,
-    place: str = "cpu",
+    input_device: str = "cpu",
     quick: bool = False,
-    cool: Callable[[], object] | None = None,
+    clear_caches: Callable[[], object] | None = None,
 ) -> float:
-    """In the worker's thread: seconds of the fastest of some runs, of fewer if `quick`, with inputs on the device `place`, and `cool`
-    called before each."""
-    cool = cool or _cooler()
+    """The seconds of the fastest of some runs, of fewer if `quick`, with inputs on `input_device`, and `clear_caches` called before each.
+    Runs in the worker's thread."""
+    clear_caches = clear_caches or _cache_clearer()
     graph, draw = probe.graph, torch.Generator().manual_seed(0)
 
-    def some(type_: TensorType) -> torch.Tensor:
-        return (torch.randn([bind(dim, {}) for dim in type_.shape], generator=draw) * 0.1).to(place)
+    def random(type_: TensorType) -> torch.Tensor:
+        return (torch.randn([bind(dim, {}) for dim in type_.shape], generator=draw) * 0.1).to(input_device)
 
-    inputs = {given.name: some(given.type) for given in graph.inputs}
-    stage = plane.training(probe.stage, {v.name: some(v.type) for v in graph.variables}, OPTIMIZER)
+    inputs = {input_.name: random(input_.type) for input_ in graph.inputs}
+    stage = plane.training(probe.stage, {v.name: random(v.type) for v in graph.variables}, OPTIMIZER)
 
-    def once() -> float:
-        cool()
+    def timed_run() -> float:
+        clear_caches()
         began = time.perf_counter()
-        made = stage.forward(0, inputs, RngKey(0, 0, 0))
-        float(made["result/0"])  # until the device has done it
+        outputs = stage.forward(0, inputs, RngKey(0, 0, 0))
+        float(outputs["result/0"])  # waits for the device
         return time.perf_counter() - began
 
     for _ in range(WARM_UP):
-        once()
-    runs, lasting = (RUNS_AT_START, RUN_SECONDS_AT_START) if quick else (RUNS, RUN_SECONDS)
-    seconds, until = list[float](), time.perf_counter() + lasting
-    while len(seconds) < runs or time.perf_counter() < until:
-        seconds.append(once())
+        timed_run()
+    runs, duration = (RUNS_AT_START, RUN_SECONDS_AT_START) if quick else (RUNS, RUN_SECONDS)
+    seconds, deadline = list[float](), time.perf_counter() + duration
+    while len(seconds) < runs or time.perf_counter() < deadline:
+        seconds.append(timed_run())
     return min(seconds)

@@ -26,7 +26,7 @@ from fusion.swarm.swarm_key import NO_MEMBER, find_key
 from fusion.swarm.thin.addresses import Target, dialable
 
 CACHED_PEERS_FILE = "peers.txt"  # in a home: peers that its peer has met
-NO_WAY = "no peer to join through; name one with --peer or --bootstrap, or run: fusion-peer start"
+NO_ADDRESS = "no peer to join through; name one with --peer or --bootstrap, or run: fusion-peer start"
 KILLED = "the peer of this home was killed; start it with: fusion-peer start"
 DIAL_SECONDS = 0.5  # for a peer of this home that may run on another machine, which shares the home with us
 
@@ -70,9 +70,9 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
     from fusion.swarm.directory.membership import Membership, MembershipConfig
 
     identity, key = Identity.generate(), find_key(config.home, config.swarm_key)
-    ways = await asyncio.to_thread(ways_in, config)
-    if not ways:
-        raise no_way(config.home)
+    addresses = await asyncio.to_thread(join_addresses, config)
+    if not addresses:
+        raise no_address_error(config.home)
     async with (
         own_store(config.home / "clients") as store,
         open_network(
@@ -96,29 +96,29 @@ async def open_client(config: ClientConfig) -> AsyncIterator[Context]:
             home=config.home,
         )
         membership = Membership(
-            *(transport, directory, directory, None, MembershipConfig(bootstrap=ways)),
+            *(transport, directory, directory, None, MembershipConfig(bootstrap=addresses)),
             learn=lambda peer, addresses, _: transport.learn(peer, addresses),
         )
         async with membership:
-            await _joined(membership.joined, membership.refused, ways, config.join_seconds)
+            await _joined(membership.joined, membership.refused, addresses, config.join_seconds)
             yield context
 
 
 async def _joined(
-    joined: asyncio.Event, refused: asyncio.Event, ways: Sequence[str], patience_seconds: float
+    joined: asyncio.Event, refused: asyncio.Event, addresses: Sequence[str], patience_seconds: float
 ) -> None:
-    """Wait until a peer at one of `ways` has taken us in. Raises PeerUnreachable, ClosedSwarm."""
+    """Wait until a peer at one of `addresses` has taken us in. Raises PeerUnreachable, ClosedSwarm."""
     try:
         async with asyncio.timeout(patience_seconds):
-            await either(joined, refused)
+            await wait_for_either(joined, refused)
     except TimeoutError:
-        tried = ", ".join(ways[:3])
+        tried = ", ".join(addresses[:3])
         raise PeerUnreachable(f"no peer answers at {tried} (waited {patience_seconds:.0f} s)") from None
     if not joined.is_set():
         raise ClosedSwarm(NO_MEMBER)
 
 
-def ways_in(config: ClientConfig) -> tuple[str, ...]:
+def join_addresses(config: ClientConfig) -> tuple[str, ...]:
     """The addresses to join through; may dial, for DIAL_SECONDS. The peer file may be left over from a peer that was killed: then they
     are the bootstrap addresses and those of peers that it had met."""
     if config.peer:
@@ -129,18 +129,18 @@ def ways_in(config: ClientConfig) -> tuple[str, ...]:
     met = load_cached(config.home / CACHED_PEERS_FILE)
     if here is None:
         return met
-    if is_there(here):
+    if accepts_connections(here):
         return tuple(dict.fromkeys((*here.addresses, *config.bootstrap, *met)))
     others = dict.fromkeys((*config.bootstrap, *met))
-    return tuple(way for way in others if way.rpartition("/p2p/")[2] != here.peer_id)
+    return tuple(address for address in others if address.rpartition("/p2p/")[2] != here.peer_id)
 
 
-def no_way(home: Path) -> PeerUnreachable:
-    """The error where `ways_in` finds none."""
-    return PeerUnreachable(NO_WAY if running_peer(home) is None else KILLED)
+def no_address_error(home: Path) -> PeerUnreachable:
+    """The error where `join_addresses` finds none."""
+    return PeerUnreachable(NO_ADDRESS if running_peer(home) is None else KILLED)
 
 
-def is_there(peer: RunningPeer) -> bool:
+def accepts_connections(peer: RunningPeer) -> bool:
     """Whether the addresses in a home's peer file accept connections. Its pid does not show that the peer runs: it may be of another
     container, or of another machine that shares the home, where its control socket cannot be reached either."""
     if peer.control and hasattr(socket, "AF_UNIX"):
@@ -163,7 +163,7 @@ def _listens(target: Target) -> bool:
     return True
 
 
-async def either(one: asyncio.Event, other: asyncio.Event) -> None:
+async def wait_for_either(one: asyncio.Event, other: asyncio.Event) -> None:
     """Wait until one of the two is set."""
     waits = [asyncio.ensure_future(event.wait()) for event in (one, other)]
     try:

@@ -14,11 +14,11 @@ from contextlib import asynccontextmanager
 from fusion.runtime.peer.resident_memory import STATM, resident_bytes
 
 SHARE = 0.01  # of the time
-LOOK_SECONDS = 2.0
+CHECK_SECONDS = 2.0
 # Collections of the younger generations, after which Python itself would collect the oldest one.
-OLD = 10
+MAX_YOUNG_COLLECTIONS = 10
 LARGE_BYTES = 128 << 20  # by which the process has grown since the last collection
-NEVER = 1000  # such collections: a backstop, should `look` not be called
+BACKSTOP_COLLECTIONS = 1000  # such collections: a backstop, should `collect_if_due` not be called
 
 
 class Garbage:
@@ -36,45 +36,45 @@ class Garbage:
         self._clock = clock
         self._young = young
         self._resident = resident
-        self._left = resident()
-        self._wanted = False
+        self._resident_after = resident()
+        self._requested = False
         self._not_before = 0.0
 
-    def soon(self) -> None:
-        """A stage has ended: collect at the next `look`, or now if it was large."""
-        self._wanted = True
-        if self._resident() - self._left >= LARGE_BYTES:
+    def request(self) -> None:
+        """A stage has ended: collect at the next `collect_if_due`, or now if it was large."""
+        self._requested = True
+        if self._resident() - self._resident_after >= LARGE_BYTES:
             self._not_before = 0.0
-            self.look()
+            self.collect_if_due()
 
-    def look(self) -> None:
+    def collect_if_due(self) -> None:
         """Collect now if there may be cycles, and if enough time has passed since the last collection, in proportion to its duration."""
         began = self._clock()
-        if began < self._not_before or not (self._wanted or self._young() >= OLD):
+        if began < self._not_before or not (self._requested or self._young() >= MAX_YOUNG_COLLECTIONS):
             return
-        self._wanted = False
+        self._requested = False
         self._collect()
-        ended, self._left = self._clock(), self._resident()
+        ended, self._resident_after = self._clock(), self._resident()
         self._not_before = ended + (ended - began) / SHARE
 
 
 @asynccontextmanager
 async def collected() -> AsyncIterator[Garbage]:
-    """Collect cycles until the block ends, in place of Python's own full collections. Objects that exist now are taken to stay, and are
-    not examined."""
+    """Collect cycles until the block ends, in place of Python's full collections. Objects that exist now are assumed to stay, and are not
+    examined."""
     gc.freeze()
     garbage, before = Garbage(resident=resident_bytes if STATM.exists() else lambda: 0), gc.get_threshold()
-    gc.set_threshold(*before[:2], NEVER)
-    looking = asyncio.create_task(_look_for_ever(garbage), name="garbage")
+    gc.set_threshold(*before[:2], BACKSTOP_COLLECTIONS)
+    task = asyncio.create_task(_collect_forever(garbage), name="garbage")
     try:
         yield garbage
     finally:
-        looking.cancel()
+        task.cancel()
         gc.set_threshold(*before)
-        await asyncio.gather(looking, return_exceptions=True)
+        await asyncio.gather(task, return_exceptions=True)
 
 
-async def _look_for_ever(garbage: Garbage) -> None:
+async def _collect_forever(garbage: Garbage) -> None:
     while True:
-        await asyncio.sleep(LOOK_SECONDS)
-        garbage.look()
+        await asyncio.sleep(CHECK_SECONDS)
+        garbage.collect_if_due()

@@ -65,7 +65,7 @@ async def opened(
         LinkMonitor(network.transport, network.directory, network.transport.counter.receive_log) as links,
     ):
         measured = measuring(worker, config.device)
-        await measured.first_look()
+        await measured.measure_at_start()
         lent = config.memory_bytes
         if lent is None:
             lent = int(await worker.run(lent_bytes, config.device))
@@ -93,7 +93,7 @@ async def opened(
         )
         drop_code_pages()
         again = asyncio.create_task(
-            measured.keep_looking(lambda: context.memory.free_bytes == lent, drop_code_pages)
+            measured.measure_repeatedly(lambda: context.memory.free_bytes == lent, drop_code_pages)
         )
         try:
             yield network, context, capability

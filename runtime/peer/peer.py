@@ -85,7 +85,7 @@ async def open_peer(config: PeerConfig) -> AsyncIterator[Peer]:
             collected() as garbage,
         ):
             # Generated code and its tensors are in reference cycles: hundreds of MiB would wait for the next collection.
-            parts.hosting.on_rest = garbage.soon
+            parts.hosting.on_rest = garbage.request
             served = parts.services["serve"]
             assert isinstance(served, ServedModels)
             serving = served.generating

@@ -28,20 +28,20 @@ class RunningPeer:
 def running_peer(home: Path) -> RunningPeer | None:
     """What the peer that runs with this home wrote; None where there is no valid file."""
     try:
-        found = json.loads((home / PEER_FILE).read_text())
+        fields = json.loads((home / PEER_FILE).read_text())
         return RunningPeer(
-            peer_id=PeerId(str(found["peer_id"])),
-            addresses=tuple(map(str, found["addresses"][:_ADDRESSES])),
-            pid=int(found["pid"]),
-            control=str(found.get("control", "")),
-            http=str(found.get("http", "")),
+            peer_id=PeerId(str(fields["peer_id"])),
+            addresses=tuple(map(str, fields["addresses"][:_ADDRESSES])),
+            pid=int(fields["pid"]),
+            control=str(fields.get("control", "")),
+            http=str(fields.get("http", "")),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 @contextmanager
-def written_down(home: Path, peer: RunningPeer) -> Iterator[None]:
+def peer_file_kept(home: Path, peer: RunningPeer) -> Iterator[None]:
     """Keep the file of the running peer, for the length of the block. Raises OSError in one line."""
     path = home / PEER_FILE
     scratch = path.with_suffix(".new")

@@ -38,18 +38,17 @@ TYPICAL = Speeds(
     product_flop=1.1e-11, attention_flop=1.8e-11, convolution_flop=2.2e-11, streamed_byte=1.8e-10, touched_byte=2e-10,
     normed_byte=6e-10, drawn_element=1.3e-8, convolution=1.2e-4, node=1.5e-5, updated_byte=9e-11,
 )  # fmt: skip
-SWEEPS = (
-    4  # over the probes (Gauss-Seidel): each gets the part of its time that the other kinds do not explain
-)
+# Over the probes (Gauss-Seidel): each gets the part of its time that the other kinds do not explain.
+SWEEPS = 4
 LEAST_SHARE = 0.2  # of a probe's time that counts for its own kind, whatever the others explain
 
 
 @dataclass(frozen=True)
 class Probe:
-    """`shows`: the kind that it measures, as its index in `Speeds.seconds`. Weights are variables, as a stage's are: inputs are copied
-    to the device each time."""
+    """`kind`: the kind of work that it measures, as its index in `Speeds.seconds`. Weights are variables, as a stage's are: inputs are
+    copied to the device each time."""
 
-    shows: int
+    kind: int
     graph: Graph
 
     @property
@@ -57,15 +56,15 @@ class Probe:
         return Stage(index=0, graph=self.graph, receives=(), sends=(), results=(0,))
 
     @property
-    def asks(self) -> Rows:
+    def work(self) -> Rows:
         """The work of each kind, (KINDS,)."""
         forward, _ = demands(node_costs(self.graph, {}))
-        found: Rows = forward.sum(axis=1)
-        return found
+        total: Rows = forward.sum(axis=1)
+        return total
 
 
 def probes(scale: int = SMALL) -> tuple[Probe, ...]:
-    """The most important ones first."""
+    """The probes, the most important ones first."""
     return (
         Probe(PRODUCTS, _products(256 * scale, 384 * scale)),
         Probe(NODES, _many_nodes()),
@@ -79,20 +78,20 @@ def probes(scale: int = SMALL) -> tuple[Probe, ...]:
     )
 
 
-def fitted(found: Sequence[tuple[Probe, float]]) -> Speeds:
-    """The speeds that follow from the times of some probes. Kinds that were not measured, updates among them, are TYPICAL's, scaled by
-    the time of the first probe."""
-    first, took = found[0]
-    pace = took / float(first.asks @ TYPICAL.seconds)
+def fitted(times: Sequence[tuple[Probe, float]]) -> Speeds:
+    """The speeds that explain the times of some probes. Kinds that were not measured, updates among them, are TYPICAL's, scaled by the time of
+    the first probe."""
+    first, measured = times[0]
+    pace = measured / float(first.work @ TYPICAL.seconds)
     seconds = TYPICAL.seconds * pace
-    for probe, took in tuple(found) * SWEEPS:
-        asks = probe.asks
-        others = float(asks @ seconds) - asks[probe.shows] * seconds[probe.shows]
-        seconds[probe.shows] = max(took - others, LEAST_SHARE * took) / asks[probe.shows]
+    for probe, measured in tuple(times) * SWEEPS:
+        work = probe.work
+        others = float(work @ seconds) - work[probe.kind] * seconds[probe.kind]
+        seconds[probe.kind] = max(measured - others, LEAST_SHARE * measured) / work[probe.kind]
     return Speeds.of((*map(float, seconds), TYPICAL.updated_byte * pace))
 
 
-class _Making:
+class _GraphBuilder:
     """A graph builder: float32, all sizes fixed."""
 
     def __init__(self, *shape: int) -> None:
@@ -100,9 +99,9 @@ class _Making:
         self._nodes: list[Node] = []
         self._types: dict[Ref, TensorType] = {}
         self.x = X
-        given = Input(X.name, TensorType(shape, "float32"))
-        self._inputs = (given,)
-        self._types[X] = given.type
+        input_ = Input(X.name, TensorType(shape, "float32"))
+        self._inputs = (input_,)
+        self._types[X] = input_.type
 
     def weight(self, *shape: int) -> Ref:
         return self._variable(Variable(f"w{len(self._variables)}", TensorType(shape, "float32")))
@@ -117,100 +116,102 @@ class _Making:
         return Ref(variable.name)
 
     def add(self, op: str, *args: Arg) -> Ref:
-        """A node; arguments that are not given are as the operator has them."""
-        found, name = spec(op), f"n{len(self._nodes)}"
-        others = (each.default for each in found.parameters[len(args) :])
-        args = (*args, *(value for value in others if not isinstance(value, Required)))
-        results = tuple(found.infer(found.call(args, self._types)))
+        """Add a node; missing arguments get their defaults."""
+        operator, name = spec(op), f"n{len(self._nodes)}"
+        defaults = (each.default for each in operator.parameters[len(args) :])
+        args = (*args, *(value for value in defaults if not isinstance(value, Required)))
+        results = tuple(operator.infer(operator.call(args, self._types)))
         self._nodes.append(Node(name, op, args, results))
         self._types.update({Ref(name, i): each for i, each in enumerate(results)})
         return Ref(name)
 
     def convolved(self, x: Ref, channels: int, into: int, window: int) -> Ref:
-        """Into images of the same size."""
+        """Convolve to images of the same size."""
         weight = self.weight(into, channels, window, window)
         return self.add("aten.conv2d", x, weight, None, (1, 1), (window // 2,) * 2)
 
     def batch_normed(self, x: Ref, channels: int) -> Ref:
-        """With the statistics of what is given, as in training."""
+        """Batch normalisation with the statistics of its input, as in training."""
         scale, shift = (self.weight(channels) for _ in range(2))
         mean, variance = (self.buffer(channels) for _ in range(2))
         return self.add("aten.batch_norm", x, scale, shift, mean, variance, True, 0.1, 1e-5)
 
     def graph(self, value: Ref) -> Graph:
-        """With the mean of a value as the loss."""
+        """The graph with the mean of a value as the loss."""
         loss = self.add("aten.mean", value)
         return Graph(self._inputs, tuple(self._variables), tuple(self._nodes), (loss,), symbols=())
 
 
 def _many_nodes(count: int = 48) -> Graph:
-    made = _Making(1, 16)
-    x = made.add("aten.mul.Tensor", made.x, made.weight(16))
+    builder = _GraphBuilder(1, 16)
+    x = builder.add("aten.mul.Tensor", builder.x, builder.weight(16))
     for _ in range(count):
-        x = made.add("aten.mul.Tensor", x, 1.01)
-    return made.graph(x)
+        x = builder.add("aten.mul.Tensor", x, 1.01)
+    return builder.graph(x)
 
 
 def _pointwise(rows: int, width: int) -> Graph:
-    """As around the products of a transformer's block."""
-    made = _Making(rows, width)
-    x = made.add("aten.mul.Tensor", made.x, made.weight(width))
+    """Elementwise operators, as around the products of a transformer block."""
+    builder = _GraphBuilder(rows, width)
+    x = builder.add("aten.mul.Tensor", builder.x, builder.weight(width))
     for _ in range(2):
-        y = made.add("fusion.gelu_tanh", x)
-        x = made.add("aten.add.Tensor", made.add("aten.mul.Tensor", x, 0.5), y)
-    return made.graph(x)
+        y = builder.add("fusion.gelu_tanh", x)
+        x = builder.add("aten.add.Tensor", builder.add("aten.mul.Tensor", x, 0.5), y)
+    return builder.graph(x)
 
 
 def _norms(images: int, channels: int, side: int) -> Graph:
-    """Over channels, which lie apart in memory."""
-    made = _Making(images, channels, side, side)
-    x = made.add("aten.mul.Tensor", made.x, made.weight(side))
+    """Norms over channels, which are strided in memory."""
+    builder = _GraphBuilder(images, channels, side, side)
+    x = builder.add("aten.mul.Tensor", builder.x, builder.weight(side))
     for _ in range(2):
-        x = made.batch_normed(x, channels)
-    return made.graph(x)
+        x = builder.batch_normed(x, channels)
+    return builder.graph(x)
 
 
 def _dropped(rows: int, width: int) -> Graph:
-    made = _Making(rows, width)
-    x = made.add("aten.mul.Tensor", made.x, made.weight(width))
-    return made.graph(made.add("fusion.dropout", x, 0.1))
+    builder = _GraphBuilder(rows, width)
+    x = builder.add("aten.mul.Tensor", builder.x, builder.weight(width))
+    return builder.graph(builder.add("fusion.dropout", x, 0.1))
 
 
 def _long_row(width: int, outputs: int) -> Graph:
     """One row through a matrix that no cache near the core holds."""
-    made = _Making(1, width)
-    x = made.add("aten.mul.Tensor", made.x, made.weight(width))
-    return made.graph(made.add("aten.linear", x, made.weight(outputs, width)))
+    builder = _GraphBuilder(1, width)
+    x = builder.add("aten.mul.Tensor", builder.x, builder.weight(width))
+    return builder.graph(builder.add("aten.linear", x, builder.weight(outputs, width)))
 
 
 def _products(rows: int, width: int) -> Graph:
-    made = _Making(rows, width)
-    x = made.x
+    builder = _GraphBuilder(rows, width)
+    x = builder.x
     for _ in range(3):
-        x = made.add("aten.linear", x, made.weight(width, width))
-    return made.graph(x)
+        x = builder.add("aten.linear", x, builder.weight(width, width))
+    return builder.graph(x)
 
 
 def _attention(heads: int, positions: int, width: int) -> Graph:
-    made = _Making(1, heads, positions, width)
-    x = made.add("aten.mul.Tensor", made.x, made.weight(width))
+    builder = _GraphBuilder(1, heads, positions, width)
+    x = builder.add("aten.mul.Tensor", builder.x, builder.weight(width))
     args = (x, x, x, None, 0.0, True)
-    return made.graph(made.add("aten.scaled_dot_product_attention", *args))
+    return builder.graph(builder.add("aten.scaled_dot_product_attention", *args))
 
 
 def _convolutions(images: int, channels: int, side: int) -> Graph:
-    made = _Making(images, channels, side, side)
-    x = made.x
+    builder = _GraphBuilder(images, channels, side, side)
+    x = builder.x
     for window in (1, 3, 1):
-        x = made.convolved(x, channels, channels, window)
-    return made.graph(x)
+        x = builder.convolved(x, channels, channels, window)
+    return builder.graph(x)
 
 
 def _block(images: int, channels: int, side: int) -> Graph:
     """The first half of a ResNet's bottleneck block (arXiv 1512.03385): between two convolutions other operators run, so that neither
     finds its code in a cache."""
-    made = _Making(images, channels, side, side)
-    x, inside = made.x, channels // 4
-    for of, window in ((channels, 1), (inside, 3)):
-        x = made.add("aten.relu", made.batch_normed(made.convolved(x, of, inside, window), inside))
-    return made.graph(x)
+    builder = _GraphBuilder(images, channels, side, side)
+    x, hidden = builder.x, channels // 4
+    for width, window in ((channels, 1), (hidden, 3)):
+        x = builder.add(
+            "aten.relu", builder.batch_normed(builder.convolved(x, width, hidden, window), hidden)
+        )
+    return builder.graph(x)

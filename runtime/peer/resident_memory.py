@@ -23,11 +23,11 @@ def lent_memory(lent_bytes: int, working_bytes: int, worker: Worker) -> MemoryBu
     """A budget without reservations; from now on `worker` trims the process's memory to it. `working_bytes`: as in
     `fusion.runtime.planes.plane.Plane`."""
     budget = MemoryBudget(lent_bytes)
-    worker.between_parts(_look(budget, working_bytes))
+    worker.between_parts(_trimmer(budget, working_bytes))
     return budget
 
 
-def _look(budget: MemoryBudget, working_bytes: int) -> Callable[[], None]:
+def _trimmer(budget: MemoryBudget, working_bytes: int) -> Callable[[], None]:
     """For one thread at a time. Takes 20 us, and milliseconds where memory is returned."""
     trim = _trim()
     if trim is None or not STATM.exists():
@@ -35,12 +35,12 @@ def _look(budget: MemoryBudget, working_bytes: int) -> Callable[[], None]:
     trim()  # what measuring the device has freed
     surplus = Surplus(private_bytes(), budget.lent_bytes, working_bytes)
 
-    def look() -> None:
+    def trim_if_due() -> None:
         if surplus.is_due(private_bytes(), sum(budget.by_place.values())):
             trim()
             surplus.returned(private_bytes())
 
-    return look
+    return trim_if_due
 
 
 def drop_code_pages() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.protocol import ANSWER_BYTES
-from fusion.runtime.peer.client import ClientConfig, no_way, ways_in
+from fusion.runtime.peer.client import ClientConfig, join_addresses, no_address_error
 from fusion.runtime.peer.client_context import client_context
 from fusion.runtime.peer.keys import IDENTITY_FILE, access_of, keys_of
 from fusion.runtime.peer.peer_file import running_peer
@@ -32,9 +32,9 @@ async def open_thin(config: ClientConfig) -> AsyncIterator[Context]:
     """Use the swarm without joining it, until the block ends. Raises as `fusion.runtime.peer.client.open_client`; ValueError for
     an address that only peers can dial."""
     identity, key = _identity(config.home), find_key(config.home, config.swarm_key)
-    ways = await asyncio.to_thread(ways_in, config)
+    ways = await asyncio.to_thread(join_addresses, config)
     if not ways:
-        raise no_way(config.home)
+        raise no_address_error(config.home)
     usable = tuple(way for way in ways if dialable((way,)))
     if not usable:
         raise ValueError(

@@ -36,7 +36,7 @@ class StageBuilder:
     async def build(self, parts: StageParts, checkpoint: Checkpoint) -> Loaded:
         """The stage in the state of the snapshot `checkpoint`, or the initial one where it names none. Raises BlobError, JobError."""
         state = await parts.files.load(checkpoint, parts.near)
-        compute = self._context.compute.of(parts.whose)
+        compute = self._context.compute.of(parts.caller)
         plane: TrainingStage = await compute.run(
             self._plane.training, parts.plan.stage, snapshot.variables(state), parts.config.optimizer
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusion.runtime.device.share import Whose
+from fusion.runtime.device.share import Caller
 from fusion.runtime.job.context import Context
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.manifest import Manifest, TrainConfig
@@ -33,7 +33,7 @@ class StageParts:
     files: StageFiles
     batches: Batches
     near: Mapping[int, PeerId]  # stage -> its last known owner, other than this peer
-    whose: Whose  # whose share of the device it is computed on
+    caller: Caller  # of its calls on the device
 
 
 class StageSource:
@@ -82,7 +82,7 @@ class StageSource:
             files=files,
             batches=batches,
             near=near,
-            whose=self._context.accounts.whose(job, manifest.author),
+            caller=self._context.accounts.caller(job, manifest.author),
         )
 
     def owners(self, job: JobId, manifest: Manifest) -> dict[int, PeerId]:

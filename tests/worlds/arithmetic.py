@@ -22,7 +22,7 @@ import torch
 
 from fusion.dag.cutting.stage import Edge, Stage
 from fusion.dag.ir.graph import Graph, Input, Ref, TensorType, Variable
-from fusion.runtime.device.share import Whose
+from fusion.runtime.device.share import Caller
 from fusion.runtime.job.manifest import TrainConfig
 from fusion.runtime.planes.plane import RngKey, Tensors
 from fusion.runtime.training.data.batches import Batches
@@ -249,7 +249,7 @@ class WorldWorker:
         ] = deque()
         self._busy = False
 
-    def of(self, whose: Whose) -> WorldWorker:
+    def of(self, caller: Caller) -> WorldWorker:
         return self
 
     async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from fusion.runtime.device.overrun import Overrun, call_seconds
-from fusion.runtime.device.real_pace import Asks, RealPace
+from fusion.runtime.device.real_pace import RealPace, Work
 from fusion.runtime.job.worker import Worker
 from fusion.runtime.training.compute.inbox import StagePlan
 
@@ -47,7 +47,7 @@ class DeviceCalls:
         # Used by the worker thread only. The last two are created in the first call, as that takes a while.
         self._busy = self._computed = 0.0
         self._overrun: Overrun | None = None
-        self._asks: Asks | None = None  # of a microbatch
+        self._work: Work | None = None  # of a microbatch
 
     @property
     def waiting(self) -> bool:
@@ -66,8 +66,8 @@ class DeviceCalls:
                 self._busy += seconds
             if self._pace is not None:
                 self._computed += self._pace.clock() - computed
-                if self._asks is None:
-                    self._asks = self._pace.asks(self._plan.stage, self._plan.sizes)
+                if self._work is None:
+                    self._work = self._pace.work(self._plan.stage, self._plan.sizes)
             self._hold_to_estimate(seconds)
             return result
 
@@ -88,8 +88,8 @@ class DeviceCalls:
 
     def report_pace(self, since: Spent, microbatches: int) -> None:
         """Record that `microbatches` were computed since `since`."""
-        if self._pace is not None and self._asks is not None:
-            self._pace.saw(microbatches * self._asks, self._computed - since.computed)
+        if self._pace is not None and self._work is not None:
+            self._pace.record(microbatches * self._work, self._computed - since.computed)
 
     def _hold_to_estimate(self, seconds: float) -> None:
         if self._flops_per_second <= 0.0:

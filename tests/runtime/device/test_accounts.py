@@ -52,7 +52,7 @@ def test_a_job_is_its_author_s_once_the_author_has_signed(record: JobRecord, acc
     accounts = Accounts()
     assert accounts.of(JOB, AUTHOR.peer_id) == UNSIGNED
     accounts.record_launch(JOB, AUTHOR.peer_id, [record], verify)
-    assert accounts.of(JOB, AUTHOR.peer_id) == accounts.whose(JOB, AUTHOR.peer_id).author == account
+    assert accounts.of(JOB, AUTHOR.peer_id) == accounts.caller(JOB, AUTHOR.peer_id).author == account
     assert accounts.of(JobId("1" * 64), AUTHOR.peer_id) == UNSIGNED
 
 

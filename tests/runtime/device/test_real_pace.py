@@ -36,21 +36,21 @@ def factor(pace: RealPace, kind: int = PRODUCTS) -> float:
 
 def seen(pace: RealPace, flops: dict[int, float], seconds: float, steps: int = LEAST_STEPS) -> None:
     for _ in range(steps):
-        pace.saw(asks(flops), seconds)
+        pace.record(asks(flops), seconds)
 
 
 def test_a_stage_asks_for_what_placement_says() -> None:
     graph = make("tied").graph
     (stage,) = split(graph, ())
     forward, backward = measure(graph, (), SIZES, True).passes(0, 1, PROBED.seconds)
-    assert RealPace.asks(stage, SIZES) @ PROBED.seconds == pytest.approx(float(forward + backward))
+    assert RealPace.work(stage, SIZES) @ PROBED.seconds == pytest.approx(float(forward + backward))
 
 
 def test_some_steps_in_it_is_the_median_that_counts_and_old_steps_are_forgotten() -> None:
     pace = pace_at()
     seen(pace, FLOPS, 1.5, LEAST_STEPS - 1)
     assert pace.speeds == PROBED
-    pace.saw(asks(FLOPS), 100.0)  # the machine slept
+    pace.record(asks(FLOPS), 100.0)  # the machine slept
     assert factor(pace) == pytest.approx(1.5, abs=0.02)
     assert {type(part) for part in pace.speeds.parts} == {float}  # as a record carries them
     seen(pace, {PRODUCTS: 2e9}, 2.2, REMEMBERED)

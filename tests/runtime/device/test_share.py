@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from fusion.runtime.device.share import (
-    ABOUT_SECONDS,
+    ACTIVE_SECONDS,
     CREDIT_SECONDS,
     NOBODY,
+    Caller,
     DeviceShare,
     Waiting,
-    Whose,
 )
 from fusion.swarm.directory.records import JobId
 from fusion.swarm.transport import PeerId
@@ -24,8 +24,8 @@ from fusion.swarm.transport import PeerId
 PAUSE = 0.0005  # from the end of a call to the next one of whoever waited for it
 
 
-def whose(author: str, job: str = "", *, serves: bool = False) -> Whose:
-    return Whose(PeerId(author), JobId(job or author), serves)
+def caller(author: str, job: str = "", *, serves: bool = False) -> Caller:
+    return Caller(PeerId(author), JobId(job or author), serves)
 
 
 @dataclass
@@ -35,17 +35,17 @@ class Device:
 
     now: float = 0.0
     waiting: list[Waiting] = field(default_factory=list)
-    waited: dict[Whose, list[float]] = field(default_factory=dict)
-    used: Counter[Whose] = field(default_factory=Counter)
-    order: list[Whose] = field(default_factory=list)
+    waited: dict[Caller, list[float]] = field(default_factory=dict)
+    used: Counter[Caller] = field(default_factory=Counter)
+    order: list[Caller] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.share = DeviceShare(lambda: self.now)
-        self._arrivals: list[tuple[float, int, Whose]] = []
+        self._arrivals: list[tuple[float, int, Caller]] = []
         self._asked: dict[int, float] = {}
         self._count = 0
 
-    def ask(self, owner: Whose, at: float) -> None:
+    def ask(self, owner: Caller, at: float) -> None:
         self._count += 1
         heapq.heappush(self._arrivals, (at, self._count, owner))
 
@@ -56,7 +56,9 @@ class Device:
             self._asked[id(call)] = at
             self.waiting.append(call)
 
-    def run(self, until: float, seconds: dict[Whose, float], bursts: dict[Whose, tuple[int, float]]) -> None:
+    def run(
+        self, until: float, seconds: dict[Caller, float], bursts: dict[Caller, tuple[int, float]]
+    ) -> None:
         """`bursts`: calls one after the other, then a pause; others ask anew as soon as one of theirs begins."""
         left = {owner: count for owner, (count, _) in bursts.items()}
         while self.now < until:
@@ -66,12 +68,12 @@ class Device:
                 continue
             choice = self.share.choose(self.waiting)
             if isinstance(choice, float):
-                assert 0.0 < choice <= ABOUT_SECONDS
+                assert 0.0 < choice <= ACTIVE_SECONDS
                 later = self._arrivals[0][0] if self._arrivals else self.now + choice
                 self.now = min(self.now + choice, later)
                 continue
             self.waiting = [call for call in self.waiting if call is not choice]
-            owner = choice.whose
+            owner = choice.caller
             self.share.begins(choice, self.waiting)
             self.waited.setdefault(owner, []).append(self.now - self._asked.pop(id(choice)))
             if owner not in bursts:
@@ -95,7 +97,7 @@ class Device:
 
 def test_authors_get_as_much_whatever_their_calls_take_and_however_many_jobs_they_have() -> None:
     device = Device()
-    one, greedy = whose("one"), [whose("greedy", f"job {n}") for n in range(20)]
+    one, greedy = caller("one"), [caller("greedy", f"job {n}") for n in range(20)]
     seconds = {one: 0.01} | dict.fromkeys(greedy, 0.05)
     for owner in seconds:
         for _ in range(3):
@@ -110,7 +112,7 @@ def test_authors_get_as_much_whatever_their_calls_take_and_however_many_jobs_the
 def test_who_computes_now_and_then_waits_for_the_call_that_runs_and_no_more() -> None:
     """And gets its next calls at once, one after the other."""
     device = Device()
-    honest, greedy = whose("honest"), [whose("greedy", f"job {n}") for n in range(10)]
+    honest, greedy = caller("honest"), [caller("greedy", f"job {n}") for n in range(10)]
     seconds = {honest: 0.015} | dict.fromkeys(greedy, 0.015)
     device.ask(honest, 0.0)
     for owner in greedy:
@@ -127,11 +129,11 @@ def test_who_computes_now_and_then_waits_for_the_call_that_runs_and_no_more() ->
 def test_steps_and_answers_go_on_beside_an_author_that_always_has_calls_waiting(jobs: int) -> None:
     """Calls of 15 ms: four in a step of 170 ms, one in a token of 56 ms; in the order of their coming steps were at 0.46 and
     0.27 of quiet, answers at 0.61 and 0.36."""
-    step, token = whose("honest", "step"), whose("honest", "token", serves=True)
+    step, token = caller("honest", "step"), caller("honest", "token", serves=True)
     bursts = {step: (4, 0.1113), token: (1, 0.0407)}
-    flood = [whose("greedy", f"job {n}") for n in range(jobs)]
+    flood = [caller("greedy", f"job {n}") for n in range(jobs)]
 
-    def rates(greedy: list[Whose]) -> tuple[int, int]:
+    def rates(greedy: list[Caller]) -> tuple[int, int]:
         device = Device()
         for owner in (step, token, *greedy, *greedy):
             device.ask(owner, 0.0)
@@ -144,7 +146,7 @@ def test_steps_and_answers_go_on_beside_an_author_that_always_has_calls_waiting(
 
 def test_who_goes_from_one_device_to_the_next_seldom_finds_a_call_under_way() -> None:
     """And pauses are made no longer than what they are made for: a call now and then stops nobody."""
-    chain, busy = whose("chain"), [whose("busy", f"job {n}") for n in range(3)]
+    chain, busy = caller("chain"), [caller("busy", f"job {n}") for n in range(3)]
     for rest, most, least in ((0.0168, 0.003, 40.0), (0.9, 0.02, 95.0)):
         device = Device()
         for owner in (chain, *busy, *busy):
@@ -157,7 +159,7 @@ def test_who_goes_from_one_device_to_the_next_seldom_finds_a_call_under_way() ->
 
 def test_the_device_is_held_for_nobody_who_does_not_come_back_soon() -> None:
     device = Device()
-    rare, busy = whose("rare"), whose("busy")
+    rare, busy = caller("rare"), caller("busy")
     device.ask(rare, 0.0)
     device.ask(busy, 0.0)
     device.run(20.0, {rare: 0.01, busy: 0.01}, {rare: (1, 0.05)})
@@ -166,8 +168,8 @@ def test_the_device_is_held_for_nobody_who_does_not_come_back_soon() -> None:
 
 def test_serving_waits_for_one_training_call_of_another_job_at_most() -> None:
     device = Device()
-    answers = whose("author", "answers", serves=True)
-    trains = [whose("author", f"job {n}") for n in range(3)] + [whose("other")]
+    answers = caller("author", "answers", serves=True)
+    trains = [caller("author", f"job {n}") for n in range(3)] + [caller("other")]
     seconds = {answers: 0.03} | dict.fromkeys(trains, 1.0)
     for owner in seconds:
         device.ask(owner, 0.0)
@@ -181,7 +183,7 @@ def test_serving_waits_for_one_training_call_of_another_job_at_most() -> None:
 def test_operators_of_seconds_leave_others_most_of_the_time(serves: bool) -> None:
     """Also where these wait for another device in between, and however many jobs have such operators."""
     device = Device()
-    honest, strange = whose("honest"), [whose("strange", f"job {n}", serves=serves) for n in range(4)]
+    honest, strange = caller("honest"), [caller("strange", f"job {n}", serves=serves) for n in range(4)]
     device.ask(honest, 0.0)
     for owner in strange:
         device.ask(owner, 300.0)
@@ -199,10 +201,14 @@ def test_operators_of_any_length_leave_steps_and_answers_most_of_their_pace(
     seconds: float, step: tuple[int, float]
 ) -> None:
     """Of somebody who has just come. Operators of 25 to 50 ms left steps that go to and fro between two devices 0.44 to 0.63."""
-    steps, token, strange = whose("honest", "step"), whose("honest", "token", serves=True), whose("strange")
+    steps, token, strange = (
+        caller("honest", "step"),
+        caller("honest", "token", serves=True),
+        caller("strange"),
+    )
     bursts = {steps: step, token: (1, 0.0407)}
 
-    def rates(*others: Whose) -> tuple[int, int]:
+    def rates(*others: Caller) -> tuple[int, int]:
         device = Device()
         for owner in (steps, token):
             device.ask(owner, 0.0)
@@ -225,7 +231,7 @@ def test_who_computes_little_does_not_keep_large_operators_from_the_device(
     operator: float, call: float, rest: float, least: float
 ) -> None:
     device = Device()
-    large, little = whose("large"), whose("little")
+    large, little = caller("large"), caller("little")
     device.ask(large, 0.0)
     device.ask(large, 0.0)
     device.ask(little, 60.0)
@@ -235,22 +241,22 @@ def test_who_computes_little_does_not_keep_large_operators_from_the_device(
 
 def test_a_call_that_rests_goes_on_behind_who_has_had_less_and_before_its_jobs_next() -> None:
     share = DeviceShare(lambda: 0.0)
-    first, second = share.arrives(whose("one")), share.arrives(whose("one"))
+    first, second = share.arrives(caller("one")), share.arrives(caller("one"))
     share.begins(first, [second])
-    other = share.arrives(whose("other"))
-    rested = share.rests(first.whose, 0.01)
+    other = share.arrives(caller("other"))
+    rested = share.yields(first.caller, 0.01)
     assert share.choose([rested, second, other]) is other
     share.begins(other, [rested, second])
-    share.ends(other.whose, 1.0)
+    share.ends(other.caller, 1.0)
     assert share.choose([rested, second]) is rested
 
 
 def test_calls_of_one_job_run_in_their_order() -> None:
     share = DeviceShare(lambda: 0.0)
-    first, second = share.arrives(whose("one")), share.arrives(whose("one"))
+    first, second = share.arrives(caller("one")), share.arrives(caller("one"))
     assert share.choose([first, second]) is first
     share.begins(first, [second])
-    share.ends(first.whose, 100.0)
+    share.ends(first.caller, 100.0)
     assert share.choose([second]) is second
 
 
@@ -258,7 +264,7 @@ def test_calls_of_one_job_run_in_their_order() -> None:
 def test_who_comes_anew_or_after_a_rest_has_saved_nothing(known: bool) -> None:
     """Ids are free: who comes under a new one must not go before all others for that."""
     device = Device()
-    late, busy = whose("late"), whose("busy")
+    late, busy = caller("late"), caller("busy")
     device.ask(busy, 0.0)
     device.ask(busy, 0.0)
     device.ask(late, 0.0 if known else 101.0)
@@ -275,7 +281,7 @@ def test_who_has_just_come_has_little_of_a_device_that_others_keep_busy(age: flo
     """What strangers leave of it in their first twenty seconds to somebody who was there for half a minute: 0.79, where their
     share grew with their age."""
     device = Device()
-    honest, stranger = whose("honest"), [whose("stranger", f"job {n}") for n in range(3)]
+    honest, stranger = caller("honest"), [caller("stranger", f"job {n}") for n in range(3)]
     for owner, at in ((honest, 0.0), (honest, 0.0), *((owner, age) for owner in stranger)):
         device.ask(owner, at)
     seconds = {honest: 0.015} | dict.fromkeys(stranger, 0.015)
@@ -289,7 +295,7 @@ def test_who_has_just_come_has_little_of_a_device_that_others_keep_busy(age: flo
 @pytest.mark.heavy
 def test_who_came_first_has_no_more_of_it_after_an_hour() -> None:
     device = Device()
-    honest, stranger = whose("honest"), [whose("stranger", f"job {n}") for n in range(3)]
+    honest, stranger = caller("honest"), [caller("stranger", f"job {n}") for n in range(3)]
     for owner, at in ((honest, 0.0), (honest, 0.0), *((owner, 120.0) for owner in stranger)):
         device.ask(owner, at)
     seconds = {honest: 0.015} | dict.fromkeys(stranger, 0.015)
@@ -301,7 +307,7 @@ def test_who_came_first_has_no_more_of_it_after_an_hour() -> None:
 
 def test_what_was_saved_has_an_end() -> None:
     device = Device()
-    rare, busy = whose("rare"), whose("busy")
+    rare, busy = caller("rare"), caller("busy")
     device.ask(rare, 0.0)
     device.ask(busy, 0.0)
     device.ask(busy, 0.0)
@@ -317,10 +323,10 @@ def test_what_is_remembered_has_an_end() -> None:
     times = itertools.count()
     share = DeviceShare(lambda: 0.1 * next(times))
     for number in range(5000):
-        call = share.arrives(whose(f"author {number}"))
+        call = share.arrives(caller(f"author {number}"))
         share.begins(call, [])
-        share.ends(call.whose, 1.0)
-    assert max(len(share._jobs), len(share._authors._known), len(share._habits)) <= 1024
+        share.ends(call.caller, 1.0)
+    assert max(len(share._jobs), len(share._authors._known), len(share._histories)) <= 1024
     call = share.arrives(NOBODY)
     assert share.choose([call]) is call
 
@@ -343,22 +349,22 @@ def test_every_call_runs_once_whatever_comes_when(
     while left or waiting:
         while left and left[0][3] <= now:
             author, job, serves, _ = left.pop(0)
-            waiting.append(share.arrives(whose(f"{author}", f"{author} {job} {serves}", serves=serves)))
+            waiting.append(share.arrives(caller(f"{author}", f"{author} {job} {serves}", serves=serves)))
         if not waiting:
             now = left[0][3]
             continue
         choice = share.choose(waiting)
         if isinstance(choice, float):
-            assert 0.0 < choice <= ABOUT_SECONDS
+            assert 0.0 < choice <= ACTIVE_SECONDS
             now += choice
             continue
         assert any(call is choice for call in waiting)
         assert not any(
-            c.whose.job == choice.whose.job for c in waiting[: [c is choice for c in waiting].index(True)]
+            c.caller.job == choice.caller.job for c in waiting[: [c is choice for c in waiting].index(True)]
         )
         waiting = [call for call in waiting if call is not choice]
         share.begins(choice, waiting)
         now += seconds[ran]
-        share.ends(choice.whose, seconds[ran])
+        share.ends(choice.caller, seconds[ran])
         ran += 1
     assert ran == len(calls)

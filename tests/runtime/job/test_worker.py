@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fusion.runtime.capture.models import GPT
-from fusion.runtime.device.share import Whose
+from fusion.runtime.device.share import Caller
 from fusion.runtime.job.errors import JobError
 from fusion.runtime.job.spec import GPTConfig
 from fusion.runtime.job.worker import NICE, Worker, rest
@@ -74,8 +74,8 @@ def test_another_authors_call_does_not_wait_for_all_that_one_has_asked_for() -> 
             go.wait(10)
 
         async with Worker() as worker:
-            greedy = worker.of(Whose(PeerId("greedy"), JobId("a")))
-            honest = worker.of(Whose(PeerId("honest"), JobId("b")))
+            greedy = worker.of(Caller(PeerId("greedy"), JobId("a")))
+            honest = worker.of(Caller(PeerId("honest"), JobId("b")))
             calls = [asyncio.ensure_future(greedy.run(first))]
             await asyncio.to_thread(begun.wait, 10)
             calls += [asyncio.ensure_future(greedy.run(seen.append, f"greedy {n}")) for n in range(20)]
@@ -256,7 +256,7 @@ def test_another_jobs_call_overtakes_one_that_rests_and_its_own_jobs_do_not(
             return name
 
         async with Worker() as worker:
-            jobs = [worker.of(Whose(PeerId(name), JobId(name))) for name in ("a", "b", "c")]
+            jobs = [worker.of(Caller(PeerId(name), JobId(name))) for name in ("a", "b", "c")]
             calls = [asyncio.ensure_future(jobs[0].run(long, "a", 3))]
             await asyncio.to_thread(begun.wait, 10)
             calls += [asyncio.ensure_future(jobs[0].run(seen.append, "a's next"))]
@@ -283,7 +283,7 @@ def test_a_short_call_runs_in_the_loops_own_thread_where_the_device_is_free() ->
             return here()
 
         async with Worker(threads=1) as worker:
-            mine, other = (worker.of(Whose(PeerId(name), JobId(name))) for name in "ab")
+            mine, other = (worker.of(Caller(PeerId(name), JobId(name))) for name in "ab")
             first = mine.submit_short(here)
             assert first.done() and await worker.result(first) is here()
             assert mine.submit_short(torch.get_num_threads).result() == 1
@@ -351,7 +351,7 @@ def test_closing_waits_for_calls_that_rest(monkeypatch: pytest.MonkeyPatch) -> N
             return go.wait(10)
 
         calls = [
-            asyncio.ensure_future(worker.of(Whose(PeerId(name), JobId(name))).run(function))
+            asyncio.ensure_future(worker.of(Caller(PeerId(name), JobId(name))).run(function))
             for name, function in (("a", first), ("b", second))
         ]
         for each in begun:

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fusion.runtime.peer.client import CACHED_PEERS_FILE, ClientConfig, open_client, ways_in
+from fusion.runtime.peer.client import CACHED_PEERS_FILE, ClientConfig, join_addresses, open_client
 from fusion.runtime.peer.client_context import LOCK, own_store
-from fusion.runtime.peer.peer_file import RunningPeer, written_down
+from fusion.runtime.peer.peer_file import RunningPeer, peer_file_kept
 from fusion.swarm.blobs import disk
 from fusion.swarm.errors import BlobError, PeerUnreachable, QuotaExceeded
 from fusion.swarm.identity import Identity
@@ -57,12 +57,12 @@ def test_where_the_peer_of_this_home_was_killed_those_that_it_had_met_are_tried_
     own, met, given = (address(n) for n in (1, 2, 3))
     (tmp_path / CACHED_PEERS_FILE).write_text(json.dumps([met, own]))
     alone = ClientConfig(home=tmp_path, bootstrap=(given,))
-    assert ways_in(alone) == (given,)  # it ended in order: no peer of this home is to be asked
-    assert ways_in(ClientConfig(home=tmp_path)) == (met, own)  # nobody else is named
+    assert join_addresses(alone) == (given,)  # it ended in order: no peer of this home is to be asked
+    assert join_addresses(ClientConfig(home=tmp_path)) == (met, own)  # nobody else is named
     # Its pid may be another's meanwhile.
-    with written_down(tmp_path, running(own, control and tmp_path / control)):
-        assert ways_in(alone) == (given, met)
-        assert ways_in(ClientConfig(home=tmp_path, peer=given)) == (given,)
+    with peer_file_kept(tmp_path, running(own, control and tmp_path / control)):
+        assert join_addresses(alone) == (given, met)
+        assert join_addresses(ClientConfig(home=tmp_path, peer=given)) == (given,)
 
 
 def test_a_command_may_store_what_its_own_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +126,8 @@ def test_a_home_whose_peer_was_killed_and_met_nobody_says_so_at_once(
 
     with pytest.raises(PeerUnreachable, match=r"^no peer to join through"):
         asyncio.run(join())
-    with written_down(tmp_path, running(address(1), tmp_path / "gone.sock")):
-        assert ways_in(config) == ()
+    with peer_file_kept(tmp_path, running(address(1), tmp_path / "gone.sock")):
+        assert join_addresses(config) == ()
         with pytest.raises(
             PeerUnreachable, match=r"^the peer of this home was killed; start it with: fusion"
         ):
@@ -143,8 +143,8 @@ def test_a_peer_that_listens_is_a_way_in_whatever_its_pid(family: socket.Address
         listening.listen()
         own = address(1 if family == socket.AF_UNIX else listening.getsockname()[1])
         nobody = 2**22 + 1  # more than the kernel gives
-        with written_down(Path(folder), replace(running(own, control), pid=nobody)):
-            assert ways_in(ClientConfig(home=Path(folder))) == (own,)
+        with peer_file_kept(Path(folder), replace(running(own, control), pid=nobody)):
+            assert join_addresses(ClientConfig(home=Path(folder))) == (own,)
         listening.close()
-        with written_down(Path(folder), running(own, control)):
-            assert ways_in(ClientConfig(home=Path(folder))) == ()
+        with peer_file_kept(Path(folder), running(own, control)):
+            assert join_addresses(ClientConfig(home=Path(folder))) == ()

@@ -20,25 +20,25 @@ TRUE = np.array([1e-11, 1.5e-11, 2e-11, 1e-10, 1.2e-10, 3e-10, 5e-9, 5e-5, 5e-6]
 @pytest.mark.parametrize("scale", [SMALL, LARGE])
 def test_probes_are_graphs_that_any_peer_would_run_and_show_each_kind_once(scale: int) -> None:
     found = probes(scale)
-    assert sorted(probe.shows for probe in found) == list(range(KINDS))
+    assert sorted(probe.kind for probe in found) == list(range(KINDS))
     for probe in found:
         serialise.validate(probe.graph)
-        assert probe.asks[probe.shows] > 0
+        assert probe.work[probe.kind] > 0
 
 
 def test_figures_come_back_from_the_times_that_they_make() -> None:
-    found = [(probe, float(probe.asks @ TRUE)) for probe in probes()]
+    found = [(probe, float(probe.work @ TRUE)) for probe in probes()]
     assert fitted(found).parts[:KINDS] == pytest.approx(tuple(TRUE), rel=0.01)
 
 
 def test_what_was_not_measured_is_as_much_faster_as_products_are() -> None:
     first = probes()[0]
-    twice = fitted([(first, float(first.asks @ TYPICAL.seconds) / 2)])
+    twice = fitted([(first, float(first.work @ TYPICAL.seconds) / 2)])
     assert twice.parts == pytest.approx([part / 2 for part in TYPICAL.parts])
 
 
 def test_a_probe_that_was_disturbed_makes_nothing_free_or_endless() -> None:
-    found = [(probe, float(probe.asks @ TRUE) * (30 if i % 2 else 1)) for i, probe in enumerate(probes())]
+    found = [(probe, float(probe.work @ TRUE) * (30 if i % 2 else 1)) for i, probe in enumerate(probes())]
     assert all(0 < part < 1 for part in fitted(found).parts)
 
 
@@ -61,7 +61,7 @@ def test_a_probe_finds_caches_as_a_step_leaves_them(monkeypatch: pytest.MonkeyPa
 
     plane = SimpleNamespace(training=lambda *_: Stage())
     monkeypatch.setattr(capability.time, "perf_counter", lambda: passed)
-    seconds = capability._run(plane, probes()[0], cool=cool)  # type: ignore[arg-type]
+    seconds = capability._run(plane, probes()[0], clear_caches=cool)  # type: ignore[arg-type]
     assert seconds == pytest.approx(0.001)
     assert called == ["cool", "forward"] * (len(called) // 2) and len(called) >= 2 * capability.RUNS
 
@@ -81,14 +81,16 @@ def test_measuring_again_keeps_the_best_and_goes_on_while_idle(monkeypatch: pyte
         done: list[int] = []
         async with Worker(1, "cpu") as worker:
             measured = Measured(TorchPlane("cpu"), worker, "cpu")
-            await measured.look()
+            await measured.measure()
             first = measured.speeds
-            measured._found[0] = Speeds.of([1000 * part for part in first.parts])  # beside something else
-            task = asyncio.create_task(measured.keep_looking(idle, lambda: done.append(calls)))
+            measured._measurements[0] = Speeds.of(
+                [1000 * part for part in first.parts]
+            )  # beside something else
+            task = asyncio.create_task(measured.measure_repeatedly(idle, lambda: done.append(calls)))
             while not done:
                 await asyncio.sleep(0.01)
             task.cancel()
-            assert calls >= 3 and done[0] >= 3 and len(measured._found) >= 2
+            assert calls >= 3 and done[0] >= 3 and len(measured._measurements) >= 2
             assert measured.speeds.seconds[PRODUCTS] < 1000 * first.seconds[PRODUCTS]
             assert measured.speeds.seconds[NODES] < 1000 * first.seconds[NODES]
 
@@ -118,11 +120,11 @@ def test_all_is_measured_before_a_peer_is_announced_but_where_a_gpu_would_compil
 
     async def main() -> None:
         async with Worker() as worker:
-            await Measured(SimpleNamespace(name=plane), worker, device).first_look()  # type: ignore[arg-type]
+            await Measured(SimpleNamespace(name=plane), worker, device).measure_at_start()  # type: ignore[arg-type]
 
     monkeypatch.setattr(capability, "_run", probed)
     asyncio.run(main())
-    assert len({probe.shows for probe in run}) == len(run) == expected
+    assert len({probe.kind for probe in run}) == len(run) == expected
     assert sum(quickly) == quick and not quickly[0]  # how fast products run is what a peer is known by
 
 
@@ -134,11 +136,11 @@ def test_what_a_few_runs_showed_at_start_is_forgotten_once_more_have(monkeypatch
     async def main() -> None:
         async with Worker() as worker:
             measured = Measured(SimpleNamespace(name="torch"), worker, "cpu")  # type: ignore[arg-type]
-            await measured.first_look()
+            await measured.measure_at_start()
             at_start = measured.speeds.product_flop
-            await measured.look()
+            await measured.measure()
             assert measured.speeds.product_flop == pytest.approx(2 * at_start)
-            await measured.look()
+            await measured.measure()
             assert measured.speeds.product_flop == pytest.approx(2 * at_start)  # the best of both
 
     asyncio.run(main())
@@ -168,7 +170,7 @@ def test_a_gpu_without_room_is_bad_input_in_one_line(
 
     async def main() -> None:
         async with Worker() as worker:
-            await Measured(Full(), worker, device).first_look()  # type: ignore[arg-type]
+            await Measured(Full(), worker, device).measure_at_start()  # type: ignore[arg-type]
 
     with pytest.raises(RuntimeError if message is None else ValueError) as raised:
         asyncio.run(main())

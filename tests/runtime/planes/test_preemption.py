@@ -10,7 +10,7 @@ import torch
 from support.instances import chain
 
 from fusion.dag.cutting.cuts import split
-from fusion.runtime.device.share import Whose
+from fusion.runtime.device.share import Caller
 from fusion.runtime.job.manifest import OptimizerConfig
 from fusion.runtime.job.worker import Worker, rest
 from fusion.runtime.planes import preemption
@@ -56,7 +56,7 @@ def test_runs_that_overtake_each_other_give_the_bits_that_each_gives_alone(
 
     async def main() -> list[list[torch.Tensor]]:
         async with Worker() as worker:
-            jobs = [worker.of(Whose(PeerId(f"{n}"), JobId(f"{n}"))) for n in range(3)]
+            jobs = [worker.of(Caller(PeerId(f"{n}"), JobId(f"{n}"))) for n in range(3)]
             return await asyncio.gather(*(job.run(steps, n, 3) for n, job in enumerate(jobs)))
 
     together = asyncio.run(main())
