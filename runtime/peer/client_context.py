@@ -35,7 +35,7 @@ FRESH_SECONDS = 60.0  # for which a store without a lock may be one that is just
 async def client_context(
     transport: Transport, directory: Directory, access: Access, home: Path
 ) -> AsyncIterator[Context]:
-    """Of a command: it lends nothing, and what it fetches is not offered to others and is deleted with the block."""
+    """The context of a command. It lends nothing; blobs that it fetches are not offered to others, and are deleted at the end of the block."""
     async with own_store(home / "clients") as store:
         blobs = Blobs(store, transport, directory, BlobConfig(offer=False), access=access)
         try:
@@ -54,13 +54,13 @@ async def client_context(
 
 
 def keep_torch_cache(folder: Path) -> None:
-    """Have torch put its caches there: it always makes a folder for them, by default in the system's temporary one, and leaves it."""
+    """Make torch create its cache folder there; by default it creates one in the system's temporary folder, and leaves it behind."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "torch"))
 
 
 @asynccontextmanager
 async def own_store(folder: Path) -> AsyncIterator[BlobStore]:
-    """A blob store for this process alone, removed afterwards with the folders that were made for it, unless others use them by now.
+    """A blob store of this process. It is removed afterwards, with the folders created for it unless others use them.
     Also removes the stores of clients that were killed. Its quota is the whole disk."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     with suppress(FileNotFoundError):  # there is none, or another client is just removing it

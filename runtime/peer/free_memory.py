@@ -1,5 +1,5 @@
-"""How much memory this process may still take: of the machine's free memory, as much as its control groups (a container, a service's
-limit) allow. The kernel kills a process whose group exceeds its limit, whatever the machine has."""
+"""The memory that this process may still allocate: the machine's free memory, within the limits of its control groups (a container, a
+service). The kernel kills a process whose group exceeds its limit, whatever the machine has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def free_bytes() -> int:
 
 
 def _left_by_groups() -> Iterator[int]:
-    """What each group that we are in has left, where it has a limit."""
+    """The bytes left in each group of this process that has a limit."""
     for folder in groups("memory"):
         for limit, usage, cached in FILES:
             with suppress(OSError, ValueError):  # of the other version; "max": there is no limit

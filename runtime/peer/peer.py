@@ -1,7 +1,7 @@
-"""One peer process put together: `open_peer` runs a volunteer's peer. (`fusion.runtime.peer.client` joins to use the swarm.)
+"""A peer process: `open_peer` runs a volunteer's peer. (`fusion.runtime.peer.client` joins to use the swarm.)
 
-What `async with` opens, it closes in the opposite order: stages are released before the directory goes, the
-directory before the transport, and p2pd last.
+`async with` closes the parts in the opposite order: stages are released before the directory closes, the directory before the
+transport, and p2pd last.
 """
 
 from __future__ import annotations

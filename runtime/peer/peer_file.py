@@ -26,7 +26,7 @@ class RunningPeer:
 
 
 def running_peer(home: Path) -> RunningPeer | None:
-    """What the peer that runs with this home wrote; None where there is no valid file."""
+    """The peer file of the peer that runs with this home; None where there is no valid file."""
     try:
         fields = json.loads((home / PEER_FILE).read_text())
         return RunningPeer(

@@ -28,7 +28,7 @@ def lent_memory(lent_bytes: int, working_bytes: int, worker: Worker) -> MemoryBu
 
 
 def _trimmer(budget: MemoryBudget, working_bytes: int) -> Callable[[], None]:
-    """For one thread at a time. Takes 20 us, and milliseconds where memory is returned."""
+    """A function that trims where it is due, for one thread at a time. Takes 20 us, and milliseconds where memory is returned."""
     trim = _trim()
     if trim is None or not STATM.exists():
         return lambda: None

@@ -110,7 +110,7 @@ class StageLoader:
         return stages
 
     async def weights_bytes(self, place: Place, manifest: Manifest) -> int:
-        """Of the stage's own weights. Raises as `stages`."""
+        """The bytes of the stage's own weights. Raises as `stages`."""
         return weights_bytes((await self.stages(place[0], manifest))[place[1]])
 
     async def _load(self, place: Place, manifest: Manifest) -> LoadedStage:

@@ -44,7 +44,7 @@ class StageHandover:
             self._passing = None
 
     async def store(self, version: Version, statistics: Callable[[], RunStatistics]) -> None:
-        """At the step boundary of `version`: store the state. `statistics`: as the stage knows them."""
+        """Store the state at the step boundary of `version`, with the `statistics` that the stage has."""
         try:
             shard = await self._snapshots.store(version)
         except JobError as error:

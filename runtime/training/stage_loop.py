@@ -35,12 +35,12 @@ class StageLoop:
 
     @property
     def faults(self) -> Faults:
-        """At the steps that are not committed, as the lead reports them."""
+        """Faults at uncommitted steps, as reported by the lead."""
         lead = self._outbox.lead
         return self._work.state.faults if lead is None else lead.faults
 
     async def watch(self) -> None:
-        """Beside `run`: detect stalled steps. Never returns."""
+        """Detect stalled steps; runs concurrently with `run`. Never returns."""
         await self._stalls.run()
 
     async def run(self) -> None:

@@ -23,7 +23,7 @@ class Mailbox:
         self._waiting: Counter[int] = Counter()  # by sending stage
 
     def receive(self, source: int, message: m.Message) -> None:
-        """From a partner. Raises StaleTerm for a message that only a lead sends or receives where neither is one, and above
+        """Receive a message from a partner. Raises StaleTerm for a message that only a lead sends or receives where neither is one, and above
         MOST_WAITING."""
         if isinstance(message, m.FromLead) != (source == 0) or (self._stage != 0 and source != 0):
             raise StaleTerm(f"stage {source} may not send {m.kind_of(message)} to stage {self._stage}")
@@ -32,7 +32,7 @@ class Mailbox:
         self._put(source, message)
 
     def put(self, event: m.Message | StageEvent) -> None:
-        """From our own peer."""
+        """Queue a message from our own peer."""
         self._put(self._stage, event)
 
     async def get(self) -> tuple[int, m.Message | StageEvent]:
@@ -55,7 +55,7 @@ class Outbox:
         self._stage = stage
 
     def send(self, target: int, message: m.Message) -> None:
-        """To any stage, our own too. Returns at once."""
+        """Send a message to any stage, also to our own. Returns at once."""
         if target != self._stage:
             self.partners.send(target, message)
         elif isinstance(message, m.FromLead):

@@ -26,7 +26,7 @@ MakeBatches = Callable[[TrainConfig, Sequence[str], Path | None, Path | None], B
 
 @dataclass(frozen=True, kw_only=True)
 class StageParts:
-    """Of a stage: everything but its state."""
+    """The parts of a stage, without its state."""
 
     config: TrainConfig
     plan: StagePlan

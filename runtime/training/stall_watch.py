@@ -39,7 +39,7 @@ MOST_SUSPECTS = 64  # considered at once: jobs may have thousands of stages
 
 
 class StallWatch:
-    """For the stage of `work`."""
+    """Watches the stage of `work` for stalls."""
 
     def __init__(self, context: Context, work: StageWork, outbox: Outbox) -> None:
         self._context = context
@@ -176,7 +176,7 @@ class StallWatch:
         takeover.vote_against(here.job, owner.stage, owner.peer, owner.term, seconds)
 
     def _ask_standbys(self, now: float, group: asyncio.TaskGroup) -> None:
-        """To take over from the owners that were told to leave and have not."""
+        """Request standbys to take over from owners that were told to leave and have not."""
         for stage, (holding, since) in list(self._idle.items()):
             held, waited = self._context.leases.tenure(self._work.here.job, stage), now - since
             left = held is None or held.claim.peer != holding.peer

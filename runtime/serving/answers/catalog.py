@@ -209,5 +209,5 @@ def _unknown(records: Sequence[JobRecord], name: str) -> str:
 
 
 def _share(model: ServedModel) -> int:
-    """Of the memory for models."""
+    """Bytes that a model takes of the memory for models."""
     return max(model.text.memory_bytes, MAX_MODEL_BYTES // MAX_MODELS)

@@ -197,7 +197,7 @@ class Generation:
         return PromptLogprobs(new) if new else None
 
     def _count_cached(self, session: GatewaySession) -> None:
-        """Its prompt has been sent."""
+        """Called once the prompt of `session` has been sent."""
         if not self._begun:
             self.cached_tokens = min(session.reused, len(self._pair.task.prompt))
 

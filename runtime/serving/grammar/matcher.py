@@ -49,7 +49,7 @@ class GrammarSession:
         return self._state == COMPLETE
 
     def close(self) -> None:
-        """From any thread. Idempotent."""
+        """Close the matcher; may be called from any thread. Idempotent."""
         if not self._closed:
             self._closed = True
             with suppress(OSError):

@@ -107,7 +107,7 @@ class GraphStages:
 
 
 def _evaluate(held: _Held, values: Mapping[str, Array]) -> list[Array]:
-    """In the device's thread."""
+    """Runs in the device's thread."""
     outputs = held.plane.evaluate({name: _tensor(array) for name, array in values.items()})
     size = sum(t.numel() * t.element_size() for t in outputs.values())
     if size > MAX_RUN_BYTES:

@@ -54,7 +54,7 @@ class HttpConfig:
         return listening
 
     def url(self, port: int) -> str:
-        """Of the API, as clients take it."""
+        """The URL of the API, as clients use it."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{port}/v1"
 

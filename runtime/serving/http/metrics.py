@@ -71,7 +71,7 @@ class Metrics:
 
 
 class StageLoads(Collector):
-    """Of the stages that this peer runs."""
+    """The loads of the stages that this peer runs."""
 
     def __init__(self, loads: Callable[[], Iterable[StageLoad]]) -> None:
         self._loads = loads

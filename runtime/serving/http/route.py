@@ -35,7 +35,7 @@ def _hop(peer: PeerId, trip: float | None) -> Json:
 
 
 class RouteReporter:
-    """Of one stream. Entered once, for as long as the stream is sent."""
+    """Reports the route of one stream. Entered once, for as long as the stream is sent."""
 
     def __init__(self, context: Context) -> None:
         self._own_id = context.peer_id

@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of a function. `schema` None: it takes none, as with OpenAI; `strict`: every keyword of the schema is enforced."""
+    """The parameters of a function. `schema` None: it takes none, as with OpenAI; `strict`: every keyword of the schema is enforced."""
 
     name: str
     schema: Mapping[str, Any] | None

@@ -167,7 +167,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Without names that could reach Python's internals."""
+    """A namespace without names that could reach Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args

@@ -94,7 +94,7 @@ class RepeatDrafter:
 
 
 class SampledTokens:
-    """At the last stage: the sampled tokens, against which guesses are verified. `first`: the position of the first."""
+    """The sampled tokens at the last stage, against which guesses are verified. `first`: the position of the first."""
 
     def __init__(self, first: int) -> None:
         self._first = first

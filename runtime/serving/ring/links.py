@@ -58,7 +58,7 @@ GrantsOf = Callable[[JobId], tuple[bytes, ...]]
 
 
 def no_grants(job: JobId) -> tuple[bytes, ...]:
-    """For jobs that are open to all."""
+    """The grants for jobs that are open to all: none."""
     return ()
 
 

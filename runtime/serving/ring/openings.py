@@ -74,7 +74,7 @@ class Openings:
         return True
 
     def earn(self, gateway: PeerId) -> None:
-        """One of its sessions runs."""
+        """Called when a session of the gateway runs."""
         account = self._account(gateway)
         account.earned = min(MOST_EARNED, account.earned + EARNED)
 

@@ -280,7 +280,7 @@ class RingStage:
             self._sessions.fail_with(session, error)
 
     def _feed(self, session: StageSession, position: int, tokens: Sequence[int]) -> None:
-        """At the first stage: tokens were sampled, from `position` on."""
+        """Called at the first stage when tokens were sampled, from `position` on."""
         assert session.feed is not None
         for place, token in enumerate(tokens, position):
             session.feed.push(place, token)
@@ -291,7 +291,7 @@ class RingStage:
             self._arrived.set()  # more may be guessed now
 
     def _advance(self, session: StageSession) -> None:
-        """At the first stage: queue the session's next chunk, if there is one, and guesses behind it."""
+        """Called at the first stage: queue the session's next chunk, if there is one, and guesses behind it."""
         feed, schedule = session.feed, self._schedule
         assert feed is not None
         if session.source is not None:

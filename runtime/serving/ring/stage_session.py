@@ -350,7 +350,7 @@ class StageRunner:
         return Outcome(tokens=tokens, scores=tuple(scored_pieces))
 
     def _along(self) -> dict[str, tuple[int, int]]:
-        """For each input its dimension along the sequence, and the rows of a position there. ValueError where one has none."""
+        """The sequence dimension of each input, and the rows of a position there. ValueError where one has none."""
         axes = {}
         for given in self._plane.stage.graph.inputs:
             axis = sequence_axis(given.type)
@@ -398,7 +398,7 @@ class StageRunner:
 
 
 def _stale(work: Work[StageSession]) -> bool:
-    """At the last stage: whether the chunk follows a rejected guess."""
+    """Called at the last stage: whether the chunk follows a rejected guess."""
     chunk, sampled = work.chunk, work.session.sampled
     if not chunk.sample:
         return False

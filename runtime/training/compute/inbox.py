@@ -29,7 +29,7 @@ from fusion.swarm.transport import Frame
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What one stage needs to know of the job to run its part of a step."""
+    """The facts of the job that a stage needs to run its part of a step."""
 
     stage: Stage
     stages: int

@@ -129,7 +129,7 @@ class Batches:
 
     @property
     def samples(self) -> int | None:
-        """In the training data; None where the stage reads none of it."""
+        """The number of samples in the training data; None where the stage reads none of it."""
         return None if self._train is None else self._train.samples
 
     def train(self, step: int, microbatch: int) -> dict[str, torch.Tensor]:

@@ -229,7 +229,7 @@ class Lead:
 
     @property
     def faults(self) -> Faults:
-        """At the steps that are not committed."""
+        """Faults at uncommitted steps."""
         return self._state.faults
 
     def _update_owners(self) -> None:

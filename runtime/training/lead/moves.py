@@ -33,7 +33,7 @@ class Move:
 
     @property
     def gain(self) -> float:
-        """Of a step, from 0 to 1."""
+        """The share of a step's time that is saved, from 0 to 1."""
         return 1 - self.after_seconds / self.before_seconds
 
 

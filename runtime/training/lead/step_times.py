@@ -51,7 +51,7 @@ class StepTimes:
         return tokens * (len(self._times) - 1) / seconds if seconds > 0 else 0.0
 
     def pace(self, step: int) -> Pace | None:
-        """After `step` committed steps; None before PACE_STEPS were committed in a row."""
+        """The pace after `step` committed steps; None before PACE_STEPS were committed in a row."""
         if len(self._computed) < PACE_STEPS:
             return None
         return Pace(

@@ -43,7 +43,7 @@ BACKWARD = 2 / 3  # share of a microbatch's compute time: the usual two to one
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is constant while a job trains. `memory_bytes`: needed on a stage's peer; `state_bytes`: sent by a handover; by stage."""
+    """The constants of a job while it trains. `memory_bytes`: needed on a stage's peer; `state_bytes`: sent by a handover; by stage."""
 
     config: TrainConfig
     edges: tuple[Edge, ...]
@@ -56,7 +56,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """Of the job at one moment. `compute_seconds`: of each stage for one microbatch, both passes."""
+    """Measurements of the job at one moment. `compute_seconds`: of each stage for one microbatch, both passes."""
 
     owners: tuple[str, ...]
     network: Network
@@ -78,7 +78,7 @@ def job_of(config: TrainConfig, stages: Sequence[Stage], memory_bytes: Sequence[
 
 
 def state_bytes(stage: Stage) -> int:
-    """Of a stage's variables, with two optimizer slots for each trainable one."""
+    """The bytes of a stage's variables, with two optimizer slots for each trainable one."""
     return sum(type_bytes(v.type) * (3 if v.trainable else 1) for v in stage.graph.variables)
 
 

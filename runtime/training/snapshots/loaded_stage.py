@@ -20,7 +20,7 @@ from fusion.runtime.training.step.run_statistics import CLEAN, RunStatistics
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """Its part of the plan, its plane, data and blobs, and the version of its state."""
+    """A loaded stage: its part of the plan, its plane, data and blobs, and the version of its state."""
 
     plan: StagePlan
     plane: TrainingStage
@@ -35,15 +35,15 @@ class Loaded:
 
     @property
     def statistics(self) -> RunStatistics:
-        """Of the job, as handed over with the state."""
+        """Run statistics of the job, as handed over with the state."""
         return CLEAN if self.handover is None else self.handover.statistics
 
     @property
     def version(self) -> Version:
-        """Of the state."""
+        """The version of the state."""
         return self.start.version if self.handover is None else self.handover.version
 
     @property
     def step(self) -> int:
-        """Of the state."""
+        """The step of the state."""
         return self.version.step

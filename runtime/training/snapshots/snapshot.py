@@ -261,7 +261,7 @@ def copies_away(last: int, able: int, owners: Mapping[int, PeerId], stages: int)
 
 @dataclass(frozen=True, kw_only=True)
 class Collector:
-    """What the lead knows of the snapshot that is being taken. A new one replaces it. Pure."""
+    """The shards that the lead has of the snapshot in progress. A new snapshot replaces it. Pure."""
 
     stages: int
     ledger: Ledger = UNASKED  # of the requested step

@@ -123,7 +123,7 @@ class SnapshotPeriod:
         return replace(durable, ending=ending)._counted(ending)
 
     def _counted(self, ending: _Durable | None) -> SnapshotPeriod:
-        """With the cost of the snapshot in `self.ending`, if any, and `ending` in its place."""
+        """A copy that includes the cost of the snapshot in `self.ending`, if any, with `ending` in its place."""
         if self.ending is None:
             return replace(self, ending=ending)
         # Saving and sending beside the steps delay the steps; a stall for another reason must not count for more than the

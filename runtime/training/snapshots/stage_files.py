@@ -263,7 +263,7 @@ class StageFiles:
         await self._fetched([manifest.weights[(stage - 1) % manifest.stages]])
 
     async def _fetched(self, digests: Sequence[Digest]) -> None:
-        """As far as somebody has them."""
+        """Fetch the blobs; those that nobody has are logged."""
         manifest, stage = self._manifest, self._stage.index
         for digest in digests:
             try:
@@ -314,7 +314,7 @@ def copies_at(stage: int, stages: int, owners: Mapping[int, PeerId]) -> list[int
 
 
 def scratch_folder(context: Context) -> Path:
-    """Where older versions wrote shards before they moved them into the store."""
+    """The folder where older versions wrote shards before they moved them into the store."""
     return context.home / "scratch"
 
 

@@ -30,7 +30,7 @@ class Checkpoint:
 
     @property
     def version(self) -> Version:
-        """Of the state."""
+        """The version of the state."""
         return Version(self.step, INITIAL if self.digest is None else self.history)
 
     @property

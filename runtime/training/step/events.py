@@ -101,7 +101,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class LoadFailed:
-    """What `Load` asked for is nowhere to be had, or is not what it should be: why."""
+    """The checkpoint of `Load` is unavailable or invalid, and why."""
 
     attempt: Attempt
     text: str

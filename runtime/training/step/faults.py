@@ -73,7 +73,7 @@ def add(faults: Faults, stage: int, step: int, peer: PeerId, text: str) -> Fault
 
 
 def overcome(faults: Faults, step: int) -> Faults:
-    """Without the faults of steps up to `step`, which is committed."""
+    """A copy without the faults of steps up to `step`, which is committed."""
     return tuple(fault for fault in faults if fault.step > step)
 
 

@@ -129,7 +129,7 @@ def lack(state: LeadState, stage: int, attempt: Attempt) -> Result:
 
 
 def requested(state: LeadState, following: m.After) -> LeadState:
-    """With the snapshot that `following` asks for, if any, noted as requested."""
+    """The state with the snapshot that `following` requests, if any, recorded as requested."""
     if not following.snapshot:
         return state
     return replace(state, snapshots=state.snapshots.request(state.step))

@@ -24,7 +24,7 @@ UNKNOWN = ""
 
 @dataclass(frozen=True)
 class Version:
-    """Of the state of a job or a stage."""
+    """The version of the state of a job or a stage."""
 
     step: int  # committed steps; -1: no state
     history: str = UNKNOWN  # hex

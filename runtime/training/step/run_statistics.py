@@ -40,7 +40,7 @@ class RunStatistics:
         return replace(updated, high=step + 1)
 
     def before(self, step: int) -> RunStatistics:
-        """Without the losses of `step` and later ones."""
+        """A copy without the losses of `step` and later ones."""
         return replace(self, recent=tuple(pair for pair in self.recent if pair[0] < step))
 
     def discard(self, attempt: Attempt) -> RunStatistics:

@@ -27,7 +27,7 @@ class SnapshotState:
 
     @classmethod
     def begin(cls, newest: Checkpoint) -> SnapshotState:
-        """Of a lead whose stage was loaded from the snapshot `newest`."""
+        """The initial state of a lead whose stage was loaded from the snapshot `newest`."""
         return cls(newest=newest, reported={0: (newest,)}, held=newest)
 
     def learn(self, checkpoint: Checkpoint, stage: int = 0) -> SnapshotState:

@@ -35,7 +35,7 @@ class StageState:
 
     @property
     def join_id(self) -> m.JoinId:
-        """Of our newest join."""
+        """The id of our newest join."""
         return (self.term, self.incarnation, self.joins)
 
     @property

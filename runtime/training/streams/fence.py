@@ -57,7 +57,7 @@ class _Holder:
 
 
 class Fence:
-    """For streams from stage `partner` to stage `stage`, which is held here under `term`."""
+    """Fences streams from stage `partner` to stage `stage`, which is held here under `term`."""
 
     def __init__(self, leases: Leases, job: JobId, stage: int, term: int, partner: int) -> None:
         self._leases = leases

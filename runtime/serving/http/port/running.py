@@ -186,7 +186,7 @@ class _Connection(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """For bytes that are not HTTP, or too long a head. As uvicorn does it, but in OpenAI's form."""
+        """Respond to bytes that are not HTTP, or to too long a head, as uvicorn does, but in OpenAI's form."""
         unread, _ = self.conn.trailing_data
         reads_head = self.cycle is None or self.cycle.response_complete
         too_long = reads_head and len(unread) > MAX_HEAD_BYTES

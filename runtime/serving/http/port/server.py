@@ -26,7 +26,7 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Of the API, as clients take it."""
+        """The URL of the API, as clients use it."""
         return self.config.url(self.port)
 
 
