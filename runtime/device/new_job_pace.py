@@ -56,8 +56,8 @@ class NewJobPace:
         self._payers: LRUCache[JobId, PeerId] = LRUCache(REMEMBERED)  # of jobs that were taken up
 
     def take_up(self, offers: Iterable[Offer], begin: Callable[[JobId], bool]) -> None:
-        """Call `begin` with the jobs that may be taken up now, in the order given among equals. It returns whether it has begun to read; then
-        READ_SECONDS are charged."""
+        """Call `begin` with the jobs that may be taken up now, in the order given among equals. It returns whether it has begun to read;
+        then READ_SECONDS are charged."""
         by_author: dict[PeerId, list[JobId]] = {}
         for job, author in offers:
             by_author.setdefault(author, []).append(job)

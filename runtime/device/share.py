@@ -1,25 +1,25 @@
 """Which of the calls that wait for a device runs next: fair queueing among authors, then among the jobs of one. Pure.
 
-The shared resource is seconds of the device (start-time fair queueing: Goyal, Vin and Cheng 1996). A long call yields between two
-of its operators, and each slice counts as a call. Each author has a tag, which grows by the seconds of its calls; the lowest goes
-first. It grows by the inverse square of the author's age here, relative to the oldest and up to AGE_SECONDS: a newcomer gets less of
-a busy device, and a new id least. An author that is active and uses less than its share saves credit, up to CREDIT_SECONDS: one that
-computes now and then waits for the call that runs, and not for authors that always compute. An author that is new, or comes back
-after IDLE_SECONDS, has no credit. Calls of one job run in the order in which they were made.
+The shared resource is seconds of the device (start-time fair queueing: Goyal, Vin and Cheng 1996). A long call yields between two of its
+operators, and each slice counts as a call. Each author has a tag, which grows by the seconds of its calls; the lowest goes first. It grows
+by the inverse square of the author's age here, relative to the oldest and up to AGE_SECONDS: a newcomer gets less of a busy device, and a
+new id least. An author that is active and uses less than its share saves credit, up to CREDIT_SECONDS: one that computes now and then
+waits for the call that runs, and not for authors that always compute. An author that is new, or comes back after IDLE_SECONDS, has no
+credit. Calls of one job run in the order in which they were made.
 
 Serving waits for at most one training call of other jobs, unless its author has used far more.
 
-A job whose next call arrives right after its last one would find another job's call begun each time. So the device is held free for a
-job with a lower tag, HOLD_SECONDS at most, where the expected wait that this saves is more than the expected time that it wastes
-(anticipatory scheduling: Iyer and Druschel 2001).
+A job whose next call arrives right after its last one would find another job's call begun each time. So the device is held free for a job
+with a lower tag, HOLD_SECONDS at most, where the expected wait that this saves is more than the expected time that it wastes (anticipatory
+scheduling: Iyer and Druschel 2001).
 
 While an author that has used less is active, one that has used more pauses after each call for as long as that took, PAUSE_SECONDS at
-most: a job that waits for two devices in turn would otherwise find a call under way on each. All pauses together take no longer than
-the calls of the authors that they favour.
+most: a job that waits for two devices in turn would otherwise find a call under way on each. All pauses together take no longer than the
+calls of the authors that they favour.
 
 An operator cannot be interrupted. After one of more than LONG_SECONDS its author's training, or its serving, pauses for LONG_PAUSE_FACTOR
-times as long, so that others wait for a tenth of the time. Such a pause may take more time than the calls that it favours, the more the younger
-the author and the longer the operator: otherwise an author that computes a little now and then could block a large model.
+times as long, so that others wait for a tenth of the time. Such a pause may take more time than the calls that it favours, the more the
+younger the author and the longer the operator: otherwise an author that computes a little now and then could block a large model.
 """
 
 from __future__ import annotations

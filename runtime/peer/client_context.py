@@ -35,7 +35,8 @@ FRESH_SECONDS = 60.0  # for which a store without a lock may be one that is just
 async def client_context(
     transport: Transport, directory: Directory, access: Access, home: Path
 ) -> AsyncIterator[Context]:
-    """The context of a command. It lends nothing; blobs that it fetches are not offered to others, and are deleted at the end of the block."""
+    """The context of a command. It lends nothing; blobs that it fetches are not offered to others, and are deleted at the end of the
+    block."""
     async with own_store(home / "clients") as store:
         blobs = Blobs(store, transport, directory, BlobConfig(offer=False), access=access)
         try:

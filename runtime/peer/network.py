@@ -43,9 +43,9 @@ async def open_network(
     home: Path | None = None,
     keys: Sequence[Signer] = (),
 ) -> AsyncIterator[Network]:
-    """Open the network of a process; it is closed in the opposite order: claims, blobs, directory, and p2pd last. With the key of a closed swarm, streams are opened to and
-    accepted from its members only. `home`: the folder of invites; `keys`: those of the user, besides `identity`. Raises
-    TransportError (a taken port)."""
+    """Open the network of a process; it is closed in the opposite order: claims, blobs, directory, and p2pd last. With the key of a closed
+    swarm, streams are opened to and accepted from its members only. `home`: the folder of invites; `keys`: those of the user, besides
+    `identity`. Raises TransportError (a taken port)."""
     authorizer = None if swarm_key is None else Authorizer(swarm_key, identity.peer_id)
     config = P2PConfig(
         identity=identity, authorizer=authorizer, idle_seconds=IDLE_SECONDS, answer_bytes=ANSWER_BYTES

@@ -79,8 +79,8 @@ def probes(scale: int = SMALL) -> tuple[Probe, ...]:
 
 
 def fitted(times: Sequence[tuple[Probe, float]]) -> Speeds:
-    """The speeds that explain the times of some probes. Kinds that were not measured, updates among them, are TYPICAL's, scaled by the time of
-    the first probe."""
+    """The speeds that explain the times of some probes. Kinds that were not measured, updates among them, are TYPICAL's, scaled by the
+    time of the first probe."""
     first, measured = times[0]
     pace = measured / float(first.work @ TYPICAL.seconds)
     seconds = TYPICAL.seconds * pace

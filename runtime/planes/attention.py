@@ -14,7 +14,8 @@ MAX_SCORES = 1 << 22  # at once, where they are materialised: 16 MB of float32
 
 
 class ScoreMods(NamedTuple):
-    """Modifications of the scores of `fusion.cached_attention_scored` and `fusion.cached_attention_relative`, except the bias of each key."""
+    """Modifications of the scores of `fusion.cached_attention_scored` and `fusion.cached_attention_relative`, except the bias of each
+    key."""
 
     sinks: torch.Tensor | None = None
     softcap: float | None = None
@@ -55,7 +56,8 @@ def single_attention(
     window: int | None,
     score_mods: ScoreMods | None,
 ) -> torch.Tensor:
-    """Store the new keys and values, then attend from each position to all of its sequence up to itself, with the bits of a run by itself."""
+    """Store the new keys and values, then attend from each position to all of its sequence up to itself, with the bits of a run by
+    itself."""
     mods = score_mods or ScoreMods()
     return single_queries.attend(
         query, new, caches, positions, scale, window, mods.sinks, mods.softcap, mods.slopes

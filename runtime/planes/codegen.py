@@ -38,8 +38,8 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Program:
-    """A compiled graph. `inputs` and `variables`: the names, in order, of the tensors that `run` takes. `stateful`: the names, by number, of
-    the nodes that use the state of the run (dropout masks, a cache). `updated`: the variables that a run in training has new values of,
+    """A compiled graph. `inputs` and `variables`: the names, in order, of the tensors that `run` takes. `stateful`: the names, by number,
+    of the nodes that use the state of the run (dropout masks, a cache). `updated`: the variables that a run in training has new values of,
     which follow the outputs."""
 
     def __init__(
@@ -83,13 +83,13 @@ def compile_graph(
     fused: Mapping[str, Fused] | None = None,
     passed: Collection[str] = (),
 ) -> Program:
-    """Generate the code of `graph` for `device`; without `training`, dropout is off and running statistics are used. `products`: functions that
-    compute these nodes in place of their operators; `last`: nodes that keep the last position of each sequence of a run
-    (`fusion.runtime.planes.sequences`); `fused`: calls that compute a node and nodes before it; `passed`: symbols whose sizes are
-    passed to each run, as the inputs may not determine them.
+    """Generate the code of `graph` for `device`; without `training`, dropout is off and running statistics are used. `products`: functions
+    that compute these nodes in place of their operators; `last`: nodes that keep the last position of each sequence of a run
+    (`fusion.runtime.planes.sequences`); `fused`: calls that compute a node and nodes before it; `passed`: symbols whose sizes are passed
+    to each run, as the inputs may not determine them.
 
-    GraphError names what cannot become code. The graph is assumed to have passed `fusion.dag.ir.serialise.validate`; one that has not
-    may fail later, but still cannot place text in the source.
+    GraphError names what cannot become code. The graph is assumed to have passed `fusion.dag.ir.serialise.validate`; one that has not may
+    fail later, but still cannot place text in the source.
     """
     return _Writer(graph, device, training, products or {}, last, fused or {}).write(passed)
 

@@ -18,8 +18,8 @@ _MAX_SIZES = 256  # combinations of symbol sizes whose dimensions are remembered
 
 
 class InputSizes:
-    """Derives sizes from a graph's inputs, in order. `dimensions`: those that its nodes need; `passed`: symbols whose sizes each run passes.
-    Raises GraphError where no input determines one of the others."""
+    """Derives sizes from a graph's inputs, in order. `dimensions`: those that its nodes need; `passed`: symbols whose sizes each run
+    passes. Raises GraphError where no input determines one of the others."""
 
     def __init__(self, graph: Graph, dimensions: Sequence[Poly], passed: Collection[str] = ()) -> None:
         self._names = tuple(i.name for i in graph.inputs)

@@ -53,8 +53,8 @@ class SourceCache:
 
 
 class SessionCache:
-    """The cache of one session of at most `capacity` positions: for each slot tensors (1, heads, allocated positions, width) of keys, values
-    and perhaps a bias. `source`: cached keys and values of an encoder's output, which do not grow."""
+    """The cache of one session of at most `capacity` positions: for each slot tensors (1, heads, allocated positions, width) of keys,
+    values and perhaps a bias. `source`: cached keys and values of an encoder's output, which do not grow."""
 
     def __init__(
         self,

@@ -40,7 +40,8 @@ def scan(
     rates: torch.Tensor | None,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the positions from `state`. Returns their outputs (batch, heads, length, width'), of length 0 without a query, and the last state."""
+    """Run the positions from `state`. Returns their outputs (batch, heads, length, width'), of length 0 without a query, and the last
+    state."""
     batch, shared, heads_per_key_head, width, _ = state.shape
     grouped = (batch, shared, heads_per_key_head)
     key, value, decay, *optional = (tensor.float() for tensor in inputs)

@@ -16,8 +16,8 @@ SelectRows = Callable[[torch.Tensor], torch.Tensor]  # narrows a tensor to the r
 
 
 class Sequences:
-    """The state of a batched run. `lengths`: positions of each piece; `rows`: all rows, those after the pieces are padding; `logit_rows`: rows
-    to compute logits for."""
+    """The state of a batched run. `lengths`: positions of each piece; `rows`: all rows, those after the pieces are padding; `logit_rows`:
+    rows to compute logits for."""
 
     def __init__(
         self, caches: Sequence[SessionCache], lengths: Sequence[int], rows: int, logit_rows: torch.Tensor

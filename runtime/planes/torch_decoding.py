@@ -79,8 +79,8 @@ class TorchDecodingStage(Sessions[SessionCache]):
         return bool(self._slots) and cache.source is None
 
     def run(self, pieces: Sequence[Piece]) -> list[dict[str, torch.Tensor]]:
-        """ValueError for a session that is unknown or comes twice, a gap before `start`, positions beyond the capacity, or several positions
-        `singly` where pieces are not batched."""
+        """ValueError for a session that is unknown or comes twice, a gap before `start`, positions beyond the capacity, or several
+        positions `singly` where pieces are not batched."""
         caches = [self._cache(piece.session) for piece in pieces]
         if len(set(map(id, caches))) < len(caches):
             raise ValueError("a session runs one piece at a time")

@@ -42,8 +42,8 @@ class _Stash:
 
 
 class _Seeded(torch.autograd.Function):
-    """A scalar whose backward pass gives these gradients to values. torch.autograd.backward takes gradients too, but loads symbolic shapes to
-    compare sizes: 33 MiB, and half a second in which nothing else runs on the device."""
+    """A scalar whose backward pass gives these gradients to values. torch.autograd.backward takes gradients too, but loads symbolic shapes
+    to compare sizes: 33 MiB, and half a second in which nothing else runs on the device."""
 
     @staticmethod
     def forward(ctx: Any, seeds: Sequence[torch.Tensor], *values: torch.Tensor) -> torch.Tensor:

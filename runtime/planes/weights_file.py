@@ -95,8 +95,8 @@ def check_header(path: Path, names: Iterable[str], copies: int = 1) -> None:
 
 
 class WeightsFile(Mapping[str, torch.Tensor]):
-    """An untrusted file of at most `tensors` tensors. Each lookup reads the tensor into new memory. Raises JobError for a malformed file; no
-    length in it is believed beyond the size of the file."""
+    """An untrusted file of at most `tensors` tensors. Each lookup reads the tensor into new memory. Raises JobError for a malformed file;
+    no length in it is believed beyond the size of the file."""
 
     def __init__(self, path: Path, tensors: int) -> None:
         self._path = path

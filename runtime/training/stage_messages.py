@@ -23,8 +23,8 @@ class Mailbox:
         self._waiting: Counter[int] = Counter()  # by sending stage
 
     def receive(self, source: int, message: m.Message) -> None:
-        """Receive a message from a partner. Raises StaleTerm for a message that only a lead sends or receives where neither is one, and above
-        MOST_WAITING."""
+        """Receive a message from a partner. Raises StaleTerm for a message that only a lead sends or receives where neither is one, and
+        above MOST_WAITING."""
         if isinstance(message, m.FromLead) != (source == 0) or (self._stage != 0 and source != 0):
             raise StaleTerm(f"stage {source} may not send {m.kind_of(message)} to stage {self._stage}")
         if self._waiting[source] >= MOST_WAITING:

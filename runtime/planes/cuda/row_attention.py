@@ -67,8 +67,8 @@ class RowAttention:
         self._on_device.copy_(self._on_host)
 
     def begin(self, caches: Sequence[SessionCache], positions: Sequence[int]) -> int:
-        """Set the caches and positions of the rows of the next run. Returns the number of key chunks of the longest, rounded up to a power of
-        two."""
+        """Set the caches and positions of the rows of the next run. Returns the number of key chunks of the longest, rounded up to a power
+        of two."""
         count = len(positions)
         self._on_host[:count] = torch.tensor(positions)
         self._on_host[count:ROWS] = -1

@@ -61,8 +61,8 @@ class SessionArrays:
         self.reserved = capacity_for(positions)
 
     def begin(self, start: int, count: int) -> None:
-        """Begin a run of positions [start, start + count); cached positions from `start` on are forgotten. ValueError where that leaves a gap
-        or exceeds the capacity."""
+        """Begin a run of positions [start, start + count); cached positions from `start` on are forgotten. ValueError where that leaves a
+        gap or exceeds the capacity."""
         if not 0 <= start <= self.length:
             raise ValueError(f"the cache holds {self.length} positions: it cannot go on at position {start}")
         if start + count > self.capacity:

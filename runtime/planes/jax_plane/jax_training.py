@@ -61,7 +61,8 @@ class _Passes:
         return outputs, written, ([flat[index] for index in self._layout.held], returned)
 
     def backward(self, residuals: Residuals, seeds: list[Array], gradients: Arrays) -> tuple[Arrays, Arrays]:
-        """Returns `gradients`, one of each parameter, with those of this microbatch added; and the gradients of the inputs that need one."""
+        """Returns `gradients`, one of each parameter, with those of this microbatch added; and the gradients of the inputs that need
+        one."""
         gradients_and_leaves: tuple[Arrays, Arrays] = self._backward(*residuals, seeds, gradients)
         return gradients_and_leaves
 

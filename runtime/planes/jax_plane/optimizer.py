@@ -50,8 +50,8 @@ class Optimizer:
         return updated
 
     def compile(self, parameters: Arrays) -> None:
-        """Compile what `step` runs where every parameter has a gradient, from shapes alone, without allocating. In other cases `step` compiles
-        when it is called."""
+        """Compile what `step` runs where every parameter has a gradient, from shapes alone, without allocating. In other cases `step`
+        compiles when it is called."""
         self._initial_slots.lower(parameters).compile()
         gradients, slots = shapes_of((parameters, self._initial_slots.eval_shape(parameters)), self._device)
         self._update.lower(parameters, gradients, slots, 0.0, 1.0).compile()

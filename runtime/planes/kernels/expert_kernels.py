@@ -110,8 +110,8 @@ def _split_by_spans(
     outputs: int,
     span: int,
 ) -> torch.Tensor:
-    """Call `multiply(output, bias, programs, spans of each)`, with one program for all spans, or one for each and a reduction (split-K): few
-    rows leave most of a GPU idle otherwise."""
+    """Call `multiply(output, bias, programs, spans of each)`, with one program for all spans, or one for each and a reduction (split-K):
+    few rows leave most of a GPU idle otherwise."""
     count, columns = rows.shape
     spans = triton.cdiv(columns, span)
     if spans == 1 or spans * count * outputs > _MAX_PARTIAL_SUMS:

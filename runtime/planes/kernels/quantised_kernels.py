@@ -143,7 +143,8 @@ def sum_spans(
     PARTS: tl.constexpr, PACKED: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """(OUTPUTS, ROWS) float32: the products of the rows `row` with the outputs `out` of one matrix, over `spans` spans from `first_span`."""
+    """(OUTPUTS, ROWS) float32: the products of the rows `row` with the outputs `out` of one matrix, over `spans` spans from
+    `first_span`."""
     column, pair = tl.arange(0, COLUMNS), tl.arange(0, COLUMNS // 2)
     row_pointers = parts + column[:, None] + row[None, :] * columns
     groups = columns // group

@@ -27,8 +27,8 @@ _TRIAL_ROWS = (1, 2, 3, MIN_ROWS, 5, 6, 8, 12, 16, 24, 40)
 
 
 def padded_rows(rows: int, parts: int = 4, min_rows: int = MIN_ROWS) -> int:
-    """How many rows to run for `rows`: just these where products are batch-invariant from one row on (`min_rows` 1). Else at least `min_rows`,
-    and only `parts` counts between one power of two and the next: the library compiles a kernel for each count, which takes
+    """How many rows to run for `rows`: just these where products are batch-invariant from one row on (`min_rows` 1). Else at least
+    `min_rows`, and only `parts` counts between one power of two and the next: the library compiles a kernel for each count, which takes
     milliseconds."""
     if min_rows == 1:
         return rows
@@ -192,8 +192,8 @@ def row_by_row(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | No
 def is_batch_invariant(
     product: Callable[[torch.Tensor], torch.Tensor], width: int, like: torch.Tensor, min_rows: int = MIN_ROWS
 ) -> bool:
-    """Whether a row's product has the same bits in any batch of at least `min_rows` rows, tested with random rows of the device and dtype of
-    `like`."""
+    """Whether a row's product has the same bits in any batch of at least `min_rows` rows, tested with random rows of the device and dtype
+    of `like`."""
     generator = torch.Generator().manual_seed(0)
     max_rows = _TRIAL_ROWS[-1]
     rows = torch.randn(1, max_rows, width, generator=generator).to(like.device, like.dtype)

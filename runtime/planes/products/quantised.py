@@ -26,7 +26,8 @@ _ZERO_POINT = 8  # of weights of 4 bits without a minimum
 
 
 def dequantised(weight: Tensor, scales: Tensor, minimums: Tensor | None) -> Tensor:
-    """Dequantise to (rows, columns) float32. `weight`: (rows, columns) int8 or (rows, columns / 2) uint8; scales, minimums: (rows, groups)."""
+    """Dequantise to (rows, columns) float32. `weight`: (rows, columns) int8 or (rows, columns / 2) uint8; scales, minimums: (rows,
+    groups)."""
     if weight.dtype == torch.uint8:
         numbers = torch.stack([weight & 15, weight >> 4], -1).flatten(-2).float()
         if minimums is None:

@@ -123,7 +123,8 @@ def logprobs(logits: torch.Tensor, token: int, count: int) -> Logprobs:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """Log-probabilities of a prompt's own `tokens`, computed at the last stage, each with the `count` most probable ones at its position."""
+    """Log-probabilities of a prompt's own `tokens`, computed at the last stage, each with the `count` most probable ones at its
+    position."""
 
     tokens: Sequence[int]
     count: int

@@ -67,7 +67,8 @@ class LossScaled:
         self._inner.set_gradients(gradients)
 
     def squared_norm(self, skip: frozenset[str] = frozenset()) -> float:
-        """The squared norm of the unscaled gradients. Infinite where they overflowed and a smaller scale may help, NaN where none is left."""
+        """The squared norm of the unscaled gradients. Infinite where they overflowed and a smaller scale may help, NaN where none is
+        left."""
         norm = self._inner.squared_norm(skip) / self._scale**2
         if math.isfinite(norm):
             return norm

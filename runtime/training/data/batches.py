@@ -38,8 +38,8 @@ def pack_text(
 ) -> Tokens:
     """The files' text as one row of token ids, little-endian unsigned of the smallest width that `vocabulary` needs.
 
-    Bytes where `tokenizer` is None. `not_utf8` is called with each file whose invalid UTF-8 a tokenizer gets as U+FFFD. Stops at `limit_bytes` of text. JobError for a file that cannot be read or a token
-    id that the model does not have.
+    Bytes where `tokenizer` is None. `not_utf8` is called with each file whose invalid UTF-8 a tokenizer gets as U+FFFD. Stops at
+    `limit_bytes` of text. JobError for a file that cannot be read or a token id that the model does not have.
     """
     return _row(_texts_of(files, limit_bytes, None if tokenizer is None else not_utf8), tokenizer, vocabulary)
 

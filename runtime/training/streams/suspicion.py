@@ -18,8 +18,8 @@ AGAIN_SECONDS = 2.0  # from one request about an owner to the next
 
 
 class Suspicion:
-    """The suspicion of stage `stage` that the owner of stage `partner` is gone. `succeeded` is called with the claim of a successor, if there is one,
-    and the term of the owner that it replaced."""
+    """The suspicion of stage `stage` that the owner of stage `partner` is gone. `succeeded` is called with the claim of a successor, if
+    there is one, and the term of the owner that it replaced."""
 
     def __init__(
         self,
