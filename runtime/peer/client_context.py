@@ -28,7 +28,7 @@ except ImportError:  # Windows
 BLOB_QUOTA_BYTES = 50 << 30  # of a peer, by default
 OWN_QUOTA_BYTES = 1 << 50  # of a command, which works for its user alone: the disk is the limit
 LOCK = "lock"  # in a command's store
-FRESH_SECONDS = 60.0  # for which a store without a lock may be one that is just made
+FRESH_SECONDS = 60.0  # for which a store without a lock may be one that is being created
 
 
 @asynccontextmanager
@@ -63,7 +63,7 @@ def keep_torch_cache(folder: Path) -> None:
 async def own_store(folder: Path) -> AsyncIterator[BlobStore]:
     """A blob store of this process. It is removed afterwards, with the folders created for it unless others use them.
     Also removes the stores of clients that were killed. Its quota is the whole disk."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     with suppress(FileNotFoundError):  # there is none, or another client is just removing it
         for store in folder.iterdir():
             _remove_stale(store)
@@ -76,7 +76,7 @@ async def own_store(folder: Path) -> AsyncIterator[BlobStore]:
         if lock is not None:
             os.close(lock)
         with suppress(OSError):
-            for path in made:
+            for path in created:
                 path.rmdir()
 
 
@@ -112,7 +112,7 @@ def _remove_stale(store: Path) -> None:
                 lock = os.open(store / LOCK, os.O_RDWR)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             elif time.time() - store.stat().st_mtime < FRESH_SECONDS:
-                return  # perhaps it is just being made
+                return  # it may be being created
             shutil.rmtree(store, ignore_errors=True)
         finally:
             if lock is not None:

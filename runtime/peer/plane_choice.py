@@ -32,7 +32,7 @@ def _torch(device: str, threads: int) -> Plane:
 def _jax(device: str, threads: int) -> Plane:
     from fusion.runtime.planes.jax_plane.library import load
 
-    load(device, threads)  # before a module of ours imports it
+    load(device, threads)  # before our modules import it
     from fusion.runtime.planes.jax_plane.jax_plane import JaxPlane
 
     return JaxPlane(device, threads)

@@ -122,7 +122,7 @@ def top_keys(
     heads, count, length = query.shape[1], query.shape[2], keys.shape[2]
     queries = torch.arange(start, start + count, device=query.device)[:, None]
     if length <= most:  # all are selected
-        found = torch.arange(length, device=query.device).expand(count, length)
+        positions = torch.arange(length, device=query.device).expand(count, length)
     else:
         rows = zip(
             *(
@@ -140,9 +140,9 @@ def top_keys(
             future = torch.arange(length, device=query.device) > row_positions
             parts.append(total[:, 0].masked_fill(future, -torch.inf).topk(most, -1).indices)
             row_start += len(part)
-        found = torch.cat(parts)
-    found = found.masked_fill(found > queries, -1)
-    return functional.pad(found, (0, most - found.shape[1]), value=-1)[None, None]
+        positions = torch.cat(parts)
+    positions = positions.masked_fill(positions > queries, -1)
+    return functional.pad(positions, (0, most - positions.shape[1]), value=-1)[None, None]
 
 
 def selected_attention(

@@ -238,4 +238,4 @@ def _dispatched(spec: OpSpec) -> _Dispatched | None:
 
 
 # Built from the names of the op-set, which are constants of this program, not from names of a graph.
-_DISPATCHED = {name: found for name, spec in OPSET.items() if (found := _dispatched(spec)) is not None}
+_DISPATCHED = {name: call for name, spec in OPSET.items() if (call := _dispatched(spec)) is not None}

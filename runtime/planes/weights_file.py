@@ -49,7 +49,7 @@ def tensors_bytes_of(
     types = {n: TensorType(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
     return weights_bytes_of(
         [Variable(name, kind) for name, kind in types.items()],
-        lambda wanted: {v.name: tensors[v.name] for v in wanted},
+        lambda variables: {v.name: tensors[v.name] for v in variables},
         metadata,
     )
 

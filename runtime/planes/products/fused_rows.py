@@ -227,4 +227,4 @@ def _is_supported() -> bool:
         (silu(4 * rows), functional.silu(4 * rows)),
         (gate(4 * rows, rows), functional.silu(4 * rows) * rows),
     ]
-    return all(torch.allclose(found, expected, atol=1e-5, rtol=1e-5) for found, expected in pairs)
+    return all(torch.allclose(result, expected, atol=1e-5, rtol=1e-5) for result, expected in pairs)

@@ -351,6 +351,6 @@ class Lead:
             self._everyone(m.Finish(state, text[:300], figures))
 
 
-def _payload(said: int) -> int:
-    """What another peer said of itself, as a number of bytes: those of all stages together have to fit a message."""
-    return said if 0 <= said < MOST_BYTES else 0
+def _payload(reported_bytes: int) -> int:
+    """A number of bytes that another peer reported, or 0 where it is out of range: the numbers of all stages have to fit a message."""
+    return reported_bytes if 0 <= reported_bytes < MOST_BYTES else 0

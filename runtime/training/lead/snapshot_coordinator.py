@@ -86,7 +86,7 @@ class SnapshotCoordinator:
         self._begin(Collector(stages=self._stages))
 
     def request(self, ledger: Ledger, history: str) -> None:
-        """All stages are told to save the state of that ledger and history."""
+        """Called when all stages are ordered to save the state of that ledger and history."""
         self._begin(Collector(stages=self._stages, ledger=ledger, history=history))
         self._period = self._period.request(self._clock())
 

@@ -98,7 +98,7 @@ class SnapshotPeriod:
         return replace(self, step_seconds=_smooth(self.step_seconds, seconds, FORGET_STEP))
 
     def request(self, now: float) -> SnapshotPeriod:
-        """All stages were told to save their state."""
+        """Called when all stages were sent the order to save their state."""
         return replace(self, requested=now, delay_seconds=0.0, ending=None)
 
     def give_up(self) -> SnapshotPeriod:

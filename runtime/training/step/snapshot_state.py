@@ -46,7 +46,7 @@ class SnapshotState:
         return replace(self.learn(checkpoint), held=held, saving=saving)
 
     def restore(self) -> SnapshotState:
-        """All stages are told to restore the newest."""
+        """The state once all stages are ordered to restore the newest snapshot."""
         return replace(self, loading=self.newest)
 
     def resume(self) -> SnapshotState:
@@ -70,5 +70,5 @@ class SnapshotState:
         return replace(self, newest=newest, reported=reported, held=held, lost=lost, lacks=0)
 
     def request(self, step: int) -> SnapshotState:
-        """All stages are told to save the state of `step`."""
+        """The state once all stages are ordered to save the state of `step`."""
         return replace(self, requested=step, saving=True, due=False)

@@ -29,11 +29,11 @@ NEAR_SECONDS = 0.5  # for which a read of the claims next to the partner's stage
 
 
 class Overtaken(StaleTerm):
-    """The stage was held under a term that ours does not exceed, as its partners remember. `holder`: the peer that held it, where
+    """The stage was held under a term that the new claim does not exceed, as its partners remember. `holder`: the peer that held it, where
     the terms are equal."""
 
-    def __init__(self, stage: int, ours: int, term: int, holder: str = "somebody before us") -> None:
-        what = f"term {term} by {holder}" if term == ours else f"term {term}, not {ours}"
+    def __init__(self, stage: int, own_term: int, term: int, holder: str = "somebody before us") -> None:
+        what = f"term {term} by {holder}" if term == own_term else f"term {term}, not {own_term}"
         super().__init__(f"stage {stage} was held under {what}")
         self.term = term
 
