@@ -22,7 +22,7 @@ import torch
 from fusion.compression.adaptive import CodecSpeed, EdgeUse, choose, payload_bytes
 from fusion.compression.codec import codec
 from fusion.compression.codec_speed import measure_codec
-from fusion.compression.spec import LEAST, MILLION, MOST, parse
+from fusion.compression.spec import MAX_MILLIONTHS, MILLION, MIN_MILLIONTHS, parse
 
 SPECS = (
     *("none", "bf16", "fp16", "int8", "int4"),
@@ -92,7 +92,7 @@ def spread(seed: int, reuse_mask: bool) -> float:
         seconds: dict[str, float] = {}
         for use in uses:
             spec = parse(chosen[use.edge, use.direction])
-            if spec.family == "topk" and LEAST < spec.millionths < MOST:
+            if spec.family == "topk" and MIN_MILLIONTHS < spec.millionths < MAX_MILLIONTHS:
                 key = use.edge if reuse_mask else f"{use.edge} {use.direction}"
                 busy = use.busy_seconds(payload_bytes(use, spec, reuse_mask=reuse_mask))
                 seconds[key] = max(busy, seconds.get(key, 0.0))

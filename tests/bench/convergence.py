@@ -33,7 +33,7 @@ from box.network_file import NETWORKS
 from support.endings import end_as_if_interrupted
 
 from fusion.compression.reference_speeds import REFERENCE
-from fusion.compression.spec import LEAST, MOST, Spec
+from fusion.compression.spec import MAX_MILLIONTHS, MIN_MILLIONTHS, Spec
 from fusion.dag.cutting.cuts import split
 from fusion.dag.ir.graph import Graph
 from fusion.dag.placement.network import Network
@@ -118,7 +118,7 @@ def codecs(elements: int) -> dict[str, CompressionConfig]:
 
 def sparse(elements: int, ratio: float) -> Spec:
     """The largest density, to three digits, whose payload is at most a `ratio`-th of the dense one."""
-    low, high = LEAST, MOST
+    low, high = MIN_MILLIONTHS, MAX_MILLIONTHS
     while low < high:
         middle = (low + high + 1) // 2
         spec = Spec(family="topk", millionths=middle)

@@ -8,7 +8,7 @@ import sys
 import time
 
 from fusion.cli.main import main
-from fusion.runtime.peer import peer
+from fusion.runtime.peer import machine
 from fusion.swarm.links.monitor import LinkMonitor
 
 
@@ -33,5 +33,5 @@ class WatchedLinks(LinkMonitor):
 
 
 if __name__ == "__main__":
-    peer.LinkMonitor = WatchedLinks  # type: ignore[misc]
+    machine.LinkMonitor = WatchedLinks  # type: ignore[misc]
     sys.exit(main())
