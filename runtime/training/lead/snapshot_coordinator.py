@@ -76,6 +76,8 @@ class SnapshotCoordinator:
         return late.suspects(moved, ending=ending) if late.seconds >= least_seconds else ()
 
     def _late_parts(self) -> LateParts:
+        if self._collector.complete and self._index is None:  # the stages wait for our index
+            return NONE_LATE
         seconds = self._period.seconds(self._clock())
         return LateParts(seconds, self._collector.pending, dict(self._troubles))
 

@@ -214,3 +214,27 @@ def test_what_keeps_a_stage_from_its_part_of_a_snapshot_is_what_the_job_waits_fo
     for stage in range(STAGES):
         table.lead.receive(stage, m.Held(asked.step, asked.index))
     assert table.lead.waiting_for == "" and table.lead.progress.state == "done"
+
+
+def _awaiting_snapshot(**parts: Any) -> Table:
+    """A job that has done its steps and waits for its last snapshot, of which both shards are saved."""
+    table = Table(config(steps=1, snapshot_every=1000), **parts)
+    table.join()
+    table.step(1.0, 0.5, 0.5)
+    for stage in range(STAGES):
+        table.lead.receive(stage, m.Shard(1, Digest(f"{stage:064x}")))
+    table.now += 1000.0
+    return table
+
+
+def test_a_stage_that_holds_no_copies_is_late() -> None:
+    table = _awaiting_snapshot(spawn=_at_once, put=_somewhere)
+    index = table.last(m.Replicate).index
+    table.lead.receive(0, m.Held(1, index))
+    assert table.lead.late_in_snapshot(1000.0) == (1,) and table.lead.late_in_snapshot(1000.1) == ()
+    table.lead.receive(1, m.Held(1, index))
+    assert table.lead.late_in_snapshot(0.0) == ()
+
+
+def test_no_stage_is_late_that_waits_for_the_lead() -> None:
+    assert _awaiting_snapshot().lead.late_in_snapshot(1000.0) == (), "no index is stored yet"
