@@ -1,16 +1,21 @@
 """What a thin transport is to do with a real p2pd at the other side, a function each. In a process of their own, as hivemind must not be
 loaded beside py-libp2p (`support.thin_peer`).
 
-    python thin_cases.py FUNCTION
+    python thin_cases.py
+
+Each line of its input is the name of a function; the answer is a line of JSON with what went wrong, and what was written to stderr.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
+import os
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,6 +23,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.warm_start import Zygote, warm_start
 
 from fusion.swarm.errors import FrameError, PeerUnreachable, StreamBroken, StreamClosed, UnknownProtocol
 from fusion.swarm.identity import Identity
@@ -28,6 +37,7 @@ from fusion.swarm.transport import PeerId, call
 PEER = Path(__file__).with_name("thin_peer.py")
 ECHO = "/fusion/echo/1"
 SECONDS = 120.0
+CASE_SECONDS = 300.0
 
 
 @dataclass
@@ -189,11 +199,12 @@ async def a_peer_is_dialled_at_all_of_its_addresses() -> None:
         await near._started()
         from fusion.swarm.thin import connection
 
-        connection.DIAL_SECONDS = 3600.0
-        private = f"/ip4/127.0.0.1/tcp/{silent.sockets[0].getsockname()[1]}/p2p/{far.peer_id}"
-        near.learn(far.peer_id, (private, far.address))
-        assert await near.gateway() == far.peer_id
-        assert (await call(near, far.peer_id, ECHO, "hi")).kind == "hi"
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(connection, "DIAL_SECONDS", 3600.0)
+            private = f"/ip4/127.0.0.1/tcp/{silent.sockets[0].getsockname()[1]}/p2p/{far.peer_id}"
+            near.learn(far.peer_id, (private, far.address))
+            assert await near.gateway() == far.peer_id
+            assert (await call(near, far.peer_id, ECHO, "hi")).kind == "hi"
 
 
 async def a_connection_on_which_nothing_comes_any_more_is_replaced() -> None:
@@ -220,11 +231,11 @@ async def a_connection_on_which_nothing_comes_any_more_is_replaced() -> None:
             assert (await asyncio.gather(stream.send("hi"), stream.receive()))[1].kind == "hi"
             from fusion.swarm.thin import connection
 
-            connection.OPEN_SECONDS = 1.0
-            deaf.set()
-            with pytest.raises(PeerUnreachable, match="no answer"):
-                await near.open(far.peer_id, ECHO)
-            connection.OPEN_SECONDS = 8.0
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(connection, "OPEN_SECONDS", 1.0)
+                deaf.set()
+                with pytest.raises(PeerUnreachable, match="no answer"):
+                    await near.open(far.peer_id, ECHO)
             assert (await call(near, far.peer_id, ECHO, "hi")).kind == "hi"
             assert len(ways) == 4 and not stream.broke, "what is under way is not ended for it"
         await asyncio.gather(*ways, return_exceptions=True)
@@ -256,5 +267,36 @@ async def uvloop_is_as_good_as_the_standard_loop() -> None:
     await asyncio.to_thread(other)
 
 
+def run(case: str) -> dict[str, str]:
+    """What went wrong, "" where nothing did, and what was written to stderr meanwhile."""
+    wrong = ""
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            asyncio.run(globals()[case]())
+        except BaseException:
+            wrong = traceback.format_exc()
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+        file.seek(0)
+        return {"wrong": wrong, "stderr": file.read().decode()}
+
+
+def main() -> None:
+    zygote = Zygote(PEER.stem)
+    try:
+        with warm_start(zygote):
+            for line in sys.stdin:
+                faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
+                told = run(line.strip())
+                faulthandler.cancel_dump_traceback_later()
+                print(json.dumps(told), flush=True)
+    finally:
+        zygote.close()
+
+
 if __name__ == "__main__":
-    asyncio.run(globals()[sys.argv[1]]())
+    main()

@@ -30,6 +30,7 @@ SCRIPTS = (
     "sweeps/armed.py",
     "sweeps/launcher.py",
     "support/lying_peer.py",
+    "support/thin_peer.py",
 )
 NETWORK = "/proc/thread-self/ns/net"
 ROOM_BYTES = 1 << 16  # for the arguments and for the environment of a command
@@ -47,10 +48,11 @@ _scripts = [[str(TESTS / script)] for script in SCRIPTS]
 
 
 class Zygote:
-    """One of this process, begun when it is asked first; it ends with us."""
+    """One of this process, begun when it is asked first; it ends with us. It has imported `modules`, or what our commands import."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
         self.forked = 0
+        self._modules = modules
         self._environment = os.environ.copy() | {"OMP_NUM_THREADS": "1"}
         # A test may ask first from within a box: what is in one does not outlive it.
         self._home = os.open(NETWORK, os.O_RDONLY) if sys.platform == "linux" else -1
@@ -90,7 +92,14 @@ class Zygote:
             with theirs:
                 number = theirs.fileno()
                 self._process = subprocess.Popen(
-                    [sys.executable, str(ZYGOTE), str(number), str(self._home), "." * ROOM_BYTES],
+                    [
+                        sys.executable,
+                        str(ZYGOTE),
+                        str(number),
+                        str(self._home),
+                        "." * ROOM_BYTES,
+                        *self._modules,
+                    ],
                     env=self._environment | {"ROOM": "." * ROOM_BYTES},
                     pass_fds=[number, self._home],
                     stdin=subprocess.DEVNULL,

@@ -1,9 +1,9 @@
 """A process that has imported what our commands import, and forks one of them whenever it is asked to (Android's word).
 
-    python tests/support/zygote.py SOCKET NETWORK ROOM
+    python tests/support/zygote.py SOCKET NETWORK ROOM [MODULE...]
 
 `support/warm_start.py` starts it, as a child of the process that wants the commands; it stays in the network namespace of the
-descriptor NETWORK, and ROOM is space for the arguments of others. Each request is a line of JSON, with the three standard files
+descriptor NETWORK, and ROOM is space for the arguments of others. It imports LOADED, or these modules instead. Each request is a line of JSON, with the three standard files
 beside it; the answer is the number of the new process, a child of whoever asked: the zygote forks twice, and who asks adopts the
 orphan (prctl(2), PR_SET_CHILD_SUBREAPER). From there on it is `python` with these arguments: the same `__main__`, environment,
 folder, files and way to end. It ends when SOCKET is closed. Linux only.
@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,18 +47,19 @@ LOADED = (
         f"fusion.cli.{name}"
         for name in ("start", "train", "serve", "jobs", "status", "models", "generate", "chat")
     ),
-    *("fusion.runtime.capture.huggingface", "torch.export", "transformers.models.llama.modeling_llama"),
+    *("fusion.runtime.capture.huggingface", "transformers.models.llama.modeling_llama"),
+    "torch.export._trace",  # and what only an export imports
 )
 STANDARD_FILES = 3
 REQUEST_BYTES = 1 << 20
 CLONE_NEWNET = 0x40000000  # of <linux/sched.h>
 
 
-def load() -> None:
+def load(names: Sequence[str] = LOADED) -> None:
     from fusion.cli.terminal.fast_imports import lean_imports
 
     with lean_imports():
-        for name in LOADED:
+        for name in names:
             importlib.import_module(name)
 
 
@@ -158,7 +160,7 @@ def main() -> None:
     channel.set_inheritable(False)
     stay_in(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C ends who asks, and that ends us
-    load()
+    load(sys.argv[4:] or LOADED)
     assert len(os.listdir("/proc/self/task")) == 1, (
         "an import has begun a thread: its locks would not survive a fork"
     )

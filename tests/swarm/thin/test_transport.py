@@ -1,11 +1,14 @@
-"""The thin transport against a real p2pd: py-libp2p dials go-libp2p, and frames go both ways as between two peers. Each case has a
-process of its own."""
+"""The thin transport against a real p2pd: py-libp2p dials go-libp2p, and frames go both ways as between two peers. The cases have a
+process of their own, and each has its own peer."""
 
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,16 +27,28 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_case(case: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(Path(thin_cases.__file__)), case],
-        capture_output=True,
+@pytest.fixture(scope="module")
+def cases() -> Iterator[subprocess.Popen[str]]:
+    """The process that runs them."""
+    with subprocess.Popen(
+        [sys.executable, str(Path(thin_cases.__file__))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case(case: str, cases: subprocess.Popen[str]) -> None:
+    assert cases.stdin is not None and cases.stdout is not None
+    print(case, file=cases.stdin, flush=True)
+    told = json.loads(cases.stdout.readline())
+    assert told == {"wrong": "", "stderr": ""}, f"{told['wrong']}\n{told['stderr']}"
 
 
 def test_there_are_cases() -> None:
