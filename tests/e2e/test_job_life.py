@@ -105,7 +105,7 @@ async def status(context: Context, peer: PeerId) -> Frame:
 
 def test_a_job_outlives_its_launcher_and_becomes_a_model_that_answers(peers: Peers, tmp_path: Path) -> None:
     swarm = peers.swarm(3)
-    steps = 300
+    steps = 200
     job = write_job(tmp_path / "job.toml", "life", steps=steps)
     laptop = tmp_path / "laptop"
     began = peers.run("train", str(job), "--detach", "--home", str(laptop), "--peer", swarm[0].address)
