@@ -225,3 +225,12 @@ def greedy(model: Any, prompt: list[int], new: int, **settings: Any) -> tuple[li
         )
         logits = model(whole, use_cache=False).logits[0, len(prompt) - 1 : -1]
     return whole[0, len(prompt) :].tolist(), logits.cpu()
+
+
+def is_greedy(model: Any, prompt: list[int], answer: list[int]) -> bool:
+    """Whether the model, given the prompt and the answer at once, has chosen each token of the answer: what `generate()` would give,
+    for the price of one pass."""
+    with torch.inference_mode():
+        ids = torch.tensor([prompt + answer], device=model.device)
+        chosen = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].argmax(-1)
+    return bool(chosen.tolist() == answer)
