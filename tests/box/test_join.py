@@ -58,7 +58,7 @@ class Running:
 @contextmanager
 def started(box: Box, host: str, home: Path, *arguments: str) -> Iterator[Running]:
     command = [*FUSION_PEER, "start", "--home", str(home), "--threads", "1", *arguments]
-    environment = {**os.environ, "HOME": str(home.parent)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with box.run(host, command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         running = Running(process)
         try:
