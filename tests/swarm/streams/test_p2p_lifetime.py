@@ -28,16 +28,17 @@ from fusion.swarm.errors import (
 )
 from fusion.swarm.identity import Identity
 from fusion.swarm.machine import usable_cores
+from fusion.swarm.streams import p2p
 from fusion.swarm.streams.p2p import P2PTransport
 from fusion.swarm.streams.p2p_config import P2PConfig
 from fusion.swarm.streams.p2pd import daemon_cores
-from fusion.swarm.streams.p2pd_control import SILENT_SECONDS
 from fusion.swarm.transport import Stream
 
 pytestmark = pytest.mark.process
 
 ECHO = "/fusion/echo/1"
 GONE_SECONDS = 2.0
+SOON_SECONDS = 0.4  # in the place of SILENT_SECONDS
 SLOW = DhtConfig(call_seconds=60.0)
 
 
@@ -254,8 +255,11 @@ async def forwarder(port: int, works: asyncio.Event) -> AsyncIterator[int]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_a_connection_that_died_without_a_word_is_given_up_for_a_new_one(place: Path) -> None:
+def test_a_connection_that_died_without_a_word_is_given_up_for_a_new_one(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """p2pd alone takes 40 s to notice."""
+    monkeypatch.setattr(p2p, "SILENT_SECONDS", SOON_SECONDS)
 
     async def main() -> None:
         works = asyncio.Event()
@@ -283,10 +287,14 @@ def test_a_connection_that_died_without_a_word_is_given_up_for_a_new_one(place: 
     uvloop.run(main())
 
 
-def test_a_peer_that_is_slow_to_answer_keeps_its_connection(place: Path) -> None:
+def test_a_peer_that_is_slow_to_answer_keeps_its_connection(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(p2p, "SILENT_SECONDS", SOON_SECONDS)
+
     async def hesitate(stream: Stream) -> None:
         await stream.receive()
-        await asyncio.sleep(2 * SILENT_SECONDS)
+        await asyncio.sleep(2 * SOON_SECONDS)
         await stream.send("at last")
 
     async def main() -> None:
