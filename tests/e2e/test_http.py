@@ -171,7 +171,7 @@ def llm_talks(url: str, model: Any, made: Any, home: Path) -> None:
         "max_tokens",
         str(TOKENS),
     )
-    for arguments, text in (([QUESTION, "--no-stream"], first), ([QUESTION], first), ([NEXT, "-c"], second)):
+    for arguments, text in (([QUESTION, "--no-stream"], first), ([NEXT, "-c"], second)):
         done = subprocess.run(
             [*ask, *arguments], capture_output=True, text=True, timeout=120, check=False,
             env={**os.environ, "LLM_USER_PATH": str(home)},

@@ -15,7 +15,7 @@ from bench.serving.load_site import Site, open_site
 
 pytestmark = pytest.mark.e2e
 
-CLIENTS, SECONDS = 8, 3.0
+CLIENTS, SECONDS = 8, 1.5
 LENT_SESSIONS, LONG_ANSWERS = 1.0, 8
 
 
