@@ -20,7 +20,9 @@ SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 # Another program with hivemind, whose sockets are where hivemind puts them.
 HIVEMIND = """
 import asyncio, sys
-from hivemind.p2p import P2P
+from fusion.cli.terminal.fast_imports import lean_imports
+with lean_imports():
+    from hivemind.p2p import P2P
 
 async def main():
     p2p = await P2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"])
