@@ -13,6 +13,7 @@ import time
 import psutil
 import pytest
 
+from fusion.cli import demo
 from fusion.cli.main import main
 from fusion.cli.terminal import loop
 
@@ -36,15 +37,29 @@ def test_it_trains_and_answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(
         loop, "_new_loop", asyncio.new_event_loop
     )  # uvloop's processes are its own, none is forked
-    code = main(["demo", "--json", "--peers", "2", "--steps", "6"])
+    smaller(monkeypatch)
+    code = main(["demo", "--json", "--peers", "2", "--steps", "16"])
     said = capsys.readouterr()
     assert code == 0, said.err[-2000:]
     figures = json.loads(said.out.splitlines()[-1])
     assert list(figures) == FIGURES
-    assert (figures["peers"], figures["stages"], figures["steps"]) == (3, 2, 6)
+    assert (figures["peers"], figures["stages"], figures["steps"]) == (3, 2, 16)
     assert figures["loss_last"] < figures["loss_first"] - 0.5
     assert figures["val_loss"] < figures["loss_first"] - 0.5
     assert figures["text"].startswith("def ") and len(figures["text"]) > 20
+
+
+def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo's model has a fifteenth of its parameters, and a step an eighth of its tokens."""
+    for name, value in {
+        "BLOCKS": 2,
+        "WIDTH": 64,
+        "HEADS": 4,
+        "SEQUENCE": 128,
+        "MICROBATCHES": 2,
+        "MICROBATCH_SIZE": 1,
+    }.items():
+        monkeypatch.setattr(demo, name, value)
 
 
 @pytest.mark.cold
