@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fusion.cli.local import chaos_job
+
 pytestmark = pytest.mark.e2e
 CHAOS = (sys.executable, "-m", "fusion.cli.main", "chaos", "--json")
 SWEEPS = Path(__file__).parents[1] / "sweeps"
@@ -41,6 +43,8 @@ def test_kills_at_exact_instants_of_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.syspath_prepend(SWEEPS)
     import training
 
+    for name, value in {"BLOCKS": 2, "WIDTH": 32, "HEADS": 2, "SEQUENCE": 16}.items():
+        monkeypatch.setattr(chaos_job, name, value)
     options = training.parser().parse_args(
         ["--kills", "3", "--stages", "2", "--standbys", "1", "--seed", "4", "--run-seconds", "12",
          "--read-seconds", "0.05", "--roles", "lead,last,standby", "--phases", "commit"]
