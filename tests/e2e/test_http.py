@@ -45,7 +45,7 @@ def test_any_client_of_openai_asks_any_peer(peers: Any, tmp_path: Path) -> None:
     )
     made = tokenizer()
     made.add_tokens([CALL])
-    model = save_model(tmp_path / "model", made, POSITIONS)
+    model = save_model(tmp_path / "model", made, POSITIONS, layers=2)
     teach(model, made, CALL, chat_prompt(made, WITH_TOOL), TOKENS // 2)
     model.save_pretrained(tmp_path / "model")
     peers.run(

@@ -74,7 +74,7 @@ def test_a_thin_client_lists_generates_streams_chats_and_cancels(
 ) -> None:
     first, second = peers.swarm(2)
     made = tokenizer()
-    model = save_model(tmp_path / "model", made, POSITIONS)
+    model = save_model(tmp_path / "model", made, POSITIONS, layers=2)
     peers.run("serve", str(tmp_path / "model"), "--name", "small", "--stages", "2", "--home", str(first.home))
     way = ("--peer", first.address)
 

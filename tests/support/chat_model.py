@@ -32,9 +32,10 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def save_model(directory: Path, made: Tokenizer, positions: int | None = None) -> Any:
+def save_model(directory: Path, made: Tokenizer, positions: int | None = None, layers: int = 3) -> Any:
     """A small llama with that tokenizer and TEMPLATE."""
     llama = config("llama")
+    llama.num_hidden_layers = layers
     if positions is not None:
         llama.max_position_embeddings = positions
     llama.vocab_size = made.get_vocab_size()
