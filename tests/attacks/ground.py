@@ -9,11 +9,12 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from attacks.honest_answers import Answers, served_model
-from attacks.honest_training import STAGES, Committed, training_job
+from attacks.honest_training import STAGES, Committed, TrueLosses, training_job
 from attacks.stranger import Scene
 from support.directory_records import claim_record, digest
 from support.leaks import nothing_left, surround
@@ -64,6 +65,10 @@ class Ground:
     hearers: list[OnRecord] = field(default_factory=list)  # of what the peers print
     ended: list[LocalPeer] = field(default_factory=list)  # that a check has killed
     plane: str = TORCH  # that the peers compute with
+
+    @cached_property
+    def truth(self) -> TrueLosses:
+        return TrueLosses(self.user.blobs.store, self.training, self.plane)
 
     @property
     def scene(self) -> Scene:

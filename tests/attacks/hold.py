@@ -120,9 +120,7 @@ def _watched(
 async def _judge_honest(ground: Ground, verdict: Verdict, since: float) -> None:
     answers = ground.answers
     verdict.honest_faults += answers.wrong[:1] + [text for at, text in answers.errors if at > since][:1]
-    verdict.honest_faults += await asyncio.to_thread(
-        honest_training.faults, ground.committed, ground.user.blobs.store, ground.training, ground.plane
-    )
+    verdict.honest_faults += await asyncio.to_thread(honest_training.faults, ground.committed, ground.truth)
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -90,20 +91,36 @@ def training_job(
     return prepare_graph(job, as_requested(graph, config, cuts, owners), store)
 
 
-def faults(committed: Committed, store: BlobStore, prepared: Prepared, plane: str = TORCH) -> list[str]:
+def faults(committed: Committed, truth: TrueLosses) -> list[str]:
     """Why the committed steps are not those of an undisturbed run: empty when every loss is equal to the bit, and no
-    peer has heard of an end. Blocking: computes all steps."""
-    config = prepared.manifest.train
-    assert config is not None
+    peer has heard of an end. Blocking: computes all steps that were not yet."""
     found = committed.ends[:1] + committed.twice[:1]
     last = max(committed.losses, default=-1)
-    for step, loss in zip(
-        range(last + 1), true_losses(store, config, prepared.manifest.stages, plane), strict=False
-    ):
+    for step, loss in enumerate(truth.first(last + 1)):
         told = committed.losses.get(step, loss)  # a commit that followed at once may hide one
         if told != loss:
             return [*found, f"the loss of step {step} is {told}, and should be {loss}"]
     return found
+
+
+class TrueLosses:
+    """The losses of an undisturbed run of the job: each is computed once."""
+
+    def __init__(self, store: BlobStore, prepared: Prepared, plane: str = TORCH) -> None:
+        config = prepared.manifest.train
+        assert config is not None
+        self._later = true_losses(store, config, prepared.manifest.stages, plane)
+        self._known: list[float] = []
+
+    def first(self, count: int) -> list[float]:
+        """Of so many steps. Blocking."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            self._known += islice(self._later, max(0, count - len(self._known)))
+        finally:
+            torch.set_num_threads(threads)
+        return self._known[:count]
 
 
 def true_losses(
@@ -111,17 +128,12 @@ def true_losses(
 ) -> Iterator[float]:
     """Of each step from the first on: the same stages, one after the other in this process."""
     here = choose(plane, "cpu", 1)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        module, graph, arrays = made()
-        batches = Batches(config, list(arrays), store.path(config.data.train), None)
-        parts = split(graph, even_cuts(graph, stages))
-        planes = [here.training(part, variables_from_module(module), OPTIMIZER) for part in parts]
-        for step in range(config.steps):
-            yield _step(planes, batches, step)
-    finally:
-        torch.set_num_threads(threads)
+    module, graph, arrays = made()
+    batches = Batches(config, list(arrays), store.path(config.data.train), None)
+    parts = split(graph, even_cuts(graph, stages))
+    planes = [here.training(part, variables_from_module(module), OPTIMIZER) for part in parts]
+    for step in range(config.steps):
+        yield _step(planes, batches, step)
 
 
 def _step(planes: Sequence[TrainingStage], batches: Batches, step: int) -> float:

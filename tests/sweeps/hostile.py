@@ -141,9 +141,7 @@ async def feed(options: argparse.Namespace) -> Row:
             await asyncio.gather(asking, sampling, return_exceptions=True)
         if all(peer.process.returncode is None for peer in ground.peers):
             run.faults += await _believed(ground, hosted, options.seed)
-            run.faults += await asyncio.to_thread(
-                honest_training.faults, ground.committed, ground.user.blobs.store, ground.training
-            )
+            run.faults += await asyncio.to_thread(honest_training.faults, ground.committed, ground.truth)
         run.faults += ground.answers.wrong[:3] + [error for _, error in ground.answers.errors][:3]
         for peer in ground.peers:
             run.faults += [f"{peer.name} logged: {line}" for line in ground.log(peer).splitlines()

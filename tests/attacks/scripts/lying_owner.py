@@ -60,7 +60,9 @@ async def goes_on_with_a_lying_owner(
     if await _holds(ground, PeerId(liar.peer_id), prepared.job, stage):
         verdict.notes["fault: liar"] = "it still has its stage"
     await ground.fleet.kill(liar)  # what comes after it is about another one
-    found = await asyncio.to_thread(honest_training.faults, committed, store, prepared)
+    found = await asyncio.to_thread(
+        honest_training.faults, committed, honest_training.TrueLosses(store, prepared)
+    )
     if found:
         verdict.notes["fault: lied to"] = found[0]
     # The next one is not to be held up by it.
