@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
+from support.forked import Run, starter
 
 from fusion.cli import enter, main, status
 from fusion.cli.terminal import errors
@@ -177,6 +178,32 @@ sequence = 8
 """
 
 
+# Has imported what the installed command does before it knows its words.
+SHELL = """
+import socket, sys
+from support.forked import serve
+from fusion.cli import main
+
+def refuse(*_): raise AssertionError("it went to the network")
+
+def run(words):
+    socket.socket.connect = socket.socket.connect_ex = refuse
+    code = main.main(words)
+    print(*{"torch", "transformers", "hivemind", "tokenizers", "safetensors", "grpc"} & set(sys.modules))
+    return code
+
+serve(run)
+"""
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[Run]:
+    """The command with these words, in a process of its own for each, and then what slow libraries it has loaded."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with starter([sys.executable, "-c", SHELL], {**os.environ, "PYTHONPATH": path}) as run:
+        yield run
+
+
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("words", "said"),
@@ -224,7 +251,9 @@ sequence = 8
         ("jobs export x job.toml/model", "job.toml is no folder"),
     ],
 )
-def test_bad_input_is_found_before_anything_slow_is_loaded(words: str, said: str, tmp_path: Path) -> None:
+def test_bad_input_is_found_before_anything_slow_is_loaded(
+    words: str, said: str, tmp_path: Path, shell: Run
+) -> None:
     """A real process, which must not have loaded what takes seconds, nor have opened a socket of the network."""
     (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "good.toml").write_text(JOB.replace("blocs", "blocks"))
@@ -249,22 +278,10 @@ def test_bad_input_is_found_before_anything_slow_is_loaded(words: str, said: str
         (folder / "config.json").write_text("{}")
         whole = len(header).to_bytes(8, "little") + header + bytes(5000)
         (folder / "model.safetensors").write_bytes(whole[:bytes_there])
-    code = (
-        "import socket, sys\n"
-        "from fusion.cli import main\n"
-        "def refuse(*_): raise AssertionError('it went to the network')\n"
-        "socket.socket.connect = socket.socket.connect_ex = refuse\n"
-        "code = main.main(sys.argv[1:])\n"
-        "print(*{'torch', 'transformers', 'hivemind', 'tokenizers', 'safetensors', 'grpc'} & set(sys.modules))\n"
-        "sys.exit(code)\n"
-    )
     home = [] if "--home" in words or words.startswith("plan") else ["--home", "home"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words.split(), *home],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "\n") and not (tmp_path / "home").exists(), done
-    assert said in one_line(done.stderr)
+    done = shell(*words.split(), *home, folder=str(tmp_path))
+    assert done[:2] == (2, "\n") and not (tmp_path / "home").exists(), done
+    assert said in one_line(done[2])
 
 
 def test_a_job_file_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,37 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked import Run, starter
 
 HERE = Path(__file__).parent
 SECONDS = 800
 
-Run = Callable[..., tuple[int, str, str]]
 Worlds = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """The command, in a process of its own for each run; its code, output and errors. Half of a short run would be imports."""
-    starter = subprocess.Popen(
-        [sys.executable, str(HERE / "starter.py")],
-        env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
-    assert starter.stdin is not None and starter.stdout is not None
-
-    def forked(*arguments: str) -> tuple[int, str, str]:
-        print(json.dumps(arguments), file=starter.stdin, flush=True)
-        answer = starter.stdout.readline()  # type: ignore[union-attr]
-        assert answer, "the starter has ended"
-        told = json.loads(answer)
-        return told["code"], told["output"], told["errors"]
-
-    with starter:
-        yield forked
-        os.killpg(starter.pid, signal.SIGKILL)
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    with starter([sys.executable, str(HERE / "starter.py")], environment) as run:
+        yield run
 
 
 @pytest.fixture
