@@ -13,6 +13,7 @@ from support.embedding_model import embedded, save
 from support.training import swarm
 
 from fusion.dag.cutting.cuts import legal_cuts, split
+from fusion.dag.ir.graph import Graph
 from fusion.dag.rewrites.clean import clean
 from fusion.runtime.capture import sources
 from fusion.runtime.job.errors import JobError
@@ -45,15 +46,26 @@ def config(**said: Any) -> ServeConfig:
     )
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, sources.LanguageModel, Graph]:
+    """A model, and what is captured of its files."""
+    folder = tmp_path_factory.mktemp("vectors") / "model"
+    own = save(folder, "bert", "mean_tokens", normalized=True)
+    model = sources.in_files(folder)
+    return own, model, clean(model.inference)
+
+
 @pytest.mark.parametrize("roomy", [True, False])
 def test_each_text_has_its_own_vector_wherever_it_stands(
-    tmp_path: Path, roomy: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    saved: tuple[Any, sources.LanguageModel, Graph],
+    roomy: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not roomy:  # between the stages there is no room for two texts of three tokens
         for module in ("gateway", "stages"):
             monkeypatch.setattr(f"fusion.runtime.serving.graphs.{module}.MAX_RUN_BYTES", 2 * 3 * 32 * 4 - 1)
-    own = save(tmp_path / "model", "bert", "mean_tokens", normalized=True)
-    graph = clean((model := sources.in_files(tmp_path / "model")).inference)
+    own, model, graph = saved
     sends = {cut: split(graph, (cut,))[0].sends for cut in legal_cuts(graph)}
     cut = next(
         cut
