@@ -11,8 +11,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 transformers = pytest.importorskip("transformers")
 
+from support.captured_once import capture_once  # noqa: E402
 from support.families import GROUPED, build  # noqa: E402
 
+from fusion.runtime.capture import capture  # noqa: E402
 from fusion.runtime.capture.sources import About  # noqa: E402
 from fusion.runtime.job.errors import JobError  # noqa: E402
 from fusion.runtime.job.model_files import ABOUT_FILE  # noqa: E402
@@ -28,6 +30,11 @@ data = { files = ["text.txt"], held_out = 0.0, tokenizer = "%s" }
 train = { steps = 1, sequence = 4 }
 """
 SHAPE: dict[str, Any] = {**GROUPED, "num_hidden_layers": 1, "vocab_size": 300}
+
+
+@pytest.fixture(autouse=True)
+def _each_gpt_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_once(monkeypatch, capture)
 
 
 def tokenizer_file(path: Path, *names: str) -> Path:

@@ -47,8 +47,13 @@ def peer(name: str, memory: int) -> PeerRecord:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize(
+    ("feedback", "schedule"),
+    [
+        *((False, "gpipe"), (True, "1f1b")),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, "1f1b"), (True, "gpipe"))),
+    ],
+)
 def test_every_stage_fits_its_owner_or_the_job_is_refused(
     graph: Graph, schedule: str, feedback: bool
 ) -> None:
