@@ -48,11 +48,16 @@ def trained(root: Path, precision: Precision) -> tuple[list[float], int, dict[st
     return asyncio.run(main())
 
 
+@pytest.fixture(scope="module")
+def in_full(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], int, dict[str, torch.Tensor]]:
+    return trained(tmp_path_factory.mktemp("full"), "float32")
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_it_ends_within_a_percent_of_float32_and_sends_fewer_bytes(
-    tmp_path: Path, precision: Precision
+    tmp_path: Path, in_full: tuple[list[float], int, dict[str, torch.Tensor]], precision: Precision
 ) -> None:
-    full, full_bytes, _ = trained(tmp_path / "full", "float32")
+    full, full_bytes, _ = in_full
     half, half_bytes, weights = trained(tmp_path / "half", precision)
     assert len(half) == STEPS and half[-1] < half[0] and half != full
     assert half[-1] == pytest.approx(full[-1], rel=0.01)
@@ -60,7 +65,7 @@ def test_it_ends_within_a_percent_of_float32_and_sends_fewer_bytes(
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_a_killed_stage_changes_nothing(tmp_path: Path, precision: Precision) -> None:
     async def main() -> None:
         torch.manual_seed(1)

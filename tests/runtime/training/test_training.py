@@ -54,8 +54,16 @@ from fusion.swarm.claims.tenure import Holding
 from fusion.swarm.directory.records import Digest, ProviderRecord
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("stages", "tied"),
+    [
+        *((1, False), (3, False), (2, True), (4, True)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((2, False), (4, False), (1, True), (3, True))
+        ),
+    ],
+)
 def test_a_gpt_trains_as_in_one_process(tmp_path: Path, stages: int, tied: bool) -> None:
     async def main() -> None:
         torch.manual_seed(1)
@@ -123,7 +131,8 @@ class Diamond(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "schedule"), [(2, 1, "1f1b"), (3, 8, "gpipe"), (4, 5, "1f1b")]
+    ("stages", "microbatches", "schedule"),
+    [pytest.param(2, 1, "1f1b", marks=pytest.mark.slow), (3, 8, "gpipe"), (4, 5, "1f1b")],
 )
 def test_a_diamond_with_skips_trains_as_in_one_process(
     tmp_path: Path, stages: int, microbatches: int, schedule: Any
