@@ -24,7 +24,8 @@ def array(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
         numbers = value.view(torch.int16).numpy().view(JAX_DTYPES["bfloat16"])
     else:
         numbers = value.numpy()
-    return jnp.array(numbers, copy=True, device=device)
+    # jnp.array would compile a program for each shape.
+    return jax.device_put(numbers, device, may_alias=False)
 
 
 def shapes_of(values: Any, device: jax.Device) -> Any:
