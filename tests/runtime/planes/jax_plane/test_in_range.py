@@ -19,6 +19,8 @@ from fusion.runtime.planes.jax_plane.library import load
 pytest.importorskip("jax", reason="the extra jax is not installed")
 DEVICE = load("cpu", 1)
 
+import jax  # noqa: E402
+
 from fusion.runtime.planes.jax_plane.arrays import array, tensor  # noqa: E402
 from fusion.runtime.planes.jax_plane.in_range import _CHECKS  # noqa: E402
 from fusion.runtime.planes.jax_plane.program import Program  # noqa: E402
@@ -51,7 +53,8 @@ def one(op: str, args: Sequence[Any]) -> tuple[Graph, list[torch.Tensor]]:
 
 
 def in_jax(graph: Graph, given: Sequence[torch.Tensor]) -> torch.Tensor:
-    (found,), _ = Program(graph, training=True).run([array(each, DEVICE) for each in given], {}, (), None)
+    program = Program(graph, training=True)
+    (found,) = jax.jit(lambda arrays: program.run(arrays, {}, (), None)[0])([array(x, DEVICE) for x in given])
     return tensor(found)
 
 

@@ -96,20 +96,20 @@ def test_a_session_goes_on_from_what_was_kept_copied_or_run_again(both: tuple[Pl
     (stage,) = stages_of("llama", both[1:], 1)
     wanted = greedy([stage], "whole", 12)
     text = [*PROMPT, *wanted]
-    held, kept_bytes = stage.retain("whole", 1, 16)
-    assert (held, kept_bytes) == (16, stage.retained_bytes())
+    held, kept_bytes = stage.retain("whole", 1, 24)
+    assert (held, kept_bytes) == (24, stage.retained_bytes())
 
     def last(name: str, start: int) -> int:
         return int(logits([stage], name, start, text[start:-1])[0, -1].argmax())
 
     stage.open("copied", POSITIONS)
-    assert stage.copy(1, "copied", 10) == 10
-    assert stage.resume("moved", POSITIONS, 1, 99) == 16
+    assert stage.copy(1, "copied", 18) == 18
+    assert stage.resume("moved", POSITIONS, 1, 99) == 24
     assert stage.retained_bytes() == 0
-    assert [last("copied", 10), last("moved", 16), last("moved", 5)] == [wanted[-1]] * 3
+    assert [last("copied", 18), last("moved", 24), last("moved", 20)] == [wanted[-1]] * 3
     stage.open("fresh", POSITIONS)
-    assert stage.copy("moved", "fresh", 4) == 4
-    assert last("fresh", 4) == wanted[-1]
+    assert stage.copy("moved", "fresh", 17) == 17
+    assert last("fresh", 17) == wanted[-1]
     assert stage.reserve("fresh", 70) and not stage.reserve("fresh", 70)
     with pytest.raises(ValueError, match="cannot go on at position"):
         logits([stage], "fresh", 60, [1])
@@ -119,7 +119,7 @@ def test_a_session_goes_on_from_what_was_kept_copied_or_run_again(both: tuple[Pl
         logits([stage], "nobody", 0, [1])
     with pytest.raises(ValueError, match="one piece at a time"):
         stage.run([Piece("fresh", 0, {}), Piece("fresh", 0, {})])
-    assert last("fresh", 4) == wanted[-1]  # nothing of that counted
+    assert last("fresh", 17) == wanted[-1]  # nothing of that counted
     stage.close("fresh"), stage.forget(7), stage.clear()
     assert stage.used_bytes() == 0
     assert stage.copy("moved", "gone", 3) == 0

@@ -72,7 +72,7 @@ class ResNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(1, 4, 3, 1, 1, bias=False)
         self.norm = nn.BatchNorm2d(4)
-        self.blocks = nn.Sequential(Block(4, 4, 1), Block(4, 8, 2))
+        self.blocks = nn.Sequential(Block(4, 8, 2))
         self.head = nn.Linear(8, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -36,9 +36,10 @@ def test_a_microbatch_under_way_holds_no_copy_of_the_weights(name: str) -> None:
         assert not weights & {value.shape for value in returned}
 
 
-def test_a_stage_is_compiled_once_for_all_microbatches_and_steps() -> None:
+@pytest.mark.parametrize("name", ["chain", pytest.param("tied", marks=pytest.mark.slow)])
+def test_a_stage_is_compiled_once_for_all_microbatches_and_steps(name: str) -> None:
     """XLA took 22 s for the backward pass of 512 operators, and again for that of a step's second microbatch."""
-    case = make("tied")
+    case = make(name)
     (whole,) = split(case.graph, ())
     stage = choose(JAX, "cpu", 1).training(whole, variables_from_module(case.module), OptimizerConfig())
     # Those of stages before this one count, where functions are theirs too.
@@ -58,7 +59,7 @@ def test_a_stage_is_compiled_once_for_all_microbatches_and_steps() -> None:
 @pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_what_ends_a_step_is_compiled_in_the_first_one(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """The second of a short job's steps took three times as long as the others."""
-    case = make("tied")
+    case = make("chain")
     (whole,) = split(case.graph, ())
     config = OptimizerConfig(kind=kind, momentum=0.9 if kind == "sgd" else 0.0)
     stage = choose(JAX, "cpu", 1).training(whole, variables_from_module(case.module), config)
