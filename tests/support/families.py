@@ -67,7 +67,9 @@ def config(family: str) -> Any:
                 **wide, hidden_size=64, n_layer=3, n_head=4, tie_word_embeddings=False
             )
         case "mixtral":
-            return transformers.MixtralConfig(**EXPERTS, num_local_experts=6, num_experts_per_tok=2)
+            return transformers.MixtralConfig(
+                **{**EXPERTS, "intermediate_size": 96}, num_local_experts=6, num_experts_per_tok=2
+            )
         case "qwen3-moe":
             return transformers.Qwen3MoeConfig(
                 **EXPERTS, head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3

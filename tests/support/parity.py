@@ -16,7 +16,7 @@ from safetensors.torch import save
 from support.captured_once import captured_once, once
 from support.families import build, config
 from support.models import Chain, Diamond, gpt2, mixtral
-from support.staged import even_cuts, language_loss
+from support.staged import even_cuts, language_loss, two_layers
 from torch import nn
 from torch.nn import functional
 
@@ -68,7 +68,7 @@ def make(name: str) -> Case:
         case "mixtral":
             module = mixtral()
         case "gemma2":
-            module = build(config(name))
+            module = build(two_layers(config(name)))
         case _:
             module = GPT(GPTConfig(vocabulary=32, blocks=2, width=16, heads=2, sequence=16))
     tokens = torch.randint(0, 32, (SAMPLES, SEQUENCE + 1))

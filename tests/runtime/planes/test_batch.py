@@ -168,7 +168,7 @@ def test_models_without_a_cache_run_one_after_another(family: str) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "family", ["qwen3-next", "mamba", "mamba2"]
+    "family", ["qwen3-next", pytest.param("mamba", marks=pytest.mark.slow), "mamba2"]
 )  # the first has a gate of one number a position
 def test_models_with_states_run_together(family: str) -> None:
     stages = stages_of(family, 1)

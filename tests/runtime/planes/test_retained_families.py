@@ -14,7 +14,7 @@ from fusion.runtime.planes.torch_decoding import TorchDecodingStage
 CACHED = ["llama", "gpt2", "mistral-windowed", "qwen3", "mistral", "phi", "neox"]
 QUICK = {"llama", "mistral-windowed"}
 # As the windowed one without a window, as gpt2 with a rotary part, as llama with norms of queries and keys.
-LIKE_OTHERS = {"mistral", "phi", "qwen3"}
+LIKE_OTHERS = {"mistral", "phi", "neox", "qwen3"}
 FAMILIES = [
     pytest.param(f, marks=() if f in QUICK else pytest.mark.slow if f in LIKE_OTHERS else pytest.mark.heavy)
     for f in CACHED
