@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI, AsyncStream
+from openai import AsyncOpenAI, AsyncStream, DefaultAsyncHttpxClient
 from support.served import Peer, Swarm, captured, swarm_of
 
 from fusion.runtime.job.context import Context
@@ -91,8 +93,17 @@ async def until(happened: Callable[[], bool], seconds: float = 10) -> None:
 
 @asynccontextmanager
 async def client_of(http: HttpServer, key: str = "none") -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=http.url, api_key=key, max_retries=0, timeout=30.0) as client:
+    plain = DefaultAsyncHttpxClient(verify=_tls())
+    async with AsyncOpenAI(
+        base_url=http.url, api_key=key, max_retries=0, timeout=30.0, http_client=plain
+    ) as client:
         yield client
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """Nothing here is over TLS, and a client of its own for each test would read all authorities anew."""
+    return ssl.create_default_context()
 
 
 async def ask(

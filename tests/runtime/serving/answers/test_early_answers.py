@@ -72,7 +72,7 @@ def test_an_answer_begins_early_where_the_stages_are_known_and_hold_nothing_of_i
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_second_turn_is_given_all_the_same_where_a_stage_retains_nothing_any_more(
     begun: list[bool], tmp_path: Path, index: int
 ) -> None:

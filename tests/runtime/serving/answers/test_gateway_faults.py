@@ -142,7 +142,7 @@ def test_a_client_that_goes_frees_the_session_on_every_stage(how: str, tmp_path:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_stage_that_vanishes_is_named_and_everything_else_is_freed(victim: int, tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm_of(4, tmp_path) as swarm:
@@ -195,13 +195,13 @@ def test_sessions_beyond_what_a_peer_lends_are_refused_and_its_others_go_on(tmp_
     weights = sum(p.numel() * 4 for p in model("gpt2").parameters())
 
     async def main() -> None:
-        async with swarm_of(2, tmp_path, memory_bytes=weights + 100_000) as swarm:
+        async with swarm_of(2, tmp_path, memory_bytes=weights + 70_000) as swarm:
             await swarm.serve("gpt2", 1)
             async with swarm.client() as transport:
                 pieces = generate(
                     transport, swarm.peers[1].id, GenerateRequest(prompt_ids=(1,), max_tokens=95)
                 )
-                await anext(pieces)  # 96 positions: 3 layers * 2 * 32 * 4 bytes * 96 = 73 728 bytes
+                await anext(pieces)  # 96 positions: 2 layers * 2 * 32 * 4 bytes * 96 = 49 152 bytes
                 with pytest.raises(RemoteError, match=r"stage 0 of gpt2 on .* no memory for another session"):
                     await swarm.ask(prompt_ids=(1,), max_tokens=95)
                 assert isinstance([p async for p in pieces][-1], Answer)
@@ -220,7 +220,7 @@ def test_answers_that_outgrow_the_memory_together_take_turns(
     caplog.set_level("INFO")
 
     async def main() -> None:
-        position_bytes = 3 * 2 * 32 * 4
+        position_bytes = 2 * 2 * 32 * 4
         async with swarm_of(
             2, tmp_path, memory_bytes=weights + 70 * position_bytes, failover=FailoverConfig()
         ) as swarm:

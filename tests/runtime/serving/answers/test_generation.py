@@ -57,7 +57,7 @@ async def answer_while(
     "sampling",
     [
         Sampling(),
-        *(pytest.param(sampling, marks=pytest.mark.heavy) for sampling in (SEEDED, PENALISED)),
+        *(pytest.param(sampling, marks=pytest.mark.slow) for sampling in (SEEDED, PENALISED)),
         PENALISED_SEEDED,
     ],
     ids=["greedy", "seeded", "penalised", "penalised-seeded"],
@@ -343,9 +343,14 @@ def test_a_token_that_was_lost_on_the_way_is_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), pytest.param(PENALISED, marks=pytest.mark.heavy)], ids=["greedy", "penalised"]
+    ("leaver", "sampling"),
+    [
+        pytest.param(2, Sampling(), id="2-greedy"),
+        pytest.param(1, PENALISED, id="1-penalised", marks=pytest.mark.heavy),
+        pytest.param(1, Sampling(), id="1-greedy", marks=pytest.mark.slow),
+        pytest.param(2, PENALISED, id="2-penalised", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("leaver", [1, 2])
 def test_a_peer_that_leaves_is_followed_without_a_fault(
     leaver: int, sampling: Sampling, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -62,7 +62,10 @@ def whole_blocks(positions: int) -> int:
     return positions // BLOCK_POSITIONS * BLOCK_POSITIONS
 
 
-@pytest.mark.parametrize(("family", "stages"), [("llama", 3), ("mistral-windowed", 1), ("gpt2", 2)])
+@pytest.mark.parametrize(
+    ("family", "stages"),
+    [("llama", 3), ("mistral-windowed", 1), pytest.param("gpt2", 2, marks=pytest.mark.slow)],
+)
 def test_later_turns_run_only_what_is_new(family: str, stages: int, tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm_of(stages + 1, tmp_path, seconds=240) as swarm:
@@ -114,7 +117,7 @@ def test_a_model_without_a_cache_reads_everything(tmp_path: Path) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_stage_that_died_between_two_turns_has_nothing_of_the_first(victim: int, tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm_of(5, tmp_path, failover=PATIENT, seconds=240) as swarm:

@@ -37,7 +37,7 @@ async def pieces_of(swarm: Swarm, peer: int, request: GenerateRequest) -> tuple[
     raise AssertionError("no answer")
 
 
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -120,14 +120,14 @@ def test_every_stage_is_free_before_the_client_has_read_the_last_piece(tmp_path:
         async with swarm_of(2, tmp_path, failover=PATIENT) as swarm:
             await swarm.serve("llama", 2, byte_level=True)
             free = bytes(reference("llama", PROMPT.encode(), 10)).decode()
-            request = GenerateRequest(prompt=PROMPT, max_tokens=90, stop=(free[4:6],))
+            request = GenerateRequest(prompt=PROMPT, max_tokens=90, stop=(free[2:4],))
             gateway = swarm.peers[1].service.gateway
             async with aclosing(gateway.generate(request)) as pieces:
-                while (piece := await anext(pieces)) and isinstance(piece, Piece) and piece.index < 5:
+                while (piece := await anext(pieces)) and isinstance(piece, Piece) and piece.index < 3:
                     assert any(peer.open_sessions for peer in swarm.peers) or piece.index == 0
                 await swarm.freed()  # the generator waits for its reader, the stages do not
                 answer = await anext(pieces)
-            assert isinstance(answer, Answer) and answer.text == free[:4]
+            assert isinstance(answer, Answer) and answer.text == free[:2]
 
     asyncio.run(main())
 
@@ -145,7 +145,9 @@ def test_text_that_only_looked_like_a_stop_is_given_at_the_end(tmp_path: Path) -
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("at", range(8, 16))
+@pytest.mark.parametrize(
+    "at", [9, 11, 13, 14, *(pytest.param(at, marks=pytest.mark.slow) for at in (8, 10, 12, 15))]
+)
 def test_a_stop_text_is_found_where_another_gateway_goes_on_in_it(at: int, tmp_path: Path) -> None:
     """The tokens 10 to 13 are the stop text; the first gateway vanishes after `at` tokens."""
 

@@ -226,13 +226,20 @@ def test_the_allowance_follows_what_becomes_of_guesses() -> None:
 # --- in the ring
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+PENALISED = Sampling(temperature=0.5, repetition_penalty=0.7, presence_penalty=-0.5, seed=2)
+
+
 @pytest.mark.parametrize(
-    "sampling",
+    ("sampling", "shape"),
     [
-        GREEDY,
-        pytest.param(Sampling(temperature=0.6, top_k=3, seed=5), marks=pytest.mark.slow),
-        Sampling(temperature=0.5, repetition_penalty=0.7, presence_penalty=-0.5, seed=2),
+        *((GREEDY, shape) for shape in SHAPES),
+        *((PENALISED, shape) for shape in ("two", "skip")),
+        *(
+            pytest.param(sampling, shape, marks=pytest.mark.slow)
+            for sampling in (PENALISED, Sampling(temperature=0.6, top_k=3, seed=5))
+            for shape in SHAPES
+            if sampling != PENALISED or shape not in ("two", "skip")
+        ),
     ],
 )
 def test_a_ring_gives_the_same_tokens_with_guesses(shape: str, sampling: Sampling) -> None:
@@ -246,11 +253,11 @@ def test_a_ring_gives_the_same_tokens_with_guesses(shape: str, sampling: Samplin
             on_run=lambda i, _, start, length: chunks.append(length) if i == 0 else None,
         ) as ring:
             for prompt in ([3, 1, 2] * 6, list(range(17))):
-                plain = await ring.generate(prompt, 120, sampling=sampling)
+                plain = await ring.generate(prompt, 90, sampling=sampling)
                 before = len(chunks)
-                assert await ring.generate(prompt, 120, guesses=True, sampling=sampling) == plain
+                assert await ring.generate(prompt, 90, guesses=True, sampling=sampling) == plain
                 if not sampling.penalises:
-                    assert plain == reference(stages, prompt, 120, sampling)
+                    assert plain == reference(stages, prompt, 90, sampling)
                 assert any(length > 1 for length in chunks[before + 5 :]) or len(set(plain)) > 20
             await ring.freed()
 
