@@ -13,7 +13,7 @@ from support.source_tokenizer import tokenizer_of_sources
 from tokenizers import Tokenizer, processors
 
 SHAPE = {
-    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64,
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
     "max_position_embeddings": 130, "initializer_range": 0.2,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {

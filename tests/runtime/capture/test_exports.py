@@ -42,7 +42,7 @@ class Case:
     training: Graph
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(scope="module", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def case(request: pytest.FixtureRequest) -> Case:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param]()).train()

@@ -219,7 +219,10 @@ def test_every_kind_of_file_answers_as_the_model_with_its_weights(
     check(family, kind, tmp_path / "model.gguf")
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("F16", "float16"), pytest.param("BF16", "bfloat16", marks=pytest.mark.slow)],
+)
 def test_a_file_in_half_precision_answers_as_the_model_does_in_it(
     kind: str, dtype: str, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from fusion.runtime.job.manifest import EMBEDDING
 from fusion.runtime.planes.torch_plane import TorchPlane
 from fusion.runtime.serving.graphs.stages import NO_OPTIMIZER
 
-QUICK = ("bert", "roberta", "mpnet", "modernbert")
+QUICK = ("bert", "roberta", "modernbert")
 POOLINGS = ("mean_tokens", "cls_token", "lasttoken")
 
 

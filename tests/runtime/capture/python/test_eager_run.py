@@ -76,7 +76,13 @@ def test_a_model_that_was_run_for_it_is_as_it_was(tmp_path: Path) -> None:
     assert torch.equal(values["norm.running_var"], torch.ones(8))
 
 
-@pytest.mark.parametrize("forward", ["h = F.dropout(h, 0.5, self.training)", "h = h * torch.rand(8)"])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "h = F.dropout(h, 0.5, self.training)",
+        pytest.param("h = h * torch.rand(8)", marks=pytest.mark.slow),
+    ],
+)
 def test_one_that_draws_is_not_held_against_other_numbers(tmp_path: Path, forward: str) -> None:
     capture(tmp_path, forward)
 
