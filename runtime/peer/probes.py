@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 from fusion.dag.cutting.costs import node_costs
 from fusion.dag.cutting.stage import Stage
@@ -55,7 +56,7 @@ class Probe:
     def stage(self) -> Stage:
         return Stage(index=0, graph=self.graph, receives=(), sends=(), results=(0,))
 
-    @property
+    @cached_property
     def work(self) -> Rows:
         """The work of each kind, (KINDS,)."""
         forward, _ = demands(node_costs(self.graph, {}))
@@ -63,6 +64,7 @@ class Probe:
         return total
 
 
+@cache
 def probes(scale: int = SMALL) -> tuple[Probe, ...]:
     """The probes, the most important ones first."""
     return (

@@ -209,7 +209,11 @@ def test_operators_of_any_length_leave_steps_and_answers_most_of_their_pace(
 @functools.cache
 def rates(step: tuple[int, float], strange_seconds: float = 0.0) -> tuple[int, int]:
     """Of calls of steps and of answers in twenty seconds, beside operators that take so long, or alone."""
-    steps, token, strange = caller("honest", "step"), caller("honest", "token", serves=True), caller("strange")
+    steps, token, strange = (
+        caller("honest", "step"),
+        caller("honest", "token", serves=True),
+        caller("strange"),
+    )
     bursts = {steps: step, token: (1, 0.0407)}
     device = Device()
     for owner in (steps, token):
