@@ -57,13 +57,13 @@ def model(name: str) -> torch.nn.Module:
     torch.manual_seed(3)
     if name == "llama":
         config: Any = transformers.LlamaConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
             vocab_size=VOCABULARY, max_position_embeddings=MAX_SEQUENCE, initializer_range=0.4,
             bos_token_id=None, eos_token_id=None,
         )  # fmt: skip
     else:
         config = transformers.GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=MAX_SEQUENCE, initializer_range=0.4,
+            n_embd=32, n_layer=3, n_head=4, vocab_size=VOCABULARY, n_positions=MAX_SEQUENCE, initializer_range=0.4,
             bos_token_id=None, eos_token_id=None,
         )  # fmt: skip
     module: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]

@@ -196,7 +196,7 @@ def test_a_stage_of_more_nodes_than_are_compiled_in_a_moment_is_refused(
 ) -> None:
     async def main() -> None:
         async with swarm_of(2, tmp_path) as swarm:
-            job = await swarm.serve("gpt2", 2, cuts=(20,))
+            job = await swarm.serve("gpt2", 2)
             manifest, context = swarm.manifests[job], swarm.peers[0].context
             data = await context.blobs.read(manifest.graph, 1 << 20)
             fewer, more = sorted(

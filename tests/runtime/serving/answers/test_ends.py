@@ -33,7 +33,7 @@ PROMPT = tuple(PROMPTS[1])
 TOKENS = 60
 PATIENT = FailoverConfig(recover_seconds=60)
 FREE = tuple(reference("llama", PROMPT, TOKENS))
-END, OTHER = FREE[4], FREE[20]  # the model's end token, and one that is said later
+END, OTHER = FREE[3], FREE[20]  # the model's end token, and one that is said later
 RULES = {
     "the models own": Ends(),
     "ignored": Ends(ignore_eos=True),
