@@ -29,13 +29,12 @@ from fusion.runtime.job.errors import CaptureError
 
 logger = logging.getLogger(__name__)
 
-# In which module, what, in place of it. The first names the operators of all libraries and is asked to for each of them; the second
-# remembers the types that it has made.
-_QUICKER: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+# Two functions that torch calls for each of its operators, again and again within one decomposition, and a faster form of each: the
+# first lists the operators of all libraries, the second makes the type of an annotation. (module, name, faster form)
+_FASTER: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (_export_utils, "_materialize_cpp_cia_ops", functools.cache),
     (_ops, "Callable", lambda _: typing.Callable),
 )
-_OWN = [getattr(module, name, None) for module, name, _ in _QUICKER]
 
 
 @functools.cache
@@ -81,7 +80,7 @@ def _unsupported(exported: ExportedProgram) -> dict[Any, torch.fx.Node]:
 def run_decompositions(exported: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:
     """The program with the operators of `table` decomposed, and without in-place writes. CaptureError where torch cannot."""
     detach_region_inputs(exported)
-    with warnings.catch_warnings(), _named_once():
+    with warnings.catch_warnings(), _faster_torch():
         warnings.simplefilter("ignore")
         try:
             decomposed: ExportedProgram = exported.run_decompositions(table)
@@ -93,14 +92,14 @@ def run_decompositions(exported: ExportedProgram, table: dict[Any, Callable[...,
 
 
 @contextlib.contextmanager
-def _named_once() -> Iterator[None]:
-    """To take one program apart torch names its operators two dozen times, and makes the type in an annotation for each of six thousand
-    kernels. Together that is a third of the time of a small capture."""
-    known = [(*each, own) for each, own in zip(_QUICKER, _OWN, strict=True) if own is not None]
-    for module, name, quicker, own in known:
-        setattr(module, name, quicker(own))
+def _faster_torch() -> Iterator[None]:
+    """Replace the functions of `_FASTER`, where this torch has them: a fifth of the time of a small capture."""
+    originals = [(module, name, getattr(module, name, None), faster) for module, name, faster in _FASTER]
+    present = [each for each in originals if each[2] is not None]
+    for module, name, original, faster in present:
+        setattr(module, name, faster(original))
     try:
         yield
     finally:
-        for module, name, _, own in known:
-            setattr(module, name, own)
+        for module, name, original, _ in present:
+            setattr(module, name, original)
