@@ -1,13 +1,13 @@
-"""`make worlds`: the protocol of ownership, commit and recovery in simulated worlds, a new one for every seed.
+"""`make worlds`: tests ownership, commit and recovery in simulated worlds, one for each seed.
 
     python tests/worlds [--worlds 1000] [--seed 1] [--processes 2] [--json]
     python tests/worlds --liars 3               one to three peers of each world lie (tests/worlds/liars.py)
-    python tests/worlds --replay SEED           one world, with every frame that was sent in it
+    python tests/worlds --replay SEED           one world, with every frame that was sent
     python tests/worlds --digest FILE           SHA-256 of the events of each world, to compare two checkouts
-    python tests/worlds --plant term            with a planted bug, which must be found (term, ready, promote;
-                                                witness, mistake; with --liars: proof, votes, belief, snapshot)
+    python tests/worlds --plant term            with a planted bug, which must be found (term, ready, promote,
+                                                mistake; with --liars: proof, votes, belief, snapshot, witness)
 
-Exit 0: everything held in every world. 1: something did not; the seeds are printed, the first ones with their logs.
+Exit 0: no world has a violation. 1: some have; their seeds are printed, and the log of one world of each kind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if os.environ.get("PYTHONHASHSEED") != "0":  # sets of text are walked in the same order in every run
+if os.environ.get("PYTHONHASHSEED") != "0":  # so that sets of strings have the same order in every run
     os.environ.update(PYTHONHASHSEED="0", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
     os.execv(sys.executable, [sys.executable, *sys.argv])
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -27,24 +27,27 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from worlds import plants, runner
 from worlds.virtual_time import cpu_seconds
 
-SHOWN = 6  # kinds of failures, the log of one world each
-LINES = 200  # of a log, from its end
+SHOWN = 6  # kinds of failures that are printed, each with the log of one world
+LINES = 200  # the last lines of a log that are printed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/worlds", description=__doc__.splitlines()[0])
     parser.add_argument("--worlds", type=int, default=1000)
     parser.add_argument(
-        "--seed", type=int, default=1, help="of the first world; the next ones count on from it"
+        "--seed", type=int, default=1, help="seed of the first world; the next worlds have the next seeds"
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--stop-after", type=int, default=20, help="failed worlds")
-    parser.add_argument("--until", metavar="KIND", default="", help="of failure: end at the first one of it")
+    parser.add_argument("--stop-after", type=int, default=20, help="stop after this many failed worlds")
+    parser.add_argument("--until", metavar="KIND", default="", help="stop at the first failure of this kind")
     parser.add_argument("--plant", choices=sorted(plants.PLANTS), default="")
-    parser.add_argument("--liars", type=int, default=0, help="in a world at most; up to three")
+    parser.add_argument("--liars", type=int, default=0, help="the most liars in a world, up to three")
     parser.add_argument("--replay", type=int, metavar="SEED")
     parser.add_argument(
-        "--digest", type=Path, metavar="FILE", help="write a line for each world: seed, its events, its log"
+        "--digest",
+        type=Path,
+        metavar="FILE",
+        help="write a line for each world: its seed, the digests of its events and its log",
     )
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -89,7 +92,7 @@ def show(found: dict[str, object], summary: runner.Summary, plant: str) -> None:
         print(*outcome.violations, sep="\n  ")
         print("  ...", *outcome.log[-LINES:], sep="\n  ")
         print(
-            f"  again, with every frame: python tests/worlds --replay {outcome.seed}"
+            f"  to replay it with every frame: python tests/worlds --replay {outcome.seed}"
             + f" --plant {plant}" * bool(plant)
             + f" --liars {runner.LIARS}" * bool(runner.LIARS)
         )
@@ -114,7 +117,7 @@ def replay(seed: int, plant: str, liars: int) -> int:
     print(
         f"seed {seed}: {first.virtual_seconds:.3f} s of virtual time, {1000 * first.cpu_seconds:.0f} ms of CPU"
     )
-    print(*(first.violations or ("everything held",)), sep="\n")
+    print(*(first.violations or ("no violation",)), sep="\n")
     same = runner.fingerprint(first) == runner.fingerprint(again)
     print(
         f"the log {'repeats' if same else 'DOES NOT REPEAT'}: {runner.fingerprint(first)} ({cpu_seconds():.1f} s in all)"

@@ -1,11 +1,12 @@
-"""The arithmetic of a world: a plane whose state is a hash chain, so that a step applied twice, not at all, on another
-base, or from other samples than its own shows for ever after.
+"""The arithmetic of a world: a plane whose state is a hash chain.
+
+A step that is skipped, applied twice, applied to another state or computed from other samples changes every later state.
 
     activation  hash(state of the stage, its inputs, step, microbatch)
-    gradient    hash(state of the stage, activation kept, gradients received)
-    state       (step, hash(state, all that backward made))
+    gradient    hash(state of the stage, stored activation, gradients received)
+    state       (step, hash(state, the results of backward for all microbatches))
 
-The loss is not looked at. A worker takes virtual time, as a thread would, one call after another.
+The loss is constant and not checked. A worker runs one call after another, each for some virtual time, like a thread.
 """
 
 from __future__ import annotations
@@ -31,27 +32,26 @@ from fusion.runtime.training.data.samples import sample_indices
 
 VARIABLE = "chain"
 STATE = f"variable/{VARIABLE}"
-SAMPLES = 24  # of the data: a world's steps see most of them
+SAMPLES = 24  # in the data; the steps of a world use most of them
 ONE = TensorType((1,), "int64")
 TWO = TensorType((2,), "int64")
 
 
 @lru_cache(maxsize=16)
 def stages_of(count: int) -> tuple[Stage, ...]:
-    """A chain of `count` stages with one value, an int64, on each edge; a skip edge from the first to the last where
-    there are three."""
+    """A chain of `count` stages with one int64 on each edge. Of three stages the first also feeds the last one."""
     edges = [Edge(f"v{i}/0", Ref(f"v{i}"), ONE, i, (i + 1,), True) for i in range(count - 1)]
     if count == 3:
         edges[0] = Edge("v0/0", Ref("v0"), ONE, 0, (1, 2), True)
-    made = []
+    stages = []
     for index in range(count):
         receives = tuple(edge for edge in edges if index in edge.consumers)
         sends = tuple(edge for edge in edges if edge.producer == index)
         read = ["input_ids"] * (index == 0) + ["targets"] * (index == count - 1)
         inputs = tuple(Input(name, ONE) for name in (*read, *(edge.name for edge in receives)))
         graph = Graph(inputs, (Variable(VARIABLE, TWO),), (), tuple(edge.ref for edge in sends))
-        made.append(Stage(index, graph, receives, sends, (0,) if index == count - 1 else ()))
-    return tuple(made)
+        stages.append(Stage(index, graph, receives, sends, (0,) if index == count - 1 else ()))
+    return tuple(stages)
 
 
 def first_state(stage: int) -> tuple[int, int]:
@@ -59,13 +59,15 @@ def first_state(stage: int) -> tuple[int, int]:
 
 
 def mix(*parts: Any) -> int:
-    """A 64-bit hash, the same in every process (which run under one PYTHONHASHSEED)."""
+    """A 64-bit hash. It is the same in every process, since all run with PYTHONHASHSEED=0."""
     return hash(parts)
 
 
 class ChainPlane:
-    """Implements `fusion.runtime.planes.plane.TrainingStage`. `applied(plane, before, after)` hears of every update, `broken`
-    of what no plane may be asked to do."""
+    """Implements `fusion.runtime.planes.plane.TrainingStage`.
+
+    It calls `applied(plane, before, after)` after every update, and `broken(text)` when a caller breaks the contract of a plane.
+    """
 
     def __init__(
         self,
@@ -80,8 +82,8 @@ class ChainPlane:
         self._microbatches = microbatches
         self._applied = applied
         self._broken = broken
-        self._stash: dict[int, int] = {}
-        self._made: dict[int, int] = {}
+        self._stash: dict[int, int] = {}  # activations, by microbatch
+        self._results: dict[int, int] = {}  # of backward, by microbatch
 
     def forward(self, microbatch: int, inputs: Tensors, rng: RngKey) -> dict[str, torch.Tensor]:
         if rng.step != self.current[0]:
@@ -91,21 +93,21 @@ class ChainPlane:
         return self._outputs(value)
 
     def backward(self, microbatch: int, gradients: Tensors, loss_scale: float) -> dict[str, torch.Tensor]:
-        kept = self._stash.pop(microbatch)
-        given = tuple(int(gradients[edge.name]) for edge in self.stage.sends)
-        if microbatch in self._made:
+        activation = self._stash.pop(microbatch)
+        received = tuple(int(gradients[edge.name]) for edge in self.stage.sends)
+        if microbatch in self._results:
             self._broken(f"runs microbatch {microbatch} twice")
-        made = self._made[microbatch] = mix(self.current, kept, given)
-        return {edge.name: torch.tensor([mix(made, edge.name) >> 8]) for edge in self.stage.receives}
+        result = self._results[microbatch] = mix(self.current, activation, received)
+        return {edge.name: torch.tensor([mix(result, edge.name) >> 8]) for edge in self.stage.receives}
 
     def evaluate(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         return self._outputs(mix(self.current, _read(self.stage, inputs)))
 
     def _outputs(self, value: int) -> dict[str, torch.Tensor]:
-        made = {edge.name: torch.tensor([value]) for edge in self.stage.sends}
+        outputs = {edge.name: torch.tensor([value]) for edge in self.stage.sends}
         if self.stage.results:
-            made["result/0"] = torch.tensor(1.0)
-        return made
+            outputs["result/0"] = torch.tensor(1.0)
+        return outputs
 
     def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
         return {VARIABLE: torch.tensor([0])}
@@ -117,16 +119,16 @@ class ChainPlane:
         return 1.0
 
     def apply(self, learning_rate: float, clip_factor: float) -> None:
-        if sorted(self._made) != list(range(self._microbatches)) or self._stash:
-            self._broken(f"applies step {self.current[0]} with microbatches {sorted(self._made)}")
+        if sorted(self._results) != list(range(self._microbatches)) or self._stash:
+            self._broken(f"applies step {self.current[0]} with microbatches {sorted(self._results)}")
         before = self.current
-        self.current = advanced(before, [self._made[m] for m in sorted(self._made)])
-        self._made.clear()
+        self.current = advanced(before, [self._results[m] for m in sorted(self._results)])
+        self._results.clear()
         self._applied(self, before, self.current)
 
     def discard(self) -> None:
         self._stash.clear()
-        self._made.clear()
+        self._results.clear()
 
     def state(self) -> dict[str, torch.Tensor]:
         return {STATE: torch.tensor(self.current)}
@@ -134,11 +136,12 @@ class ChainPlane:
     def load_state(self, state: Tensors) -> None:
         self.current = _pair(state[STATE])
         self._stash.clear()
-        self._made.clear()
+        self._results.clear()
 
 
-def advanced(before: tuple[int, int], made: Sequence[int]) -> tuple[int, int]:
-    return before[0] + 1, mix(before, *made)
+def advanced(before: tuple[int, int], results: Sequence[int]) -> tuple[int, int]:
+    """The state after a step, from the state before it and the results of backward in the order of microbatches."""
+    return before[0] + 1, mix(before, *results)
 
 
 def _pair(tensor: torch.Tensor) -> tuple[int, int]:
@@ -151,38 +154,40 @@ def _read(stage: Stage, inputs: Tensors) -> tuple[Any, ...]:
 
 
 def history(config: TrainConfig, count: int) -> list[tuple[tuple[int, int], ...]]:
-    """The state of every stage at each step 0..steps, computed in one place, one step after another."""
+    """The states of all stages after 0, 1, ... `config.steps` steps, computed in one process without faults."""
     stages = stages_of(count)
     states = [first_state(i) for i in range(count)]
-    found = [tuple(states)]
+    steps = [tuple(states)]
     for step in range(config.steps):
-        made: list[list[int]] = [[] for _ in stages]
+        results: list[list[int]] = [[] for _ in stages]
         for microbatch in range(config.microbatches):
             samples = tuple(sample_indices(config.seed, step, microbatch, config, SAMPLES))
-            kept: list[int] = []
+            activations: list[int] = []
             for stage in stages:
-                read = tuple(
-                    samples if i.name in ("input_ids", "targets") else (kept[_producer(stage, i.name)],)
+                inputs = tuple(
+                    samples
+                    if i.name in ("input_ids", "targets")
+                    else (activations[_producer(stage, i.name)],)
                     for i in stage.graph.inputs
                 )
-                kept.append(mix(states[stage.index], read, step, microbatch))
-            gradients: dict[tuple[str, int], int] = {}  # edge and consumer
+                activations.append(mix(states[stage.index], inputs, step, microbatch))
+            gradients: dict[tuple[str, int], int] = {}  # by edge and consumer
             for stage in reversed(stages):
-                given = tuple(
+                received = tuple(
                     wrapped(sum(gradients[edge.name, consumer] for consumer in edge.consumers))
                     for edge in stage.sends
                 )
-                value = mix(states[stage.index], kept[stage.index], given)
-                made[stage.index].append(value)
+                value = mix(states[stage.index], activations[stage.index], received)
+                results[stage.index].append(value)
                 for edge in stage.receives:
                     gradients[edge.name, stage.index] = mix(value, edge.name) >> 8
-        states = [advanced(states[i], made[i]) for i in range(count)]
-        found.append(tuple(states))
-    return found
+        states = [advanced(states[i], results[i]) for i in range(count)]
+        steps.append(tuple(states))
+    return steps
 
 
 def final_ledger(config: TrainConfig) -> Ledger:
-    """That of a run in which nothing happens."""
+    """The ledger at the end of a run without faults."""
     ledger, size = Ledger(), config.microbatches * config.microbatch_size
     for step in range(config.steps):
         fed = (sample_indices(config.seed, step, m, config, SAMPLES) for m in range(config.microbatches))
@@ -191,7 +196,7 @@ def final_ledger(config: TrainConfig) -> Ledger:
 
 
 def wrapped(value: int) -> int:
-    """As int64 arithmetic would have it."""
+    """`value` as an int64 that wraps around."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -199,7 +204,7 @@ def _producer(stage: Stage, edge: str) -> int:
     return next(e.producer for e in stage.receives if e.name == edge)
 
 
-# --- the shapes in which a state travels
+# --- serialised states
 
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -215,7 +220,7 @@ def unpack(data: bytes) -> dict[str, torch.Tensor]:
 
 
 class WorldBatches(Batches):
-    """The real choice of samples over data that is nothing but its indices."""
+    """The real choice of samples, over data in which each sample is its own index."""
 
     def __init__(self, config: TrainConfig, inputs: Sequence[str], train: Any, held_out: Any) -> None:
         self._config = config
@@ -235,8 +240,10 @@ class _Rows:
 
 
 class WorldWorker:
-    """Stands for `fusion.runtime.job.worker.Worker`: calls run one at a time in the order in which they were made, each
-    takes a while, and one that has begun is not stopped by cancelling whoever waits for it."""
+    """Stands for `fusion.runtime.job.worker.Worker`.
+
+    Calls run one at a time, in order, each for some virtual time. Cancelling the caller does not stop a call that has begun.
+    """
 
     device = "cpu"
     threads = 1

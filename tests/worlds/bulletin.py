@@ -1,8 +1,8 @@
-"""The simulated directory: `fusion.swarm.directory.api.Directory` over records that reach each reader in their own time.
+"""The simulated directory: `fusion.swarm.directory.api.Directory`, with a delay for each record and reader.
 
-A publication reaches every reader after a delay of its own, in lossy worlds some never; of two versions of a record the one that
-expires last counts, in whatever order, and however often, they come. Nothing is encoded or signed: forgery and broken
-records are the business of the tests of `fusion.swarm.directory.records`; a sealed claim here is a token for the record.
+In lossy worlds a record never reaches some readers. Of two versions of a record the one that expires last counts, in
+whatever order and however often they arrive. Records are neither encoded nor signed, since tests of
+`fusion.swarm.directory.records` cover forged and broken ones. A sealed claim here is a token for the record.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from fusion.swarm.directory.records import (
 from fusion.swarm.errors import RecordError, TransportError
 from fusion.swarm.transport import PeerId
 
-KEPT_VERSIONS = 3  # of a record that some readers may still see
+KEPT_VERSIONS = 3  # of each record, since some readers may still see an old one
 
 Key = tuple[Any, ...]
-# One version of a record: its end (unix seconds), itself, and from when each reader sees it.
+# One version of a record: when it expires (unix seconds), the record, and the time from which each reader sees it.
 Version = tuple[float, Record, dict[PeerId, float]]
 
 
 class Bulletin:
-    """What all directories of a world share. Chances are per publication and reader (`lost`) or per call (`fails`)."""
+    """The records that all directories of a world share.
+
+    `lost` is the chance that a publication never reaches a given reader, `fails` the chance that a call fails.
+    """
 
     def __init__(
         self, network: Network, rng: random.Random, slowest_seconds: float, lost: float, fails: float
@@ -80,21 +83,21 @@ class Bulletin:
             del versions[0]
 
     def read(self, reader: PeerId, key: Key) -> list[Record]:
-        """What `reader` sees at `key` now, in the order of authors."""
+        """The records at `key` that `reader` sees now, in the order of authors."""
         slots = self._slots.get(key)
         if not slots:
             return []
-        now, unix, found = self.network.loop.now, self.now, []
+        now, unix, records = self.network.loop.now, self.now, []
         for subkey in sorted(slots):
             versions = slots[subkey]
             for expires_at, record, seen in reversed(versions):
                 if seen.get(reader, 0.0) <= now:
                     if expires_at > unix:
-                        found.append(record)
+                        records.append(record)
                     break
             if versions[-1][0] <= unix:
                 del slots[subkey]
-        return found
+        return records
 
 
 class WorldDirectory:
@@ -108,10 +111,10 @@ class WorldDirectory:
         bulletin = self._bulletin
         if author_of(record) != self._peer:
             raise RecordError(f"a record of {author_of(record)} cannot be signed by {self._peer}")
-        # Signed now, stored when the storing nodes are found.
+        # The record is signed now. The real one is stored when the storing nodes are found.
         expires_at = self._expiry(ttl_seconds)
         seconds = bulletin.look_up_seconds()
-        # Where no record is lost a publication that has returned can be read; otherwise some learn of it later.
+        # If no record is lost, all can read it once `publish` has returned; otherwise some see it later.
         spread = seconds if bulletin.lost == 0 else 2 * bulletin.slowest_seconds
         bulletin.store(self._peer, *_place(record), record, expires_at, spread)
         await self._wait(seconds)
@@ -121,7 +124,7 @@ class WorldDirectory:
 
     @staticmethod
     def verify(peer: str, signature: bytes, data: bytes) -> bool:
-        """Of no world: caches of what was verified keep it, and would keep the world."""
+        """Static, since caches of verified signatures keep this function, and would keep the world with it."""
         return signature == signed(peer, data)
 
     def now(self) -> float:
@@ -173,7 +176,7 @@ class WorldDirectory:
         return tuple(self._bulletin.read(self._peer, key))
 
     async def _wait(self, seconds: float | None = None) -> None:
-        """As long as a look-up in the DHT takes."""
+        """Wait as long as a look-up in the DHT takes. Raises TransportError with the chance `fails`."""
         bulletin = self._bulletin
         await asyncio.sleep(bulletin.look_up_seconds() if seconds is None else seconds)
         if bulletin.rng.random() < bulletin.fails:
@@ -181,7 +184,7 @@ class WorldDirectory:
 
 
 def signed(peer: str, data: bytes) -> bytes:
-    """Stands for the signature of `peer`'s key."""
+    """A stand-in for the signature by `peer`'s key."""
     return hashlib.sha256(f"{peer}/".encode() + data).digest()
 
 

@@ -1,8 +1,8 @@
-"""Disks and blobs of a world: what a peer wrote survives its process, and is read by others while the peer answers.
+"""Disks and blobs of a world: what a peer writes survives its process, and other peers read its blobs while it answers.
 
-`WorldPath` is as much of `pathlib.Path` as the runtime uses of it, over a dictionary. `WorldBlobs` keeps the promises of
-`fusion.swarm.blobs.blobs.Blobs` (content-addressed, fetched from any live holder, resumed from another) without its protocol,
-which has tests of its own.
+`WorldPath` implements the part of `pathlib.Path` that the runtime uses, over a dictionary. `WorldBlobs` gives the guarantees
+of `fusion.swarm.blobs.blobs.Blobs` (content-addressed, fetched from any live holder, retried with another) without its
+protocol, which has tests of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fusion.swarm.transport import PeerId
 
 
 class Disk:
-    """What is left of a peer when its process is gone."""
+    """A peer's files and blobs, which outlive its process."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -117,7 +117,7 @@ class WorldPath:
 
 
 class BlobPath(WorldPath):
-    """Where a blob lies: read-only."""
+    """The path of a blob, to read."""
 
     def __init__(self, disk: Disk, digest: Digest) -> None:
         super().__init__(disk, f"blobs/{digest}")
@@ -134,7 +134,7 @@ class BlobPath(WorldPath):
 
 
 class WorldStore:
-    """What the runtime asks of a `BlobStore`."""
+    """Implements the part of `BlobStore` that the runtime uses."""
 
     quota_bytes = 1 << 40
     largest_bytes = 1 << 38
@@ -142,7 +142,7 @@ class WorldStore:
 
     def __init__(self, disk: Disk, shelf: dict[Digest, bytes]) -> None:
         self.disk = disk
-        self._shelf = shelf  # the launcher's files: every peer has them
+        self._shelf = shelf  # the launcher's files, which every peer has
 
     def has(self, digest: Digest) -> bool:
         return digest in self.disk.blobs or digest in self._shelf
@@ -151,12 +151,12 @@ class WorldStore:
         return len(self.content(digest))
 
     def content(self, digest: Digest) -> bytes:
-        found = self.disk.blobs.get(digest)
-        if found is None:
-            found = self._shelf.get(digest)
-        if found is None:
+        data = self.disk.blobs.get(digest)
+        if data is None:
+            data = self._shelf.get(digest)
+        if data is None:
             raise BlobError(f"blob {digest[:8]} is not here")
-        return found
+        return data
 
     def put(self, data: bytes | WorldPath) -> Digest:
         content = data.read_bytes() if isinstance(data, WorldPath) else bytes(data)
@@ -173,7 +173,7 @@ class WorldStore:
 
 
 class Holders:
-    """Whose blobs can be read now: of a world, by peer."""
+    """The blob stores of all peers, and which of them can be read now."""
 
     def __init__(self, network: Network, rng: random.Random, slowest_seconds: float) -> None:
         self.network = network
@@ -196,7 +196,7 @@ class Holders:
 
 
 class WorldBlobs:
-    """Stands for `fusion.swarm.blobs.blobs.Blobs`: the same calls, errors and rounds of retrying."""
+    """Stands for `fusion.swarm.blobs.blobs.Blobs`, with the same methods, errors and retries."""
 
     attempts = 6
     retry_seconds = 1.0
@@ -211,21 +211,21 @@ class WorldBlobs:
         return self.store.has(digest)
 
     def of(self, job: JobId) -> WorldBlobs:
-        """The job is open to all."""
+        """The same blobs for every job, since the job is open to all."""
         return self
 
     def hold(self, holder: object, digests: Iterable[Digest]) -> None:
-        """Nothing is deleted to make room."""
+        """Do nothing: no blob is deleted to make room."""
 
     async def put(self, data: Any) -> Digest:
-        await self._take()
+        await self._wait()
         return self.store.put(data)
 
     async def put_pieces(self, size: int, pieces: Iterable[bytes | memoryview]) -> Digest:
         return await self.put(b"".join(pieces))
 
     async def drop(self, digest: Digest) -> None:
-        await self._take()
+        await self._wait()
         self.store.delete(digest)
 
     async def fetch(
@@ -234,11 +234,13 @@ class WorldBlobs:
         fruitless = 0
         while not self.store.has(digest):
             holders = self._holders.answering(self._peer, digest)
-            await self._take()
+            await self._wait()
             if holders:
                 holder = self._holders.rng.choice(holders)
-                await self._take(5.0)
-                if holder in self._holders.answering(self._peer, digest):  # all the while
+                await self._wait(5.0)
+                if holder in self._holders.answering(
+                    self._peer, digest
+                ):  # it answered during the whole transfer
                     self.store.disk.blobs[digest] = self._holders.stores[holder].content(digest)
                     break
             fruitless += 1
@@ -250,7 +252,7 @@ class WorldBlobs:
     async def read(self, digest: Digest, max_bytes: int, hints: Sequence[PeerId] = ()) -> bytes:
         return (await self.fetch(digest, hints, max_bytes=max_bytes)).read_bytes()
 
-    async def _take(self, times: float = 1.0) -> None:
+    async def _wait(self, times: float = 1.0) -> None:
         holders = self._holders
         await asyncio.sleep(holders.slowest_seconds * times * holders.rng.random())
 

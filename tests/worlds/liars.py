@@ -1,14 +1,17 @@
-"""Peers of a world that mean harm: each has an identity of its own, hosts nothing, and says what it likes, to whom it likes.
+"""Malicious peers of a world: each has an identity of its own, hosts no stage, and sends false records and messages.
 
-What a liar does, and when, is drawn from the world's seed, apart from everything else in it. It claims stages with terms of
-all sizes, with proofs that are forged, its own vote, or replayed; it offers itself as the best standby and lets down who asks
-it to take over, or promises what it does not do; it says that the job is done, stopped, failed, far ahead or elsewhere; it
-says hello for stages that it does not own, with its own claim or one that it saw, and sends the protocol's messages; it
-reports owners as gone, gives stages away that it does not have, and asks neighbours for their vote.
+The world's seed decides what a liar does and when, with a generator of its own. A liar
 
-A vacant stage of an open job is anybody's, so a liar gets one now and then, and lets it lie: that is no fault of the
-protocol while its lease lasts. Some liars say nothing else: the first stage that they find vacant they keep, renew their claim of it for
-as long as the world lasts, answer that they hold it, welcome everybody and do nothing. It never computes: a wrong number that an owner makes on purpose is not looked for here.
+* claims stages under terms of all sizes, with forged or replayed votes or its own vote as proof;
+* publishes itself as the best standby, and then does not answer a request to take over, or promises what it does not do;
+* publishes that the job is done, stopped, failed, far ahead or led by itself;
+* sends `hello` for stages that it does not own, with its own claim or one that it has read, and then messages of the protocol;
+* reports owners as gone, gives away stages that it does not have, and requests neighbours' votes.
+
+Any peer may claim a vacant stage of an open job, so a liar gets one now and then and leaves it idle; while its lease lasts
+that is no fault of the protocol. Some liars do only that: they keep the first vacant stage that they find, renew their claim
+to the end of the world, answer that they hold it, accept every stream and do nothing. Liars never compute, so these worlds
+do not test wrong numbers.
 """
 
 from __future__ import annotations
@@ -38,11 +41,11 @@ from fusion.swarm.transport import PeerId, Stream
 if TYPE_CHECKING:
     from worlds.world import World
 
-ACTIVE_SECONDS = 40.0  # for which liars lie: what is left of the world shows what became of the job
+ACTIVE_SECONDS = 40.0  # liars act for this long; the rest of the world shows whether the job ends
 PAUSE_SECONDS = 0.4  # between two acts, on average
 ANSWER_SECONDS = 3.0
-VACANT = 0.1  # of the stages that nobody has are claimed: those are anybody's
-IDLE = 0.3  # of the liars only keep a stage
+VACANT = 0.1  # share of the vacant stages that it finds and claims; any peer may claim them
+IDLE = 0.3  # share of the liars that only keep a stage
 HEARTBEAT_SECONDS = 2.0
 FORESEEN = (SwarmError, ValueError, TimeoutError, OSError)
 
@@ -59,9 +62,9 @@ class Liar:
         self.lane = Lane(peer_id)
         self._seen: list[ClaimRecord] = []
         self._chance = random.Random(f"{world.plan.seed} {peer_id} idle")
-        self._kept: tuple[int, int] | None = None  # the stage that we keep, and its term
+        self._kept: tuple[int, int] | None = None  # the stage that this liar keeps, and its term
         self._acts: tuple[Callable[[], Awaitable[object]], ...] = (
-            self._claim, self._claim, self._claim, self._stand_by, self._speak, self._speak, self._hello, self._hello,
+            self._claim, self._claim, self._claim, self._stand_by, self._gossip, self._gossip, self._hello, self._hello,
             self._report, self._give, self._stop, self._release,
         )  # fmt: skip
 
@@ -81,7 +84,7 @@ class Liar:
                     await act()
 
     async def _keep(self) -> None:
-        """A stage that nobody has, once one is found, until another has followed us."""
+        """Claim the first vacant stage that is found, and renew the claim until another peer has followed it."""
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS * (0.1 if self._kept is None else 1.0))
             stage = self._chance.randrange(self._world.plan.stages) if self._kept is None else self._kept[0]
@@ -99,20 +102,20 @@ class Liar:
     # --- records
 
     async def _look(self) -> tuple[int, ClaimRecord | None]:
-        """A stage, and who owns it as the directory says."""
+        """A random stage, and the claim of its owner according to the directory."""
         stage = self._rng.randrange(self._world.plan.stages)
         claims = await self._directory.claims(self._world.job, stage)
         self._seen = [*self._seen, *claims][-40:]
         return stage, winner([claim for claim in claims if claim.peer != self._id])
 
     def _votes(self, stage: int, held: ClaimRecord | None, successor: PeerId) -> tuple[bytes, ...]:
-        """What is to prove that `held` is over: nothing, our own vote, the votes of others in our hand, or old ones."""
-        how = self._rng.randrange(4)
-        if held is None or how == 0:
+        """False proofs that `held` is over: none, replayed votes, this liar's vote, or forged votes of others."""
+        kind = self._rng.randrange(4)
+        if held is None or kind == 0:
             return ()
-        if how == 1:
+        if kind == 1:
             return tuple(vote for claim in self._seen for vote in claim.proof)[:8]
-        voters = [self._id] if how == 2 else [*self._world.processes]
+        voters = [self._id] if kind == 2 else [*self._world.processes]
         holding = Holding(held.peer, held.term)
         now = int(self._directory.now())
         return tuple(
@@ -154,8 +157,8 @@ class Liar:
             ready=True, proof=proof,
         )  # fmt: skip
 
-    async def _speak(self) -> None:
-        """Of the job: as its lead, or with statements that others never made."""
+    async def _gossip(self) -> None:
+        """Publish a false job record: as the job's lead, or with forged statements of other peers."""
         world, rng = self._world, self._rng
         state = rng.choice(("running", "done", "stopped", "failed", "launching"))
         _, held = await self._look()
@@ -172,16 +175,16 @@ class Liar:
     def _statement(self, state: Any, snapshot: Digest | None) -> bytes:
         world = self._world
         signer = self._rng.choice([self._id, world.manifest.author, *world.processes])
-        said = Statement(
+        statement = Statement(
             job=world.job, state=state, term=1, step=world.plan.steps, snapshot=snapshot,
             snapshot_step=-1 if snapshot is None else world.plan.steps, signer=signer, at=int(self._directory.now()),
         )  # fmt: skip
-        return seal_statement(said, self._directory.sign)
+        return seal_statement(statement, self._directory.sign)
 
-    # --- streams that it opens
+    # --- streams that the liar opens
 
     async def _hello(self) -> None:
-        """To the owner of a stage, for another stage; then messages as they come to mind."""
+        """Send `hello` for a stage to the owner of another one, then random messages."""
         source, held = await self._look()
         target, owner = await self._look()
         if owner is None:
@@ -189,10 +192,10 @@ class Liar:
         claim = self._directory.sealed(
             self._record(source, "owner", self._term(held), self._votes(source, held, self._id))
         )
-        shown = self._rng.choice((b"", claim, *list(self._world.bulletin.sealed)[-3:]))
+        sent_claim = self._rng.choice((b"", claim, *list(self._world.bulletin.sealed)[-3:]))
         hello = m.Hello(
             job=self._world.job, source=source, target=target, term=self._term(held), target_term=owner.term,
-            incarnation=self._rng.getrandbits(32), claim=shown,
+            incarnation=self._rng.getrandbits(32), claim=sent_claim,
         )  # fmt: skip
         stream = await self._transport.open(owner.peer, STAGE.name)
         try:
@@ -206,7 +209,7 @@ class Liar:
     async def _message(self, stream: Stream, term: int, source: int) -> None:
         attempt = (self._rng.randint(1, 3), self._rng.randint(1, 3))
         step = self._rng.randrange(self._world.plan.steps)
-        said: m.Message = self._rng.choice(
+        message: m.Message = self._rng.choice(
             (
                 m.Failed(attempt, "made up"),
                 m.Lack(attempt, "made up"),
@@ -221,10 +224,10 @@ class Liar:
                 ),
             )
         )
-        await stream.send(*m.encode(said, term))
+        await stream.send(*m.encode(message, term))
 
     async def _report(self) -> None:
-        """An owner, as gone, to a peer that may stand by for it; or a request for a neighbour's vote."""
+        """Report an owner as gone to a random peer (`suspect`), or request that peer's vote (`gone`)."""
         stage, held = await self._look()
         if held is not None:
             vote = next(iter(self._votes(stage, held, self._id)), b"")
@@ -236,22 +239,22 @@ class Liar:
                 "term": held.term,
                 "word": vote,
             }
-            await self._ask(HOLD.name, kind, {**header, "yours": self._rng.random() < 0.5})
+            await self._request(HOLD.name, kind, {**header, "yours": self._rng.random() < 0.5})
 
     async def _give(self) -> None:
-        """A stage that another has, to a peer that stands by for it."""
+        """Hand over a stage that another peer owns."""
         stage, held = await self._look()
         if held is not None:
             successor = self._rng.choice([*self._world.processes])
             vote = next(iter(self._votes(stage, held, successor)), b"")
             header = {"job": self._world.job, "stage": stage, "term": held.term, "handover": {}, "word": vote}
-            await self._ask(HOLD.name, "take", header)
+            await self._request(HOLD.name, "take", header)
 
     async def _stop(self) -> None:
         header = {"job": self._world.job, "statement": self._statement("stopped", None)}
-        await self._ask(JOB.name, "stop", header)
+        await self._request(JOB.name, "stop", header)
 
-    async def _ask(self, protocol: str, kind: str, header: dict[str, Any]) -> None:
+    async def _request(self, protocol: str, kind: str, header: dict[str, Any]) -> None:
         stream = await self._transport.open(self._rng.choice([*self._world.processes]), protocol)
         try:
             await stream.send(kind, header)
@@ -259,10 +262,10 @@ class Liar:
         finally:
             stream.abort()
 
-    # --- streams that others open
+    # --- streams that other peers open
 
     async def _answer(self, stream: Stream) -> None:
-        """A standby or an owner is asked about a stage."""
+        """Answer a request of `/fusion/hold/2` about a stage, at random; a liar that keeps a stage answers `holds`."""
         frame = await stream.receive()
         stage = frame.header.get("stage", 0)
         if self._kept is not None and frame.kind == "holds":
@@ -281,7 +284,7 @@ class Liar:
                 await stream.send("owner", {"claim": claim})
 
     async def _welcome(self, stream: Stream) -> None:
-        """Somebody takes us for the owner of a stage: nothing comes of it."""
+        """Accept a stream from a peer that believes us the owner of a stage, and never send anything on it."""
         frame = await stream.receive()
         await stream.send("welcome", {"term": frame.header.get("target_term", 0)})
         while self._kept is not None:

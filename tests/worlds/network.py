@@ -1,9 +1,9 @@
 """The simulated network: `fusion.swarm.transport.Transport` between lanes of one virtual-time loop.
 
-What the real transport guarantees holds here too: the frames of one stream arrive whole, in order and once, until the
-stream ends, by a clean close after everything that was sent, or broken with its tail lost. Everything else is drawn
-from the seed: how long a frame takes, how frames of different streams overtake each other, when an end learns that its
-stream broke, where the tail is cut. Headers are msgpack on the way, as on the wire.
+It gives the guarantees of the real transport: the frames of one stream arrive whole, in order and once, until the stream
+ends. It ends with a clean close after all frames, or breaks and loses the last ones. The seed decides everything else: the
+delay of a frame, the order of frames of different streams, when an end learns that its stream broke, which frames are lost.
+Headers are msgpack, as on the wire.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fusion.swarm.streams import frames
 from fusion.swarm.streams.handlers import Handlers
 from fusion.swarm.transport import UNASKED_BYTES, Buffer, Frame, Handler, PeerId, Stream, Traffic
 
-DIAL_SECONDS = 5.0  # until a dial into silence gives up
-# At most, from a process's end until the other ends of its streams learn of it (measured).
+DIAL_SECONDS = 5.0  # timeout of a dial that gets no answer
+# The longest time from a process's end until the other ends of its streams learn of it (measured).
 NOTICE_SECONDS = 0.02
-KEEPALIVE_SECONDS = 12.0  # about so long a stream into silence stays up
+KEEPALIVE_SECONDS = 12.0  # about how long a stream to a silent peer stays up
 
 Watch = Callable[["WorldStream", str, Mapping[str, Any], bytes, bytes], None]
 
@@ -43,12 +43,12 @@ class WorldStream:
         self, network: Network, local: PeerId, remote: PeerId, protocol: str, lane: Lane, allowed: int
     ) -> None:
         self.local, self.remote, self.protocol, self.lane = local, remote, protocol, lane
-        self.held: list[tuple[str, bytes, bytes] | str] = []  # sent into a partition: arrives when it heals
-        self.said: dict[str, Any] = {}  # what the observers keep about it
+        self.held: list[tuple[str, bytes, bytes] | str] = []  # sent during a partition; arrives when it heals
+        self.said: dict[str, Any] = {}  # what the observers store about the stream
         self._network = network
         self._allowed = allowed
         self._inbox: deque[tuple[str, bytes, bytes]] = deque()
-        self._arrives = 0.0  # when the last frame that we sent does
+        self._arrives = 0.0  # when the last frame that this end sent arrives
         self._closed = self._heard = False
         self._end = ""
         self._waiter: asyncio.Future[None] | None = None
@@ -68,14 +68,14 @@ class WorldStream:
         head, views, _ = frames.encode(kind, header, payload)
         network, data = self._network, b"".join(views)
         network.watch(self, kind, header or {}, head, data)
-        if self.lane.dead:  # killed at this very point
+        if self.lane.dead:  # a fault killed the sender at this frame
             await network.loop.create_future()
         self._post((kind, head, data))
 
     def _post(self, item: tuple[str, bytes, bytes] | str) -> None:
         network, twin = self._network, self.twin
         if twin.lane.dead:
-            # A machine that is up again knows nothing of the stream, and says so; one that is gone says nothing.
+            # A machine that is up resets a stream that it does not know; one that is gone sends nothing.
             if self.remote not in network.gone and network.reachable(self.local, self.remote):
                 self.lose(network.notice())
             return
@@ -90,7 +90,7 @@ class WorldStream:
             loop.call_at(self._arrives, twin._arrive, item, context=twin.lane.context)
 
     def release(self) -> None:
-        """The partition that held our frames is over."""
+        """Send the frames that a partition held back."""
         held, self.held = self.held, []
         for item in held:
             self._post(item)
@@ -153,11 +153,13 @@ class WorldStream:
         self._network.forget(self)
         if not self._end:
             if how == "broken":
-                self._arrives = 0.0  # it may overtake, and so cut off, what is still on its way
+                self._arrives = (
+                    0.0  # the break may overtake frames that have not arrived, which are then lost
+                )
             self._post(how)
 
     def lose(self, after_seconds: float) -> None:
-        """This end learns, after so long, that the stream is broken; what arrives until then still counts."""
+        """Break this end of the stream after `after_seconds`; frames that arrive before still count."""
         loop = self._network.loop
         loop.call_at(loop.now + after_seconds, self._finish, "broken", context=self.lane.context)
 
@@ -172,22 +174,25 @@ class WorldStream:
 
 
 class Network:
-    """`slowest_seconds`: the longest one-way delay of a healthy link. `watch` sees every frame that is sent, and
-    its bytes: head with header, and payload."""
+    """The links between all peers.
+
+    `slowest_seconds` is the longest usual one-way delay of a link. `watch` is called with every frame that is sent: its
+    stream, kind and header, and its bytes (head with header, and payload).
+    """
 
     def __init__(self, loop: VirtualLoop, rng: random.Random, slowest_seconds: float) -> None:
         self.loop = loop
         self.transports: dict[PeerId, WorldTransport] = {}
-        self.gone: set[PeerId] = set()  # vanished without a word: its side of every stream stays silent
+        self.gone: set[PeerId] = set()  # vanished machines, which send nothing, not even a reset
         self.watch: Watch = lambda stream, kind, header: None
         self._rng = rng
         self._slowest = slowest_seconds
         self._usual: dict[tuple[PeerId, PeerId], float] = {}
-        self._sides: dict[PeerId, int] = {}  # of a partition; empty while there is none
+        self._sides: dict[PeerId, int] = {}  # the side of each peer in a partition; empty without one
         self._streams: dict[WorldStream, None] = {}
 
     def delay(self, one: PeerId, two: PeerId) -> float:
-        """Of one frame: near the link's usual delay, now and then much longer."""
+        """The delay of one frame: near the link's usual delay, sometimes much longer."""
         usual = self._usual.get((one, two))
         if usual is None:
             usual = self._usual[one, two] = self._usual[two, one] = self._slowest * self._rng.random() ** 2
@@ -221,7 +226,7 @@ class Network:
         self.loop.call_at(
             self.loop.now + self.delay(me, peer), target.handlers.accept, far, context=target.lane.context
         )
-        # What we send cannot be there before the stream is.
+        # A frame cannot arrive before the stream is open.
         near._arrives = self.loop.now + self._slowest * 0.01
         return near
 
@@ -229,19 +234,19 @@ class Network:
         self._streams.pop(stream, None)
 
     def cut(self, one: PeerId, two: PeerId) -> None:
-        """Every stream between the two breaks, for no reason at all."""
+        """Break every stream between the two peers."""
         for stream in [s for s in self._streams if s.local == one and s.remote == two]:
             self._lose_both(stream)
 
     def partition(self, group: set[PeerId], other: set[PeerId], patience_seconds: float) -> None:
-        """No packet passes between the two; streams that last into it break after a while of silence."""
+        """Let no packet pass between the two groups; streams between them break after about `patience_seconds`."""
         self._sides = {**dict.fromkeys(group, 1), **dict.fromkeys(other, 2)}
         for stream in list(self._streams):
             if not self.reachable(stream.local, stream.remote):
                 stream.lose(patience_seconds * (0.2 + self._rng.random()))
 
     def joins_side(self, peer: PeerId) -> None:
-        """A peer that starts while the swarm is divided is on one of its sides."""
+        """Put a peer that starts during a partition on a random side of it."""
         if self._sides:
             self._sides[peer] = self._rng.choice((1, 2))
 
@@ -251,7 +256,7 @@ class Network:
             stream.release()
 
     def remove(self, peer: PeerId, *, silently: bool) -> None:
-        """The process is gone. Its machine says so at once, or (`silently`) is gone as well."""
+        """Remove a process. Its machine resets the streams at once, or (`silently`) is gone as well."""
         self.transports.pop(peer, None)
         if silently:
             self.gone.add(peer)
@@ -269,7 +274,7 @@ class Network:
 
 
 class WorldTransport:
-    """Implements `fusion.swarm.transport.Transport` for one lane. `failed` is told how handlers fail."""
+    """Implements `fusion.swarm.transport.Transport` for one lane. `failed` is called with the errors of handlers."""
 
     def __init__(
         self, network: Network, peer_id: PeerId, lane: Lane, failed: Callable[[Lane, Exception], None]

@@ -1,14 +1,15 @@
-"""What must hold in every world, watched from outside the protocol: on the wire, at the planes, in the directory.
+"""The properties that every world must have, checked from outside the protocol: on the wire, at the planes, in the directory.
 
-history    the state of a stage at a step is the one that a single process computes; a step is applied once from
-           one base, by one owner in one attempt of one lead, with the samples that are its own
-commit     the lead commits a step only when every other stage has said that it is ready for it, in that attempt
-fence      a stage that has heard an owner under a term takes no frame under a lower one
-durable    a restore never goes back behind the newest snapshot that the lead knows to be held and can be had
-terms      no two peers host a stage under one term, where the directory shows everybody every record; one that began
-           only when the other was gone, or had let go of the stage, may not have heard of it
-sound      no task of a peer fails in a way that nobody foresaw
-alive      once faults have ceased every stage has an owner, and the job ends, each within a bound
+history    the state of a stage after a step is the one that a single process computes; a step is applied once to one
+           state, by one owner in one attempt of one lead, with its own samples
+commit     the lead commits a step only when every other stage has reported ready for it in that attempt
+fence      a stage that has accepted a frame of an owner under a term accepts no frame under a lower one
+durable    a restore never goes back behind the newest snapshot that is available and that the lead knows of
+terms      no two peers host a stage under one term, if the directory loses no record; a peer that began after the other
+           had ended, or had given the stage up, may not have seen its claim
+deposed    no live, reachable owner loses its stage to a liar (`worlds.world.World` checks it)
+sound      no task of a peer raises an unexpected error
+alive      after the last fault every stage gets an owner, and the job ends, each within a bound
 """
 
 from __future__ import annotations
@@ -30,27 +31,26 @@ States = list[tuple[tuple[int, int], ...]]
 class Oracle:
     def __init__(self, history: States, ledger: Ledger, quiet: bool) -> None:
         self.violations: list[str] = []
-        self.finished = ""  # the state that the lead ended the job with
-        self.committed = 0  # the highest step that any stage has the state of
+        self.finished = ""  # the state in which the lead ended the job
+        self.committed = 0  # the highest step that any stage has applied
         self.updates = 0
         self._history = history
         self._ledger = ledger
         self._stages = len(history[0])
         self._quiet = quiet
-        self._ready: dict[tuple[Any, ...], set[int]] = {}  # (attempt, step) -> stages that said so
+        self._ready: dict[tuple[Any, ...], set[int]] = {}  # (attempt, step) -> stages that reported ready
         self._appliers: dict[tuple[Any, ...], Process] = {}
         self._holders: dict[tuple[int, int], list[Process]] = {}
-        self._heard: dict[
-            tuple[int, int], int
-        ] = {}  # (incarnation, source stage) -> the highest term it took a frame under
-        # Lead, its term -> step and digest of the newest snapshot that a stage told it of when it joined.
+        # (incarnation, source stage) -> the highest term of a frame that was accepted
+        self._highest: dict[tuple[int, int], int] = {}
+        # (lead, its term) -> step and digest of the newest snapshot that a stage reported in its join
         self._known: dict[tuple[PeerId, int], tuple[int, Digest | None]] = {}
 
     def broken(self, text: str) -> None:
         self.violations.append(text)
 
     def said(self, peer: PeerId, source: int, kind: str, header: Mapping[str, Any]) -> None:
-        """A frame of `/fusion/stage/3` is on its way from the host of stage `source`."""
+        """Check a frame of `/fusion/stage/3` that the host of stage `source` sends."""
         if kind == "ready":
             self._ready.setdefault((*header["attempt"], header["step"]), set()).add(source)
         elif kind == "commit":
@@ -59,7 +59,7 @@ class Oracle:
             if missing:
                 self.broken(
                     f"commit: {peer} commits step {header['step']} in attempt {header['attempt']}; "
-                    f"stages {sorted(missing)} never said that they are ready"
+                    f"stages {sorted(missing)} never reported ready"
                 )
         elif kind == "finish":
             self.finished = header["state"]
@@ -69,19 +69,19 @@ class Oracle:
     def took(
         self, peer: PeerId, stage: int, own_term: int, incarnation: int, source: int, frame: Frame
     ) -> None:
-        """The host of a stage let a frame in."""
+        """Check a frame that the host of a stage accepted."""
         kind, header = frame.kind, frame.header
         term, key = header["term"], (incarnation, source)
-        highest = self._heard.get(key, 0)
+        highest = self._highest.get(key, 0)
         if term < highest:
             self.broken(
                 f"fence: {peer} took {kind} of stage {source} under term {term} after one under {highest}"
             )
-        self._heard[key] = max(highest, term)
+        self._highest[key] = max(highest, term)
         if kind == "join":
             lead = (peer, own_term)
-            point = (header["newest"]["step"], header["newest"]["digest"])
-            self._known[lead] = max(self._known.get(lead, (0, None)), point, key=lambda known: known[0])
+            checkpoint = (header["newest"]["step"], header["newest"]["digest"])
+            self._known[lead] = max(self._known.get(lead, (0, None)), checkpoint, key=lambda known: known[0])
 
     def applied(
         self, peer: PeerId, plane: ChainPlane, before: tuple[int, int], after: tuple[int, int]
@@ -101,37 +101,38 @@ class Oracle:
             )
 
     def commits(self, process: Process, stage: int, attempt: tuple[int, int], step: int) -> None:
-        """The host of a stage carries a commit out."""
+        """Check that no other peer has applied this step of this stage in this attempt."""
         first = self._appliers.setdefault((stage, attempt, step), process)
         leads = self._holders[0, attempt[0]]
-        # Leads that could not know of each other may have come to the same term: each has attempts of its own then. So may one that
-        # starts again and knows nothing, when the first owner, too, has ended.
+        # Leads that could not know of each other may have used the same term: each has attempts of its own then. So may a lead
+        # that starts again and knows nothing, if the first owner has ended as well.
         apart = len({lead.peer_id for lead in leads}) > 1 or first in leads[-1].gone
         if first.peer_id != process.peer_id and not apart:
             peers = f"{first.peer_id} and {process.peer_id}"
             self.broken(f"history: step {step} of stage {stage} in attempt {attempt} applied by {peers}")
 
     def ended(self, index: Index, shards: Mapping[int, tuple[int, int]]) -> None:
-        """The snapshot that the job ended with, and what is in its shards."""
+        """Check the job's last snapshot; `shards` has the state of each stage in it."""
         steps = len(self._history) - 1
         if index.step != steps:
             self.broken(f"history: the job ended at step {index.step} of {steps}")
             return
         for stage, state in shards.items():
             if state != self._history[steps][stage]:
-                self.broken(f"history: stage {stage} of the last snapshot is not the state of step {steps}")
+                self.broken(f"history: stage {stage} of the last snapshot has not the state of step {steps}")
         if index.ledger != self._ledger:
             self.broken(f"ledger: it ended with {index.ledger}; its samples are {self._ledger}")
 
-    def restores(self, peer: PeerId, term: int, step: int, to_be_had: Callable[[Digest], bool]) -> None:
-        """The lead has everybody go back to `step`."""
+    def restores(self, peer: PeerId, term: int, step: int, available: Callable[[Digest], bool]) -> None:
+        """Check a lead that sends all stages back to `step`."""
         newest, digest = self._known.get((peer, term), (0, None))
-        if step < newest and digest is not None and to_be_had(digest):
+        if step < newest and digest is not None and available(digest):
             self.broken(
-                f"durable: {peer} goes back to step {step}, though step {newest} is held and can be had"
+                f"durable: {peer} goes back to step {step}, though the snapshot of step {newest} is available"
             )
 
     def hosts(self, process: Process, stage: int, term: int) -> None:
+        """Check that no other peer hosts `stage` under `term`."""
         holders = self._holders.setdefault((stage, term), [])
         others = {other for other in holders if other.peer_id != process.peer_id}
         if process not in holders:

@@ -1,4 +1,4 @@
-"""Bugs to plant: each one takes a guard out of the protocol, and the worlds have to find it."""
+"""Planted bugs: most remove one check of the protocol. The worlds must find each of them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fusion.swarm.transport import PeerId
 
 
 def skip_the_term_check() -> None:
-    """Whoever says hello for a stage is let in, whatever its term, and its frames are taken beside the next owner's."""
+    """A stage accepts every `hello`, whatever its term, and takes frames of old owners as well as of the current one."""
 
     async def believe(self: Any, peer: PeerId, hello: Any) -> ClaimRecord:
         return ClaimRecord(
             job=hello.job, stage=hello.source, peer=peer, role="owner", term=hello.term, score=0.5, step=0, load=0.0
         )  # fmt: skip
 
-    # By names that must be there: a plant that misses is no proof.
+    # A plant that patches a name that does not exist would prove nothing.
     for owner, name, instead in (
         (fence.Fence, "claim_of", believe),
         (fence.Fence, "check", lambda *_: None),
@@ -61,7 +61,7 @@ def commit_without_every_ready() -> None:
 
 
 def promote_from_the_wrong_step() -> None:
-    """Whoever loads a snapshot gets the initial weights and takes them for the snapshot's."""
+    """A peer that loads a snapshot gets the initial weights instead."""
     real = stage_files.StageFiles.load
 
     async def load(self: Any, checkpoint: Any, owners: Any) -> dict[str, torch.Tensor]:
@@ -74,13 +74,13 @@ def promote_from_the_wrong_step() -> None:
 
 
 def believe_any_proof() -> None:
-    """Whoever claims a stage over its owner is believed, whatever it shows."""
+    """Every proof that an owner is gone counts, whatever it contains."""
     assert hasattr(claim_cache.ClaimCache, "proves")
     claim_cache.ClaimCache.proves = lambda *_: True  # type: ignore[method-assign]
 
 
 def count_forged_votes() -> None:
-    """Votes of neighbours count, whoever signed them."""
+    """Neighbours' votes count without a check of their signatures."""
     real = votes.open_vote
 
     def believe(data: bytes, job: Any, stage: int, successor: PeerId, verify: Any) -> Any:
@@ -92,26 +92,26 @@ def count_forged_votes() -> None:
 
 
 def believe_anybody_of_a_job() -> None:
-    """Whoever says that a job has ended has ended it."""
+    """Every record that a job has ended is believed."""
     assert hasattr(belief, "_final")
-    belief._final = lambda said, sight: said.state in ("done", "stopped", "failed")  # type: ignore[assignment]
+    belief._final = lambda record, sight: record.state in ("done", "stopped", "failed")  # type: ignore[assignment]
 
 
 def go_by_any_last_snapshot() -> None:
-    """An owner whose stage is done goes by its lead's word, whatever snapshot that names."""
+    """An owner whose stage is done believes its lead, whatever snapshot the lead names."""
     assert hasattr(belief, "_lead_suffices") and hasattr(owners_seen.OwnersSeen, "takes_part")
     belief._lead_suffices = lambda *_: True  # type: ignore[assignment]
     owners_seen.OwnersSeen.takes_part = lambda *_: True  # type: ignore[method-assign]
 
 
 def wait_for_neighbours_that_are_gone() -> None:
-    """Of two owners of a stage near which nobody is left neither gives way."""
+    """Neither of two owners of a stage gives way if their neighbours are gone."""
     assert hasattr(claim_cache.ClaimCache, "unseen_successor")
     claim_cache.ClaimCache.unseen_successor = lambda *_: None  # type: ignore[method-assign]
 
 
 def fail_as_nobody_expected() -> None:
-    """What looks for vacant stages raises for one whose owner has gone."""
+    """The search for vacant stages raises an unexpected error at a stage that has had an owner."""
     real = StageClaims._vacancy
 
     def failing(self: Any, place: Any, *more: Any) -> Any:

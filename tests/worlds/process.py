@@ -1,4 +1,4 @@
-"""A simulated peer's process, and what is left of a world when it is over."""
+"""A simulated peer's process, and the outcome of a world."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusion.swarm.claims.leases import Leases
 from fusion.swarm.directory.records import PeerRecord
 from fusion.swarm.transport import PeerId
 
-STAGE_BYTES = 100  # of memory, that a stage takes
+STAGE_BYTES = 100  # memory of a stage
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Outcome:
     cpu_seconds: float
     updates: int
     committed: int
-    struck: tuple[str, ...]  # the kinds of faults that happened
+    struck: tuple[str, ...]  # kinds of the faults that happened
     log: tuple[str, ...]
-    frames: str  # SHA-256 of what was sent, see `World.frames`
-    captured: bool = False  # liars came to half of the stages
+    frames: str  # SHA-256 of the frames that were sent, see `World.frames`
+    captured: bool = False  # liars claimed half of the stages while these were vacant
 
 
 @dataclass(eq=False)
@@ -42,8 +42,10 @@ class Process:
     lane: Lane
     disk: Disk
     seats: int
-    gone: frozenset[Process] = frozenset()  # those that had ended before it began
-    let_go: frozenset[tuple[Process, int]] = frozenset()  # the stages that another did not host when it began
+    gone: frozenset[Process] = frozenset()  # processes that had ended when this one began
+    let_go: frozenset[tuple[Process, int]] = (
+        frozenset()
+    )  # (process, a stage that it did not host at that time)
     leaving: bool = False
     hosting: Hosting | None = None
     leases: Leases | None = None

@@ -1,4 +1,4 @@
-"""Many worlds on several processes, and one world again with everything that was said in it."""
+"""Runs many worlds on several processes, or one world with every frame and log line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHUNK = 25  # seeds that a process takes at once
 
 
 class LogCollector(logging.Handler):
-    """What the runtime logs, into the log of the world that runs; with `traces`, where errors came from as well."""
+    """Copies what the runtime logs into the log of the current world, with tracebacks if `traces`."""
 
     def __init__(self, *, traces: bool = True) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Summary:
     failed: list[Outcome] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     faulted: int = 0  # worlds in which at least one fault struck
-    captured: int = 0  # in which liars came to half of the stages
+    captured: int = 0  # worlds in which liars claimed half of the stages while these were vacant
     updates: int = 0
     virtual_seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -68,7 +68,7 @@ class Summary:
 
 
 def prepare(plant: str, liars: int = 0) -> None:
-    """Once in every process, before its first world."""
+    """Set a process up: once, before its first world."""
     global LIARS
     LIARS = liars
     wiring.install()
@@ -77,14 +77,14 @@ def prepare(plant: str, liars: int = 0) -> None:
     if plant:
         plants.PLANTS[plant]()
     logging.disable(logging.WARNING)
-    # Coroutines end with their world, wherever they are.
+    # Coroutines are destroyed with their world, wherever they are suspended.
     sys.unraisablehook = lambda _: None
     gc.collect()
-    gc.freeze()  # what is there now stays, and need not be looked at after every world
+    gc.freeze()  # what exists now stays, so the collection after every world need not scan it
     gc.disable()
 
 
-LIARS = 0  # in a world at most; `prepare` sets it, once in every process
+LIARS = 0  # the most liars in a world; `prepare` sets it in every process
 
 
 def run_one(seed: int, *, verbose: bool = False) -> Outcome:
@@ -99,7 +99,7 @@ def run_one(seed: int, *, verbose: bool = False) -> Outcome:
 def run_many(
     seeds: Sequence[int], processes: int, plant: str, run: Callable[[int], T] = run_one, liars: int = 0
 ) -> Iterator[T]:
-    """What `run` makes of each seed, as it comes; processes end with the iterator."""
+    """Yield `run(seed)` of each seed, in the order in which they finish. The processes end with the iterator."""
     if processes == 1:
         prepare(plant, liars)
         yield from map(run, seeds)
@@ -110,7 +110,7 @@ def run_many(
 
 
 def replay(seed: int, *, traces: bool = True) -> Outcome:
-    """One world with every frame and every line that the runtime logs, in a process that `prepare` was called in."""
+    """Run one world and log every frame and every line of the runtime. Needs a process that `prepare` has set up."""
     collector = LogCollector(traces=traces)
     fusion = logging.getLogger("fusion")
     before = fusion.level, fusion.propagate
@@ -130,23 +130,27 @@ def replay(seed: int, *, traces: bool = True) -> Outcome:
 
 
 def kinds(failed: Sequence[Outcome]) -> list[list[Outcome]]:
-    """Failed worlds by what was broken, numbers and names left out, the most frequent first; in each the shortest
-    world first."""
-    found: dict[str, list[Outcome]] = {}
+    """Failed worlds grouped by their first violation without numbers and names.
+
+    The most frequent kind is first, and the shortest world of each kind.
+    """
+    groups: dict[str, list[Outcome]] = {}
     for outcome in failed:
         text = outcome.violations[0]
         line = text.strip().splitlines()[-2] if text.startswith("sound") and "\n" in text.strip() else text
-        found.setdefault(re.sub(r"\d+|\b[a-p]{2}\b|'.*?'", "_", line), []).append(outcome)
-    for outcomes in found.values():
+        groups.setdefault(re.sub(r"\d+|\b[a-p]{2}\b|'.*?'", "_", line), []).append(outcome)
+    for outcomes in groups.values():
         outcomes.sort(key=lambda outcome: outcome.virtual_seconds)
-    return sorted(found.values(), key=len, reverse=True)
+    return sorted(groups.values(), key=len, reverse=True)
 
 
 @dataclass(frozen=True, order=True)
 class Digest:
-    """SHA-256 of what happened in a world. `events`: every frame that was sent, byte by byte, when, by whom and to whom,
-    the faults, the updates and the end; no name or text of the code goes into it but what is sent. `log`: every line of
-    the world's log in the words of the code, without tracebacks."""
+    """SHA-256 of what happened in a world.
+
+    `events` covers the bytes of every frame with its time, sender and receiver, the faults, the updates and the end. It
+    depends on no name or text of the code that is not sent. `log` covers every line of the world's log, without tracebacks.
+    """
 
     seed: int
     events: str
@@ -171,10 +175,12 @@ def digest(seed: int) -> Digest:
 
 
 def digests(seeds: Sequence[int], processes: int, plant: str) -> tuple[list[Digest], Digest]:
-    """Of every world, in the order of seeds, and one of all of them under the first seed."""
-    found = sorted(run_many(seeds, processes, plant, digest))
-    events, log = ("\n".join(part) for part in zip(*((each.events, each.log) for each in found), strict=True))
-    return found, Digest(found[0].seed, _sha256(events), _sha256(log))
+    """The digest of every world, in the order of seeds, and one digest of all of them under the first seed."""
+    worlds = sorted(run_many(seeds, processes, plant, digest))
+    events, log = (
+        "\n".join(part) for part in zip(*((each.events, each.log) for each in worlds), strict=True)
+    )
+    return worlds, Digest(worlds[0].seed, _sha256(events), _sha256(log))
 
 
 def _sha256(text: str) -> str:
@@ -182,7 +188,7 @@ def _sha256(text: str) -> str:
 
 
 def fingerprint(outcome: Outcome) -> str:
-    """The same for the same course of events."""
+    """A short hash of the log, the violations and the duration."""
     text = "\n".join([*outcome.log, *outcome.violations, repr(outcome.virtual_seconds)])
     return _sha256(text)[:16]
 
@@ -190,14 +196,16 @@ def fingerprint(outcome: Outcome) -> str:
 def timed(
     seeds: Sequence[int], processes: int, plant: str, stop_after: int, until: str = "", liars: int = 0
 ) -> tuple[Summary, float]:
-    """The summary of these worlds and the seconds that they took; ends early with `stop_after` failed ones, or with
-    the first one that failed in the way that `until` names."""
+    """The summary of these worlds, and how many seconds they took.
+
+    Stops early after `stop_after` failed worlds, or after the first one with a violation of the kind `until`.
+    """
     summary, began = Summary(), wall_seconds()
     shown = began
     for outcome in run_many(seeds, processes, plant, liars=liars):
         summary.add(outcome)
-        told = until and any(text.startswith(until) for text in outcome.violations)
-        if told or len(summary.failed) >= stop_after:
+        matched = until and any(text.startswith(until) for text in outcome.violations)
+        if matched or len(summary.failed) >= stop_after:
             break
         if wall_seconds() - shown > 30.0:
             shown = wall_seconds()

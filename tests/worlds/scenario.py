@@ -1,4 +1,4 @@
-"""What happens in a world, as data: drawn from its seed before it begins. Pure."""
+"""The parameters and faults of a world, drawn from its seed before it begins. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 FaultKind = Literal["kill", "vanish", "freeze", "cut", "partition", "leave", "join", "move"]
 Victim = Literal["lead", "owner", "spare", "any"]
 
-# Frames on whose way a fault can strike: everything that the protocol of a step, of a snapshot or of a takeover says.
+# A fault can strike when one of these frames is sent: those of steps, snapshots and takeovers.
 TRIGGERS = (
     "hello", "welcome", "join", "begin", "activation", "gradient", "ready", "commit", "discard", "restore",
     "shard", "replicate", "held", "saved", "finish", "suspect", "holds", "owner", "take", "taking", "leaving",
@@ -20,51 +20,54 @@ TRIGGERS = (
 class Fault:
     kind: FaultKind
     victim: Victim
-    stage: int  # of which stage, where the victim is an owner
+    stage: int  # the victim's, if the victim is an owner
     at: float  # seconds after the world began
-    # Where set, the fault waits from `at` on for the n-th frame of that kind to or from anybody, and strikes its sender
-    # or its receiver then.
+    # If set, the fault waits from `at` on for the `count`-th frame of this kind between any peers, and strikes its sender or
+    # receiver.
     trigger: str = ""
     count: int = 1
     side: Literal["sender", "receiver"] = "sender"
-    seconds: float = 0.0  # how long it lasts; of a kill: until the peer starts again, 0 for never
-    fresh: bool = False  # of a kill: another peer comes instead, with an empty disk
+    seconds: float = 0.0  # duration; for a kill: until the peer starts again, 0 for never
+    fresh: bool = False  # for a kill: a new peer with an empty disk replaces the victim
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     seed: int
     stages: int
-    seats: tuple[int, ...]  # of each peer: how many stages its memory takes
+    seats: tuple[int, ...]  # how many stages fit into the memory of each peer
     steps: int
     microbatches: int
     microbatch_size: int
     snapshot_every: int
-    compute_seconds: float  # of one action, on average
+    compute_seconds: float  # average duration of one action
     link_seconds: float  # the slowest link, one way
     directory_seconds: float  # the slowest look-up, and the slowest spread of a record
-    directory_lost: float  # chance of a record never to reach one reader
-    directory_fails: float  # chance of a look-up to fail
+    directory_lost: float  # chance that a record never reaches a given reader
+    directory_fails: float  # chance that a look-up fails
     faults: tuple[Fault, ...]
-    liars: int = 0  # peers that mean harm, besides those of `seats`
+    liars: int = 0  # malicious peers besides those of `seats`
 
     @property
     def lives(self) -> bool:
-        """Whether the job has to come to its end: liars are fewer than a third of all peers."""
+        """Whether the job has to end: liars are fewer than a third of all peers."""
         return 3 * self.liars < len(self.seats) + self.liars
 
     @property
     def quiet(self) -> bool:
-        """Whether every peer sees every record soon: two holders of one term cannot be excused by the directory."""
+        """Whether every peer sees every record soon, so that nothing excuses two holders of one term."""
         excused = {"partition", "freeze", "vanish"}
         return self.directory_lost == 0 and not any(fault.kind in excused for fault in self.faults)
 
 
 def with_liars(plan: Scenario, most: int) -> Scenario:
-    """One to `most` of them, drawn apart, so that the world is otherwise what it was; eight peers at most."""
+    """`plan` with one to `most` liars, and in half of the worlds more honest peers; eight peers at most.
+
+    A generator of its own draws them, so the rest of the plan does not change.
+    """
     rng = random.Random(plan.seed ^ 0x11A5)
     liars = min(rng.randint(1, most), 8 - len(plan.seats))
-    # More who are honest, in half of the worlds: a job of three peers has nobody to outvote a liar.
+    # A job of three peers has no majority that could outvote a liar.
     more = rng.randint(0, 8 - len(plan.seats) - liars) if rng.random() < 0.5 else 0
     return replace(plan, liars=liars, seats=(*plan.seats, *(rng.choice((1, 1, 2)) for _ in range(more))))
 
@@ -98,8 +101,10 @@ def _all_faults(rng: random.Random, seed: int, stages: int, count: int) -> list[
 
 
 def _moves(rng: random.Random, stages: int) -> list[Fault]:
-    """A lead that has a stage run elsewhere, in one world of four: no fault, but it meets with them. Drawn apart, so that
-    the other worlds are what they were."""
+    """In one world of four, a lead that moves a stage to another peer: no fault, but it coincides with faults.
+
+    A generator of its own draws the moves, so worlds without them do not change.
+    """
     if rng.random() < 0.75:
         return []
     return [
@@ -117,8 +122,8 @@ def _moves(rng: random.Random, stages: int) -> list[Fault]:
 
 
 def _faults(rng: random.Random, stages: int, count: int) -> list[Fault]:
-    made = []
-    dead = False  # a shard lies on two peers: no more than one of them may lose its disk
+    faults = []
+    dead = False  # a shard is on two peers, so only one peer of a world may lose its disk
     cut = False
     for _ in range(rng.choice((1, 1, 2, 3))):
         kind = rng.choice(
@@ -137,7 +142,7 @@ def _faults(rng: random.Random, stages: int, count: int) -> list[Fault]:
             )
         )
         if kind == "partition" and cut:
-            kind = "kill"  # one at a time
+            kind = "kill"  # one partition at a time
         seconds, fresh = 0.0, False
         if kind in ("kill", "vanish", "leave"):
             seconds = rng.uniform(0.5, 8.0)
@@ -153,7 +158,7 @@ def _faults(rng: random.Random, stages: int, count: int) -> list[Fault]:
             cut = True
             seconds = rng.uniform(1.0, 20.0)
         triggered = kind not in ("join", "partition") and rng.random() < 0.6
-        made.append(
+        faults.append(
             Fault(
                 kind=kind,  # type: ignore[arg-type]
                 victim=rng.choice(("lead", "owner", "owner", "spare", "any")),
@@ -166,4 +171,4 @@ def _faults(rng: random.Random, stages: int, count: int) -> list[Fault]:
                 fresh=fresh,
             )
         )
-    return made
+    return faults

@@ -1,4 +1,4 @@
-"""A few thousand simulated worlds, and proof that they would find what they are there to find."""
+"""A few thousand simulated worlds, and planted bugs that they must find."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def worlds(run: Run) -> Worlds:
     return summary
 
 
-# In all tiers together the worlds 1 to 2040; in the gate the first of them.
+# All tiers together run the worlds 1 to 2040, the gate the first 40.
 @pytest.mark.parametrize(
     ("seed", "count"),
     [
@@ -68,7 +68,7 @@ def test_everything_holds_in_many_worlds(worlds: Worlds, seed: int, count: int) 
     ],
 )
 def test_a_planted_bug_is_found(worlds: Worlds, plant: str, told: str, seed: int) -> None:
-    # A bug also leaves worlds standing still: only the one that names what was broken counts.
+    # A bug also stalls some worlds; only a violation of the broken property counts.
     found = worlds(
         *("--worlds", "1500", "--seed", str(seed), "--plant", plant, "--until", told, "--stop-after", "200"),
         *("--processes", "1"),
@@ -82,7 +82,7 @@ def test_liars_are_not_believed(worlds: Worlds, count: int) -> None:
     assert found["violations"] == {}
 
 
-# From a seed shortly before the first world that shows it.
+# Each seed is shortly before the first world that finds the bug.
 @pytest.mark.parametrize(
     ("plant", "told", "seed"),
     [
@@ -109,7 +109,7 @@ def test_worlds_that_failed_once_hold(worlds: Worlds, seed: int) -> None:
 
 
 def test_a_world_repeats(run: Run) -> None:
-    """In one process, and in another that is started as a user's is."""
+    """A world repeats in one process, and in another that is started as a user starts it."""
 
     def course(code: int, output: str) -> str:
         assert code == 0, output[-2000:]

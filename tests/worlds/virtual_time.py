@@ -1,9 +1,9 @@
 """An asyncio loop whose time jumps to the next timer, and on which every simulated process has a lane of its own.
 
-A lane is what one process's event loop would be: its callbacks run in the order in which they were scheduled. Which
-lane runs next is drawn from the world's seed. A callback belongs to the lane that its context names, so a task stays
-in the lane in which it was made. A frozen lane keeps its callbacks for later (SIGSTOP); a dead one drops them, and not
-even `finally` blocks run (SIGKILL).
+A lane stands for one process's event loop: its callbacks run in the order in which they were scheduled. The world's seed
+decides which lane runs next. A callback belongs to the lane that its context names, so a task stays in the lane that
+created it. A frozen lane keeps its callbacks for later (SIGSTOP). A dead one never runs them, not even `finally` blocks
+(SIGKILL).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Lane:
         self.queue: deque[Handle] = deque()
         self.frozen = False
         self.dead = False
-        self.listed = False  # among those that the loop may run next
+        self.listed = False  # in the loop's list of runnable lanes
         self.context = contextvars.Context()
         self.context.run(_lane.set, self)
 
 
 class Handle:
-    """What `call_soon` and `call_at` give back; as light as the loop allows."""
+    """A callback that is scheduled: what `call_soon` and `call_at` return."""
 
     __slots__ = ("_args", "_callback", "_cancelled", "_context", "_when", "lane")
 
@@ -74,7 +74,7 @@ class Handle:
 
 
 class _Task(asyncio.Task):  # type: ignore[type-arg]
-    """Hashed by age, not by address: sets of tasks are walked in the same order in every run of a seed."""
+    """A task whose hash is its sequence number, so that sets of tasks have the same order in every run of a seed."""
 
     def __hash__(self) -> int:
         return self._age  # type: ignore[no-any-return]
@@ -86,7 +86,7 @@ class _Future(asyncio.Future):  # type: ignore[type-arg]
 
 
 def settle(future: asyncio.Future[Any], func: Callable[..., Any], *args: Any) -> None:
-    """Call it, and tell the future what came of that, unless nobody waits for it any more."""
+    """Call `func(*args)` and set the future's result or exception, unless the future is done already."""
     try:
         result = func(*args)
     except BaseException as error:
@@ -98,7 +98,7 @@ def settle(future: asyncio.Future[Any], func: Callable[..., Any], *args: Any) ->
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """`run(until)` runs callbacks until `until()` or the end of virtual time. One world's loop, used once."""
+    """The loop of one world, used once. `run(until)` runs callbacks until `until()` is true or time is over."""
 
     def __init__(self, rng: random.Random, unhandled: Callable[[Lane | None, str], None]) -> None:
         self.now = 0.0
@@ -112,14 +112,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._closed = False
         self.world = Lane("world")
 
-    # --- what asyncio asks of a loop
+    # --- the loop's interface for asyncio
 
     def time(self) -> float:
         return self.now
 
     @property
     def clock(self) -> Clock:
-        """What a simulated peer reads the time from."""
+        """The clock of every simulated peer."""
         return Clock(self.time, lambda: self.now + EPOCH_SECONDS)
 
     def call_soon(  # type: ignore[override]
@@ -171,7 +171,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """As a thread would: it runs a moment later, also where nobody waits for it any more."""
+        """Run `func` up to 2 ms later, like a thread: also if nobody waits for the result any more."""
         future = self.create_future()
         self.call_later(self._rng.random() * 0.002, settle, future, func, *args)
         return future
@@ -216,8 +216,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 self._runnable.append(lane)
 
     def kill(self, lane: Lane) -> None:
-        # Its callbacks are kept, not run: a task that nobody refers to any more would be closed, and its `finally`
-        # blocks would run after all.
+        # The callbacks are kept but not run: without a reference a task would be closed, and its `finally` blocks
+        # would run.
         lane.dead = True
         self._unlist(lane)
 
@@ -262,7 +262,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(before)
 
     def close(self) -> None:
-        """Forget everything, the tasks included: nothing of this world may be left when the next one begins."""
+        """Drop all timers, callbacks and tasks, so that nothing is left when the next world begins."""
         self._closed = True
         self._timers.clear()
         self._runnable.clear()
@@ -274,7 +274,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             ):
                 coroutine.close()  # its process ended before it began
         before = asyncio._get_running_loop()
-        asyncio._set_running_loop(self)  # what `finally` blocks schedule now goes nowhere
+        asyncio._set_running_loop(self)  # a closed loop drops what `finally` blocks schedule
         try:
             gc.collect()
         finally:
@@ -293,7 +293,7 @@ def lane_now() -> Lane:
 
 
 def cpu_seconds() -> float:
-    """Of this process, whatever the world's clock says."""
+    """Processor time of this process, which the world's clock does not affect."""
     return time.process_time()
 
 

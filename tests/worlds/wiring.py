@@ -1,6 +1,6 @@
-"""Where a world takes the place of what a real peer has under the protocol: tensors, files on disk, random tokens.
+"""A world's replacements for what a real peer has below the protocol: tensors, graphs, files on disk.
 
-Everything else of `fusion.runtime` and `fusion.swarm` runs as it is.
+All other code of `fusion.runtime` and `fusion.swarm` runs unchanged.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from fusion.swarm.directory.records import JobId, JobRecord
 
 
 def context(**parts: Any) -> Context:
-    """A context as a running peer has it."""
-    made = {**parts}
+    """A context as a running peer has it, from `parts`."""
+    fields = {**parts}
     try:
         from fusion.runtime.hosting.takeover import Takeovers
     except ImportError:
         pass
     else:
-        made["takeover"] = Takeovers(parts["transport"], parts["leases"])
-    return Context(**made)
+        fields["takeover"] = Takeovers(parts["transport"], parts["leases"])
+    return Context(**fields)
 
 
 def initial(stage: int) -> bytes:
@@ -45,7 +45,7 @@ def initial(stage: int) -> bytes:
 
 
 class JobFiles(files.JobFiles):
-    """Over a simulated disk: whole files at once."""
+    """Job files on a simulated disk. A file is written in one piece."""
 
     def save(self, record: JobRecord) -> None:
         document = {"version": files.VERSION, "record": files.fields_of(record)}
@@ -98,12 +98,12 @@ def stage_source(context: Context) -> StageSource:
     return StageSource(context, WorldGraphs(), WorldBatches, WorldShards())
 
 
-# Where hosting says that something went wrong which nobody foresaw, with the name of the exception.
+# The modules of hosting that log unexpected errors, with the name of the exception.
 MISTAKES_LOGS = (HostedStages.__module__, JobFaults.__module__)
 
 
 class Mistakes(logging.Handler):
-    """Errors that nobody foresaw, of a stage or of what is done for its job, which hosting survives and logs."""
+    """Turns the unexpected errors that hosting survives and logs into violations."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from worlds.world import World
@@ -115,7 +115,7 @@ class Mistakes(logging.Handler):
 
 
 def install() -> None:
-    """Once per process."""
+    """Watch the logs of hosting for unexpected errors. Call it once per process."""
     mistakes = Mistakes(logging.ERROR)
     for name in MISTAKES_LOGS:
         logging.getLogger(name).addHandler(mistakes)

@@ -49,20 +49,20 @@ from fusion.swarm.errors import SwarmError
 from fusion.swarm.transport import Frame, PeerId
 
 LAUNCHER = PeerId("launcher")
-OWNER_SECONDS = 40.0  # after the last fault, within which every stage must have an owner
-END_SECONDS = 150.0  # after the last fault, within which the job must be done
-STALL_SECONDS = 5.0  # in place of a minute: less than some peers are frozen for
-STRIKE_SECONDS = 15.0  # a fault whose frame does not come within so long does not happen
+OWNER_SECONDS = 40.0  # every stage must have an owner this long after the last fault
+END_SECONDS = 150.0  # the job must be done this long after the last fault
+STALL_SECONDS = 5.0  # a minute in the product; some peers are frozen for longer than this
+STRIKE_SECONDS = 15.0  # a fault whose trigger frame is not sent within this time does not happen
 LOOK_SECONDS = 0.5
-SETTLING_SECONDS = 2.0  # for word of a claim to go round: until then others may contest it
-FORESEEN = (SwarmError, JobError, ValueError, TimeoutError, OSError)  # what a handler may end with
+SETTLING_SECONDS = 2.0  # until a claim has reached all readers; others may contest it meanwhile
+FORESEEN = (SwarmError, JobError, ValueError, TimeoutError, OSError)  # a handler may raise these
 
 _TRAIN = Digest("d" * 64)
 _AUTHOR = PeerId("12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp")
 
 
 class Chance(random.Random):
-    """What the peers of a world draw from, all of them; keys are counted, so that none is drawn twice."""
+    """The random generator that all peers of a world share. Keys are counted, so none is drawn twice."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -80,9 +80,8 @@ class World:
         self.plan = plan
         self.log: list[tuple[float, str, str]] = []
         self.verbose = verbose
-        self.frames = (
-            hashlib.sha256()
-        )  # of every frame that was sent, when, by whom and to whom; where verbose
+        # If verbose: the hash of every frame that was sent, with its time, sender and receiver.
+        self.frames = hashlib.sha256()
         self.struck: list[str] = []
         self.processes: dict[PeerId, Process] = {}
         self.liars = frozenset(liar_names(plan.liars))
@@ -105,11 +104,13 @@ class World:
             plan.quiet and not plan.liars,
         )
         self._by_lane: dict[Lane, Process] = {}
-        self._waiting: list[Fault] = []  # for their frame
-        self._busy_faults = 0  # that have struck and are not over
+        self._waiting: list[Fault] = []  # faults whose trigger frame was not sent yet
+        self._busy_faults = 0  # faults that have struck and are not over
         self._joined = 0
         self._began: dict[tuple[Process, int], float] = {}  # when a process last began to host a stage
-        self._known: set[tuple[int, PeerId, int]] = set()  # (stage, peer, term): owners, as others saw them
+        self._known: set[tuple[int, PeerId, int]] = (
+            set()
+        )  # (stage, peer, term) of owners that another peer saw
         self._done = False
         self.captured = False
 
@@ -190,7 +191,7 @@ class World:
         process.tasks.append(task)
 
     async def _peer(self, process: Process) -> None:
-        """What `fusion.runtime.peer.peer` does, in the same order."""
+        """Do what `fusion.runtime.peer.peer` does, in the same order."""
         peer_id = process.peer_id
         await asyncio.sleep(0.3 * self.rng.random())
         transport = process.transport = WorldTransport(
@@ -226,15 +227,15 @@ class World:
         process.work = asyncio.create_task(hosting.run())
         process.work.add_done_callback(lambda task: self._ended_by_itself(process, task))
         if self.liars:
-            self._spawn(process.lane, self._overhear(process, leases))
+            self._spawn(process.lane, self._observe_tenures(process, leases))
         while True:
             with contextlib.suppress(SwarmError):
                 await directory.publish(process.announcement())
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    async def _overhear(self, process: Process, leases: Leases) -> None:
+    async def _observe_tenures(self, process: Process, leases: Leases) -> None:
         while True:
-            self._hears(process, leases)
+            self._update_captured(process, leases)
             await asyncio.sleep(LOOK_SECONDS / 2)
 
     def _ended_by_itself(self, process: Process, task: asyncio.Task[None]) -> None:
@@ -244,15 +245,15 @@ class World:
             self.oracle.broken(f"sound: {process.peer_id} came to an end by itself\n{trace}")
 
     async def _launch(self) -> None:
-        """The launcher speaks for the job until all its stages are held, and goes."""
+        """Publish the job as its launcher does, until every stage has a ready owner."""
         directory = WorldDirectory(self.bulletin, LAUNCHER)
         record = JobRecord(
             job=self.job, name="world", kind="train", state="launching", term=0, step=0, lead=None,
             stages=self.plan.stages, snapshot=None, snapshot_step=-1, author=LAUNCHER,
         )  # fmt: skip
-        if self.liars:  # where nobody lies nobody needs to be told whose word it is
-            said = statement_of(record, _AUTHOR, EPOCH_SECONDS)
-            record = replace(record, proof=(seal_statement(said, partial(signed, _AUTHOR)),))
+        if self.liars:  # without liars no reader needs a proof
+            statement = statement_of(record, _AUTHOR, EPOCH_SECONDS)
+            record = replace(record, proof=(seal_statement(statement, partial(signed, _AUTHOR)),))
         while True:
             with contextlib.suppress(SwarmError):
                 records = [
@@ -291,7 +292,7 @@ class World:
         owned = False
         while not self._ended():
             if self.loop.now > calm + END_SECONDS and (self.captured or not self.plan.lives):
-                self._done = True  # too many lie for anybody to promise more than that nothing is wrong
+                self._done = True  # with so many liars only safety is required, not progress
                 return
             if self.loop.now > calm + END_SECONDS:
                 self.oracle.broken(
@@ -332,17 +333,19 @@ class World:
         records = [r for r in self.bulletin.read(LAUNCHER, ("jobs",)) if isinstance(r, JobRecord)]
         return [record for record in records if record.author not in self.liars]
 
-    def _hears(self, process: Process, leases: Leases) -> None:
-        """Whether liars have come to half of the job's stages, each while it was vacant, as some honest peer sees it, and
-        nobody has come to them since: then their word is that of the owners, also when they let their leases run out. And
-        whom others take for owners."""
-        seen = [leases.tenure(self.job, stage) for stage in range(self.plan.stages)]
+    def _update_captured(self, process: Process, leases: Leases) -> None:
+        """Record the owners that `process` sees, and set `captured` if liars own at least half of the stages in its view.
+
+        Liars claimed those stages while they were vacant. They count as owners until another peer claims the stages, even
+        after their leases have expired.
+        """
+        tenures = [leases.tenure(self.job, stage) for stage in range(self.plan.stages)]
         self._known |= {
             (stage, tenure.claim.peer, tenure.claim.term)
-            for stage, tenure in enumerate(seen)
+            for stage, tenure in enumerate(tenures)
             if tenure is not None and tenure.claim.peer != process.peer_id
         }
-        taken = sum(t is not None and t.claim.peer in self.liars for t in seen)
+        taken = sum(t is not None and t.claim.peer in self.liars for t in tenures)
         self.captured |= 2 * taken >= self.plan.stages
 
     def _hosts(self, process: Process, stage: int, term: int) -> None:
@@ -350,12 +353,14 @@ class World:
         self.oracle.hosts(process, stage, term)
 
     def _lost(self, process: Process, tell: Callable[[ClaimRecord], None] | None, held: ClaimRecord) -> None:
-        """A peer has lost a stage that it held: not to a liar, unless it was away, or may have been cut off, or nobody else ever
-        took it for the owner."""
+        """Check that an honest peer did not lose its stage to a liar.
+
+        It may if it was away or possibly cut off, or if no other peer ever saw it as the owner.
+        """
         assert process.leases is not None
         tenure = process.leases.tenure(held.job, held.stage)
         away = {"freeze", "partition", "vanish"} & set(self.struck) or self.plan.directory_fails > 0
-        # Of a stage that followed one whose lease ran out the word of either owner stands.
+        # If an owner followed an expired lease, the vote of either owner counts for that stage.
         outvoted = process.leases._cache.is_majority((held.job, held.stage), process.peer_id, set(self.liars))
         contested = (
             self.loop.now - self._began.get((process, held.stage), 0.0) < CONTEST_SECONDS + SETTLING_SECONDS
@@ -384,13 +389,13 @@ class World:
         )
 
     def _waits(self) -> str:
-        found = []
+        reasons = []
         for process in self.processes.values():
             if process.service is not None and not process.lane.dead:
                 progress = process.service.progress(self.job)
                 if progress is not None and progress.message:
-                    found.append(f"{process.peer_id}: {progress.message}")
-        return "; ".join(found) or "nobody says why"
+                    reasons.append(f"{process.peer_id}: {progress.message}")
+        return "; ".join(reasons) or "no peer gives a reason"
 
     def _victim(self, fault: Fault) -> Process | None:
         live = [
@@ -471,14 +476,14 @@ class World:
         self.start(name, Disk(), seats)
 
     async def _move(self, victim: Process) -> None:
-        """As a stage's host does when its lead wants the stage elsewhere, here with a peer that may have no room."""
+        """Do what a stage's host does when its lead moves the stage. The new peer may have no room here."""
         assert victim.hosting is not None
         others = [peer for peer in self.processes if peer != victim.peer_id]
         if victim.hosting.hosted and others:
             victim.hosting.give_away(*self.rng.choice(victim.hosting.hosted), self.rng.choice(others))
 
     async def _leave(self, victim: Process, fault: Fault) -> None:
-        """As `fusion.runtime.peer.peer` does when it is asked to stop."""
+        """Do what `fusion.runtime.peer.peer` does when it is told to stop."""
         assert victim.hosting is not None and victim.leases is not None and victim.transport is not None
         leave = getattr(victim.hosting, "leave", None)
         if leave is not None:
@@ -518,8 +523,8 @@ class World:
         self, stream: WorldStream, kind: str, header: Mapping[str, Any], head: bytes, payload: bytes
     ) -> None:
         if self.verbose:
-            way = f"{self.loop.now!r} {stream.local} {stream.remote} {stream.protocol} "
-            self.frames.update(way.encode() + head + payload)
+            route = f"{self.loop.now!r} {stream.local} {stream.remote} {stream.protocol} "
+            self.frames.update(route.encode() + head + payload)
             shown = {k: v for k, v in header.items() if k not in ("job", "dtype", "shape", "codec", "claim")}
             self.note(stream.local, f"-> {stream.remote} {kind} {shown}")
         if stream.protocol == STAGE.name and stream.local not in self.liars:
@@ -529,23 +534,23 @@ class World:
                 self.oracle.said(stream.local, stream.said["source"], kind, header)
                 if kind == "restore":
                     self.oracle.restores(
-                        stream.local, header["term"], header["checkpoint"]["step"], self._to_be_had
+                        stream.local, header["term"], header["checkpoint"]["step"], self._available
                     )
         for fault in self._waiting:
             if fault.trigger == kind and self._counted(fault):
                 self._waiting.remove(fault)
                 victim = self.processes.get(stream.local if fault.side == "sender" else stream.remote)
                 if fault.count % 2:
-                    self._strike(fault, victim)  # before the frame is on its way
+                    self._strike(fault, victim)  # before the frame is sent
                 else:
                     self.loop.call_soon(self._strike, fault, victim, context=self.loop.world.context)
                 break
 
-    def _to_be_had(self, digest: Digest) -> bool:
-        """Whether every part of a snapshot lies on some disk whose peer is up, and nothing that could have hidden it has happened."""
+    def _available(self, digest: Digest) -> bool:
+        """Whether every part of a snapshot is on the disk of a peer that is up, and no fault can have hidden it."""
         live = [p for p in self.processes.values() if not p.lane.dead and not p.lane.frozen and not p.leaving]
         blobs = {d: data for process in live for d, data in process.disk.blobs.items()}
-        # After several faults it may have been out of reach for a while: the lead may have given it up then.
+        # After several faults it may have been unreachable for a while, and the lead may have given it up.
         return digest in blobs and len(self.struck) < 2 and self._whole(blobs, digest)
 
     def _whole(self, blobs: Mapping[Digest, bytes], digest: Digest) -> bool:
@@ -568,7 +573,7 @@ class World:
 
 
 class OracleWatch(Watch):
-    """Tells the oracle of a process's stages."""
+    """Reports to the oracle what a process's stages receive and commit."""
 
     def __init__(self, oracle: Oracle, process: Process) -> None:
         self._oracle = oracle
@@ -582,21 +587,21 @@ class OracleWatch(Watch):
 
 
 class WatchedTraining(TrainingService):
-    """Tells the oracle which stages it is to host."""
+    """Reports to the oracle which stages it hosts."""
 
     def __init__(self, context: Context, loader: StageLoader, hosts: Callable[[int, int], None]) -> None:
         super().__init__(context, loader)
-        self._told = hosts
+        self._on_host = hosts
 
     async def host(
         self, job: JobId, manifest: Manifest, stage: int, term: int, *rest: Any, **more: Any
     ) -> None:
-        self._told(stage, term)
+        self._on_host(stage, term)
         await super().host(job, manifest, stage, term, *rest, **more)
 
 
 class WorldPlane:
-    """Implements `fusion.runtime.planes.plane.Plane` for a peer, whose updates the oracle looks at."""
+    """Implements `fusion.runtime.planes.plane.Plane` for a peer, and reports its updates to the oracle."""
 
     def __init__(self, peer: PeerId, microbatches: int, oracle: Oracle) -> None:
         self._peer = peer
