@@ -1,10 +1,10 @@
-"""Attacks against real peers that train a job and serve a model, with a verdict each.
+"""Attacks on real peers that train a job and serve a model, with a verdict for each.
 
     python tests/attacks [NAME...] [--together] [--plane jax] [--json FILE] [--logs]     all, or those named; a table
-    python tests/attacks --list                      their names, and what each does
+    python tests/attacks --list                      their names and descriptions
 
-Exit 0: all were withstood. 1: one was not (`attacks.verdict.Verdict.faults` says when that is). The attacker is a process
-of its own which is stopped whenever it has used more than a quarter of a core.
+Exit 0: all were withstood. 1: one was not (see `attacks.verdict.Verdict.faults`). The attacker is a process of its own, which
+is suspended whenever it has used more than a quarter of a core.
 
 To add an attack, write an asynchronous function that gets an `attacks.stranger.Stranger` (an identity with p2pd, `peers`,
 `scene` with the honest jobs, `call` and `everywhere` for hivemind's requests, `transport.open` for streams, `sealed` for
@@ -12,7 +12,7 @@ records, `others` for more identities) and goes on while `time_left`; name it in
 file in `scripts`:
 
     async def forged_end(one: Stranger) -> dict[str, Any]:
-        \"""Records of a stranger that say that the honest job was stopped.\"""
+        \"""Publish records that the honest job was stopped.\"""
         sent = 0
         while one.time_left:
             record = job_record(one.identity, job=one.scene.training, state="stopped", term=9 + sent)
@@ -28,7 +28,7 @@ file in `scripts`:
 
     ATTACKS = {"forged_end": Attack(forged_end, seconds=10.0, check=still_runs)}
 
-That the job goes on with the losses of an undisturbed run, and that every answer has the right tokens, is looked at anyway.
+Every attack is also checked for this: the job goes on with the losses of an undisturbed run, and every answer has the right tokens.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/attacks", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--attack", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was seen")
+    parser.add_argument("--list", action="store_true", help="list the attacks and run none")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts")
     parser.add_argument(
         "--together",
         action="store_true",
-        help="on the same peers where it can be: quicker, and each meets what others left",
+        help="use the same peers for several attacks: faster, but each meets what earlier ones left",
     )
-    parser.add_argument("--plane", choices=(TORCH, JAX), default=TORCH, help="that the peers compute with")
-    parser.add_argument("--logs", action="store_true", help="show what the peers logged")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="all where none is named")
+    parser.add_argument("--plane", choices=(TORCH, JAX), default=TORCH, help="the peers' execution plane")
+    parser.add_argument("--logs", action="store_true", help="print the peers' logs")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="attacks to run; all by default")
     options = parser.parse_args()
     unknown = sorted(set(options.names) - set(ATTACKS))
     if unknown:
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 async def _held(names: Sequence[str], options: argparse.Namespace) -> list[Verdict]:
-    """One after the other on the same peers."""
+    """Run attacks one after the other on the same peers."""
     verdicts = []
     closed = any(ATTACKS[name].closed for name in names)
     async with open_ground(closed=closed, plane=options.plane) as ground:
@@ -108,7 +108,7 @@ async def _held(names: Sequence[str], options: argparse.Namespace) -> list[Verdi
 
 
 async def _strike(name: str, seconds: float) -> None:
-    """The attacker's part: a scene comes in, we say when we are ready, wait for a word, and say what we did."""
+    """The attacker's process: read a scene, print `ready`, wait for a line, attack, and print the notes."""
     attack = ATTACKS[name]
     scene = Scene.from_json(await asyncio.to_thread(sys.stdin.readline))
     async with stranger.stranger(scene, seconds, attack.identities) as one:

@@ -1,4 +1,4 @@
-"""Every attack there is, by name."""
+"""All attacks, by name."""
 
 from __future__ import annotations
 

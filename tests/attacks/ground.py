@@ -1,4 +1,4 @@
-"""Where attacks are held: three real peers on loopback that train a job and serve a model, and honest users of them."""
+"""The targets of the attacks: three real peers on loopback that train a job and serve a model, and their honest users."""
 
 from __future__ import annotations
 
@@ -43,13 +43,16 @@ LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 OPERATION_SECONDS = 4.0  # for an operation of the directory's honest users: a lease lasts 6 s
 HELD_SECONDS = 120.0
 WARM_STEPS = 10
-HONEST_JOB = JobId(digest("an honest job"))  # that is only published and claimed
+HONEST_JOB = JobId(digest("an honest job"))  # only published and claimed, never run
 
 
 @dataclass
 class Ground:
-    """The peers and their honest users: a trainer, whose job and model they run; a user, who asks and reads the
-    directory; an author, who publishes records of a job that nobody runs."""
+    """The peers and their honest users.
+
+    The trainer is the author of their job and model, the user requests answers and reads the directory, and the author
+    publishes records of a job that no peer runs.
+    """
 
     fleet: Fleet
     peers: list[LocalPeer]
@@ -61,10 +64,10 @@ class Ground:
     serving: Prepared
     committed: Committed
     answers: Answers
-    held: dict[Place, tuple[PeerId, int]] = field(default_factory=dict)  # as `look` saw it last
-    hearers: list[OnRecord] = field(default_factory=list)  # of what the peers print
-    ended: list[LocalPeer] = field(default_factory=list)  # that a check has killed
-    plane: str = TORCH  # that the peers compute with
+    held: dict[Place, tuple[PeerId, int]] = field(default_factory=dict)  # owners and terms at the last `look`
+    hearers: list[OnRecord] = field(default_factory=list)  # called with each record that a peer prints
+    ended: list[LocalPeer] = field(default_factory=list)  # peers that a check has killed
+    plane: str = TORCH  # the peers' execution plane
 
     @cached_property
     def truth(self) -> TrueLosses:
@@ -72,7 +75,7 @@ class Ground:
 
     @property
     def scene(self) -> Scene:
-        """What a stranger knows of it: all of this is public."""
+        """What a stranger knows about the ground: all of it is public."""
         return Scene(
             addresses=tuple(peer.address for peer in self.peers),
             training=self.training.job,
@@ -91,31 +94,31 @@ class Ground:
         return [peer for peer in self.peers if peer not in self.ended]
 
     async def look(self) -> dict[Place, tuple[PeerId, int]]:
-        """Who runs each stage of the job and of the model, and under which term, as the peers say themselves."""
-        found = {}
+        """Ask the peers who runs each stage of the job and of the model, and under which term."""
+        held = {}
         for peer in self.living:
             for job in (self.training.job, self.serving.job):
                 for stage in range(STAGES):
-                    asked = {"job": job, "stage": stage}
-                    reply = await call(self.user.transport, PeerId(peer.peer_id), HOLD.name, "holds", asked)
+                    request = {"job": job, "stage": stage}
+                    reply = await call(self.user.transport, PeerId(peer.peer_id), HOLD.name, "holds", request)
                     if reply.header["term"]:
-                        found[job, stage] = PeerId(peer.peer_id), int(reply.header["term"])
-        self.held = found
-        return found
+                        held[job, stage] = PeerId(peer.peer_id), int(reply.header["term"])
+        self.held = held
+        return held
 
     @property
     def reader(self) -> Directory:
         return self.user.directory
 
     def reports(self) -> list[list[dict[str, Any]]]:
-        """Of each peer, what `attacks.watched` wrote."""
+        """The lines that `attacks.watched` has written for each peer."""
         return [_lines(self.fleet.root / f"{peer.name}.watch") for peer in self.peers]
 
     def log(self, peer: LocalPeer) -> str:
         return (self.fleet.root / f"{peer.name}.log").read_text("utf-8", "replace")
 
     async def operation(self, step: int) -> bool:
-        """A claim is renewed and read, all peers are listed, and each of them says what it does."""
+        """Renew a claim and read it, list all peers, and get the status of each. Returns whether all succeeded."""
         record = claim_record(self.author_identity, job=HONEST_JOB, step=step)
         try:
             async with asyncio.timeout(OPERATION_SECONDS):
@@ -133,8 +136,11 @@ class Ground:
 async def open_ground(
     count: int = PEERS, *, closed: bool = False, plane: str = TORCH
 ) -> AsyncIterator[Ground]:
-    """The job trains and the model answers when the block begins. Stages 0 and 1 of the job are at the peers 0 and 1, those
-    of the model at 1 and 2; the user asks the peer 0. `closed`: to all who have no key."""
+    """A ground whose job trains and whose model answers when the block begins.
+
+    Peers 0 and 1 own stages 0 and 1 of the job, peers 1 and 2 those of the model; peer 0 is the user's gateway. `closed`: the
+    swarm admits only peers with its key.
+    """
     async with AsyncExitStack() as stack:
         _before_others(stack)
         traces = stack.enter_context(nothing_left())
@@ -204,7 +210,7 @@ async def _author(
 
 
 def _before_others(stack: AsyncExitStack) -> None:
-    """Where we may: what is compared with quiet must not depend on what else this machine does."""
+    """Raise our priority if we may, so that other work on the machine affects the rates less."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, NICENESS)

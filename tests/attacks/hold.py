@@ -1,4 +1,4 @@
-"""An attack held: quiet seconds, the attack by a process of its own, quiet seconds, while honest users go on."""
+"""Runs one attack: quiet seconds, the attack from a process of its own, quiet seconds, with honest users all the time."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ from attacks.verdict import Rates, Verdict
 
 HERE = Path(__file__).parent
 QUIET_SECONDS = 8.0
-SETTLE_SECONDS = 3.0  # after an attack, before its end counts as quiet
+SETTLE_SECONDS = 3.0  # between an attack and the quiet seconds after it
 PAUSE_SECONDS = 0.4  # between operations of the directory's honest users
-LATE_SECONDS = 60.0  # an attacker that is held back may end so long after its time
+LATE_SECONDS = 60.0  # a throttled attacker may end this long after its time
 
 Span = tuple[float, float]  # of time.time()
 
 
 @dataclass(frozen=True)
 class Attack:
-    """`run` gets a stranger in a process of its own and goes on while `stranger.time_left`; what it returns goes into
-    `Verdict.notes`. `check` looks afterwards, in our process, at what this attack alone is about, and notes what should not
-    be as "fault: ..."."""
+    """An attack and the check of its own effects.
+
+    `run` gets a stranger in a process of its own and goes on while `stranger.time_left`; its result goes into
+    `Verdict.notes`. `check` runs afterwards in the test's process and notes each fault that it finds as "fault: ...".
+    """
 
     run: Callable[[Stranger], Awaitable[dict[str, Any] | None]]
-    seconds: float = 8.0  # it goes on for, once prepared
-    identities: int = 1  # of the stranger: `stranger.others` are the rest
+    seconds: float = 8.0  # duration, without the preparation
+    identities: int = 1  # the stranger's identities: itself and `stranger.others`
     check: Callable[[Ground, Verdict], Awaitable[None]] | None = None
-    # It leaves jobs behind that peers go on with, or its check ends peers: it gets peers of its own, watched until the check.
+    # The attack leaves jobs running, or its check kills peers: it gets peers of its own, watched until the check.
     alone: bool = False
-    closed: bool = False  # against a closed swarm, whose key the stranger does not have
+    closed: bool = False  # the swarm is closed, and the stranger does not have its key
 
 
 async def hold(
@@ -54,9 +56,11 @@ async def hold(
     seconds: float | None = None,
     settle_seconds: float = SETTLE_SECONDS,
 ) -> tuple[Verdict, Span]:
-    """Run `attack` (of that name in `attacks.catalog`) against the ground; the quiet seconds after it come back with the
-    verdict. They may be the `quiet_before` of the next attack, which then begins at once. `seconds`: instead of the attack's. `settle_seconds`: 0
-    where nobody judges what was got afterwards."""
+    """Run the attack `name` of `attacks.catalog` against the ground. Returns the verdict and the quiet seconds after it.
+
+    Those may be the `quiet_before` of the next attack, which then begins at once. `seconds` replaces the attack's duration.
+    `settle_seconds` may be 0 if the rates after the attack are not judged.
+    """
     verdict, seconds = Verdict(attack=name), seconds or attack.seconds
     await ground.look()
     async with _honest(ground, verdict):
@@ -68,7 +72,7 @@ async def hold(
         verdict.before = _rates(ground, *quiet_before)
         async with _attacker(ground, name, seconds) as process:
             began = time.time()
-            await _struck(process, seconds, verdict)
+            await _run_attack(process, seconds, verdict)
         ended = time.time()
         verdict.seconds = ended - began
         verdict.during = _rates(ground, began, ended)
@@ -85,7 +89,7 @@ async def hold(
         line["block"] for lines in quiet for line in lines if line["at"] > quiet_from
     )
     verdict.quiet_cores, verdict.cores = _cores(ground, *quiet_before), _cores(ground, began, ended)
-    _watched(ground, verdict, quiet, began, watched_until)
+    _judge_peers(ground, verdict, quiet, began, watched_until)
     await _judge_honest(ground, verdict, quiet_from)
     return verdict, quiet_after
 
@@ -95,16 +99,16 @@ def _rates(ground: Ground, since: float, until: float) -> Rates:
 
 
 def _cores(ground: Ground, since: float, until: float) -> float:
-    """That the peers used, all together."""
+    """How many cores all peers together used."""
     total = 0.0
     for lines in ground.reports():
-        seen = [line for line in lines if since - 1.0 <= line["at"] <= until]
-        if len(seen) > 1:
-            total += (seen[-1]["spent"] - seen[0]["spent"]) / (seen[-1]["at"] - seen[0]["at"])
+        span = [line for line in lines if since - 1.0 <= line["at"] <= until]
+        if len(span) > 1:
+            total += (span[-1]["spent"] - span[0]["spent"]) / (span[-1]["at"] - span[0]["at"])
     return total
 
 
-def _watched(
+def _judge_peers(
     ground: Ground, verdict: Verdict, quiet: list[list[dict[str, Any]]], since: float, until: float
 ) -> None:
     for before, lines in zip(quiet, ground.reports(), strict=True):
@@ -125,7 +129,7 @@ async def _judge_honest(ground: Ground, verdict: Verdict, since: float) -> None:
 
 @asynccontextmanager
 async def _honest(ground: Ground, verdict: Verdict) -> AsyncIterator[None]:
-    """The users who go on whatever happens: of the model, and of the directory."""
+    """The honest users of the model and of the directory, while the block runs."""
     tasks = [
         asyncio.create_task(ground.answers.run()),
         asyncio.create_task(_use_directory(ground, verdict)),
@@ -143,8 +147,8 @@ async def _honest(ground: Ground, verdict: Verdict) -> AsyncIterator[None]:
 async def _use_directory(ground: Ground, verdict: Verdict) -> None:
     while True:
         began = time.monotonic()
-        went_through = await ground.operation(verdict.operations)
-        verdict.honest += went_through
+        succeeded = await ground.operation(verdict.operations)
+        verdict.honest += succeeded
         verdict.operations += 1
         verdict.slowest_seconds = max(verdict.slowest_seconds, time.monotonic() - began)
         await asyncio.sleep(PAUSE_SECONDS)
@@ -155,7 +159,7 @@ async def _use_directory(ground: Ground, verdict: Verdict) -> None:
 
 @asynccontextmanager
 async def _attacker(ground: Ground, name: str, seconds: float) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Ready to begin: it waits for a line. It is gone afterwards."""
+    """The attacker's process, which waits for a line to begin. It is terminated after the block."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, str(HERE), "--attack", name, "--seconds", str(seconds)),
         stdin=asyncio.subprocess.PIPE,
@@ -174,21 +178,21 @@ async def _attacker(ground: Ground, name: str, seconds: float) -> AsyncIterator[
         await process.wait()
 
 
-async def _struck(process: asyncio.subprocess.Process, seconds: float, verdict: Verdict) -> None:
+async def _run_attack(process: asyncio.subprocess.Process, seconds: float, verdict: Verdict) -> None:
     assert process.stdin is not None and process.stdout is not None
     before, began = spent_seconds(process.pid), time.monotonic()
-    held = asyncio.create_task(hold_to_share(process.pid))
+    throttle = asyncio.create_task(hold_to_share(process.pid))
     spent = 0.0
     try:
         process.stdin.write(b"go\n")
         async with asyncio.timeout(seconds + LATE_SECONDS):
-            word = await process.stdout.readline()
+            result = await process.stdout.readline()
         spent = spent_seconds(process.pid) - before
     finally:
-        held.cancel()
-        await asyncio.gather(held, return_exceptions=True)
+        throttle.cancel()
+        await asyncio.gather(throttle, return_exceptions=True)
     verdict.share = spent / (time.monotonic() - began)
-    if word:
-        verdict.notes |= json.loads(word)
+    if result:
+        verdict.notes |= json.loads(result)
     else:
         verdict.notes["fault: attack"] = f"the attacker itself ended with {await process.wait()}"

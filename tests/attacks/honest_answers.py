@@ -1,4 +1,4 @@
-"""The honest user of the ground's served model, who asks a gateway back to back and knows every token beforehand."""
+"""The honest user of the ground's served model, who sends one request after the other and knows every token of the answers."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from fusion.swarm.transport import PeerId, Transport
 
 NAME = "answers"
 MODEL = GPTConfig(vocabulary=256, blocks=2, width=32, heads=2, sequence=64)
-SPREAD = 4.0  # of the weights: at the usual size a GPT without training says the same token for ever
+SPREAD = 4.0  # scale of the weights: at the usual scale an untrained GPT repeats one token
 PROMPTS = ((1, 2, 3), (7, 11), (200, 4, 4, 90))
 NEW_TOKENS = 16
-ANSWER_SECONDS = 20.0  # one that takes longer has failed
+ANSWER_SECONDS = 20.0  # timeout of an answer
 RETRY_SECONDS = 0.2
 TROUBLE = (SwarmError, JobError, JobFailed, TimeoutError)
 
 
 def served_model(store: BlobStore, author: Identity, owners: Sequence[PeerId]) -> Prepared:
-    """Two stages with a cache. Blocking, for seconds."""
+    """A GPT of two stages with a cache. Blocking, for seconds."""
     torch.manual_seed(3)
     module = GPT(MODEL)
     with torch.no_grad():
@@ -53,18 +53,18 @@ def served_model(store: BlobStore, author: Identity, owners: Sequence[PeerId]) -
 
 @dataclass
 class Answers:
-    """Asks `gateway` for `model`, the name or id of a job, until cancelled."""
+    """Requests answers of `model` (the name or id of a job) from `gateway` until cancelled."""
 
     transport: Transport
     gateway: PeerId
     model: str
     truth: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)  # unix seconds of each token
-    errors: list[tuple[float, str]] = field(default_factory=list)  # answers that were not to be had
+    errors: list[tuple[float, str]] = field(default_factory=list)  # time and error of failed requests
     wrong: list[str] = field(default_factory=list)
 
     async def learn(self) -> None:
-        """The answers as they are in quiet; the stages may still be on their way into memory."""
+        """Store the answers in quiet, retrying while the stages still load."""
         for prompt in PROMPTS:
             while prompt not in self.truth:
                 try:

@@ -1,4 +1,4 @@
-"""The honest training job of the ground: two stages on fixed numbers, whose every loss is known beforehand."""
+"""The honest training job of the ground: two stages on fixed data, so that every loss is known."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fusion.swarm.transport import PeerId
 
 NAME = "training"
 STAGES, MICROBATCHES, MICROBATCH_SIZE, SAMPLES = 2, 2, 4, 64
-STEPS = 10**6  # more than there is time for
+STEPS = 10**6  # more than any attack lasts
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 
 Made = tuple[nn.Module, Graph, dict[str, torch.Tensor]]  # the model, its graph, all samples
@@ -40,13 +40,13 @@ Made = tuple[nn.Module, Graph, dict[str, torch.Tensor]]  # the model, its graph,
 
 @dataclass
 class Committed:
-    """What the peers said about the job (`start --tell-steps`): when each step was committed, and with which loss."""
+    """What the peers print about the job (`start --tell-steps`): when each step was committed, and with which loss."""
 
     job: str = ""
     steps: list[tuple[float, int]] = field(default_factory=list)  # unix seconds, committed steps
-    losses: dict[int, float] = field(default_factory=dict)  # of the step with this number, from 0
+    losses: dict[int, float] = field(default_factory=dict)  # by step, from 0
     twice: list[str] = field(default_factory=list)  # steps that were committed again with another loss
-    ends: list[str] = field(default_factory=list)  # any word of an end, which is not honest
+    ends: list[str] = field(default_factory=list)  # reports that the job has ended: it never does
 
     def hear(self, record: dict[str, Any]) -> None:
         if record.get("event") != "step" or record.get("job") != self.job:
@@ -63,7 +63,7 @@ class Committed:
             self.twice.append(f"step {step - 1}: {self.losses[step - 1]} and then {loss}")
 
     def rate(self, since: float, until: float) -> float:
-        """New steps a second; those that were committed before and are done again do not count."""
+        """New steps a second, without those that are replayed."""
         reached = [
             max((step for at, step in self.steps if at <= limit), default=0) for limit in (since, until)
         ]
@@ -83,7 +83,7 @@ def training_job(
     steps: int = STEPS,
     of: Made | None = None,
 ) -> Prepared:
-    """A stage for each of the owners. Blocking, for a second unless the model is there already."""
+    """A job with a stage for each of the owners. Blocking, for a second unless `of` has the model."""
     module, graph, arrays = of or made()
     config = replace(_config(store.put(save(arrays))), steps=steps)
     job = GraphJob(name=name, graph=graph, variables=variables_from_module(module), author=author)
@@ -126,7 +126,7 @@ class TrueLosses:
 def true_losses(
     store: BlobStore, config: TrainConfig, stages: int = STAGES, plane: str = TORCH
 ) -> Iterator[float]:
-    """Of each step from the first on: the same stages, one after the other in this process."""
+    """Yield the loss of each step, computed by the same stages in this process."""
     here = choose(plane, "cpu", 1)
     module, graph, arrays = made()
     batches = Batches(config, list(arrays), store.path(config.data.train), None)
@@ -145,8 +145,8 @@ def _step(planes: Sequence[TrainingStage], batches: Batches, step: int) -> float
         losses.append(float(values["result/0"]))
         gradients: dict[str, torch.Tensor] = {}
         for plane in reversed(planes):
-            mine = {e.name: gradients[e.name] for e in plane.stage.sends if e.needs_gradient}
-            gradients.update(plane.backward(microbatch, mine, 1 / MICROBATCHES))
+            received = {e.name: gradients[e.name] for e in plane.stage.sends if e.needs_gradient}
+            gradients.update(plane.backward(microbatch, received, 1 / MICROBATCHES))
     norm = sum(plane.squared_norm() for plane in planes)
     for plane in planes:
         plane.apply(learning_rate(OPTIMIZER, step, STEPS), clip_factor(OPTIMIZER, norm))
@@ -154,7 +154,7 @@ def _step(planes: Sequence[TrainingStage], batches: Batches, step: int) -> float
 
 
 def made() -> Made:
-    """Blocking, for a second."""
+    """The model, its graph and its samples. Blocking, for a second."""
     torch.manual_seed(1)
     module = Chain()
     arrays = {"x": torch.randn(SAMPLES, 6), "targets": torch.randn(SAMPLES, 3)}

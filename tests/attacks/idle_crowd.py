@@ -1,9 +1,9 @@
-"""New identities that connect to a peer and say nothing, by a share of a core. A process of its own, as hivemind must not be loaded
-beside py-libp2p.
+"""Connects new identities to a peer and sends nothing, within a share of a core. A process of its own, since hivemind and
+py-libp2p must not be loaded together.
 
     python idle_crowd.py ADDRESS MOST SECONDS SHARE
 
-After the seconds it prints how many were taken, and how many of them the peer has kept; they end with its standard input.
+After SECONDS it prints how many connections the peer accepted, and how many of them it kept. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ with lean_libp2p():
     from fusion.swarm.thin.connection import Connection
 
 AT_ONCE = 16
-LAST_SECONDS = 5.0  # in which nobody comes any more, for the peer to look and for us to hear of it
+LAST_SECONDS = 5.0  # without new connections at the end: the peer closes those over its limit meanwhile
 
 
 async def main(address: str, most: int, seconds: float, share: float) -> None:

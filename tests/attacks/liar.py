@@ -1,7 +1,7 @@
 """`fusion-peer` that lies about every step of the stages that it owns: python tests/attacks/liar.py KIND ARGUMENTS...
 
-KIND is `nan` (the numbers of its gradients are none), `failed` (its arithmetic failed) or `idle` (it stops computing after some
-steps, for good, and does not leave when it is told to).
+KIND is `nan` (it reports a gradient norm that is not finite), `failed` (it reports that its arithmetic failed) or `idle` (it stops
+computing after some steps, and does not leave when the lead tells it to).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fusion.runtime.training.stall_watch import StallWatch
 from fusion.runtime.training.step.messages import Discard, Failed, Message, Ready
 from fusion.runtime.training.step.run_statistics import Attempt
 
-WORKED = 5  # steps: others come to stand by meanwhile
+WORKED = 5  # steps before it becomes idle, while others begin to stand by
 
 
 def lie(kind: str) -> None:

@@ -1,4 +1,4 @@
-"""How much of a core processes use, and a process that is held to a share of one."""
+"""Measures the processor time of processes, and limits a process to a share of a core."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import suppress
 import psutil
 
 SHARE = 0.25  # of a core, p2pd included
-BURST_SECONDS = 0.2  # of processor time that may be saved up
+BURST_SECONDS = 0.2  # of unused processor time that may be saved up
 LOOK_SECONDS = 0.02
 
 
 def spent_seconds(pid: int | None = None) -> float:
-    """Processor time of a process (this one) and of those below it."""
+    """Processor time of the process `pid` (by default this one) and its descendants."""
     return spent_by(family(pid))
 
 
@@ -24,8 +24,8 @@ def spent_by(processes: Iterable[psutil.Process]) -> float:
 
 
 async def hold_to_share(pid: int, share: float = SHARE) -> None:
-    """Stops the process and those below it whenever they have used more than so much of a core; until cancelled."""
-    processes = family(pid)  # an attack starts none: to look for them each time is dear
+    """Suspend a process and its descendants whenever they have used more than `share` of a core, until cancelled."""
+    processes = family(pid)  # an attack starts no more of them, and searching again would be slow
     credit, looked, before, stopped = 0.0, time.monotonic(), spent_by(processes), False
     try:
         while True:

@@ -1,4 +1,4 @@
-"""What a stranger has: a key of its own, p2pd, hivemind's calls, and a quarter of a core."""
+"""An attacker: a key of its own, p2pd, hivemind's calls, and a quarter of a core."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ANSWERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What anybody may know of those who are attacked."""
+    """Public facts about the attacked peers."""
 
     addresses: tuple[str, ...]
     training: JobId  # an honest job, stages 0 and 1 at the first two peers
@@ -46,7 +46,7 @@ class Scene:
     trainer: PeerId  # the author of both
     route: tuple[tuple[PeerId, int], ...] = ()  # owner and term of each stage of the served model
     training_route: tuple[tuple[PeerId, int], ...] = ()  # the same of the training job
-    weights: tuple[str, ...] = ()  # of the model's stages: digests
+    weights: tuple[str, ...] = ()  # digests of the weights of the model's stages
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -64,7 +64,7 @@ class Scene:
 
 @dataclass
 class Stranger:
-    """One attacking identity. `peers`: those that it attacks, in the order of `scene.addresses`."""
+    """One identity of an attacker. `peers` are its targets, in the order of `scene.addresses`."""
 
     scene: Scene
     identity: Identity
@@ -74,7 +74,7 @@ class Stranger:
     others: list[Stranger] = field(default_factory=list)  # more identities of the same attacker
     began: float = field(default_factory=time.monotonic)
     spent_before: float = 0.0
-    processes: list[psutil.Process] = field(default_factory=list)  # ours, of all our identities
+    processes: list[psutil.Process] = field(default_factory=list)  # the processes of all identities
     calls: int = 0
     refused: int = 0
 
@@ -83,7 +83,7 @@ class Stranger:
         return [self, *self.others]
 
     def begin(self) -> None:
-        """The time runs from now on."""
+        """Start the attack's time."""
         processes = family()
         began, spent = time.monotonic(), spent_by(processes)
         for each in self.all_of_us:
@@ -91,7 +91,7 @@ class Stranger:
 
     @property
     def until(self) -> float:
-        """Of time.monotonic."""
+        """The end of the attack's time, of time.monotonic."""
         return self.began + self.seconds
 
     @property
@@ -99,7 +99,7 @@ class Stranger:
         return time.monotonic() < self.until
 
     async def call(self, peer: PeerId, method: str, request: Any) -> Any:
-        """hivemind's call; None where no answer came. Waits as long as the quarter of a core makes necessary."""
+        """Call a method of hivemind's DHT, and return the response, or None without one. Waits while over its share of a core."""
         await self.pace()
         self.calls += 1
         try:
@@ -148,7 +148,7 @@ def store_request(offers: Sequence[Offer], *, in_cache: bool = False) -> Any:
 
 @asynccontextmanager
 async def stranger(scene: Scene, seconds: float, identities: int = 1) -> AsyncIterator[Stranger]:
-    """So many new identities, each with a p2pd of its own, that know every peer of the scene."""
+    """An attacker with so many new identities, each with a p2pd of its own that is connected to every peer of the scene."""
     async with AsyncExitStack() as stack:
         first, *others = [
             await stack.enter_async_context(_identity(scene, seconds)) for _ in range(identities)

@@ -1,4 +1,4 @@
-"""The verdicts as one table."""
+"""Prints the verdicts as one table."""
 
 from __future__ import annotations
 

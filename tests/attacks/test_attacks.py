@@ -1,4 +1,4 @@
-"""Each attack against real peers (`python tests/attacks --list`)."""
+"""All attacks on real peers (`python tests/attacks --list`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from attacks.ground import open_ground
 from attacks.hold import hold
 from attacks.verdict import Verdict
 
-# The gate tries a short one of each kind on the same peers, beside other tests, so how fast honest users went on is not judged
-# there; `make test-all` tries each on peers of its own.
+# The gate runs three short ones on the same peers, beside other tests, and so does not judge the honest users' rates.
+# `make test-all` runs each on peers of its own.
 GATE = ("extensions", "dictionary", "refused_streams")
 GATE_SECONDS, GATE_QUIET_SECONDS = 2.0, 1.0
 

@@ -1,21 +1,21 @@
-"""What an attack did to those who were attacked, and whether they withstood it. Pure."""
+"""The measured effects of an attack on the peers and their honest users, and whether they withstood it. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-HONEST_SHARE = 0.8  # of quiet that honest users must still get
+HONEST_SHARE = 0.8  # of the quiet rates, which honest users must get during an attack
 BLOCK_SECONDS = 0.25
 GROWTH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What honest users got in some seconds."""
+    """What honest users get over some seconds."""
 
-    steps: float = 0.0  # committed a second
-    tokens: float = 0.0  # answered a second
+    steps: float = 0.0  # committed steps a second
+    tokens: float = 0.0  # answered tokens a second
 
     def rounded(self) -> dict[str, float]:
         return {name: round(value, 2) for name, value in asdict(self).items()}
@@ -24,29 +24,27 @@ class Rates:
 @dataclass(kw_only=True)
 class Verdict:
     attack: str
-    seconds: float = 0.0  # that it went on for
-    lived: bool = True
+    seconds: float = 0.0  # duration of the attack
+    lived: bool = True  # no peer's process ended
     before: Rates = Rates()
     during: Rates = Rates()
     after: Rates = Rates()
-    operations: int = 0  # of the honest users of the directory
-    honest: int = 0  # of these, how many went through
-    slowest_seconds: float = 0.0  # of them
-    block_seconds: float = 0.0  # the longest, of any peer's loop
-    blocked_at: str = ""  # where in the peer's code that was, if it was long enough to be seen
+    operations: int = 0  # operations of the directory's honest users
+    honest: int = 0  # operations that succeeded
+    slowest_seconds: float = 0.0  # the slowest operation
+    block_seconds: float = 0.0  # the longest time that any peer's loop was blocked
+    blocked_at: str = ""  # where in the peer's code, if a sample was taken
     quiet_block_seconds: float = 0.0
-    growth_bytes: int = 0  # the most that any peer grew above quiet
-    lent_bytes: int = 0  # the most that any peer set aside for the attack's stages, out of what it lends
-    files: int = 0  # the most more open files than in quiet
-    share: float = 0.0  # of a core that the attacker used
-    quiet_cores: float = 0.0  # that the peers used, all together
-    cores: float = 0.0  # the same during the attack
-    honest_faults: list[str] = field(
-        default_factory=list
-    )  # wrong tokens, lost answers, losses that are not the job's own
-    notes: dict[str, Any] = field(
-        default_factory=dict
-    )  # the attacker's, and what a check found: "fault: ..." is one
+    growth_bytes: int = 0  # the largest growth of any peer's memory over quiet
+    lent_bytes: int = 0  # the most memory that any peer reserved for the attack's stages
+    files: int = 0  # the largest growth of any peer's open files over quiet
+    share: float = 0.0  # cores that the attacker used
+    quiet_cores: float = 0.0  # cores that all peers used in quiet
+    cores: float = 0.0  # cores that all peers used during the attack
+    # Wrong tokens, lost answers, wrong losses.
+    honest_faults: list[str] = field(default_factory=list)
+    # The attacker's notes and the check's; keys of faults begin with "fault".
+    notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def job_ratio(self) -> float:
@@ -58,21 +56,21 @@ class Verdict:
 
     @property
     def faults(self) -> list[str]:
-        """Empty: it was withstood."""
+        """All faults; empty if the attack was withstood."""
         return self.harm + self.slowness
 
     @property
     def harm(self) -> list[str]:
-        """What must not be on any machine, however busy."""
+        """Faults that count on any machine, however busy."""
         found = [] if self.lived else ["a peer ended"]
         if self.growth_bytes > GROWTH_BYTES:
             found.append(f"a peer grew by {self.growth_bytes >> 20} MiB")
-        told = [f"{name}: {what}" for name, what in self.notes.items() if name.startswith("fault")]
-        return found + self.honest_faults + told
+        noted = [f"{name}: {what}" for name, what in self.notes.items() if name.startswith("fault")]
+        return found + self.honest_faults + noted
 
     @property
     def slowness(self) -> list[str]:
-        """What others' work on the machine could be to blame for as well."""
+        """Faults that other work on the machine may have caused as well."""
         found = []
         for what, ratio in (("job", self.job_ratio), ("answers", self.answer_ratio)):
             if ratio < HONEST_SHARE:
@@ -95,6 +93,6 @@ class Verdict:
 
 
 def _ratio(during: float, before: float, after: float) -> float:
-    """To the mean of the quiet around it: a machine with other work changes its pace meanwhile."""
+    """`during` over the mean of the quiet rates around it, since the machine's speed drifts."""
     quiet = (before + after) / 2
     return during / quiet if quiet > 0.0 else 0.0

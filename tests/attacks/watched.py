@@ -1,14 +1,18 @@
-"""`fusion-peer` with a watch on its event loop, for the attacks: python tests/attacks/watched.py REPORT ARGUMENTS...
+"""`fusion-peer` with a monitor of its event loop, for the attacks: python tests/attacks/watched.py REPORT ARGUMENTS...
 
-Every half second a line of JSON is added to REPORT: when, the longest that the loop's thread computed without letting
-anybody else run since the last line (processor time, so that a busy machine does not count), the process's memory, how much
-is set aside for stages, and its open files, the processor time that it and its p2pd have used, and where in our code the loop was when it was late; how many
-threads, tasks and blocks of Python's memory there are, and how many frames and offered records it has looked at.
+It appends a line of JSON to REPORT every half second:
 
-Each call that computes on the device takes DEVICE_SECONDS longer than it does, as on a machine that has more to do than these small
-models: jobs are then bound by what they wait for, and most of this machine's processors are idle in quiet.
+    at, block        unix seconds, and the longest time since the last line that the loop's thread computed without a pause
+                     (processor time, so that a busy machine does not count)
+    rss, set_aside   the process's memory, and the memory reserved for stages
+    files, spent     open files, and the processor time of the peer and its p2pd
+    where            the line of our code at which the loop was late most often
+    threads, tasks, blocks, frames, records    counts; blocks of Python's memory, received frames, offered records
 
-A day of its disk lasts 24 s: what an ended job leaves there is seen to go.
+Each call that computes on the device takes DEVICE_SECONDS longer, as with larger models. Waiting then dominates the jobs, and
+most of the machine's processor time is idle in quiet.
+
+A day of the disk lasts 24 s, so that the files of ended jobs expire during a test.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from fusion.swarm.streams.p2p import P2PTransport
 DEVICE_SECONDS = 0.015
 TICK_SECONDS = 0.01
 LATE_SECONDS = 0.1
-OURS, CALLS = str(Path(__file__).parents[2]), 4  # the innermost of the calls that are in our code
+OURS, CALLS = str(Path(__file__).parents[2]), 4  # how many of the innermost calls in our code are reported
 REPORT_SECONDS = 0.5
 
 looked_at = {"frames": 0, "records": 0}  # by this peer, since its start
@@ -48,7 +52,7 @@ budgets: list[MemoryBudget] = []  # of this peer, once it has one
 
 
 class Where:
-    """A thread that looks where the loop's thread is whenever the loop is late."""
+    """A thread that samples the stack of the loop's thread whenever the loop is late."""
 
     def __init__(self) -> None:
         self.ticked = time.monotonic()
@@ -64,22 +68,22 @@ class Where:
                 self._seen[" < ".join(f"{each.name} {each.lineno}" for each in reversed(calls[-CALLS:]))] += 1
 
     def most(self) -> str:
-        """Where it was most often since we were asked last."""
+        """The most frequent stack since the last call."""
         seen, self._seen = self._seen, Counter()
         return seen.most_common(1)[0][0] if seen else ""
 
 
 async def watch(report: Path) -> None:
-    process, worst, told, where = psutil.Process(), 0.0, time.monotonic(), Where()
+    process, worst, reported, where = psutil.Process(), 0.0, time.monotonic(), Where()
     threading.Thread(target=where.look, daemon=True, name="where the loop is").start()
-    processes = family()  # p2pd runs by now; to look for it again is dear
+    processes = family()  # p2pd runs by now; searching for it again would be slow
     with report.open("a", buffering=1) as lines:
         while True:
             before = time.thread_time()
             await asyncio.sleep(TICK_SECONDS)
             where.ticked = time.monotonic()
             worst = max(worst, time.thread_time() - before)
-            if time.monotonic() - told >= REPORT_SECONDS:
+            if time.monotonic() - reported >= REPORT_SECONDS:
                 line = {
                     "at": time.time(),
                     "block": worst,
@@ -94,11 +98,11 @@ async def watch(report: Path) -> None:
                     **looked_at,
                 }
                 lines.write(json.dumps(line) + "\n")
-                worst, told = 0.0, time.monotonic()
+                worst, reported = 0.0, time.monotonic()
 
 
-def count_what_comes() -> None:
-    """Frames by their heads, records by what a storing node checks first."""
+def count_arrivals() -> None:
+    """Count the frames that are parsed, and the records that a storing node checks."""
 
     def counted(module: Any, name: str, what: str) -> None:
         function = getattr(module, name)
@@ -127,7 +131,7 @@ def slow_device() -> None:
     from fusion.runtime.job.worker import Worker
     from fusion.runtime.serving.ring.stage_session import StageRunner
 
-    # They compute nothing: memory set aside for a session, and given back.
+    # These compute nothing: they reserve the memory of a session and free it.
     submit, quick = Worker.submit, (StageRunner.begin, StageRunner.free)
 
     def submit_slow(self: Worker, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +151,7 @@ def watched(report: Path) -> None:
 
     async def launch_and_watch(cls: type[P2PTransport], config: Any) -> P2PTransport:
         slow_device()
-        count_what_comes()
+        count_arrivals()
         remember_the_budget()
         transport: P2PTransport = await launch(cls, config)
         transport._tasks.append(asyncio.create_task(watch(report)))  # ends with the transport

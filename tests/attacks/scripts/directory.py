@@ -1,4 +1,4 @@
-"""What a stranger can do to the directory: hivemind's calls, with anything in them."""
+"""Attacks on the directory: hivemind's calls with hostile content."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from fusion.swarm.streams.p2pd_control import framed
 from fusion.swarm.streams.peer_ids import to_bytes
 from fusion.swarm.transport import PeerId
 
-LONG_SECONDS = 118.0  # as long as a record may last
+LONG_SECONDS = 118.0  # about the longest lifetime of a record
 CLAIM_SECONDS = 6.0
 IDENTITIES = 1024
 BATCH = 64  # records or keys in one request
 SLOW_SECONDS = 3.0  # half a lease
-MOST_HELD = 600  # calls of ours that are open
-DAEMON_MIB = 192  # of a peer's p2pd, which has 60 in quiet
+MOST_HELD = 600  # open calls of the attacker
+DAEMON_MIB = 192  # limit of p2pd's memory, which is 60 in quiet
 
 
-# --- Packets that end a process, or hold it.
+# --- Packets that crash a process or block it.
 
 
 def nested(levels: int) -> bytes:
-    """Extensions in extensions: hivemind's unpacker follows them in C, 40 KB of its stack a level."""
+    """Nested msgpack extensions: hivemind's unpacker recurses in C, with 40 KB of stack for each level."""
     data: bytes = msgpack.packb([1])
     for _ in range(levels):
         data = msgpack.packb(msgpack.ExtType(0x40, data))
@@ -49,9 +49,9 @@ def nested(levels: int) -> bytes:
 
 
 async def extensions(stranger: Stranger) -> None:
-    """Values and subkeys of nested extensions, stored and offered as whole dictionaries."""
+    """Store values and subkeys of nested msgpack extensions, also as whole dictionaries."""
     key = key_id("x").to_bytes(20, "big")
-    while stranger.time_left:  # one round is over too soon to judge what honest users got meanwhile
+    while stranger.time_left:  # one round is too short to judge the honest users' rates
         for levels in (100, 200, 400, 800):
             for tag in (b"", nested(levels), msgpack.packb("a")):
                 for in_cache in (False, True):
@@ -66,7 +66,7 @@ async def extensions(stranger: Stranger) -> None:
 
 
 async def many_keys(stranger: Stranger) -> None:
-    """64 000 keys in one question, and as many questions as it can, after sixty nodes that do not exist were made known."""
+    """Request 64 000 keys at once, again and again, after announcing sixty nodes that do not exist."""
     for _ in range(60):
         info = dht_pb2.NodeInfo(node_id=os.urandom(20))
         await stranger.everywhere("ping", dht_pb2.PingRequest(peer=info))
@@ -77,7 +77,7 @@ async def many_keys(stranger: Stranger) -> None:
             await stranger.everywhere("find", dht_pb2.FindRequest(keys=keys[:BATCH]))
 
 
-# --- Records that hide, fill or push out others.
+# --- Records that hide or evict others.
 
 
 def _popular_keys() -> list[str]:
@@ -85,7 +85,7 @@ def _popular_keys() -> list[str]:
 
 
 async def cache_eclipse(stranger: Stranger) -> None:
-    """One record of ours at each key, stored in the cache, which hivemind asks first."""
+    """Store one record at each key in the cache, which hivemind reads first."""
     while stranger.time_left:
         offers = [stranger.sealed(claim_record(stranger.identity, job=HONEST_JOB), CLAIM_SECONDS)]
         name = next(
@@ -113,7 +113,7 @@ def _of_shard(wanted: int) -> Identity:
 
 
 async def dictionary(stranger: Stranger) -> None:
-    """A whole dictionary of 2 100 jobs of one author under one key, and of peers under that of each shard."""
+    """Store a dictionary of 2 100 jobs of one author under one key, and dictionaries of peers under each shard's key."""
     wanted = shard(HONEST_JOB)
     jobs = [
         stranger.sealed(job_record(stranger.identity, job=JobId(digest(f"d{n}"))), LONG_SECONDS)
@@ -139,7 +139,7 @@ def _dictionary(offers: list[Offer]) -> Any:
 
 
 async def jobs_are_listed(ground: Ground, verdict: Verdict) -> None:
-    """An honest job of the attacked shard is published and read."""
+    """Check that an honest job of the attacked shard can be published and read."""
     record = job_record(ground.author_identity, job=HONEST_JOB)
     await _taken(ground, verdict, record)
     if await ground.reader.job(HONEST_JOB) != record:
@@ -154,7 +154,7 @@ async def _taken(ground: Ground, verdict: Verdict, record: Record) -> None:
 
 
 async def squatting(stranger: Stranger) -> None:
-    """As many claims of a stage as fit under its key, of as many authors, sent by one peer."""
+    """Fill a stage's key with claims of as many authors, all sent by one peer."""
     crowd = [Identity.generate() for _ in range(IDENTITIES + 100)]
     while stranger.time_left:
         offers = [
@@ -176,7 +176,7 @@ async def claims_find_room(ground: Ground, verdict: Verdict) -> None:
 
 
 async def large_records(stranger: Stranger) -> None:
-    """Records as long as they may be under one shard of peers and one of jobs, until no answer can carry them."""
+    """Fill one shard of peers and one of jobs with records of the largest size, so that no response can carry them."""
     crowd = [one for one in (Identity.generate() for _ in range(IDENTITIES)) if shard(one.peer_id) == 0]
     long = "é" * 250
     wanted = shard(HONEST_JOB)
@@ -201,7 +201,7 @@ async def large_records(stranger: Stranger) -> None:
 
 
 async def eviction(stranger: Stranger) -> dict[str, Any]:
-    """More records that end late than a node keeps keys; those that end soon are pushed out."""
+    """Store long-lived records under more keys than a node keeps, to evict those that expire soon."""
     sent = 0
     while stranger.time_left:
         offers = [
@@ -219,11 +219,11 @@ async def nothing_was_pushed_out(ground: Ground, verdict: Verdict) -> None:
             verdict.notes["fault: evicted"] = "an honest record is gone at once"
 
 
-# --- Nodes that are not what they say.
+# --- False nodes.
 
 
 async def foreign_ids(stranger: Stranger) -> dict[str, Any]:
-    """A node beside each key that is read, which names sixty-four nearer ones that do not exist, and holds nothing."""
+    """Run a node near each key that is read, which returns no records but sixty-four nearer nodes that do not exist."""
     asked = 0
 
     async def find(request: Any, _: Any) -> Any:
@@ -266,8 +266,7 @@ async def reads_are_quick(ground: Ground, verdict: Verdict) -> None:
 
 
 async def storage_walk(stranger: Stranger) -> dict[str, Any]:
-    """Thousands of small records, then pings under ever new ids: each makes the node go through all it keeps and offer
-    it to us."""
+    """Store thousands of small records, then ping under new ids: each makes the node scan all records and send them."""
     received = 0
 
     async def store(request: Any, _: Any) -> Any:
@@ -296,7 +295,7 @@ async def little_is_sent(ground: Ground, verdict: Verdict) -> None:
 
 
 async def unfinished_calls(stranger: Stranger) -> dict[str, Any]:
-    """Calls that are half sent, and calls whose long answers are not read: p2pd keeps its part of each by itself."""
+    """Send half of a call, and calls whose long responses are not read: p2pd itself buffers them."""
     records = [
         stranger.sealed(job_record(stranger.identity, name=f"n{n}" * 40), LONG_SECONDS) for n in range(64)
     ]
@@ -323,7 +322,7 @@ async def unfinished_calls(stranger: Stranger) -> dict[str, Any]:
 async def _begin_call(
     stranger: Stranger, peer: PeerId, method: str, request: bytes, sent: int | None = None
 ) -> asyncio.StreamWriter | None:
-    """A call of which so many bytes are sent, and no answer is read; None where it was refused."""
+    """Send so many bytes of a call and read no response. Returns None if the call is refused."""
     reader, writer = await asyncio.open_unix_connection(
         str(stranger.transport._daemon.control_path), limit=1024
     )
@@ -348,7 +347,7 @@ async def _begin_call(
 
 
 async def daemons_stay_small(ground: Ground, verdict: Verdict) -> None:
-    """p2pd gives back what it took a while later."""
+    """Check that p2pd's memory falls again after a while."""
     for peer in ground.living:
         daemons = [each for each in family(peer.process.pid) if each.name() == "p2pd"]
         verdict.notes[f"{peer.name}_p2pd_mib"] = mib = max(each.memory_info().rss >> 20 for each in daemons)

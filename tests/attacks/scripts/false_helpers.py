@@ -1,5 +1,5 @@
-"""What a stranger can do as one of those who are to help: a standby that never takes anything over, a partner that reports
-failures of stages that it does not own."""
+"""Attacks as a false helper: a standby that never takes a stage over, a partner that reports failures of stages that it does
+not own."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ RENEWED_SECONDS = 1.0
 REPORT_SECONDS = 0.3
 ANSWER_SECONDS = 3.0
 HANGING_SECONDS = 30.0
-RECOVERED_SECONDS = 120.0  # that the false standbys stay for, once an owner is killed
+RECOVERED_SECONDS = 120.0  # how long the false standbys stay after an owner was killed
 
 
 def standbys(one: Stranger) -> list[Offer]:
-    """For every stage: the best score, the state of a step that nobody has come to, ready and idle; one of us says that it
-    runs the stage beside its owner."""
+    """Claim to stand by for every stage: best score, newest step, ready and idle. One identity claims to be a replica."""
     offers = []
     for (job, stage), (_, term) in owners(one):
         for ally in one.all_of_us:
@@ -57,8 +56,8 @@ async def _renew(one: Stranger) -> int:
 
 
 async def fake_standbys(one: Stranger) -> dict[str, Any]:
-    """Four identities stand by for every stage with the best score and the newest state, and say nothing when they are asked
-    to take one over. Then an owner is killed."""
+    """Four identities stand by for every stage with the best score and the newest step, and never answer a request to take
+    one over. Then an owner is killed."""
     said = 0
     for ally in one.all_of_us:
         await ally.transport.serve(HOLD.name, _hang)
@@ -90,7 +89,7 @@ async def go_on_among_false_standbys(ground: Ground, verdict: Verdict) -> None:
 
 
 async def _report(one: Stranger, nan: bool) -> Counter[str]:
-    """To the owner of every stage of the job, as the owner of each other: on a stream that nobody welcomed."""
+    """Report failures to the owner of every stage of the job, as the owner of each other one, on a stream without a welcome."""
     answers: Counter[str] = Counter()
     route = one.scene.training_route
     for stage, (_, term) in enumerate(route):
@@ -117,8 +116,8 @@ async def _report(one: Stranger, nan: bool) -> Counter[str]:
 
 
 async def failure_reports(one: Stranger) -> dict[str, Any]:
-    """A peer that owns nothing reports that steps fail, that shards are lacking and that owners are gone: on streams of
-    stages, to those who may follow, and in records. Then one that owns a stage says so of every step."""
+    """A peer that owns no stage reports failed steps, missing shards and owners that are gone: on streams of stages, to
+    standbys, and in records. Then an owner of a stage reports every step as failed."""
     answers: Counter[str] = Counter()
     while one.time_left:
         answers += await _report(one, nan=False)
@@ -139,8 +138,8 @@ async def failure_reports(one: Stranger) -> dict[str, Any]:
 
 
 async def nan_reports(one: Stranger) -> dict[str, Any]:
-    """A peer that owns nothing says as the owner of each stage that the numbers of its steps are none. Then one that
-    owns a stage says so of every step."""
+    """A peer that owns no stage reports, as the owner of each, numbers that are not finite. Then an owner of a stage does so
+    at every step."""
     answers: Counter[str] = Counter()
     while one.time_left:
         answers += await _report(one, nan=True)

@@ -1,5 +1,5 @@
-"""What a stranger can say of others' jobs: that they have ended, that its own weights are their newest snapshot, that its
-model is the one of that name."""
+"""False records of others' jobs: that they have ended, that the stranger's weights are their newest snapshot, that its model
+is the one of that name."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ FORGED_STEP = 10**6
 SAY_SECONDS = 1.0
 ASK_SECONDS = 8.0
 ALLIES = 3
-TRIES = 256  # ids
-CROWD = 100  # keys
+TRIES = 256  # job ids that are tried
+CROWD = 100  # identities
 
 
 def forged(one: Stranger, job: JobId, stages: int, **fields: Any) -> Offer:
-    """The stranger's word on somebody else's job, with a statement in the name of its author that it signed itself."""
+    """The stranger's record of another author's job, with statements of that author and its own, both signed by itself."""
     record: JobRecord = job_record(one.identity, job=job, stages=stages, **fields)
-    said = statement_of(record, one.scene.trainer, 0)
+    forged = statement_of(record, one.scene.trainer, 0)
     own = statement_of(record, one.identity.peer_id, 0)
-    proof = tuple(seal_statement(each, one.identity.sign) for each in (said, own))
+    proof = tuple(seal_statement(each, one.identity.sign) for each in (forged, own))
     return one.sealed(job_record(one.identity, **{**_fields(record), "proof": proof}), 60.0)
 
 
@@ -63,7 +63,7 @@ async def _say(one: Stranger, offers: list[Offer]) -> None:
 
 
 async def forged_stop(one: Stranger) -> dict[str, Any]:
-    """Four identities say that both jobs are stopped, done or failed, under any term, without an end."""
+    """Four identities publish again and again, under any term, that both jobs are stopped, done or failed."""
     all_of_us = [one, *one.others]
     said = 0
     while one.time_left:
@@ -82,7 +82,7 @@ async def forged_stop(one: Stranger) -> dict[str, Any]:
 
 
 async def forged_snapshot(one: Stranger) -> dict[str, Any]:
-    """The newest snapshot of the job is the stranger's, at a step that nobody has come to, under a higher term."""
+    """Publish the stranger's snapshot as the job's newest, at a step that no peer has reached, under a higher term."""
     all_of_us = [one, *one.others]
     said = 0
     while one.time_left:
@@ -98,8 +98,8 @@ async def forged_snapshot(one: Stranger) -> dict[str, Any]:
 
 
 async def name_hijack(one: Stranger) -> dict[str, Any]:
-    """A model of the same name whose id sorts before the honest one's, and whose stages the stranger says that it owns; the
-    honest one is renamed by a word of a higher term. Users ask the two gateways that were never asked before."""
+    """Publish a model of the same name, with a lower job id and stages that the stranger claims, and a record of a higher term
+    that renames the honest one. Users send requests to the two gateways that have had none."""
     counter = await open_counter(one)
     job = _first_of_all(counter, one.scene.serving)
     answers: list[list[int]] = []
@@ -143,7 +143,7 @@ async def name_hijack(one: Stranger) -> dict[str, Any]:
 
 
 def _first_of_all(counter: Counter, honest: JobId) -> JobId:
-    """Of many manifests that differ in their salt, the job whose id sorts before the honest one's."""
+    """Offer a job whose id sorts before the honest one's: manifests with different salts are tried."""
     manifest = Manifest(
         name=MODEL_NAME, kind="serve", graph=Digest(digest("none")), cuts=(1,), weights=(Digest(digest("none")),) * 2,
         proposed=(counter.one.identity.peer_id,) * 2, author=PeerId(""), byte_level=True,
@@ -157,8 +157,8 @@ def _first_of_all(counter: Counter, honest: JobId) -> JobId:
 
 
 async def forged_proofs(one: Stranger) -> dict[str, Any]:
-    """A hundred keys say that they run both jobs and claim all stages, each with as many words as fit, none signed by those in
-    whose names they are: the author, and the owners of the stages. New ones every second, so that nobody has seen them before."""
+    """A hundred identities publish both jobs and claim all stages, with as many forged statements and votes of the author and
+    the owners as fit. They are new every second, so that no cache has them."""
     scene, crowd = one.scene, [Identity.generate() for _ in range(CROWD)]
     rounds = 0
     while one.time_left:
@@ -203,7 +203,7 @@ def _any_signature(data: bytes) -> bytes:
     return os.urandom(64)
 
 
-# --- What must not have happened
+# --- Checks
 
 
 async def both_go_on(ground: Ground, verdict: Verdict) -> None:
@@ -232,7 +232,7 @@ async def own_snapshots_alone(ground: Ground, verdict: Verdict) -> None:
 
 
 async def the_name_is_the_authors(ground: Ground, verdict: Verdict) -> None:
-    """Nobody got the stranger's tokens for the name: an answer is the true one, and a refusal says which models there are."""
+    """Check that every answer for the name is the honest model's, and that a refusal lists the models."""
     truth = list(ground.answers.truth[PROMPTS[0]])
     wrong = [tokens for tokens in verdict.notes.pop("answers") if tokens != truth]
     if wrong:

@@ -1,4 +1,4 @@
-"""What a stranger can do with jobs of its own: whatever a manifest says, volunteers look at it."""
+"""Attacks by jobs of the stranger's own: volunteers read every manifest."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ SAMPLES = save({"x": torch.zeros(64, 4)})
 WEIGHTS = save({"w0": torch.zeros(4, 4)})  # of `deep_training`
 NOTHING = struct.pack("<Q", 2) + b"{}"  # safetensors of no tensors
 PLACED_SECONDS = 60.0
-LEFT_SECONDS = 90.0  # after which nothing of an ended job is on a disk: a day there is 24 s long
+LEFT_SECONDS = 90.0  # after which no file of an ended job is on a disk, where a day lasts 24 s
 LONG_SAMPLES = 8192
-ENDLESS_BYTES = 320 << 20  # 240 and 312 MiB are worked out for what `_endless` makes
+ENDLESS_BYTES = 320 << 20  # the peers' estimates for `_endless` jobs are 240 and 312 MiB
 SEATS_OF_ONE = 60  # stages that a greedy author offers to each peer
 
 
@@ -56,7 +56,7 @@ def deep_graph(nodes: int) -> Graph:
 
 
 def deep_training(nodes: int) -> Graph:
-    """A loss of so many steps, each of which has to be remembered for its gradient."""
+    """A loss of `nodes` operators in a chain, each with an activation that is kept for its gradient."""
     built = Builder(4)
     built.block(4, 4)
     for _ in range(nodes):
@@ -66,7 +66,7 @@ def deep_training(nodes: int) -> Graph:
 
 
 def deep_model(nodes: int) -> Graph:
-    """Logits of four tokens for each position, by very many steps that do nothing."""
+    """Logits of four tokens for each position, after `nodes` useless operators."""
     built = Builder(4, Input("input_ids", TensorType((symbol("batch"), symbol("sequence")), "int64")))
     built.at = built.add("aten.embedding", built.weight(4, 4), built.at, -1, False)
     for _ in range(nodes - 1):
@@ -75,7 +75,7 @@ def deep_model(nodes: int) -> Graph:
 
 
 def wide_graph(width: int) -> Graph:
-    """Two layers of so many squared numbers, 4 bytes each."""
+    """Two layers, each with a float32 matrix of `width` by `width`."""
     built = Builder(width)
     for _ in range(2):
         built.block(width, width)
@@ -83,8 +83,8 @@ def wide_graph(width: int) -> Graph:
 
 
 async def stages_4096(one: Stranger) -> dict[str, Any]:
-    """Jobs of 4 096 stages, all of which are proposed to the three peers, with graphs of as many nodes: two that cannot run
-    and two that can."""
+    """Jobs of 4 096 stages, all proposed to the three peers, with graphs of as many nodes: two that cannot run and two that
+    can."""
     counter = await open_counter(one)
     cuts = tuple(range(1, STAGES))
     embedding = counter.put(save({"w0": torch.randn(4, 4)}))
@@ -98,7 +98,7 @@ async def stages_4096(one: Stranger) -> dict[str, Any]:
 
 
 async def understated_memory(one: Stranger) -> dict[str, Any]:
-    """Manifests that say one byte where the graph needs gigabytes: of weights, and of activations."""
+    """Manifests that declare one byte where the graph needs gigabytes, of weights or of activations."""
     counter = await open_counter(one)
     wide = counter.put(serialise.encode(wide_graph(1 << 14)))  # 1 GiB a layer
     deep = counter.put(serialise.encode(deep_training(4096)))  # 16 KiB a node for each thousand of samples
@@ -126,7 +126,7 @@ async def understated_disk(one: Stranger) -> dict[str, Any]:
 
 
 async def huge_batches(one: Stranger) -> dict[str, Any]:
-    """Steps of a million samples, and ever new jobs of a single step of as many as a manifest may have."""
+    """Steps of a million samples, and again and again new jobs with the most samples a step that a manifest may have."""
     counter = await open_counter(one)
     graph = counter.put(serialise.encode(deep_training(2)))
     for peer in one.peers:
@@ -148,17 +148,17 @@ async def huge_batches(one: Stranger) -> dict[str, Any]:
 
 
 async def long_calls(one: Stranger) -> dict[str, Any]:
-    """A job without an end whose every call has some fifty operators and takes seconds, at the peer that runs most for others."""
+    """An endless job whose every call has some fifty operators and takes seconds, on the peer that hosts the most stages."""
     return await _endless(one, width=256, blocks=24)
 
 
 async def long_operators(one: Stranger) -> dict[str, Any]:
-    """The same of a few operators, of which each takes about a second."""
+    """The same with a few operators, each of which takes about a second."""
     return await _endless(one, width=1536, blocks=2)
 
 
 async def _endless(one: Stranger, width: int, blocks: int) -> dict[str, Any]:
-    """Only one peer is asked: these calls are not made longer, they really compute, on cores that all peers share."""
+    """Only one peer gets the job: its calls really compute (they are not delayed), on cores that all peers share."""
     counter = await open_counter(one)
     built = Builder(width)
     for _ in range(blocks):
@@ -184,7 +184,7 @@ async def _endless(one: Stranger, width: int, blocks: int) -> dict[str, Any]:
 
 
 async def seat_grab(one: Stranger) -> dict[str, Any]:
-    """Sixty jobs for every peer, all of one author: two thirds of them run, the others fail when they are loaded."""
+    """Sixty jobs for every peer, all of one author: two thirds of them run, the others fail to load."""
     return await _grab_seats(one, lambda: one.identity)
 
 
@@ -194,7 +194,7 @@ async def seat_grab_many_authors(one: Stranger) -> dict[str, Any]:
 
 
 async def seat_grab_forged_author(one: Stranger) -> dict[str, Any]:
-    """The same in the name of the honest trainer, who signed none of it."""
+    """The same in the name of the honest trainer, who has signed none of them."""
     return await _grab_seats(one, lambda: one.identity, one.scene.trainer)
 
 
@@ -216,7 +216,7 @@ async def _grab_seats(
 
 
 def serving(counter: Counter, graph: Digest, stages: int, cuts: tuple[int, ...], **changes: Any) -> Manifest:
-    """Without weights, and by turns for all peers, if not told otherwise."""
+    """The manifest of a served model without weights, with its stages proposed to all peers in turn."""
     peers = counter.one.peers
     manifest = Manifest(
         name="hostile", kind="serve", graph=graph, cuts=cuts, weights=(counter.put(NOTHING),) * stages,
@@ -236,7 +236,7 @@ def training(
     data: bytes = SAMPLES,
     **changes: Any,
 ) -> Manifest:
-    """One stage."""
+    """The manifest of a training job of one stage."""
     config = TrainConfig(
         steps=steps, microbatches=microbatches, microbatch_size=microbatch_size, sequence=0, seed=1,
         evaluate_batches=1, optimizer=OptimizerConfig(), data=DataConfig(kind="arrays", train=counter.put(data)),
@@ -248,12 +248,12 @@ def training(
     return replace(manifest, **changes)
 
 
-# --- What must not have happened
+# --- Checks
 
 
 async def little_was_fetched(ground: Ground, verdict: Verdict) -> None:
-    """The peers read the manifests, and next to nothing of the gigabytes; their homes have not grown once a day of their disks
-    is over, which ended jobs' snapshots may stay for."""
+    """Check that the peers read the manifests but little of the gigabytes, and that their homes have not grown once a day of
+    their disks is over, for which snapshots of ended jobs may stay."""
     if not verdict.notes["manifests_read"]:
         verdict.notes["fault: reach"] = "no peer looked at the jobs"
     if verdict.notes["sent_bytes"] > MOST_FETCHED:
@@ -267,7 +267,7 @@ async def little_was_fetched(ground: Ground, verdict: Verdict) -> None:
 
 
 def disk_bytes(home: Path) -> int:
-    """Of the files under it, of which some may vanish meanwhile."""
+    """The bytes of the files under `home`, some of which may vanish meanwhile."""
     total = 0
     for path in home.rglob("*"):
         with suppress(FileNotFoundError):
@@ -277,12 +277,12 @@ def disk_bytes(home: Path) -> int:
 
 
 async def others_find_room(ground: Ground, verdict: Verdict) -> None:
-    """A job of a new author is placed, and answers, while the stranger's seats are taken."""
+    """Check that a new author's job is placed and answers while the stranger's jobs occupy seats."""
     await _finds_room(ground, verdict, Identity.generate())
 
 
 async def the_trainer_finds_room(ground: Ground, verdict: Verdict) -> None:
-    """Another job of the author whom the stranger's manifests name is placed, and answers."""
+    """Check that another job of the author whom the stranger's manifests name is placed and answers."""
     await _finds_room(ground, verdict, ground.trainer)
 
 

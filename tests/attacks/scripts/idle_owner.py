@@ -1,4 +1,4 @@
-"""A stranger that owns a stage of an honest job, answers, and does nothing for it: the job has to go on without it."""
+"""A stranger that owns a stage of an honest job, answers and computes nothing: the job has to go on without it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from fusion.swarm.transport import Stream, call
 
 REPORT_SECONDS = 0.3
 ANSWER_SECONDS = 3.0
-# For a stage of the job; with allies of its owner; for the first one, whose owner is to tell others who has to go, each of them waits for longer.
+# For the last stage; with allies of its owner; for the first stage. The first one's owner is the lead, for which stages wait longer.
 FOLLOWED_SECONDS, ALLIED_SECONDS, LED_SECONDS = 150.0, 270.0, 330.0
 ALLIES = 4
 CLAIM_SECONDS, RENEWED_SECONDS, HANGING_SECONDS = 6.0, 1.0, 30.0
 
 
 async def idle_owner(one: Stranger) -> dict[str, Any]:
-    """Votes of a peer that has none, that owners which work are idle. Then one owns the last stage of a job, one has allies
-    that stand by for it, and one leads: all stop computing after five steps, answer, renew their claims, and do not leave."""
+    """A peer that is no voter votes that working owners are idle. Then three owners stop computing after five steps, but
+    answer, renew their claims and do not leave: one of a job's last stage, one with allies that stand by, and a lead."""
     answers: Counter[str] = Counter()
     while one.time_left:
         for (job, stage), (peer, term) in owners(one):
@@ -56,7 +56,7 @@ async def idle_owner(one: Stranger) -> dict[str, Any]:
 
 @asynccontextmanager
 async def allies(ground: Ground, place: Place) -> AsyncIterator[None]:
-    """Peers that say that they are ready to follow, before all others, and say nothing when they are asked to."""
+    """Peers that claim to be the best standbys of a stage, and never answer a request to take it over."""
     job, stage = place
     async with stranger(ground.scene, ALLIED_SECONDS, ALLIES) as one:
         for ally in one.all_of_us:

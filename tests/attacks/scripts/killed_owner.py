@@ -1,4 +1,4 @@
-"""What has to go on when an owner is killed after, or during, an attack."""
+"""Checks that the job and the model go on when an owner is killed after or during an attack."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from attacks.ground import Ground
 from attacks.honest_answers import PROMPTS, TROUBLE
 from attacks.verdict import Verdict
 
-KILLED = 1  # of the ground's peers: it owns a stage of the job and one of the model
-RECOVERY_SECONDS = 90.0  # for both, and the steps since the last snapshot are done again
+KILLED = 1  # the index of a peer of the ground that owns a stage of the job and one of the model
+RECOVERY_SECONDS = 90.0  # for both, including the replay of steps since the last snapshot
 MORE_STEPS = 5
 
 
 async def goes_on_without_an_owner(ground: Ground, verdict: Verdict) -> None:
-    """SIGKILL for an owner: others take its stages, the job commits further steps and the model answers."""
+    """Kill an owner, and check that others take its stages over, the job commits new steps and the model answers."""
     peer = ground.peers[KILLED]
     reached = max(step for _, step in ground.committed.steps)
     ground.ended.append(peer)

@@ -1,4 +1,4 @@
-"""A job of three stages, of which a peer that lies about its steps, or does nothing, owns one: the stage has to go to another."""
+"""A job of three stages, one owned by a peer that lies about its steps or does nothing: another peer has to get that stage."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import Identity
 from fusion.swarm.transport import PeerId, call
 
-LIED_SECONDS = 60.0  # for the liar to come to the stage
-MOVED_SECONDS = 150.0  # for the job to go on without it
-STEPS = 20  # of the job without it
-LIED_ABOUT = 2  # the last stage
+LIED_SECONDS = 60.0  # within which the liar must own the stage
+MOVED_SECONDS = 150.0  # within which the job must go on without the liar
+STEPS = 20  # steps that the job must commit without the liar
+LIED_ABOUT = 2  # the liar's stage, the last one
 
 
 async def goes_on_with_a_lying_owner(
@@ -37,8 +37,10 @@ async def goes_on_with_a_lying_owner(
     moved_seconds: float = MOVED_SECONDS,
     beside: Callable[[Place], AbstractAsyncContextManager[object]] = nullcontext,
 ) -> None:
-    """`kind`: what it lies, as `attacks.liar` knows it, from the first step on: before anybody stands by for its stage, `stage`.
-    `beside`: what else goes on around that stage of the job."""
+    """Start a liar of `kind` (see `attacks.liar`) that owns `stage` from the first step on, before any peer stands by for it.
+
+    `beside` is a further attack on that stage, which runs at the same time.
+    """
     liar = await ground.fleet.start_peer(
         f"liar-{len(ground.hearers)}-{kind}-{stage}",
         bootstrap=(ground.peers[0].address,),
@@ -65,7 +67,7 @@ async def goes_on_with_a_lying_owner(
     )
     if found:
         verdict.notes["fault: lied to"] = found[0]
-    # The next one is not to be held up by it.
+    # This job must not slow the next one down.
     try:
         belief = await read_belief(ground.user, prepared.job)
         assert belief is not None, "its owners speak of it"
@@ -77,7 +79,7 @@ async def goes_on_with_a_lying_owner(
 async def _twentieth_step(
     ground: Ground, verdict: Verdict, liar: PeerId, committed: Committed, stage: int, seconds: float
 ) -> str:
-    """Why the job does not come to it in so many seconds."""
+    """Why the job does not commit STEPS steps without the liar in `seconds`, or an empty text."""
     began = time.monotonic()
     try:
         async with asyncio.timeout(LIED_SECONDS):

@@ -1,4 +1,4 @@
-"""Jobs that a stranger offers: manifests, the blobs that they name, and the records that make peers look at them."""
+"""Jobs that a stranger offers: manifests, the blobs that they name, and records that make peers read them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ BATCH = 64  # records in one request
 
 @dataclass
 class Counter:
-    """What a stranger offers, and what was taken of it."""
+    """The jobs and blobs that a stranger offers, and what peers fetched of them."""
 
     one: Stranger
     jobs: dict[JobId, Manifest] = field(default_factory=dict)
     authors: dict[JobId, Identity] = field(default_factory=dict)
     manifests_read: set[str] = field(default_factory=set)
-    sent_bytes: int = 0  # of blobs
+    sent_bytes: int = 0  # bytes of blobs that peers fetched
     _indices: dict[str, bytes] = field(default_factory=dict)
     _chunks: dict[str, Callable[[int], bytes]] = field(default_factory=dict)
 
@@ -47,7 +47,7 @@ class Counter:
         return self._keep(index_of(parts), parts.__getitem__)
 
     def put_zeros(self, size_bytes: int) -> Digest:
-        """A blob of any size, in next to no memory of ours."""
+        """Offer a blob of `size_bytes` zeros, with little memory."""
         chunk, last = bytes(CHUNK_BYTES), bytes(size_bytes % CHUNK_BYTES)
         hashes = [hashlib.sha256(chunk).digest()] * (size_bytes // CHUNK_BYTES)
         if last:
@@ -57,8 +57,8 @@ class Counter:
         )
 
     def offer(self, manifest: Manifest, author: Identity | None = None, named: PeerId | None = None) -> JobId:
-        """A job of ours, or of another key that we have; `named`: whom the manifest says to be its author all the same. It
-        need not be sound."""
+        """Offer a job of the stranger, or of another identity that it has. `named` is the author in the manifest, if it differs.
+        The manifest need not be valid."""
         author = author or self.one.identity
         manifest = replace(manifest, author=named or author.peer_id, salt=f"{len(self.jobs)}")
         data = msgpack.packb(
@@ -69,7 +69,8 @@ class Counter:
         return job
 
     async def publish(self) -> None:
-        """Once: the jobs' records and where their blobs are, then a word to each peer. Again before they run out."""
+        """Publish the jobs' records and the providers of their blobs once, then send the jobs to each peer. Call it again before
+        the records expire."""
         offers: list[Offer] = []
         for job, manifest in self.jobs.items():
             author = self.authors[job]
@@ -96,7 +97,7 @@ class Counter:
             await asyncio.sleep(max(0.1, RENEWED_SECONDS - (time.monotonic() - began)))
 
     async def stop(self) -> None:
-        """End our training jobs: what is measured afterwards is to be quiet."""
+        """Stop the stranger's training jobs, so that the seconds after the attack are quiet."""
 
         async def end(job: JobId, peer: PeerId) -> None:
             author = self.authors[job]
@@ -141,6 +142,6 @@ class Counter:
 
 
 async def open_counter(one: Stranger) -> Counter:
-    made = Counter(one)
-    await one.transport.serve(BLOB.name, made.serve)
-    return made
+    counter = Counter(one)
+    await one.transport.serve(BLOB.name, counter.serve)
+    return counter

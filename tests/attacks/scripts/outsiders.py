@@ -1,4 +1,4 @@
-"""What a stranger gets from a closed swarm, whose key it does not have: nothing, on any protocol."""
+"""Attacks on a closed swarm by a stranger without its key: it must get no answer on any protocol."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ALLIES = 3
 
 
 async def non_member(one: Stranger) -> dict[str, Any]:
-    """Four identities dial, open every protocol with what it begins with and with made-up tokens, ask, store and find; no
-    answer may come of it."""
+    """Four identities dial, open every protocol with its first frame and forged tokens, and ping, store and find; none may get
+    an answer."""
     tried = 0
     answered: dict[str, str] = {}
     job, weights = one.scene.serving, one.scene.weights
@@ -93,7 +93,7 @@ async def non_member(one: Stranger) -> dict[str, Any]:
 
 
 async def nothing_was_said(ground: Ground, verdict: Verdict) -> None:
-    """No answer to the outsider; nothing of it in the directory, and none of it among the peers."""
+    """Check that the outsider got no answer, and that neither its records nor its identities are in the directory."""
     for what, answer in verdict.notes["answered"].items():
         verdict.notes[f"fault: {what}"] = f"answered {answer}"
     if not verdict.notes["tried"]:

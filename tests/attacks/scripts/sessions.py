@@ -1,4 +1,4 @@
-"""What a stranger can do to a served model: sessions that hold memory and do nothing, prompts that never come."""
+"""Attacks on a served model: sessions that hold memory and do nothing, prompts that never arrive whole."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fusion.swarm.transport import Stream
 
 IDENTITIES = 8
 SESSIONS = 200  # on each stream, opened and opened again
-POSITIONS = 64  # of the model, all of which each session asks memory for
+POSITIONS = 64  # all of the model's positions, for which each session requests memory
 ARRIVING_BYTES = 8 << 20  # the largest prompt that a gateway takes
 GATEWAY_STREAMS = 40
 
 
 async def session_squatting(one: Stranger) -> dict[str, Any]:
-    """Eight identities that open sessions on every stage of the honest model, as long as they may be, and never send a
-    prompt; and that send gateways the beginnings of prompts of 8 MiB."""
+    """Eight identities open sessions of the greatest length on every stage of the honest model and never send a prompt. They
+    also send gateways the beginnings of prompts of 8 MiB."""
     opened = arriving = full = 0
     held: list[Stream] = []
 

@@ -1,5 +1,4 @@
-"""What a stranger can do to get hold of stages that others own: claims of higher terms, in the directory and with the first
-frame of a stream."""
+"""Attempts to take stages from their owners: claims of higher terms, in the directory and in the first frame of a stream."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def claim(one: Stranger, place: Place, term: int, ttl_seconds: float, proof: Seq
 
 
 def words(one: Stranger, place: Place, owner: Owner) -> list[bytes]:
-    """Of all our identities, none of which is a voter: that the owner is gone and the first of us is to follow."""
+    """Votes of all the stranger's identities, none of them a voter, that the owner is gone and the first identity follows."""
     at = int(time.time())
     return [
         seal_vote(
@@ -69,8 +68,10 @@ def words(one: Stranger, place: Place, owner: Owner) -> list[bytes]:
 
 
 async def greet(one: Stranger, place: Place, term: int, to: tuple[int, Owner], sealed: bytes) -> str:
-    """The kind of the answer to a hello as the owner of `place`, at the owner of a stage that works with it. Whoever
-    welcomes us is told that the step has failed, and that its numbers are none."""
+    """Send `hello` as the owner of `place` to the owner of a partner stage, and return the kind of its reply.
+
+    A peer that accepts the stream gets reports that the step has failed and that its numbers are not finite.
+    """
     (job, stage), (target, (peer, target_term)) = place, to
     hello = Hello(
         job=job, source=stage, target=target, term=term, target_term=target_term,
@@ -94,7 +95,7 @@ async def greet(one: Stranger, place: Place, term: int, to: tuple[int, Owner], s
 
 
 async def greet_neighbours(one: Stranger, terms: Iterable[int], ttl_seconds: float) -> Counter[str]:
-    """As every stage of the training job, under each of these terms above the owner's, with and without a claim."""
+    """Send `hello` as the owner of every stage of the training job, under terms above the owner's, with and without a claim."""
     answers: Counter[str] = Counter()
     route = one.scene.training_route
     for stage, (_, term) in enumerate(route):
@@ -111,8 +112,8 @@ async def greet_neighbours(one: Stranger, terms: Iterable[int], ttl_seconds: flo
 
 
 async def stolen_by_hello(one: Stranger) -> dict[str, Any]:
-    """The first frame of a stream to an owner says that its neighbour is the stranger now, under a higher term, with a signed
-    claim; to the stages of the model as well."""
+    """Send owners a `hello` that the stranger owns their neighbouring stage under a higher term, with a signed claim; also to
+    the stages of the model."""
     answers: Counter[str] = Counter()
     while one.time_left:
         answers += await greet_neighbours(one, (1, 2, 9, SPARE_TERMS, 2**20), CLAIM_SECONDS)
@@ -129,8 +130,8 @@ async def stolen_by_hello(one: Stranger) -> dict[str, Any]:
 
 
 async def stolen_by_claim(one: Stranger) -> dict[str, Any]:
-    """Claims one and more terms above every owner's, with the words of four strangers that it is gone; reports of that to
-    those who may follow, and orders to take the stage."""
+    """Claim every stage one and more terms above its owner's, with votes of four strangers that it is gone; report owners as
+    gone to standbys, and order them to take the stage."""
     said: Counter[str] = Counter()
     while one.time_left:
         offers = []
@@ -158,8 +159,7 @@ async def stolen_by_claim(one: Stranger) -> dict[str, Any]:
 
 
 async def inflated_term(one: Stranger) -> dict[str, Any]:
-    """Claims of the highest terms that there are, and of those around the highest that counts, in the directory and with a
-    hello."""
+    """Claim stages under the highest possible terms, and under terms around the ceiling, in the directory and with a `hello`."""
     answers: Counter[str] = Counter()
     began = time.time()
     while one.time_left:
@@ -175,8 +175,8 @@ async def inflated_term(one: Stranger) -> dict[str, Any]:
 
 
 async def used_up_terms(one: Stranger) -> dict[str, Any]:
-    """A run of rising terms, one after the other, by four identities; then an owner is killed, and an honest successor has to be
-    able to claim its stage."""
+    """Four identities claim stages under rising terms. Then an owner is killed, and an honest successor must be able to claim
+    its stage."""
     answers: Counter[str] = Counter()
     above = 0
     while one.time_left:
@@ -192,15 +192,15 @@ async def used_up_terms(one: Stranger) -> dict[str, Any]:
     return {"answers": dict(answers), "terms": above}
 
 
-# --- What must not have happened
+# --- Checks
 
 
 async def nobody_was_deposed(ground: Ground, verdict: Verdict) -> None:
-    """Every stage runs where it ran, under the same term, and is shown so by a command; nobody was welcomed or believed; a client
-    that looks now believes in both jobs."""
+    """Check that every stage has the same owner and term as before, also in the output of `status`, that no stream or claim of
+    the stranger was accepted, and that a new client sees both jobs as running."""
     before = dict(ground.held)
-    told = await ground.fleet.run("status", "status", "--home", str(ground.peers[0].home))
-    shown = {(each["job"], each["stage"]): (each["peer"], each["term"]) for each in told[-1]["stages"]}
+    printed = await ground.fleet.run("status", "status", "--home", str(ground.peers[0].home))
+    shown = {(each["job"], each["stage"]): (each["peer"], each["term"]) for each in printed[-1]["stages"]}
     if shown != before:
         verdict.notes["fault: status"] = f"shows {shown}, and not {before}"
     after = await ground.look()

@@ -1,4 +1,4 @@
-"""What a stranger can do with streams alone, before anybody looks at who it is."""
+"""Attacks with streams alone, before a peer checks who opened them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ BLOB_SECONDS = 20.0  # for an honest reader
 LOG_LINES = 400  # some kinds of line, twenty each at once and then one in three seconds
 LINE_CHARACTERS = 700
 CROWD = 4000  # connections, if there is time for so many
-KEPT = 640  # of them: 512, as a peer allows, and a few that ended without a word
+KEPT = 640  # the most that a peer may keep: its limit of 512, and a few of which it has not noticed the end
 EMPTIES = 260_000  # bytes of a header, an empty map each
 
 
 async def silent_streams(one: Stranger) -> dict[str, Any]:
-    """Two thousand streams of eight identities to one peer, on which nothing is ever said; those that are hung up on
-    are opened again."""
+    """Eight identities hold two thousand silent streams to one peer, and open those that it closes again."""
     victim, opened = one.peers[0], 0
     held: list[Stream] = []
 
@@ -58,17 +57,17 @@ async def silent_streams(one: Stranger) -> dict[str, Any]:
 
 
 async def idle_connections(one: Stranger) -> dict[str, Any]:
-    """Connections to one peer of as many identities as there is time for, over which nothing is ever said."""
+    """Open silent connections to one peer from as many identities as there is time for."""
     allow_more_files()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, str(Path(__file__).parents[1] / "idle_crowd.py"), one.scene.addresses[0]),
         *(str(CROWD), str(one.until - asyncio.get_running_loop().time()), str(SHARE)),
-        stdin=asyncio.subprocess.PIPE,  # ends with us, which is its word to end
+        stdin=asyncio.subprocess.PIPE,  # its end tells the process to end
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
-    told: dict[str, Any] = json.loads(await process.stdout.readline())
-    return told
+    counts: dict[str, Any] = json.loads(await process.stdout.readline())
+    return counts
 
 
 async def few_are_kept(ground: Ground, verdict: Verdict) -> None:
@@ -80,7 +79,7 @@ async def few_are_kept(ground: Ground, verdict: Verdict) -> None:
 
 
 async def empties(one: Stranger) -> dict[str, Any]:
-    """Headers of a quarter of a million empty maps: 64 bytes of memory for each on the wire."""
+    """Send headers of a quarter of a million empty maps: each byte on the wire takes 64 bytes of memory."""
     sent = 0
     while one.time_left:
         for protocol in PROTOCOLS:
@@ -95,7 +94,7 @@ async def empties(one: Stranger) -> dict[str, Any]:
 
 
 async def slow_blob_readers(one: Stranger) -> dict[str, Any]:
-    """Eight identities that ask each peer for the model's weights, sixty-four times on a stream, and read nothing."""
+    """Eight identities request the model's weights from each peer, sixty-four times on a stream, and read nothing."""
     asked = 0
     held: list[Stream] = []
 
@@ -123,7 +122,7 @@ async def slow_blob_readers(one: Stranger) -> dict[str, Any]:
 
 
 async def blobs_are_given(ground: Ground, verdict: Verdict) -> None:
-    """An honest reader gets every chunk of the model's weights from each peer that has them."""
+    """Check that an honest reader gets every chunk of the model's weights from each peer that has them."""
     for digest in ground.serving.manifest.weights:
         given = 0
         for peer in ground.peers:
@@ -144,8 +143,8 @@ async def blobs_are_given(ground: Ground, verdict: Verdict) -> None:
 
 
 async def refused_streams(one: Stranger) -> dict[str, Any]:
-    """Streams on every protocol that begin with nonsense, as many as there is time for: each is refused with an error,
-    and would be a line in a log."""
+    """Open streams on every protocol with an invalid first frame, as many as there is time for: each is refused with an error
+    that a peer could log."""
     refused = 0
 
     async def say(peer: PeerId, protocol: str) -> int:
@@ -168,7 +167,7 @@ async def refused_streams(one: Stranger) -> dict[str, Any]:
 
 
 async def logs_stay_short(ground: Ground, verdict: Verdict) -> None:
-    """However often a peer had to refuse, it wrote few lines, and each of them harmless and of bounded length."""
+    """Check that each peer logged few lines, all of them harmless and of bounded length."""
     for peer in ground.peers:
         lines = ground.log(peer).splitlines()
         verdict.notes[f"{peer.name}_lines"] = len(lines)

@@ -1,5 +1,5 @@
-"""What a stranger can paint on somebody's terminal: through records, answers, progress and errors, as real commands under a
-terminal of their own show them."""
+"""Escape sequences for a user's terminal, in records, answers, progress and errors, as real commands in a terminal of their
+own show them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ PAINT = (
     "\b\b\b", "\u202e", "\u2066", "\x07", "\x0e", "\u200b", "\x85",
 )  # fmt: skip
 TEXT = MARK + "".join(f"{paint}x" for paint in PAINT)
-# What the commands write of their own accord: colours, and a status line that is rewritten.
+# What the commands themselves write: colours, and a status line that is rewritten.
 OWN = re.compile(r"\x1b\[[0-9;]*m|\r\x1b\[2K|\r\n|\n|\t")
 
 
 async def terminal_escapes(one: Stranger) -> dict[str, Any]:
-    """Records with escape sequences in every text, and a job whose lead answers with nothing else."""
+    """Publish records with escape sequences in every text, and a job whose lead answers with them."""
     sent = 0
     while one.time_left:
         offers = [
@@ -63,7 +63,7 @@ def _led_by(one: Stranger) -> Any:
 
 
 async def commands_stay_clean(ground: Ground, verdict: Verdict) -> None:
-    """`generate`, `status`, `jobs` and `jobs watch`, each in a terminal, of which some talk to a hostile peer."""
+    """Check `generate`, `status`, `jobs` and `jobs watch` in a terminal, some of them connected to a hostile peer."""
     async with stranger(ground.scene, COMMAND_SECONDS) as one:
         await one.transport.serve(GENERATE.name, _answer)
         await one.transport.serve(JOB.name, _tell)
@@ -123,7 +123,7 @@ async def _refuse(stream: Stream) -> None:
 
 
 def in_a_terminal(command: tuple[str, ...], home: Any) -> str:
-    """What `fusion-peer COMMAND` shows in a terminal of its own, until it ends or the time is up."""
+    """The output of `fusion-peer COMMAND` in a terminal of its own, until it ends or the time is up."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ.update(TERM="xterm-256color", COLUMNS="200")

@@ -1,5 +1,5 @@
-"""What a stranger can do with records of peers that there are not: have a swarm dial somebody who is no peer, since records say
-where a peer listens, and have users place their jobs on nobody."""
+"""Attacks with records of peers that do not exist: they make a swarm dial the addresses of a third party, and make users place
+their jobs on peers that do not exist."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from fusion.swarm.errors import SwarmError
 from fusion.swarm.identity import Identity
 from fusion.swarm.transport import PeerId, call
 
-NAMES = 256  # of peers that there are not, in each wave
-ADDRESSES = 4  # of each, which is as many as a peer tries
+NAMES = 256  # false peers in each wave
+ADDRESSES = 4  # of each false peer, as many as a peer tries
 GHOSTS = 2000
 GHOST_SECONDS = 110.0
 BATCH = 64
-KNOWN_SECONDS = 6.0  # for peers to look who is listed
+KNOWN_SECONDS = 6.0  # until peers have read the list of peers
 ANSWER_SECONDS = 6.0
 LISTED_SECONDS = 6.0
 WAVE_SECONDS = 12.0
-DIALS_PER_SECOND = 1.0  # of three peers together, at the most
+DIALS_PER_SECOND = 1.0  # the most of three peers together
 
 
 @dataclass
 class ThirdParty:
-    """Somebody who is no peer, and counts who connects."""
+    """A host that is no peer, and counts the connections to it."""
 
     ports: tuple[int, ...]
     dials: int = 0
 
     def record_of(self, name: Identity) -> PeerRecord:
-        """Of a peer that is not there: it says that it listens here."""
+        """The record of a false peer, with this host's addresses."""
         return peer_record(
             name, addresses=tuple(f"/ip4/127.0.0.1/tcp/{port}/p2p/{name.peer_id}" for port in self.ports)
         )
@@ -67,8 +67,8 @@ async def third_party() -> AsyncIterator[ThirdParty]:
 
 
 async def dialled_by_peers(one: Stranger) -> dict[str, Any]:
-    """Hundreds of peers that there are not are listed for a moment, all of them at the addresses of one who is no peer; then
-    others. Connections to these are counted."""
+    """Publish waves of hundreds of false peers, each for a moment and all at a third party's addresses, and count the
+    connections to it."""
     began = asyncio.get_running_loop().time()
     async with third_party() as third:
         while one.time_left:
@@ -85,7 +85,7 @@ def _counted(third: ThirdParty, began: float) -> dict[str, Any]:
 
 
 async def list_ghosts(one: Stranger, third: ThirdParty, count: int, seconds: float) -> list[PeerId]:
-    """So many, for so long; their names."""
+    """Publish `count` false peers for `seconds`, and return their identities."""
     names = [Identity.generate() for _ in range(count)]
     offers = [one.sealed(third.record_of(name), seconds, name) for name in names]
     for at in range(0, count, BATCH):
@@ -94,7 +94,7 @@ async def list_ghosts(one: Stranger, third: ThirdParty, count: int, seconds: flo
 
 
 async def named_in_reports(one: Stranger) -> dict[str, Any]:
-    """Reports to everybody, who may stand by, that an owner has vanished, each of which names another peer that there is not."""
+    """Report to every peer that an owner has vanished; each report names another false peer."""
     answers: Counter[str] = Counter()
     async with third_party() as third:
         names = await list_ghosts(one, third, NAMES, GHOST_SECONDS)
@@ -121,7 +121,7 @@ async def few_dials(ground: Ground, verdict: Verdict) -> None:
 
 
 async def ghost_peers(one: Stranger) -> dict[str, Any]:
-    """Two thousand peers that there are not are listed, with more memory and speed than all others have."""
+    """Publish two thousand false peers with more memory and speed than all others."""
     said = 0
     while one.time_left and said < GHOSTS:
         offers = []
