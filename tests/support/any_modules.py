@@ -1,4 +1,4 @@
-"""Modules as unlike each other as those that people train: each with two samples or more of what it takes, and its loss."""
+"""Modules that differ as much as those that people train: each with two or more samples of its inputs, and its loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class AnyModule:
-    """`loss` takes what forward gave for all arrays but the last ones, which it is given besides: so many."""
+    """A module with its samples and its loss. `loss` takes the result of forward, and the last arrays, which forward does not get."""
 
     module: nn.Module
     arrays: Tensors
@@ -35,7 +35,7 @@ class AnyModule:
         return tuple(self.arrays)[: len(self.arrays) - self.of_loss]
 
     def own_loss(self, batch: Tensors) -> torch.Tensor:
-        """By the module itself."""
+        """The loss, computed by the module itself."""
         made = self.module(**{name: batch[name] for name in self.module_inputs})
         return total(self.loss(made, *(batch[name] for name in self.loss_inputs)))
 
@@ -50,7 +50,7 @@ def total(loss: Any) -> torch.Tensor:
 
 
 def example(name: str) -> ModuleType:
-    """The model.py of an example."""
+    """The module of an example's model.py."""
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / name / "model.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -59,7 +59,7 @@ def example(name: str) -> ModuleType:
 
 
 class Made(nn.Module):
-    """A forward as a function of the parts, which are named as it names them."""
+    """A module whose forward is the function `run` of its `parts`, passed by name."""
 
     def __init__(self, run: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()

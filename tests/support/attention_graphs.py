@@ -1,4 +1,4 @@
-"""Small language models as graphs, around an attention that a test writes as it likes."""
+"""Graphs of small language models around an attention that the test writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def windowed_mask(b, window):
 
 
 def model(b, attend, positions="position_ids"):
-    """Embedding, attention as `attend(b, q, k, v)` writes it, a residual and a head."""
+    """A graph of an embedding, the attention that `attend(b, q, k, v)` builds, a residual connection and a head."""
     x = b("aten.embedding", Ref("table"), Ref("input_ids"), -1, False)
     x = b("aten.add.Tensor", x, b("aten.embedding", Ref("place"), Ref(positions), -1, False), 1)
     q, k, v = (heads(b, x, w) for w in "qkv")

@@ -1,4 +1,4 @@
-"""Chromium without a window, by Debian's own driver: what a person sees of the chat page, and what the page asks for."""
+"""Headless Chromium with Debian's driver: what a person sees of the chat page, and what the page requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MISSING = "" if CHROMIUM and DRIVER else "no chromium here: apt-get install chro
 
 @contextmanager
 def browser(folder: Path, width: int = 1000, height: int = 760) -> Iterator[Any]:
-    """A browser that lives in `folder`, of which nothing is left afterwards, and keeps a log of the network."""
+    """A browser with its files in `folder`, which ends with the block, and a log of its network requests."""
     from selenium import webdriver
     from selenium.webdriver.chrome.options import Options
     from selenium.webdriver.chrome.service import Service
@@ -47,7 +47,7 @@ def browser(folder: Path, width: int = 1000, height: int = 760) -> Iterator[Any]
 
 
 def asked_for(driver: Any, page: str) -> list[str]:
-    """The URLs that the page at this URL has asked for since the last call."""
+    """The URLs that the page at this URL has requested since the last call."""
     events = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     sent = (each["params"] for each in events if each["method"] == "Network.requestWillBeSent")
     return [str(each["request"]["url"]) for each in sent if each["documentURL"] == page]

@@ -1,7 +1,7 @@
-"""Captures of small models, each made once in a run of the tests: for tests of what comes after the capture.
+"""Captures of small models, each done once in a run of the tests, for tests of what follows the capture.
 
-One `torch.export` takes seconds of a core, so the workers of a run share what they made, in a folder of that run. Tests of
-the capture itself call it.
+One `torch.export` takes seconds of a core, so the workers of a run share their graphs in a folder of that run. Tests of the
+capture itself call it directly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _capture_encoder_decoder = capture.capture_encoder_decoder
 
 
 def once(name: str, make: Callable[[], Graph]) -> Graph:
-    """What `make` gives, which must be the same for the same name in all tests of a run."""
+    """The result of `make`, which must be the same for the same name in all tests of a run."""
     key = hashlib.sha256(name.encode()).hexdigest()
     if key not in _made:
         _made[key] = _shared(Path(os.environ[TURNS], key), make) if TURNS in os.environ else make()
@@ -48,8 +48,8 @@ def _shared(folder: Path, make: Callable[[], Graph]) -> Graph:
 
 
 def captured_once(module: nn.Module, *, training: bool, maximum_sequence: int) -> Graph:
-    """As `capture_language_model`, of which a graph is all that the code, its configuration and its tables say: values of
-    parameters are no part of it."""
+    """`capture_language_model`, once for each configuration and tables of a module: its graph does not depend on the values of
+    parameters."""
     return once(
         f"{_described(module)}, training {training}, {maximum_sequence}",
         lambda: _capture_language_model(module, training=training, maximum_sequence=maximum_sequence),
@@ -59,13 +59,13 @@ def captured_once(module: nn.Module, *, training: bool, maximum_sequence: int) -
 def source_captured_once(
     module: nn.Module, *, maximum_sequence: int, maximum_source: int, features: int = 0
 ) -> Graph:
-    """As `capture_encoder_decoder`."""
+    """`capture_encoder_decoder`, once for each configuration and tables of a module."""
     sizes = {"maximum_sequence": maximum_sequence, "maximum_source": maximum_source, "features": features}
     return once(f"{_described(module)}, {sizes}", lambda: _capture_encoder_decoder(module, **sizes))
 
 
 def _described(module: Any) -> str:
-    """All of a built-in model, or of one of transformers, that a capture depends on."""
+    """Everything in a built-in model, or one of transformers, on which a capture depends."""
     if isinstance(module, GPT):
         configuration = repr(module.config)
     else:
@@ -92,6 +92,6 @@ def _described(module: Any) -> str:
 
 
 def capture_once(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
-    """Let these modules, which capture, do so once for each configuration."""
+    """Replace the capture functions in these Python modules by those that capture once."""
     for module in modules:
         monkeypatch.setattr(module, "capture_language_model", captured_once)

@@ -1,4 +1,4 @@
-"""Many small cases in one test: for checks that take less time than collecting them one by one would."""
+"""Many small cases in one test, for checks that are faster than pytest collects a test."""
 
 from __future__ import annotations
 

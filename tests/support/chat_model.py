@@ -21,7 +21,7 @@ TEMPLATE = (
 
 
 def tokenizer() -> Tokenizer:
-    """One that begins each text with <s>, as Llama's does, unless it is told not to."""
+    """A tokenizer that begins each text with <s>, as Llama's does, unless `add_special_tokens` is false."""
     made = tokenizer_of_sources()
     made.add_special_tokens(
         [AddedToken(text, special=True) for text in ("<s>", "<|im_start|>", "<|im_end|>")]
@@ -55,8 +55,8 @@ def chat_prompt(made: Tokenizer, said: Sequence[tuple[str, str]]) -> list[int]:
 
 
 def teach(model: Any, made: Tokenizer, text: str, prompt: list[int], index: int) -> None:
-    """Have the model say `text`, which is one token of `made`, where its greedy answer to the prompt has token number `index`,
-    and wherever else it would say that one."""
+    """Make the model choose `text`, which is one token of `made`, in place of token number `index` of its greedy answer to
+    `prompt`, wherever it would choose that token."""
     instead, new = greedy(model, prompt, index + 1)[0][index], made.token_to_id(text)
     into, out = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     with torch.no_grad():

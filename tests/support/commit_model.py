@@ -1,8 +1,8 @@
-"""The two machines of `fusion.runtime.training.step` for all stages of a job, over a network that a seed drives.
+"""The two state machines of `fusion.runtime.training.step` for all stages of a job, over a network that a seed drives.
 
-A link carries messages in order or breaks, and then both ends notice, each at a time of its own. Beyond what a
-transport does, copies of messages come again later, for as long as both ends are the owners that they were. Stages
-work with their neighbours in the pipeline and with the lead. Everything that must never happen is asserted here.
+A link delivers messages in order or breaks; then both ends notice, each at its own time. Unlike a transport, a link also
+delivers copies of messages again later, while both ends have the same owners. Stages exchange messages with their neighbours
+in the pipeline and with the lead. Assertions here check everything that must never happen.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FOREIGN = -1  # a step of another history, in which the same number of steps wer
 
 @cache
 def ledger_of(config: TrainConfig, step: int) -> Ledger:
-    """What the ledger of a step has to be, by the plan alone."""
+    """The ledger after `step` steps, according to the plan."""
     if step == 0:
         return Ledger()
     fed = expected(config, step - 1, SAMPLES)
@@ -40,7 +40,7 @@ def ledger_of(config: TrainConfig, step: int) -> Ledger:
 
 @cache
 def history_of(config: TrainConfig, step: int, stages: int) -> str:
-    """What the history of a step has to be: every stage's squared norm is 1."""
+    """The history after `step` steps, where every stage's squared norm is 1."""
     if step == 0:
         return INITIAL
     at = step - 1
@@ -153,7 +153,7 @@ class Model:
                 queue.clear()
 
     def succeed(self, i: int) -> None:
-        """The next owner, from the handover if there is one, else from the newest snapshot."""
+        """Start the next owner, from the handover if there is one, otherwise from the newest snapshot."""
         term = self.owners[i].state.term + 1
         handover = self.handovers.pop(i, None)
         if handover is None and i > 0 and self.chance.random() < self.forks:
@@ -190,14 +190,13 @@ class Model:
             self.owners[i].local.append(e.Leave())
 
     def stay(self) -> None:
-        """An owner that wanted to leave, or has handed over, goes on: nobody took its stage."""
+        """Let an owner go on that wanted to leave or has handed its stage over, since no peer took the stage."""
         i = self.chance.randrange(self.stages)
         if self.owners[i].alive:
             self.owners[i].local.append(e.Stay())
 
     def passed(self) -> list[int]:
-        """The stages whose owner has handed over and can go: what it had sent has arrived, long before its successor
-        is there."""
+        """The stages whose owner has handed over and can go: all that it sent has arrived, long before its successor begins."""
         waiting = any(self.to_stage)
         return [i for i in self.handovers if self.owners[i].alive and not waiting]
 
@@ -315,7 +314,7 @@ class Model:
                     raise AssertionError(action)
 
     def complete(self, i: int) -> None:
-        """The stage does its part of the step that it runs."""
+        """Let the stage do its part of the current step."""
         owner = self.owners[i]
         assert owner.work is not None
         run, owner.work = owner.work, None
@@ -330,7 +329,7 @@ class Model:
     # --- chance
 
     def shake(self) -> bool:
-        """One thing that can happen, happens. False when nothing can."""
+        """Let one random possible event happen. Returns False if none is possible."""
         choices: list[tuple[str, int]] = []
         for i, owner in enumerate(self.owners):
             choices += [("local", i)] if owner.local else []

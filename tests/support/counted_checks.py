@@ -1,4 +1,4 @@
-"""Checks of signatures and comparisons of peers, counted."""
+"""Counts checks of signatures and comparisons of peer ids."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fusion.swarm.transport import PeerId
 
 
 class CountedChecks:
-    """`verify` is as in `fusion.swarm.identity`; `signers` says whose signatures were checked, in order."""
+    """`verify` is `fusion.swarm.identity`'s; `signers` lists the peers whose signatures were checked, in order."""
 
     def __init__(self) -> None:
         self.signers: list[str] = []
@@ -18,7 +18,7 @@ class CountedChecks:
 
 
 class CountedId(str):
-    """The id of a peer, as each of these counts how often it was compared with another one."""
+    """A peer id that counts comparisons: `compared` is the number of all of them."""
 
     compared = 0
 
@@ -30,6 +30,6 @@ class CountedId(str):
 
 
 def counted_ids(count: int) -> tuple[PeerId, ...]:
-    """So many peers that there are not."""
+    """`count` ids of peers that do not exist. Resets the count of comparisons."""
     CountedId.compared = 0
     return tuple(PeerId(CountedId(f"peer {number}")) for number in range(count))

@@ -1,4 +1,4 @@
-"""The devices that tests run on: a GPU where there is one. Triton asks programs of the machine where its libraries are."""
+"""The devices that tests run on: a GPU if there is one. Triton runs programs of the machine to find its libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 
 
 def decoding(stage: Stage, variables: Tensors, device: str) -> TorchDecodingStage:
-    """As a peer on that device has it."""
-    made = choose(TORCH, device, 1).decoding(stage, variables)
-    assert isinstance(made, TorchDecodingStage)
-    return made
+    """A decoding stage as a peer on that device has it."""
+    decoding = choose(TORCH, device, 1).decoding(stage, variables)
+    assert isinstance(decoding, TorchDecodingStage)
+    return decoding

@@ -89,7 +89,7 @@ def link_record(identity: Identity, **changes: Any) -> LinkRecord:
 
 
 def raw_seal(record: Record, identity: Identity, expires_at: float, **changes: Any) -> bytes:
-    """A sealed record with none of the publisher's own checks: what a hostile peer can make with its key."""
+    """A sealed record without the publisher's own checks, as a hostile peer can sign it."""
     values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     values |= changes.pop("values", {})
     kind = changes.pop("kind", records.KIND_OF[type(record)])
@@ -107,7 +107,7 @@ ALICE, BOB, MALLORY = Identity.generate(), Identity.generate(), Identity.generat
 
 @dataclass
 class Offer:
-    """What is offered to a storing node, by the name of what is wrong with it."""
+    """A record that is offered to a storing node; `what` says what is wrong with it."""
 
     what: str
     key: str
@@ -117,7 +117,7 @@ class Offer:
 
 
 def hostile_offers(now: float) -> list[Offer]:
-    """Everything that must be dropped, all about ALICE or by MALLORY, who has a key of her own."""
+    """Offers that a node must drop, all about ALICE or by MALLORY, who has a key of her own."""
     alices, mallorys = claim_record(ALICE, score=0.5), claim_record(MALLORY)
     key, soon = key_of(alices), now + 6
 

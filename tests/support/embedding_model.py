@@ -1,4 +1,4 @@
-"""A small model that makes a vector of a text, in a directory as sentence-transformers writes one."""
+"""A small embedding model, in a directory as sentence-transformers writes one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 def tokenizer() -> Tokenizer:
-    """One that puts <s> before a text and </s> behind it."""
+    """A tokenizer that puts <s> before a text and </s> after it."""
     made = tokenizer_of_sources()
     made.add_special_tokens(["<s>", "</s>"])
     ends = [(name, made.token_to_id(name)) for name in ("<s>", "</s>")]
@@ -48,7 +48,7 @@ def save(
     vocabulary: int = 200,
     **said: Any,
 ) -> Any:
-    """`pooling`: what sentence-transformers calls it; None: without its files."""
+    """Save a small model of the family. `pooling` is sentence-transformers' name of the method; None: without its files."""
     values = {**SHAPE, **FAMILIES[family], "vocab_size": vocabulary, **said}
     torch.manual_seed(0)
     model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(family, **values)).eval()
@@ -74,7 +74,7 @@ def save(
 def embedded(
     model: Any, pooling: str, normalized: bool, texts: Sequence[Sequence[int]], padding: int = 0
 ) -> torch.Tensor:
-    """As sentence-transformers does: all texts in one padded batch with a mask."""
+    """The embeddings as sentence-transformers computes them: all texts in one padded batch with a mask."""
     longest = max(map(len, texts))
     ids = torch.tensor([[*text, *[padding] * (longest - len(text))] for text in texts])
     mask = torch.tensor([[i < len(text) for i in range(longest)] for text in texts]).long()

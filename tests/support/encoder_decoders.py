@@ -1,4 +1,4 @@
-"""Small encoder-decoders of transformers with random weights that make answers vary, and what their own `generate()` says."""
+"""Small encoder-decoders of transformers with random weights that make answers vary, and the answers of their `generate()`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START, END = 3, 2
 
 
 def build(family: str, **more: Any) -> Any:
-    """A module of "bart", "m2m_100", "mvp", "t5", "t5gemma" or "whisper", with its positions of at most POSITIONS, and FRAMES of
+    """A module of "bart", "m2m_100", "mvp", "t5", "t5gemma" or "whisper", with POSITIONS positions at most, and FRAMES of
     features."""
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": END, "decoder_start_token_id": START}
     common = {"vocab_size": VOCABULARY, "d_model": 32, "tie_word_embeddings": False} | tokens | more
@@ -76,7 +76,7 @@ def build(family: str, **more: Any) -> Any:
 
 
 def _spread(name: str, parameter: torch.Tensor) -> float:
-    """Of what is added to each number that a model begins with, so that none of them can be left out unnoticed."""
+    """The scale of the noise that is added to each initial parameter, so that a test notices if one of them is not used."""
     if parameter.dim() == 1:
         return 0.1
     if "relative" in name:
@@ -86,7 +86,7 @@ def _spread(name: str, parameter: torch.Tensor) -> float:
 
 @functools.cache
 def made(family: str) -> tuple[Graph, Any]:
-    """The graph that is served, and the module."""
+    """The serving graph of the family, and its module."""
     model = build(family)
     sizes = {"maximum_sequence": POSITIONS, "maximum_source": POSITIONS}
     if family == "whisper":
@@ -104,17 +104,17 @@ def source(family: str, length: int, seed: int = 0) -> torch.Tensor:
 
 
 def generated(model: Any, given: torch.Tensor, new: int, **more: Any) -> list[int]:
-    """The tokens after START that `generate()` chooses, greedily, an end or none."""
-    heard = given.is_floating_point()
+    """The greedy tokens of `generate()` after START, with the end token if it is reached."""
+    features = given.is_floating_point()
     with torch.inference_mode():
         found = model.generate(
             given, max_new_tokens=new, min_new_tokens=new, eos_token_id=None, do_sample=False, **more
         )
-    return [int(token) for token in found[0, 0 if heard else 1 :]]  # Whisper's own leaves START out
+    return [int(token) for token in found[0, 0 if features else 1 :]]  # Whisper's own leaves START out
 
 
 def logits(model: Any, given: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """(positions, vocabulary) over the whole sequence at once."""
+    """The logits (positions, vocabulary), computed over the whole sequence at once."""
     name = "input_features" if given.is_floating_point() else "input_ids"
     with torch.inference_mode():
         ids = torch.tensor([tokens], device=given.device)

@@ -1,4 +1,4 @@
-"""How commands that start real processes end: cleared up, also where they are asked by SIGTERM, as by a time limit."""
+"""Makes commands that start real processes clean up when they end, also by SIGTERM, as from a time limit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 
 def end_as_if_interrupted() -> None:
-    """From now on SIGTERM is SIGINT, and that interrupts (asyncio cancels what it runs, elsewhere it is KeyboardInterrupt),
-    also where it was ignored when we began (`nohup`, `&` in a script)."""
+    """Treat SIGTERM as SIGINT from now on: asyncio cancels its main task, other code gets KeyboardInterrupt. This holds also
+    if SIGINT was ignored when the process started (`nohup`, `&` in a script)."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
 
 
 def interruptible(main: Callable[[], int]) -> int:
-    """What `main` returns; 130, and one line instead of a traceback, where it is interrupted or asked to end."""
+    """Run `main` and return its result. If it is interrupted or terminated: 130, and one line instead of a traceback."""
     end_as_if_interrupted()
     try:
         return main()

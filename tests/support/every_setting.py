@@ -1,4 +1,4 @@
-"""How tokens are chosen, with every setting that an older release does not know."""
+"""Sampling settings, with every one that an older release does not know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On how many examples a property is tried: `make test-all` tries all of them, the tiers before it a third."""
+"""The number of Hypothesis examples: all in `make test-all`, a third in the tiers before it."""
 
 from __future__ import annotations
 

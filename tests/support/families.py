@@ -191,8 +191,8 @@ def config(family: str) -> Any:
 
 
 def build(configuration: Any, seed: int = 1, attention: str | None = None) -> Any:
-    """The causal language model of this configuration with random weights, in evaluation mode. `attention`: how it computes
-    that ("eager": written out), where not as it does by itself."""
+    """The causal language model of this configuration with random weights, in evaluation mode. `attention` replaces the
+    model's implementation of attention ("eager": written out)."""
     torch.manual_seed(seed)
     given = {} if attention is None else {"attn_implementation": attention}
     module = transformers.AutoModelForCausalLM.from_config(configuration, **given)  # type: ignore[no-untyped-call]
@@ -201,8 +201,8 @@ def build(configuration: Any, seed: int = 1, attention: str | None = None) -> An
 
 @functools.cache
 def exported(family: str) -> tuple[Graph, Any]:
-    """The whole graph of a small model of this family, and the model: changed by nobody.
-    "llama, eager": one that writes its attention out."""
+    """The whole graph of a small model of this family, and the model, which no test may change.
+    "llama, eager" is a llama that writes its attention out."""
     name, _, attention = family.partition(", ")
     model = build(config(name), attention=attention or None)
     return captured_once(model, training=False, maximum_sequence=POSITIONS), model
@@ -210,15 +210,15 @@ def exported(family: str) -> tuple[Graph, Any]:
 
 @functools.cache
 def made(family: str, cache: str = "", positions: int = POSITIONS) -> tuple[Graph, Any]:
-    """As `exported`, rewritten for answers of at most so many positions; by default with the cache that the family has."""
+    """`exported`, rewritten for answers of at most so many positions; by default with the family's kind of cache."""
     graph, model = exported(family)
     kind = cache or ("recompute" if family in RECOMPUTED else "kv")
     return serving_graph(graph, cache=kind, maximum_sequence=positions), model  # type: ignore[arg-type]
 
 
 def greedy(model: Any, prompt: list[int], new: int, **settings: Any) -> tuple[list[int], torch.Tensor]:
-    """What `generate()` answers with these settings, and the logits (new, vocabulary) that each of those tokens was chosen from if the
-    model computes the whole sequence at once."""
+    """The answer of `generate()` with these settings, and the logits (new, vocabulary) of its tokens, computed over the whole
+    sequence at once."""
     ids = torch.tensor([prompt], device=model.device)
     with torch.inference_mode():
         mask = torch.ones_like(ids)

@@ -1,5 +1,7 @@
-"""GGUF files of small models with random weights, by way of the checkpoint that transformers saves, as llama.cpp converts it: its
-`conversion` folder, whose modules are named beside what follows them."""
+"""GGUF files of small models with random weights, converted from the checkpoint that transformers saves as llama.cpp converts it.
+
+Docstrings name the modules of llama.cpp's `conversion` folder that the functions follow.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,12 @@ def write(
     parts_of: int = 0,
     modify: Modify | None = None,
 ) -> Any:
-    """As `gguf_files.write`. `parts_of`: as many tensors in each of several files; `modify`: instead of the family's. A file's numbers find their way back by a second conversion, of a model whose weights say where they
-    are; those in F32 stay what they are, whatever the conversion computes of them."""
+    """`gguf_files.write` by way of a checkpoint. `parts_of`: split the file after so many tensors; `modify` replaces the
+    family's modification of tensors.
+
+    A second conversion, of a model whose weights are their own positions, tells where the file's numbers belong in the model
+    that is returned. Weights in F32 stay unchanged, whatever the conversion computes from them.
+    """
     config = model.config
     architecture, values, usual = FAMILIES[config.model_type]
     modify = modify or usual
@@ -464,7 +470,7 @@ def _apertus_values(writer: GGUFWriter, config: Any) -> None:
 
 
 def _apertus(name: str, value: torch.Tensor, config: Any) -> Modified:
-    """Whose activation's numbers are values (`xielu`)."""
+    """The tensor, unless it is a parameter of the activation: the file has those as values (`xielu`)."""
     if ".act_fn." not in name:
         yield name, value
 
@@ -480,7 +486,7 @@ def xielu(model: Any) -> dict[str, list[float]]:
 
 
 def _only(writer: GGUFWriter, *keys: str) -> None:
-    """Of what all conversions write, that which this one does."""
+    """Delete the common values that this architecture's conversion does not write; `keys` are some that it does."""
     kept = {
         "name",
         "file_type",

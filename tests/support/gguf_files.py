@@ -49,8 +49,8 @@ def write(
     tokenizer: Any = None,
     version: int = 3,
 ) -> Any:
-    """Write the model's matrices in `kind`, all else in F32, and what its configuration says. Gives back the model with
-    the weights that the file holds. `more`: further values; `tokenizer(writer)` writes one."""
+    """Write the model's matrices in `kind`, its other tensors in F32, and its configuration. Returns the model with the
+    weights of the file. `more`: further values; `tokenizer(writer)` writes a tokenizer."""
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = GGUFWriter(str(path), architecture)
@@ -89,7 +89,7 @@ def _routers_biases(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _tensors(parameter: str, value: Array, oss: bool) -> list[tuple[str, str, Array]]:
-    """What a conversion makes of a parameter: the module that each is of, its name there, and a view of the values."""
+    """The tensors that a conversion makes of a parameter: the module of each, its name there, and a view of its values."""
     owner, _, what = parameter.rpartition(".")
     if what == "sinks":
         return [(parameter, "weight", value)]
@@ -122,7 +122,7 @@ _ADD: dict[type, Any] = {
 
 
 def _values(writer: GGUFWriter, config: Any) -> None:
-    """What llama.cpp's conversion writes for these families."""
+    """Write the values that llama.cpp's conversion writes for these families."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer.add_name("small")
@@ -203,7 +203,7 @@ def _values(writer: GGUFWriter, config: Any) -> None:
 
 
 def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> Array:
-    """By which each frequency is divided (llama.cpp's conversion, `generate_extra_tensors`)."""
+    """The divisor of each frequency (llama.cpp's conversion, `generate_extra_tensors`)."""
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
     before = rope["original_max_position_embeddings"]
     found = []
@@ -258,8 +258,8 @@ def quantize_as(data: Array, kind: GGMLQuantizationType) -> Array:
 
 
 def _quantize_q4_k(data: Array) -> Array:
-    """Q4_K, which the package only reads: 8 groups of 32 numbers of 4 bits, each with a scale and a minimum of 6 bits, in
-    two numbers of 16 bits for all 8 (ggml-quants.c, without its search for better scales)."""
+    """Quantise to Q4_K, which the package only reads: 8 groups of 32 numbers of 4 bits, each with a scale and a minimum of 6
+    bits, in units of two float16 for all 8 (ggml-quants.c, without its search for better scales)."""
     groups = data.reshape(-1, 8, 32)
     low = np.minimum(groups.min(axis=2), 0)
     scale = (groups.max(axis=2).clip(0) - low) / 15
@@ -292,7 +292,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # kinds of token
 
 
 def byte_level(tokens: Sequence[str], merges: Sequence[tuple[str, str]], pre: str, **special: Any) -> Any:
-    """What writes a tokenizer like GPT-2's. `special`: kinds of tokens, ids and flags, as `_special` takes them."""
+    """A function that writes a tokenizer like GPT-2's. `special`: kinds of tokens, ids and flags, as `_special` takes them."""
 
     def add(writer: GGUFWriter) -> None:
         writer.add_tokenizer_model("gpt2")
@@ -305,7 +305,7 @@ def byte_level(tokens: Sequence[str], merges: Sequence[tuple[str, str]], pre: st
 
 
 def sentencepiece(tokens: Sequence[str], scores: Sequence[float], **special: Any) -> Any:
-    """What writes a tokenizer like Llama's and Gemma's."""
+    """A function that writes a tokenizer like Llama's and Gemma's."""
 
     def add(writer: GGUFWriter) -> None:
         writer.add_tokenizer_model("llama")
@@ -326,7 +326,7 @@ def _special(
     flags: Mapping[str, bool] | None = None,
     **ids: str,
 ) -> None:
-    """`ids`: by what the format calls it (bos, eos, unknown, padding, eot), the token."""
+    """Write the kinds, ids and flags of special tokens. `ids`: the format's name (bos, eos, unknown, padding, eot) -> token."""
     byte = {f"<0x{n:02X}>": BYTE for n in range(256)}
     writer.add_token_types([kinds.get(token, byte.get(token, NORMAL)) for token in tokens])
     for name, token in ids.items():
@@ -338,7 +338,7 @@ def _special(
 
 
 def tokenizer_only(path: Path, tokenizer: Any, architecture: str = "llama") -> None:
-    """A file that has a tokenizer and no model."""
+    """Write a file that has a tokenizer and no model."""
     writer = GGUFWriter(str(path), architecture)
     tokenizer(writer)
     writer.write_header_to_file()

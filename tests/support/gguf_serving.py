@@ -1,4 +1,4 @@
-"""Models of GGUF files, cut in three and served."""
+"""Serves models of GGUF files in three stages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NEW = 20  # tokens of an answer
 def answer(
     served: sources.LanguageModel, prompt: list[int], new: int, kept: bool
 ) -> tuple[list[int], list[torch.Tensor]]:
-    """Greedy tokens of three stages with what they hold of the file, and the logits (vocabulary,) of each. `kept`: its
-    blocks as they are."""
+    """The greedy tokens of three stages with the file's weights, and the logits (vocabulary,) of each token. `kept`: the
+    stages keep the file's blocks as they are."""
     try:
         graph, cached = serving_graph(served.inference, maximum_sequence=POSITIONS), True
     except UnsupportedModel:

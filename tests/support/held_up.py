@@ -1,4 +1,4 @@
-"""How long a loop is held up, in calls of what makes it so: no clock is asked."""
+"""Measures how long a loop is blocked, in calls of a function: no clock is read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Calls:
-    """`most`: calls of what was `counted` between two turns of somebody else."""
+    """`most` is the largest number of calls of the `counted` functions between two turns of another task."""
 
     def __init__(self) -> None:
         self.most = 0

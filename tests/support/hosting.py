@@ -1,4 +1,4 @@
-"""Hosting over the in-memory swarm, with services that only pretend to compute and a clock that the tests turn."""
+"""Hosting over the in-memory swarm, with services that compute nothing and a clock that the tests advance."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ SNAPSHOT = Digest("5" * 64)
 
 
 def lead_figures(job: JobId, **changes: Any) -> Progress:
-    """How a job stands as the owner of its first stage knows it."""
+    """A job's progress as the owner of its first stage reports it."""
     return Progress(
         job=job, state="running", step=30, steps=90, snapshot=SNAPSHOT, snapshot_step=20, **changes
     )
 
 
 class Pretence:
-    """A service whose stages run until the test says how they end. With `leases` it says that they are ready."""
+    """A service whose stages run until the test ends them. With `leases` it marks them as ready."""
 
     def __init__(self, leases: Leases | None = None) -> None:
         self.leases = leases
@@ -104,7 +104,7 @@ class Pretence:
         return {"step": 7}
 
     def stop(self, job: JobId) -> bool:
-        """With `last_snapshots` of it, the job ends at the next one, after a while."""
+        """Stop the job. If `last_snapshots` has it, it ends with that snapshot after a while."""
         ending = self.last_snapshots.pop(job, None)
         if ending is not None:
             asyncio.get_running_loop().call_later(0.3, self._stopped, job, ending)
@@ -185,8 +185,8 @@ class Swarm:
         lacks: frozenset[str] = frozenset(),
         **config: Any,
     ) -> Peer:
-        """A peer at work that looks only when it is told to, or nudged. `identity`: of a peer that starts again, with
-        the disk that it had; `lacks`: operators that its plane does not run."""
+        """Start a peer whose hosting acts only when the test calls or nudges it. `identity`: of a peer that restarts with its
+        disk; `lacks`: operators that its plane does not run."""
         identity = identity or Identity.generate()
         transport = MemoryTransport(self.network, identity.peer_id)
         directory = MemoryDirectory(self.network, identity, self.clock)
@@ -239,7 +239,7 @@ class Swarm:
         return replace(made, **changes)
 
     async def launch(self, data: bytes | Manifest, launcher: Identity | None = None, **changes: Any) -> JobId:
-        """Every peer holds the manifest (or whatever it is) already, and the launcher has published the job."""
+        """Give every peer the manifest (or other data), and publish the job as its launcher."""
         data = manifests.encode(data) if isinstance(data, Manifest) else data
         for peer in self.peers:
             peer.blobs.store.put(data)
@@ -281,19 +281,19 @@ async def swarm(root: Path, **options: Any) -> AsyncIterator[Swarm]:
 
 
 def published_by(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> list[Record]:
-    """What the peer publishes from now on."""
-    said, publish = list[Record](), peer.context.directory.publish
+    """The records that the peer publishes from now on, as a list that grows."""
+    records, publish = list[Record](), peer.context.directory.publish
 
     async def noted(record: Record, **options: Any) -> None:
-        said.append(record)
+        records.append(record)
         await publish(record, **options)
 
     monkeypatch.setattr(peer.context.directory, "publish", noted)
-    return said
+    return records
 
 
 def reads_of(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The stages whose claims it reads in the directory from now on."""
+    """The stages whose claims the peer reads in the directory from now on, as a list that grows."""
     directory, read = peer.context.directory, list[Any]()
     claims = directory.claims
 
@@ -318,5 +318,5 @@ async def manifests_read() -> None:
 
 
 async def over(peer: Peer, place: Place) -> None:
-    """Wait until the peer has nothing to do with the stage any more."""
+    """Wait until the peer does not host the stage any more."""
     await until(lambda: place not in peer.hosting.hosted)

@@ -38,8 +38,8 @@ async def served_over_http(
     seconds: float = 60,
     **options: Any,
 ) -> AsyncIterator[tuple[Swarm, HttpServer]]:
-    """A byte-level llama on peer 0, the API on peer 1."""
-    captured("llama", "kv")  # once in a process; those seconds are for what is tested
+    """A byte-level llama on peer 0, with the API on peer 1."""
+    captured("llama", "kv")  # before the time limit begins; done once in a process
     async with swarm_of(2, home, seconds=seconds) as swarm:
         files = []
         if template is not None:
@@ -55,7 +55,7 @@ async def served_over_http(
 
 
 def behind(peer: Peer) -> tuple[Context, Gateway, GraphGateway]:
-    """What answers for the API of a peer."""
+    """The handlers of a peer's API."""
     gateway, graphs = peer.service.gateway, StageGraphs(peer.context)
     stages = GraphStages(
         peer.context, TorchPlane("cpu"), graphs, StageLoader(peer.context, TorchPlane(), graphs).fetch
@@ -66,7 +66,7 @@ def behind(peer: Peer) -> tuple[Context, Gateway, GraphGateway]:
 async def go_away(
     swarm: Swarm, stream: AsyncStream[Any], count: int, asked: Coroutine[Any, Any, Any]
 ) -> None:
-    """A client closes a stream of `count` answers, and goes away from one that waits for the device: each time all is freed."""
+    """Check that all is freed when a client closes a stream of `count` answers, and when it leaves one that waits for the device."""
     places = swarm.peers[1].service.gateway._answers
     async for _ in stream:
         break
@@ -85,7 +85,7 @@ async def go_away(
 
 
 async def until(happened: Callable[[], bool], seconds: float = 10) -> None:
-    """TimeoutError after so long."""
+    """Raises TimeoutError after `seconds`."""
     async with asyncio.timeout(seconds):
         while not happened():
             await asyncio.sleep(0.001)
@@ -109,15 +109,15 @@ def _tls() -> ssl.SSLContext:
 async def ask(
     http: HttpServer, method: str, path: str, body: Any = None, **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of one request, written by hand."""
+    """Send one request, and return the status, headers and body of the response."""
     data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    said = {"Host": f"localhost:{http.port}", "Connection": "close", "Content-Length": str(len(data))}
+    sent = {"Host": f"localhost:{http.port}", "Connection": "close", "Content-Length": str(len(data))}
     if body is not None:
-        said["Content-Type"] = "application/json"
-    said |= {name.replace("_", "-"): value for name, value in headers.items()}
+        sent["Content-Type"] = "application/json"
+    sent |= {name.replace("_", "-"): value for name, value in headers.items()}
     lines = [
         f"{method} {path} HTTP/1.1",
-        *(f"{name}: {value}" for name, value in said.items() if value),
+        *(f"{name}: {value}" for name, value in sent.items() if value),
         "",
         "",
     ]

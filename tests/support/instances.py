@@ -1,4 +1,4 @@
-"""Placement problems by chance, the same for the same seed: chains and DAGs with skips, sites, homes and stray links."""
+"""Random placement problems, the same for the same seed: chains and DAGs with skips, sites, homes and unusual links."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Instance:
 
 
 class Builder:
-    """A graph, node by node, that reads vectors of this width, or `given`."""
+    """Builds a graph node by node, with an input of vectors of this width, or the input `given`."""
 
     def __init__(self, width: int, given: Input | None = None) -> None:
         self._input = given or Input("x", TensorType((symbol("batch"), width), "float32"))
@@ -56,7 +56,7 @@ class Builder:
 
 
 def chain(widths: list[int]) -> Graph:
-    """Linear and tanh in turn, from width to width."""
+    """A chain of a linear layer and a tanh from each width to the next."""
     built = Builder(widths[0])
     for inner, outer in pairwise(widths):
         built.block(inner, outer)
@@ -64,7 +64,7 @@ def chain(widths: list[int]) -> Graph:
 
 
 def with_skips(blocks: int, width: int, random: np.random.Generator, share: float = 0.3) -> Graph:
-    """Blocks of one width; some add the output of an earlier block, far back as well as near."""
+    """Blocks of one width, some of which add the output of an earlier block, near or far."""
     built = Builder(width)
     outputs = [built.at]
     for _ in range(blocks):
@@ -131,7 +131,7 @@ def instances(count: int, seed: int, most_devices: int = 12) -> Iterator[Instanc
 
 
 class Sites(Mapping[tuple[str, str], Link]):
-    """The links of a large swarm without a table of them: fast within a site, slower between."""
+    """The links of a large swarm, computed on demand: fast within a site, slower between sites."""
 
     def __init__(self, sites: Mapping[str, int], near: Link, far: Link) -> None:
         self._sites, self._near, self._far = sites, near, far
@@ -147,7 +147,7 @@ class Sites(Mapping[tuple[str, str], Link]):
 
 
 def large_network(devices: int, sites: int, seed: int, flops: float = 1e12) -> Network:
-    """Homes in sites: a few speeds, lines of 20 to 100 Mbps up, 1 Gbps within a site."""
+    """Peers at home, grouped in sites: a few speeds, 20 to 100 Mbps up, 1 Gbps within a site."""
     random = np.random.default_rng(seed)
     found = tuple(
         Device(

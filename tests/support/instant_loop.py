@@ -1,5 +1,7 @@
-"""Runs a coroutine on a loop whose clock jumps to the next timer when nothing else is left to do: what waits for
-seconds takes none, and what would go to a thread of the loop's is done at once. For code that does its I/O in memory."""
+"""Runs a coroutine on a loop whose clock jumps to the next timer when the loop is idle: waiting takes no time.
+
+Calls for the loop's threads run at once. For code that does its I/O in memory.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ LONGEST_SECONDS = 3600.0  # without anything to do: the test hangs
 
 
 class _Jump(selectors.DefaultSelector):
-    """Instead of sleeping until the next timer, moves the clock there."""
+    """Moves the clock to the next timer instead of sleeping until then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,6 +57,6 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def settled() -> None:
-    """Once all that is ready now has run, and what that made ready."""
+    """Wait until the callbacks that are ready now have run, and those that they schedule."""
     for _ in range(10):
         await asyncio.sleep(0)

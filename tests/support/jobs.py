@@ -45,7 +45,7 @@ async def run_to_end(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     seconds: float = JOB_SECONDS,
 ) -> Progress:
-    """Launch a training job and wait for its end, so long at most; its last progress."""
+    """Launch a training job, wait up to `seconds` for its end, and return its last progress."""
     async with asyncio.timeout(seconds):
         job = await launch(context, prepared)
         held = asyncio.create_task(wait_until_held(context, prepared))
@@ -65,7 +65,7 @@ async def run_to_end(
 def answer_across_a_kill(
     home: Path, gateway: LocalPeer, request: GenerateRequest, victim: LocalPeer, after: int
 ) -> Answer:
-    """The gateway's answer; the victim, which is on its route, is killed once so many pieces have come."""
+    """The gateway's answer. The victim, a peer of its route, is killed after so many pieces of the answer."""
 
     async def asking(context: Context) -> Answer:
         pieces = 0
@@ -81,6 +81,6 @@ def answer_across_a_kill(
 
 
 async def exported(context: Context, prepared: Prepared, directory: Path) -> dict[str, torch.Tensor]:
-    """The weights that a finished job ended with, by original name."""
+    """The final weights of a finished job, by original name."""
     await export(context, prepared.job, directory)
     return load_file(directory / "model.safetensors")

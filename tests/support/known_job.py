@@ -1,4 +1,4 @@
-"""A job as a command knows it, where what is believed of it is made up."""
+"""A job as a command knows it, with a belief that the test makes up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Known:
-    """As `fusion.runtime.belief.naming.Known`."""
+    """Stands for `fusion.runtime.belief.naming.Known`."""
 
     belief: Any
     manifest: Any = None

@@ -1,4 +1,4 @@
-"""Proof that nothing is left of what a test started. Only what carries its mark counts, whatever else runs beside."""
+"""Checks that a test leaves no process or file. Only processes with the test's mark count, so other programs do not matter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEFT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Traces:
-    """What is to be in the environment of all that a test starts."""
+    """The mark and the folder in the environment of all processes that a test starts."""
 
     mark: str
     folder: Path  # for temporary files and sockets
@@ -32,7 +32,7 @@ class Traces:
         return {MARK: self.mark, "TMPDIR": str(self.folder)}
 
     def processes(self) -> list[psutil.Process]:
-        """Those that were started with the mark and live."""
+        """The living processes that were started with the mark."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -41,7 +41,7 @@ class Traces:
         return found
 
     def left(self) -> list[str]:
-        """The marked processes, and what is in the folder."""
+        """The marked processes, and the contents of the folder."""
         found = os.listdir(self.folder)
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -51,8 +51,7 @@ class Traces:
 
 @contextmanager
 def nothing_left(seconds: float = LEFT_SECONDS) -> Iterator[Traces]:
-    """AssertionError if so long after the block anything is left of what was started with the environment of these
-    traces. It is ended and removed."""
+    """Raises AssertionError if processes or files of these traces are left so long after the block, and ends and removes them."""
     # Short, and not pytest's: the path of a UNIX socket has room for about a hundred bytes.
     traces = Traces(uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix="fe2e-", dir="/tmp")))
     try:
@@ -71,7 +70,7 @@ def nothing_left(seconds: float = LEFT_SECONDS) -> Iterator[Traces]:
 
 
 def surround(stack: AsyncExitStack, environment: dict[str, str]) -> None:
-    """This process, too, and what it starts, has the environment of some traces until the stack is left."""
+    """Put `environment` into this process's own environment until the stack is left."""
     before = {name: os.environ.get(name) for name in environment}
     folder = tempfile.tempdir
 

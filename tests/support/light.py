@@ -1,4 +1,4 @@
-"""An environment with what `pip install fusion-peer` brings and no more: links to the distributions that are installed here."""
+"""An environment with just the packages of `pip install fusion-peer`: links to the distributions that are installed here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAVY = (
 
 
 def light_environment(folder: Path) -> list[str]:
-    """A folder of links, made in `folder`; the command that runs `fusion-peer` with it and the standard library alone."""
+    """Create the links in `folder`; returns the command that runs `fusion-peer` with them and the standard library alone."""
     site = folder / "site"
     site.mkdir(parents=True)
     for name in closure():
@@ -43,7 +43,7 @@ def light_environment(folder: Path) -> list[str]:
 
 
 def closure() -> set[str]:
-    """The distributions that the project's own dependencies need, without its extras."""
+    """The project's dependencies and theirs, without the extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     waiting, found = [named(text) for text in project["dependencies"]], set[str]()
     while waiting:
@@ -65,14 +65,14 @@ def named(requirement: str) -> str:
 
 
 def tops(found: Distribution) -> set[Path]:
-    """What a distribution has in site-packages, at the top."""
+    """A distribution's top-level files and folders in site-packages."""
     place = Path(str(found.locate_file(""))).resolve()
     names = {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}
     return {place / name for name in names}
 
 
 def size_bytes(folder: Path) -> int:
-    """Of all files below it, links followed once."""
+    """The size of all files below `folder`; each link is followed once."""
     seen: set[Path] = set()
     for top in folder.iterdir():
         for path, _, files in os.walk(top, followlinks=True) if top.is_dir() else ():

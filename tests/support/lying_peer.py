@@ -2,8 +2,8 @@
 
     python tests/support/lying_peer.py LIE <the command of a peer>
 
-LIE is "fails" (every step from the fifth on raises), "nan" (its norm is no number, and it says that it received no
-number), "noise" (once, at the fifth step: its norm is no number), or "shards" (it saves blobs that hold no state).
+LIE is "fails" (every step from the fifth on raises), "nan" (from then on its norm is NaN, and it reports that it received
+numbers that are not finite), "noise" (the same, but only at the fifth step), or "shards" (it saves blobs without a state).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small models that the tests train, and dropout in the original module with the masks that the graph draws."""
+"""Small models that the tests train, and dropout in the original module with the graph's masks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Chain(nn.Module):
 
 
 class Diamond(nn.Module):
-    """a feeds b and c, which meet in d; a also skips to the very end, past every stage between."""
+    """a feeds b and c, which meet in d; a also feeds the last node, past all stages between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def gpt2(vocabulary: int = 32, positions: int = 16) -> nn.Module:
 
 
 def greedy(module: GPT, prompt: bytes, new: int) -> list[int]:
-    """The most probable `new` tokens after a prompt of bytes, each from a run of all before it."""
+    """The `new` greedy tokens after a prompt of bytes, each computed from the whole sequence before it."""
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(new):

@@ -1,4 +1,4 @@
-"""How much work a function is, without a clock: the byte codes that the interpreter runs for it."""
+"""Measures the work of a function without a clock, in bytecodes that the interpreter runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def operations(function: Callable[[], object]) -> int:
-    """What runs inside of C functions is not counted."""
+    """The number of bytecodes, without the work of C functions."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

@@ -25,8 +25,8 @@ LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 async def two(
     directory: Path, protocol: str, handler: Handler, **settings: Any
 ) -> AsyncIterator[tuple[P2PTransport, P2PTransport]]:
-    """In this process, the first connected to the second, which serves the protocol. The directory's path must leave room
-    for UNIX sockets; `settings` are further ones of both."""
+    """Two transports in this process, the first connected to the second, which serves the protocol. The directory's path must
+    be short enough for UNIX sockets; both get `settings`."""
     configs = [
         P2PConfig(identity=Identity.generate(), listen=LOOPBACK, runtime_dir=directory, **settings)
         for _ in range(2)
@@ -55,7 +55,7 @@ def opened() -> Iterator[Ends]:
 
 @dataclass
 class Ends:
-    """Two peers and the loop that they live in, for the tests of a module: a p2pd takes most of a second of a core to start."""
+    """Two peers and their loop, shared by the tests of a module, since a p2pd takes most of a second of a core to start."""
 
     runner: asyncio.Runner
     one: P2PTransport
@@ -63,7 +63,7 @@ class Ends:
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def over(self, handler: Handler, work: Callable[[Stream], Awaitable[None]], count: int = 4) -> None:
-        """`work` on a stream of so many lanes to a peer that handles it with `handler`."""
+        """Run `work` on a stream of so many lanes to the other peer, which handles it with `handler`."""
 
         async def main(protocol: str) -> None:
             stream = await self.one.open(self.other.peer_id, protocol, stripes=count)
@@ -73,7 +73,7 @@ class Ends:
         self.with_handler(handler, main)
 
     def with_handler(self, handler: Handler, main: Callable[[str], Awaitable[None]]) -> None:
-        """`main`, given the protocol that the other end handles with `handler`."""
+        """Run `main` with the name of a protocol that the other peer handles with `handler`."""
 
         async def run() -> None:
             async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""Directories of models whose linear layers are quantised as others write them: GPTQ, AWQ, compressed-tensors, floats of 8 bits."""
+"""Directories of models with quantised linear layers in the formats of GPTQ, AWQ, compressed-tensors and 8-bit floats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Numbers:
-    """A matrix (rows, columns) as whole numbers from 0 on."""
+    """A matrix (rows, columns), quantised to unsigned integers."""
 
     numbers: Tensor
     scales: Tensor  # (rows, groups), float16
@@ -32,7 +32,7 @@ class Numbers:
 def numbers_of(
     weight: Tensor, bits: int, group: int, *, symmetric: bool = False, shuffled: bool = False
 ) -> Numbers:
-    """The nearest. `group`: columns; 0 for all of them."""
+    """Round to the nearest number. `group`: how many columns share a scale; 0 for all."""
     rows, columns = weight.shape
     group = group or columns
     order = torch.arange(columns) // group
@@ -57,7 +57,7 @@ def numbers_of(
 
 
 def in_words(numbers: Tensor, bits: int, axis: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Packed along an axis, the first of each word in its lowest bits, or that which `order` has there."""
+    """Pack numbers into 32-bit words along an axis, the first of each word in its lowest bits, or in the order of `order`."""
     each = 32 // bits
     moved = numbers.movedim(axis, -1)
     missing = -moved.shape[-1] % each
@@ -103,7 +103,7 @@ def save_packed(
     packed: Callable[[Tensor], tuple[dict[str, Tensor], Tensor]],
     names: Callable[[str], bool] = lambda name: name.endswith("_proj.weight"),
 ) -> Any:
-    """Save the model with the matrices of these names as `packed` makes them, with what they stand for; give back the model with that."""
+    """Save the model with the matrices of these names as `packed` packs them. Returns the model with their dequantised values."""
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
     for name in [*filter(names, tensors)]:
@@ -116,7 +116,7 @@ def save_packed(
 
 
 def save_with(tensors: dict[str, Tensor], directory: Path, config: Mapping[str, Any]) -> None:
-    """Put these tensors into the place of the directory's own, and say how they are quantised."""
+    """Replace the directory's tensors, and write into its configuration how they are quantised."""
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     said = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**said, "quantization_config": config}))

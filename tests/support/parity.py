@@ -1,4 +1,4 @@
-"""The jobs that are compared with plain autograd (`tests/e2e/test_parity.py`) and from checkout to checkout
+"""Jobs whose gradients are compared with plain autograd (`tests/e2e/test_parity.py`) and between checkouts
 (`tests/bench/exactness.py`).
 
 One step of SGD at a learning rate of 2^19 makes the gradients readable in the exported weights: the update is so much
@@ -81,7 +81,7 @@ def make(name: str) -> Case:
 def one_step(
     case: Case, name: str, stages: int, microbatches: int, store: BlobStore, peers: Sequence[PeerId]
 ) -> Prepared:
-    """A job of one step; the peers take the stages in turn."""
+    """A job of one step, with its stages given to the peers in turn."""
     config = TrainConfig(
         steps=1,
         microbatches=microbatches,
@@ -102,7 +102,7 @@ def one_step(
 
 
 def fifty_steps(store: BlobStore, peers: Sequence[PeerId]) -> tuple[nn.Module, Prepared]:
-    """A small GPT on text that is always the same for the same PyTorch, a stage for each peer."""
+    """A small GPT with a stage for each peer, and text that is the same for the same version of PyTorch."""
     torch.manual_seed(2)
     module = GPT(GPTConfig(vocabulary=256, blocks=2, width=32, heads=2, sequence=32))
     graph = clean(captured_once(module, training=True, maximum_sequence=32))

@@ -1,4 +1,4 @@
-"""Processes that may end while they are looked at: none of these raises because one is gone."""
+"""Queries of processes that may end meanwhile: no function raises because a process is gone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 
 
 def state(process: int | psutil.Process) -> str:
-    """As psutil words it; `psutil.STATUS_DEAD` when there is no such process any more."""
+    """psutil's status of the process; `psutil.STATUS_DEAD` if it does not exist any more."""
     with suppress(psutil.NoSuchProcess):
         if isinstance(process, int):
             process = psutil.Process(process)
@@ -20,12 +20,12 @@ def state(process: int | psutil.Process) -> str:
 
 
 def alive(process: int | psutil.Process) -> bool:
-    """A zombie is gone already: its parent has only not looked."""
+    """Whether the process runs. A zombie does not: its parent has only not reaped it."""
     return state(process) not in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
 
 
 def below(pid: int, where: Callable[[psutil.Process], bool] = lambda process: True) -> list[psutil.Process]:
-    """The living descendants of a process, those for which `where` holds."""
+    """The living descendants of a process for which `where` is true."""
     found = []
     with suppress(psutil.NoSuchProcess):
         for process in psutil.Process(pid).children(recursive=True):
@@ -36,7 +36,7 @@ def below(pid: int, where: Callable[[psutil.Process], bool] = lambda process: Tr
 
 
 def marked(folder: Path) -> list[str]:
-    """The commands of the living processes whose temporary folder it is."""
+    """The commands of the living processes that have `folder` as their temporary folder."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):

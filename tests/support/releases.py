@@ -1,4 +1,4 @@
-"""The release after this one, as a copy of the code that knows more: processes of both can be started side by side."""
+"""The next release: a changed copy of the code, so that a test can run processes of both releases side by side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusion.dag.ir.opset import OPSET_VERSION
 ROOT = Path(__file__).parents[2]
 CODE = ("cli", "compression", "dag", "runtime", "swarm", "examples")
 
-# Both numbers are raised by one; an operator of ours is made one that only the newer op-set has.
+# The next release has both versions raised by one, and an operator that only its op-set has.
 CHANGES = (
     ("dag/ir/opset.py", r"^OPSET_VERSION = (\d+)", lambda found: f"OPSET_VERSION = {int(found[1]) + 1}"),
     (
@@ -29,16 +29,16 @@ CHANGES = (
 
 
 def next_release(folder: Path) -> Sequence[str]:
-    """What to put before a command so that it runs the release after this one, which is made in `folder`."""
-    made = folder / "fusion"
+    """Create the next release in `folder`, and return the prefix with which a command runs it."""
+    copy = folder / "fusion"
     for part in CODE:
         shutil.copytree(
-            ROOT / part, made / part
+            ROOT / part, copy / part
         )  # what was compiled, too: it knows its source by size and time
     for name in ("bootstrap_peers.txt", "py.typed"):
-        shutil.copy(ROOT / name, made / name)
+        shutil.copy(ROOT / name, copy / name)
     for file, pattern, change in CHANGES:
-        path = made / file
+        path = copy / file
         text, count = re.subn(pattern, change, path.read_text(), count=1, flags=re.MULTILINE)
         assert count == 1, f"{file} has no {pattern}"
         path.write_text(text)

@@ -1,5 +1,4 @@
-"""Real captured models served over the in-memory swarm, peers that stand by for their stages, and `generate()` to
-compare with."""
+"""Serves real captured models over the in-memory swarm, with standbys of their stages, and `generate()` as the reference."""
 
 from __future__ import annotations
 
@@ -95,7 +94,7 @@ def _reference(name: str, prompt: tuple[int, ...], count: int) -> list[int]:
 
 
 def seeded_reference(name: str, prompt: Sequence[int], count: int, sampling: Sampling) -> list[int]:
-    """No cache, no swarm: the whole prefix through the original module for each token."""
+    """The reference without cache or swarm: the original module computes the whole prefix for each token."""
     return list(_seeded_reference(name, tuple(prompt), count, sampling))
 
 
@@ -111,7 +110,7 @@ def _seeded_reference(name: str, prompt: tuple[int, ...], count: int, sampling: 
 
 
 class Successors:
-    """Peers that take stages over at a word, once the owner has really gone. Implements what serving needs of `Takeover`."""
+    """Peers that take stages over on request, once the owner has really gone. Implements what serving needs of `Takeover`."""
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
@@ -203,8 +202,8 @@ class Swarm:
         made: tuple[Graph, torch.nn.Module] | None = None,
         **options: Any,
     ) -> JobId:
-        """Peer i runs stage i; the last peer of the swarm launches, and runs nothing. `made`: a graph and who has its
-        variables, where it is not the model of that name."""
+        """Serve a model: peer i runs stage i, and the last peer of the swarm launches it and runs no stage. `made` is a graph
+        and the source of its variables, in place of the model of that name."""
         graph, module = made or (captured(name, cache), model(name))
         legal = legal_cuts(graph)
         if cuts is None:
@@ -246,7 +245,7 @@ class Swarm:
     async def hold(
         self, peer: Peer, job: JobId, stage: int, *, over: int = 0, wait: bool = True
     ) -> ClaimRecord:
-        """The peer claims the stage and hosts it, by the word of whoever holds it under `over`; `wait` until it is ready."""
+        """Let the peer claim the stage and host it, with the vote of its owner under the term `over`; `wait` until it is ready."""
         leases = peer.context.leases
         claims = ((old, old.context.leases.holds(job, stage)) for old in self.peers if old is not peer)
         proof = tuple(
@@ -265,7 +264,7 @@ class Swarm:
         return claim
 
     async def hand_over(self, job: JobId, stage: int, old: Peer, new: Peer) -> None:
-        """What hosting does when a peer leaves that has a successor."""
+        """Do what hosting does when a peer with a successor leaves."""
         claim = old.context.leases.holds(job, stage)
         assert claim is not None
         assert await old.service.pass_on(job, stage) == {}
@@ -273,7 +272,7 @@ class Swarm:
         old.hosting[0].cancel()
 
     async def stand_by(self, peer: Peer, job: JobId, *stages: int) -> None:
-        """The peer has what it needs to take any of these stages over."""
+        """Give the peer what it needs to take any of these stages over."""
         record = await peer.context.directory.job(job)
         assert record is not None
         for stage in stages:
@@ -281,7 +280,7 @@ class Swarm:
             self.successors.standing.setdefault(stage, []).append(peer)
 
     async def ask(self, peer: int = -1, **fields: Any) -> Answer:
-        """From a client that runs nothing, through that peer."""
+        """Request an answer from a client that runs no stage, through that peer as the gateway."""
         async with self.client() as transport:
             return await complete(transport, self.peers[peer].id, GenerateRequest(**fields))
 

@@ -1,4 +1,4 @@
-"""A small tokenizer of the kind that models come with."""
+"""A small tokenizer in the form in which models have theirs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 
 def tokenizer_of_sources() -> Tokenizer:
-    """A small byte-pair encoding of this Python's own modules; only characters that they have, so any tokens make
+    """A small byte-pair encoding trained on modules of this Python. It has only their characters, so any tokens decode to
     text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

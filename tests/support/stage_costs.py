@@ -1,4 +1,4 @@
-"""What one stage needs, counted from its own graph, as `split` cuts it: the tables of every run of nodes must agree."""
+"""The cost of one stage, computed from its own graph as `split` cuts it: the cost tables of runs of nodes must agree with it."""
 
 from __future__ import annotations
 

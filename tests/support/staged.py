@@ -1,4 +1,4 @@
-"""Graphs of small models, cut into stages that are trained in this process as peers do it, beside the models themselves."""
+"""Graphs of small models, cut into stages and trained in this process as peers do it, and the models themselves."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def make(name: str) -> Case:
 def run_microbatch(
     staged: Sequence[TrainingStage], values: dict[str, torch.Tensor], key: RngKey, scale: float
 ) -> float:
-    """One forward and backward through all the stages, as the peers do it. Returns the loss."""
+    """Run one forward and backward pass through all stages as peers do. Returns the loss."""
     values = dict(values)
     for plane in staged:
         values.update(plane.forward(key.microbatch, values, key))

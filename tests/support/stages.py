@@ -1,4 +1,4 @@
-"""Peers that host one stage each, over the memory network, with nothing behind their streams."""
+"""Peers that host one stage each over the memory network, with nothing that computes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JOB = JobId("a" * 64)
 
 
 class Counted(MemoryDirectory):
-    """A directory that counts how often claims are looked for in it."""
+    """A directory that counts reads of claims."""
 
     reads = 0
 
@@ -39,7 +39,7 @@ class Counted(MemoryDirectory):
 
 @dataclass
 class Successors:
-    """Answers suspicions: with the claim that `successor` makes, or not at all."""
+    """Answers reports of owners that are gone: with a claim of `successor`, or not at all."""
 
     asked: list[tuple[int, PeerId, int]] = field(default_factory=list)
     successor: Callable[[int, int], Any] | None = None
@@ -130,7 +130,7 @@ class Swarm:
         self.nodes.remove(node)
 
     def cut(self, one: Node, two: Node) -> None:
-        """Every stream between the two breaks, and new ones open at once."""
+        """Break every stream between the two peers; new ones can be opened at once."""
         self.network.partition([one.peer], [two.peer])
         self.network.heal()
 
@@ -175,7 +175,7 @@ async def linked(*nodes: Node, for_seconds: float = 0.0) -> None:
 
 
 async def say_hello(node: Node, to: Node, **changes: Any) -> str:
-    """What `to`, which hosts stage 0, answers `node`, which would speak for stage 1."""
+    """The reply of `to`, which hosts stage 0, to a `hello` of `node` for stage 1."""
     sealed = node.context.leases.sealed(JOB, 1) or b""
     hello = {**plain(Hello(job=JOB, source=1, target=0, term=1, target_term=1, claim=sealed)), **changes}
     stream = await node.context.transport.open(to.peer, STAGE.name)
@@ -187,7 +187,7 @@ async def say_hello(node: Node, to: Node, **changes: Any) -> str:
 
 @asynccontextmanager
 async def linked_pair(*, for_seconds: float = 0.0) -> AsyncIterator[tuple[Swarm, Node, Node]]:
-    """Stages 0 and 1, linked, and for so long."""
+    """The owners of stages 0 and 1, once they have been linked for `for_seconds`."""
     async with swarm(2) as made:
         one, two = made.nodes
         await one.host(0, [1])

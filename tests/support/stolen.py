@@ -1,4 +1,4 @@
-"""How much of this machine others have: what is measured meanwhile says little about us."""
+"""Measures the share of this machine's cores that others on its host use, which spoils measurements."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ MOST_STOLEN = 0.05  # of the time the cores were wanted: more, and what was meas
 
 
 class Stolen:
-    """What other machines on this one's host have of its cores."""
+    """The share of cores that other machines on this host use ("steal" time)."""
 
     def __init__(self) -> None:
         self._before = self._times()
 
     def share(self) -> float:
-        """Of the time since this was made for which the cores were wanted here."""
+        """Stolen time over the time in which this machine wanted its cores, since this object was created."""
         stolen, wanted = (now - then for now, then in zip(self._times(), self._before, strict=True))
         return stolen / wanted if wanted > 0 else 0.0
 

@@ -1,4 +1,4 @@
-"""What a peer of a test gets from outside: by default what the product has."""
+"""The clock, random numbers and other inputs of a test's peer: by default those of the product."""
 
 from __future__ import annotations
 

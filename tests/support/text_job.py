@@ -17,8 +17,8 @@ def write_job(
     live: bool = True,
     **train: int,
 ) -> Path:
-    """A byte-level GPT of two blocks on a few modules of the standard library; `peers` pins its stages, and without
-    `live` they stay where they are."""
+    """The file of a job that trains a byte-level GPT of two blocks on modules of the standard library. `peers` pins its
+    stages, and without `live` they stay there."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [str(library / f"{module}.py") for module in ("argparse", "datetime", "textwrap")]
     settings = {"sequence": 32, "microbatches": 2, "microbatch_size": 2, "snapshot_every": 50, **train}

@@ -1,5 +1,5 @@
-"""What a thin transport is to do with a real p2pd at the other side, a function each. In a process of their own, as hivemind must not be
-loaded beside py-libp2p (`support.thin_peer`).
+"""Test cases of a thin transport against a real p2pd, one function each. They run in a process of their own, since hivemind and
+py-libp2p must not be loaded together (`support.thin_peer`).
 
     python thin_cases.py
 
@@ -42,7 +42,7 @@ CASE_SECONDS = 300.0
 
 @dataclass
 class Far:
-    """A peer in a process of its own, and what it tells."""
+    """A peer in a process of its own, and what it prints."""
 
     address: str
     process: asyncio.subprocess.Process
@@ -187,7 +187,7 @@ async def a_listener_that_is_no_libp2p_host_is_given_up_on() -> None:
 
 
 async def a_peer_is_dialled_at_all_of_its_addresses() -> None:
-    """Those of its own network come first, and from elsewhere nobody answers there."""
+    """A peer's addresses in its own network come first; dialled from elsewhere, nobody answers there."""
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
@@ -208,7 +208,7 @@ async def a_peer_is_dialled_at_all_of_its_addresses() -> None:
 
 
 async def a_connection_on_which_nothing_comes_any_more_is_replaced() -> None:
-    """As when a laptop wakes up elsewhere: TCP would go on trying for a quarter of an hour."""
+    """The network vanishes, as when a laptop wakes up elsewhere. TCP would retransmit for a quarter of an hour."""
     deaf, ways = asyncio.Event(), list[asyncio.Task[None]]()
     async with peer() as far, asyncio.timeout(SECONDS):
         port = int(far.address.split("/")[4])

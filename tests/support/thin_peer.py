@@ -1,5 +1,5 @@
-"""A process with a P2PTransport that tells what it sees of the streams that are opened to it: hivemind and py-libp2p cannot be loaded
-by one process, as both register the same protocol buffers.
+"""A process with a P2PTransport that prints what it sees of the streams that are opened to it. One process cannot load both
+hivemind and py-libp2p, since both register the same protocol buffers.
 
     python thin_peer.py RUNTIME_DIR [SWARM_KEY]
 

@@ -45,7 +45,7 @@ HIDDEN = TensorType((symbol("batch"), symbol("sequence"), 3), "float32")
 
 
 def make_stages(count: int, *, skip: bool = False, ids_at: Sequence[int] = (0,)) -> tuple[Stage, ...]:
-    """A chain; with `skip` every stage after the second also reads what stage 0 made."""
+    """A chain of stages; with `skip` every stage after the second also reads stage 0's output."""
     edges = [
         Edge(
             f"h{i}/0",
@@ -72,7 +72,7 @@ def make_stages(count: int, *, skip: bool = False, ids_at: Sequence[int] = (0,))
 
 
 def arithmetic(stage: Stage, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The stage over a whole sequence, position t a function of positions 0..t; whole numbers, so exact."""
+    """The stage's output over a whole sequence: position t is a function of positions 0..t, in integers and so exact."""
     x = torch.zeros(1, next(iter(inputs.values())).shape[1], 3)
     for k, name in enumerate(sorted(inputs)):
         value = inputs[name].float()
@@ -176,7 +176,7 @@ class ToyPlane:
 
 
 class WholeModel(ToyPlane):
-    """All stages of a ring as one: a draft model that is always right; `wrong`: never."""
+    """All stages of a ring as one: a draft model that is always right, or with `wrong` never."""
 
     def __init__(self, stages: Sequence[Stage], *, wrong: bool = False) -> None:
         self.runs = 0
@@ -222,7 +222,7 @@ def reference(
 
 
 class Ring:
-    """Stages on peers p0, p1, ... and a gateway's end of the protocol, by hand."""
+    """Stages on peers p0, p1, ..., and a gateway whose frames the test sends itself."""
 
     def __init__(self, network: MemoryNetwork, stages: Sequence[Stage], serve: ServeConfig) -> None:
         self.network = network
@@ -238,7 +238,7 @@ class Ring:
     async def connect(
         self, transport: MemoryTransport | None = None, said: Mapping[str, Any] | None = None
     ) -> list[Stream]:
-        """`said`: in the hello beside what has to be."""
+        """Open a session. `said`: further fields of its `hello`."""
         streams: list[Stream] = []
         for i, hop in enumerate(self.route):
             stream = await (transport or self.gateway).open(hop.peer, RING.name)
@@ -294,7 +294,7 @@ class Ring:
         return tokens
 
     async def freed(self) -> None:
-        """Until no stage that lives holds any session; the test's deadline is the limit."""
+        """Wait until no living stage has a session, for 10 s at most."""
         async with asyncio.timeout(10):
             alive = [i for i, hop in enumerate(self.route) if hop.peer in self.network.transports]
             while any(self.rings[i].sessions or self.planes[i].seen for i in alive):
@@ -316,7 +316,7 @@ async def ring_of(
     older: Collection[int] = (),
     **serve: Any,
 ) -> AsyncIterator[Ring]:
-    """`older`: stages that know nothing of several frames in one, nor of acks."""
+    """`older`: stages of a release without frames in batches and acks."""
     settings: dict[str, Any] = {
         "cache": "kv",
         "max_sequence": 64,

@@ -1,4 +1,4 @@
-"""Training over the in-memory transport: several peers' contexts in one process, and the same by plain autograd."""
+"""Training over the in-memory transport, with several peers' contexts in one process, and the reference by plain autograd."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ LANGUAGE = ("input_ids", "position_ids", "targets")
 
 
 class RecordedService(TrainingService):
-    """Remembers the stages that it ran: how a job ended is otherwise for the peer's board of jobs to know."""
+    """Keeps the hosts of the stages that it ran, so that tests see how a job ended without a board of jobs."""
 
     def __init__(self, context: Context, plane: Plane) -> None:
         source = StageSource(context, StageGraphs(context))
@@ -95,13 +95,13 @@ class RecordedService(TrainingService):
         return super().progress(job) or (ran[0] if ran else None)
 
     def losses(self, job: JobId) -> tuple[tuple[int, float], ...]:
-        """(step, loss) of every step committed under our newest lead, oldest first."""
+        """(step, loss) of every step that was committed under this peer's newest lead, oldest first."""
         return tuple(self._losses[job])
 
 
 @dataclass
 class Peer:
-    """Its hosting is this test: stages are claimed when the test says so, and taken over when a neighbour asks."""
+    """A peer without hosting: it claims stages when the test says so, and takes them over at a partner's request."""
 
     context: Context
     service: RecordedService
@@ -109,7 +109,7 @@ class Peer:
     work: dict[JobId, Manifest] = field(default_factory=dict)  # what it stands by for
 
     async def host(self, prepared: Prepared, stage: int) -> None:
-        """Claim a stage, as the peer's hosting does, and run it in a task."""
+        """Claim a stage as hosting does, and run it in a task."""
         self.context.leases.know(prepared.manifest.law(prepared.job))
         claim = await self.context.leases.claim(prepared.job, stage, 1.0)
         assert claim is not None
@@ -118,7 +118,7 @@ class Peer:
         )
 
     async def stand_by(self, prepared: Prepared, stage: int, record: JobRecord) -> int:
-        """Prepare a stage and say so, as the peer's pool does; again for a newer record."""
+        """Prepare a stage and publish that as the standby pool does; call it again for a newer record."""
         self.work[prepared.job] = prepared.manifest
         self.context.leases.know(prepared.manifest.law(prepared.job))
         step = await self.service.prepare(prepared.job, prepared.manifest, stage, record)
@@ -131,10 +131,10 @@ class Peer:
         return claim.term if claim is not None and stage in self.tasks else 0
 
     def release(self, job: JobId, stage: int, successor: Peer) -> tuple[bytes, ...]:
-        """Our signed vote that the stage is no longer ours and `successor` is to follow, as whoever hands one over gives it: without it the
-        successor's claim need not count for others while ours lasts."""
-        ours = Holding(self.context.peer_id, self.holds(job, stage))
-        return (self.context.leases.voting.vote(job, stage, ours, successor.context.peer_id),)
+        """This owner's signed vote that `successor` follows it, as in a handover. Without it others need not count the
+        successor's claim while this owner's lease lasts."""
+        own = Holding(self.context.peer_id, self.holds(job, stage))
+        return (self.context.leases.voting.vote(job, stage, own, successor.context.peer_id),)
 
     @property
     def occupied(self) -> bool:
@@ -208,7 +208,7 @@ class Swarm:
         return peer
 
     async def kill(self, peer: Peer) -> None:
-        """The process vanishes in the middle of whatever it does."""
+        """Kill the peer's process, whatever it does."""
         self.network.kill(peer.context.peer_id)
         for task in peer.tasks.values():
             task.cancel()
@@ -237,7 +237,7 @@ async def swarm(root: Path, count: int, given: Surroundings = PRODUCT) -> AsyncI
 
 
 def tokens(count: int = 400) -> bytes:
-    """Text that can be learnt: a noisy walk over the vocabulary."""
+    """Text that a model can learn: a random walk over the vocabulary."""
     draws = np.random.default_rng(0).integers(0, 3, count)
     return bytes(np.cumsum(draws).astype(np.uint8) % 32)
 
@@ -451,7 +451,7 @@ async def reached(peer: Peer, job: Job, step: int, snapshot_step: int = 0) -> Pr
 
 
 async def ended(made: Swarm, lead: Peer) -> None:
-    """The lead's stage has ended; the others go by their author's word, which their hosting would hear."""
+    """Wait until the lead's stage has ended, and end the others as their hosting would at the author's statement."""
     await lead.tasks[0]
     others = [task for peer in made.peers for task in peer.tasks.values() if not task.done()]
     for task in others:
@@ -460,7 +460,7 @@ async def ended(made: Swarm, lead: Peer) -> None:
 
 
 async def stopped(made: Swarm, lead: Peer, job: Job) -> dict[int, float]:
-    """Stop the job; the loss of every step under this lead."""
+    """Stop the job, and return the loss of every step under this lead."""
     before = lead.service.progress(job.prepared.job)
     assert before is not None and before.owners, "it leads the job"
     lead.service.stop(job.prepared.job)  # at once where no step is under way

@@ -1,4 +1,4 @@
-"""A process with a P2PTransport, for the tests that end one the hard way.
+"""A process with a P2PTransport, for tests that kill one.
 
     python transport_child.py RUNTIME_DIR
 

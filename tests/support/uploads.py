@@ -1,4 +1,4 @@
-"""Streams of clients whose first frame is large and takes its time, on a loop whose clock jumps (`support/instant_loop.py`)."""
+"""Streams of clients with a large and slow first frame, on a loop whose clock jumps (`support/instant_loop.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UPLOAD_BYTES = 32 << 20
 
 
 class Upload:
-    """The end at the peer that is asked. A frame of UPLOAD_BYTES comes within `seconds`, or stops coming after `stops`."""
+    """The server's end of a stream. A frame of UPLOAD_BYTES arrives within `seconds`, or stalls after `stops` seconds."""
 
     protocol, has_received = RUN.name, True
 
@@ -23,7 +23,7 @@ class Upload:
         self.remote = PeerId(peer)
         self.said: list[tuple[str, Mapping[str, Any]]] = []
         self.aborted = False
-        self.reads = True  # what it is sent
+        self.reads = True  # whether the client reads what is sent to it
         self._seconds, self._stops = seconds, stops
         self._frame = Frame(kind, {"model": "m", "arrays": []})
         self._loop = asyncio.get_running_loop()

@@ -1,8 +1,8 @@
-"""Commands of ours without their imports, which are most of the processor time of a short one: a zygote forks them.
+"""Starts our commands without the imports that take most of a short one's processor time: a zygote forks them.
 
-Within `warm_start()` whatever starts our command, or a script of these tests, as `python` would (subprocess and asyncio alike)
-gets a process that `support/zygote.py` forked. It is our child, with the same end, signals, files, folder and environment.
-What cannot be given to a fork (another interpreter's options, `preexec_fn`, other limits) is started as ever.
+Within `warm_start()`, code that starts our command or a script of these tests with `python` (by subprocess or asyncio) gets a
+process that `support/zygote.py` forked. The fork is a child of the test, with the same exit code, signals, files, folder and
+environment. A command that a fork cannot replace (options of the interpreter, `preexec_fn`, other limits) starts as usual.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process that has imported what our commands import, and forks one of them whenever it is asked to (Android's word).
+"""A process that has imported what our commands import, and forks one of them at each request (the name is Android's).
 
     python tests/support/zygote.py SOCKET NETWORK ROOM [MODULE...]
 
@@ -8,7 +8,7 @@ beside it; the answer is the number of the new process, a child of whoever asked
 orphan (prctl(2), PR_SET_CHILD_SUBREAPER). From there on it is `python` with these arguments: the same `__main__`, environment,
 folder, files and way to end. It ends when SOCKET is closed. Linux only.
 
-Nothing is imported here that begins a thread or opens a loop: only what is single can be forked.
+It imports nothing that starts a thread or opens a loop, since a process with several threads cannot be forked.
 """
 
 from __future__ import annotations
