@@ -1,4 +1,4 @@
-"""Decoding and training of this checkout against those of another, in turn: a machine drifts by more than two releases differ.
+"""Compares decoding and training of this checkout and another, in turn, since a machine drifts by more than releases differ.
 
     python tests/bench/against.py CHECKOUT [--only decode,training] [--rounds 18] [--json]
 
@@ -27,7 +27,7 @@ PARTS = {"decode": tuple(f"decode over {stages}" for stages in STAGES), "trainin
 
 
 async def answer_requests() -> None:
-    """In a process of a checkout: a line that names a measurement is answered with tokens or steps a second, and the tokens."""
+    """A checkout's process: reply to each line that names a measurement with tokens or steps a second, and the tokens."""
     from bench.decode import PROMPT, TOKENS, served_llama
     from bench.training import _swarm_step_seconds
 
@@ -60,7 +60,7 @@ async def answer_requests() -> None:
 
 
 class Checkout:
-    """Peers of one, and who asks them."""
+    """A checkout's process, which runs its peers and measures them."""
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         code = (

@@ -1,4 +1,4 @@
-"""Running the baselines, and what all measurements share."""
+"""Runs the baselines, and has what all measurements share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("one_process.py")
 
 
 async def baseline(kind: str, request: dict[str, Any]) -> dict[str, Any]:
-    """One run of a baseline in a process of its own."""
+    """Run a baseline in a process of its own."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, str(SCRIPT), kind, json.dumps(request)),
         stdout=asyncio.subprocess.PIPE,
@@ -30,7 +30,7 @@ async def baseline(kind: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def peak_bytes(peer: LocalPeer) -> int:
-    """The largest resident size that the peer's process ever had."""
+    """The peak resident size of the peer's process."""
     status = Path(f"/proc/{peer.process.pid}/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 

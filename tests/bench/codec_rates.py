@@ -63,7 +63,7 @@ def bound_bytes(spec: str, elements: int) -> float:
 
 
 def relative_error(spec: str, elements: int) -> float:
-    """Norm of the error over the norm, for normal values."""
+    """The norm of the error over the norm of normally distributed values."""
     tensor = torch.randn(elements, generator=torch.Generator().manual_seed(1))
     encoded = codec(spec).encode(tensor)
     payload = memoryview(bytearray().join(encoded.buffers))
@@ -72,8 +72,8 @@ def relative_error(spec: str, elements: int) -> float:
 
 
 def spread(seed: int, reuse_mask: bool) -> float:
-    """Over random networks of 2 to 9 edges: the largest ratio of two top-k links' seconds in one of them. With a
-    common mask a link is done when the slower of its directions is; densities at their limits do not count."""
+    """The largest ratio of two top-k links' seconds in one network, over random networks of 2 to 9 edges. With a common mask
+    a link takes as long as its slower direction. Densities at their limits do not count."""
     draw, worst = random.Random(seed), 1.0
     fast = {"topk": CodecSpeed(encode_bytes_per_second=math.inf, decode_bytes_per_second=math.inf)}
     for _ in range(NETWORKS):

@@ -1,4 +1,4 @@
-"""What codecs do to training: validation loss after the same number of steps, on the same seeds, for every codec.
+"""The effect of codecs on training: validation loss after the same number of steps, on the same seeds, for every codec.
 
     python tests/bench/convergence.py [--minutes 60] [--seeds 0,1,2] [--folder docs] [--report]
 
@@ -98,7 +98,7 @@ def study(steps: int = 240) -> Study:
 
 
 def codecs(elements: int) -> dict[str, CompressionConfig]:
-    """By name; `elements` are those of a tensor between stages. A ratio is one of bytes, forward."""
+    """The codecs by name. `elements`: the size of a tensor between stages. A ratio is that of forward bytes."""
     found = {
         "dense": CompressionConfig(),
         "int8": CompressionConfig(kind="uniform", codec="int8"),
@@ -146,7 +146,7 @@ def homes() -> Network:
 
 
 def placed(plan: Study, graph: Graph) -> Placement:
-    """Four stages of as many FLOPs, on the homes in their order."""
+    """Four stages of equal FLOPs, on the homes in their order."""
     return place(
         graph, homes(), plan.sizes, plan.train.microbatches, stages=len(HOMES), scheduler="equal-flops"
     )
@@ -165,7 +165,7 @@ def edge_codecs(plan: Study, graph: Graph, compression: CompressionConfig) -> Ed
 async def train(
     plan: Study, graph: Graph, seed: int, compression: CompressionConfig, folder: Path
 ) -> dict[str, Any]:
-    """One run: (step, validation loss) points, the training loss of each step, bytes sent a step."""
+    """One training run: (step, validation loss) points, the training loss of each step, the bytes sent in a step."""
     config = replace(
         plan.train, seed=seed, compression=compression, codecs=edge_codecs(plan, graph, compression)
     )
@@ -197,7 +197,7 @@ async def train(
 
 
 def table(runs: Mapping[str, Mapping[str, Any]], names: list[str]) -> list[tuple[str, ...]]:
-    """A row for each codec that has been run with every seed that dense has: final losses, and against dense."""
+    """A row for each codec that was run with all seeds of dense: final losses, absolute and relative to dense."""
     head = (
         "codec",
         "runs",

@@ -37,7 +37,7 @@ ATTEMPT = (1, 1)
 
 
 class Line:
-    """All stages of a job. `sent_bytes`: payload between them so far; `skipped`: steps in which a gradient overflowed."""
+    """All stages of a job. `sent_bytes`: payload between stages so far; `skipped`: steps in which a gradient overflowed."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Line:
         ]
 
     async def step(self, step: int) -> float:
-        """One committed step; the training loss."""
+        """Run and commit one step. Returns the training loss."""
         reports = await asyncio.gather(*(rad.step(ATTEMPT, step) for rad in self._rads))
         rate = learning_rate(self._config.optimizer, step, self._config.steps)
         norm = sum(report.squared_norm for report in reports)
@@ -102,7 +102,7 @@ class Line:
         return next(loss for loss in losses if loss is not None)
 
     def variables(self) -> dict[str, torch.Tensor]:
-        """The values of all variables, as the last step left them."""
+        """The values of all variables after the last step."""
         states = [plane.state() for plane in self._planes]
         found = {name: value for state in states for name, value in state.items()}
         return {
@@ -125,7 +125,7 @@ class Line:
 
 
 class _Here:
-    """A worker that computes at once, where it is called."""
+    """A worker that runs each call at once, in the calling thread."""
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return function(*args, **kwargs)

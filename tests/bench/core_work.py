@@ -1,4 +1,4 @@
-"""What a core computes in SECONDS, as a stage does it: `python tests/bench/core_work.py SECONDS` prints steps a second."""
+"""Measures a core's speed at a stage's work: `python tests/bench/core_work.py SECONDS` prints steps a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU gives: one stage on it against `generate()`, and a job with a stage on the CPU and one on the GPU.
+"""Measures a GPU: one stage on it against `generate()`, and a job with a stage on the CPU and one on the GPU.
 
     python tests/bench/cuda.py [--only serve,train] [--rounds 3] [--dtype bfloat16]
 
@@ -39,7 +39,7 @@ PAIRS = (("cuda", "cuda"), ("cpu", "cuda"))
 
 
 async def serve(rounds: int, dtype: str) -> dict[str, Any]:
-    """Tokens a second of each number of answers at once."""
+    """Tokens a second, by the number of answers at once."""
     own: dict[int, list[float]] = {n: [] for n in STREAMS}
     swarm: dict[int, list[dict[str, float]]] = {n: [] for n in STREAMS}
     make = partial(make_model, positions=2048, shape=LARGE, dtype=dtype)
@@ -63,7 +63,7 @@ async def serve(rounds: int, dtype: str) -> dict[str, Any]:
 
 
 async def train(rounds: int) -> dict[str, Any]:
-    """Seconds a step."""
+    """The seconds of a step."""
     request = {"model": MODEL, "sequence": SEQUENCE, "microbatches": MICROBATCHES,
                "microbatch_size": MICROBATCH_SIZE, "steps": 6}  # fmt: skip
     own: dict[str, list[float]] = {"cuda": [], "cpu": []}

@@ -29,7 +29,7 @@ SMALL = {
 def make_model(
     path: str, positions: int = 1024, shape: Mapping[str, Any] = SMALL, dtype: str = "float32"
 ) -> None:
-    """Random weights whose answers vary."""
+    """Save a llama with random weights whose answers vary."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -49,8 +49,8 @@ async def served_llama(
     device: str,
     make: Callable[[str], None] = make_model,
 ) -> tuple[str, Path, list[LocalPeer]]:
-    """So many peers that serve the model over each number of stages, as "llama-<stages>": the folder of the model, the home
-    that serves it and the peers, the first of which the others joined through."""
+    """So many peers that serve the model over each number of stages, as "llama-<stages>". Yields the model's folder, the home
+    from which it is served, and the peers; the first one is the others' bootstrap peer."""
     path, home = str(fleet.root / "llama"), fleet.root / "client"
     make(path)
     peers = [await fleet.start_peer("peer-1", "--device", device)]
@@ -99,7 +99,7 @@ async def measure_decode(rounds: int, device: str) -> dict[str, Any]:
 
 
 async def _rate(client: Any, gateway: Any, stages: int, expected: list[int]) -> float:
-    """Tokens a second as the user sees it: from the request to the last token, prompt included."""
+    """Tokens a second as a user measures them: from the request to the last token, prompt included."""
     request = GenerateRequest(model=f"llama-{stages}", prompt_ids=tuple(PROMPT), max_tokens=TOKENS)
     started = time.perf_counter()
     answer = await complete(client.transport, gateway.peer_id, request)

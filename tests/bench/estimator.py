@@ -1,4 +1,4 @@
-"""What `fusion-peer train` promises of a step's time against what its user sees, on peers of this machine, one thread each.
+"""Compares the step time that `fusion-peer train` predicts with the measured one, on peers of this machine with one thread each.
 
     python tests/bench/estimator.py [--only 1,2,7-9] [--rounds 1] [--json FILE]
 
@@ -83,7 +83,7 @@ PAIRS = tuple(
 
 
 async def measure(numbers: list[int], rounds: int) -> list[dict[str, Any]]:
-    """One row a round and case, in the order of CASES."""
+    """One row for each round and case, in the order of CASES."""
     found = []
     for plane in dict.fromkeys(CASES[n].plane for n in numbers):
         async with open_fleet("fusion-estimator-") as fleet:
@@ -149,7 +149,7 @@ async def _run(fleet: Fleet, peer: LocalPeer, number: int, turn: int) -> dict[st
 
 
 def _job(root: Path, case: Case, name: str) -> Path:
-    """Written into the folder of the example that it is made from."""
+    """Write the case's job file into the folder of the example that it is made from."""
     if case.model in GPTS:
         blocks, width, heads, sequence, size = GPTS[case.model]
         text = f"""
@@ -203,7 +203,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def _bound(stage_seconds: list[float], microbatches: int) -> float:
-    """How many times as fast as one peer a pipeline can be whose stages compute for so long in a step."""
+    """The greatest speed-up over one peer of a pipeline whose stages compute for so long in a step."""
     whole = sum(stage_seconds)
     return whole / (whole / microbatches + max(stage_seconds) * (microbatches - 1) / microbatches)
 

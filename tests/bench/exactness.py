@@ -1,4 +1,4 @@
-"""Whether two checkouts compute the same, bit for bit: jobs that are always the same, by real peers of this machine.
+"""Checks whether two checkouts compute the same bits: fixed jobs, run by real peers of this machine.
 
     python tests/bench/exactness.py --json before.json                     in one checkout
     python tests/bench/exactness.py --json after.json --against before.json    in the other one
@@ -71,7 +71,7 @@ Figures = dict[str, Any]
 
 
 class Bench:
-    """A client of a running swarm; `peers` take stages in their order. `seconds`: for a job, at most."""
+    """A client of a running swarm whose `peers` take the stages in order. `seconds`: the timeout of a job."""
 
     def __init__(
         self, context: Context, peers: Sequence[PeerId], folder: Path, seconds: float, full: bool
@@ -109,7 +109,7 @@ class Bench:
         return found
 
     async def answers(self) -> Figures:
-        """Of what `demo` exported."""
+        """The answers of the model that `demo` exported."""
         peers = [invented(i) for i in range(STAGES)]
         folder = self.folder / "demo"
         prepared = await asyncio.to_thread(
@@ -198,7 +198,7 @@ async def measure(parts: Sequence[str], seconds: float, full: bool) -> Figures:
 
 
 def differences(before: Any, after: Any, where: str = "") -> Iterator[str]:
-    """A line for each place in which two reports differ."""
+    """A line for each difference of two reports."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in dict.fromkeys((*before, *after)):
             yield from differences(before.get(key), after.get(key), f"{where} / {key}" if where else key)

@@ -26,7 +26,7 @@ STARTING_AT_ONCE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Idle:
-    """A swarm of `size` peers. Shares are parts of one core that one peer takes, the mean of all."""
+    """The cost of an idle swarm of `size` peers. A share is the part of one core that a peer takes, on average."""
 
     size: int
     python_share: float
@@ -84,7 +84,7 @@ async def _fill(fleet: Fleet, size: int) -> None:
 
 
 def _spent(fleet: Fleet) -> list[tuple[float, float]]:
-    """Processor seconds of each peer so far: its own, and its p2pd's."""
+    """The processor time of each peer so far: its own, and its p2pd's."""
     spent = []
     for peer in fleet.peers:
         process = psutil.Process(peer.process.pid)
@@ -99,7 +99,7 @@ def _seconds(process: psutil.Process) -> float:
 
 
 def table(found: list[Idle]) -> str:
-    """Percent of one core, and seconds."""
+    """The table, in percent of one core and in seconds."""
     rows = [("peers", "Python", "p2pd", "together", "least .. most", "status, p50 .. most")]
     for idle in found:
         parts = [idle.python_share, idle.p2pd_share, idle.share]

@@ -1,4 +1,4 @@
-"""What loading a large model takes: memory of every process, read from /proc all the while, and bytes fetched.
+"""Measures the loading of a large model: memory of every process, sampled from /proc, and bytes fetched.
 
     python tests/bench/loading.py --gigabytes 3 --peers 3 --lend 1.5GiB
 
@@ -53,7 +53,7 @@ class Peak:
 
 @dataclass
 class Watched:
-    """Processes by name, sampled until the block ends."""
+    """Samples the memory of processes, by name, until the block ends."""
 
     processes: dict[str, psutil.Process] = field(default_factory=dict)
     peaks: dict[str, Peak] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Watched:
 
 
 def write_model(directory: Path, bytes_: int, dtype: str) -> int:
-    """A Llama of about so many bytes, in shards of one layer each; how many bytes it has."""
+    """Save a Llama of about so many bytes, in shards of one layer each. Returns its exact bytes."""
     import transformers
 
     width, inner = WIDTH, 4 * WIDTH
@@ -239,7 +239,7 @@ async def serve(
 
 
 async def settled(homes: Path) -> None:
-    """Until no peer has got a blob for a while."""
+    """Wait until no peer has received a blob for a while."""
     last, since = -1, time.monotonic()
     while time.monotonic() - since < QUIET_SECONDS:
         size = sum(path.stat().st_size for path in [*blobs(homes), *homes.glob("peer-*/blobs/partial/*")])
@@ -249,7 +249,7 @@ async def settled(homes: Path) -> None:
 
 
 def blobs(homes: Path) -> Iterator[Path]:
-    """The large ones of the peers."""
+    """The large blobs of the peers."""
     for path in homes.glob("peer-*/blobs/*"):
         if path.is_file() and path.stat().st_size > MIB:
             yield path

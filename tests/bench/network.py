@@ -83,7 +83,7 @@ async def measure_stages(
     results: Results,
     options: argparse.Namespace,
 ) -> None:
-    """What stages and idle peers need of this machine, as far as it is missing. FleetError as `measure`."""
+    """Measure what stages and idle peers take of this machine, if it is not measured yet. FleetError as `measure`."""
     results.data["speeds"] = {family: asdict(speed) for family, speed in measure_families(FAMILIES).items()}
     machine = results.data["machine"][bench.name]
     if "idle_cores" not in machine:
@@ -102,7 +102,7 @@ async def measure_stages(
 async def measure(
     bench: Bench, testbed: Testbed, cases: Sequence[Case], results: Results, options: argparse.Namespace
 ) -> None:
-    """The jobs of one network that are missing, while there is time. FleetError: the peers are of no use any more."""
+    """Run the missing jobs of one network while there is time. FleetError: the peers have failed."""
     for number in range(options.rounds):
         for case in cases:
             if len(results.jobs("jobs", case.name)) <= number:
@@ -126,7 +126,7 @@ async def _job(
     results: Results,
     options: argparse.Namespace,
 ) -> None:
-    """`steps` of the warm-up and in all; None: as many as are to be timed."""
+    """Run one job. `steps`: those of the warm-up and of the whole job; None: as many as the timing needs."""
     known = results.jobs("jobs", case.name)
     step = step_seconds(known) if known else expected(bench, results, case).simulated_seconds
     warm_up, all_steps = steps or bench.steps(step)
@@ -158,7 +158,7 @@ async def _job(
 async def undisturbed(
     what: str, measured: Callable[[], Awaitable[T]], options: argparse.Namespace
 ) -> tuple[T, float]:
-    """What is measured, and the share of the cores that others had meanwhile."""
+    """The result of `measured()`, and the share of the cores that others used meanwhile."""
     found: list[tuple[T, float]] = []
     for _ in range(REPEATS):
         await asyncio.to_thread(options.pace.quiet_within, WAIT_SECONDS)
@@ -247,7 +247,7 @@ def measure_network(
 
 
 def _machine(bench: Bench, box: Box) -> dict[str, float]:
-    """See `Machine`; the goodput is measured where the baseline is slowest."""
+    """Measure the `Machine`; its goodput on the busiest link of the baseline."""
     pairs = busiest_pairs(bench, bench.baseline)
     goodput = frame_goodput(box, pairs, lambda bytes_: seconds_of(bench.network, pairs, bytes_))
     rates = [bench.network.rate(*ends) for ends in (pairs[0], pairs[0][::-1])]
@@ -262,7 +262,7 @@ def _machine(bench: Bench, box: Box) -> dict[str, float]:
 
 
 def distinct(bench: Bench, cases: Sequence[Case]) -> list[Case]:
-    """Without those that would run exactly what an earlier one runs."""
+    """The cases without those that would repeat an earlier one exactly."""
     found: dict[tuple[object, ...], Case] = {}
     for case in cases:
         one = placed(bench, case)
@@ -279,7 +279,7 @@ def distinct(bench: Bench, cases: Sequence[Case]) -> list[Case]:
 
 
 def _chosen(cases: Sequence[Case], only: str) -> list[Case]:
-    """ValueError for one that there is not."""
+    """The cases that `only` names. ValueError for one that does not exist."""
     if not only:
         return list(cases)
     wanted = [BASELINE, *(tuple(part.strip() for part in name.rsplit("/", 1)) for name in only.split(";"))]

@@ -1,4 +1,4 @@
-"""What `make bench-network` compares, fixed before anything is measured: networks, schedulers, codecs, models.
+"""The networks, schedulers, codecs and models that `make bench-network` compares, fixed before anything is measured.
 
 Peers compute on cores that they share here, much less than volunteers' graphics cards do, so what has to be as it is
 for them is the time a payload takes against the time its stage computes: `measurable` takes the widest model for which
@@ -82,9 +82,12 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """One network. Of a job the first `warm_up_seconds` do not count, in which its peers also get ready to stand by for
-    each other; `timed_seconds` do, and at least `least` steps of either. `curve_steps` of the dense job whose loss is to
-    be reached."""
+    """One network and the durations of its jobs.
+
+    The first `warm_up_seconds` of a job, in which peers also begin to stand by for each other, do not count. Then
+    `timed_seconds` count. Each part has at least `least` steps. `curve_steps` is the length of the dense job whose loss the
+    others have to reach.
+    """
 
     name: str
     path: Path  # of the network's file
@@ -126,18 +129,18 @@ class Bench:
         return clean(self.language_model.training)
 
     def cases(self) -> tuple[Case, ...]:
-        """The baseline first; in the order in which each round runs them."""
+        """All cases, in the order in which each round runs them; the baseline is the first."""
         return tuple(
             Case(network=self.name, scheduler=s, codec=c) for s in self.schedulers for c in self.codecs
         )
 
     def steps(self, seconds: float) -> tuple[int, int]:
-        """Of the warm-up of a job whose steps take so long, and in all."""
+        """The steps of the warm-up and of the whole job, if a step takes so long."""
         warm_up = max(self.least[0], math.ceil(self.warm_up_seconds / seconds))
         return warm_up, warm_up + max(self.least[1], math.ceil(self.timed_seconds / seconds))
 
     def to_json(self) -> dict[str, Any]:
-        """What has to be the same for results to stand in one table."""
+        """The settings that results in one table must share."""
         return {
             "model": asdict(self.model),
             "microbatches": self.microbatches,
@@ -167,7 +170,7 @@ def measurable(name: str) -> Bench:
 
 
 def placed(bench: Bench, case: Case) -> CodecPlacement:
-    """As the launcher would, by the network's file and the reference's codecs; kept, since it is asked for often."""
+    """The placement that the launcher would choose from the network's file and the reference's codecs. Cached."""
     found = bench.placements.get(case)
     if found is None:
         scheduler, stages = bench.schedulers[case.scheduler]
@@ -180,8 +183,8 @@ def placed(bench: Bench, case: Case) -> CodecPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """Seconds of a step; `slowest_ratio`: the busiest link or line against the compute of its stage, where nothing is
-    compressed."""
+    """Predicted seconds of a step. `slowest_ratio`: the time of the busiest link or line over its stage's compute time, without
+    compression."""
 
     model_seconds: float
     simulated_seconds: float
@@ -200,8 +203,8 @@ def predicted(
     speeds: Mapping[str, CodecSpeed] = REFERENCE,
     machine: Machine | None = None,
 ) -> Predicted:
-    """`stage_seconds`: computing in a step of one microbatch, by stage, as measured; None: by the file's speeds. The
-    bound is that of the network's whole rates; `machine` None: every peer has one of its own."""
+    """Predict a case. `stage_seconds`: the measured compute time of each stage in a step of one microbatch; None: computed from
+    the file's speeds. The bound assumes the network's full rates. `machine` None: every peer has a machine of its own."""
     found, network = placed(bench, case), bench.network
     edges = edges_of(split(bench.graph, found.placement.cuts))
     costs = codec_costs(found.codecs, edges, bench.sizes, speeds, CODECS[case.codec].reuse_mask)
@@ -242,7 +245,7 @@ def _crosses(line: Pipeline, flow: Flow) -> bool:
 
 
 def busiest_pairs(bench: Bench, case: Case) -> tuple[tuple[str, str], ...]:
-    """The neighbours between whom the busiest link or line of a placement lies, where nothing is compressed."""
+    """The neighbours at the busiest link or line of a placement, without compression."""
     placement = placed(bench, case).placement
     dense = step_seconds(pipeline(bench.graph, placement, bench.network, bench.sizes, None))
     pairs = tuple(pairwise(placement.owners))
@@ -259,7 +262,7 @@ def busiest_pairs(bench: Bench, case: Case) -> tuple[tuple[str, str], ...]:
 
 
 def seconds_of(network: Network, pairs: Sequence[tuple[str, str]], bytes_: float) -> float:
-    """In which so many bytes go both ways between each of these, at the network's whole rates."""
+    """The seconds that so many bytes take both ways between each of these pairs, at the network's full rates."""
     each = [bytes_ / network.rate(*ends) for pair in pairs for ends in (pair, pair[::-1])]
     for peer in {peer for pair in pairs for peer in pair}:
         device, count = network.device(peer), sum(peer in pair for pair in pairs)
@@ -284,7 +287,7 @@ def _slower(network: Network, owners: Sequence[str], share: float) -> Network:
 
 
 def _calibrated(line: Pipeline, stage_seconds: Sequence[float] | None) -> Pipeline:
-    """With stages that take as long as measured with one microbatch: each part of a stage's work by the same factor."""
+    """Scale each stage's work to the time that was measured with one microbatch, all its parts by the same factor."""
     if stage_seconds is None:
         return line
     stages = []

@@ -1,5 +1,5 @@
-"""What the machine adds to a network in a box, measured before any job: what frames get of a link's rate, and what they
-cost the cores that all peers, and the box itself, share."""
+"""The machine's effect on a network in a box, measured before any job: the share of a link's rate that frames get, and their
+cost on the cores that the peers and the box share."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Used:
-    """What a step of a job took, and put over links."""
+    """The processor time of a job's step, and what it sent over links."""
 
     cpu_seconds: float  # of all cores together
     step_seconds: float
@@ -70,7 +70,7 @@ class Used:
 
 
 def carrying(machine: Machine, used: Used) -> Machine:
-    """With messages as dear as they were in a job, where they pass through a peer; packets cost what they cost."""
+    """The machine with the cost of messages as measured in a job, where they pass through a peer; packets cost the same."""
     busy = min(1.0, used.cpu_seconds / (cores() * used.step_seconds))
     slowed = 1.0 + max(0.0, cores() / machine.cores - 1.0) * busy  # by each other
     left = used.cpu_seconds / slowed - used.computing_seconds - machine.idle_cores * used.step_seconds
@@ -83,14 +83,14 @@ def carrying(machine: Machine, used: Used) -> Machine:
 
 
 class Flow:
-    """Frames there and back between two hosts of a box."""
+    """Exchanges frames between two hosts of a box, both ways."""
 
     def __init__(self, box: Box, server: subprocess.Popen[str], client: subprocess.Popen[str]) -> None:
         self._client = client
         self._pids = [box.router_pid, server.pid, client.pid]
 
     def exchange(self, size: int, count: int) -> tuple[float, float]:
-        """Seconds, and seconds of all cores together, of `count` payloads there and back."""
+        """The time and the processor time (of all cores together) of `count` payloads both ways."""
         assert self._client.stdin is not None and self._client.stdout is not None
         before = cpu_seconds(self._pids)
         self._client.stdin.write(f"{size} {count}\n")
@@ -118,14 +118,14 @@ def flow(box: Box, a: str, b: str) -> Iterator[Flow]:
 
 
 def frame_goodput(box: Box, pairs: Sequence[tuple[str, str]], seconds_of: Callable[[float], float]) -> float:
-    """The share of its rate that payloads get of what these pairs share, sent both ways between all of them at once.
-    `seconds_of` so many bytes each way of each pair, where nothing is lost."""
+    """The share of the rate of these pairs' links and lines that payloads get, sent both ways between all pairs at once.
+    `seconds_of(bytes)`: the time of so many bytes each way of each pair without losses."""
     count = max(24, round(SECONDS / seconds_of(LARGE[0])))
     with ExitStack() as opened, ThreadPoolExecutor(len(pairs)) as pool:
         flows = [opened.enter_context(flow(box, *pair)) for pair in pairs]
 
         def exchanged(payloads: int) -> float:
-            """Seconds of the slowest."""
+            """The seconds of the slowest pair."""
             return max(pool.map(lambda one: one.exchange(LARGE[0], payloads)[0], flows))
 
         exchanged(24)  # what a connection learns first
@@ -140,7 +140,7 @@ def frame_cost(box: Box, a: str, b: str, rates: Sequence[float]) -> tuple[float,
     with flow(box, a, b) as between:
 
         def cost(size: int, count: int) -> float:
-            """A message."""
+            """The cost of one message."""
             return between.exchange(size, count)[1] / (2 * count)
 
         between.exchange(large, few)  # what a connection learns first
@@ -156,7 +156,7 @@ def frame_cost(box: Box, a: str, b: str, rates: Sequence[float]) -> tuple[float,
 
 @contextmanager
 def unlimited(box: Box, hosts: Sequence[str]) -> Iterator[None]:
-    """Meanwhile the box is as fast as it can be between these: what is left is computing."""
+    """Remove the limits of the box between these hosts during the block, so that only computing takes time."""
     pairs = list(permutations(hosts, 2))
     links, lines = {pair: box.link(*pair) for pair in pairs}, {name: box.host(name) for name in hosts}
     try:
@@ -173,7 +173,7 @@ def unlimited(box: Box, hosts: Sequence[str]) -> Iterator[None]:
 
 
 def useful_cores() -> float:
-    """How many times as much all cores compute together as one alone: they may share caches, memory and more."""
+    """The speed of all cores together over that of one alone; they may share caches and memory."""
 
     def done(workers: int) -> float:
         running = [
@@ -186,7 +186,7 @@ def useful_cores() -> float:
 
 
 def idle_cores(pids: list[int], seconds: float = 5.0) -> float:
-    """Cores that these processes, and those under them, keep busy while nothing is asked of them."""
+    """How many cores these idle processes and their descendants keep busy."""
     before = cpu_seconds(pids)
     time.sleep(seconds)
     return (cpu_seconds(pids) - before) / seconds
@@ -197,7 +197,7 @@ def cores() -> int:
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """That these processes, and those under them, have used so far."""
+    """The processor time that these processes and their descendants have used so far."""
     total = 0.0
     for pid in pids:
         try:
@@ -215,20 +215,20 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 class Pace:
-    """How fast this machine is now, against its fastest so far: others use it too, and slow it down for minutes."""
+    """The machine's speed now over its fastest so far: other users slow it down for minutes."""
 
     def __init__(self) -> None:
         self._least = math.inf
 
     def slowness(self) -> float:
-        """1 for as fast as ever; a fixed piece of work, about a tenth of a second on each core."""
+        """Measure the speed with about a tenth of a second of work on each core; 1 is the fastest so far."""
         with ThreadPoolExecutor(cores()) as pool:
             took = max(pool.map(lambda _: _hash_seconds(), range(cores())))
         self._least = min(self._least, took)
         return took / self._least
 
     def quiet_within(self, seconds: float) -> bool:
-        """Whether it is as fast as it can be, or becomes so within that time."""
+        """Whether the machine is at full speed, or becomes so within that time."""
         until = time.monotonic() + seconds
         while self.slowness() > QUIET:
             if time.monotonic() > until:

@@ -18,7 +18,7 @@ Curve = Sequence[tuple[float, float]]
 def draw(
     path: Path, title: str, across: str, curves: Mapping[str, Curve], level: float | None = None
 ) -> None:
-    """`curves`: points by name; `level` is marked by a line. What ends far above the best leaves the picture at its top."""
+    """Plot `curves`, points by name, with a line at `level`. Curves that end far above the best one leave the picture at its top."""
     figure, axes = pyplot.subplots(figsize=(10.0, 4.5), layout="constrained")
     styles = ("-", "--", ":", "-.")
     for number, (name, points) in enumerate(curves.items()):

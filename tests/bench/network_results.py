@@ -1,4 +1,4 @@
-"""What `make bench-network` has measured, on disk, and the page that is made of it."""
+"""The results of `make bench-network` on disk, and the page that shows them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fusion.compression.adaptive import CodecSpeed
 
 
 class Results:
-    """What has been measured, on disk after every job."""
+    """The results, saved after every job."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -38,7 +38,7 @@ class Results:
             self.data = json.loads(path.read_text())
 
     def open(self, bench: Bench) -> None:
-        """ValueError if what is there of its network is of another model."""
+        """Raises ValueError if the file's results of this network are those of another model."""
         about = json.loads(json.dumps(bench.to_json()))
         if self.data["bench"].setdefault(bench.name, about) != about:
             raise ValueError(
@@ -59,13 +59,13 @@ class Results:
 
 
 def alone(bench: Bench, case: Case) -> str:
-    """What the jobs without limits are kept by: cases may have one placement."""
+    """The key of jobs without limits: several cases may share a placement."""
     placement = placed(bench, case).placement
     return f"{case.network}: {' '.join(placement.owners)} at {' '.join(map(str, placement.cuts))}"
 
 
 def expected(bench: Bench, results: Results, case: Case) -> Predicted:
-    """With what has been measured by now of the machine, its codecs, the stages, and the baseline."""
+    """The prediction of a case from the measurements so far of the machine, its codecs, the stages and the baseline."""
     machine = Machine(**results.data["machine"][bench.name])
     baseline = results.data["jobs"].get(bench.baseline.name)
     if baseline:
@@ -74,14 +74,14 @@ def expected(bench: Bench, results: Results, case: Case) -> Predicted:
 
 
 def _predicted(bench: Bench, results: Results, case: Case, machine: Machine | None = None) -> Predicted:
-    """`machine` None: every peer has one of its own."""
+    """The prediction of a case; `machine` None: every peer has a machine of its own."""
     speeds = {family: CodecSpeed(**speed) for family, speed in results.data["speeds"].items()}
     calibration = results.data["alone"].get(alone(bench, case))
     return predicted(bench, case, stage_seconds(calibration) if calibration else None, speeds, machine)
 
 
 def rows(bench: Bench, results: Results, cases: Sequence[Case]) -> list[Row]:
-    """Of the cases that were measured beside their network's baseline."""
+    """The results of the cases that were measured together with their network's baseline."""
     data, found = results.data, []
     cores = os.cpu_count() or 1
     for case in cases:
@@ -155,13 +155,13 @@ def _target(data: dict[str, Any], base: Case) -> float | None:
 
 
 def _codecs(codecs: Sequence[tuple[str, str, str]]) -> str:
-    """Each codec that is sent with, forward and backward alike named once."""
+    """The names of the codecs in use; one for both directions is named once."""
     names = {name for _, *ways in codecs for name in ways}
     return ", ".join(sorted(names)) or "none"
 
 
 def report(results: Results, chosen: Sequence[tuple[Bench, Sequence[Case]]], folder: Path) -> None:
-    """The table, on stdout and in the folder, and the curves."""
+    """Print the table, and write it and the curves into the folder."""
     found = [row for bench, cases in chosen for row in rows(bench, results, cases)]
     if not found:
         print("nothing to report yet")
@@ -191,7 +191,7 @@ def report(results: Results, chosen: Sequence[tuple[Bench, Sequence[Case]]], fol
 
 
 def _about(benches: Sequence[Bench]) -> str:
-    """What stands above the table."""
+    """The text above the table."""
     models = "; ".join(
         f"{bench.name}: width {bench.model.width}, sequence {bench.model.sequence}, {bench.microbatches} microbatches of "
         f"{bench.microbatch_size}"

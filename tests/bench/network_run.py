@@ -34,7 +34,7 @@ OPTIMIZER = OptimizerConfig(learning_rate=2e-3, warmup_steps=10)
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One job. Times are seconds since its first step began; entry i of the lists is of step i + 1."""
+    """One timed job. Times are seconds since its first step began; entry i of a tuple is that of step i + 1."""
 
     ended_at: tuple[float, ...]
     losses: tuple[float, ...]
@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(eq=False)
 class Watch:
-    """What the lead of one job says."""
+    """What the lead of one job reports."""
 
     job: str
     warm_up: int
@@ -106,7 +106,7 @@ class Watch:
 
 
 class Testbed:
-    """The peers of one network, up, and a client that launches jobs on them. Use `open_testbed`."""
+    """The running peers of one network, and a client that launches jobs on them. Use `open_testbed`."""
 
     def __init__(self, bench: Bench, box: Box, fleet: Fleet, client: Context) -> None:
         self.peers: dict[str, LocalPeer] = {}
@@ -128,8 +128,8 @@ class Testbed:
     async def run(
         self, case: Case, warm_up: int, steps: int, *, evaluate: bool = False, alone: bool = False
     ) -> Sample:
-        """One job of `steps`, the warm-up's included, to its end; `alone`: without its codec, and one microbatch at a time,
-        so that no two stages compute at once. FleetError where it stands still, is disturbed or fails."""
+        """Run one job of `steps`, warm-up included, to its end. `alone`: without its codec and with one microbatch at a time, so
+        that no two stages compute at once. FleetError if it stalls, is disturbed or fails."""
         prepared = await asyncio.to_thread(self._prepare, case, steps, evaluate, alone)
         watch = self._watch = Watch(prepared.job, warm_up, self._cpu_seconds)
         await launch(self._client, prepared)
@@ -199,7 +199,7 @@ class Testbed:
 
 @asynccontextmanager
 async def open_testbed(bench: Bench, box: Box, hosts: Sequence[str]) -> AsyncIterator[Testbed]:
-    """A peer on each of these hosts. The calling thread is on the first of them."""
+    """A peer on each of these hosts. The calling thread is on the first one."""
     async with open_fleet("fusion-network-") as fleet:
 
         async def start(host: str, known: Sequence[str]) -> LocalPeer:

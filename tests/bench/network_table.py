@@ -1,4 +1,4 @@
-"""The results of `make bench-network` as figures and a table. Pure: from what was recorded and what was predicted."""
+"""The results of `make bench-network` as figures and a table, from records and predictions. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Recorded = Mapping[str, Any]  # of one job, as it lies in the file of results
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A case. Seconds are those of a step."""
+    """The row of a case. Seconds are those of a step."""
 
     network: str
     scheduler: str
@@ -41,7 +41,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the simulator."""
+        """The simulator's relative error."""
         return self.simulated_seconds / self.seconds - 1.0
 
     @property
@@ -50,7 +50,7 @@ class Row:
 
 
 def step_lengths(job: Recorded) -> list[float]:
-    """Seconds of each step after the warm-up."""
+    """The seconds of each step after the warm-up."""
     return [b - a for a, b in pairwise(job["ended_at"][job["warm_up"] - 1 :])]
 
 
@@ -68,7 +68,7 @@ def bytes_a_step(jobs: Sequence[Recorded]) -> float:
 
 
 def stage_seconds(jobs: Sequence[Recorded]) -> list[float]:
-    """Computing in a step, by stage: lower quartiles, as whatever else a peer does meanwhile only adds to it."""
+    """The compute time of each stage in a step: lower quartiles, since other work of a peer only adds to it."""
     steps = [stages for job in jobs for stages in job["stage_seconds"][job["warm_up"] :]]
     return [sorted(step[s] for step in steps)[len(steps) // 4] for s in range(len(steps[0]))]
 
@@ -79,8 +79,8 @@ def speed_up(baseline: Sequence[Recorded], jobs: Sequence[Recorded]) -> float:
 
 
 def time_to_loss(job: Recorded, loss: float) -> float | None:
-    """Seconds from the first step's begin until the validation loss was at most `loss`, on the straight line between two
-    measurements; None where it never was."""
+    """The seconds from the first step's begin until the validation loss was at most `loss`, interpolated linearly; None if it
+    never was."""
     before: tuple[float, float] | None = None
     for _, at, measured in job["validation"]:
         if measured <= loss:
@@ -93,7 +93,7 @@ def time_to_loss(job: Recorded, loss: float) -> float | None:
 
 
 def simulator_error(rows: Sequence[Row]) -> tuple[float, float]:
-    """Median and largest absolute error over all cases."""
+    """The median and the largest absolute error over all cases."""
     errors = [abs(row.error) for row in rows]
     return median(errors), max(errors)
 
@@ -129,7 +129,7 @@ def plain(rows: Sequence[Row]) -> str:
 
 
 def in_words(rows: Sequence[Row]) -> list[str]:
-    """What the table comes to."""
+    """The summary of the table."""
     middle, most = simulator_error(rows)
     found = [
         f"simulator against box: median error {100 * middle:.0f} %, largest {100 * most:.0f} %, {len(rows)} cases",

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 
 def train(request: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of each optimizer step of the built-in GPT: microbatches accumulated, clipped, AdamW."""
+    """The seconds of each optimizer step of the built-in GPT: accumulated microbatches, clipping, AdamW."""
     from fusion.runtime.capture.models import GPT
     from fusion.runtime.job.spec import GPTConfig
 
@@ -45,7 +45,7 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode(request: dict[str, Any]) -> dict[str, Any]:
-    """Tokens a second of greedy `generate()` after one warm-up, prompt included, as a user would time it."""
+    """Tokens a second of greedy `generate()` after one warm-up, prompt included, as a user measures them."""
     from transformers import AutoModelForCausalLM
 
     device = request.get("device", "cpu")

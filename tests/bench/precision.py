@@ -1,4 +1,4 @@
-"""What half precision does to training: the demo's job in float32, bf16 and fp16, the same steps on the same samples.
+"""The effect of half precision on training: the demo's job in float32, bf16 and fp16, the same steps on the same samples.
 
     python tests/bench/precision.py [--steps 600] [--only float32,bf16,fp16] [--seed 0]
 

@@ -1,5 +1,5 @@
 """A chat with 2 000 tokens of history over 2 stages on loopback: time to the first token of the turn that reads them, and of the
-next one, which says 20 tokens more."""
+next turn, which adds 20 tokens."""
 
 from __future__ import annotations
 

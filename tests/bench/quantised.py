@@ -1,4 +1,4 @@
-"""What int8 and int4 cost and give: perplexity on held-out text, bytes of weights, tokens a second, against float32.
+"""Compares int8 and int4 with float32: perplexity on held-out text, bytes of weights, tokens a second.
 
     python tests/bench/quantised.py [--folder DIR] [--steps 600] [--rounds 5] [--only perplexity,decode,mixture,matrices]
         [--device cuda] [--json]
@@ -75,7 +75,7 @@ def name_of(kind: Kind | None) -> str:
 
 
 def trained(folder: Path, steps: int, device: str) -> tuple[LanguageModel, torch.Tensor]:
-    """The demo's model after so many steps, as it is exported, and windows of the held-out text (windows, sequence + 1)."""
+    """The exported model of the demo after so many steps, and windows of the held-out text (windows, sequence + 1)."""
     spec = parse(job_text(["peer"], steps), folder)
     assert isinstance(spec.model, GPTConfig)
     model = sources.builtin(spec.model, spec.train.seed, byte_level=True, tokenizer=None)
@@ -124,7 +124,7 @@ def _train(
 def stage_of(
     graph: Graph, read: sources.Read, kind: Kind | None, device: str
 ) -> tuple[TorchDecodingStage, int]:
-    """The graph as one stage, and the bytes that its variables have by their types."""
+    """The graph as one stage, and the bytes of its variables according to their types."""
     if kind is not None:
         graph, read = quantised_model(graph, read, kind)
     stage = choose(TORCH, device, 1).decoding(split(graph, ())[0], read(graph.variables))
@@ -146,7 +146,7 @@ def perplexity(stage: TorchDecodingStage, windows: torch.Tensor) -> float:
 
 
 def rate(stage: TorchDecodingStage, sessions: int) -> float:
-    """Tokens a second of greedy answers, all sessions together, after a prompt of 7."""
+    """Tokens a second of greedy answers to prompts of 7 tokens, all sessions together."""
     names = [str(n) for n in range(sessions)]
     tokens = {name: list(range(n + 1, n + 8)) for n, name in enumerate(names)}
     for name in names:
@@ -170,7 +170,7 @@ def rate(stage: TorchDecodingStage, sessions: int) -> float:
 
 
 def best_rates(stages: Mapping[str, TorchDecodingStage], rounds: int) -> dict[int, dict[str, float]]:
-    """By how many sessions decode together."""
+    """Tokens a second, by the number of sessions that decode together."""
     return {
         count: _best({name: partial(rate, stage, count) for name, stage in stages.items()}, rounds)
         for count in (1, 4)
@@ -178,7 +178,7 @@ def best_rates(stages: Mapping[str, TorchDecodingStage], rounds: int) -> dict[in
 
 
 def _best(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The largest figure of each, measured in turn."""
+    """The largest figure of each measurement; they are run in turn."""
     found = dict.fromkeys(measures, 0.0)
     for _ in range(rounds):
         for name, measure in measures.items():
@@ -213,7 +213,7 @@ def of_model(model: LanguageModel, windows: torch.Tensor | None, rounds: int, de
 
 
 def of_matrices(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Products a second of 4 rows, which is what one session runs, and of 64 with matrices that no cache holds."""
+    """Products a second of 4 rows, as one session runs them, and of 64 rows, with matrices too large for the caches."""
     results: dict[str, dict[str, dict[str, float]]] = {}
     for rows, columns in MATRICES:
         matrix = torch.randn(rows, columns) * 0.02

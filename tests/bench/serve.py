@@ -1,4 +1,4 @@
-"""`make bench-serve`: what users of a served model get, as one table and bench-serve.json with every sample behind it.
+"""`make bench-serve`: the speed of a served model for its users, as one table, and bench-serve.json with every sample.
 
     python tests/bench/serve.py [--rounds 3] [--only streams,wan,first,load] [--json]
 

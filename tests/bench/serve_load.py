@@ -1,4 +1,4 @@
-"""Load on real peers through OpenAI's API over HTTP: does every answer have its tokens, and does nothing stay behind?
+"""Loads real peers through OpenAI's API over HTTP, and checks that every answer has its tokens and that nothing is left behind.
 
     python tests/bench/serve_load.py [--clients 64] [--seconds 60] [--only steady,vanish,memory,abuse] [--json]
 
@@ -50,7 +50,7 @@ async def measure_load(only: list[str], clients: int, seconds: float) -> dict[st
 
 
 async def measure_all() -> dict[str, Any]:
-    """What `make bench-serve` asks for: 64 clients for a minute, 256 for ten seconds, and the rest."""
+    """The loads of `make bench-serve`: 64 clients for a minute, 256 for ten seconds, and the other checks."""
     found = await measure_load(list(PARTS), 64, 60.0)
     found["steady"] += (await measure_load(["steady"], MANY_CLIENTS, MANY_SECONDS))["steady"]
     return found

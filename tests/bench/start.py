@@ -1,5 +1,5 @@
-"""Seconds from `fusion-peer start` to announced in a swarm that is there already, and the speed that is announced; every other
-start has a busy loop on each core beside it for its first second."""
+"""Measures the seconds from `fusion-peer start` until the peer is announced in an existing swarm, and the speed that it announces.
+During the first second of every other start a busy loop runs on each core."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def measure_start(count: int) -> dict[str, Any]:
 
 
 async def _announced(home: str, bootstrap: str, *, busy: bool) -> tuple[float, float]:
-    """Seconds until it was, and with how many FLOP/s."""
+    """The seconds until the peer was announced, and its announced FLOP/s."""
     loops = [
         await asyncio.create_subprocess_exec(sys.executable, "-c", BUSY_LOOP)
         for _ in range(os.cpu_count() or 1 if busy else 0)

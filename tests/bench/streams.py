@@ -1,5 +1,5 @@
-"""Answers at once: tokens a second of 1, 8 and 32 streams over 1 and 2 stages on loopback, and the time between two tokens
-as a user sees it, against local `generate()` with one thread, alone and with a batch of 8."""
+"""Concurrent answers: tokens a second of 1, 8 and 32 streams over 1 and 2 stages on loopback, and the time between two tokens
+for a user, against local `generate()` with one thread, alone and with a batch of 8."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def measure_streams(rounds: int, device: str) -> dict[str, Any]:
 async def answers_at_once(
     client: Any, gateway: Any, stages: int, streams: int, expected: dict[int, list[int]]
 ) -> dict[str, float]:
-    """So many answers at once, each to a prompt of its own. RuntimeError where one is not what it was alone."""
+    """Request so many answers at once, each to a prompt of its own. RuntimeError if one differs from the answer alone."""
     between: list[float] = []
 
     async def answer(number: int) -> None:

@@ -29,7 +29,7 @@ def small() -> convergence.Study:
 
 @pytest.fixture(scope="module", autouse=True)
 def _the_model_is_captured_once() -> Iterator[None]:
-    """Of whatever seed."""
+    """The capture is the same for every seed."""
     with pytest.MonkeyPatch.context() as patch:
         capture_once(patch, capture)
         yield

@@ -1,4 +1,4 @@
-"""How two reports are compared."""
+"""The comparison of two reports."""
 
 from __future__ import annotations
 

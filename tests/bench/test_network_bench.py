@@ -1,4 +1,4 @@
-"""The whole of `make bench-network`, small: three peers, two cases."""
+"""A small run of `make bench-network`: three peers, two cases."""
 
 from __future__ import annotations
 

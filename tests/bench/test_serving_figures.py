@@ -1,4 +1,4 @@
-"""What the serving bench makes of what it saw: bounds, percentiles, verdicts, and answers as they come over HTTP."""
+"""The figures of the serving bench: bounds, percentiles, verdicts, and answers as they arrive over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The study of docs/what-if.md on models and swarms small enough for a test: its shape, and what does not fit."""
+"""The study of docs/what-if.md on small models and swarms: its structure, and models that do not fit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The client without the peer extra: seconds from the start of `fusion-peer generate` to its first token on loopback, and the size of
-its environment. Imports are most of it: quiet cores matter."""
+its environment. Imports take most of the time, so measure on quiet cores."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def measure_thin(count: int) -> dict[str, Any]:
 
 
 async def _first_token(command: list[str], folder: Path, address: str) -> tuple[float, float]:
-    """Seconds to the first token, and of CPU for the whole command."""
+    """The seconds to the first token, and the processor time of the whole command."""
     started, before = time.perf_counter(), os.times()
     process = await asyncio.create_subprocess_exec(
         *(*command, "generate", "--prompt-ids", "1,2,3", "--max-tokens", str(TOKENS), "--peer", address),

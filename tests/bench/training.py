@@ -45,7 +45,7 @@ async def measure_training(rounds: int, device: str) -> dict[str, Any]:
 
 
 async def _swarm_step_seconds(fleet: Fleet, number: int, address: str) -> float:
-    """Median of the steps' durations as the lead measured them, after the warm-up."""
+    """The median duration of the steps after the warm-up, as the lead measures them."""
     job = fleet.root / f"bench-{number}.toml"
     job.write_text(job_text(f"bench-{number}", fleet.root, STEPS))
     (fleet.root / "text").write_bytes(bytes(range(256)) * 4096)

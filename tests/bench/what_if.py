@@ -57,7 +57,7 @@ MOST = 256  # of them
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One plan. `mbps` None: the lines are those of the swarm file."""
+    """One plan of the study. `mbps` None: the rates of the swarm file."""
 
     job: str
     swarm: str
@@ -67,14 +67,14 @@ class Case:
 
     @property
     def series(self) -> str:
-        """What is the same whatever the rate."""
+        """The part of the case that does not depend on the rate."""
         links = "in one machine" if self.mbps is None else "over lines"
         parts = [self.swarm, links if self.swarm == CENTRE else "", self.precision, self.codec]
         return ", ".join(part for part in parts if part not in ("", "none"))
 
 
 def cases(jobs: Iterable[str], mbps: Sequence[float]) -> list[Case]:
-    """By job: the machine as it is; then over the rates the homes, and the machine's cards behind such lines."""
+    """All cases, by job: the machine as it is, then for each rate the homes, and the machine's cards behind such lines."""
     found = []
     for job in jobs:
         found += [Case(job=job, swarm=CENTRE, precision=precision) for precision in PRECISIONS]
@@ -89,21 +89,21 @@ def cases(jobs: Iterable[str], mbps: Sequence[float]) -> list[Case]:
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """Where its job and swarm files lie, and the graphs of the jobs."""
+    """The folder of the job and swarm files, and the graphs of the jobs."""
 
     examples: Path
     graphs: Mapping[tuple[str, Precision], bytes]
 
 
 def captured(examples: Path, job: str) -> dict[tuple[str, Precision], bytes]:
-    """The graphs that launching the job would place, captured without weights."""
+    """The graphs that a launch of the job would place, captured without weights."""
     full = training_graph(_asked(examples, job, "float32"))
     graphs = {"float32": full, **{name: mixed_precision(full, half) for name, half in HALVES.items()}}
     return {(job, precision): serialise.encode(graphs[precision]) for precision in PRECISIONS}
 
 
 def outcome(study: Study, case: Case) -> dict[str, Any]:
-    """The plan of a case in figures, or why there is none."""
+    """The figures of a case's plan, or why there is none."""
     asked, swarm = _asked(study.examples, case.job, case.precision), _swarm(study.examples, case.swarm)
     if case.codec != "none":
         asked = replace(asked, compression=CompressionConfig(kind="uniform", codec=case.codec))
@@ -113,8 +113,8 @@ def outcome(study: Study, case: Case) -> dict[str, Any]:
 
 
 def fewest(study: Study, job: str, device: str, most: int = MOST) -> dict[str, Any]:
-    """The plan in bf16 on the smallest number of such devices that the search finds a placement on; with links that cost
-    nothing, so that memory alone decides."""
+    """The plan in bf16 on the smallest number of such devices for which the search finds a placement. Links cost nothing, so
+    that only memory decides."""
     low, high, found = 0, 1, _fits(study, job, device, 1)
     # A piece that no peer has room for is too large however many there are.
     while "misfit" in found and "on one peer" not in found["misfit"] and 2 * high <= most:
@@ -169,7 +169,7 @@ def _swarm(examples: Path, name: str) -> SwarmFile:
 
 
 def compute_alone(study: Study, job: str, swarm: SwarmFile, precision: Precision) -> float:
-    """Sequences a second if all peers did arithmetic all the time and nothing else took any."""
+    """Sequences a second if all peers always computed and nothing else took time."""
     train = _asked(study.examples, job, precision).train
     sizes = {"batch": train.microbatch_size, "sequence": train.sequence}
     costs = node_costs(_graph(study.graphs[job, precision]), sizes)
@@ -178,7 +178,7 @@ def compute_alone(study: Study, job: str, swarm: SwarmFile, precision: Precision
 
 
 def measure(examples: Path, jobs: Sequence[str], mbps: Sequence[float], workers: int) -> dict[str, Any]:
-    """The whole study, as what_if.json holds it."""
+    """The whole study, in the form of what_if.json."""
     begun = time.monotonic()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:

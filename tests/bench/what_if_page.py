@@ -1,4 +1,4 @@
-"""What the study of `bench.what_if` found, as a page and a picture."""
+"""The results of the study of `bench.what_if` as a page and a picture."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _swarms(found: Found) -> str:
 
 
 def _alone(found: Found) -> str:
-    """What arithmetic alone would allow."""
+    """The table of throughputs that arithmetic alone would allow."""
     lines = [
         "If all did arithmetic all the time, sequences/s of the homes and of the machine, and their ratio:",
         "",
@@ -76,7 +76,7 @@ def _rows(found: Found) -> str:
 
 
 def _reached(found: Found) -> str:
-    """Of the machine's throughput, and of what it gives for a dollar, by rate: the homes' best with any codec."""
+    """The homes' best throughput with any codec over the machine's, absolute and for each dollar, by rate."""
     head = ("job", "precision", *map(_rate, found["mbps"]))
     lines = [_line(head), _line(["---"] * len(head))]
     for job in found["jobs"]:
@@ -120,7 +120,7 @@ def _fewest(found: Found) -> str:
 
 
 def _base(found: Found, asked: Found) -> Found | None:
-    """The machine as its swarm file has it, in the same precision."""
+    """The plan on the machine of the swarm file, in the same precision."""
     for plan in found["plans"]:
         same = (plan["job"], plan["precision"]) == (asked["job"], asked["precision"])
         if same and plan["mbps"] is None and "misfit" not in plan:

@@ -1,4 +1,4 @@
-"""One answer as a user sees it: its tokens, and when each came. Pure."""
+"""One answer as a user sees it: its tokens, and when each arrived. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Timed:
-    """Seconds of one clock."""
+    """The times of one answer, in seconds of one clock."""
 
     began: float
     tokens: list[int] = field(default_factory=list)
@@ -21,17 +21,17 @@ class Timed:
 
     @property
     def first_seconds(self) -> float:
-        """From the question to the first token."""
+        """The seconds from the request to the first token."""
         return self.at[0] - self.began
 
     @property
     def token_seconds(self) -> float:
-        """Of each token after the first, on average: guesses that hold come several at once."""
+        """The average seconds between tokens after the first; accepted guesses arrive several at once."""
         return (self.at[-1] - self.at[0]) / (len(self.at) - 1)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of all do not pass; ValueError for none."""
+    """The smallest value that a share of `share` of all values does not exceed. ValueError without values."""
     if not values:
         raise ValueError("percentile: of at least one value")
     ordered = sorted(values)

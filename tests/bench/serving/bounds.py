@@ -1,4 +1,4 @@
-"""What no software can pass on given links and cores. Pure; seconds, milliseconds and bits a second as the names say."""
+"""Bounds that no software can beat on given links and cores. Pure. Units are in the names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class RingBound:
-    """Of one token that waits for the one before it: once around the ring, through every stage."""
+    """The bound of a token that waits for the one before it: once around the ring, through every stage."""
 
     stages: int
     delay_ms: float  # one way, of each link
@@ -20,10 +20,12 @@ class RingBound:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstTokenBound:
-    """Of a prompt whose chunks are as small as one likes: the slowest of links and cores is busy from the first moment to
-    the last, and everything else happens meanwhile. Before and after it, one way each, the prompt's request to the first
-    stage, the trip of its last position through the stages, and the token's way to the gateway. A gateway that runs the
-    first stage sends itself nothing."""
+    """The bound of a prompt in arbitrarily small chunks.
+
+    The slowest link or core is busy all the time, and everything else overlaps with it. Before it the request travels to the
+    first stage; after it the last position travels through the stages, and the token to the gateway. A gateway that runs
+    the first stage sends itself nothing.
+    """
 
     stages: int
     delay_ms: float
@@ -35,19 +37,19 @@ class FirstTokenBound:
 
     @property
     def link_seconds(self) -> float:
-        """Of the busiest link."""
+        """The seconds of the busiest link."""
         return (
             8 * self.prompt_tokens * self.position_bytes / (1e6 * self.rate_mbps) if self.stages > 1 else 0.0
         )
 
     @property
     def busy_seconds(self) -> float:
-        """Of the stages' cores; no stage runs on two."""
+        """The seconds of the busiest core; each stage runs on one core."""
         return self.compute_seconds / max(1, min(self.cores, self.stages))
 
     @property
     def delay_seconds(self) -> float:
-        """Through the stages, and back to the gateway."""
+        """The seconds through the stages and back to the gateway."""
         return self.stages * self.delay_ms / 1e3 if self.stages > 1 else 0.0
 
     @property

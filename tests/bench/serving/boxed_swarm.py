@@ -1,4 +1,4 @@
-"""Peers in a network in a box, one stage of a model on each, and a client there that asks them."""
+"""Peers in a network in a box, one stage of a model on each, and a client in the box."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HAS_GUESSES = "guesses" in {field.name for field in dataclasses.fields(GenerateR
 
 
 def network(stages: int, delay_ms: float, rate_mbps: float) -> NetworkSpec:
-    """A host for each stage, all of them equally far from each other, and one for the client."""
+    """A host for each stage, all at the same distance from each other, and one for the client."""
     names = [f"stage-{i}" for i in range(stages)]
     far = Link(delay_ms=delay_ms, rate_mbps=rate_mbps)
     return NetworkSpec(
@@ -50,7 +50,7 @@ class BoxedSwarm:
     gateway: PeerId | None = None  # the first stage's, so that no prompt crosses a link
 
     async def serve(self, path: Path, name: str, draft: Path | None = None) -> None:
-        """A stage of it on each peer, and a draft model with the first."""
+        """Serve a model with one stage on each peer, and a draft model beside the first."""
         drafted = () if draft is None else ("--draft", str(draft))
         await self.fleet.run(
             f"serve-{name}", "serve", str(path), "--name", name, "--stages", str(len(self.peers)),
@@ -71,8 +71,8 @@ class BoxedSwarm:
         seen: Callable[[float], None] = lambda now: None,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
     ) -> Asked:
-        """`guesses`: whether the ring may guess, where it can; None: as it does by default. `seen` is called with the time
-        of each token."""
+        """Request an answer. `guesses`: whether the ring may guess tokens; None: the default. `seen` is called with the time of
+        each token."""
         more: dict[str, Any] = {} if guesses is None or not HAS_GUESSES else {"guesses": guesses}
         request = GenerateRequest(
             model=model, prompt_ids=tuple(prompt), max_tokens=tokens, sampling=sampling, **more
@@ -96,7 +96,7 @@ class Asked:
 
 @asynccontextmanager
 async def boxed_swarm(box: Box, stages: int) -> AsyncIterator[BoxedSwarm]:
-    """The calling thread is on the client's host."""
+    """The running swarm. The calling thread is on the client's host."""
     async with open_fleet("fusion-serving-") as fleet:
 
         async def start(host: str, known: tuple[str, ...]) -> LocalPeer:

@@ -1,5 +1,5 @@
-"""Two small models that have learned the same corpus, this Python's own modules as bytes: one to serve, and one of a tenth of its
-size to draft for it."""
+"""Two small models trained on the same corpus, the bytes of this Python's own modules: one to serve, and a draft model of a tenth
+of its size."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ POSITIONS = 512
 
 
 def corpus() -> torch.Tensor:
-    """The ids of all modules, one behind the other."""
+    """The concatenated bytes of all modules, as ids."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join((folder / f"{name}.py").read_bytes() for name in MODULES)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
 def save_code_model(path: Path, size: str, *, steps: int = STEPS, seed: int = 0) -> None:
-    """Train the model of that size, the same for each `seed`. Does nothing where the directory has one already."""
+    """Train the model of that size, the same for the same `seed`. Does nothing if the directory has one already."""
     if (path / "config.json").is_file():
         return
     hidden, intermediate, layers, heads = SIZES[size]

@@ -1,4 +1,4 @@
-"""What a served model costs one core where no peer and no link is in the way: seconds of a token and of a prompt.
+"""Measures a served model on one core without peers and links: seconds of a token and of a prompt.
 
     python compute.py DIRECTORY PROMPT_TOKENS MAX_SEQUENCE    prints {"token_seconds": x, "prompt_seconds": x}
 
@@ -57,7 +57,7 @@ def _piece(session: str, start: int, length: int) -> Piece:
 
 
 async def compute_seconds(directory: Path, prompt_tokens: int, max_sequence: int) -> dict[str, float]:
-    """The same, from another process."""
+    """The same figures, measured in a process of its own."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, __file__, str(directory), str(prompt_tokens), str(max_sequence)),
         stdout=asyncio.subprocess.PIPE,

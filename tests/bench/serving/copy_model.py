@@ -1,5 +1,5 @@
-"""A small model that has learned to copy: documents of random tokens, each followed by its copy in which one token is
-renamed. What it answers is then its own, and as predictable from the prompt as quoting, reformatting and renaming are."""
+"""A small model that has learned to copy: documents of random tokens, each followed by a copy in which one token is renamed.
+Its answers are as predictable from the prompt as quoting, reformatting and renaming are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POSITIONS = 1024
 
 
 def save_copy_model(path: Path, *, steps: int = STEPS, seed: int = 0) -> None:
-    """Train it, half a minute of a core, the same for each `seed`. Does nothing where the directory has one already."""
+    """Train the model, in half a minute of a core, the same for the same `seed`. Does nothing if the directory has one already."""
     if (path / "config.json").is_file():
         return
     threads = torch.get_num_threads()
@@ -56,7 +56,7 @@ def _train(model: LlamaForCausalLM, steps: int, random: Random) -> None:
 
 
 def _documents(count: int, length: int, draws: torch.Generator) -> torch.Tensor:
-    """(count, 2 * length + 2) token ids."""
+    """Random documents with their copies, (count, 2 * length + 2) token ids."""
     words = torch.randint(FIRST_WORD, VOCABULARY, (count, length), generator=draws)
     named = torch.rand(count, length, generator=draws) < RENAMED_SHARE
     separator = torch.full((count, 1), SEPARATOR)
@@ -65,7 +65,7 @@ def _documents(count: int, length: int, draws: torch.Generator) -> torch.Tensor:
 
 
 def document(length: int, seed: int, *, rename: bool) -> tuple[list[int], list[int]]:
-    """A prompt, and the answer that it asks for. `rename`: the copy differs in one token of sixteen."""
+    """A prompt and its right answer. `rename`: the copy differs in one token of sixteen."""
     random = Random(seed)
     words = [random.randrange(FIRST_WORD, VOCABULARY) for _ in range(length)]
     if rename:

@@ -1,4 +1,4 @@
-"""The time to the first token of a long prompt over slow links: against its bound, for others meanwhile, and for the second
+"""The time to the first token of a long prompt over slow links: against its bound, its effect on other answers, and the second
 turn of a chat."""
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ def _bound(prompt_tokens: int, busy_seconds: float) -> FirstTokenBound:
 
 
 def _router_seconds(box: Box) -> float:
-    """Of the cores, that the box itself has taken to carry packets: a network of its own would take none."""
+    """The processor time that the box has used to carry packets; a real network would use none of these cores."""
     times = psutil.Process(box.router_pid).cpu_times()
     return float(times.user + times.system)
 
 
 async def _beside(swarm: BoxedSwarm, random: Random, prompt_tokens: int) -> tuple[list[float], list[float]]:
-    """Seconds between tokens of other answers: while nothing else is asked, and while a long prompt is read."""
+    """The seconds between tokens of other answers: alone, and during the prefill of a long prompt."""
     ready, stop = [asyncio.Event() for _ in range(OTHERS)], asyncio.Event()
     tasks = [
         asyncio.create_task(_stream(swarm, _prompt(random, 12 + 5 * i), ready[i], stop))

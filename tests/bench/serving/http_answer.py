@@ -1,5 +1,4 @@
-"""One streamed answer over a peer's HTTP API, with no more than asyncio: a load of hundreds of clients has to cost less than
-what it loads."""
+"""One streamed answer over a peer's HTTP API, with asyncio alone: hundreds of clients must cost less than the peers that they load."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ _TOKEN = re.compile(r"token_id:([0-9]+)")
 
 
 class Busy(Exception):
-    """429. `retry_seconds`: what the peer says, None where it says nothing."""
+    """Status 429. `retry_seconds`: from the response; None if it has none."""
 
     def __init__(self, retry_seconds: float | None) -> None:
         super().__init__("busy")
@@ -23,11 +22,11 @@ class Busy(Exception):
 
 
 class Refused(Exception):
-    """Any other status, an error in the stream, or a stream that ended before its end; one line."""
+    """Any other status, an error in the stream, or a stream that ended early; one line."""
 
 
 class HttpAnswer:
-    """The ids of its tokens, as they come. `abort` is what a client does that is switched off."""
+    """The ids of the answer's tokens, as they arrive. `abort` does what a client that is switched off does."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -37,7 +36,7 @@ class HttpAnswer:
         self._writer.transport.abort()
 
     async def tokens(self) -> AsyncIterator[int]:
-        """Raises Busy, Refused, OSError."""
+        """The next tokens. Raises Busy, Refused, OSError."""
         await self._head()
         async for line in self._lines():
             if line == b"data: [DONE]":
@@ -71,7 +70,7 @@ class HttpAnswer:
             raise Refused(f"{status}: {body[:200]!r}")
 
     async def _lines(self) -> AsyncIterator[bytes]:
-        """Of the body, which is chunked; events may lie across chunks."""
+        """The events of the chunked body; an event may span chunks."""
         rest = b""
         while True:
             try:
@@ -91,8 +90,8 @@ class HttpAnswer:
 async def asking(
     url: str, model: str, prompt: Sequence[int], tokens: int, source: str, *, unread: bool = False
 ) -> AsyncIterator[HttpAnswer]:
-    """Ask greedily from the address `source` of this machine, by which peers tell clients apart; `unread`: take in as little as
-    a socket can. Raises OSError."""
+    """Request a greedy answer from the address `source` of this machine, by which peers distinguish clients. `unread`: give the
+    socket the smallest receive buffer. Raises OSError."""
     parts = urlsplit(url)
     body = json.dumps(
         {"model": model, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "stream": True, "logprobs": 0}
@@ -112,7 +111,7 @@ async def asking(
 
 
 async def read_metrics(url: str) -> dict[str, float]:
-    """What a peer's /metrics says, a number for each name, labels summed. Raises OSError, Refused."""
+    """A peer's /metrics: a number for each name, summed over labels. Raises OSError, Refused."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     try:

@@ -1,4 +1,4 @@
-"""Many clients at once against real peers: what they got, and what it left behind.
+"""Many clients at once against real peers: the answers that they get, and what is left behind.
 
 Each function is one kind of load on a `Site` and gives figures; whether they are good enough says `load_rows`. A client has
 an address of its own in 127.0.0.0/8, by which peers tell clients apart.
@@ -26,7 +26,7 @@ STARTED_TOKENS = 3  # of an answer whose client then vanishes
 
 @dataclass
 class Tally:
-    """What clients got."""
+    """What clients received."""
 
     answers: int = 0
     tokens: int = 0
@@ -57,7 +57,7 @@ def address_of(client: int) -> str:
 
 
 async def ask_once(site: Site, question: Question, source: str, tally: Tally) -> float:
-    """One answer, held against what it has to be; seconds for which its client is to wait before it asks again."""
+    """Request one answer and check it. Returns the seconds for which the client must wait before the next request."""
     timed = Timed(time.perf_counter())
     try:
         async with asking(site.url, MODEL, question.prompt, len(question.answer), source) as answer:
@@ -80,7 +80,7 @@ async def ask_once(site: Site, question: Question, source: str, tally: Tally) ->
 
 
 async def ask_until(site: Site, client: int, source: str, until: float, tally: Tally) -> None:
-    """One question after the other; the last one is answered to its end."""
+    """Send one request after the other; the last one is answered to its end."""
     number = client
     while time.monotonic() < until:
         wait = await ask_once(site, site.questions[number % len(site.questions)], source, tally)
@@ -92,7 +92,7 @@ async def ask_until(site: Site, client: int, source: str, until: float, tally: T
 async def steady(
     site: Site, clients: int, seconds: float, settle_seconds: float = SETTLE_SECONDS
 ) -> dict[str, Any]:
-    """So many clients, each asking one question after the other, in two halves: memory at rest after each is to be the same."""
+    """Many clients, each with one request after the other, in two halves: memory at rest must be the same after both."""
     tally, took, freed = Tally(), 0.0, 0.0
     memory: list[list[int]] = []
     for _ in range(2):
@@ -116,7 +116,7 @@ async def steady(
 
 
 async def vanishing(site: Site, clients: int) -> dict[str, Any]:
-    """Clients that are switched off in the middle of long answers: until no stage holds anything of theirs."""
+    """Clients that are switched off in the middle of long answers; wait until no stage holds anything of theirs."""
     started, errors = 0, list[str]()
 
     async def begin(client: int, open_: AsyncExitStack) -> HttpAnswer | None:
@@ -151,8 +151,8 @@ async def vanishing(site: Site, clients: int) -> dict[str, Any]:
 
 
 async def overcommitted(site: Site, clients: int) -> dict[str, Any]:
-    """Long answers, all at once, for which the stages lend too little memory: each has to be given all the same. A client
-    that is told to come back does."""
+    """Long answers, all at once, for which the stages lend too little memory: each must be given all the same. A client that
+    gets 429 retries."""
     tally = Tally()
     most = [0, 0]
     done = asyncio.Event()
@@ -193,7 +193,7 @@ async def overcommitted(site: Site, clients: int) -> dict[str, Any]:
 
 
 async def abused(site: Site, streams: int, seconds: float) -> dict[str, Any]:
-    """An honest client's tokens a second alone, and beside one that keeps so many long answers open and reads none."""
+    """An honest client's tokens a second, alone and beside a client that holds so many long answers open and reads none."""
     alone = await _honest_rate(site, seconds, lambda: None)
     refused = 0
 

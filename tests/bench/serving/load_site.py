@@ -1,4 +1,4 @@
-"""Two real peers that serve a small model, one stage each, and what its answers have to be."""
+"""Two real peers that serve a small model, one stage each, and its right answers."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Site:
 
     @property
     def url(self) -> str:
-        """Of the gateway that is asked."""
+        """The metrics of the gateway."""
         return str(self.peers[0].ready["http"])
 
     async def held(self) -> tuple[int, int]:
-        """Sessions and bytes for them, at all stages together."""
+        """The sessions and their bytes, of all stages together."""
         found = [await read_metrics(peer.ready["http"]) for peer in self.peers]
         sessions = sum(each.get("fusion_stage_sessions", 0.0) for each in found)
         return int(sessions), int(sum(each.get("fusion_stage_kv_bytes", 0.0) for each in found))
 
     async def until_free(self, within_seconds: float) -> float:
-        """Seconds until no stage has a session or memory for one; infinite where that takes longer than it may."""
+        """The seconds until no stage has a session or memory for one; infinite after the time limit."""
         began = time.monotonic()
         while await self.held() != (0, 0):
             if time.monotonic() - began > within_seconds:
@@ -63,14 +63,13 @@ class Site:
         return time.monotonic() - began
 
     def resident_bytes(self) -> list[int]:
-        """Of each peer's own process."""
+        """The memory of each peer's own process."""
         return [psutil.Process(peer.process.pid).memory_info().rss for peer in self.peers]
 
 
 @asynccontextmanager
 async def open_site(lent_sessions: float | None = None) -> AsyncIterator[Site]:
-    """`lent_sessions`: each peer lends memory for about so many of the long answers and no more; None: what it lends by
-    itself."""
+    """The running peers. `lent_sessions`: each peer lends memory for about so many of the long answers; None: the default."""
     async with open_fleet("fusion-load-") as fleet:
         path = fleet.root / "model"
         questions, long = await fleet.in_thread(_make, path)
@@ -104,7 +103,7 @@ def _make(path: Path) -> tuple[list[Question], Question]:
 
 
 def _lent_bytes(path: Path, sessions: float) -> int:
-    """What any stage needs, and room for about so many long answers."""
+    """The memory that any stage needs, with room for about so many long answers."""
     source = huggingface(HuggingFaceConfig(path=path), training=False)
     graph = serving_graph(source.inference, cache="kv", maximum_sequence=POSITIONS)
     serve = ServeConfig(cache="kv", max_sequence=POSITIONS, vocabulary=VOCABULARY)

@@ -1,4 +1,4 @@
-"""Whether a load was borne: figures in, rows and a verdict out. Pure."""
+"""Judges a load test: rows and a verdict from its figures. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Row = tuple[str, str, str, str, str]  # what, baseline, swarm, ratio, target
 
 
 def faults(found: dict[str, Any]) -> list[str]:
-    """What does not hold, in words."""
+    """The failed requirements, in words."""
     told = []
     for each in found.get("steady", ()):
         told += [f"{each['clients']} clients: {fault}" for fault in _answer_faults(each)]

@@ -1,4 +1,4 @@
-"""Tokens around a ring of slow links, with and without guesses, against the time that the ring takes at least."""
+"""Times tokens around a ring of slow links, with and without guesses, against the ring's lower bound."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ async def _measure(box: Box, rounds: int, stages: int, delay_ms: float) -> dict[
 
 
 def cached_copy_model() -> Path:
-    """Where it is kept between two runs on this machine: it is the same each time."""
+    """The model's folder, kept between runs on this machine, since the model is always the same."""
     return Path(tempfile.gettempdir()) / f"fusion-copy-model-{STEPS}-{POSITIONS}"
 
 
 def cached_code_model(size: str) -> Path:
-    """As `cached_copy_model`, the one that is served or the one that drafts for it."""
+    """The folder of the served model or of its draft model, kept as in `cached_copy_model`."""
     sizes = "-".join(map(str, code_model.SIZES[size]))
     return Path(tempfile.gettempdir()) / f"fusion-code-model-{code_model.STEPS}-{sizes}" / size
 
